@@ -1,0 +1,70 @@
+"""Sizes of GPT-2 models and what follows from them: parameters, FLOPs, bytes. Pure arithmetic.
+
+The launch plan and the trainer both print these numbers, so they are counted in one place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GPT2_VOCAB_SIZE = 50_257
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A GPT-2 model's sizes; names as in GPT-2's own config, but for `sequence_length`."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    sequence_length: int = 1024
+    """Longest context in tokens (`n_positions`)."""
+    vocab_size: int = GPT2_VOCAB_SIZE
+    bias: bool = True
+
+    def num_matrix_params(self) -> int:
+        """Weights of the layers' matrices: attention 4, MLP 8 times n_embd squared, per layer."""
+        return self.n_layer * 12 * self.n_embd**2
+
+    def num_params(self) -> int:
+        """All trained numbers; the output head shares the token embedding."""
+        width = self.n_embd
+        norms = (2 * self.n_layer + 1) * width * (2 if self.bias else 1)
+        biases = self.n_layer * 9 * width if self.bias else 0
+        embeddings = (self.vocab_size + self.sequence_length) * width
+        return embeddings + self.num_matrix_params() + norms + biases
+
+    def flops_per_token(self) -> int:
+        """Forward and backward floating-point operations for one token.
+
+        6 per parameter that multiplies (positions do not), plus 12 x layers x width x context for
+        attention. Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311; nanoGPT counts the
+        same.
+        """
+        multiplying = self.num_params() - self.sequence_length * self.n_embd
+        return 6 * multiplying + 12 * self.n_layer * self.n_embd * self.sequence_length
+
+    def memory_bytes(self, *, micro_batch_size: int, dtype: Literal["bf16", "fp32"]) -> int:
+        """Estimate of a training rank's peak memory, the interpreter and torch included.
+
+        fp32 weights, gradients, DDP's gradient buckets and two AdamW moments are 20 bytes a
+        parameter. A layer keeps about 18 widths a token for its backward pass; the head keeps the
+        logits, their log-softmax in fp32 and their gradient.
+        """
+        size = 2 if dtype == "bf16" else 4
+        tokens = micro_batch_size * self.sequence_length
+        layers = tokens * self.n_layer * 18 * self.n_embd * size
+        head = tokens * self.vocab_size * (2 * size + 2 * 4)
+        return self.num_params() * 20 + layers + head + 600 * 2**20
+
+
+PRESETS = {
+    # `tiny` trains in minutes on two cores; the others are the GPT-2 family,
+    # https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
+    "tiny": ModelShape(n_layer=4, n_head=4, n_embd=128),
+    "gpt2": ModelShape(n_layer=12, n_head=12, n_embd=768),
+    "gpt2-medium": ModelShape(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": ModelShape(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": ModelShape(n_layer=48, n_head=25, n_embd=1600),
+}

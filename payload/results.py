@@ -1,0 +1,260 @@
+"""CONTRACT OUT: what a run leaves behind, and where. Programs read these files; nobody parses a log."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from payload.errors import ConfigError
+
+SCHEMA_VERSION = 1
+
+RunStatus = Literal["starting", "running", "finished", "stopped", "failed"]
+
+_T = TypeVar("_T", "Summary", "RunState", "RankProgress", "RankExit")
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """The one place that knows the names in a run folder."""
+
+    root: Path
+
+    @property
+    def run_id(self) -> str:
+        """The folder's name."""
+        return self.root.name
+
+    @property
+    def config(self) -> Path:
+        """run.toml: the resolved config."""
+        return self.root / "run.toml"
+
+    @property
+    def inventory(self) -> Path:
+        """inventory.json: the nodes of this run."""
+        return self.root / "inventory.json"
+
+    @property
+    def plan(self) -> Path:
+        """plan.json: the launcher's argv and environment."""
+        return self.root / "plan.json"
+
+    @property
+    def hosts(self) -> Path:
+        """hosts: what `mpirun -f` reads."""
+        return self.root / "hosts"
+
+    @property
+    def ranks(self) -> Path:
+        """ranks.json: which rank runs on which node, on which cores."""
+        return self.root / "ranks.json"
+
+    @property
+    def state(self) -> Path:
+        """state.json: what the supervisor knows of the run."""
+        return self.root / "state.json"
+
+    @property
+    def metrics(self) -> Path:
+        """metrics.jsonl: one object a step, and one an evaluation."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """summary.json: the run's result."""
+        return self.root / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """checkpoints/: one folder a checkpoint."""
+        return self.root / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """logs/: one file a rank, and the launcher's own."""
+        return self.root / "logs"
+
+    @property
+    def launcher_log(self) -> Path:
+        """What mpirun or torchrun itself printed."""
+        return self.logs / "launcher.log"
+
+    def accelerate_config(self, node_rank: int) -> Path:
+        """The Accelerate config that says the same as the plan, for one node."""
+        return self.root / f"accelerate_node_{node_rank}.yaml"
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint after `step` steps."""
+        return self.checkpoints / f"step_{step:08d}"
+
+    def rank_log(self, rank: int) -> Path:
+        """Everything that one rank printed."""
+        return self.logs / f"rank_{rank:04d}.log"
+
+    def rank_progress(self, rank: int) -> Path:
+        """One rank's sign of life."""
+        return self.root / "progress" / f"rank_{rank:04d}.json"
+
+    def rank_exit(self, rank: int) -> Path:
+        """How one rank ended; absent while it runs and when it died without a word."""
+        return self.root / "exits" / f"rank_{rank:04d}.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One step: a line of metrics.jsonl."""
+
+    step: int
+    tokens: int
+    """Trained on so far, this step included."""
+    loss: float
+    lr: float
+    grad_norm: float
+    step_time_s: float
+    tokens_per_s: float
+    """Of the whole job."""
+    mfu: float | None
+    """Model FLOP/s over the peak measured on these nodes, or None when it was not measured."""
+    data_time_s: float
+    sync_time_s: float
+    """Time that the step waited for gradients after its own backward pass was done."""
+    rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalMetrics:
+    """One evaluation: a line of metrics.jsonl."""
+
+    step: int
+    val_loss: float
+    val_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """summary.json: what came of the run."""
+
+    run_id: str
+    status: RunStatus
+    exit_class: str
+    world_size: int
+    nodes: int
+    steps: int = 0
+    tokens: int = 0
+    first_loss: float | None = None
+    final_loss: float | None = None
+    best_val_loss: float | None = None
+    final_val_loss: float | None = None
+    tokens_per_s: float | None = None
+    """Median over the steps after warm-up."""
+    mfu: float | None = None
+    peak_flops_per_s: float | None = None
+    """Sum over all ranks of what a matrix product reached, or None."""
+    ranks_identical: bool = False
+    """True only if the last check, after the last step, found all ranks' parameters equal."""
+    restarts: int = 0
+    wall_s: float = 0.0
+    cost_usd: float | None = None
+    error: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """state.json: written by the supervisor."""
+
+    run_id: str
+    status: RunStatus
+    exit_class: str | None = None
+    """None while the run is alive."""
+    error: str | None = None
+    supervisor_pid: int
+    node: str
+    """Name of the node that the supervisor runs on."""
+    started_unix: float
+    updated_unix: float
+    attempt: int = 1
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgress:
+    """One rank's sign of life, replaced at every step."""
+
+    rank: int
+    node: str
+    pid: int
+    step: int
+    phase: str
+    """What it was about to do: start, step, eval, checkpoint, sync check, end."""
+    time_unix: float
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExit:
+    """How one rank ended."""
+
+    rank: int
+    node: str
+    exit_code: int
+    """An `ExitCode`, or 128 + the signal's number."""
+    signal: int | None = None
+    error: str | None = None
+    """The rank's own words, one line."""
+    time_unix: float
+    schema_version: int = SCHEMA_VERSION
+
+
+def to_json_line(row: StepMetrics | EvalMetrics) -> str:
+    """One line of metrics.jsonl, newline included."""
+    return json.dumps(asdict(row)) + "\n"
+
+
+def write_json(path: Path, value: Summary | RunState | RankProgress | RankExit) -> None:
+    """Write `value` so that a reader finds the old file or the new one, never half of one."""
+    write_whole(path, json.dumps(asdict(value), indent=2) + "\n")
+
+
+def read_json(cls: type[_T], path: Path) -> _T | None:
+    """Read a file that `write_json` wrote; None when it is absent. Raises ConfigError."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error}. Remove it or name another run."
+        ) from None
+    if not isinstance(raw, dict) or raw.get("schema_version") != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{path}: schema_version is not {SCHEMA_VERSION}; another release wrote it."
+        )
+    known = {entry.name for entry in fields(cls)}
+    return cls(**{key: value for key, value in raw.items() if key in known})
+
+
+def read_metrics(path: Path) -> list[Mapping[str, Any]]:
+    """All complete rows of a metrics.jsonl; a last line still being written is left out."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path` beside, flush it to disk, and rename: the file is whole or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

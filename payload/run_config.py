@@ -1,0 +1,271 @@
+"""CONTRACT IN: what to train, from run.toml. Every key has a default; unknown keys are errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from payload.errors import ConfigError
+from payload.model_shape import PRESETS, ModelShape
+from payload.settings import parse_sections, render_sections, setting
+
+Preset = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+DtypeChoice = Literal["auto", "bf16", "fp32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    """[run]"""
+
+    name: str = "run"
+    """Start of the run id."""
+    seed: int = setting(1337, low=0)
+    """Weights, dropout and data order follow from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    """[data]"""
+
+    dir: str = "data/openwebtext"
+    """Folder with train.bin, val.bin and meta.json, written by `python -m payload.data prepare`."""
+    sequence_length: int = setting(1024, low=1)
+    """Tokens per sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """[model]"""
+
+    preset: Preset = "gpt2"
+    init: str = "scratch"
+    """`scratch`, a Hugging Face name or folder, or a checkpoint folder of a run."""
+    dropout: float = setting(0.0, low=0.0, high=0.99)
+    bias: bool = True
+    n_layer: int | None = setting(None, low=1)
+    """Layers; none = the preset's. Likewise the next two."""
+    n_head: int | None = setting(None, low=1)
+    n_embd: int | None = setting(None, low=1)
+
+    def shape(self, *, sequence_length: int, vocab_size: int) -> ModelShape:
+        """The preset's sizes with this section's own in their place."""
+        preset = PRESETS[self.preset]
+        return ModelShape(
+            n_layer=self.n_layer or preset.n_layer,
+            n_head=self.n_head or preset.n_head,
+            n_embd=self.n_embd or preset.n_embd,
+            sequence_length=sequence_length,
+            vocab_size=vocab_size,
+            bias=self.bias,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSection:
+    """[batch], in sequences"""
+
+    global_batch_size: int = setting(32, low=1)
+    """Sequences per step over all ranks."""
+    micro_batch_size: int = setting(4, low=1)
+    """Sequences per rank per forward and backward pass; lower it when memory runs out."""
+
+    def grad_accum_steps(self, world_size: int) -> int:
+        """Passes per step on each rank. Raises ConfigError when it is no whole number."""
+        per_pass = self.micro_batch_size * world_size
+        if self.global_batch_size % per_pass:
+            below = self.global_batch_size // per_pass * per_pass
+            fitting = [size for size in (below, below + per_pass) if size]
+            raise ConfigError(
+                f"batch.global_batch_size = {self.global_batch_size} is not a multiple of "
+                f"micro_batch_size x world_size = {self.micro_batch_size} x {world_size} = {per_pass}. "
+                f"Use {' or '.join(map(str, fitting))}."
+            )
+        return self.global_batch_size // per_pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSection:
+    """[optimizer]"""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for hidden matrices, scaled to AdamW's step size, and AdamW for the rest."""
+    lr: float = setting(3e-5, above=0.0)
+    """Highest learning rate. 3e-5 is nanoGPT's for fine-tuning GPT-2."""
+    min_lr: float = setting(3e-6, low=0.0)
+    """Learning rate at the end of the decay."""
+    weight_decay: float = setting(0.1, low=0.0)
+    """For matrices and embeddings only."""
+    beta1: float = setting(0.9, low=0.0, high=0.9999)
+    beta2: float = setting(0.95, low=0.0, high=0.99999)
+    grad_clip: float = setting(1.0, low=0.0)
+    """Highest gradient norm; 0 = no clipping."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSection:
+    """[schedule]"""
+
+    kind: Literal["cosine", "constant", "wsd"] = "cosine"
+    """`wsd`: warm up, stay, decay linearly over the last `decay_steps`."""
+    warmup_steps: int = setting(0, low=0)
+    decay_steps: int | None = setting(None, low=1)
+    """cosine: the step at which min_lr is reached, none = the last. wsd: length of the decay at
+    the end, none = a fifth of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSection:
+    """[train]; a step is one optimizer update"""
+
+    steps: int = setting(100, low=1)
+    log_every: int = setting(10, low=1)
+    """Steps between printed lines; metrics.jsonl has every step."""
+    eval_every: int = setting(100, low=0)
+    """0 = only at the start and the end."""
+    eval_tokens: int | None = setting(None, low=1)
+    """Validation tokens per evaluation; none = all."""
+    checkpoint_every: int = setting(100, low=0)
+    """0 = only at the end."""
+    keep_checkpoints: int = setting(2, low=1)
+    sync_check_every: int = setting(100, low=0)
+    """Steps between comparisons of all ranks' parameters; 0 = only at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionSection:
+    """[precision]"""
+
+    dtype: DtypeChoice = "auto"
+    """auto: bf16 where the calibration finds it faster, else fp32; which one is said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSection:
+    """[engine]"""
+
+    kind: Literal["native", "ipex"] = "native"
+    """`ipex` needs the extra `intel`."""
+    compile: bool = False
+    """Pass the model through torch.compile; needs a C++ compiler on every node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedSection:
+    """[distributed]"""
+
+    backend: Literal["gloo", "ccl", "nccl"] = "gloo"
+    """`ccl` needs the extra `intel`."""
+    grad_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What gradients travel as."""
+    timeout_s: float = setting(600.0, above=0.0)
+    """Longest wait of one rank for another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSection:
+    """[launch]"""
+
+    launcher: Literal["auto", "mpirun", "torchrun"] = "auto"
+    """auto: mpirun where Intel MPI runs (x86-64 Linux), else torchrun; which one is said."""
+    ranks_per_node: int | None = setting(None, low=1)
+    """none = one per NUMA domain."""
+    threads_per_rank: int | None = setting(None, low=1)
+    """none = the node's physical cores shared out evenly."""
+    malloc: Literal["tuned", "tcmalloc", "default"] = "tuned"
+    """`tuned`: glibc kept from giving large blocks back to the kernel between uses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One run, whole: the resolved run.toml."""
+
+    run: RunSection = field(default_factory=RunSection)
+    data: DataSection = field(default_factory=DataSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    batch: BatchSection = field(default_factory=BatchSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    precision: PrecisionSection = field(default_factory=PrecisionSection)
+    engine: EngineSection = field(default_factory=EngineSection)
+    distributed: DistributedSection = field(default_factory=DistributedSection)
+    launch: LaunchSection = field(default_factory=LaunchSection)
+
+    def tokens_per_step(self) -> int:
+        """Tokens that one step trains on, over all ranks."""
+        return self.batch.global_batch_size * self.data.sequence_length
+
+    def decay_steps(self) -> int:
+        """`schedule.decay_steps`, or what it stands for when it is none."""
+        if self.schedule.decay_steps is not None:
+            return self.schedule.decay_steps
+        if self.schedule.kind == "wsd":
+            return max(1, math.ceil(self.train.steps / 5))
+        return self.train.steps
+
+    def to_toml(self) -> str:
+        """The text that `parse_run_config` turns back into this config."""
+        return render_sections(self)
+
+
+def parse_run_config(text: str, *, overrides: Sequence[str] = (), where: str) -> RunConfig:
+    """Build a RunConfig from TOML text; `where` names the text's origin. Raises ConfigError."""
+    config = parse_sections(RunConfig, text, overrides=overrides, where=where)
+    problems = _contradictions(config)
+    if problems:
+        raise ConfigError(f"{where}: " + " ".join(problems))
+    return config
+
+
+def load_run_config(path: Path, *, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read the run.toml at `path`. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"config {path}: {error.strerror}. Name an existing TOML file.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config {path}: byte {error.start} is not UTF-8.") from None
+    return parse_run_config(text, overrides=overrides, where=str(path))
+
+
+def _contradictions(config: RunConfig) -> list[str]:
+    """Settings that are each allowed but not together."""
+    found = []
+    optimizer, schedule, train = config.optimizer, config.schedule, config.train
+    shape = config.model.shape(sequence_length=1, vocab_size=1)
+    if shape.n_embd % shape.n_head:
+        found.append(
+            f"model.n_embd = {shape.n_embd} is not a multiple of model.n_head = {shape.n_head}."
+        )
+    if optimizer.min_lr > optimizer.lr:
+        found.append(
+            f"optimizer.min_lr = {optimizer.min_lr} is above lr = {optimizer.lr}; lower it."
+        )
+    if schedule.warmup_steps >= train.steps and schedule.warmup_steps:
+        found.append(
+            f"schedule.warmup_steps = {schedule.warmup_steps} leaves nothing of train.steps = "
+            f"{train.steps}; lower it."
+        )
+    if schedule.kind == "wsd" and schedule.warmup_steps + config.decay_steps() > train.steps:
+        found.append(
+            f"schedule.warmup_steps + decay_steps = {schedule.warmup_steps} + "
+            f"{config.decay_steps()} is more than train.steps = {train.steps}; lower one."
+        )
+    if schedule.kind == "cosine" and config.decay_steps() <= schedule.warmup_steps:
+        found.append(
+            f"schedule.decay_steps = {config.decay_steps()} is not above warmup_steps = "
+            f"{schedule.warmup_steps}."
+        )
+    if config.batch.global_batch_size % config.batch.micro_batch_size:
+        found.append(
+            f"batch.global_batch_size = {config.batch.global_batch_size} is not a multiple of "
+            f"micro_batch_size = {config.batch.micro_batch_size}."
+        )
+    if not config.run.name.strip() or "/" in config.run.name or not config.run.name.isprintable():
+        found.append(
+            f"run.name = {config.run.name!r}: use a name without slashes or control characters."
+        )
+    return found
