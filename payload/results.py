@@ -1,4 +1,7 @@
-"""CONTRACT OUT: what a run leaves behind, and where. Programs read these files; nobody parses a log."""
+"""CONTRACT OUT: what a run leaves behind, and where.
+
+Programs read these files; nobody parses a log.
+"""
 
 from __future__ import annotations
 
@@ -217,9 +220,11 @@ def to_json_line(row: StepMetrics | EvalMetrics) -> str:
     return json.dumps(asdict(row)) + "\n"
 
 
-def write_json(path: Path, value: Summary | RunState | RankProgress | RankExit) -> None:
+def write_json(
+    path: Path, value: Summary | RunState | RankProgress | RankExit, *, durable: bool = True
+) -> None:
     """Write `value` so that a reader finds the old file or the new one, never half of one."""
-    write_whole(path, json.dumps(asdict(value), indent=2) + "\n")
+    write_whole(path, json.dumps(asdict(value), indent=2) + "\n", durable=durable)
 
 
 def read_json(cls: type[_T], path: Path) -> _T | None:
@@ -249,12 +254,13 @@ def read_metrics(path: Path) -> list[Mapping[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path` beside, flush it to disk, and rename: the file is whole or absent."""
+def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
+    """Write `text` beside, then rename: whole or absent; if `durable`, after a power cut too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     partial.replace(path)

@@ -80,8 +80,8 @@ class BatchSection:
             fitting = [size for size in (below, below + per_pass) if size]
             raise ConfigError(
                 f"batch.global_batch_size = {self.global_batch_size} is not a multiple of "
-                f"micro_batch_size x world_size = {self.micro_batch_size} x {world_size} = {per_pass}. "
-                f"Use {' or '.join(map(str, fitting))}."
+                f"micro_batch_size x world_size = {self.micro_batch_size} x {world_size} = "
+                f"{per_pass}. Use {' or '.join(map(str, fitting))}."
             )
         return self.global_batch_size // per_pass
 

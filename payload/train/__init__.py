@@ -1,0 +1,1 @@
+"""Runs on every rank: one model, trained by all ranks together."""

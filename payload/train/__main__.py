@@ -1,0 +1,170 @@
+"""`python -m payload.train`: one rank, alone or under mpirun, torchrun or `accelerate launch`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import logging
+import os
+import secrets
+import signal
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Never
+
+from payload.errors import ExitCode, TileforgeError, TrainingError, UsageError
+from payload.results import RunPaths, write_whole
+from payload.run_config import RunConfig, load_run_config
+
+if TYPE_CHECKING:
+    from payload.train.world import World
+
+log = logging.getLogger("payload.train")
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> ExitCode:
+    """Train, and end with the exit code that says how it went."""
+    last_words = LastWords()
+    sys.excepthook = last_words.speak
+    arguments = _parser().parse_args(argv)
+    stop = StopSignal()
+    config = _load_config(arguments)
+    _set_up_logging(env)
+    # torch takes seconds to import; a wrong config should not cost them.
+    from payload.train.session import train
+    from payload.train.world import World
+
+    world = last_words.world = World.from_env(env)
+    logging.getLogger().setLevel(logging.INFO if world.is_main else logging.WARNING)
+    world.join(config.distributed)
+    run_dir = arguments.run_dir or world.broadcast(_new_run_dir(config))
+    paths = last_words.paths = RunPaths(Path(str(run_dir)))
+    if world.is_main and not paths.config.exists():
+        write_whole(paths.config, config.to_toml())
+    outcome = train(config, paths=paths, world=world, stop_requested=stop.requested)
+    world.leave()
+    if world.is_main:
+        ended = "stopped" if outcome.stopped else "finished"
+        log.info(f"{ended} after step {outcome.step}: {paths.root}")
+    return ExitCode.OK
+
+
+class StopSignal:
+    """Remembers SIGTERM or SIGINT, for the end of the step. A second SIGINT ends it at once."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._remember)
+
+    def requested(self) -> bool:
+        """Whether a signal came."""
+        return self._requested
+
+    def _remember(self, number: int, _frame: object) -> None:
+        self._requested = True
+        if number == signal.SIGINT:
+            print("stopping after this step; Ctrl-C again to stop at once", file=sys.stderr)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class LastWords:
+    """The one place where this process ends with an error, whatever it was."""
+
+    def __init__(self) -> None:
+        self.paths: RunPaths | None = None
+        self.world: World | None = None
+
+    def speak(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> Never:
+        """Say what happened in one line, leave the exit record, and end this process at once."""
+        if isinstance(error, KeyboardInterrupt):
+            self._leave(128 + signal.SIGINT)
+        known = self._known(error)
+        print(f"error: {known}", file=sys.stderr)
+        if self.paths is not None and self.world is not None:
+            # Imported here for the errors before torch was; by now it has been.
+            from payload.train.metrics import write_rank_exit
+
+            write_rank_exit(self.paths, self.world, exit_code=known.exit_code, error=str(known))
+        self._leave(known.exit_code)
+
+    def _known(self, error: BaseException) -> TileforgeError:
+        """Our own class for what torch threw; its traceback stays in the log."""
+        if isinstance(error, TileforgeError):
+            return error
+        first_line = str(error).splitlines()[0] if str(error) else ""
+        text = f"{type(error).__name__}: {first_line}"
+        if self.world is not None and isinstance(error, RuntimeError):
+            from payload.train.world import as_rank_lost
+
+            lost = as_rank_lost(error, world=self.world)
+            if lost is not None:
+                return lost
+        if isinstance(error, MemoryError) or "allocate memory" in text:
+            return TrainingError(f"out of memory ({text}). Lower batch.micro_batch_size.")
+        traceback.print_exception(error)
+        return TrainingError(f"{text} (traceback above, in this rank's log)")
+
+    def _leave(self, status: int) -> Never:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: with a peer gone, gloo's threads can keep a leaving interpreter for minutes.
+        os._exit(status)
+
+
+def _load_config(arguments: argparse.Namespace) -> RunConfig:
+    path: Path | None = arguments.config
+    if path is None and arguments.run_dir is None:
+        raise UsageError("name a config with --config FILE, or a run folder with --run-dir DIR.")
+    return load_run_config(
+        path or RunPaths(arguments.run_dir).config, overrides=arguments.overrides
+    )
+
+
+def _new_run_dir(config: RunConfig) -> str:
+    now = datetime.datetime.now(tz=datetime.UTC)
+    return f"runs/{config.run.name}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def _set_up_logging(env: Mapping[str, str]) -> None:
+    level = logging.getLevelNamesMapping().get(env.get("TILEFORGE_LOG_LEVEL", "INFO"), logging.INFO)
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m payload.train",
+        description="Train a GPT on this process, or on all ranks that a launcher started. "
+        "A run folder with a checkpoint in it is resumed.",
+        epilog="Example: torchrun --nproc-per-node 2 -m payload.train --config "
+        "payload/configs/quickstart.toml",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="run.toml to train by")
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="run folder; its run.toml is used when --config is not given "
+        "(default: runs/<name>-<time>-<random>)",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one setting; may be repeated",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,47 @@
+"""The engines that run the model: stock torch, or Intel's archived extension for comparison."""
+
+from __future__ import annotations
+
+import torch
+
+from payload.errors import ConfigError
+from payload.run_config import EngineSection
+from payload.train.calibration import Dtype
+from payload.train.model import GPT
+from payload.train.optimizer import Optimizers
+
+INTEL_INSTALL = (
+    "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0, in an environment of its own"
+)
+
+
+def require_engine(settings: EngineSection) -> None:
+    """Raise ConfigError, with the line that installs it, when the engine is not there."""
+    if settings.kind == "ipex":
+        try:
+            import intel_extension_for_pytorch  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f"engine.kind = 'ipex' needs intel-extension-for-pytorch ({error}). Install it "
+                f"with: {INTEL_INSTALL} (or use engine.kind = 'native')."
+            ) from None
+
+
+def engage(
+    model: GPT, optimizers: Optimizers, *, settings: EngineSection, dtype: Dtype
+) -> torch.nn.Module:
+    """The module to train in place of `model`; parameters stay the same tensors, in fp32.
+
+    Weights stay fp32 under ipex too (no `dtype=`, no prepacking), so that checkpoints are the same
+    whichever engine wrote them; bf16 comes from autocast as it does for the native engine.
+    """
+    engaged: torch.nn.Module = model
+    if settings.kind == "ipex":
+        import intel_extension_for_pytorch as ipex
+
+        engaged, _ = ipex.optimize(
+            model, optimizer=optimizers.members[-1], inplace=True, level="O1", weights_prepack=False
+        )
+    if settings.compile:
+        engaged.compile()
+    return engaged

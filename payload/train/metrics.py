@@ -1,0 +1,130 @@
+"""metrics.jsonl and the rank's signs of life and death, as training goes on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from importlib import metadata
+from types import TracebackType
+from typing import Self, TextIO
+
+import psutil
+
+from payload import __version__
+from payload.errors import ExitCode
+from payload.results import (
+    EvalMetrics,
+    RankExit,
+    RankProgress,
+    RunPaths,
+    StepMetrics,
+    read_metrics,
+    to_json_line,
+    write_json,
+    write_whole,
+)
+from payload.train.world import World
+
+_PROGRESS_INTERVAL_S = 0.5
+
+
+class MetricsFile:
+    """Appends rows to metrics.jsonl; every step is there exactly once, also after a resume."""
+
+    def __init__(self, paths: RunPaths, *, resumed_at_step: int) -> None:
+        self._paths = paths
+        self._resumed_at_step = resumed_at_step
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> Self:
+        path = self._paths.metrics
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            self._drop_rows_after(self._resumed_at_step)
+        self._file = path.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def append(self, row: StepMetrics | EvalMetrics) -> None:
+        """Write one row; a reader sees it at once."""
+        assert self._file is not None
+        self._file.write(to_json_line(row))
+        self._file.flush()
+
+    def _drop_rows_after(self, step: int) -> None:
+        """Steps past the checkpoint are trained again."""
+        path = self._paths.metrics
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        rows = read_metrics(path)
+        kept = [line for line, row in zip(lines, rows, strict=False) if row["step"] <= step]
+        if kept != lines:
+            write_whole(path, "".join(kept))
+
+
+class SignOfLife:
+    """Replaces this rank's progress file; the supervisor reads it to tell slow from stuck."""
+
+    def __init__(self, paths: RunPaths, world: World) -> None:
+        self._path = paths.rank_progress(world.rank)
+        self._rank = world.rank
+        self._node = world.node
+        self._last_s = 0.0
+        self._last_phase = ""
+
+    def tell(self, *, step: int, phase: str) -> None:
+        """Say what comes next; at most a few times a second, but every change of phase."""
+        now = time.monotonic()
+        if phase == self._last_phase and now - self._last_s < _PROGRESS_INTERVAL_S:
+            return
+        self._last_s, self._last_phase = now, phase
+        write_json(
+            self._path,
+            RankProgress(
+                rank=self._rank,
+                node=self._node,
+                pid=os.getpid(),
+                step=step,
+                phase=phase,
+                time_unix=time.time(),
+            ),
+            durable=False,
+        )
+
+
+def write_rank_exit(paths: RunPaths, world: World, *, exit_code: ExitCode, error: str) -> None:
+    """Leave this rank's own words about its end."""
+    write_json(
+        paths.rank_exit(world.rank),
+        RankExit(
+            rank=world.rank,
+            node=world.node,
+            exit_code=int(exit_code),
+            error=error,
+            time_unix=time.time(),
+        ),
+    )
+
+
+def versions() -> dict[str, str]:
+    """What the run was made with."""
+    found = {"tileforge": __version__, "python": platform.python_version()}
+    for name in ("torch", "accelerate", "safetensors", "impi-rt", "intel-extension-for-pytorch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def rss_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    return int(psutil.Process().memory_info().rss)

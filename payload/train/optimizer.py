@@ -1,0 +1,107 @@
+"""The optimizers of a run, and their state as named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from payload.errors import CheckpointError, ConfigError
+from payload.run_config import OptimizerSection
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizers:
+    """Every parameter of `model` is in exactly one of `members`."""
+
+    model: nn.Module
+    members: tuple[torch.optim.Optimizer, ...]
+
+    def set_lr(self, lr: float) -> None:
+        """Use this learning rate from the next update on."""
+        for optimizer in self.members:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def step(self) -> None:
+        """One update of all parameters, after which no gradients are left."""
+        for optimizer in self.members:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All state, each tensor as `state_key.parameter_name`."""
+        names: dict[Tensor, str] = {
+            parameter: name for name, parameter in self.model.named_parameters()
+        }
+        return {
+            f"{key}.{names[parameter]}": value.detach()
+            for optimizer in self.members
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `state_tensors` gave. Raises CheckpointError when a name does not fit."""
+        parameters = dict(self.model.named_parameters())
+        owners = {
+            parameter: optimizer
+            for optimizer in self.members
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for full_name, value in tensors.items():
+            key, _, name = full_name.partition(".")
+            parameter = parameters.get(name)
+            if parameter is None or (value.dim() and value.shape != parameter.shape):
+                raise CheckpointError(
+                    f"the optimizer state {full_name!r} of shape {tuple(value.shape)} fits no "
+                    "parameter of this model; the checkpoint belongs to another model."
+                )
+            owners[parameter].state[parameter][key] = value.clone()
+
+
+def build_optimizers(model: nn.Module, settings: OptimizerSection) -> Optimizers:
+    """AdamW for all parameters, or Muon for the layers' matrices and AdamW for the rest.
+
+    Weight decay is for matrices and embeddings; norms and biases have none.
+    """
+    hidden, matrices, vectors = [], [], []
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            vectors.append(parameter)
+        elif settings.name == "muon" and name.startswith("h."):
+            hidden.append(parameter)
+        else:
+            matrices.append(parameter)
+    adamw = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        fused=True,
+    )
+    if settings.name == "adamw":
+        return Optimizers(model, (adamw,))
+    return Optimizers(model, (_muon(hidden, settings), adamw))
+
+
+def _muon(hidden: list[nn.Parameter], settings: OptimizerSection) -> torch.optim.Optimizer:
+    if not hasattr(torch.optim, "Muon"):
+        raise ConfigError(
+            f"optimizer.name = 'muon' needs torch 2.9 or newer; this is {torch.__version__}. Use "
+            "adamw."
+        )
+    # match_rms_adamw scales Muon's update to the size of AdamW's, so that one lr serves both
+    # (Moonshot, https://arxiv.org/abs/2502.16982, section 2.2).
+    return torch.optim.Muon(
+        hidden,
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )

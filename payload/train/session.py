@@ -1,0 +1,144 @@
+"""One rank's whole life in a run: join, calibrate, build, train, report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from payload.data.blocks import TokenData
+from payload.results import RunPaths, read_metrics
+from payload.run_config import RunConfig
+from payload.train.arithmetic import describe
+from payload.train.calibration import Calibration, calibrate
+from payload.train.engine import engage, require_engine
+from payload.train.gradients import DDP_SETTINGS, GradientExchange
+from payload.train.metrics import MetricsFile, SignOfLife
+from payload.train.optimizer import build_optimizers
+from payload.train.setup import Start, find_start, require_disk_space, restore_optimizer
+from payload.train.summary import SummaryFile
+from payload.train.trainer import Outcome, Parts, Trainer
+from payload.train.world import World
+
+log = logging.getLogger(__name__)
+
+
+def train(
+    config: RunConfig, *, paths: RunPaths, world: World, stop_requested: Callable[[], bool]
+) -> Outcome:
+    """Train on this rank from the run's newest checkpoint, or from the start.
+
+    The process group has been joined. Rank 0 writes metrics.jsonl and summary.json, on a failure
+    as well. Raises TileforgeError, and RuntimeError when another rank vanished.
+    """
+    with SummaryFile(paths, world) as summary:
+        require_engine(config.engine)
+        config.batch.grad_accum_steps(world.world_size)
+        data = TokenData.open(Path(config.data.dir), sequence_length=config.data.sequence_length)
+        calibration = calibrate(world, config.precision.dtype)
+        summary.calibrated(peak_flops_per_s=calibration.peak_flops_per_s)
+        outcome, wall_s = _train(
+            config,
+            paths=paths,
+            world=world,
+            data=data,
+            calibration=calibration,
+            stop_requested=stop_requested,
+        )
+        summary.end("stopped" if outcome.stopped else "finished", wall_s=wall_s)
+    return outcome
+
+
+def _train(
+    config: RunConfig,
+    *,
+    paths: RunPaths,
+    world: World,
+    data: TokenData,
+    calibration: Calibration,
+    stop_requested: Callable[[], bool],
+) -> tuple[Outcome, float]:
+    sign_of_life = SignOfLife(paths, world)
+    sign_of_life.tell(step=0, phase="start")
+    start = find_start(config, data, paths=paths, world=world)
+    if world.is_main:
+        require_disk_space(config, start.model.shape, paths=paths)
+        for line in describe(
+            config, shape=start.model.shape, data=data, world=world, calibration=calibration
+        ):
+            log.info(line)
+    resumed_at_step = start.state.step if start.state else 0
+    if start.state:
+        log.info(f"resuming after step {resumed_at_step} from {start.checkpoint}")
+    with (
+        MetricsFile(paths, resumed_at_step=resumed_at_step) if world.is_main else nullcontext() as (
+            metrics
+        )
+    ):
+        parts = _assemble(
+            config,
+            paths=paths,
+            world=world,
+            data=data,
+            calibration=calibration,
+            start=start,
+            metrics=metrics,
+            sign_of_life=sign_of_life,
+            stop_requested=stop_requested,
+        )
+        trainer = Trainer(parts, start=start.state)
+        outcome = trainer.run(
+            evaluate_first=bool(world.broadcast(not _evaluated(paths, resumed_at_step)))
+        )
+        sign_of_life.tell(step=outcome.step, phase="end")
+    return outcome, trainer.wall_s()
+
+
+def _assemble(
+    config: RunConfig,
+    *,
+    paths: RunPaths,
+    world: World,
+    data: TokenData,
+    calibration: Calibration,
+    start: Start,
+    metrics: MetricsFile | None,
+    sign_of_life: SignOfLife,
+    stop_requested: Callable[[], bool],
+) -> Parts:
+    """Wrap the model: engine, then DDP, which gives every rank rank 0's parameters."""
+    optimizers = build_optimizers(start.model, config.optimizer)
+    engaged = engage(start.model, optimizers, settings=config.engine, dtype=calibration.dtype)
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="bf16" if calibration.dtype == "bf16" else "no",
+        kwargs_handlers=[DDP_SETTINGS],
+    )
+    trained = accelerator.prepare(engaged)
+    exchange = GradientExchange(config.distributed)
+    exchange.attach(trained)
+    restore_optimizer(optimizers, start, world=world)
+    return Parts(
+        config=config,
+        world=world,
+        paths=paths,
+        data=data,
+        calibration=calibration,
+        accelerator=accelerator,
+        model=start.model,
+        trained=trained.train(),
+        optimizers=optimizers,
+        exchange=exchange,
+        metrics=metrics,
+        sign_of_life=sign_of_life,
+        stop_requested=stop_requested,
+    )
+
+
+def _evaluated(paths: RunPaths, step: int) -> bool:
+    """Whether metrics.jsonl has an evaluation at `step`, or none is wanted there on a resume."""
+    rows = read_metrics(paths.metrics)
+    return any("val_loss" in row and row["step"] == step for row in rows)

@@ -1,0 +1,151 @@
+"""From a config to what the loop works with: data, model, optimizers, and where to start."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from payload.data.blocks import TokenData
+from payload.data.meta import TRAIN_NAME
+from payload.errors import CheckpointError, ConfigError
+from payload.model_shape import ModelShape
+from payload.results import RunPaths
+from payload.run_config import RunConfig
+from payload.train.checkpoint import (
+    MANIFEST_FILE,
+    TrainerState,
+    load_optimizer_tensors,
+    load_trainer_state,
+    manifest_problems,
+    newest_checkpoint,
+)
+from payload.train.model import GPT
+from payload.train.optimizer import Optimizers
+from payload.train.weights import crop_sequence_length, load_hf
+from payload.train.world import World
+
+log = logging.getLogger(__name__)
+
+# fp32 weights and two AdamW moments, on disk.
+_CHECKPOINT_BYTES_PER_PARAM = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where training begins: the model on every rank, and on a resume the rest on rank 0."""
+
+    model: GPT
+    state: TrainerState | None
+    """None for a new run."""
+    checkpoint: Path | None
+
+
+def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: World) -> Start:
+    """Build the model: from the run's newest checkpoint, else from `model.init`.
+
+    Rank 0 reads files; the others get sizes here and values when DDP wraps the model.
+    """
+    checkpoint = newest_checkpoint(paths.checkpoints) if world.is_main else None
+    resumes = world.broadcast(checkpoint is not None)
+    if not resumes and config.model.init == "scratch":
+        torch.manual_seed(config.run.seed)
+        shape = config.model.shape(
+            sequence_length=config.data.sequence_length, vocab_size=data.meta.vocab_size
+        )
+        return Start(model=GPT(shape, dropout=config.model.dropout), state=None, checkpoint=None)
+    source = str(checkpoint) if checkpoint else config.model.init
+    model = _loaded_model(source, config, world=world)
+    _require_vocabulary(model.shape, data)
+    state = load_trainer_state(checkpoint) if checkpoint else None
+    agreed = world.broadcast(state)
+    assert agreed is None or isinstance(agreed, TrainerState)
+    if agreed is not None:
+        _require_same_data(agreed, data)
+    return Start(model=model, state=agreed, checkpoint=checkpoint)
+
+
+def restore_optimizer(optimizers: Optimizers, start: Start, *, world: World) -> None:
+    """Give every rank the checkpoint's optimizer state, which rank 0 reads."""
+    if start.state is None:
+        return
+    tensors = load_optimizer_tensors(start.checkpoint) if start.checkpoint else {}
+    optimizers.load_state_tensors(_broadcast_tensors(tensors, world=world))
+
+
+def require_disk_space(config: RunConfig, shape: ModelShape, *, paths: RunPaths) -> None:
+    """Raise ConfigError when the checkpoints that the run keeps, and one more, do not fit."""
+    paths.root.mkdir(parents=True, exist_ok=True)
+    needed = shape.num_params() * _CHECKPOINT_BYTES_PER_PARAM * (config.train.keep_checkpoints + 1)
+    free = shutil.disk_usage(paths.root).free
+    if free < needed:
+        raise ConfigError(
+            f"{paths.root}: {free / 1e9:.1f} GB free, but {config.train.keep_checkpoints + 1} "
+            f"checkpoints need {needed / 1e9:.1f} GB. Free space or lower train.keep_checkpoints."
+        )
+
+
+def _loaded_model(source: str, config: RunConfig, *, world: World) -> GPT:
+    """Rank 0 loads; the others build the same sizes and are filled by DDP."""
+    model = None
+    if world.is_main:
+        model = load_hf(_checkpoint_source(source), dropout=config.model.dropout)
+        model = crop_sequence_length(model, config.data.sequence_length)
+    described = world.broadcast((asdict(model.shape), model.activation) if model else None)
+    assert isinstance(described, tuple)
+    sizes, activation = described
+    if model is None:
+        model = GPT(ModelShape(**sizes), dropout=config.model.dropout, activation=activation)
+    return model
+
+
+def _checkpoint_source(source: str) -> str:
+    """A run folder stands for its newest checkpoint; a checkpoint must match its manifest."""
+    folder = Path(source)
+    if (folder / "checkpoints").is_dir():
+        newest = newest_checkpoint(folder / "checkpoints")
+        if newest is None:
+            raise CheckpointError(f"run {folder}: it has no checkpoint that is whole.")
+        return str(newest)
+    if (folder / MANIFEST_FILE).exists():
+        problems = manifest_problems(folder)
+        if problems:
+            raise CheckpointError(f"checkpoint {folder}: damaged: {problems[0]} Use another one.")
+    return source
+
+
+def _require_vocabulary(shape: ModelShape, data: TokenData) -> None:
+    if shape.vocab_size != data.meta.vocab_size:
+        raise CheckpointError(
+            f"the initial model has {shape.vocab_size} tokens, the data has "
+            f"{data.meta.vocab_size} ({data.meta.tokenizer}). Prepare the data with the model's "
+            "tokenizer."
+        )
+
+
+def _require_same_data(state: TrainerState, data: TokenData) -> None:
+    sha256 = data.meta.files[TRAIN_NAME].sha256
+    if state.train_sha256 != sha256:
+        raise CheckpointError(
+            f"the run's checkpoint was trained on train.bin {state.train_sha256[:12]}, data.dir "
+            f"has {sha256[:12]}. Resume with the same data, or start a new run with model.init set "
+            "to the checkpoint."
+        )
+
+
+def _broadcast_tensors(tensors: dict[str, Tensor], *, world: World) -> dict[str, Tensor]:
+    described = world.broadcast(
+        [(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]
+    )
+    assert isinstance(described, list)
+    if world.world_size == 1:
+        return tensors
+    for name, size, dtype in described:
+        value = tensors.setdefault(name, torch.empty(size, dtype=dtype))
+        dist.broadcast(value, src=0)
+    return tensors

@@ -1,0 +1,276 @@
+"""The training loop: straight, every rank the same, one update a step."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from payload.data.blocks import BlockOrder, TokenData
+from payload.data.meta import TRAIN_NAME
+from payload.errors import TrainingError
+from payload.results import EvalMetrics, RunPaths, StepMetrics
+from payload.run_config import RunConfig
+from payload.train.calibration import Calibration
+from payload.train.checkpoint import (
+    TrainerState,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
+from payload.train.evaluate import evaluate
+from payload.train.gradients import GradientExchange
+from payload.train.metrics import MetricsFile, SignOfLife, rss_bytes, versions
+from payload.train.model import GPT
+from payload.train.optimizer import Optimizers
+from payload.train.schedule import lr_at
+from payload.train.sync_check import require_identical_ranks
+from payload.train.world import World
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the loop works with; every rank has its own."""
+
+    config: RunConfig
+    world: World
+    paths: RunPaths
+    data: TokenData
+    calibration: Calibration
+    accelerator: Accelerator
+    model: GPT
+    """The plain model: its parameters are the ones that `trained` trains."""
+    trained: torch.nn.Module
+    """The model as the engine and DDP wrapped it."""
+    optimizers: Optimizers
+    exchange: GradientExchange
+    metrics: MetricsFile | None
+    """On rank 0 only."""
+    sign_of_life: SignOfLife
+    stop_requested: Callable[[], bool]
+    """Whether this rank was asked to stop; one rank is enough, all stop together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the loop ended."""
+
+    step: int
+    stopped: bool
+    """Asked to, before the last step."""
+
+
+class Trainer:
+    """Trains from a start to `train.steps`, or until it is asked to stop."""
+
+    def __init__(self, parts: Parts, *, start: TrainerState | None) -> None:
+        self._parts = parts
+        self._batch = parts.config.batch
+        self._accumulation = self._batch.grad_accum_steps(parts.world.world_size)
+        self._order = BlockOrder(
+            num_blocks=parts.data.train.num_full_blocks(), seed=parts.config.run.seed
+        )
+        self._step = start.step if start else 0
+        self._next_sample = start.next_sample if start else 0
+        self._tokens = start.tokens if start else 0
+        self._saved_step = start.step if start else -1
+        self._checked_step = -1
+        self._wall_before_s = start.wall_s if start else 0.0
+        self._started_s = time.perf_counter()
+
+    def run(self, *, evaluate_first: bool) -> Outcome:
+        """The loop. Raises TrainingError, RanksDifferError; RuntimeError when a peer vanished."""
+        train = self._parts.config.train
+        if evaluate_first:
+            self._evaluate()
+        stopping = False
+        while self._step < train.steps and not stopping:
+            self._parts.sign_of_life.tell(step=self._step, phase="step")
+            stopping = self._train_step()
+            last = stopping or self._step == train.steps
+            save = last or _due(self._step, train.checkpoint_every)
+            if save or _due(self._step, train.sync_check_every):
+                self._check_sync()
+            if save:
+                self._checkpoint()
+            if self._step == train.steps or (not last and _due(self._step, train.eval_every)):
+                self._evaluate()
+        if self._checked_step != self._step:
+            self._check_sync()
+        if self._saved_step != self._step:
+            self._checkpoint()
+        return Outcome(step=self._step, stopped=self._step < train.steps)
+
+    def wall_s(self) -> float:
+        """Time spent training, over all attempts."""
+        return self._wall_before_s + time.perf_counter() - self._started_s
+
+    def samples(self, micro_step: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Global sample indices of this rank's pass `micro_step` of the coming step.
+
+        A step's samples are the same set whatever the number of ranks and passes is.
+        """
+        size, world = self._batch.micro_batch_size, self._parts.world
+        first = self._next_sample + (micro_step * world.world_size + world.rank) * size
+        return np.arange(first, first + size, dtype=np.int64)
+
+    def _train_step(self) -> bool:
+        """One update. Returns whether any rank was asked to stop."""
+        parts, started_s = self._parts, time.perf_counter()
+        lr = lr_at(self._step, parts.config)
+        parts.optimizers.set_lr(lr)
+        loss, data_time_s, sync_time_s = self._accumulate_gradients()
+        grad_norm = self._clip()
+        parts.optimizers.step()
+        mean_loss, stopping = self._agree(loss)
+        self._step += 1
+        self._next_sample += self._batch.global_batch_size
+        self._tokens += parts.config.tokens_per_step()
+        self._require_finite(mean_loss, grad_norm)
+        step_time_s = time.perf_counter() - started_s
+        self._record(
+            StepMetrics(
+                step=self._step,
+                tokens=self._tokens,
+                loss=mean_loss,
+                lr=lr,
+                grad_norm=grad_norm,
+                step_time_s=step_time_s,
+                tokens_per_s=parts.config.tokens_per_step() / step_time_s,
+                mfu=self._mfu(step_time_s),
+                data_time_s=data_time_s,
+                sync_time_s=sync_time_s,
+                rss_bytes=rss_bytes(),
+            )
+        )
+        return stopping
+
+    def _accumulate_gradients(self) -> tuple[torch.Tensor, float, float]:
+        """All passes of a step; ranks exchange gradients during the last one only.
+
+        Returns this rank's mean loss, the time spent reading data and the time spent waiting.
+        """
+        parts, data_time_s = self._parts, 0.0
+        total = torch.zeros((), dtype=torch.float64)
+        for micro_step in range(self._accumulation):
+            before_s = time.perf_counter()
+            samples = self.samples(micro_step)
+            tokens, targets = parts.data.train.gather(self._order.blocks(samples))
+            data_time_s += time.perf_counter() - before_s
+            if parts.model.dropout:
+                # Masks follow from the sample, not from what ran before: resume is exact.
+                torch.manual_seed(parts.config.run.seed * 1_000_003 + int(samples[0]))
+            last = micro_step == self._accumulation - 1
+            # no_sync has to cover the forward pass too: DDP decides there what backward will do.
+            with nullcontext() if last else parts.accelerator.no_sync(parts.trained):
+                loss = parts.trained(tokens, targets)
+                parts.accelerator.backward(loss / self._accumulation)
+            total += loss.detach().double() / self._accumulation
+        sync_time_s = parts.exchange.exposed_time_s(backward_done_s=time.perf_counter())
+        return total, data_time_s, sync_time_s
+
+    def _clip(self) -> float:
+        """Gradient norm before clipping."""
+        limit = self._parts.config.optimizer.grad_clip or math.inf
+        norm = self._parts.accelerator.clip_grad_norm_(self._parts.model.parameters(), limit)
+        return float(norm)
+
+    def _agree(self, loss: torch.Tensor) -> tuple[float, bool]:
+        """Mean loss over ranks, and whether one of them was asked to stop: the same on all."""
+        world = self._parts.world
+        shared = torch.tensor(
+            [float(loss), float(self._parts.stop_requested())], dtype=torch.float64
+        )
+        world.sum(shared)
+        return float(shared[0]) / world.world_size, bool(shared[1] > 0)
+
+    def _require_finite(self, loss: float, grad_norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return
+        config = self._parts.config
+        raise TrainingError(
+            f"step {self._step}: loss {loss}, gradient norm {grad_norm}. Training diverged or a "
+            "number overflowed. Resume from the last checkpoint with a lower optimizer.lr (now "
+            f'{config.optimizer.lr}), a longer warm-up, or precision.dtype = "fp32".'
+        )
+
+    def _mfu(self, step_time_s: float) -> float:
+        parts = self._parts
+        flops = parts.config.tokens_per_step() * parts.model.shape.flops_per_token()
+        return flops / step_time_s / parts.calibration.peak_flops_per_s
+
+    def _record(self, row: StepMetrics) -> None:
+        train = self._parts.config.train
+        if self._parts.metrics is None:
+            return
+        self._parts.metrics.append(row)
+        if row.step == 1 or row.step == train.steps or _due(row.step, train.log_every):
+            mfu = "" if row.mfu is None else f"  MFU {row.mfu:.1%}"
+            log.info(
+                f"step {row.step:>{len(str(train.steps))}}/{train.steps}  loss {row.loss:.4f}  "
+                f"lr {row.lr:.2e}  grad norm {row.grad_norm:.2f}  {row.tokens_per_s:,.0f} tokens/s"
+                f"{mfu}"
+            )
+
+    def _evaluate(self) -> None:
+        parts = self._parts
+        parts.sign_of_life.tell(step=self._step, phase="eval")
+        row: EvalMetrics = evaluate(
+            parts.model,
+            parts.data.val,
+            world=parts.world,
+            step=self._step,
+            micro_batch_size=self._batch.micro_batch_size,
+            max_tokens=parts.config.train.eval_tokens,
+            autocast=parts.accelerator.autocast,
+        )
+        if parts.metrics is not None:
+            parts.metrics.append(row)
+            log.info(
+                f"step {row.step}: validation loss {row.val_loss:.4f} over {row.val_tokens:,} "
+                "tokens"
+            )
+
+    def _check_sync(self) -> None:
+        self._parts.sign_of_life.tell(step=self._step, phase="sync check")
+        require_identical_ranks(self._parts.model, self._parts.world, step=self._step)
+        self._checked_step = self._step
+
+    def _checkpoint(self) -> None:
+        parts, self._saved_step = self._parts, self._step
+        parts.sign_of_life.tell(step=self._step, phase="checkpoint")
+        if not parts.world.is_main:
+            return
+        folder = parts.paths.checkpoint(self._step)
+        meta = parts.data.meta
+        save_checkpoint(
+            folder,
+            model=parts.model,
+            optimizer=parts.optimizers.state_tensors(),
+            state=TrainerState(
+                step=self._step,
+                next_sample=self._next_sample,
+                tokens=self._tokens,
+                seed=parts.config.run.seed,
+                train_sha256=meta.files[TRAIN_NAME].sha256,
+                wall_s=self.wall_s(),
+                world_size=parts.world.world_size,
+                tokenizer={"name": meta.tokenizer, "sha256": meta.tokenizer_sha256},
+                config_toml=parts.config.to_toml(),
+                versions=versions(),
+            ),
+        )
+        remove_old_checkpoints(parts.paths.checkpoints, keep=parts.config.train.keep_checkpoints)
+        log.info(f"step {self._step}: checkpoint {folder}")
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

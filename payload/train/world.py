@@ -1,0 +1,169 @@
+"""Which rank this process is, and the process group that the ranks form."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from payload.errors import ConfigError, RankLostError
+from payload.run_config import DistributedSection
+
+# Launchers' names for the same number: torchrun and Accelerate, Intel MPI, Open MPI.
+_RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+_WORLD_SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+_LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
+_LOCAL_WORLD_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+# What gloo's exceptions say when the other side is gone rather than wrong.
+_PEER_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "read error",
+    "write error",
+    "socketstream",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This process's place among all ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: str
+    """Name of the node, as the inventory has it."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> World:
+        """Read what the launcher set; one process without a launcher is a world of one."""
+        world = cls(
+            rank=_first(env, _RANK, default=0),
+            world_size=_first(env, _WORLD_SIZE, default=1),
+            local_rank=_first(env, _LOCAL_RANK, default=0),
+            local_world_size=_first(env, _LOCAL_WORLD_SIZE, default=1),
+            node=env.get("TILEFORGE_NODE", platform.node()),
+        )
+        if not 0 <= world.rank < world.world_size:
+            raise ConfigError(
+                f"the launcher's environment says rank {world.rank} of {world.world_size}. Unset "
+                f"{_RANK[0]} and {_WORLD_SIZE[0]}, or start through a launcher."
+            )
+        return world
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes the run's files."""
+        return self.rank == 0
+
+    def nodes(self) -> int:
+        """Number of nodes, given that all run equally many ranks."""
+        return max(1, self.world_size // self.local_world_size)
+
+    def join(self, settings: DistributedSection) -> None:
+        """Form the process group. Raises ConfigError for a backend that this machine lacks."""
+        if self.world_size == 1:
+            return
+        _load_backend(settings.backend)
+        # Accelerate and torch's env:// rendezvous read these names only.
+        os.environ |= {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+        }
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"{' and '.join(missing)} not set for a world of {self.world_size} ranks. Start "
+                "with python -m payload.orchestrate run or torchrun, or set them to rank 0's "
+                "address and a free port."
+            )
+        dist.init_process_group(
+            settings.backend,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=datetime.timedelta(seconds=settings.timeout_s),
+        )
+
+    def leave(self) -> None:
+        """Close the process group; a second call does nothing."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise sum over all ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def broadcast(self, value: object) -> object:
+        """Rank 0's `value` on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather(self, value: object) -> list[object]:
+        """Every rank's `value`, on every rank, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        values: list[object] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+
+def as_rank_lost(error: RuntimeError, *, world: World) -> RankLostError | None:
+    """The error as a lost peer if that is what gloo reports, else None."""
+    text = str(error)
+    if world.world_size == 1 or not any(hint in text.lower() for hint in _PEER_LOST):
+        return None
+    return RankLostError(
+        f"rank {world.rank} lost contact with another rank: {text.splitlines()[0][:200]}"
+    )
+
+
+def _load_backend(backend: str) -> None:
+    if backend == "nccl":
+        raise ConfigError(
+            "distributed.backend = 'nccl': this release trains on CPUs, and nccl moves GPU tensors "
+            "only. Use gloo."
+        )
+    if backend == "ccl":
+        try:
+            import oneccl_bindings_for_pytorch  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f"distributed.backend = 'ccl' needs oneccl_bind_pt ({error}). Install it with: pip "
+                "install torch==2.8.0 oneccl_bind_pt==2.8.0 --extra-index-url "
+                "https://pytorch-extension.intel.com/release-whl/stable/cpu/us/ (or use gloo)."
+            ) from None
+
+
+def _first(env: Mapping[str, str], names: tuple[str, ...], *, default: int) -> int:
+    for name in names:
+        if name in env:
+            try:
+                return int(env[name])
+            except ValueError:
+                raise ConfigError(
+                    f"{name} = {env[name]!r} in the environment is no number."
+                ) from None
+    return default
