@@ -49,13 +49,13 @@ class ModelShape:
         """Estimate of a training rank's peak memory, the interpreter and torch included.
 
         fp32 weights, gradients, DDP's gradient buckets and two AdamW moments are 20 bytes a
-        parameter. A layer keeps about 18 widths a token for its backward pass; the head keeps the
-        logits, their log-softmax in fp32 and their gradient.
+        parameter. A layer keeps about 18 widths a token for its backward pass. The head's 16 bytes
+        a logit are the log-softmax and its two gradients in fp32, and the logits' own.
         """
         size = 2 if dtype == "bf16" else 4
         tokens = micro_batch_size * self.sequence_length
         layers = tokens * self.n_layer * 18 * self.n_embd * size
-        head = tokens * self.vocab_size * (2 * size + 2 * 4)
+        head = tokens * self.vocab_size * 16
         return self.num_params() * 20 + layers + head + 600 * 2**20
 
 

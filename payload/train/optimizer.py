@@ -29,6 +29,11 @@ class Optimizers:
         """One update of all parameters, after which no gradients are left."""
         for optimizer in self.members:
             optimizer.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for optimizer in self.members:
             optimizer.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -30,7 +30,8 @@ def require_identical_ranks(model: nn.Module, world: World, *, step: int) -> str
         return common
     if votes * 2 > world.world_size:
         odd = [rank for rank, value in enumerate(hashes) if value != common]
-        who = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} differ from the others"
+        who = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {odd} differ"
+        who += " from the others"
     else:
         listed = ", ".join(f"rank {rank} {value[:8]}" for rank, value in enumerate(hashes))
         who = f"no majority agrees ({listed})"

@@ -89,6 +89,7 @@ class Trainer:
     def run(self, *, evaluate_first: bool) -> Outcome:
         """The loop. Raises TrainingError, RanksDifferError; RuntimeError when a peer vanished."""
         train = self._parts.config.train
+        self._settle_buckets()
         if evaluate_first:
             self._evaluate()
         stopping = False
@@ -121,6 +122,25 @@ class Trainer:
         size, world = self._batch.micro_batch_size, self._parts.world
         first = self._next_sample + (micro_step * world.world_size + world.rank) * size
         return np.arange(first, first + size, dtype=np.int64)
+
+    def _settle_buckets(self) -> None:
+        """One pass whose gradients are thrown away, before the first step of every start.
+
+        DDP regroups its buckets after the first backward pass it sees. With three ranks and more,
+        the grouping decides in which order gloo adds the ranks' numbers, so a resumed run, whose
+        first pass comes later, would round differently from an unbroken one.
+        """
+        parts = self._parts
+        if parts.world.world_size == 1:
+            return
+        parts.sign_of_life.tell(step=self._step, phase="start")
+        started_s = time.perf_counter()
+        tokens, targets = parts.data.train.gather(self._order.blocks(self.samples(0)))
+        parts.accelerator.backward(parts.trained(tokens, targets))
+        parts.optimizers.zero_grad()
+        log.info(
+            f"warm-up   one pass with its synchronisation: {time.perf_counter() - started_s:.2f} s"
+        )
 
     def _train_step(self) -> bool:
         """One update. Returns whether any rank was asked to stop."""

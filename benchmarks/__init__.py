@@ -1,0 +1,1 @@
+"""One command per claim; each prints a table on stderr and JSON on stdout."""

@@ -1,0 +1,130 @@
+"""README's tables that follow from the code. `make docs` rewrites them; a test compares them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from payload import run_config
+from payload.errors import ExitCode
+from payload.run_config import RunConfig
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+
+MEANINGS = {
+    ExitCode.OK: "done",
+    ExitCode.USAGE: "the command line cannot be carried out as written",
+    ExitCode.CONFIG: "a setting, the data or a checkpoint is wrong; nothing was started",
+    ExitCode.QUOTA: "cloud quota is too small",
+    ExitCode.NO_CAPACITY: "the cloud has no such machine free",
+    ExitCode.AUTH: "the cloud refuses these credentials",
+    ExitCode.SSH_UNREACHABLE: "a node does not answer on SSH",
+    ExitCode.SSH_AUTH: "a node refuses the key",
+    ExitCode.HOST_KEY: "a node shows another host key than expected",
+    ExitCode.BOOTSTRAP: "an environment or a node could not be set up",
+    ExitCode.PREFLIGHT: "a machine is not fit for the run: launcher, port, memory or network",
+    ExitCode.TRAINING: "training itself failed, or the ranks' weights differ",
+    ExitCode.RANK_LOST: "a rank or its node died",
+    ExitCode.HANG: "a rank made no progress within its limit",
+    ExitCode.BUDGET: "the run's cost or lifetime limit was reached",
+    ExitCode.TEARDOWN: "something is left in the cloud",
+}
+
+
+def exit_codes() -> str:
+    """The table of exit codes."""
+    rows = [f"| {code.value} | `{code.label}` | {MEANINGS[code]} |" for code in ExitCode]
+    return "\n".join(["| Code | `exit_class` | Meaning |", "|---|---|---|", *rows])
+
+
+def settings() -> str:
+    """A table for each section of run.toml."""
+    meanings = _field_docstrings()
+    return "\n\n".join(
+        _section(section.name, typing.get_type_hints(RunConfig)[section.name], meanings)
+        for section in dataclasses.fields(RunConfig)
+    )
+
+
+def _section(name: str, section: type[Any], meanings: dict[tuple[str, str], str]) -> str:
+    hints = typing.get_type_hints(section)
+    rows = [
+        f"| `{field.name}` | {_default(field.default)} | {_values(hints[field.name], field)} | "
+        f"{meanings.get((section.__name__, field.name), '')} |"
+        for field in dataclasses.fields(section)
+    ]
+    return "\n".join(
+        [f"**`[{name}]`**", "", "| Key | Default | Values | |", "|---|---|---|---|", *rows]
+    )
+
+
+def _field_docstrings() -> dict[tuple[str, str], str]:
+    """(class, field) to the docstring below the field, on one line."""
+    tree = ast.parse(Path(run_config.__file__).read_text(encoding="utf-8"))
+    found = {}
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for statement, following in zip(node.body, node.body[1:], strict=False):
+            match statement, following:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    found[node.name, name] = " ".join(text.split()).replace("|", "\\|")
+    return found
+
+
+def _default(value: object) -> str:
+    if value is None:
+        return '`"none"`'
+    return f"`{str(value).lower()}`" if isinstance(value, bool) else f"`{_toml(value)}`"
+
+
+def _toml(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else f"{value}"
+
+
+def _values(hint: Any, field: dataclasses.Field[Any]) -> str:
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    (kind,) = (kind for kind in kinds if kind is not type(None))
+    text = ", ".join(_kind(kind, field))
+    return f'{text}, or `"none"`' if type(None) in kinds else text
+
+
+def _kind(kind: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
+    if typing.get_origin(kind) is typing.Literal:
+        yield from (f"`{value}`" for value in typing.get_args(kind))
+        return
+    yield {bool: "true, false", str: "text", int: "whole number", float: "number"}[kind]
+    words = {"low": "at least", "above": "above", "high": "at most"}
+    for limit, word in words.items():
+        if field.metadata.get(limit) is not None:
+            yield f"{word} {field.metadata[limit]}"
+
+
+TABLES = {"exit codes": exit_codes, "settings": settings}
+
+
+def with_tables(readme: str) -> str:
+    """`readme` with every table between its two marks as it is by the code."""
+    for name, render in TABLES.items():
+        begin, end = f"<!-- {name}: written by make docs -->", f"<!-- {name} end -->"
+        before, _, rest = readme.partition(begin)
+        _, _, after = rest.partition(end)
+        readme = f"{before}{begin}\n{render()}\n{end}{after}"
+    return readme
+
+
+def main() -> None:
+    """Rewrite README's tables."""
+    README.write_text(with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The data order: a bijection, keyed, and the same however the work is shared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from payload.data.blocks import IGNORED_TARGET, BlockOrder, TokenData
+from payload.errors import DataError
+from tests.data_folders import make_data_folder
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 5, 64, 65, 1000, 4097])
+@pytest.mark.parametrize("seed", [0, 1337])
+def test_every_epoch_visits_every_block_once(num_blocks: int, seed: int) -> None:
+    order = BlockOrder(num_blocks=num_blocks, seed=seed)
+    for epoch in range(3):
+        samples = np.arange(epoch * num_blocks, (epoch + 1) * num_blocks, dtype=np.int64)
+        assert sorted(order.blocks(samples)) == list(range(num_blocks))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    samples = np.arange(1000, dtype=np.int64)
+    first = BlockOrder(num_blocks=1000, seed=1).blocks(samples)
+    assert not np.array_equal(first, BlockOrder(num_blocks=1000, seed=1).blocks(samples + 1000))
+    assert not np.array_equal(first, BlockOrder(num_blocks=1000, seed=2).blocks(samples))
+    assert not np.array_equal(first, samples)
+
+
+def test_the_order_is_as_spread_out_as_a_random_one() -> None:
+    blocks = BlockOrder(num_blocks=10_000, seed=5).blocks(np.arange(10_000, dtype=np.int64))
+    neighbours = np.corrcoef(blocks[:-1], blocks[1:])[0, 1]
+    position = np.corrcoef(blocks, np.arange(10_000))[0, 1]
+    # Four standard deviations of a random permutation's correlation, 1 / sqrt(n).
+    assert abs(neighbours) < 0.04
+    assert abs(position) < 0.04
+
+
+def test_the_order_is_fixed_for_good() -> None:
+    """A release that changes it would silently change what a resumed run trains on."""
+    blocks = BlockOrder(num_blocks=1000, seed=1337).blocks(np.arange(998, 1004, dtype=np.int64))
+    assert blocks.tolist() == [884, 897, 19, 437, 522, 271]
+
+
+def test_samples_may_be_asked_for_in_any_grouping() -> None:
+    order = BlockOrder(num_blocks=77, seed=3)
+    whole = order.blocks(np.arange(200, dtype=np.int64))
+    pieces = [order.blocks(np.array([i], dtype=np.int64))[0] for i in range(200)]
+    assert whole.tolist() == pieces
+
+
+def test_every_token_but_the_first_is_predicted_exactly_once(tmp_path: Path) -> None:
+    folder = make_data_folder(tmp_path, num_train_tokens=1003, num_val_tokens=103)
+    data = TokenData.open(folder, sequence_length=10)
+    assert (data.val.num_full_blocks(), data.val.num_blocks()) == (10, 11)
+    inputs, targets = data.val.gather(np.arange(11, dtype=np.int64))
+    predicted = targets[targets != IGNORED_TARGET]
+    assert predicted.tolist() == data.val.tokens[1:].tolist()
+    assert inputs[targets != IGNORED_TARGET].tolist() == data.val.tokens[:-1].tolist()
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_its_file(tmp_path: Path) -> None:
+    folder = make_data_folder(tmp_path, vocab_size=512)
+    damaged = np.fromfile(folder / "train.bin", dtype=np.uint16)
+    damaged[100] = 60_000
+    damaged.tofile(folder / "train.bin")
+    data = TokenData.open(folder, sequence_length=50)
+    with pytest.raises(
+        DataError, match=r"train\.bin: token 60000 is outside the vocabulary of 512"
+    ):
+        data.train.gather(np.arange(5, dtype=np.int64))
+
+
+def test_a_sequence_longer_than_the_text_is_refused(tmp_path: Path) -> None:
+    folder = make_data_folder(tmp_path, num_train_tokens=100)
+    with pytest.raises(DataError, match=r"100 tokens are fewer than .* = 101"):
+        TokenData.open(folder, sequence_length=100)

@@ -1,0 +1,174 @@
+"""The import table of CONTRIBUTING.md, checked over the syntax tree."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+PACKAGES = frozenset({"launch", "orchestrate", "supervise", "data", "train", "generate"})
+CONTRACTS = "contracts"
+PULUMI = frozenset({"pulumi", "pulumi_gcp", "pulumi_command", "pulumi_random", "pulumi_tls"})
+
+# A module may compute its constants while it is imported; it may not touch the world.
+_WORLDLY_MODULES = frozenset(
+    {"datetime", "logging", "os", "random", "secrets", "shutil", "signal", "socket"}
+    | {"subprocess", "sys", "tempfile", "threading", "time", "torch"}
+)
+_WORLDLY_CALLS = frozenset(
+    {"basicConfig", "eval", "exec", "exists", "glob", "input", "iterdir", "main", "mkdir"}
+    | {"open", "parse_args", "print", "read_bytes", "read_text", "unlink", "write_text"}
+)
+_HARMLESS_CALLS = frozenset({"logging.getLogger"})
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one area of the code may import."""
+
+    own: frozenset[str]
+    """Parts of `payload`: packages' names, `contracts`, or whole module names."""
+    never: frozenset[str] = frozenset()
+    """Modules from elsewhere."""
+    stdlib_only: bool = False
+
+
+RULES = {
+    CONTRACTS: Rule(frozenset({CONTRACTS}), stdlib_only=True),
+    "infra": Rule(
+        frozenset({"payload.inventory", "payload.errors"}), frozenset({"paramiko", "torch"})
+    ),
+    "launch": Rule(
+        frozenset({CONTRACTS, "launch"}), frozenset({"paramiko", "torch", "subprocess"}) | PULUMI
+    ),
+    "orchestrate": Rule(
+        frozenset({CONTRACTS, "launch", "orchestrate"}), frozenset({"torch", "infra"}) | PULUMI
+    ),
+    "supervise": Rule(
+        frozenset({CONTRACTS, "launch", "supervise"}),
+        frozenset({"torch", "paramiko", "infra"}) | PULUMI,
+    ),
+    "data": Rule(frozenset({CONTRACTS, "data"}), frozenset({"paramiko", "infra"}) | PULUMI),
+    "train": Rule(
+        frozenset({CONTRACTS, "data", "train"}), frozenset({"paramiko", "infra"}) | PULUMI
+    ),
+    "generate": Rule(
+        frozenset({CONTRACTS, "data", "train", "generate"}),
+        frozenset({"paramiko", "infra"}) | PULUMI,
+    ),
+}
+SSH_MODULE = PurePosixPath("payload/orchestrate/ssh.py")
+
+
+def violations(path: PurePosixPath, source: str) -> list[str]:
+    """What `source`, the text of the file at `path` in the repository, does against the table."""
+    area = _area(path)
+    if area is None:
+        return []
+    tree = ast.parse(source, filename=str(path))
+    found = [
+        f"{path}:{line}: {area} may not import {module}"
+        for line, module in imports(tree, path=path)
+        if not _allowed(module, area=area, path=path)
+    ]
+    return found + [f"{path}:{line}: {what} at import" for line, what in work_at_import(tree)]
+
+
+def imports(tree: ast.Module, *, path: PurePosixPath) -> Iterator[tuple[int, str]]:
+    """Line and full module name of every import in the file, within functions too.
+
+    `from a import b` counts as `a.b`: b may be a module. An import by a name that is only known
+    when the program runs counts as a module called `?`.
+    """
+    package = path.parent.parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and _last_name(node.func) in {
+            "__import__",
+            "import_module",
+        }:
+            name = node.args[0] if node.args else None
+            constant = isinstance(name, ast.Constant) and isinstance(name.value, str)
+            yield node.lineno, str(name.value) if constant else "?"  # type: ignore[union-attr]
+
+
+def work_at_import(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and kind of every statement that does more than define and compute names."""
+    yield from _work(tree.body)
+
+
+def _work(statements: list[ast.stmt]) -> Iterator[tuple[int, str]]:
+    for statement in statements:
+        match statement:
+            case ast.Import() | ast.ImportFrom() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                continue
+            case ast.ClassDef():
+                yield from _work(statement.body)
+            case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.Assert():
+                yield from _calls(statement)
+            case ast.If() if _is_main_guard(statement.test):
+                continue
+            case ast.If():
+                yield from _work([*statement.body, *statement.orelse])
+            case ast.Expr(value=ast.Constant()) | ast.Pass():
+                continue
+            case _:
+                yield statement.lineno, type(statement).__name__.lower()
+
+
+def _calls(statement: ast.stmt) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            first, last = name.split(".")[0], _last_name(node.func)
+            worldly = first in _WORLDLY_MODULES or last in _WORLDLY_CALLS
+            if worldly and name not in _HARMLESS_CALLS:
+                yield node.lineno, f"call of {name}"
+
+
+def _last_name(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else "?"
+
+
+def _is_main_guard(test: ast.expr) -> bool:
+    return isinstance(test, ast.Compare) and _last_name(test.left) == "__name__"
+
+
+def _area(path: PurePosixPath) -> str | None:
+    match path.parts:
+        case ("payload", _):
+            return CONTRACTS
+        case ("payload", package, *_):
+            return package
+        case ("infra", *_):
+            return "infra"
+        case _:
+            return None
+
+
+def _allowed(module: str, *, area: str, path: PurePosixPath) -> bool:
+    rule = RULES[area]
+    top, *rest = module.split(".")
+    if top == "payload":
+        part = rest[0] if rest and rest[0] in PACKAGES else CONTRACTS
+        return part in rule.own or any(
+            module == own or module.startswith(f"{own}.") for own in rule.own
+        )
+    if top == "infra":
+        return area == "infra"
+    if module == "?":
+        return False
+    if top == "paramiko":
+        return path == SSH_MODULE
+    if rule.stdlib_only:
+        return top in sys.stdlib_module_names
+    return top not in rule.never

@@ -1,0 +1,155 @@
+"""The rules that hold for the whole tree: who imports what, and what may never be committed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from tests.import_rules import PACKAGES, RULES, violations
+
+ROOT = Path(__file__).resolve().parents[1]
+CONTRACTS = sorted(path.stem for path in (ROOT / "payload").glob("*.py"))
+
+
+def source_files() -> list[Path]:
+    """Every Python file that the import table speaks of."""
+    return sorted(path for top in ("payload", "infra") for path in (ROOT / top).rglob("*.py"))
+
+
+def repository_files() -> list[Path]:
+    """Files that are committed or would be; without git, all but environments and caches."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    if listed.returncode == 0:
+        names = listed.stdout.decode().rstrip("\0").split("\0")
+        return [path for name in names if (path := ROOT / name).is_file()]
+    left_out = {"data", "runs"}
+    return [
+        path
+        for path in ROOT.rglob("*")
+        if path.is_file()
+        and path.relative_to(ROOT).parts[0] not in left_out
+        and not any(part == "__pycache__" or part.startswith(".venv") for part in path.parts)
+    ]
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_keeps_to_the_import_table(path: Path) -> None:
+    relative = PurePosixPath(path.relative_to(ROOT).as_posix())
+    assert violations(relative, path.read_text(encoding="utf-8")) == []
+
+
+def test_every_package_has_a_row_in_the_table() -> None:
+    packages = {path.parent.name for path in (ROOT / "payload").glob("*/__init__.py")}
+    assert packages <= PACKAGES
+    assert set(RULES) > PACKAGES
+
+
+def test_the_contracts_import_without_any_installed_package() -> None:
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+    program += "".join(f"import payload.{name}\n" for name in CONTRACTS if name != "__init__")
+    # -S leaves site-packages out, -I the environment and this folder.
+    subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("payload/errors.py", "import torch"),
+        ("payload/errors.py", "from payload import train"),
+        ("payload/errors.py", "from payload.launch.ranks import Rank"),
+        ("payload/launch/ranks.py", "import subprocess"),
+        ("payload/launch/ranks.py", "def place():\n    import torch.nn as nn\n"),
+        ("payload/launch/ranks.py", "from ..orchestrate import cli"),
+        ("payload/launch/ranks.py", "from .. import train"),
+        ("payload/launch/ranks.py", "import importlib\nx = importlib.import_module('torch')"),
+        ("payload/orchestrate/run.py", "import paramiko"),
+        ("payload/orchestrate/ssh.py", "from torch import nn"),
+        ("payload/orchestrate/run.py", "from payload.train.world import World"),
+        ("payload/orchestrate/run.py", "import pulumi.automation"),
+        ("payload/orchestrate/run.py", "import infra.config"),
+        ("payload/supervise/run.py", "if True:\n    from torch import distributed\n"),
+        ("payload/train/world.py", "from payload.launch import ranks"),
+        ("payload/train/deep/world.py", "from ...orchestrate import ssh"),
+        ("payload/generate/x.py", "import payload.supervise"),
+        ("payload/data/x.py", "from payload.train.model import GPT"),
+        ("payload/data/x.py", "def f(name):\n    return __import__(name)\n"),
+        ("infra/nodes.py", "from payload.launch.ranks import Rank"),
+        ("infra/nodes.py", "from payload.run_config import RunConfig"),
+        ("infra/nodes.py", "import paramiko"),
+        ("payload/train/x.py", "print('hello')"),
+        ("payload/train/x.py", "import os\nHOME = os.environ.get('HOME')"),
+        ("payload/train/x.py", "for i in range(3):\n    pass\n"),
+        ("payload/train/x.py", "with open('x') as f:\n    TEXT = f.read()\n"),
+        ("payload/train/x.py", "class A:\n    now = time.time()\n"),
+    ],
+)
+def test_the_checker_finds_what_the_table_forbids(path: str, source: str) -> None:
+    assert violations(PurePosixPath(path), source)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("payload/errors.py", "import json\nfrom payload import __version__\n"),
+        ("payload/launch/ranks.py", "from payload.inventory import Node\nfrom . import files\n"),
+        ("payload/orchestrate/ssh.py", "import paramiko\nfrom payload.launch import files\n"),
+        ("payload/generate/x.py", "import torch\nfrom payload.train.model import GPT\n"),
+        ("infra/nodes.py", "import pulumi\nfrom payload.inventory import Node\n"),
+        (
+            "payload/train/x.py",
+            "import re\n_WORD = re.compile('a')\nif __name__ == '__main__':\n    print(1)\n",
+        ),
+        ("tests/test_x.py", "import torch, paramiko, payload.train\n"),
+    ],
+)
+def test_the_checker_lets_pass_what_the_table_allows(path: str, source: str) -> None:
+    assert violations(PurePosixPath(path), source) == []
+
+
+# Written apart, so that this file does not hold what it looks for.
+_PRIVATE_KEY = re.compile("-----BEGIN [A-Z ]*" + "PRIVATE KEY-----")
+_MACHINE_PATH = re.compile(
+    r"(?<![\w.~$}/-])/(?:ro" + r"ot|wo" + r"rk|Users|home/(?!trainer/)\w+)[/\w]*/"
+)
+_SECRET = re.compile("(AKI" + "A[0-9A-Z]{16}|AIza[0-9A-Za-z_-]{35}|ghp_[0-9A-Za-z]{36})")
+
+
+@pytest.mark.parametrize(
+    "pattern", [_PRIVATE_KEY, _MACHINE_PATH, _SECRET], ids=["private key", "machine path", "token"]
+)
+def test_no_file_of_the_repository_holds(pattern: re.Pattern[str]) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in repository_files()
+        if (match := pattern.search(path.read_text(encoding="utf-8", errors="replace")))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        (_PRIVATE_KEY, "-----BEGIN OPENSSH " + "PRIVATE KEY-----"),
+        (_PRIVATE_KEY, "-----BEGIN " + "PRIVATE KEY-----"),
+        (_MACHINE_PATH, 'open("/ro' + 'ot/x/y")'),
+        (_MACHINE_PATH, "cd /wo" + "rk/main/"),
+        (_MACHINE_PATH, "python=/home/" + "someone/bin/python"),
+        (_SECRET, "AKI" + "AABCDEFGHIJKLMNOP"),
+    ],
+)
+def test_the_search_finds_what_must_not_be_there(pattern: re.Pattern[str], text: str) -> None:
+    assert pattern.search(text)
+
+
+@pytest.mark.parametrize("text", ["https://x.org/work/main/", "$HOME/work/a/", "runs/root/a/"])
+def test_the_search_passes_ordinary_text(text: str) -> None:
+    assert not _MACHINE_PATH.search(text)

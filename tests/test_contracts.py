@@ -1,0 +1,116 @@
+"""The inventory and the result files: round trips, and what damaged ones are answered with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from payload.errors import ConfigError, ExitCode, TileforgeError
+from payload.inventory import Access, ClusterInventory, Node
+from payload.results import (
+    EvalMetrics,
+    RankProgress,
+    RunPaths,
+    Summary,
+    read_json,
+    read_metrics,
+    to_json_line,
+    write_json,
+)
+
+
+def make_inventory(num_nodes: int = 2, **changes: Any) -> ClusterInventory:
+    nodes = tuple(
+        Node(
+            name=f"node-{i}",
+            address=f"10.0.0.{i + 2}",
+            physical_cores=4,
+            memory_gib=64.0,
+            **{"hourly_usd": 0.5, **changes},
+        )
+        for i in range(num_nodes)
+    )
+    return ClusterInventory(
+        cluster="test",
+        source="file",
+        ssh_user="trainer",
+        access=Access(kind="direct"),
+        bucket=None,
+        nodes=nodes,
+    )
+
+
+def test_an_inventory_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    inventory = make_inventory(host_keys=("ssh-ed25519 AAAA",))
+    (tmp_path / "inventory.json").write_text(inventory.to_json())
+    assert ClusterInventory.load(tmp_path / "inventory.json") == inventory
+
+
+def test_the_cluster_costs_what_its_nodes_cost_or_is_not_priced() -> None:
+    assert make_inventory(3).hourly_usd() == pytest.approx(1.5)
+    assert make_inventory(3, hourly_usd=None).hourly_usd() is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 2}, "schema_version is 2, this release reads 1"),
+        ({"nodes": []}, r"nodes is \[\]; at least one node is needed"),
+        ({"nodes": [{"name": "a"}]}, r"nodes\[0\]: missing 3 required"),
+        ({"nodes": ["a"]}, r"nodes\[0\]: expected an object, got 'a'"),
+        ({"colour": "red"}, "unknown key 'colour'. Known: access, bucket, cluster"),
+        ({"access": {"kindd": "iap"}}, "access: unknown key 'kindd'"),
+    ],
+)
+def test_a_wrong_inventory_is_refused_with_the_place(change: dict[str, Any], message: str) -> None:
+    raw = {**json.loads(make_inventory().to_json()), **change}
+    with pytest.raises(ConfigError, match=message):
+        ClusterInventory.from_json(json.dumps(raw), where="inventory.json")
+
+
+@pytest.mark.parametrize("cores", [0, -1, "4", True, 2.5])
+def test_impossible_core_counts_are_refused(cores: object) -> None:
+    raw = json.loads(make_inventory().to_json())
+    raw["nodes"][1]["physical_cores"] = cores
+    with pytest.raises(ConfigError, match=r"nodes\[1\]: physical_cores = "):
+        ClusterInventory.from_json(json.dumps(raw), where="inventory.json")
+
+
+def test_text_that_is_no_json_is_refused_with_its_line() -> None:
+    with pytest.raises(ConfigError, match=r"x: not JSON \(line 2:"):
+        ClusterInventory.from_json('{"a": 1,\n}', where="x")
+
+
+def test_a_result_file_comes_back_and_is_absent_until_written(tmp_path: Path) -> None:
+    summary = Summary(run_id="r", status="finished", exit_class="ok", world_size=2, nodes=1)
+    assert read_json(Summary, tmp_path / "summary.json") is None
+    write_json(tmp_path / "summary.json", summary)
+    assert read_json(Summary, tmp_path / "summary.json") == summary
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_result_file_of_another_release_is_refused(tmp_path: Path) -> None:
+    path = RunPaths(tmp_path).rank_progress(3)
+    progress = RankProgress(rank=3, node="a", pid=1, step=2, phase="step", time_unix=0.0)
+    write_json(path, progress)
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 2'))
+    with pytest.raises(ConfigError, match=r"rank_0003\.json: schema_version is not 1"):
+        read_json(RankProgress, path)
+
+
+def test_a_metrics_line_still_being_written_is_left_out(tmp_path: Path) -> None:
+    row = to_json_line(EvalMetrics(step=1, val_loss=2.0, val_tokens=3))
+    (tmp_path / "metrics.jsonl").write_text(row + row[:10])
+    assert read_metrics(tmp_path / "metrics.jsonl") == [json.loads(row)]
+    assert read_metrics(tmp_path / "absent.jsonl") == []
+
+
+def test_every_error_class_has_an_exit_code_and_a_docstring() -> None:
+    classes = [TileforgeError]
+    for cls in classes:
+        classes.extend(cls.__subclasses__())
+        assert isinstance(cls.exit_code, ExitCode)
+        assert cls.__doc__

@@ -1,0 +1,150 @@
+"""README and the other pages: their commands exist, their links lead somewhere, tables are true."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.run_config import RunConfig, load_run_config
+from tests.config_reference import MEANINGS, README, with_tables
+
+ROOT = README.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+_FENCE = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
+_MAKE_TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
+_ELSEWHERE = frozenset({"git", "cd", "source", "accelerate", "export"})
+
+
+def commands(page: Path) -> list[str]:
+    """Each command of a page's bash blocks."""
+    blocks = "".join(_FENCE.findall(page.read_text(encoding="utf-8")))
+    lines = blocks.replace("\\\n", " ").splitlines()
+    return [part.strip() for line in lines for part in line.split("&&") if part.strip()]
+
+
+@functools.cache
+def help_of(*program: str) -> str:
+    """What `python -m PROGRAM... --help` prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", *program, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stdout
+
+
+def problem_with(command: str) -> str | None:
+    """Why a command of a page cannot be typed as it is, or None."""
+    words = shlex.split(command, comments=True)
+    if not words or words[0] in _ELSEWHERE:
+        return None
+    if words[0] == "make":
+        targets = set(_MAKE_TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
+        unknown = [word for word in words[1:] if "=" not in word and word not in targets]
+        return f"no make target {unknown[0]}" if unknown else None
+    if words[0] == "bash":
+        return None if (ROOT / words[1]).is_file() else f"no file {words[1]}"
+    if words[0] in {"python", "torchrun"} and "-m" in words:
+        return _problem_with_module(words[words.index("-m") + 1 :])
+    return f"unknown program {words[0]}"
+
+
+def _problem_with_module(words: list[str]) -> str | None:
+    module, *rest = words
+    if not module.startswith("payload."):
+        return None
+    shown = help_of(module)
+    if rest and not rest[0].startswith("-"):
+        if not re.search(rf"(?m)^\s+{re.escape(rest[0])}\b|[{{,]{re.escape(rest[0])}[,}}]", shown):
+            return f"{module} has no command {rest[0]}"
+        shown = help_of(module, rest[0])
+    flags = [word.split("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
+    unknown = [flag for flag in flags if not re.search(rf"(?<![\w-]){flag}(?![\w-])", shown)]
+    return f"{module} has no option {unknown[0]}" if unknown else None
+
+
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        pytest.param(page, command, id=f"{page.name}: {command}")
+        for page in PAGES
+        for command in commands(page)
+    ],
+)
+def test_a_command_can_be_typed_as_it_is(page: Path, command: str) -> None:
+    assert problem_with(command) is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make nothing-of-this-name",
+        "python -m payload.generate --chekpoint x",
+        "python -m payload.data perpare",
+        "python -m payload.data prepare --sauce text",
+        "torchrun -m payload.train --confg x",
+        "pyhton -m payload.train",
+        "bash bootstrap/none.sh",
+    ],
+)
+def test_a_wrong_command_is_found(command: str) -> None:
+    assert problem_with(command)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
+def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    headings = {
+        re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for line in text.splitlines()
+        if line.startswith("#")
+    }
+    links = [link for link in _LINK.findall(text) if "://" not in link]
+    broken = [
+        link
+        for link in links
+        if not (
+            link[1:] in headings
+            if link.startswith("#")
+            else (page.parent / link.partition("#")[0]).exists()
+        )
+    ]
+    assert broken == []
+
+
+def test_the_tables_are_what_the_code_says() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert text == with_tables(text), "run: make docs"
+    assert set(MEANINGS) == set(ExitCode)
+
+
+def test_every_setting_and_its_section_is_in_the_reference() -> None:
+    text = README.read_text(encoding="utf-8")
+    for name in RunConfig.__dataclass_fields__:
+        assert f"**`[{name}]`**" in text
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "payload" / "configs").glob("*.toml")), ids=lambda path: str(path.name)
+)
+def test_every_shipped_config_is_valid(path: Path) -> None:
+    assert load_run_config(path)
+
+
+def test_the_release_of_the_changelog_is_the_code_s() -> None:
+    from payload import __version__
+
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## \[?([\w.]+)", text, re.MULTILINE)[:2] == ["Unreleased", __version__]

@@ -1,0 +1,125 @@
+"""run.toml: defaults, overrides, and what is said about mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ConfigError
+from payload.run_config import BatchSection, RunConfig, load_run_config, parse_run_config
+
+CONFIGS = Path(__file__).parent.parent / "payload" / "configs"
+
+
+def parse(text: str = "", *overrides: str) -> RunConfig:
+    return parse_run_config(text, overrides=overrides, where="run.toml")
+
+
+def test_an_empty_file_is_the_defaults() -> None:
+    assert parse() == RunConfig()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_packaged_config_loads_and_survives_being_written_out(path: Path) -> None:
+    config = load_run_config(path)
+    assert parse(config.to_toml()) == config
+
+
+def test_the_resolved_text_survives_hostile_strings() -> None:
+    config = parse("", 'data.dir=a "b" \\ c\td é')
+    assert config.data.dir == 'a "b" \\ c\td é'
+    assert parse(config.to_toml()) == config
+
+
+def test_overrides_win_and_need_no_quotes() -> None:
+    config = parse(
+        "[train]\nsteps = 5", "train.steps=7", "model.preset=tiny", "engine.compile=true"
+    )
+    assert (config.train.steps, config.model.preset, config.engine.compile) == (7, "tiny", True)
+
+
+def test_a_value_may_have_equals_signs_in_it() -> None:
+    assert parse("", "data.dir=a=b").data.dir == "a=b"
+
+
+def test_whole_numbers_are_fine_where_a_fraction_may_stand() -> None:
+    assert parse("", "optimizer.lr=1").optimizer.lr == 1.0
+
+
+def test_none_means_the_documented_default_of_an_optional_key() -> None:
+    assert parse("[train]\neval_tokens = 'none'").train.eval_tokens is None
+    assert parse("", "train.eval_tokens=none").train.eval_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[trian]\nsteps = 1", "unknown section: 'trian'. Known: run, data, model"),
+        ("[train]\nstep = 1", r"unknown key in \[train\]: 'step'. Known: steps, log_every"),
+        ("train = 5", r"train = 5 is not a section; write \[train\]"),
+        ("[train]\nsteps = '5'", "train.steps = '5': a whole number is needed"),
+        ("[train]\nsteps = 5.5", "train.steps = 5.5: a whole number is needed"),
+        ("[train]\nsteps = true", "train.steps = True: a whole number is needed"),
+        ("[train]\nsteps = 0", "train.steps = 0: it must be at least 1"),
+        ("[optimizer]\nlr = 0", "optimizer.lr = 0: it must be above 0.0"),
+        ("[optimizer]\nlr = nan", "optimizer.lr = nan: a finite number is needed"),
+        ("[model]\ndropout = 1.5", "model.dropout = 1.5: it must be at most 0.99"),
+        ("[model]\nbias = 1", "model.bias = 1: write true or false"),
+        (
+            "[model]\npreset = 'gpt3'",
+            "model.preset = 'gpt3': choose one of tiny, gpt2, gpt2-medium",
+        ),
+        ("[model]\nn_head = 5", "model.n_embd = 768 is not a multiple of model.n_head = 5"),
+        ("[data]\ndir = 3", "data.dir = 3: a text in quotes is needed"),
+        ("[train]\nsteps = 1\nsteps = 2", "not valid TOML"),
+        ("[optimizer]\nmin_lr = 1", "optimizer.min_lr = 1.0 is above lr = 3e-05"),
+        (
+            "[schedule]\nwarmup_steps = 100",
+            "warmup_steps = 100 leaves nothing of train.steps = 100",
+        ),
+        (
+            "[schedule]\nkind = 'wsd'\nwarmup_steps = 50\ndecay_steps = 60",
+            r"50 \+ 60 is more than train.steps = 100",
+        ),
+        (
+            "[schedule]\nwarmup_steps = 9\ndecay_steps = 9",
+            "decay_steps = 9 is not above warmup_steps",
+        ),
+        ("[batch]\nmicro_batch_size = 5", "= 32 is not a multiple of micro_batch_size = 5"),
+        ("[run]\nname = '../x'", "run.name = '../x': use a name without slashes"),
+    ],
+)
+def test_each_mistake_is_named_with_its_value_and_what_would_be_right(
+    text: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse(text)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 10
+
+
+def test_all_mistakes_are_reported_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse("[train]\nsteps = 0\nfoo = 1\n[run]\nseed = -1", "batch", "modl.preset=tiny")
+    for part in ("train.steps", "'foo'", "run.seed = -1", "--set 'batch'", "section 'modl'"):
+        assert part in str(caught.value)
+
+
+def test_uneven_batch_names_the_two_nearest_that_fit() -> None:
+    batch = BatchSection(global_batch_size=100, micro_batch_size=8)
+    with pytest.raises(ConfigError, match=r"= 48\. Use 96 or 144"):
+        batch.grad_accum_steps(6)
+    with pytest.raises(ConfigError, match=r"= 800\. Use 800"):
+        batch.grad_accum_steps(100)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: No such file"):
+        load_run_config(tmp_path / "nowhere.toml")
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"x\.toml: byte 0 is not UTF-8"):
+        load_run_config(tmp_path / "x.toml")

@@ -1,0 +1,132 @@
+"""What a user's mistakes end in: one line, the designed exit code, no traceback."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.data_folders import make_data_folder
+from tests.launching import rank_env, run, train_program
+
+Spoil = Callable[[Path], list[str]]
+
+
+def _config(text: str) -> Spoil:
+    def spoil(folder: Path) -> list[str]:
+        path = folder / "run.toml"
+        path.write_text(path.read_text() + text)
+        return []
+
+    return spoil
+
+
+def _truncated_bin(folder: Path) -> list[str]:
+    path = folder / "data" / "train.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    return []
+
+
+def _no_meta(folder: Path) -> list[str]:
+    (folder / "data" / "meta.json").unlink()
+    return []
+
+
+def _other_vocabulary(folder: Path) -> list[str]:
+    from payload.model_shape import ModelShape
+    from payload.train.model import GPT
+    from payload.train.weights import save_hf
+
+    (folder / "init").mkdir()
+    shape = ModelShape(n_layer=1, n_head=1, n_embd=8, sequence_length=32, vocab_size=99)
+    save_hf(GPT(shape), folder / "init")
+    return [f"model.init={folder / 'init'}"]
+
+
+def _damaged_init(folder: Path) -> list[str]:
+    words = _other_vocabulary(folder)
+    (folder / "init" / "model.safetensors").write_bytes(b"not safetensors")
+    return words
+
+
+def _sets(*overrides: str) -> Spoil:
+    return lambda _folder: list(overrides)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message", "exit_code"),
+    [
+        (_config("[nonsense]\n"), "unknown section: 'nonsense'", 10),
+        (_config("= 3\n"), "not valid TOML", 10),
+        (_sets("train.steps=many"), "train.steps = 'many': a whole number is needed", 10),
+        (_sets("batch.micro_batch_size=3"), "is not a multiple of micro_batch_size = 3", 10),
+        (
+            _sets("data.dir=/nowhere"),
+            "data folder /nowhere does not exist. Make it with: python",
+            10,
+        ),
+        (_no_meta, "it was not made to the end", 10),
+        (_truncated_bin, "39,998 bytes, meta.json says 40,000", 10),
+        (_sets("data.sequence_length=50000"), "are fewer than one sequence", 10),
+        (_sets("model.init=/no/such/model"), "model '/no/such/model': no such folder", 10),
+        (_other_vocabulary, "the initial model has 99 tokens, the data has 512", 10),
+        (_damaged_init, "its weights cannot be read", 10),
+        (
+            _sets("engine.kind=ipex"),
+            "pip install torch==2.8.0 intel-extension-for-pytorch==2.8",
+            10,
+        ),
+        (_sets("optimizer.lr=1e6", "optimizer.grad_clip=0"), "Training diverged", 40),
+    ],
+)
+def test_one_line_and_the_designed_exit_code(
+    tmp_path: Path, tiny_config: Path, spoil: Spoil, message: str, exit_code: int
+) -> None:
+    data = make_data_folder(tmp_path / "data", vocab_size=512)
+    config = tmp_path / "run.toml"
+    original = tiny_config.read_text()
+    config.write_text(original.replace(original.split('"')[1], str(data)))
+    overrides = spoil(tmp_path)
+    # The hub is switched off: a name that is no folder must not wait for a network.
+    result = run(
+        [sys.executable, *train_program(tmp_path / "run", config, *overrides)],
+        env=rank_env(HF_HUB_OFFLINE="1"),
+    )
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    assert message in errors[0]
+    assert result.returncode == exit_code
+    assert "Traceback" not in result.stderr
+
+
+def test_a_missing_config_and_a_missing_run_folder_say_what_to_name(tmp_path: Path) -> None:
+    neither = run([sys.executable, "-m", "payload.train"])
+    assert neither.returncode == 2
+    assert "--config FILE" in neither.stderr
+    absent = run([sys.executable, "-m", "payload.train", "--run-dir", str(tmp_path / "x")])
+    assert absent.returncode == 10
+    assert "No such file or directory" in absent.stderr
+
+
+@pytest.mark.parametrize("backend", ["ccl", "nccl"])
+def test_backends_that_are_not_here_are_refused_before_training(
+    tmp_path: Path, tiny_config: Path, backend: str
+) -> None:
+    words = train_program(tmp_path / "run", tiny_config, f"distributed.backend={backend}")
+    result = run([sys.executable, *words], env=rank_env(RANK="0", WORLD_SIZE="2"))
+    assert result.returncode == 10
+    assert f"distributed.backend = '{backend}'" in result.stderr
+    assert "gloo" in result.stderr
+
+
+def test_an_error_is_left_in_the_runs_files_too(tmp_path: Path, tiny_config: Path) -> None:
+    words = train_program(tmp_path / "run", tiny_config, "data.sequence_length=50000")
+    assert run([sys.executable, *words]).returncode == 10
+    record = json.loads((tmp_path / "run" / "exits" / "rank_0000.json").read_text())
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert record["exit_code"] == 10
+    assert (summary["status"], summary["exit_class"]) == ("failed", "config")
+    assert summary["error"] == record["error"]

@@ -1,0 +1,195 @@
+"""The model against transformers' GPT-2, and its weights in and out of the Hugging Face layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from payload.errors import CheckpointError
+from payload.model_shape import PRESETS, ModelShape
+from payload.train.model import GPT, LayerCache
+from payload.train.weights import crop_sequence_length, load_hf, save_hf
+
+SMALL = ModelShape(n_layer=3, n_head=4, n_embd=64, sequence_length=48, vocab_size=301)
+
+
+def make_model(seed: int = 0, **changes: object) -> GPT:
+    torch.manual_seed(seed)
+    sizes = {name: getattr(SMALL, name) for name in SMALL.__slots__}
+    model = GPT(ModelShape(**{**sizes, **changes})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Biases and norms away from 0 and 1, or a lost one would not show.
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def transformers_model(folder: Path) -> Any:
+    """Any: transformers' methods are only partly annotated."""
+    model: Any = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    return model.eval()
+
+
+def tokens(*size: int) -> torch.Tensor:
+    return torch.randint(SMALL.vocab_size, size, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_logits_equal_those_of_transformers_for_the_same_weights(
+    tmp_path: Path, bias: bool
+) -> None:
+    model = make_model(bias=bias)
+    save_hf(model, tmp_path)
+    reference = transformers_model(tmp_path)
+    batch = tokens(2, 48)
+    with torch.inference_mode():
+        ours = model.logits(model.hidden(batch))
+        theirs = reference(batch).logits
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_loss_equals_that_of_transformers(tmp_path: Path) -> None:
+    model = make_model()
+    save_hf(model, tmp_path)
+    reference = transformers_model(tmp_path)
+    batch = tokens(2, 48)
+    with torch.inference_mode():
+        ours = model(batch[:, :-1], batch[:, 1:])
+        theirs = reference(batch, labels=batch).loss
+    assert float(ours) == pytest.approx(float(theirs), abs=1e-5)
+
+
+def test_weights_that_transformers_saved_load_and_give_its_logits(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=301)
+    reference: Any = transformers.GPT2LMHeadModel(config)
+    reference.eval()
+    reference.save_pretrained(tmp_path)
+    model = load_hf(str(tmp_path)).eval()
+    batch = tokens(1, 16)
+    with torch.inference_mode():
+        difference = model.logits(model.hidden(batch)) - reference(batch).logits
+    assert difference.abs().max() < 1e-4
+
+
+def test_weights_in_the_layout_of_the_hub_s_gpt2_load(tmp_path: Path) -> None:
+    """The hub's gpt2 has no `transformer.` prefix and keeps the causal mask as `attn.bias`."""
+    model = make_model()
+    save_hf(model, tmp_path)
+    state = {
+        name.removeprefix("transformer."): value
+        for name, value in load_file(tmp_path / "model.safetensors").items()
+    }
+    state["h.0.attn.bias"] = torch.ones(1, 1, 48, 48)
+    save_file(state, tmp_path / "model.safetensors")
+    loaded = load_hf(str(tmp_path))
+    assert all(
+        torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_saving_and_loading_changes_no_bit(tmp_path: Path, bias: bool) -> None:
+    model = make_model(bias=bias)
+    save_hf(model, tmp_path)
+    loaded = load_hf(str(tmp_path))
+    assert loaded.shape == model.shape
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[name]), name
+
+
+def test_a_cropped_model_gives_the_same_logits_on_short_sequences() -> None:
+    model = make_model()
+    cropped = crop_sequence_length(model, 16).eval()
+    batch = tokens(2, 16)
+    with torch.inference_mode():
+        assert torch.equal(model.logits(model.hidden(batch)), cropped.logits(cropped.hidden(batch)))
+    assert cropped.shape.sequence_length == 16
+
+
+def test_a_longer_sequence_than_the_weights_have_is_refused_with_both_numbers() -> None:
+    with pytest.raises(CheckpointError, match=r"= 49 is above the 48 positions"):
+        crop_sequence_length(make_model(), 49)
+
+
+@pytest.mark.parametrize("pieces", [(20,), (1, 19), (7, 1, 12), (5, 5, 5, 5)])
+def test_tokens_given_in_pieces_with_a_cache_give_the_logits_of_the_whole(
+    pieces: tuple[int, ...],
+) -> None:
+    model = make_model()
+    batch = tokens(2, 20)
+    caches = [LayerCache() for _ in range(SMALL.n_layer)]
+    with torch.inference_mode():
+        whole = model.logits(model.hidden(batch))
+        parts = [
+            model.logits(model.hidden(part, caches))
+            for part in torch.split(batch, list(pieces), dim=1)
+        ]
+    assert (torch.cat(parts, dim=1) - whole).abs().max() < 1e-4
+
+
+def test_initial_weights_have_the_papers_deviations() -> None:
+    torch.manual_seed(1)
+    shape = ModelShape(n_layer=8, n_head=4, n_embd=256, sequence_length=256, vocab_size=2000)
+    state = GPT(shape).state_dict()
+    assert float(state["wte.weight"].std()) == pytest.approx(0.02, rel=0.05)
+    assert float(state["wpe.weight"].std()) == pytest.approx(0.01, rel=0.05)
+    assert float(state["h.3.mlp.c_fc.weight"].std()) == pytest.approx(0.02, rel=0.05)
+    assert float(state["h.3.mlp.c_proj.weight"].std()) == pytest.approx(0.02 / 4, rel=0.05)
+    assert float(state["h.3.attn.c_proj.weight"].std()) == pytest.approx(0.02 / 4, rel=0.05)
+    assert bool((state["h.0.ln_1.weight"] == 1).all())
+    assert not bool(state["h.0.attn.c_attn.bias"].any())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_arithmetic_counts_the_models_parameters(bias: bool) -> None:
+    model = make_model(bias=bias)
+    assert model.shape.num_params() == sum(p.numel() for p in model.parameters())
+
+
+def test_gpt2_has_124_million_parameters_and_nanogpts_flops() -> None:
+    assert PRESETS["gpt2"].num_params() == 124_439_808
+    # nanoGPT's 6N + 12LHQT with N = 123.65M: 855 MFLOP a token.
+    assert PRESETS["gpt2"].flops_per_token() == pytest.approx(855e6, rel=1e-3)
+
+
+def _spoil_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_damaged_or_foreign_folders_are_refused_with_the_reason(tmp_path: Path) -> None:
+    save_hf(make_model(), tmp_path)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+
+    _spoil_config(tmp_path, model_type="llama")
+    with pytest.raises(CheckpointError, match="model_type is 'llama'"):
+        load_hf(str(tmp_path))
+    _spoil_config(tmp_path, model_type="gpt2", n_layer=4)
+    with pytest.raises(CheckpointError, match=r"12 missing \(first: \['h\.3"):
+        load_hf(str(tmp_path))
+    _spoil_config(tmp_path, n_layer=3, vocab_size=300)
+    with pytest.raises(
+        CheckpointError, match=r"wte\.weight is \(301, 64\), config\.json says \(300"
+    ):
+        load_hf(str(tmp_path))
+    _spoil_config(tmp_path, vocab_size=301, activation_function="relu")
+    with pytest.raises(CheckpointError, match="activation_function = 'relu'"):
+        load_hf(str(tmp_path))
+    _spoil_config(tmp_path, activation_function="gelu")
+    assert load_hf(str(tmp_path)).activation == "gelu"
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_hf(str(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(CheckpointError, match="Only safetensors"):
+        load_hf(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not JSON"):
+        load_hf(str(tmp_path))

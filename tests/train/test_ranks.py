@@ -1,0 +1,203 @@
+"""Real ranks: that they train one model, and that resume is exact."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from torch import equal
+
+from tests.launching import (
+    DEADLINE_S,
+    losses,
+    metrics,
+    mpirun,
+    rank_env,
+    run,
+    summary,
+    torchrun,
+    train,
+    train_program,
+)
+
+pytestmark = pytest.mark.ranks
+
+
+def test_losses_do_not_depend_on_how_many_ranks_share_the_batch(
+    tmp_path: Path, tiny_config: Path
+) -> None:
+    runs = {ranks: tmp_path / f"ranks_{ranks}" for ranks in (1, 2, 4)}
+    for ranks, folder in runs.items():
+        train(folder, tiny_config, num_ranks=ranks)
+    alone = losses(runs[1])
+    assert len(alone) == 20
+    for ranks in (2, 4):
+        assert losses(runs[ranks]) == pytest.approx(alone, rel=1e-5)
+        assert summary(runs[ranks])["world_size"] == ranks
+        assert summary(runs[ranks])["ranks_identical"] is True
+
+
+def test_torchrun_and_one_process_alone_give_what_mpirun_gives(
+    tmp_path: Path, tiny_config: Path
+) -> None:
+    train(tmp_path / "mpirun", tiny_config, num_ranks=2)
+    train(tmp_path / "alone", tiny_config)
+    result = run(torchrun(2, *train_program(tmp_path / "torchrun", tiny_config)))
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path / "torchrun") == losses(tmp_path / "mpirun")
+    assert losses(tmp_path / "alone") == pytest.approx(losses(tmp_path / "mpirun"), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_ten_steps_killed_and_resumed_end_bitwise_where_twenty_in_one_go_do(
+    tmp_path: Path, tiny_config: Path, dtype: str
+) -> None:
+    settings = (f"precision.dtype={dtype}", "model.dropout=0.1")
+    train(tmp_path / "whole", tiny_config, *settings, num_ranks=2)
+    broken = tmp_path / "broken"
+    _train_and_kill(broken, tiny_config, *settings, after_step=10)
+    train(broken, tiny_config, *settings, num_ranks=2)
+    assert losses(broken) == losses(tmp_path / "whole")
+    _assert_same_checkpoint(broken, tmp_path / "whole")
+
+
+def test_three_ranks_resume_bitwise_with_gradients_in_several_buckets(
+    tmp_path: Path, tiny_config: Path
+) -> None:
+    """With three ranks, DDP's buckets decide in which order gloo adds; 256 wide, there are several."""
+    settings = ("model.n_embd=256", "batch.global_batch_size=6", "batch.micro_batch_size=1")
+    train(tmp_path / "whole", tiny_config, *settings, num_ranks=3)
+    train(tmp_path / "halves", tiny_config, *settings, "train.steps=10", num_ranks=3)
+    train(tmp_path / "halves", tiny_config, *settings, num_ranks=3)
+    _assert_same_checkpoint(tmp_path / "halves", tmp_path / "whole")
+
+
+def test_muon_resumes_bitwise_too(tmp_path: Path, tiny_config: Path) -> None:
+    settings = ("optimizer.name=muon", "schedule.kind=constant")
+    train(tmp_path / "whole", tiny_config, *settings)
+    train(tmp_path / "halves", tiny_config, *settings, "train.steps=10")
+    train(tmp_path / "halves", tiny_config, *settings)
+    _assert_same_checkpoint(tmp_path / "halves", tmp_path / "whole")
+
+
+def test_a_resume_on_another_number_of_ranks_goes_on_with_the_same_losses(
+    tmp_path: Path, tiny_config: Path
+) -> None:
+    train(tmp_path / "whole", tiny_config, num_ranks=1)
+    _train_and_kill(tmp_path / "broken", tiny_config, after_step=10)
+    train(tmp_path / "broken", tiny_config, num_ranks=4)
+    assert losses(tmp_path / "broken") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+def test_gradients_that_travel_as_bf16_give_nearly_the_same_losses_and_one_model(
+    tmp_path: Path, tiny_config: Path
+) -> None:
+    train(tmp_path / "fp32", tiny_config, num_ranks=2)
+    train(tmp_path / "bf16", tiny_config, "distributed.grad_dtype=bf16", num_ranks=2)
+    assert losses(tmp_path / "bf16") != losses(tmp_path / "fp32")
+    assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "fp32"), rel=1e-2)
+    assert summary(tmp_path / "bf16")["ranks_identical"] is True
+
+
+def test_sigterm_to_one_rank_saves_and_stops_all(tmp_path: Path, tiny_config: Path) -> None:
+    process = _start(tmp_path, tiny_config, "train.steps=100000", "train.checkpoint_every=0")
+    _wait_for_step(tmp_path, 5, process=process)
+    progress = (tmp_path / "progress" / "rank_0001.json").read_text()
+    pid = int(progress.split('"pid": ')[1].split(",")[0])
+    subprocess.run(["kill", "-TERM", str(pid)], check=True)
+    assert process.wait(timeout=DEADLINE_S) == 0
+    ended = summary(tmp_path)
+    assert (ended["status"], ended["ranks_identical"]) == ("stopped", True)
+    assert (tmp_path / "checkpoints" / f"step_{ended['steps']:08d}" / "manifest.json").exists()
+
+
+def test_ranks_that_differ_stop_the_run_with_exit_40_and_the_odd_rank_is_named(
+    tmp_path: Path, tiny_config: Path
+) -> None:
+    program = tmp_path / "spoil.py"
+    program.write_text(_SPOIL_RANK_2, encoding="utf-8")
+    words = train_program(tmp_path / "run", tiny_config)[2:]
+    result = run(mpirun(3, str(program), *words, "--set", "batch.global_batch_size=6"))
+    assert result.returncode == 40, result.stderr
+    record = json.loads((tmp_path / "run" / "exits" / "rank_0000.json").read_text())
+    assert "rank 2 differs from the others" in record["error"]
+    ended = summary(tmp_path / "run")
+    assert (ended["status"], ended["ranks_identical"]) == ("failed", False)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+# A bit flips in one rank's memory after the third step, as broken RAM would do it.
+_SPOIL_RANK_2 = """
+import os, sys
+import torch
+from payload.train import trainer
+from payload.train.__main__ import main
+
+step = trainer.Trainer._train_step
+
+def spoiled(self):
+    stopping = step(self)
+    if self._parts.world.rank == 2 and self._step == 3:
+        with torch.no_grad():
+            self._parts.model.wte.weight[5, 5] += 1e-7
+    return stopping
+
+trainer.Trainer._train_step = spoiled
+sys.exit(main(sys.argv[1:], os.environ))
+"""
+
+
+def _start(run_dir: Path, config: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        mpirun(2, *train_program(run_dir, config, *overrides)),
+        env=rank_env(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def _train_and_kill(run_dir: Path, config: Path, *overrides: str, after_step: int) -> None:
+    """Train on two ranks, kill -9 one of them, and leave the checkpoint of `after_step`.
+
+    The run is a long one, so that it cannot end before the kill; TINY_RUN's learning rate does not
+    depend on its length.
+    """
+    process = _start(
+        run_dir, config, *overrides, "train.steps=1000000", "train.keep_checkpoints=999"
+    )
+    _wait_for_step(run_dir, after_step + 3, process=process)
+    progress = (run_dir / "progress" / "rank_0001.json").read_text()
+    pid = int(progress.split('"pid": ')[1].split(",")[0])
+    subprocess.run(["kill", f"-{signal.SIGKILL.value}", str(pid)], check=False)
+    assert process.wait(timeout=DEADLINE_S) != 0
+    for folder in (run_dir / "checkpoints").iterdir():
+        if folder.name != f"step_{after_step:08d}":
+            shutil.rmtree(folder)
+    assert summary(run_dir)["status"] != "finished"
+
+
+def _wait_for_step(run_dir: Path, step: int, *, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        if (run_dir / "metrics.jsonl").exists():
+            steps = [row["step"] for row in metrics(run_dir) if "loss" in row]
+            if steps and steps[-1] >= step:
+                return
+        assert process.poll() is None, "the run ended before the step"
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def _assert_same_checkpoint(left: Path, right: Path) -> None:
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        ours, theirs = (
+            load_file(folder / "checkpoints" / "step_00000020" / name) for folder in (left, right)
+        )
+        assert ours.keys() == theirs.keys()
+        assert all(equal(ours[key], theirs[key]) for key in ours), name

@@ -1,0 +1,123 @@
+"""What the loop decides without training: samples, parameter groups, what is evaluated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from payload.run_config import OptimizerSection, RunConfig, parse_run_config
+from payload.train.optimizer import build_optimizers
+from payload.train.trainer import Parts, Trainer
+from payload.train.world import World, as_rank_lost
+from tests.train.test_model import make_model
+
+ALONE = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
+
+
+def make_trainer(config: RunConfig, *, rank: int, world_size: int) -> Trainer:
+    parts = SimpleNamespace(
+        config=config,
+        world=replace(ALONE, rank=rank, world_size=world_size),
+        data=SimpleNamespace(train=SimpleNamespace(num_full_blocks=lambda: 1000)),
+    )
+    return Trainer(cast(Parts, parts), start=None)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro"), [(1, 12), (1, 3), (2, 3), (3, 4), (4, 1), (12, 1)]
+)
+def test_a_step_trains_on_the_same_sequences_whoever_shares_it(world_size: int, micro: int) -> None:
+    config = parse_run_config(
+        "",
+        overrides=["batch.global_batch_size=12", f"batch.micro_batch_size={micro}"],
+        where="test",
+    )
+    seen = [
+        int(sample)
+        for rank in range(world_size)
+        for micro_step in range(config.batch.grad_accum_steps(world_size))
+        for sample in make_trainer(config, rank=rank, world_size=world_size).samples(micro_step)
+    ]
+    assert sorted(seen) == list(range(12))
+
+
+def groups_of(name: str) -> list[dict[str, Any]]:
+    model = make_model()
+    optimizers = build_optimizers(model, OptimizerSection(name=name))  # type: ignore[arg-type]
+    names: dict[torch.Tensor, str] = {p: n for n, p in model.named_parameters()}
+    groups = [
+        {
+            "kind": type(optimizer).__name__,
+            "decay": group["weight_decay"],
+            "names": {names[parameter] for parameter in group["params"]},
+        }
+        for optimizer in optimizers.members
+        for group in optimizer.param_groups
+    ]
+    assert sum(len(group["names"]) for group in groups) == len(names)
+    return groups
+
+
+def test_only_matrices_and_embeddings_decay() -> None:
+    decayed, plain = groups_of("adamw")
+    assert (decayed["decay"], plain["decay"]) == (0.1, 0.0)
+    assert {"wte.weight", "wpe.weight", "h.0.attn.c_attn.weight"} <= decayed["names"]
+    assert {"ln_f.weight", "h.0.attn.c_attn.bias", "h.2.ln_1.bias"} <= plain["names"]
+
+
+def test_muon_takes_the_layers_matrices_and_nothing_else() -> None:
+    muon, embeddings, plain = groups_of("muon")
+    assert [group["kind"] for group in (muon, embeddings, plain)] == ["Muon", "AdamW", "AdamW"]
+    assert len(muon["names"]) == 3 * 4
+    assert embeddings["names"] == {"wte.weight", "wpe.weight"}
+
+
+def test_adamw_is_the_fused_one() -> None:
+    (adamw,) = build_optimizers(make_model(), OptimizerSection()).members
+    assert adamw.defaults["fused"] is True
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (0, 1, 0)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, (3, 4, 1)),
+        ({"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"}, (2, 4, 0)),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            },
+            (1, 2, 1),
+        ),
+    ],
+)
+def test_each_launchers_names_are_understood(
+    environment: dict[str, str], expected: tuple[int, int, int]
+) -> None:
+    world = World.from_env(environment)
+    assert (world.rank, world.world_size, world.local_rank) == expected
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]",
+        "Application timeout caused pair closure",
+        "Read error [127.0.0.1]:2222: Connection reset by peer",
+    ],
+)
+def test_gloos_complaints_about_a_vanished_peer_are_a_lost_rank(message: str) -> None:
+    world = replace(ALONE, world_size=2)
+    lost = as_rank_lost(RuntimeError(message), world=world)
+    assert lost is not None
+    assert lost.exit_code == 41
+    assert (
+        as_rank_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), world=world) is None
+    )
+    assert as_rank_lost(RuntimeError(message), world=ALONE) is None
