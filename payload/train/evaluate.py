@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
-from payload.data.blocks import IGNORED_TARGET, TokenBlocks
+from payload.data.blocks import IGNORED_TARGET, Indices, TokenBlocks
 from payload.results import EvalMetrics
 from payload.train.model import GPT
 from payload.train.world import World
@@ -23,27 +23,42 @@ def evaluate(
     micro_batch_size: int,
     max_tokens: int | None,
     autocast: Callable[[], AbstractContextManager[None]],
-) -> EvalMetrics:
+    should_stop: Callable[[], bool],
+) -> EvalMetrics | None:
     """Mean loss per token over the first `max_tokens` validation tokens, or all of them.
 
     Losses are added up in float64 and counted, so that neither the number of ranks nor a short
-    last block weighs on the mean.
+    last block weighs on the mean. `should_stop` is asked after every pass and has to answer the
+    same on all ranks; None when it said yes.
     """
     num_blocks = blocks.num_blocks()
     if max_tokens is not None:
         num_blocks = min(num_blocks, -(-max_tokens // blocks.sequence_length))
     mine = np.arange(world.rank, num_blocks, world.world_size, dtype=np.int64)
     total = torch.zeros(2, dtype=torch.float64)
-    was_training = model.training
+    stopped = False
     model.eval()
     with torch.inference_mode(), autocast():
-        for start in range(0, len(mine), micro_batch_size):
-            inputs, targets = blocks.gather(mine[start : start + micro_batch_size])
-            losses = model.token_losses(inputs, targets)
-            total[0] += losses.sum(dtype=torch.float64)
-            total[1] += (targets != IGNORED_TARGET).sum()
-    model.train(was_training)
+        # Every rank makes as many passes, the last perhaps with nothing to do.
+        for start in range(0, -(-num_blocks // world.world_size), micro_batch_size):
+            total += _sums(model, blocks, mine[start : start + micro_batch_size])
+            stopped = should_stop()
+            if stopped:
+                break
+    model.train()
+    if stopped:
+        return None
     world.sum(total)
     return EvalMetrics(
         step=step, val_loss=float(total[0] / total[1]), val_tokens=int(total[1].item())
     )
+
+
+def _sums(model: GPT, blocks: TokenBlocks, chosen: Indices) -> torch.Tensor:
+    """Sum of the losses of these blocks' targets, and their number, float64."""
+    if not len(chosen):
+        return torch.zeros(2, dtype=torch.float64)
+    inputs, targets = blocks.gather(chosen)
+    losses = model.token_losses(inputs, targets)
+    count = (targets != IGNORED_TARGET).sum()
+    return torch.stack((losses.sum(dtype=torch.float64), count.double()))

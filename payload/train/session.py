@@ -91,7 +91,7 @@ def _train(
         )
         trainer = Trainer(parts, start=start.state)
         outcome = trainer.run(
-            evaluate_first=bool(world.broadcast(not _evaluated(paths, resumed_at_step)))
+            evaluate_first=bool(world.broadcast(_lacks_evaluation(config, paths, resumed_at_step)))
         )
         sign_of_life.tell(step=outcome.step, phase="end")
     return outcome, trainer.wall_s()
@@ -138,7 +138,9 @@ def _assemble(
     )
 
 
-def _evaluated(paths: RunPaths, step: int) -> bool:
-    """Whether metrics.jsonl has an evaluation at `step`, or none is wanted there on a resume."""
+def _lacks_evaluation(config: RunConfig, paths: RunPaths, step: int) -> bool:
+    """Whether an evaluation is wanted at `step` and metrics.jsonl has none."""
+    every = config.train.eval_every
+    wanted = step in (0, config.train.steps) or (every > 0 and step % every == 0)
     rows = read_metrics(paths.metrics)
-    return any("val_loss" in row and row["step"] == step for row in rows)
+    return wanted and not any("val_loss" in row and row["step"] == step for row in rows)

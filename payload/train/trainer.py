@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from payload.data.blocks import BlockOrder, TokenData
 from payload.data.meta import TRAIN_NAME
 from payload.errors import TrainingError
-from payload.results import EvalMetrics, RunPaths, StepMetrics
+from payload.results import RunPaths, StepMetrics
 from payload.run_config import RunConfig
 from payload.train.calibration import Calibration
 from payload.train.checkpoint import (
@@ -65,7 +65,7 @@ class Outcome:
 
     step: int
     stopped: bool
-    """Asked to, before the last step."""
+    """Because it was asked to; not all steps and evaluations are done."""
 
 
 class Trainer:
@@ -90,9 +90,7 @@ class Trainer:
         """The loop. Raises TrainingError, RanksDifferError; RuntimeError when a peer vanished."""
         train = self._parts.config.train
         self._settle_buckets()
-        if evaluate_first:
-            self._evaluate()
-        stopping = False
+        stopping = evaluate_first and self._evaluate()
         while self._step < train.steps and not stopping:
             self._parts.sign_of_life.tell(step=self._step, phase="step")
             stopping = self._train_step()
@@ -103,12 +101,12 @@ class Trainer:
             if save:
                 self._checkpoint()
             if self._step == train.steps or (not last and _due(self._step, train.eval_every)):
-                self._evaluate()
+                stopping = self._evaluate()
         if self._checked_step != self._step:
             self._check_sync()
-        if self._saved_step != self._step:
+        if self._step and self._saved_step != self._step:
             self._checkpoint()
-        return Outcome(step=self._step, stopped=self._step < train.steps)
+        return Outcome(step=self._step, stopped=stopping)
 
     def wall_s(self) -> float:
         """Time spent training, over all attempts."""
@@ -240,10 +238,11 @@ class Trainer:
                 f"{mfu}"
             )
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Evaluate and record it. Returns whether any rank was asked to stop meanwhile."""
         parts = self._parts
         parts.sign_of_life.tell(step=self._step, phase="eval")
-        row: EvalMetrics = evaluate(
+        row = evaluate(
             parts.model,
             parts.data.val,
             world=parts.world,
@@ -251,13 +250,25 @@ class Trainer:
             micro_batch_size=self._batch.micro_batch_size,
             max_tokens=parts.config.train.eval_tokens,
             autocast=parts.accelerator.autocast,
+            should_stop=self._stop_agreed,
         )
+        if row is None:
+            return True
         if parts.metrics is not None:
             parts.metrics.append(row)
             log.info(
                 f"step {row.step}: validation loss {row.val_loss:.4f} over {row.val_tokens:,} "
                 "tokens"
             )
+
+        return False
+
+    def _stop_agreed(self) -> bool:
+        """Between two passes of an evaluation: still alive, and is any rank asked to stop?"""
+        parts = self._parts
+        parts.sign_of_life.tell(step=self._step, phase="eval")
+        asked = torch.tensor(float(parts.stop_requested()))
+        return bool(parts.world.sum(asked) > 0)
 
     def _check_sync(self) -> None:
         self._parts.sign_of_life.tell(step=self._step, phase="sync check")

@@ -70,7 +70,7 @@ def test_ten_steps_killed_and_resumed_end_bitwise_where_twenty_in_one_go_do(
 def test_three_ranks_resume_bitwise_with_gradients_in_several_buckets(
     tmp_path: Path, tiny_config: Path
 ) -> None:
-    """With three ranks, DDP's buckets decide in which order gloo adds; 256 wide, there are several."""
+    """DDP's buckets decide in which order gloo adds; at a width of 256 there are several."""
     settings = ("model.n_embd=256", "batch.global_batch_size=6", "batch.micro_batch_size=1")
     train(tmp_path / "whole", tiny_config, *settings, num_ranks=3)
     train(tmp_path / "halves", tiny_config, *settings, "train.steps=10", num_ranks=3)
