@@ -87,6 +87,16 @@ class RunPaths:
         """What mpirun or torchrun itself printed."""
         return self.logs / "launcher.log"
 
+    @property
+    def supervisor_log(self) -> Path:
+        """What the supervisor itself printed: nothing, unless it failed."""
+        return self.logs / "supervisor.log"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the supervisor for as long as it lives."""
+        return self.root / "supervisor.lock"
+
     def accelerate_config(self, node_rank: int) -> Path:
         """The Accelerate config that says the same as the plan, for one node."""
         return self.root / f"accelerate_node_{node_rank}.yaml"
@@ -177,6 +187,8 @@ class RunState:
     exit_class: str | None = None
     """None while the run is alive."""
     error: str | None = None
+    failed_rank: int | None = None
+    """The rank whose end is the cause, where one is."""
     supervisor_pid: int
     node: str
     """Name of the node that the supervisor runs on."""

@@ -8,8 +8,8 @@ from payload.run_config import RunConfig
 from payload.train.calibration import Calibration
 from payload.train.world import World
 
-# A share of the measured GEMM peak that a training step of this model reaches on CPUs; the line
-# below the first steps says what it was.
+# A share of the measured GEMM peak that a training step commonly reaches on CPUs; each step's line
+# says what it was.
 _TYPICAL_MFU = 0.35
 
 
@@ -39,25 +39,26 @@ def describe(
         f"precision {calibration.dtype} ({calibration.reason}); peak "
         f"{calibration.peak_flops_per_s / 1e12:.2f} TFLOP/s measured over all ranks",
         f"memory    about {memory / 2**30:.1f} GiB a rank",
-        _prediction(config, shape=shape, calibration=calibration),
+        *_predictions(config, shape=shape, calibration=calibration),
     ]
 
 
-def _prediction(config: RunConfig, *, shape: ModelShape, calibration: Calibration) -> str:
+def _predictions(config: RunConfig, *, shape: ModelShape, calibration: Calibration) -> list[str]:
+    """Time for computing and for synchronisation; what of the two overlaps is not foreseen."""
     step_flops = config.tokens_per_step() * shape.flops_per_token()
     compute_s = step_flops / (calibration.peak_flops_per_s * _TYPICAL_MFU)
-    speed = calibration.all_reduce_bytes_per_s
-    if speed is None:
-        sync_s, sync = 0.0, "no synchronisation with one rank"
-    else:
+    speed, sync_s = calibration.all_reduce_bytes_per_s, 0.0
+    sync = "sync      nothing to exchange with one rank"
+    if speed is not None:
         grad_bytes = shape.num_params() * (2 if config.distributed.grad_dtype == "bf16" else 4)
         sync_s = grad_bytes / speed
         sync = (
-            f"synchronisation {sync_s:.2f} s ({grad_bytes / 1e6:.0f} MB of gradients at "
-            f"{speed / 1e9:.2f} GB/s, part of it during the backward pass)"
+            f"sync      {sync_s:.2f} s a step: {grad_bytes / 1e6:.0f} MB of gradients at "
+            f"{speed / 1e9:.2f} GB/s, partly hidden behind the backward pass"
         )
     minutes = (compute_s + sync_s) * config.train.steps / 60
-    return (
-        f"predicted {compute_s:.2f} s a step at {_TYPICAL_MFU:.0%} of the peak, {sync}: about "
-        f"{minutes:.1f} min without evaluation"
-    )
+    return [
+        sync,
+        f"predicted {compute_s:.2f} s a step of computing, at {_TYPICAL_MFU:.0%} of the peak: "
+        f"about {minutes:.1f} min without evaluation",
+    ]

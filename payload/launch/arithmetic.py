@@ -1,0 +1,60 @@
+"""What a run is about to do, in numbers: sizes, memory, and what the gradients cost to exchange."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from payload.model_shape import GPT2_VOCAB_SIZE
+from payload.run_config import RunConfig
+
+# gloo's all-reduce of 32 MB of fp32 between two ranks over loopback: gradient bytes over time, on
+# two busy cores of the development machine; torchft PR #199 has 15-19 Gbit/s for 4-40 MB.
+LOOPBACK_BYTES_PER_S = 1.5e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """The run's numbers before it starts."""
+
+    params: int
+    flops_per_step: int
+    tokens_per_step: int
+    tokens_total: int
+    grad_accum_steps: int
+    memory_bytes_per_rank: int
+    """Estimate."""
+    grad_bytes: int
+    """What each rank exchanges per step."""
+    sync_s: float
+    """Predicted time of one step's gradient exchange if nothing of it overlapped."""
+
+
+def work_out(
+    config: RunConfig,
+    *,
+    world_size: int,
+    link_bytes_per_s: float,
+    vocab_size: int = GPT2_VOCAB_SIZE,
+) -> Arithmetic:
+    """The arithmetic of `config` on `world_size` ranks.
+
+    `link_bytes_per_s` is what one rank sends while it receives as much. Raises ConfigError when the
+    batch does not divide.
+    """
+    shape = config.model.shape(sequence_length=config.data.sequence_length, vocab_size=vocab_size)
+    tokens = config.tokens_per_step()
+    grad_bytes = shape.num_params() * (2 if config.distributed.grad_dtype == "bf16" else 4)
+    return Arithmetic(
+        params=shape.num_params(),
+        flops_per_step=tokens * shape.flops_per_token(),
+        tokens_per_step=tokens,
+        tokens_total=tokens * config.train.steps,
+        grad_accum_steps=config.batch.grad_accum_steps(world_size),
+        memory_bytes_per_rank=shape.memory_bytes(
+            micro_batch_size=config.batch.micro_batch_size,
+            dtype="fp32" if config.precision.dtype == "fp32" else "bf16",
+        ),
+        grad_bytes=grad_bytes,
+        # A ring all-reduce sends each byte 2 (N-1)/N times.
+        sync_s=2 * (world_size - 1) / world_size * grad_bytes / link_bytes_per_s,
+    )

@@ -1,0 +1,70 @@
+"""Text of the files that launchers read: hosts for mpirun, a config for Accelerate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from payload.inventory import ClusterInventory
+from payload.launch.ranks import Placement
+from payload.run_config import PrecisionSection
+
+
+def render_hosts(inventory: ClusterInventory) -> str:
+    """The text that `mpirun -f` reads: one address a line, the head first."""
+    return "".join(f"{node.address}\n" for node in inventory.nodes)
+
+
+def render_accelerate(
+    inventory: ClusterInventory,
+    placement: Placement,
+    *,
+    node_rank: int,
+    hosts: Path,
+    master_port: int,
+    precision: PrecisionSection,
+) -> str:
+    """The config for `accelerate launch --config_file`, for one node.
+
+    The head's names the hosts file: with it, `accelerate launch` starts all ranks through mpirun.
+    Without it, accelerate 1.15 starts a single process for MULTI_CPU and says nothing. The other
+    nodes' are for an mpirun around it that has given each process its rank.
+    """
+    is_head = node_rank == 0
+    usage = (
+        "Starts all ranks through mpirun: accelerate launch --config_file THIS script.py"
+        if is_head
+        else "Used on this node under mpirun, which starts on the head."
+    )
+    settings: dict[str, str | int | bool] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "MULTI_CPU",
+        "downcast_bf16": False,
+        "enable_cpu_affinity": False,
+        "machine_rank": node_rank,
+        "main_process_ip": inventory.head.address,
+        "main_process_port": master_port,
+        "main_training_function": "main",
+        "mixed_precision": "no" if precision.dtype == "fp32" else "bf16",
+        "num_machines": len(inventory.nodes),
+        "num_processes": placement.world_size,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": True,
+    }
+    lines = [
+        f"# {usage}",
+        *(f"{key}: {_scalar(value)}" for key, value in settings.items()),
+    ]
+    if is_head:
+        lines += [
+            "mpirun_config:",
+            f"  mpirun_hostfile: {_scalar(str(hosts))}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(value: str | int | bool) -> str:
+    """A YAML scalar: JSON's are YAML's, quotes and escapes included."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,214 @@
+"""How a run ended, from what its ranks and its launcher left behind."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from payload.errors import ExitCode
+from payload.launch.ranks import Rank
+from payload.results import RankExit, RunStatus
+
+# Intel MPI's report; it comes when all ranks have ended.
+_KILLED = re.compile(
+    r"RANK (?P<rank>\d+) PID \d+ RUNNING AT \S+\s*\n=\s+KILLED BY SIGNAL: (?P<signal>\d+)"
+)
+_UNRESOLVED = re.compile(r"getaddrinfo.*(?:name resolution|not known)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Everything that tells how a run ended."""
+
+    ranks: Sequence[Rank]
+    exits: Mapping[int, RankExit]
+    """By rank; a rank that died without a word is missing."""
+    launcher_status: int
+    """As `subprocess` gives it; below zero = killed by that signal."""
+    launcher_text: str
+    """What the launcher printed in this attempt."""
+    trainer_status: RunStatus | None
+    """What the trainer wrote into summary.json, or None."""
+    stop: Literal["none", "graceful", "forced", "expired"]
+    """Whether someone asked the run to stop, and how that went."""
+    ended_by_us_unix: float | None
+    """When the supervisor began to kill what was left; later signals are its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How a run ended, and why."""
+
+    status: RunStatus
+    exit_code: ExitCode
+    error: str | None = None
+    rank: int | None = None
+    """The rank whose end is the cause, where one is."""
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Name the first cause: a rank's own error or a signal, and only then an echo of either."""
+    cause = _own_error_or_signal(evidence)
+    if evidence.stop == "expired":
+        return Verdict(
+            status="failed",
+            exit_code=ExitCode.HANG,
+            error="the ranks did not stop in time and were killed; the last checkpoint is intact",
+        )
+    if evidence.stop != "none" and (cause is None or cause.exit_code is ExitCode.RANK_LOST):
+        return _stopped(evidence)
+    if cause is not None:
+        return cause
+    return _silent_rank(evidence) or _echo(evidence) or _launcher_failure(evidence)
+
+
+def is_failure(record: RankExit) -> bool:
+    """Whether a rank's end means that the run cannot go on."""
+    return record.exit_code != ExitCode.OK
+
+
+def _stopped(evidence: Evidence) -> Verdict:
+    if evidence.trainer_status == "finished":
+        return Verdict(status="finished", exit_code=ExitCode.OK)
+    error = None
+    if evidence.trainer_status != "stopped":
+        error = "stopped before it could save; steps since the last checkpoint are lost"
+    return Verdict(status="stopped", exit_code=ExitCode.OK, error=error)
+
+
+def _own_error_or_signal(evidence: Evidence) -> Verdict | None:
+    """The earliest end that was no consequence of another; a rank's own words win a tie."""
+    causes = [
+        record
+        for record in _ended_alone(evidence)
+        if is_failure(record)
+        and (record.signal is not None or record.exit_code != ExitCode.RANK_LOST)
+    ]
+    if not causes:
+        return None
+    first = min(causes, key=lambda record: (record.time_unix, record.signal is not None))
+    where = f"rank {first.rank} on {first.node}"
+    if first.signal is not None:
+        return Verdict(
+            status="failed",
+            exit_code=ExitCode.RANK_LOST,
+            error=f"{where} was killed by {_name(first.signal)}",
+            rank=first.rank,
+        )
+    words = first.error or f"ended with status {first.exit_code} and no word; see its log"
+    return Verdict(
+        status="failed",
+        exit_code=_exit_code(first.exit_code),
+        error=f"{where}: {words}",
+        rank=first.rank,
+    )
+
+
+def _ended_alone(evidence: Evidence) -> list[RankExit]:
+    """The records of ranks that the supervisor did not kill."""
+    began = evidence.ended_by_us_unix
+    return [
+        record
+        for record in evidence.exits.values()
+        if record.signal is None or began is None or record.time_unix < began
+    ]
+
+
+def _silent_rank(evidence: Evidence) -> Verdict | None:
+    """A rank that left no record, while others did or the launcher reports it killed."""
+    silent = [rank for rank in evidence.ranks if rank.rank not in evidence.exits]
+    reported = _KILLED.search(evidence.launcher_text)
+    if reported:
+        number = int(reported["rank"])
+        node = next((rank.node for rank in evidence.ranks if rank.rank == number), "?")
+        if any(rank.rank == number for rank in silent):
+            return Verdict(
+                status="failed",
+                exit_code=ExitCode.RANK_LOST,
+                error=f"rank {number} on {node} was killed by {_name(int(reported['signal']))}",
+                rank=number,
+            )
+    if not silent or not evidence.exits or evidence.ended_by_us_unix is not None:
+        return None
+    listed = ", ".join(f"rank {rank.rank} on {rank.node}" for rank in silent)
+    return Verdict(
+        status="failed",
+        exit_code=ExitCode.RANK_LOST,
+        error=f"{listed} ended without a word",
+        rank=silent[0].rank,
+    )
+
+
+def _echo(evidence: Evidence) -> Verdict | None:
+    """Only ranks that lost contact are left to speak."""
+    echoes = [record for record in _ended_alone(evidence) if is_failure(record)]
+    if not echoes:
+        return None
+    silent = [rank for rank in evidence.ranks if rank.rank not in evidence.exits]
+    first = min(echoes, key=lambda record: record.time_unix)
+    lost = silent[0] if len(silent) == 1 else None
+    named = f"rank {lost.rank} on {lost.node} was lost" if lost else "a rank was lost"
+    words = first.error or f"status {first.exit_code}"
+    return Verdict(
+        status="failed",
+        exit_code=ExitCode.RANK_LOST,
+        error=f"{named}; rank {first.rank} on {first.node} says: {words}",
+        rank=lost.rank if lost else first.rank,
+    )
+
+
+def _launcher_failure(evidence: Evidence) -> Verdict:
+    """No rank failed: either all is well, or no rank ever began."""
+    ended = _ended_alone(evidence)
+    if ended and evidence.trainer_status in ("finished", "stopped"):
+        return Verdict(status=evidence.trainer_status, exit_code=ExitCode.OK)
+    if ended:
+        return Verdict(
+            status="failed",
+            exit_code=ExitCode.TRAINING,
+            error="all ranks ended with status 0 but wrote no result; see rank 0's log",
+            rank=0,
+        )
+    killer = _signal_of(evidence.launcher_status)
+    if killer is not None:
+        return Verdict(
+            status="failed",
+            exit_code=ExitCode.RANK_LOST,
+            error=f"the launcher was killed by {_name(killer)}",
+        )
+    if _UNRESOLVED.search(evidence.launcher_text):
+        words = (
+            "the launcher could not resolve this machine's own name. Add it to /etc/hosts: "
+            "127.0.0.1 NAME"
+        )
+    else:
+        lines = [line.strip() for line in evidence.launcher_text.splitlines() if line.strip()]
+        words = f"the launcher started no rank (status {evidence.launcher_status}): " + (
+            lines[-1][:300] if lines else "it printed nothing"
+        )
+    return Verdict(status="failed", exit_code=ExitCode.PREFLIGHT, error=words)
+
+
+def _signal_of(status: int) -> int | None:
+    """The signal that ended a process, by its own status or, as 128 + n, by a shell's."""
+    if status < 0:
+        return -status
+    return status - 128 if 128 < status < 128 + signal.NSIG else None
+
+
+def _exit_code(status: int) -> ExitCode:
+    """Our class for a process's status; a status that is none of ours is a training error."""
+    return ExitCode(status) if status in set(ExitCode) else ExitCode.TRAINING
+
+
+def _name(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    if number == signal.SIGKILL:
+        return f"signal {number} ({name}), as the kernel does when memory runs out"
+    return f"signal {number} ({name})"

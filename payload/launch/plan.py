@@ -1,0 +1,113 @@
+"""LaunchPlan: what will be started, word for word; plan.json is all of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from payload.errors import ConfigError
+from payload.launch.arithmetic import Arithmetic
+
+SCHEMA_VERSION = 1
+
+Launcher = Literal["mpirun", "torchrun"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """One run, ready to start. The ranks' places are in ranks.json."""
+
+    run_id: str
+    launcher: Launcher
+    argv: tuple[str, ...]
+    """The launcher's command line."""
+    launcher_environment: Mapping[str, str]
+    """What the launcher itself gets besides the caller's environment."""
+    environment: Mapping[str, str]
+    """What every rank gets."""
+    interfaces: Mapping[str, str]
+    """Network interface of each node by the node's name."""
+    program: tuple[str, ...]
+    """What each rank runs, below `payload.supervise.rank`."""
+    work_dir: str
+    """Where the ranks run; relative paths of the config start here."""
+    master_port: int
+    world_size: int
+    ranks_per_node: int
+    nodes: int
+    arithmetic: Arithmetic
+    notes: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> str:
+        """The text of plan.json."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str) -> LaunchPlan:
+        """Read plan.json; `where` names it in messages. Raises ConfigError."""
+        try:
+            raw = json.loads(text)
+            if raw["schema_version"] != SCHEMA_VERSION:
+                raise ConfigError(
+                    f"{where}: schema_version is {raw['schema_version']!r}, this release reads "
+                    f"{SCHEMA_VERSION}. Start the run anew."
+                )
+            raw["arithmetic"] = Arithmetic(**raw["arithmetic"])
+            for name in ("argv", "program", "notes"):
+                raw[name] = tuple(raw[name])
+            return cls(**{field.name: raw[field.name] for field in fields(cls)})
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{where}: not a launch plan ({type(error).__name__}: {error}). Start the run anew."
+            ) from None
+
+    @classmethod
+    def load(cls, path: Path) -> LaunchPlan:
+        """Read the plan.json at `path`. Raises ConfigError."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"plan {path}: {error.strerror}. Start the run anew.") from None
+        return cls.from_json(text, where=str(path))
+
+
+def rank_program(*, python: str, run_dir: Path) -> tuple[str, ...]:
+    """The trainer as a rank runs it."""
+    return (python, "-m", "payload.train", "--run-dir", str(run_dir))
+
+
+def mpirun_argv(
+    *,
+    mpirun: str,
+    hosts: Path,
+    world_size: int,
+    ranks_per_node: int,
+    environment: Mapping[str, str],
+    python: str,
+    run_dir: Path,
+) -> tuple[str, ...]:
+    """Intel MPI's command line, in the seeds' spelling."""
+    variables = [word for item in sorted(environment.items()) for word in ("-genv", *item)]
+    return (
+        mpirun,
+        *("-f", str(hosts), "-n", str(world_size), "-ppn", str(ranks_per_node)),
+        *variables,
+        *(python, "-m", "payload.supervise.rank", "--run-dir", str(run_dir)),
+    )
+
+
+def torchrun_argv(
+    *, python: str, world_size: int, master_address: str, master_port: int, run_dir: Path
+) -> tuple[str, ...]:
+    """torchrun's command line for one node; the environment is given to torchrun itself."""
+    return (
+        *(python, "-m", "torch.distributed.run"),
+        *("--nnodes", "1", "--nproc-per-node", str(world_size)),
+        *("--master-addr", master_address, "--master-port", str(master_port)),
+        *("--max-restarts", "0"),
+        *("-m", "payload.supervise.rank", "--run-dir", str(run_dir)),
+    )

@@ -1,0 +1,230 @@
+"""Which rank runs on which node, on which cores, with how many threads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from payload.errors import ConfigError
+from payload.inventory import ClusterInventory, Node
+from payload.run_config import LaunchSection
+
+SCHEMA_VERSION = 1
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Domain:
+    """One NUMA domain of a node, with the physical cores that may be used."""
+
+    id: int
+    """The operating system's number of it."""
+    cores: tuple[int, ...]
+    """One logical CPU for each physical core."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One training process and its place."""
+
+    rank: int
+    node: str
+    node_rank: int
+    local_rank: int
+    numa_domain: int | None
+    """None where the rank spans several."""
+    cores: tuple[int, ...]
+    """Logical CPUs that the process may run on."""
+    threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """All ranks, and what a person should know about how they were placed."""
+
+    ranks: tuple[Rank, ...]
+    ranks_per_node: int
+    oversubscribed: bool
+    """Whether ranks share cores."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+
+def default_domains(node: Node) -> tuple[Domain, ...]:
+    """Cores 0 to n-1 shared out over the node's NUMA domains in order. Raises ConfigError."""
+    if node.numa_domains > node.physical_cores:
+        raise ConfigError(
+            f"node {node.name}: numa_domains = {node.numa_domains} is more than physical_cores = "
+            f"{node.physical_cores}. Correct the inventory."
+        )
+    cores = range(node.physical_cores)
+    return tuple(
+        Domain(id=i, cores=_share(cores, index=i, shares=node.numa_domains))
+        for i in range(node.numa_domains)
+    )
+
+
+def place_ranks(
+    inventory: ClusterInventory,
+    settings: LaunchSection,
+    *,
+    domains: Mapping[str, tuple[Domain, ...]] | None = None,
+) -> Placement:
+    """Split every node's physical cores over its ranks, by default one rank per NUMA domain.
+
+    `domains` has the cores of each node by name where they are not simply 0 to n-1. mpirun's -ppn
+    is one number, so all nodes run equally many ranks. Raises ConfigError.
+    """
+    known = domains or {}
+    of_node = {node.name: known.get(node.name) or default_domains(node) for node in inventory.nodes}
+    ranks_per_node = settings.ranks_per_node or _domains_of_all(inventory, of_node)
+    ranks: list[Rank] = []
+    for node_rank, node in enumerate(inventory.nodes):
+        ranks += _place_on_node(
+            node.name,
+            of_node[node.name],
+            node_rank=node_rank,
+            ranks_per_node=ranks_per_node,
+            threads_per_rank=settings.threads_per_rank,
+        )
+    num_cores = {name: sum(len(d.cores) for d in found) for name, found in of_node.items()}
+    return Placement(
+        ranks=tuple(ranks),
+        ranks_per_node=ranks_per_node,
+        oversubscribed=any(cores < ranks_per_node for cores in num_cores.values()),
+        notes=_notes(ranks, num_cores=num_cores, ranks_per_node=ranks_per_node),
+    )
+
+
+def render_ranks(ranks: Sequence[Rank]) -> str:
+    """The text of ranks.json."""
+    lines = ",\n".join("    " + json.dumps(asdict(rank)) for rank in ranks)
+    return f'{{\n  "schema_version": {SCHEMA_VERSION},\n  "ranks": [\n{lines}\n  ]\n}}\n'
+
+
+def parse_ranks(text: str, *, where: str) -> tuple[Rank, ...]:
+    """Read ranks.json; `where` names it in messages. Raises ConfigError."""
+    try:
+        raw = json.loads(text)
+        if raw["schema_version"] != SCHEMA_VERSION:
+            raise ConfigError(
+                f"{where}: schema_version is {raw['schema_version']!r}, this release reads "
+                f"{SCHEMA_VERSION}. Start the run anew."
+            )
+        return tuple(_rank(entry) for entry in raw["ranks"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{where}: not a rank file ({error}). Start the run anew.") from None
+
+
+def load_ranks(path: Path) -> tuple[Rank, ...]:
+    """Read the ranks.json at `path`. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"rank file {path}: {error.strerror}. Start the run anew.") from None
+    return parse_ranks(text, where=str(path))
+
+
+def _rank(entry: dict[str, Any]) -> Rank:
+    return Rank(**{**entry, "cores": tuple(entry["cores"])})
+
+
+def _domains_of_all(inventory: ClusterInventory, of_node: Mapping[str, tuple[Domain, ...]]) -> int:
+    """The number of NUMA domains, if all nodes have the same."""
+    counts = {node.name: len(of_node[node.name]) for node in inventory.nodes}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise ConfigError(
+            f"the nodes differ in NUMA domains ({listed}), and every node runs equally many ranks. "
+            f"Set launch.ranks_per_node, for example to {min(counts.values())}."
+        )
+    return counts[inventory.head.name]
+
+
+def _place_on_node(
+    name: str,
+    domains: Sequence[Domain],
+    *,
+    node_rank: int,
+    ranks_per_node: int,
+    threads_per_rank: int | None,
+) -> list[Rank]:
+    ranks = []
+    for local_rank in range(ranks_per_node):
+        cores, domain = _cores_of(domains, local_rank=local_rank, ranks_per_node=ranks_per_node)
+        threads = threads_per_rank or len(cores)
+        if threads > len(cores):
+            raise ConfigError(
+                f"launch.threads_per_rank = {threads}, but node {name} has {len(cores)} physical "
+                f"core(s) for each of its {ranks_per_node} rank(s). Use {len(cores)} or less, or "
+                "lower launch.ranks_per_node."
+            )
+        ranks.append(
+            Rank(
+                rank=node_rank * ranks_per_node + local_rank,
+                node=name,
+                node_rank=node_rank,
+                local_rank=local_rank,
+                numa_domain=domain,
+                cores=cores,
+                threads=threads,
+            )
+        )
+    return ranks
+
+
+def _cores_of(
+    domains: Sequence[Domain], *, local_rank: int, ranks_per_node: int
+) -> tuple[tuple[int, ...], int | None]:
+    """One rank's cores and NUMA domain; whole domains where those are more than the ranks."""
+    if ranks_per_node < len(domains):
+        mine = _share(domains, index=local_rank, shares=ranks_per_node)
+        cores = tuple(core for domain in mine for core in domain.cores)
+        return cores, mine[0].id if len(mine) == 1 else None
+    of_domain = [
+        [local for local in range(ranks_per_node) if local * len(domains) // ranks_per_node == i]
+        for i in range(len(domains))
+    ]
+    index = next(i for i, locals_ in enumerate(of_domain) if local_rank in locals_)
+    domain, neighbours = domains[index], of_domain[index]
+    place = neighbours.index(local_rank)
+    if len(neighbours) > len(domain.cores):
+        return (domain.cores[place % len(domain.cores)],), domain.id
+    return _share(domain.cores, index=place, shares=len(neighbours)), domain.id
+
+
+def _share(items: Sequence[_T], *, index: int, shares: int) -> tuple[_T, ...]:
+    """One of `shares` consecutive parts, the longer ones first."""
+    size, longer = divmod(len(items), shares)
+    start = index * size + min(index, longer)
+    return tuple(items[start : start + size + (index < longer)])
+
+
+def _notes(
+    ranks: Sequence[Rank], *, num_cores: Mapping[str, int], ranks_per_node: int
+) -> tuple[str, ...]:
+    notes = []
+    for name, cores in num_cores.items():
+        sizes = sorted({len(rank.cores) for rank in ranks if rank.node == name})
+        threads = sum(rank.threads for rank in ranks if rank.node == name)
+        if cores < ranks_per_node:
+            notes.append(
+                f"node {name}: {ranks_per_node} ranks share {cores} physical core(s), one thread "
+                "each; the run is right, but no faster than with one rank a core"
+            )
+        elif len(sizes) > 1:
+            notes.append(
+                f"node {name}: {cores} cores do not divide by {ranks_per_node} ranks, which have "
+                f"{sizes[0]} to {sizes[-1]}; those with the fewest set the pace"
+            )
+        elif threads < cores:
+            notes.append(f"node {name}: {threads} threads on {cores} physical cores")
+    return tuple(notes)

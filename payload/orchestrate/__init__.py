@@ -1,0 +1,1 @@
+"""The operator's commands: plan, run, status, logs, list, stop."""

@@ -1,0 +1,148 @@
+"""`python -m payload.orchestrate`: plan, run, status, logs, list, stop."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from payload.errors import TileforgeError
+from payload.orchestrate import inspect, start
+from payload.orchestrate.local import LocalAccess
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | None = None) -> int:
+    """Carry out one command and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    arguments.runs_dir_given = arguments.runs_dir
+    arguments.runs_dir = Path(arguments.runs_dir or "runs").absolute()
+    try:
+        return int(arguments.command(arguments, access or LocalAccess(env)))
+    except TileforgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader, `head` or `less`, has seen enough. Python would complain at exit otherwise.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m payload.orchestrate",
+        description="Plan, start and follow training runs. Results go to stdout, talk to stderr.",
+        epilog="Example: python -m payload.orchestrate run --config "
+        "payload/configs/quickstart.toml",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_plan(commands)
+    _add_run(commands)
+    _add_status(commands)
+    _add_logs(commands)
+    _add_list(commands)
+    _add_stop(commands)
+    return parser
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("plan", help="print what `run` would do, and start nothing")
+    parser.set_defaults(command=start.plan)
+    _add_what(parser)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="start a run and follow it",
+        description="Start a run and follow it to its end. Ctrl-C saves a checkpoint and stops; a "
+        "second one stops at once.",
+    )
+    parser.set_defaults(command=start.run)
+    _add_what(parser)
+    parser.add_argument("--resume", metavar="RUN", help="continue a stopped or failed run")
+    parser.add_argument(
+        "--detach", action="store_true", help="return once it runs; it outlives this terminal"
+    )
+    _add_grace(parser)
+    parser.add_argument("--json", action="store_true", help="print summary.json at the end")
+
+
+def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("status", help="show a run and its ranks")
+    parser.set_defaults(command=inspect.status)
+    _add_which(parser)
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def _add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("logs", help="print what a rank or the launcher printed")
+    parser.set_defaults(command=inspect.logs)
+    _add_which(parser)
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="N", help="whose log (default: %(default)s)"
+    )
+    parser.add_argument("--launcher", action="store_true", help="the launcher's own log")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")
+
+
+def _add_list(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("list", help="show all runs, the newest first")
+    parser.set_defaults(command=inspect.list_runs)
+    _add_runs_dir(parser)
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def _add_stop(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("stop", help="stop a run with a checkpoint")
+    parser.set_defaults(command=inspect.stop)
+    _add_which(parser)
+    parser.add_argument("--force", action="store_true", help="at once, without a checkpoint")
+    _add_grace(parser)
+
+
+def _add_what(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--inventory", metavar="local|FILE", help="the cluster (default: this machine)"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="run.toml (default: defaults)")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one setting; may be repeated",
+    )
+    parser.add_argument("--run-id", metavar="ID", help="(default: name, time and four digits)")
+    _add_runs_dir(parser)
+
+
+def _add_which(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="?", metavar="RUN", help="run id (default: the newest)")
+    _add_runs_dir(parser)
+
+
+def _add_runs_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs-dir", metavar="DIR", help="where runs are kept (default: runs)")
+
+
+def _add_grace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="time to save a checkpoint after a stop was asked for (default: %(default)g)",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,79 @@
+"""Cheap checks before a run starts: better a line now than a rank's failure in a minute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from payload.errors import DataError
+from payload.launch.arithmetic import Arithmetic
+from payload.launch.ranks import Placement
+
+_GIB = 2**30
+
+
+def check_data(folder: Path, *, sequence_length: int) -> int:
+    """The vocabulary size of a data folder that is there and whole by its sizes.
+
+    Raises DataError that says how to make the folder.
+    """
+    meta = _read_meta(folder)
+    try:
+        sizes = {name: int(entry["bytes"]) for name, entry in meta["files"].items()}
+        tokens = {"train.bin": int(meta["train_tokens"]), "val.bin": int(meta["val_tokens"])}
+        vocab_size = int(meta["vocab_size"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"{folder / 'meta.json'}: an entry is missing or malformed ({error!r}). "
+            f"{_remedy(folder)}"
+        ) from None
+    for name in ("train.bin", "val.bin"):
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found is None or found != sizes.get(name):
+            said = "is missing" if found is None else f"has {found:,} bytes"
+            raise DataError(
+                f"{path} {said}; meta.json says {sizes.get(name, 0):,}. {_remedy(folder)}"
+            )
+    # A block holds one token more than the sequence: the last one's target.
+    if tokens["train.bin"] <= sequence_length:
+        raise DataError(
+            f"{folder / 'train.bin'} has {tokens['train.bin']:,} tokens, too few for one sequence "
+            f"of data.sequence_length = {sequence_length}. Lower it, or prepare more text."
+        )
+    return vocab_size
+
+
+def memory_warning(
+    arithmetic: Arithmetic, placement: Placement, *, free_bytes: int | None
+) -> str | None:
+    """A warning when all ranks of the node are likely to need more memory than is free."""
+    need = arithmetic.memory_bytes_per_rank * placement.ranks_per_node
+    if free_bytes is None or need <= free_bytes:
+        return None
+    return (
+        f"the ranks need about {need / _GIB:.1f} GiB ({placement.ranks_per_node} x "
+        f"{arithmetic.memory_bytes_per_rank / _GIB:.1f}), {free_bytes / _GIB:.1f} GiB are free; "
+        "lower batch.micro_batch_size or launch.ranks_per_node if ranks get killed"
+    )
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    path = folder / "meta.json"
+    if not path.is_file():
+        state = "is not finished: it has no meta.json" if folder.is_dir() else "does not exist"
+        raise DataError(f"data folder {folder} {state}. {_remedy(folder)}")
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error}). {_remedy(folder)}") from None
+    if not isinstance(meta, dict):
+        raise DataError(f"{path}: expected an object. {_remedy(folder)}")
+    return meta
+
+
+def _remedy(folder: Path) -> str:
+    known = ("openwebtext", "stdlib")
+    source = folder.name if folder.name in known else "stdlib"
+    return f"Make it with: python -m payload.data prepare --source {source} --out {folder}"

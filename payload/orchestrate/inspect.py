@@ -1,0 +1,93 @@
+"""Commands that look at runs and stop them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import time
+from dataclasses import asdict
+
+from payload.errors import ExitCode, RankLostError, UsageError
+from payload.launch.ranks import load_ranks
+from payload.orchestrate.follow import Tail, follow_log
+from payload.orchestrate.local import LocalAccess
+from payload.orchestrate.report import list_table, ranks_table, status_lines, text_console
+from payload.orchestrate.runs import all_runs, find_run, view_run, wait_until_ended
+from payload.results import RunState, read_json
+from payload.run_lock import is_supervised
+
+# Beyond the supervisor's own patience with the ranks: killing them and writing it down.
+_STOP_MARGIN_S = 20.0
+
+
+def status(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    """Show one run and its ranks."""
+    view = view_run(find_run(arguments.runs_dir, arguments.run), now_unix=time.time())
+    out = text_console(stderr=False)
+    if arguments.json:
+        out.print(json.dumps(asdict(view), indent=2))
+        return ExitCode.OK
+    out.print("\n".join(status_lines(view)) + "\n")
+    out.print(ranks_table(view))
+    return ExitCode.OK
+
+
+def list_runs(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    """Show all runs, the newest first."""
+    views = [view_run(paths, now_unix=time.time()) for paths in all_runs(arguments.runs_dir)]
+    out = text_console(stderr=False)
+    if arguments.json:
+        out.print(json.dumps([asdict(view) for view in views], indent=2))
+    elif views:
+        out.print(list_table(views))
+    else:
+        text_console(stderr=True).print(f"no run in {arguments.runs_dir}")
+    return ExitCode.OK
+
+
+def logs(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    """Print a rank's log or the launcher's."""
+    paths = find_run(arguments.runs_dir, arguments.run)
+    if arguments.launcher:
+        path = paths.launcher_log
+    else:
+        world_size = len(load_ranks(paths.ranks))
+        if not 0 <= arguments.rank < world_size:
+            raise UsageError(
+                f"--rank {arguments.rank}: run {paths.run_id} has ranks 0 to {world_size - 1}."
+            )
+        path = paths.rank_log(arguments.rank)
+    if not path.exists() and not is_supervised(paths):
+        raise UsageError(f"{path} does not exist: the run ended before it wrote one.")
+    out = text_console(stderr=False)
+    follow_log(
+        Tail(path),
+        show=out.print,
+        alive=lambda: bool(arguments.follow) and is_supervised(paths),
+    )
+    return ExitCode.OK
+
+
+def stop(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    """Stop a run with a checkpoint, or at once."""
+    paths = find_run(arguments.runs_dir, arguments.run)
+    talk = text_console(stderr=True)
+    state = read_json(RunState, paths.state)
+    # Two signals of different kinds: the kernel may merge two of one kind into one.
+    numbers = [signal.SIGTERM, signal.SIGINT] if arguments.force else [signal.SIGTERM]
+    if state is None or not access.signal_supervisor(paths, state, numbers):
+        view = view_run(paths, now_unix=time.time())
+        talk.print(f"run {paths.run_id} is not running: {view.status} after step {view.step}")
+        return ExitCode.OK
+    talk.print(
+        f"run {paths.run_id}: " + ("stopping at once" if arguments.force else "saving and stopping")
+    )
+    if not wait_until_ended(paths, timeout_s=arguments.grace + _STOP_MARGIN_S):
+        raise RankLostError(
+            f"run {paths.run_id} has not ended; its supervisor is process {state.supervisor_pid}. "
+            "Try again with --force."
+        )
+    view = view_run(paths, now_unix=time.time())
+    talk.print(f"{view.status} after step {view.step}" + (f": {view.error}" if view.error else ""))
+    return ExitCode.OK

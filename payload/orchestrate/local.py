@@ -1,0 +1,161 @@
+"""Acting on a cluster that is this machine: look at it, start a supervisor, signal it.
+
+The one module that an inventory reached in another way needs a counterpart of.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import platform
+import random
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from shutil import which
+
+import payload
+from payload.errors import PreflightError
+from payload.launch.environment import local_mpirun_environment
+from payload.launch.plan import rank_program
+from payload.orchestrate.discovery import LOOPBACK
+from payload.results import RunPaths, RunState
+from payload.run_lock import is_supervised
+
+_TCMALLOC = ("tcmalloc", "tcmalloc_minimal")
+# Below Linux' range for outgoing connections (32768 and up), above what services use.
+_PORTS = range(20_000, 32_000)
+
+
+class LocalAccess:
+    """This machine as a cluster of one node."""
+
+    interface = LOOPBACK
+    python = sys.executable
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+
+    def program(self, paths: RunPaths) -> tuple[str, ...]:
+        """What each rank runs."""
+        return rank_program(python=self.python, run_dir=paths.root)
+
+    def mpirun(self) -> str:
+        """Path of Intel MPI's mpirun. Raises PreflightError that says why there is none."""
+        if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
+            raise PreflightError(
+                f"Intel MPI runs on x86-64 Linux only; this is {sys.platform} on "
+                f"{platform.machine()}."
+            )
+        beside = Path(sys.executable).parent / "mpirun"
+        found = str(beside) if os.access(beside, os.X_OK) else which("mpirun", path=self._path())
+        if found is None:
+            raise PreflightError(
+                f"no mpirun beside {sys.executable} nor on PATH. Install it: pip install "
+                "impi-rt==2021.18.1"
+            )
+        # The script calls its helper, which lies beside it, by its bare name.
+        path = f"{Path(found).parent}{os.pathsep}{self._path()}"
+        version = subprocess.run(
+            [found, "--version"], capture_output=True, text=True, check=False, env={"PATH": path}
+        )
+        if "Intel(R) MPI" not in version.stdout:
+            first = (version.stdout or version.stderr).strip().partition("\n")[0]
+            raise PreflightError(
+                f"{found} is not Intel MPI ({first or 'no version'}). Install it: pip install "
+                "impi-rt==2021.18.1"
+            )
+        return found
+
+    def mpirun_environment(self) -> dict[str, str]:
+        """mpirun's settings for this cluster."""
+        return local_mpirun_environment(self.interface)
+
+    def python_path(self) -> str | None:
+        """Where the payload package lies, or None when it is installed."""
+        root = Path(payload.__file__).parent.parent
+        installed = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+        if root in installed:
+            return None
+        known = self._env.get("PYTHONPATH")
+        return f"{root}{os.pathsep}{known}" if known else str(root)
+
+    def tcmalloc(self) -> str:
+        """Path of the tcmalloc library. Raises PreflightError with the line that installs it."""
+        for name in _TCMALLOC:
+            found = ctypes.util.find_library(name)
+            if found:
+                return found
+        raise PreflightError(
+            "launch.malloc = 'tcmalloc', but this machine has no libtcmalloc. Install it: sudo "
+            "apt-get install libtcmalloc-minimal4 (or use launch.malloc = 'tuned')."
+        )
+
+    def reserve_port(self) -> socket.socket:
+        """A socket that keeps a free port for the ranks; close it once a supervisor holds it.
+
+        Two runs that start at once get different ports.
+        """
+        for port in random.sample(_PORTS, k=100):
+            holder = _try_port(port)
+            if holder is not None:
+                return holder
+        raise PreflightError(
+            f"none of 100 ports between {_PORTS.start} and {_PORTS.stop} is free. Stop what holds "
+            "them."
+        )
+
+    def start_supervisor(
+        self, paths: RunPaths, *, detached: bool, grace_s: float
+    ) -> subprocess.Popen[bytes]:
+        """Start the run's supervisor in a session of its own.
+
+        Unless detached, it stops the run when this process dies.
+        """
+        owner = [] if detached else ["--owner-pid", str(os.getpid())]
+        command = [self.python, "-m", "payload.supervise", "--run-dir", str(paths.root), *owner]
+        paths.logs.mkdir(parents=True, exist_ok=True)
+        env = dict(self._env)
+        python_path = self.python_path()
+        if python_path:
+            env["PYTHONPATH"] = python_path
+        with paths.supervisor_log.open("ab") as log:
+            return subprocess.Popen(
+                [*command, "--grace", str(grace_s)],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def signal_supervisor(
+        self, paths: RunPaths, state: RunState, numbers: Sequence[signal.Signals]
+    ) -> bool:
+        """Send signals to the run's supervisor if it lives; says whether it did."""
+        if not is_supervised(paths):
+            return False
+        for number in numbers:
+            os.kill(state.supervisor_pid, number)
+        return True
+
+    def _path(self) -> str:
+        return self._env.get("PATH", os.defpath)
+
+
+def _try_port(port: int) -> socket.socket | None:
+    """A socket bound to `port` if nobody else is, or None."""
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        holder.bind(("0.0.0.0", port))
+    except OSError:
+        holder.close()
+        return None
+    # Only now, so that this bind shared with nobody; from here on the supervisor and rank 0 may
+    # bind as well, see payload.supervise.supervisor.hold_port.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder

@@ -1,0 +1,204 @@
+"""What commands print about plans, runs and results."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from payload.launch.environment import rank_environment
+from payload.launch.plan import LaunchPlan
+from payload.launch.ranks import Placement
+from payload.orchestrate.live import duration
+from payload.orchestrate.planning import PlannedRun
+from payload.orchestrate.runs import RunView
+from payload.results import Summary
+
+_MIB, _GIB = 2**20, 2**30
+_TAIL_LINES = 12
+_PIPE_WIDTH = 200
+
+
+def text_console(*, stderr: bool) -> Console:
+    """A console for plain text and tables: no markup, no colouring, nothing cut off in a pipe."""
+    console = Console(stderr=stderr, markup=False, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    return console
+
+
+def print_plan(planned: PlannedRun, console: Console) -> None:
+    """Hosts, ranks, environment, command line, Accelerate config and arithmetic."""
+    plan = planned.plan
+    console.print(f"run folder\n  {planned.paths.root}\n")
+    console.print(f"hosts\n{_indent(planned.hosts())}")
+    console.print("ranks")
+    console.print(_rank_table(planned.placement))
+    console.print("environment of every rank")
+    console.print(_indent("\n".join(f"{k}={v}" for k, v in sorted(plan.environment.items()))))
+    first = rank_environment(
+        planned.placement.ranks[0],
+        world_size=plan.world_size,
+        ranks_per_node=plan.ranks_per_node,
+        interfaces=plan.interfaces,
+    )
+    console.print("environment of rank 0 besides")
+    console.print(_indent("\n".join(f"{k}={v}" for k, v in sorted(first.items()))))
+    console.print(f"{plan.launcher} and its environment")
+    settings = [f"{k}={v}" for k, v in sorted(plan.launcher_environment.items())]
+    console.print(_indent("\n".join([*settings, shlex.join(plan.argv)])))
+    console.print("each rank runs")
+    console.print(_indent(shlex.join(plan.program)))
+    for node_rank, node in enumerate(planned.inventory.nodes):
+        console.print(f"accelerate config of {node.name}")
+        console.print(_indent(planned.accelerate(node_rank)))
+    console.print("arithmetic")
+    console.print(_indent("\n".join(arithmetic_lines(planned.plan))))
+
+
+def arithmetic_lines(plan: LaunchPlan) -> list[str]:
+    """The plan's numbers in words."""
+    numbers = plan.arithmetic
+    sync = (
+        f"{numbers.grad_bytes / _MIB:,.1f} MiB of gradients a step, "
+        f"about {numbers.sync_s:.3f} s to exchange"
+        if plan.world_size > 1
+        else "none with one rank"
+    )
+    return [
+        f"parameters       {numbers.params:,}",
+        f"tokens per step  {numbers.tokens_per_step:,} ({numbers.tokens_total:,} in the run)",
+        f"accumulation     {numbers.grad_accum_steps} pass(es) per step on each of "
+        f"{plan.world_size} rank(s)",
+        f"arithmetic       {numbers.flops_per_step / 1e12:,.3f} TFLOP per step",
+        f"memory           about {numbers.memory_bytes_per_rank / _GIB:.1f} GiB a rank",
+        f"synchronisation  {sync}",
+    ]
+
+
+def result_lines(summary: Summary, *, checkpoint: Path | None) -> list[str]:
+    """The short table at the end of a run."""
+    rows = [
+        ("run", summary.run_id),
+        ("status", summary.status),
+        ("steps", f"{summary.steps:,}"),
+        ("tokens", f"{summary.tokens:,}"),
+        ("loss", f"{_number(summary.first_loss)} -> {_number(summary.final_loss)}"),
+        (
+            "validation loss",
+            f"{_number(summary.final_val_loss)} (best {_number(summary.best_val_loss)})",
+        ),
+        ("tokens/s", _number(summary.tokens_per_s, ",.0f")),
+        ("MFU", _number(summary.mfu, ".1%")),
+        ("ranks identical", "yes" if summary.ranks_identical else "not shown"),
+        ("wall time", duration(summary.wall_s)),
+        ("checkpoint", str(checkpoint) if checkpoint else "none"),
+    ]
+    if summary.cost_usd is not None:
+        rows.insert(-1, ("cost", f"${summary.cost_usd:.2f}"))
+    return _aligned(rows)
+
+
+def failure_lines(error: str, *, log: Path) -> list[str]:
+    """The error itself, where to read on, and the log's end."""
+    lines = [f"error: {error}", f"log: {log}"]
+    if log.exists():
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+        lines += [f"  | {line}" for line in tail]
+    return lines
+
+
+def status_lines(view: RunView) -> list[str]:
+    """One run as a whole."""
+    rows = [
+        ("run", view.run_id),
+        ("status", view.status if not view.exit_class else f"{view.status} ({view.exit_class})"),
+        ("step", f"{view.step:,} of {view.steps:,}"),
+        ("loss", _number(view.loss)),
+        ("validation loss", _number(view.val_loss)),
+        ("tokens/s", _number(view.tokens_per_s, ",.0f")),
+        ("last sign of life", _age(view.age_s)),
+    ]
+    if view.error:
+        rows.append(("error", view.error))
+    return _aligned(rows)
+
+
+def ranks_table(view: RunView) -> Table:
+    """One run's ranks."""
+    ranks = Table(box=None, pad_edge=False)
+    for name in ("rank", "node", "step", "phase", "last sign", "ended"):
+        ranks.add_column(name)
+    for rank in view.ranks:
+        ranks.add_row(
+            str(rank.rank),
+            rank.node,
+            "-" if rank.step is None else str(rank.step),
+            rank.phase or "-",
+            _age(rank.age_s),
+            "-" if rank.exit_code is None else f"status {rank.exit_code}",
+        )
+    return ranks
+
+
+def list_table(views: Sequence[RunView]) -> Table:
+    """All runs, one a line."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "status", "step", "loss", "validation"):
+        table.add_column(name, no_wrap=True)
+    for view in views:
+        table.add_row(
+            view.run_id,
+            view.status,
+            f"{view.step}/{view.steps}",
+            _number(view.loss),
+            _number(view.val_loss),
+        )
+    return table
+
+
+def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {value}" for name, value in rows]
+
+
+def _rank_table(placement: Placement) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    for name in ("rank", "node", "local rank", "NUMA domain", "cores", "threads"):
+        table.add_column(name)
+    for rank in placement.ranks:
+        table.add_row(
+            str(rank.rank),
+            rank.node,
+            str(rank.local_rank),
+            "several" if rank.numa_domain is None else str(rank.numa_domain),
+            _ranges(rank.cores),
+            str(rank.threads),
+        )
+    return table
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3,8` for 0, 1, 2, 3, 8."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" if line else "" for line in text.rstrip("\n").split("\n")) + "\n"
+
+
+def _number(value: float | None, spec: str = ".4f") -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _age(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{duration(seconds)} ago"

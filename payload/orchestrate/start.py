@@ -1,0 +1,250 @@
+"""`plan` and `run`, from parsed arguments to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from payload.errors import ConfigError, DataError, ExitCode
+from payload.model_shape import GPT2_VOCAB_SIZE
+from payload.orchestrate.checks import check_data
+from payload.orchestrate.follow import Tail, follow_run
+from payload.orchestrate.inventories import Chosen, choose_inventory
+from payload.orchestrate.local import LocalAccess
+from payload.orchestrate.planning import PlannedRun, plan_run
+from payload.orchestrate.report import failure_lines, print_plan, result_lines, text_console
+from payload.orchestrate.runs import (
+    create_run,
+    find_run,
+    new_run_id,
+    newest_checkpoint,
+    point_latest_at,
+    running_here,
+)
+from payload.results import RunPaths, RunState, Summary, read_json
+from payload.run_config import RunConfig, load_run_config, parse_run_config
+from payload.run_lock import is_supervised
+
+_START_TIMEOUT_S = 30.0
+
+
+def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    """Print what `run` would do."""
+    talk, out = text_console(stderr=True), text_console(stderr=False)
+    chosen = choose_inventory(arguments.inventory)
+    talk.print(chosen.headline())
+    config = _config(arguments, resumed=None)
+    try:
+        vocab_size = _check_data(config)
+    except DataError as error:
+        vocab_size = GPT2_VOCAB_SIZE
+        talk.print(f"note: a run would stop here: {error}")
+    paths = RunPaths(arguments.runs_dir / (arguments.run_id or _fresh_id(config)))
+    with access.reserve_port() as holder:
+        planned = _plan(paths, config, chosen, access, vocab_size=vocab_size, port=_port(holder))
+    _say_notes(planned, talk)
+    if arguments.json:
+        out.print(_plan_json(planned))
+    else:
+        print_plan(planned, out)
+    return ExitCode.OK
+
+
+def run(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    """Start a run, or continue one, and follow it to its end."""
+    talk = text_console(stderr=True)
+    chosen = choose_inventory(arguments.inventory)
+    talk.print(chosen.headline())
+    resumed = find_run(arguments.runs_dir, arguments.resume) if arguments.resume else None
+    config = _config(arguments, resumed=resumed)
+    if resumed is not None:
+        _refuse_to_resume(resumed, config)
+    vocab_size = _check_data(config)
+    others = running_here(arguments.runs_dir)
+    if others:
+        talk.print(f"note: {', '.join(others)} is running here too and shares the cores")
+    paths = resumed or RunPaths(arguments.runs_dir / (arguments.run_id or _fresh_id(config)))
+    with access.reserve_port() as holder:
+        planned = _plan(paths, config, chosen, access, vocab_size=vocab_size, port=_port(holder))
+        _say_notes(planned, talk)
+        if resumed is None:
+            create_run(arguments.runs_dir, paths.run_id)
+        point_latest_at(arguments.runs_dir, paths.run_id)
+        planned.write()
+        talk.print(
+            f"run {paths.run_id}: {planned.plan.world_size} rank(s) through "
+            f"{planned.plan.launcher}; everything in {paths.root}"
+        )
+        if arguments.detach:
+            return _start_detached(paths, access, arguments, talk)
+        return _start_and_follow(planned, access, arguments, talk)
+
+
+def _start_and_follow(
+    planned: PlannedRun, access: LocalAccess, arguments: argparse.Namespace, talk: Console
+) -> int:
+    paths = planned.paths
+    log_tail = Tail(paths.rank_log(0), from_end=True)
+    metrics_tail = Tail(paths.metrics, from_end=True)
+    supervisor = access.start_supervisor(paths, detached=False, grace_s=arguments.grace)
+    follow_run(
+        paths,
+        supervisor,
+        console=talk,
+        steps=planned.config.train.steps,
+        log_tail=log_tail,
+        metrics_tail=metrics_tail,
+    )
+    return _report(paths, supervisor, arguments=arguments, talk=talk)
+
+
+def _start_detached(
+    paths: RunPaths, access: LocalAccess, arguments: argparse.Namespace, talk: Console
+) -> int:
+    """Return as soon as the supervisor is at work."""
+    supervisor = access.start_supervisor(paths, detached=True, grace_s=arguments.grace)
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline and supervisor.poll() is None:
+        state = read_json(RunState, paths.state)
+        if state is not None and state.supervisor_pid == supervisor.pid:
+            talk.print(
+                f"detached. Look with: python -m payload.orchestrate status {paths.run_id}, "
+                f"logs -f {paths.run_id}, stop {paths.run_id}"
+            )
+            # It outlives this process on purpose; nobody will wait for it here.
+            supervisor.returncode = 0
+            return ExitCode.OK
+        time.sleep(0.05)
+    return _report(paths, supervisor, arguments=arguments, talk=talk)
+
+
+def _report(
+    paths: RunPaths,
+    supervisor: subprocess.Popen[bytes],
+    *,
+    arguments: argparse.Namespace,
+    talk: Console,
+) -> int:
+    """The table at the end, or the failure in the failing rank's own words."""
+    status = supervisor.wait()
+    summary = read_json(Summary, paths.summary)
+    state = read_json(RunState, paths.state)
+    # Without a state of its own, what lies there is the last attempt's.
+    began = state is not None and state.supervisor_pid == supervisor.pid
+    if status < 0 or summary is None or state is None or not began:
+        _say_supervisor_failed(paths, status=status, talk=talk)
+        return ExitCode.RANK_LOST if status < 0 else status or ExitCode.TRAINING
+    checkpoint = newest_checkpoint(paths)
+    out = text_console(stderr=False)
+    if arguments.json:
+        out.print(paths.summary.read_text(encoding="utf-8"), end="")
+    else:
+        out.print("\n".join(result_lines(summary, checkpoint=checkpoint)))
+    if summary.status == "failed":
+        failed = state.failed_rank
+        log = paths.launcher_log if failed is None else paths.rank_log(failed)
+        talk.print("\n".join(failure_lines(summary.error or "failed", log=log)))
+    elif summary.error:
+        talk.print(f"note: {summary.error}")
+    if summary.status != "finished" and checkpoint is not None:
+        talk.print(
+            f"continue with: python -m payload.orchestrate run --resume {paths.run_id}"
+            + (f" --runs-dir {arguments.runs_dir_given}" if arguments.runs_dir_given else "")
+        )
+    return status
+
+
+def _say_supervisor_failed(paths: RunPaths, *, status: int, talk: Console) -> None:
+    if status < 0:
+        talk.print(
+            f"error: the supervisor was killed by signal {-status} ({signal.Signals(-status).name})"
+            "; the ranks end with it"
+        )
+        return
+    words = paths.supervisor_log.read_text(encoding="utf-8", errors="replace").strip()
+    talk.print(words.splitlines()[-1] if words else f"error: the supervisor ended with {status}")
+    talk.print(f"log: {paths.supervisor_log}")
+
+
+def _plan(
+    paths: RunPaths,
+    config: RunConfig,
+    chosen: Chosen,
+    access: LocalAccess,
+    *,
+    vocab_size: int,
+    port: int,
+) -> PlannedRun:
+    return plan_run(
+        paths,
+        config=config,
+        chosen=chosen,
+        access=access,
+        vocab_size=vocab_size,
+        work_dir=Path.cwd(),
+        port=port,
+    )
+
+
+def _config(arguments: argparse.Namespace, *, resumed: RunPaths | None) -> RunConfig:
+    """The config file's, the resumed run's, or all defaults; with --set on top."""
+    if arguments.config is not None:
+        return load_run_config(arguments.config, overrides=arguments.overrides)
+    if resumed is not None:
+        return load_run_config(resumed.config, overrides=arguments.overrides)
+    return parse_run_config("", overrides=arguments.overrides, where="defaults")
+
+
+def _refuse_to_resume(paths: RunPaths, config: RunConfig) -> None:
+    if is_supervised(paths):
+        raise ConfigError(
+            f"run {paths.run_id} is running. Look at it with: python -m payload.orchestrate status "
+            f"{paths.run_id}"
+        )
+    summary = read_json(Summary, paths.summary)
+    if summary and summary.status == "finished" and summary.steps >= config.train.steps:
+        raise ConfigError(
+            f"run {paths.run_id} is finished after {summary.steps} steps. To train on, raise "
+            f"train.steps: --set train.steps={2 * summary.steps}"
+        )
+
+
+def _check_data(config: RunConfig) -> int:
+    return check_data(Path(config.data.dir), sequence_length=config.data.sequence_length)
+
+
+def _fresh_id(config: RunConfig) -> str:
+    return new_run_id(config.run.name, now=datetime.now(), suffix=secrets.token_hex(2))
+
+
+def _port(holder: socket.socket) -> int:
+    return int(holder.getsockname()[1])
+
+
+def _say_notes(planned: PlannedRun, talk: Console) -> None:
+    for note in planned.plan.notes:
+        talk.print(f"note: {note}")
+
+
+def _plan_json(planned: PlannedRun) -> str:
+    nodes = range(len(planned.inventory.nodes))
+    return json.dumps(
+        {
+            "inventory": asdict(planned.inventory),
+            "hosts": planned.hosts(),
+            "ranks": [asdict(rank) for rank in planned.placement.ranks],
+            "plan": asdict(planned.plan),
+            "accelerate": [planned.accelerate(node_rank) for node_rank in nodes],
+        },
+        indent=2,
+    )

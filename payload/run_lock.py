@@ -1,0 +1,64 @@
+"""Who keeps a run alive: a lock on the run folder, which the kernel drops when its holder dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from types import TracebackType
+from typing import Self
+
+from payload.errors import UsageError
+from payload.results import RunPaths
+
+# A reader holds the lock for an instant to see whether it is free.
+_RETRY_S = 2.0
+
+
+class RunLock:
+    """Held by one supervisor for as long as it lives. Raises UsageError when another one does."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        self._descriptor = os.open(self._paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + _RETRY_S
+        while not _try_lock(self._descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                os.close(self._descriptor)
+                raise UsageError(
+                    f"run {self._paths.run_id} is being supervised already. Follow it with: "
+                    f"python -m payload.orchestrate logs -f {self._paths.run_id}"
+                )
+            time.sleep(0.05)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        os.close(self._descriptor)
+
+
+def is_supervised(paths: RunPaths) -> bool:
+    """Whether a living supervisor holds the run's lock; true for no moment after its death."""
+    try:
+        descriptor = os.open(paths.lock, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _try_lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Keeps one run alive on its head node, and says how it ended."""

@@ -1,0 +1,70 @@
+"""`python -m payload.supervise --run-dir RUN`: keep one planned run alive until it ends."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from payload.errors import ConfigError, TileforgeError
+from payload.results import RunPaths
+from payload.run_lock import RunLock
+from payload.supervise.processes import adopt_orphans
+from payload.supervise.supervisor import Supervisor
+from payload.supervise.wakeups import Wakeups
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Supervise one run and return the exit code that says how it ended."""
+    arguments = _parser().parse_args(argv)
+    paths = RunPaths(arguments.run_dir.absolute())
+    # Counted from here on; two of them force the end.
+    wakeups = Wakeups([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD])
+    try:
+        if not paths.plan.exists():
+            raise ConfigError(
+                f"{paths.root} is no planned run: it has no plan.json. Start one with "
+                "python -m payload.orchestrate run."
+            )
+        adopt_orphans()
+        with RunLock(paths):
+            return Supervisor(
+                paths,
+                wakeups=wakeups,
+                owner_pid=arguments.owner_pid,
+                grace_s=arguments.grace,
+                env=env,
+            ).run()
+    except TileforgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m payload.supervise",
+        description="Keep one planned run alive until it ends. SIGTERM stops it with a checkpoint, "
+        "a second one at once.",
+    )
+    parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--owner-pid",
+        type=int,
+        metavar="PID",
+        help="stop the run when this process, the supervisor's parent, is gone",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="time to save a checkpoint after a stop was asked for (default: %(default)g)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

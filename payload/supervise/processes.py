@@ -1,0 +1,159 @@
+"""The processes of a run: found by their mark and their ancestry, and ended for certain."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from payload.launch.environment import RUN_DIR
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PROC = Path("/proc")
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies (Linux)."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(number: signal.Signals) -> Callable[[], None] | None:
+    """A `preexec_fn` after which the kernel sends `number` when the parent dies (Linux)."""
+    if sys.platform != "linux":
+        return None
+    parent = os.getpid()
+    # Looked up before the fork, where loading a library is safe.
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def ask_kernel() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), number)
+
+    return ask_kernel
+
+
+def processes_of(run_dir: Path) -> set[int]:
+    """Living processes of the run at `run_dir`, this one left out."""
+    found = _marked_in_proc(run_dir) if _PROC.is_dir() else _named_by_ps(run_dir)
+    return found - {os.getpid()}
+
+
+def wait_until_none(run_dir: Path, *, timeout_s: float) -> set[int]:
+    """The run's processes that are still there after at most `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while (left := processes_of(run_dir)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def kill_all(run_dir: Path) -> None:
+    """SIGKILL to every process of the run that there is at this moment."""
+    for pid in processes_of(run_dir):
+        _send(pid, signal.SIGKILL)
+
+
+def kill_until_none(run_dir: Path, *, timeout_s: float) -> set[int]:
+    """Kill until no process of the run is left.
+
+    Returns those that could not be ended: none, but for processes stuck in the kernel.
+    """
+    deadline = time.monotonic() + timeout_s
+    left = processes_of(run_dir)
+    while left and time.monotonic() < deadline:
+        kill_all(run_dir)
+        left = wait_until_none(run_dir, timeout_s=0.5)
+    return left
+
+
+def reap_children() -> None:
+    """Collect ended children, the adopted ones included. Not while `Popen` waits for one."""
+    try:
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+    except ChildProcessError:
+        return
+
+
+def signal_process(pid: int, number: signal.Signals, *, run_dir: Path) -> bool:
+    """Send `number` to `pid` if it still is a process of the run; says whether it was."""
+    return pid in processes_of(run_dir) and _send(pid, number)
+
+
+def _send(pid: int, number: signal.Signals) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _marked_in_proc(run_dir: Path) -> set[int]:
+    """By the variable that every process of the run inherits, or an ancestor that has it."""
+    mark = f"{RUN_DIR}={run_dir}".encode()
+    parents: dict[int, int] = {}
+    marked: set[int] = set()
+    for entry in _PROC.iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            state, parent = _state_and_parent(entry)
+            environment = (entry / "environ").read_bytes()
+        except (OSError, ValueError):
+            continue
+        if state == "Z":
+            continue
+        parents[int(entry.name)] = parent
+        if mark in environment.split(b"\0"):
+            marked.add(int(entry.name))
+    return marked | _descendants(marked, parents)
+
+
+def _state_and_parent(entry: Path) -> tuple[str, int]:
+    # The second field is a name in parentheses that may hold spaces and parentheses itself.
+    state, parent = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
+    return state, int(parent)
+
+
+def _descendants(roots: set[int], parents: dict[int, int]) -> set[int]:
+    found: set[int] = set()
+    known = set(roots)
+    while True:
+        new = {pid for pid, parent in parents.items() if parent in known and pid not in known}
+        if not new:
+            return found
+        found |= new
+        known |= new
+
+
+def _named_by_ps(run_dir: Path) -> set[int]:
+    """Where there is no /proc: by the run folder in the command line."""
+    columns = ["-o", "pid=", "-o", "stat=", "-o", "command="]
+    listed = subprocess.run(
+        ["ps", "-A", "-ww", *columns], capture_output=True, text=True, check=True
+    )
+    return parse_ps(listed.stdout, run_dir=run_dir)
+
+
+def parse_ps(text: str, *, run_dir: Path) -> set[int]:
+    """Living processes with the run folder in their command line, from `pid stat command` lines."""
+    found = set()
+    for line in text.splitlines():
+        pid, state, command = line.split(maxsplit=2)
+        # The space keeps /runs/a apart from /runs/ab.
+        if not state.startswith("Z") and f"--run-dir {run_dir} " in f"{command} ":
+            found.add(int(pid))
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,164 @@
+"""`python -m payload.supervise.rank`: one rank's place, environment, log and record of its end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from payload.errors import ConfigError, PreflightError, TileforgeError
+from payload.launch.environment import rank_environment
+from payload.launch.plan import LaunchPlan
+from payload.launch.ranks import Rank, load_ranks
+from payload.results import RankExit, RunPaths, write_json
+from payload.run_lock import is_supervised
+from payload.supervise.processes import die_with_parent
+from payload.supervise.wakeups import Wakeups
+
+# Intel MPI's name first: under mpirun, RANK can only be a leftover.
+_RANK_NAMES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
+_WATCH_EVERY_S = 1.0
+_FORWARDED = (signal.SIGTERM, signal.SIGINT)
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run one rank to its end and return its status."""
+    parser = argparse.ArgumentParser(prog="python -m payload.supervise.rank")
+    parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
+    paths = RunPaths(parser.parse_args(argv).run_dir)
+    try:
+        plan = LaunchPlan.load(paths.plan)
+        rank = find_rank(load_ranks(paths.ranks), env)
+    except TileforgeError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    try:
+        bind_to_cores(rank)
+        return _run(rank, plan=plan, paths=paths, env=env)
+    except TileforgeError as error:
+        _record(paths, rank, exit_code=error.exit_code, error=str(error))
+        return error.exit_code
+
+
+def find_rank(ranks: Sequence[Rank], env: Mapping[str, str]) -> Rank:
+    """The rank that the launcher says this process is. Raises ConfigError."""
+    name = next((name for name in _RANK_NAMES if name in env), None)
+    if name is None:
+        raise ConfigError(
+            f"none of {', '.join(_RANK_NAMES)} is set: this program is started by mpirun or "
+            "torchrun, through python -m payload.orchestrate run."
+        )
+    found = [rank for rank in ranks if str(rank.rank) == env[name]]
+    if not found:
+        raise ConfigError(
+            f"{name} = {env[name]!r}, but the rank file has ranks 0 to {len(ranks) - 1}. Start the "
+            "run anew."
+        )
+    return found[0]
+
+
+def bind_to_cores(rank: Rank) -> None:
+    """Let this process and its children run on the rank's cores only (Linux)."""
+    if sys.platform != "linux":
+        return
+    try:
+        os.sched_setaffinity(0, rank.cores)
+    except OSError as error:
+        raise PreflightError(
+            f"cores {list(rank.cores)} of node {rank.node} cannot be used: {error.strerror}. The "
+            "inventory does not fit this machine; write it anew."
+        ) from None
+
+
+def rank_command(
+    program: Sequence[str], rank: Rank, *, several_domains: bool, numactl: str | None
+) -> list[str]:
+    """The rank's command line, its memory bound to its NUMA domain where there are several."""
+    if several_domains and rank.numa_domain is not None and numactl is not None:
+        return [numactl, f"--membind={rank.numa_domain}", *program]
+    return list(program)
+
+
+def _run(rank: Rank, *, plan: LaunchPlan, paths: RunPaths, env: Mapping[str, str]) -> int:
+    """Start the program, forward signals to it, and record how it ended."""
+    wakeups = Wakeups([*_FORWARDED, signal.SIGCHLD])
+    variables = rank_environment(
+        rank,
+        world_size=plan.world_size,
+        ranks_per_node=plan.ranks_per_node,
+        interfaces=plan.interfaces,
+    )
+    domains = {other.numa_domain for other in load_ranks(paths.ranks) if other.node == rank.node}
+    command = rank_command(
+        plan.program, rank, several_domains=len(domains) > 1, numactl=shutil.which("numactl")
+    )
+    log = paths.rank_log(rank.rank)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        try:
+            child = subprocess.Popen(
+                command,
+                env=dict(env) | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_parent(signal.SIGKILL),
+            )
+        except OSError as error:
+            raise PreflightError(f"{command[0]} cannot be started: {error.strerror}.") from None
+    _wait(child, wakeups, rank=rank, paths=paths)
+    return _record_child(child.returncode, rank=rank, paths=paths)
+
+
+def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths: RunPaths) -> None:
+    """Return when the child has ended; without a supervisor it must."""
+    forwarded = dict.fromkeys(_FORWARDED, 0)
+    while child.poll() is None:
+        wakeups.sleep(_WATCH_EVERY_S)
+        for number in _FORWARDED:
+            if wakeups.counts[number] > forwarded[number] and child.poll() is None:
+                forwarded[number] = wakeups.counts[number]
+                child.send_signal(number)
+        # The run folder's lock is on the head; on other nodes, mpirun's proxies end with mpirun.
+        if rank.node_rank == 0 and not is_supervised(paths):
+            child.kill()
+
+
+def _record_child(status: int, *, rank: Rank, paths: RunPaths) -> int:
+    """Leave a record unless the program left one in its own words."""
+    ended_by = -status if status < 0 else None
+    exit_code = 128 + ended_by if ended_by else status
+    if not paths.rank_exit(rank.rank).exists():
+        _record(paths, rank, exit_code=exit_code, ended_by=ended_by)
+    return exit_code
+
+
+def _record(
+    paths: RunPaths,
+    rank: Rank,
+    *,
+    exit_code: int,
+    ended_by: int | None = None,
+    error: str | None = None,
+) -> None:
+    write_json(
+        paths.rank_exit(rank.rank),
+        RankExit(
+            rank=rank.rank,
+            node=rank.node,
+            exit_code=int(exit_code),
+            signal=ended_by,
+            error=error,
+            time_unix=time.time(),
+        ),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

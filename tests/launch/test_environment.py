@@ -1,0 +1,83 @@
+"""Environment variables of ranks and launchers."""
+
+from __future__ import annotations
+
+from payload.launch.environment import (
+    Malloc,
+    Rendezvous,
+    common_environment,
+    launcher_environment,
+    local_mpirun_environment,
+    rank_environment,
+)
+from payload.launch.ranks import place_ranks
+from payload.run_config import LaunchSection
+from tests.launch.inventories import make_inventory
+
+
+def _common(malloc: Malloc, *, oversubscribed: bool = False) -> dict[str, str]:
+    return common_environment(
+        run_id="r",
+        run_dir="/runs/r",
+        rendezvous=Rendezvous(address="127.0.0.1", port=20000, interfaces={"a": "lo"}),
+        malloc=malloc,
+        tcmalloc="libtcmalloc.so.4" if malloc == "tcmalloc" else None,
+        oversubscribed=oversubscribed,
+        python_path=None,
+    )
+
+
+def test_tuned_malloc_keeps_large_blocks_and_asks_for_huge_pages() -> None:
+    tunables = _common("tuned")["GLIBC_TUNABLES"].split(":")
+    assert "glibc.malloc.mmap_threshold=4294967296" in tunables
+    assert "glibc.malloc.trim_threshold=4294967296" in tunables
+    assert "glibc.malloc.hugetlb=1" in tunables
+
+
+def test_tcmalloc_is_preloaded_and_default_changes_nothing() -> None:
+    assert _common("tcmalloc")["LD_PRELOAD"] == "libtcmalloc.so.4"
+    assert "GLIBC_TUNABLES" not in _common("tcmalloc")
+    assert not {"LD_PRELOAD", "GLIBC_TUNABLES"} & set(_common("default"))
+
+
+def test_ranks_that_share_cores_do_not_spin() -> None:
+    assert "OMP_WAIT_POLICY" not in _common("tuned")
+    assert _common("tuned", oversubscribed=True)["OMP_WAIT_POLICY"] == "passive"
+
+
+def test_each_rank_gets_its_threads_and_its_nodes_interface() -> None:
+    inventory = make_inventory(num_nodes=2, physical_cores=4, numa_domains=2)
+    ranks = place_ranks(inventory, LaunchSection()).ranks
+    interfaces = {"node-0": "ens4", "node-1": "eth0"}
+    variables = rank_environment(ranks[3], world_size=4, ranks_per_node=2, interfaces=interfaces)
+    assert variables == {
+        "TILEFORGE_NODE": "node-1",
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "2",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+
+
+def test_schedulers_and_other_launchers_around_us_are_not_seen_by_ours() -> None:
+    base = {
+        "HOME": "/home/a",
+        "SLURM_JOBID": "5",
+        "PE_HOSTFILE": "/sge",
+        "PBS_ENVIRONMENT": "1",
+        "LSB_JOBID": "1",
+        "I_MPI_ROOT": "/opt/intel",
+        "PMI_RANK": "7",
+        "RANK": "3",
+        "TORCHELASTIC_RUN_ID": "x",
+        "TILEFORGE_RUN_DIR": "/another",
+    }
+    kept = launcher_environment(base, local_mpirun_environment("lo"))
+    assert kept == {
+        "HOME": "/home/a",
+        "I_MPI_HYDRA_BOOTSTRAP": "fork",
+        "I_MPI_HYDRA_IFACE": "lo",
+        "I_MPI_PIN": "off",
+    }

@@ -1,0 +1,143 @@
+"""Hosts file, Accelerate config, command lines: word for word."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from payload.errors import ConfigError
+from payload.launch.arithmetic import work_out
+from payload.launch.environment import Rendezvous, common_environment
+from payload.launch.files import render_accelerate, render_hosts
+from payload.launch.plan import LaunchPlan, mpirun_argv, rank_program, torchrun_argv
+from payload.launch.ranks import place_ranks
+from payload.run_config import LaunchSection, PrecisionSection, parse_run_config
+from tests.golden_files import assert_golden
+from tests.launch.inventories import make_inventory
+
+RUN = Path("/runs/a run")
+INVENTORY = make_inventory(num_nodes=2, physical_cores=4, numa_domains=2)
+PLACEMENT = place_ranks(INVENTORY, LaunchSection())
+ENVIRONMENT = common_environment(
+    run_id="a",
+    run_dir=str(RUN),
+    rendezvous=Rendezvous(address="10.0.0.2", port=29400, interfaces={}),
+    malloc="tuned",
+    tcmalloc=None,
+    oversubscribed=False,
+    python_path=None,
+)
+MPIRUN = mpirun_argv(
+    mpirun="/venv/bin/mpirun",
+    hosts=RUN / "hosts",
+    world_size=4,
+    ranks_per_node=2,
+    environment=ENVIRONMENT,
+    python="/venv/bin/python",
+    run_dir=RUN,
+)
+
+
+def test_hosts_file_lists_the_head_first() -> None:
+    assert_golden("hosts.2x2", render_hosts(INVENTORY))
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_accelerate_config_of_each_node(node_rank: int) -> None:
+    text = render_accelerate(
+        INVENTORY,
+        PLACEMENT,
+        node_rank=node_rank,
+        hosts=RUN / "hosts",
+        master_port=29400,
+        precision=PrecisionSection(),
+    )
+    assert_golden(f"accelerate.2x2.node_{node_rank}.yaml", text)
+    read = yaml.safe_load(text)
+    assert (read["machine_rank"], read["num_machines"], read["num_processes"]) == (node_rank, 2, 4)
+    assert ("mpirun_config" in read) == (node_rank == 0)
+
+
+@pytest.mark.parametrize("name", ["it's", 'a "b"', "x: y # z", "$HOME", "\u00fc", "\U0001f600"])
+def test_accelerate_config_quotes_hostile_paths(name: str) -> None:
+    text = render_accelerate(
+        INVENTORY,
+        PLACEMENT,
+        node_rank=0,
+        hosts=Path("/runs") / name / "hosts",
+        master_port=1,
+        precision=PrecisionSection(dtype="fp32"),
+    )
+    read = yaml.safe_load(text)
+    assert read["mpirun_config"]["mpirun_hostfile"] == f"/runs/{name}/hosts"
+    assert read["mixed_precision"] == "no"
+
+
+def test_mpirun_is_called_in_the_seeds_spelling() -> None:
+    assert_golden("mpirun.2x2.argv", shlex.join(MPIRUN) + "\n")
+
+
+def test_torchrun_gets_the_same_program() -> None:
+    argv = torchrun_argv(
+        python="/venv/bin/python",
+        world_size=2,
+        master_address="127.0.0.1",
+        master_port=29400,
+        run_dir=RUN,
+    )
+    assert_golden("torchrun.1x2.argv", shlex.join(argv) + "\n")
+
+
+def test_plan_reads_back_as_it_was_written() -> None:
+    config = parse_run_config("", where="test")
+    plan = LaunchPlan(
+        run_id="a",
+        launcher="mpirun",
+        argv=MPIRUN,
+        launcher_environment={"I_MPI_PIN": "off"},
+        environment=ENVIRONMENT,
+        interfaces={"node-0": "ens4", "node-1": "ens4"},
+        program=rank_program(python="/venv/bin/python", run_dir=RUN),
+        work_dir="/work",
+        master_port=29400,
+        world_size=4,
+        ranks_per_node=2,
+        nodes=2,
+        arithmetic=work_out(config, world_size=4, link_bytes_per_s=2e9),
+        notes=("one",),
+    )
+    assert LaunchPlan.from_json(plan.to_json(), where="plan.json") == plan
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 1}'])
+def test_a_damaged_plan_is_said_to_be_one(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a launch plan"):
+        LaunchPlan.from_json(text, where="plan.json")
+
+
+def test_a_plan_of_another_release_is_refused() -> None:
+    with pytest.raises(ConfigError, match="schema_version is 2"):
+        LaunchPlan.from_json('{"schema_version": 2}', where="plan.json")
+
+
+def test_arithmetic_of_gpt2_on_three_nodes() -> None:
+    config = parse_run_config(
+        "[batch]\nglobal_batch_size = 96\nmicro_batch_size = 4\n[train]\nsteps = 10", where="test"
+    )
+    numbers = work_out(config, world_size=3, link_bytes_per_s=2e9)
+    assert numbers.params == 124_439_808
+    assert numbers.tokens_per_step == 96 * 1024
+    assert numbers.grad_accum_steps == 8
+    assert numbers.grad_bytes == 4 * numbers.params
+    # A ring of 3 sends 4/3 of the gradients: 664 MB at 16 Gbit/s.
+    assert numbers.sync_s == pytest.approx(0.332, abs=1e-3)
+    assert work_out(config, world_size=1, link_bytes_per_s=2e9).sync_s == 0.0
+
+
+def test_a_batch_that_does_not_divide_names_those_that_do() -> None:
+    config = parse_run_config("", where="test")
+    with pytest.raises(ConfigError, match=r"global_batch_size = 32 .* Use 24 or 36"):
+        work_out(config, world_size=3, link_bytes_per_s=1e9)

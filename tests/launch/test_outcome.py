@@ -1,0 +1,167 @@
+"""How a run's end is judged from what is left of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.launch.outcome import Evidence, judge
+from payload.launch.ranks import place_ranks
+from payload.results import RankExit
+from payload.run_config import LaunchSection
+from tests.launch.inventories import make_inventory
+
+RANKS = place_ranks(make_inventory(), LaunchSection(ranks_per_node=3)).ranks
+CLEAN = Evidence(
+    ranks=RANKS,
+    exits={},
+    launcher_status=0,
+    launcher_text="",
+    trainer_status=None,
+    stop="none",
+    ended_by_us_unix=None,
+)
+KILLED_TEXT = """
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   RANK 1 PID 5171 RUNNING AT 127.0.0.1
+=   KILLED BY SIGNAL: 9 (Killed)
+"""
+
+
+def ended(
+    rank: int, code: int, *, at: float = 1.0, signal: int | None = None, error: str | None = None
+) -> RankExit:
+    return RankExit(
+        rank=rank, node="node-0", exit_code=code, signal=signal, error=error, time_unix=at
+    )
+
+
+def evidence(*exits: RankExit, **changes: object) -> Evidence:
+    by_rank = {record.rank: record for record in exits}
+    return dataclasses.replace(CLEAN, exits=by_rank, **changes)  # type: ignore[arg-type]
+
+
+def test_all_well_is_what_the_trainer_says() -> None:
+    exits = [ended(rank, 0) for rank in range(3)]
+    for status in ("finished", "stopped"):
+        verdict = judge(evidence(*exits, trainer_status=status))
+        assert (verdict.status, verdict.exit_code) == (status, ExitCode.OK)
+
+
+def test_status_zero_without_a_result_is_a_failure() -> None:
+    verdict = judge(evidence(*[ended(rank, 0) for rank in range(3)]))
+    assert (verdict.status, verdict.exit_code) == ("failed", ExitCode.TRAINING)
+    assert verdict.error is not None and "wrote no result" in verdict.error
+
+
+def test_an_own_error_ranks_before_the_echoes_that_came_first() -> None:
+    verdict = judge(
+        evidence(
+            ended(0, 41, at=1.0, error="rank 0 lost contact"),
+            ended(1, 40, at=1.5, error="the loss is nan"),
+            ended(2, 41, at=1.1),
+        )
+    )
+    assert verdict.exit_code is ExitCode.TRAINING
+    assert verdict.error == "rank 1 on node-0: the loss is nan"
+    assert verdict.rank == 1
+
+
+def test_a_signal_names_rank_signal_and_node() -> None:
+    verdict = judge(evidence(ended(0, 41, at=2.0), ended(1, 137, signal=9)))
+    assert verdict.exit_code is ExitCode.RANK_LOST
+    assert verdict.rank == 1
+    assert str(verdict.error).startswith("rank 1 on node-0 was killed by signal 9 (SIGKILL)")
+
+
+def test_the_earliest_of_error_and_signal_is_the_cause() -> None:
+    verdict = judge(evidence(ended(1, 139, at=1.0, signal=11), ended(0, 40, at=2.0, error="x")))
+    assert verdict.rank == 1
+    assert judge(evidence(ended(1, 139, signal=11), ended(0, 10, error="x"))).rank == 0
+
+
+def test_what_we_killed_ourselves_is_no_cause() -> None:
+    verdict = judge(
+        evidence(
+            ended(0, 137, at=6.0, signal=9), ended(1, 40, at=1.0, error="x"), ended_by_us_unix=5.0
+        )
+    )
+    assert (verdict.rank, verdict.exit_code) == (1, ExitCode.TRAINING)
+
+
+def test_a_status_that_is_none_of_ours_is_a_training_error() -> None:
+    verdict = judge(evidence(ended(2, 1)))
+    assert verdict.exit_code is ExitCode.TRAINING
+    assert verdict.error == "rank 2 on node-0: ended with status 1 and no word; see its log"
+
+
+def test_a_rank_without_a_record_is_named_by_mpirun() -> None:
+    verdict = judge(evidence(ended(0, 41), ended(2, 41), launcher_text=KILLED_TEXT))
+    assert verdict.rank == 1
+    assert str(verdict.error).startswith("rank 1 on node-0 was killed by signal 9")
+
+
+def test_a_rank_without_a_record_is_named_without_mpirun_too() -> None:
+    verdict = judge(evidence(ended(0, 41), ended(2, 41)))
+    assert verdict.error == "rank 1 on node-0 ended without a word"
+    assert verdict.exit_code is ExitCode.RANK_LOST
+
+
+def test_only_echoes_left() -> None:
+    verdict = judge(
+        evidence(ended(0, 41, error="gone"), ended(2, 137, at=9.0, signal=9), ended_by_us_unix=5.0)
+    )
+    assert verdict.exit_code is ExitCode.RANK_LOST
+    assert verdict.error == "rank 1 on node-0 was lost; rank 0 on node-0 says: gone"
+
+
+@pytest.mark.parametrize("status", [-9, 137])
+def test_a_killed_launcher_is_said_to_be_killed(status: int) -> None:
+    verdict = judge(
+        evidence(ended(0, 137, at=9.0, signal=9), ended_by_us_unix=5.0, launcher_status=status)
+    )
+    assert verdict.exit_code is ExitCode.RANK_LOST
+    assert str(verdict.error).startswith("the launcher was killed by signal 9")
+
+
+def test_a_launcher_that_started_nothing_is_preflight_with_its_last_line() -> None:
+    verdict = judge(evidence(launcher_status=255, launcher_text="usage\nno such host: x\n\n"))
+    assert verdict.exit_code is ExitCode.PREFLIGHT
+    assert verdict.error == "the launcher started no rank (status 255): no such host: x"
+
+
+def test_an_unresolvable_own_name_is_recognised() -> None:
+    text = "[mpiexec@h] getaddrinfo returned -3: Temporary failure in name resolution\n"
+    verdict = judge(evidence(launcher_status=255, launcher_text=text))
+    assert "/etc/hosts" in str(verdict.error)
+
+
+def test_a_stop_that_saved_is_no_error() -> None:
+    verdict = judge(
+        evidence(*[ended(r, 0) for r in range(3)], stop="graceful", trainer_status="stopped")
+    )
+    assert (verdict.status, verdict.exit_code, verdict.error) == ("stopped", ExitCode.OK, None)
+
+
+def test_a_run_that_finished_while_asked_to_stop_is_finished() -> None:
+    verdict = judge(
+        evidence(*[ended(r, 0) for r in range(3)], stop="graceful", trainer_status="finished")
+    )
+    assert verdict.status == "finished"
+
+
+def test_a_forced_stop_says_what_is_lost() -> None:
+    verdict = judge(evidence(ended(0, 137, at=9.0, signal=9), stop="forced", ended_by_us_unix=5.0))
+    assert (verdict.status, verdict.exit_code) == ("stopped", ExitCode.OK)
+    assert "steps since the last checkpoint are lost" in str(verdict.error)
+
+
+def test_ranks_that_do_not_stop_are_hanging() -> None:
+    assert judge(evidence(stop="expired", ended_by_us_unix=5.0)).exit_code is ExitCode.HANG
+
+
+def test_an_own_error_during_a_stop_is_still_an_error() -> None:
+    verdict = judge(evidence(ended(0, 40, error="disk full"), stop="graceful"))
+    assert verdict.error == "rank 0 on node-0: disk full"

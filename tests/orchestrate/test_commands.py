@@ -1,0 +1,268 @@
+"""The commands as an operator types them, with real ranks underneath."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.orchestrate.__main__ import main
+from payload.results import RunPaths
+from payload.supervise.processes import processes_of
+from tests.orchestrate.test_runs import make_data
+from tests.supervise.planned import (
+    DEADLINE_S,
+    REPO,
+    state_of,
+    wait_for,
+    wait_for_steps,
+    wait_until_gone,
+)
+
+ENDLESS = ("--steps", "100000")
+
+
+class Workplace:
+    """A runs folder, a data folder, and the command line on them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runs = folder / "runs"
+        self.data = make_data(folder / "data")
+
+    def arguments(self, command: str, *arguments: str) -> list[str]:
+        return [command, *arguments, "--runs-dir", str(self.runs)]
+
+    def settings(self) -> list[str]:
+        values = (
+            f"data.dir={self.data}",
+            "data.sequence_length=16",
+            "model.preset=tiny",
+            "launch.ranks_per_node=2",
+        )
+        return [word for value in values for word in ("--set", value)]
+
+    def start(
+        self, stand_in: tuple[str, ...], command: str, *arguments: str
+    ) -> subprocess.Popen[str]:
+        if command in ("run", "plan"):
+            arguments = (*arguments, *self.settings())
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.orchestrate.cli", *stand_in, "--"),
+                *self.arguments(command, *arguments),
+            ],
+            cwd=REPO,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # As a shell's foreground job is: Ctrl-C goes to the group.
+            start_new_session=True,
+        )
+
+    def call(self, command: str, *arguments: str) -> tuple[int, str, str]:
+        process = self.start((), command, *arguments)
+        out, err = process.communicate(timeout=DEADLINE_S)
+        return process.returncode, out, err
+
+    def run_paths(self, run_id: str) -> RunPaths:
+        return RunPaths(self.runs / run_id)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Workplace:
+    return Workplace(tmp_path)
+
+
+def test_plan_shows_everything_and_starts_nothing(workplace: Workplace) -> None:
+    status, out, err = workplace.call("plan")
+    assert status == 0
+    assert err.startswith("inventory: local (this machine, the default)")
+    for part in ("127.0.0.1", "mpirun -f", "-genv", "GLOO_SOCKET_IFNAME=lo", "machine_rank: 0"):
+        assert part in out
+    assert "parameters" in out and "synchronisation" in out
+    assert not workplace.runs.exists()
+
+
+def test_plan_as_json_is_what_run_would_write(workplace: Workplace) -> None:
+    status, out, _ = workplace.call("plan", "--json")
+    assert status == 0
+    plan = json.loads(out)
+    assert [rank["rank"] for rank in plan["ranks"]] == [0, 1]
+    assert plan["plan"]["argv"][0].endswith("mpirun")
+    assert plan["plan"]["arithmetic"]["grad_accum_steps"] == 4
+
+
+@pytest.mark.ranks
+def test_a_run_passes_rank_0s_lines_on_and_ends_with_a_table(workplace: Workplace) -> None:
+    status, out, err = workplace.call("run", "--run-id", "one")
+    assert status == 0, err
+    assert "rank 0 begins\n" in err and "rank 1 begins" not in err
+    assert "status           finished" in out
+    assert "ranks identical  yes" in out
+    assert (workplace.runs / "latest").readlink() == Path("one")
+    names = {path.name for path in (workplace.runs / "one").iterdir()}
+    assert {
+        *("run.toml", "inventory.json", "plan.json", "hosts", "ranks.json", "state.json"),
+        *("summary.json", "metrics.jsonl", "accelerate_node_0.yaml"),
+    } <= names
+
+
+@pytest.mark.ranks
+def test_json_puts_the_summary_alone_on_stdout(workplace: Workplace) -> None:
+    status, out, _ = workplace.call("run", "--json")
+    assert status == 0
+    assert json.loads(out)["status"] == "finished"
+
+
+@pytest.mark.ranks
+def test_a_failure_shows_the_ranks_own_words(workplace: Workplace) -> None:
+    process = workplace.start((*ENDLESS, "--fail", "1:40"), "run", "--run-id", "bad")
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == ExitCode.TRAINING
+    assert "status           failed" in out
+    assert ": the loss is nan\nlog: " in err
+    assert f"log: {workplace.run_paths('bad').rank_log(1)}" in err
+    assert "  | error: the loss is nan" in err
+    assert "BAD TERMINATION" not in err
+
+
+@pytest.mark.ranks
+def test_ctrl_c_saves_and_stops_and_the_run_can_go_on(workplace: Workplace) -> None:
+    process = workplace.start(ENDLESS, "run", "--run-id", "one")
+    wait_for_steps(workplace.run_paths("one"))
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == ExitCode.OK
+    assert "stopping: saving a checkpoint first" in err
+    assert "status           stopped" in out
+    assert not processes_of(workplace.run_paths("one").root)
+    (workplace.run_paths("one").root / "stand_in_stop").unlink()
+    status, out, err = workplace.call("run", "--resume", "one")
+    assert status == 0, err
+    assert "status           finished" in out
+    assert state_of(workplace.run_paths("one")).attempt == 2
+
+
+@pytest.mark.ranks
+def test_a_second_ctrl_c_stops_at_once(workplace: Workplace) -> None:
+    process = workplace.start((*ENDLESS, "--deaf"), "run", "--run-id", "one")
+    wait_for_steps(workplace.run_paths("one"))
+    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == ExitCode.OK
+    assert "stopping at once" in err
+    assert not processes_of(workplace.run_paths("one").root)
+
+
+@pytest.mark.ranks
+def test_a_killed_orchestrator_leaves_nothing_behind(workplace: Workplace) -> None:
+    process = workplace.start(ENDLESS, "run", "--run-id", "one")
+    paths = workplace.run_paths("one")
+    wait_for_steps(paths)
+    process.kill()
+    process.communicate(timeout=DEADLINE_S)
+    wait_for(lambda: state_of(paths).status == "stopped", "the run to stop")
+    wait_until_gone(paths)
+
+
+@pytest.mark.ranks
+def test_a_killed_supervisor_is_reported_and_seen_by_status(workplace: Workplace) -> None:
+    process = workplace.start(ENDLESS, "run", "--run-id", "one")
+    paths = workplace.run_paths("one")
+    wait_for_steps(paths)
+    os.kill(state_of(paths).supervisor_pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == ExitCode.RANK_LOST
+    assert "the supervisor was killed by signal 9" in err
+    wait_until_gone(paths)
+    status, out, _ = workplace.call("status", "--json")
+    assert (status, json.loads(out)["status"]) == (0, "failed")
+
+
+@pytest.mark.ranks
+def test_a_detached_run_is_looked_at_and_stopped(workplace: Workplace) -> None:
+    started = workplace.start(ENDLESS, "run", "--detach")
+    _, err = started.communicate(timeout=DEADLINE_S)
+    assert started.returncode == 0, err
+    (paths,) = [RunPaths(p) for p in workplace.runs.iterdir() if not p.is_symlink()]
+    wait_for_steps(paths)
+    status, out, _ = workplace.call("status")
+    assert status == 0
+    assert "running" in out and "last sign of life" in out
+    status, out, _ = workplace.call("logs", "--rank", "1")
+    assert (status, out) == (0, "rank 1 begins\n")
+    follower = workplace.start((), "logs", "-f")
+    status, _, err = workplace.call("run", "--resume", paths.run_id)
+    assert status == ExitCode.CONFIG and "is running" in err
+    status, _, err = workplace.call("stop")
+    assert status == 0 and "stopped after step" in err
+    assert "rank 0 stopped" in follower.communicate(timeout=DEADLINE_S)[0]
+    assert not processes_of(paths.root)
+    status, out, _ = workplace.call("list")
+    assert paths.run_id in out and "stopped" in out
+    status, _, err = workplace.call("stop")
+    assert status == 0 and "is not running: stopped" in err
+
+
+@pytest.mark.ranks
+def test_stop_by_force_ends_deaf_ranks(workplace: Workplace) -> None:
+    workplace.start((*ENDLESS, "--deaf"), "run", "--detach", "--run-id", "one").wait(DEADLINE_S)
+    wait_for_steps(workplace.run_paths("one"))
+    status, _, err = workplace.call("stop", "one", "--force")
+    assert status == 0 and "steps since the last checkpoint are lost" in err
+    assert not processes_of(workplace.run_paths("one").root)
+
+
+@pytest.mark.ranks
+def test_two_runs_at_once_get_ports_of_their_own(workplace: Workplace) -> None:
+    processes = [workplace.start((), "run", "--run-id", name) for name in ("one", "two")]
+    for process in processes:
+        _, err = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0, err
+    plans = [json.loads(workplace.run_paths(name).plan.read_text()) for name in ("one", "two")]
+    assert plans[0]["master_port"] != plans[1]["master_port"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["run", "--inventory", "stack"], ExitCode.CONFIG, "reads `local` and FILE only"),
+        (["run", "--inventory", "/no.json"], ExitCode.CONFIG, "No such file"),
+        (["run", "--config", "/no.toml"], ExitCode.CONFIG, "No such file"),
+        (["run", "--set", "train.stepz=1"], ExitCode.CONFIG, "unknown key in [train]: 'stepz'"),
+        (["run", "--set", "data.dir=/nowhere"], ExitCode.CONFIG, "does not exist"),
+        (["run", "--resume", "x"], ExitCode.USAGE, "no run 'x'"),
+        (["status"], ExitCode.USAGE, "no run in"),
+        (["logs", "x"], ExitCode.USAGE, "no run 'x'"),
+    ],
+)
+def test_mistakes_are_one_line_and_an_exit_code(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: ExitCode,
+    message: str,
+) -> None:
+    assert main([*arguments, "--runs-dir", str(tmp_path)], {}) == status
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_batches_that_do_not_divide_are_refused_before_a_folder_is_made(
+    workplace: Workplace,
+) -> None:
+    status, _, err = workplace.call(
+        "run", "--set", "batch.global_batch_size=3", "--set", "batch.micro_batch_size=1"
+    )
+    assert status == ExitCode.CONFIG
+    assert "global_batch_size = 3 is not a multiple" in err
+    assert not workplace.runs.exists()

@@ -1,0 +1,204 @@
+"""The runs folder, and what is told of runs that nobody supervises any more."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ConfigError, DataError, UsageError
+from payload.launch.arithmetic import work_out
+from payload.launch.ranks import place_ranks
+from payload.orchestrate.checks import check_data, memory_warning
+from payload.orchestrate.follow import Tail
+from payload.orchestrate.inventories import choose_inventory
+from payload.orchestrate.live import describe_step, duration
+from payload.orchestrate.runs import all_runs, create_run, find_run, new_run_id, view_run
+from payload.results import RunPaths, RunState, write_json
+from payload.run_config import LaunchSection, parse_run_config
+from payload.run_lock import RunLock, is_supervised
+from tests.launch.inventories import make_inventory
+from tests.supervise.planned import plan_stand_in
+
+
+def make_state(paths: RunPaths, status: str = "running") -> None:
+    now = time.time()
+    state = RunState(
+        run_id=paths.run_id,
+        status=status,  # type: ignore[arg-type]
+        supervisor_pid=1,
+        node="a",
+        started_unix=now,
+        updated_unix=now,
+    )
+    write_json(paths.state, state)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"), [("a b", "a-b"), ("../x", "x"), ("$(x);'", "x"), ("\u00fc", "run")]
+)
+def test_run_ids_are_safe_names(name: str, plain: str) -> None:
+    now = datetime(2026, 11, 21, 17, 5, 9)
+    assert new_run_id(name, now=now, suffix="beef") == f"{plain}-20261121-170509-beef"
+
+
+@pytest.mark.parametrize("run_id", ["", "a/b", "..", "-x", "latest", "a b"])
+def test_unsafe_run_ids_are_refused(tmp_path: Path, run_id: str) -> None:
+    with pytest.raises(ConfigError, match="--run-id"):
+        create_run(tmp_path, run_id)
+
+
+def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
+    create_run(tmp_path, "a")
+    with pytest.raises(ConfigError, match="--resume a"):
+        create_run(tmp_path, "a")
+
+
+def test_latest_leads_to_the_last_run(tmp_path: Path) -> None:
+    create_run(tmp_path, "a")
+    create_run(tmp_path, "b")
+    assert (tmp_path / "latest").readlink() == Path("b")
+
+
+def test_the_newest_run_is_the_default(tmp_path: Path) -> None:
+    for age_s, name in ((100, "old"), (50, "new")):
+        paths = plan_stand_in(tmp_path / name)
+        os.utime(paths.plan, times=(time.time() - age_s,) * 2)
+    assert [paths.run_id for paths in all_runs(tmp_path)] == ["new", "old"]
+    assert find_run(tmp_path, None).run_id == "new"
+    assert find_run(tmp_path, "old").run_id == "old"
+    with pytest.raises(UsageError, match=r"no run 'x' .* newest there: new, old"):
+        find_run(tmp_path, "x")
+
+
+def test_no_runs_says_how_to_start_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Start one with"):
+        find_run(tmp_path, None)
+
+
+def test_a_lock_lives_as_long_as_its_holder(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    assert not is_supervised(paths)
+    with RunLock(paths):
+        assert is_supervised(paths)
+    assert not is_supervised(paths)
+
+
+def test_a_running_state_without_a_supervisor_is_a_failure(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run")
+    make_state(paths)
+    view = view_run(paths, now_unix=time.time())
+    assert (view.status, view.exit_class) == ("failed", "rank_lost")
+    assert "the supervisor is gone" in str(view.error)
+    with RunLock(paths):
+        assert view_run(paths, now_unix=time.time()).status == "running"
+
+
+def test_a_run_that_never_began_is_starting_and_then_a_failure(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run")
+    assert view_run(paths, now_unix=time.time()).status == "starting"
+    assert view_run(paths, now_unix=time.time() + 60).status == "failed"
+
+
+def test_an_ended_run_says_what_it_said(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run")
+    make_state(paths, "stopped")
+    assert view_run(paths, now_unix=time.time()).status == "stopped"
+
+
+def test_stack_inventories_are_not_read_yet() -> None:
+    with pytest.raises(ConfigError, match="reads `local` and FILE only"):
+        choose_inventory("stack:dev")
+
+
+def test_an_inventory_of_machines_elsewhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "inventory.json"
+    path.write_text(make_inventory(num_nodes=2).to_json())
+    with pytest.raises(ConfigError, match="2 node"):
+        choose_inventory(str(path))
+    path.write_text(make_inventory().to_json().replace('"kind": "local"', '"kind": "iap"'))
+    with pytest.raises(ConfigError, match="access kind 'iap'"):
+        choose_inventory(str(path))
+    path.write_text(make_inventory().to_json())
+    assert choose_inventory(str(path)).inventory.head.name == "node-0"
+
+
+def make_data(folder: Path, **changes: object) -> Path:
+    folder.mkdir(parents=True)
+    sizes = {"train.bin": 200, "val.bin": 20}
+    for name, size in sizes.items():
+        (folder / name).write_bytes(bytes(size))
+    meta: dict[str, object] = {
+        "vocab_size": 50257,
+        "train_tokens": 100,
+        "val_tokens": 10,
+        "files": {name: {"bytes": size} for name, size in sizes.items()},
+    }
+    (folder / "meta.json").write_text(json.dumps(meta | changes))
+    return folder
+
+
+def test_a_whole_data_folder_passes(tmp_path: Path) -> None:
+    assert check_data(make_data(tmp_path / "d"), sequence_length=99) == 50257
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "meta.json").unlink(), "is not finished: it has no meta.json"),
+        (lambda folder: (folder / "meta.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "meta.json").write_text("[]"), "expected an object"),
+        (lambda folder: (folder / "meta.json").write_text("{}"), "an entry is missing"),
+        (lambda folder: (folder / "train.bin").unlink(), "train.bin is missing"),
+        (lambda folder: (folder / "val.bin").write_bytes(b"1"), "val.bin has 1 bytes; .* says 20"),
+    ],
+)
+def test_a_damaged_data_folder_says_how_to_make_it(
+    tmp_path: Path, damage: object, message: str
+) -> None:
+    folder = make_data(tmp_path / "stdlib")
+    damage(folder)  # type: ignore[operator]
+    with pytest.raises(DataError, match=message) as raised:
+        check_data(folder, sequence_length=10)
+    assert "python -m payload.data prepare --source stdlib --out" in str(raised.value)
+
+
+def test_missing_data_and_short_data_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        check_data(tmp_path / "none", sequence_length=10)
+    with pytest.raises(DataError, match=r"has 100 tokens, .* data.sequence_length = 100"):
+        check_data(make_data(tmp_path / "d"), sequence_length=100)
+
+
+def test_a_plan_that_needs_more_memory_than_is_free_is_warned_of() -> None:
+    placement = place_ranks(make_inventory(), LaunchSection(ranks_per_node=2))
+    numbers = work_out(parse_run_config("", where="test"), world_size=2, link_bytes_per_s=1e9)
+    warning = memory_warning(numbers, placement, free_bytes=2**30)
+    assert warning is not None and "1.0 GiB are free" in warning
+    assert memory_warning(numbers, placement, free_bytes=2**50) is None
+    assert memory_warning(numbers, placement, free_bytes=None) is None
+
+
+def test_a_tail_gives_whole_lines_and_starts_again_when_the_file_shrinks(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    tail = Tail(path)
+    assert tail.lines() == []
+    path.write_bytes(b"one\ntw")
+    assert tail.lines() == ["one"]
+    path.write_bytes(b"one\ntwo\nthree")
+    assert (tail.lines(), tail.rest()) == (["two"], "three")
+    path.write_bytes(b"new\n")
+    assert tail.lines() == ["new"]
+    assert Tail(path, from_end=True).lines() == []
+
+
+def test_the_live_numbers_read_well() -> None:
+    row = {"step": 3, "loss": 4.56789, "tokens_per_s": 12345.6, "mfu": 0.312}
+    text = describe_step(row, steps=10, left_s=3725.4)
+    assert text == "step 3/10  loss 4.5679  12,346 tokens/s  MFU 31.2%  ETA 1:02:05"
+    assert "MFU" not in describe_step(row | {"mfu": None}, steps=10, left_s=1)
+    assert duration(42.2) == "0:42"

@@ -1,0 +1,71 @@
+"""The real trainer under the real launcher: it trains, and a killed rank is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.results import RunPaths, Summary, read_json
+from payload.supervise.processes import processes_of
+from tests.data_folders import make_data_folder
+from tests.supervise.planned import REPO, wait_for_steps
+
+pytestmark = pytest.mark.ranks
+TIMEOUT_S = 180.0
+SETTINGS = (
+    "data.sequence_length=32",
+    "model.preset=tiny",
+    "model.n_layer=1",
+    "batch.global_batch_size=2",
+    "batch.micro_batch_size=1",
+    "precision.dtype=fp32",
+    "launch.ranks_per_node=2",
+)
+
+
+def start(folder: Path, *settings: str) -> subprocess.Popen[str]:
+    data = make_data_folder(folder / "data", num_train_tokens=4000, num_val_tokens=200)
+    chosen = (*SETTINGS, f"data.dir={data}", *settings)
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "payload.orchestrate", "run", "--run-id", "one"),
+            *("--runs-dir", str(folder / "runs")),
+            *(word for setting in chosen for word in ("--set", setting)),
+        ],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_ranks_train_one_model(tmp_path: Path) -> None:
+    process = start(tmp_path, "train.steps=3")
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    paths = RunPaths(tmp_path / "runs" / "one")
+    summary = read_json(Summary, paths.summary)
+    assert summary is not None
+    assert (summary.status, summary.world_size, summary.steps) == ("finished", 2, 3)
+    assert summary.ranks_identical
+    assert f"checkpoint       {paths.checkpoint(3)}" in out
+    assert not processes_of(paths.root)
+
+
+def test_a_killed_rank_is_named_and_the_last_checkpoint_is_offered(tmp_path: Path) -> None:
+    process = start(tmp_path, "train.steps=100000", "train.checkpoint_every=1")
+    paths = RunPaths(tmp_path / "runs" / "one")
+    pids = wait_for_steps(paths, step=3, timeout_s=TIMEOUT_S)
+    os.kill(pids[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == ExitCode.RANK_LOST
+    assert "error: rank 1 on " in err and "was killed by signal 9 (SIGKILL)" in err
+    assert list(paths.checkpoints.glob("step_*/manifest.json"))
+    assert "run --resume one" in err
+    assert not processes_of(paths.root)

@@ -1,0 +1,97 @@
+"""Planned runs of the stand-in program, and the supervisor that runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from payload.orchestrate.inventories import choose_inventory
+from payload.orchestrate.local import LocalAccess
+from payload.orchestrate.planning import plan_run
+from payload.results import RankProgress, RunPaths, RunState, read_json
+from payload.run_config import parse_run_config
+from payload.supervise.processes import processes_of
+from tests.supervise import stand_in
+
+REPO = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+CONFIG = "[batch]\nglobal_batch_size = 8\nmicro_batch_size = 1\n[model]\npreset = 'tiny'\n"
+
+
+class StandInAccess(LocalAccess):
+    """This machine, with the stand-in program in the trainer's place."""
+
+    options: Sequence[str] = ()
+
+    def program(self, paths: RunPaths) -> tuple[str, ...]:
+        return (self.python, str(Path(stand_in.__file__)), str(paths.root), *self.options)
+
+
+def plan_stand_in(
+    root: Path, *options: str, ranks: int = 2, launcher: str = "mpirun", port: int | None = None
+) -> RunPaths:
+    """A run folder as `orchestrate run` leaves it for the supervisor."""
+    access = StandInAccess(os.environ)
+    access.options = options
+    root.mkdir(parents=True)
+    config = parse_run_config(
+        CONFIG,
+        overrides=[f"launch.ranks_per_node={ranks}", f"launch.launcher={launcher}"],
+        where="test",
+    )
+    with access.reserve_port() as holder:
+        plan_run(
+            RunPaths(root),
+            config=config,
+            chosen=choose_inventory("local"),
+            access=access,
+            vocab_size=50257,
+            work_dir=REPO,
+            port=port or holder.getsockname()[1],
+        ).write()
+    return RunPaths(root)
+
+
+def supervise(
+    paths: RunPaths, *options: str, env: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start the real supervisor."""
+    command = [sys.executable, "-m", "payload.supervise", "--run-dir", str(paths.root), *options]
+    return subprocess.Popen(command, cwd=REPO, env={**os.environ, **(env or {})})
+
+
+def wait_for(what: Callable[[], bool], description: str, *, timeout_s: float = DEADLINE_S) -> None:
+    """Return as soon as `what` holds; fail after a generous time."""
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {description}"
+        time.sleep(0.02)
+
+
+def wait_for_steps(
+    paths: RunPaths, *, ranks: int = 2, step: int = 1, timeout_s: float = DEADLINE_S
+) -> list[int]:
+    """The process ids of all ranks, once each has reached that step."""
+
+    def progress() -> list[RankProgress]:
+        found = [read_json(RankProgress, paths.rank_progress(rank)) for rank in range(ranks)]
+        return [entry for entry in found if entry is not None and entry.step >= step]
+
+    wait_for(lambda: len(progress()) == ranks, f"every rank's step {step}", timeout_s=timeout_s)
+    return [entry.pid for entry in progress()]
+
+
+def wait_until_gone(paths: RunPaths) -> None:
+    """Fail unless every process of the run ends."""
+    wait_for(lambda: not processes_of(paths.root), "the run's processes to end")
+
+
+def state_of(paths: RunPaths) -> RunState:
+    """state.json, which must be there."""
+    state = read_json(RunState, paths.state)
+    assert state is not None
+    return state

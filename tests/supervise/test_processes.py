@@ -1,0 +1,55 @@
+"""Finding a run's processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from payload.launch.environment import RUN_DIR
+from payload.supervise.processes import (
+    kill_until_none,
+    parse_ps,
+    processes_of,
+    signal_process,
+    wait_until_none,
+)
+from tests.supervise.planned import wait_for
+
+SLEEP = "import time; time.sleep(600)"
+# A child that has dropped the mark from its environment.
+PARENT = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", {SLEEP!r}], env={{}}).wait()
+"""
+
+
+def test_children_without_the_mark_belong_to_the_run_too(tmp_path: Path) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], env={**os.environ, RUN_DIR: str(tmp_path)}
+    )
+    wait_for(lambda: len(processes_of(tmp_path)) == 2, "the child")
+    assert processes_of(tmp_path / "other") == set()
+    assert kill_until_none(tmp_path, timeout_s=30.0) == set()
+    assert parent.wait() == -signal.SIGKILL
+    assert wait_until_none(tmp_path, timeout_s=0.0) == set()
+
+
+def test_a_process_that_is_not_the_runs_is_never_signalled(tmp_path: Path) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", SLEEP])
+    assert not signal_process(stranger.pid, signal.SIGTERM, run_dir=tmp_path)
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
+
+
+def test_ps_lines_name_the_runs_living_processes() -> None:
+    text = """\
+    1 Ss   /sbin/launchd
+  812 S+   python -m payload.train --run-dir /runs/a b
+  813 Z    python -m payload.train --run-dir /runs/a b
+  814 R    python -m payload.train --run-dir /runs/a bc
+"""
+    assert parse_ps(text, run_dir=Path("/runs/a b")) == {812}

@@ -1,0 +1,244 @@
+"""Real mpirun, real ranks: how a run is started, watched, stopped and cleaned up after."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.results import RankExit, RunPaths, Summary, read_json
+from payload.supervise.processes import processes_of
+from tests.supervise.planned import (
+    DEADLINE_S,
+    REPO,
+    plan_stand_in,
+    state_of,
+    supervise,
+    wait_for,
+    wait_for_steps,
+    wait_until_gone,
+)
+
+pytestmark = pytest.mark.ranks
+ENDLESS = ("--steps", "100000")
+
+
+def _summary(paths: RunPaths) -> Summary:
+    summary = read_json(Summary, paths.summary)
+    assert summary is not None
+    return summary
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_a_run_ends_well_and_every_rank_had_its_place(tmp_path: Path, launcher: str) -> None:
+    paths = plan_stand_in(tmp_path / "a run", launcher=launcher)
+    # A scheduler's shell around us must not take the run elsewhere.
+    supervisor = supervise(paths, env={"SLURM_JOBID": "5", "PE_HOSTFILE": "/nowhere"})
+    assert supervisor.wait(DEADLINE_S) == ExitCode.OK
+    state = state_of(paths)
+    assert (state.status, state.exit_class, state.error) == ("finished", "ok", None)
+    assert not processes_of(paths.root)
+    placed = json.loads(paths.ranks.read_text())["ranks"]
+    for rank in range(2):
+        seen = json.loads((paths.root / f"stand_in_{rank}.json").read_text())
+        assert seen["cores"] == placed[rank]["cores"]
+        assert seen["env"]["OMP_NUM_THREADS"] == str(placed[rank]["threads"])
+        assert seen["env"]["LOCAL_RANK"] == str(rank)
+        assert seen["env"]["GLOO_SOCKET_IFNAME"] == "lo"
+        assert "glibc.malloc" in seen["env"]["GLIBC_TUNABLES"]
+        assert paths.rank_log(rank).read_text().splitlines()[0] == f"rank {rank} begins"
+        record = read_json(RankExit, paths.rank_exit(rank))
+        assert record is not None and record.exit_code == 0
+    assert paths.supervisor_log.exists() is False
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, launcher: str) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, launcher=launcher)
+    supervisor = supervise(paths)
+    os.kill(wait_for_steps(paths)[1], signal.SIGKILL)
+    assert supervisor.wait(DEADLINE_S) == ExitCode.RANK_LOST
+    state, summary = state_of(paths), _summary(paths)
+    assert state.failed_rank == 1
+    assert str(state.error).startswith(f"rank 1 on {state.node} was killed by signal 9 (SIGKILL)")
+    assert (summary.status, summary.exit_class) == ("failed", "rank_lost")
+    assert summary.error == state.error
+    assert summary.steps >= 1
+    assert not processes_of(paths.root)
+
+
+def test_a_killed_wrapper_is_named_from_mpiruns_report(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS)
+    supervisor = supervise(paths)
+    trainer = wait_for_steps(paths)[1]
+    parent = Path(f"/proc/{trainer}/stat").read_text().rpartition(")")[2].split()[1]
+    os.kill(int(parent), signal.SIGKILL)
+    assert supervisor.wait(DEADLINE_S) == ExitCode.RANK_LOST
+    assert str(state_of(paths).error).startswith("rank 1 on ")
+    assert state_of(paths).failed_rank == 1
+    assert not processes_of(paths.root)
+
+
+def test_a_killed_mpirun_ends_the_run(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS)
+    supervisor = supervise(paths)
+    wait_for_steps(paths)
+    (launcher,) = Path(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children").read_text().split()
+    os.kill(int(launcher), signal.SIGKILL)
+    assert supervisor.wait(DEADLINE_S) == ExitCode.RANK_LOST
+    assert str(state_of(paths).error).startswith("the launcher was killed by signal 9")
+    assert not processes_of(paths.root)
+
+
+def test_a_ranks_own_error_is_the_runs_error(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--fail", "1:40")
+    assert supervise(paths).wait(DEADLINE_S) == ExitCode.TRAINING
+    state = state_of(paths)
+    assert state.error == f"rank 1 on {state.node}: the loss is nan"
+    assert (state.exit_class, state.failed_rank) == ("training", 1)
+
+
+def test_a_crash_without_a_word_is_recorded_by_the_wrapper(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--crash", "1")
+    assert supervise(paths).wait(DEADLINE_S) == ExitCode.TRAINING
+    assert "rank 1" in str(state_of(paths).error)
+    assert "RuntimeError: unforeseen" in paths.rank_log(1).read_text()
+
+
+def test_sigterm_stops_with_a_result(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS)
+    supervisor = supervise(paths)
+    wait_for_steps(paths)
+    supervisor.terminate()
+    assert supervisor.wait(DEADLINE_S) == ExitCode.OK
+    assert (state_of(paths).status, state_of(paths).error) == ("stopped", None)
+    assert _summary(paths).status == "stopped"
+    assert not processes_of(paths.root)
+
+
+def test_a_stop_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS)
+    supervisor = supervise(paths)
+    wait_for(paths.state.exists, "the supervisor to begin")
+    supervisor.terminate()
+    assert supervisor.wait(DEADLINE_S) == ExitCode.OK
+    assert state_of(paths).status == "stopped"
+    assert not processes_of(paths.root)
+
+
+def test_a_second_signal_ends_deaf_ranks_at_once(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--deaf", "--stray")
+    supervisor = supervise(paths)
+    wait_for_steps(paths)
+    supervisor.send_signal(signal.SIGINT)
+    supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.wait(DEADLINE_S) == ExitCode.OK
+    assert "steps since the last checkpoint are lost" in str(state_of(paths).error)
+    assert not processes_of(paths.root)
+
+
+def test_ranks_that_do_not_stop_in_time_are_killed(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--deaf")
+    supervisor = supervise(paths, "--grace", "0.5")
+    wait_for_steps(paths)
+    supervisor.terminate()
+    assert supervisor.wait(DEADLINE_S) == ExitCode.HANG
+    assert state_of(paths).exit_class == "hang"
+    assert not processes_of(paths.root)
+
+
+def test_ranks_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--deaf")
+    supervisor = supervise(paths)
+    wait_for_steps(paths)
+    supervisor.kill()
+    supervisor.wait(DEADLINE_S)
+    wait_until_gone(paths)
+
+
+def test_a_run_stops_when_its_owner_is_killed(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS)
+    owner = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, subprocess, sys; subprocess.Popen([sys.executable, '-m',"
+            " 'payload.supervise', '--run-dir', sys.argv[1], '--owner-pid', str(os.getpid())])"
+            ".wait()",
+            str(paths.root),
+        ],
+        cwd=REPO,
+    )
+    wait_for_steps(paths)
+    owner.kill()
+    owner.wait(DEADLINE_S)
+    wait_for(lambda: state_of(paths).status == "stopped", "the run to stop")
+    wait_until_gone(paths)
+
+
+def test_processes_that_a_rank_left_behind_are_ended(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", "--stray")
+    assert supervise(paths).wait(DEADLINE_S) == ExitCode.OK
+    assert state_of(paths).status == "finished"
+    assert not processes_of(paths.root)
+
+
+def test_two_runs_at_once_do_not_collide(tmp_path: Path) -> None:
+    runs = [plan_stand_in(tmp_path / name / "run") for name in ("a", "b")]
+    supervisors = [supervise(paths) for paths in runs]
+    assert [supervisor.wait(DEADLINE_S) for supervisor in supervisors] == [0, 0]
+    assert [state_of(paths).status for paths in runs] == ["finished", "finished"]
+
+
+def test_a_second_supervisor_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS)
+    first = supervise(paths)
+    wait_for_steps(paths)
+    assert supervise(paths).wait(DEADLINE_S) == ExitCode.USAGE
+    assert "is being supervised already" in capfd.readouterr().err
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(DEADLINE_S) == ExitCode.OK
+
+
+def test_a_second_attempt_forgets_the_first(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--fail", "1:40")
+    assert supervise(paths).wait(DEADLINE_S) == ExitCode.TRAINING
+    (paths.root / "plan.json").write_text(
+        paths.plan.read_text().replace('"--fail",\n    "1:40"', '"--steps",\n    "3"')
+    )
+    assert supervise(paths).wait(DEADLINE_S) == ExitCode.OK
+    assert (state_of(paths).attempt, state_of(paths).status) == (2, "finished")
+
+
+def test_a_taken_port_is_named_before_anything_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as listener:
+        listener.bind(("0.0.0.0", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        paths = plan_stand_in(tmp_path / "run", port=port)
+        assert supervise(paths).wait(DEADLINE_S) == ExitCode.PREFLIGHT
+    assert f"port {port}" in capfd.readouterr().err
+    assert not paths.launcher_log.exists()
+
+
+def test_a_launcher_that_cannot_start_a_rank_is_preflight(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run")
+    paths.plan.write_text(paths.plan.read_text().replace('"-ppn"', '"-no-such-option"'))
+    assert supervise(paths).wait(DEADLINE_S) == ExitCode.PREFLIGHT
+    assert "the launcher started no rank" in str(state_of(paths).error)
+
+
+def test_a_folder_without_a_plan_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert supervise(RunPaths(tmp_path)).wait(DEADLINE_S) == ExitCode.CONFIG
+    assert "is no planned run" in capfd.readouterr().err
