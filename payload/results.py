@@ -132,7 +132,7 @@ class StepMetrics:
     tokens_per_s: float
     """Of the whole job."""
     mfu: float | None
-    """Model FLOP/s over the peak measured on these nodes, or None when it was not measured."""
+    """Model FLOP/s over the peak measured on these nodes; None when that cannot be a peak."""
     data_time_s: float
     sync_time_s: float
     """Time that the step waited for gradients after its own backward pass was done."""

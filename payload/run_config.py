@@ -157,7 +157,8 @@ class DistributedSection:
     """[distributed]"""
 
     backend: Literal["gloo", "ccl", "nccl"] = "gloo"
-    """`ccl` needs the extra `intel`."""
+    """`ccl` needs the extra `ccl`. `nccl` moves GPU tensors only and is refused: this release
+    trains on CPUs."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """What gradients travel as."""
     timeout_s: float = setting(600.0, above=0.0)

@@ -154,6 +154,8 @@ def test_a_cuda_build_is_announced_with_its_size_before_it_is_installed(tmp_path
     done = install(
         "--lock",
         lock,
+        "--extras",
+        "train",
         "--torch-index",
         CLOSED,
         cwd=tmp_path,
@@ -176,6 +178,8 @@ def test_a_cpu_build_on_the_plain_index_is_taken_without_ado(tmp_path: Path) -> 
     done = install(
         "--lock",
         lock,
+        "--extras",
+        "train",
         "--torch-index",
         CLOSED,
         cwd=tmp_path,

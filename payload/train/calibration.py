@@ -19,8 +19,9 @@ Dtype = Literal["bf16", "fp32"]
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-# A product of this size takes 6 ms at 2.9 TFLOP/s and 100 ms at 0.17: long enough to time.
-_GEMM_SIZE = 2048
+# The large product is the one that AMX needs to reach its peak; the small one takes 5 ms at 0.4
+# TFLOP/s, so that on a busy machine some of many fall between two interruptions.
+_GEMM_SIZES = (1024, 2048)
 _GEMM_BUDGET_S = 0.4
 # bf16 rounds; it has to be worth it.
 _BF16_MIN_GAIN = 1.1
@@ -68,19 +69,20 @@ def _choose(choice: DtypeChoice, peaks: dict[Dtype, float]) -> tuple[Dtype, str]
 
 
 def _gemm_flops_per_s(dtype: torch.dtype) -> float:
-    """The best of several square products: the peak, not the average under noise."""
-    left = torch.full((_GEMM_SIZE, _GEMM_SIZE), 0.5, dtype=dtype)
+    """The best of many square products: the peak, not the average under noise."""
+    return max(2 * size**3 / _best_product_s(size, dtype) for size in _GEMM_SIZES)
+
+
+def _best_product_s(size: int, dtype: torch.dtype) -> float:
+    left = torch.full((size, size), 0.5, dtype=dtype)
     out = torch.empty_like(left)
-    best = float("inf")
-    started = time.perf_counter()
     torch.mm(left, left, out=out)
-    while time.perf_counter() - started < _GEMM_BUDGET_S:
-        before = time.perf_counter()
+    best, started_s = float("inf"), time.perf_counter()
+    while best == float("inf") or time.perf_counter() - started_s < _GEMM_BUDGET_S:
+        before_s = time.perf_counter()
         torch.mm(left, left, out=out)
-        best = min(best, time.perf_counter() - before)
-    if best == float("inf"):
-        best = time.perf_counter() - started
-    return 2 * _GEMM_SIZE**3 / best
+        best = min(best, time.perf_counter() - before_s)
+    return best
 
 
 def _all_reduce_bytes_per_s(world: World) -> float | None:

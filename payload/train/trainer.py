@@ -220,10 +220,12 @@ class Trainer:
             f'{config.optimizer.lr}), a longer warm-up, or precision.dtype = "fp32".'
         )
 
-    def _mfu(self, step_time_s: float) -> float:
+    def _mfu(self, step_time_s: float) -> float | None:
+        """Share of the measured peak; None above 1, where something disturbed the calibration."""
         parts = self._parts
         flops = parts.config.tokens_per_step() * parts.model.shape.flops_per_token()
-        return flops / step_time_s / parts.calibration.peak_flops_per_s
+        share = flops / step_time_s / parts.calibration.peak_flops_per_s
+        return share if share <= 1 else None
 
     def _record(self, row: StepMetrics) -> None:
         train = self._parts.config.train

@@ -1,0 +1,73 @@
+# `make` alone lists what there is. Each target is one thing that CI or a person also types by hand.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?=
+VENV ?= .venv
+VENV_IPEX ?= .venv-ipex
+# Unique, so that two runs at once do not meet.
+RUN_ID ?= quickstart-$(shell date -u +%Y%m%dT%H%M%SZ)-$(shell echo $$$$)
+RUN_ID := $(RUN_ID)
+CONFIG ?= payload/configs/quickstart.toml
+# More arguments for pytest, orchestrate run or a benchmark: make test ARGS="-k resume -x"
+ARGS ?=
+UPGRADE ?=
+BENCH ?= prepare
+
+PY := $(VENV)/bin/python
+INSTALL := bash bootstrap/install-payload.sh $(if $(PYTHON),--python $(PYTHON))
+SHELL_FILES := bootstrap/install-payload.sh .ci/run
+
+.PHONY: help run data test test-ipex check fix bench docs lock setup setup-run setup-ipex clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
+
+run: data  ## set up if needed, then the quickstart: one real training run on this machine
+	$(PY) -m payload.orchestrate run --inventory local --config $(CONFIG) --run-id $(RUN_ID) $(ARGS)
+	$(PY) -m payload.generate --checkpoint runs/$(RUN_ID) --prompt "def " --num-samples 1
+
+data: setup-run  ## tokenize the quickstart's text, the Python standard library's source
+	@test -f data/stdlib/meta.json || $(PY) -m payload.data prepare --source stdlib --out data/stdlib
+
+test: setup  ## set up if needed, then every test that needs no cloud
+	@echo "not in this run: tests/ipex, which needs torch 2.8 in an environment of its own (make test-ipex)"
+	$(PY) -m pytest $(ARGS)
+
+test-ipex: setup-ipex  ## the tests of the archived engine, in an environment of their own (7 GB)
+	$(VENV_IPEX)/bin/python -m pytest tests/ipex -m ipex $(ARGS)
+
+check: setup  ## everything that CI checks without running the program
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/shellcheck $(SHELL_FILES)
+
+fix: setup  ## repair what ruff can repair
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: setup data  ## measure a claim on this machine: BENCH=NAME of a file in benchmarks (prepare)
+	$(PY) -m benchmarks.$(BENCH) $(ARGS)
+
+docs: setup  ## rewrite the tables in README.md that follow from the code
+	$(PY) -m tests.config_reference
+
+lock: setup  ## pin all packages anew for pyproject.toml (UPGRADE=1: the newest allowed)
+	$(PY) bootstrap/make_lock.py --uv $(VENV)/bin/uv $(if $(UPGRADE),--upgrade)
+
+setup:  ## make .venv from the lock, for running, testing and checking
+	@$(INSTALL) --venv $(VENV) --extras train,orchestrate,dev
+
+setup-run:
+	@$(INSTALL) --venv $(VENV) --extras train,orchestrate
+
+setup-ipex:  ## make .venv-ipex: torch 2.8 with intel-extension-for-pytorch
+	@$(INSTALL) --venv $(VENV_IPEX) --extras intel,ccl,orchestrate,dev
+
+clean:  ## remove environments and caches; data/ and runs/ stay
+	rm -rf $(VENV) $(VENV_IPEX) .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

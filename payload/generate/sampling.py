@@ -1,0 +1,108 @@
+"""Draw tokens from a model, one after another, with a key-value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from payload.train.model import GPT, LayerCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How the next token is chosen."""
+
+    max_new_tokens: int = 100
+    temperature: float = 0.8
+    """Logits are divided by it; 0 = always the likeliest token."""
+    top_k: int | None = 200
+    """Choose among this many likeliest tokens only; None = among all."""
+    num_samples: int = 3
+    seed: int = 1337
+    """Sample i draws from a generator of its own, seeded with seed + i."""
+
+
+@torch.inference_mode()
+def sample(
+    model: GPT,
+    prompt: Sequence[int],
+    *,
+    options: SamplingOptions,
+    end_token: int,
+    num_tokens: int,
+    use_cache: bool = True,
+) -> list[list[int]]:
+    """New tokens of each sample, the prompt not included.
+
+    A sample ends before `end_token`. Only tokens below `num_tokens` are drawn: a model's embedding
+    may have rows that stand for nothing. Where the text outgrows the model's context, the model
+    reads on from the last half of it. Without `use_cache` every step reads everything again, with
+    the same result.
+    """
+    model.eval()
+    texts = torch.tensor([list(prompt)] * options.num_samples, dtype=torch.int64)
+    generators = [
+        torch.Generator().manual_seed(options.seed + i) for i in range(options.num_samples)
+    ]
+    ended = torch.zeros(options.num_samples, dtype=torch.bool)
+    reader = _Reader(model, use_cache=use_cache)
+    for _ in range(options.max_new_tokens):
+        logits = reader.next_logits(texts)[:, :num_tokens]
+        chosen = choose(logits, options=options, generators=generators)
+        texts = torch.cat((texts, chosen[:, None]), dim=1)
+        ended |= chosen == end_token
+        if bool(ended.all()):
+            break
+    return [_until(row[len(prompt) :], end_token) for row in texts.tolist()]
+
+
+def choose(
+    logits: Tensor, *, options: SamplingOptions, generators: Sequence[torch.Generator]
+) -> Tensor:
+    """One token for each row of (B, V) logits, drawn with that row's generator."""
+    if options.temperature == 0.0:
+        return logits.argmax(dim=1)
+    scaled = logits.double() / options.temperature
+    if options.top_k is not None and options.top_k < scaled.shape[1]:
+        lowest = scaled.topk(options.top_k).values[:, -1:]
+        scaled = scaled.masked_fill(scaled < lowest, -torch.inf)
+    chances = scaled.softmax(dim=1)
+    draws = [
+        torch.multinomial(row, 1, generator=generator)
+        for row, generator in zip(chances, generators, strict=True)
+    ]
+    return torch.cat(draws)
+
+
+class _Reader:
+    """Feeds a growing text to the model: the new tokens only, as long as they fit the context."""
+
+    def __init__(self, model: GPT, *, use_cache: bool) -> None:
+        self._model = model
+        self._use_cache = use_cache
+        self._caches: list[LayerCache] = []
+        self._start = 0
+        """Where in the text the model's context begins."""
+        self._read = 0
+        """How much of the text the caches hold, counted from the text's begin."""
+
+    def next_logits(self, texts: Tensor) -> Tensor:
+        """(B, V) for the token after (B, T) `texts`, which continue those of the last call."""
+        context, length = self._model.shape.sequence_length, texts.shape[1]
+        first = not self._caches
+        if length - self._start > context:
+            self._start = length - (context if first else max(1, context // 2))
+            first = True
+        if first or not self._use_cache:
+            self._caches = [LayerCache() for _ in range(self._model.shape.n_layer)]
+            self._read = self._start
+        hidden = self._model.hidden(texts[:, self._read :], self._caches)
+        self._read = length
+        return self._model.logits(hidden[:, -1])
+
+
+def _until(tokens: list[int], end_token: int) -> list[int]:
+    return tokens[: tokens.index(end_token)] if end_token in tokens else tokens

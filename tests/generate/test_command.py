@@ -1,0 +1,211 @@
+"""`python -m payload.generate`, called as a person would, with good and bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.generate.__main__ import main
+from payload.results import RunPaths
+from payload.train.checkpoint import TrainerState, save_checkpoint
+from payload.train.weights import save_hf
+from tests.generate.models import make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder in the Hugging Face layout."""
+    path = tmp_path / "hf"
+    path.mkdir()
+    save_hf(make_model(), path)
+    return path
+
+
+def make_run(root: Path, *, steps: tuple[int, ...]) -> RunPaths:
+    """A run folder with a checkpoint after each of `steps`, every one with other weights."""
+    paths = RunPaths(root)
+    paths.checkpoints.mkdir(parents=True)
+    for step in steps:
+        state = TrainerState(
+            step=step, next_sample=0, tokens=0, seed=0, train_sha256="", world_size=1
+        )
+        model = make_model(seed=step)
+        save_checkpoint(paths.checkpoint(step), model=model, optimizer={}, state=state)
+    return paths
+
+
+def generate(*arguments: str, source: Path) -> int:
+    return main(["--checkpoint", str(source), "--max-new-tokens", "8", *arguments])
+
+
+def test_text_goes_to_stdout_and_talk_to_stderr(folder: Path) -> None:
+    command = [sys.executable, "-m", "payload.generate", "--checkpoint", str(folder)]
+    command += ["--prompt", "def ", "--num-samples", "2", "--max-new-tokens", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, encoding="utf-8")
+    first, second = done.stdout.split("\n---\n")
+    assert first.startswith("def ") and second.startswith("def ")
+    assert first != second
+    assert "model:" in done.stderr and "tokens/s" in done.stderr
+
+
+def test_json_carries_every_sample(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate("--json", "--seed", "5", source=folder) == ExitCode.OK
+    result = json.loads(capsys.readouterr().out)
+    assert result["prompt"] == "It is interesting"
+    assert [row["seed"] for row in result["samples"]] == [5, 6, 7]
+    assert all(row["num_tokens"] <= 8 for row in result["samples"])
+
+
+def test_the_prompt_can_come_from_a_file(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "it's a prompt.txt"
+    file.write_text("Grüße, 世界\n", encoding="utf-8")
+    assert generate("--prompt-file", str(file), source=folder) == ExitCode.OK
+    assert capsys.readouterr().out.startswith("Grüße, 世界\n")
+
+
+@pytest.mark.parametrize("prompt", ["", "\x00", "<|endoftext|>", "\U0001f600" * 3, "a" * 5000])
+def test_any_prompt_is_continued(
+    prompt: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate("--json", "--prompt", prompt, source=folder) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["prompt"] == prompt
+
+
+def test_a_prompt_that_outgrows_the_context_is_said_to_be_cut(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate("--prompt", "one two " * 100, source=folder) == ExitCode.OK
+    assert "the model reads the last 64" in capsys.readouterr().err
+
+
+def test_a_run_stands_for_its_newest_sound_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = make_run(tmp_path / "run", steps=(1, 2, 3))
+    (paths.checkpoint(3) / "model.safetensors").write_bytes(b"torn")
+    assert generate("--json", source=paths.root) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["checkpoint"] == str(paths.checkpoint(2))
+
+
+def test_one_checkpoint_of_a_run_can_be_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = make_run(tmp_path / "run", steps=(1, 2))
+    assert generate("--json", source=paths.checkpoint(1)) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["checkpoint"] == str(paths.checkpoint(1))
+
+
+def cut_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def empty_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def other_model(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+
+
+def other_size(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"n_embd": 64}), encoding="utf-8")
+
+
+def other_vocabulary(folder: Path) -> None:
+    save_hf(make_model(vocab_size=100), folder)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [cut_weights, empty_weights, no_weights, no_config, other_model, other_size, other_vocabulary],
+)
+def test_a_damaged_folder_ends_in_one_line(
+    damage: Damage, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(folder)
+    assert generate(source=folder) == ExitCode.CONFIG
+    error = capsys.readouterr().err.splitlines()
+    assert error[-1].startswith("error: ") and len(error) <= 2
+
+
+@pytest.mark.parametrize(
+    "name", ["runs/none", "/no/such/folder", "../no", "a b", "it's;x", "$HOME"]
+)
+def test_a_folder_that_is_not_there_ends_in_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert main(["--checkpoint", name]) == ExitCode.CONFIG
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "no such folder" in error
+
+
+def test_a_run_without_a_checkpoint_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = make_run(tmp_path / "run", steps=())
+    assert generate(source=paths.root) == ExitCode.CONFIG
+    assert "no sound checkpoint" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_differs_from_its_manifest_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = make_run(tmp_path / "run", steps=(1,))
+    save_hf(make_model(seed=9), paths.checkpoint(1))
+    assert generate(source=paths.checkpoint(1)) == ExitCode.CONFIG
+    assert "manifest" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"])
+def test_a_prompt_file_that_cannot_be_read_ends_in_one_line(
+    content: bytes | None, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompt.txt"
+    if content is not None:
+        file.write_bytes(content)
+    assert generate("--prompt-file", str(file), source=folder) == ExitCode.CONFIG
+    (error,) = capsys.readouterr().err.splitlines()
+    assert str(file) in error
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--max-new-tokens", "0"],
+        ["--temperature", "-1"],
+        ["--temperature", "nan"],
+        ["--temperature", "inf"],
+        ["--top-k", "0"],
+        ["--num-samples", "-3"],
+        ["--seed", "x"],
+        ["--prompt", "a", "--prompt-file", "b"],
+    ],
+)
+def test_a_wrong_argument_is_a_usage_error(wrong: list[str], folder: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        generate(*wrong, source=folder)
+    assert ended.value.code == ExitCode.USAGE
