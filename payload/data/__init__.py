@@ -1,0 +1,1 @@
+"""Text to tokens: `python -m payload.data prepare` writes what `payload.train` reads."""

@@ -1,0 +1,262 @@
+"""`python -m payload.data`: prepare a data folder, or verify one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from payload.data.documents import MIB, Source
+from payload.data.meta import DataMeta, load_meta, verify_files
+from payload.data.sources import SOURCE_KINDS, SourceRequest, build_source
+from payload.errors import ExitCode, TileforgeError
+
+_EXAMPLES = """\
+examples:
+  python -m payload.data prepare --source stdlib --out data/stdlib
+  python -m payload.data prepare --source openwebtext --out data/openwebtext
+  python -m payload.data prepare --source jsonl --input corpus/ --text-column body --out data/mine
+  python -m payload.data prepare --source hf --input roneneldan/TinyStories --out data/stories
+
+sources:
+  stdlib       the running Python's own library, 31 MB; needs no network
+  openwebtext  Skylion007/openwebtext at a fixed commit, 40 GB of text; --input FOLDER for a copy
+  text         files or folders, one document a file
+  jsonl        files or folders, one JSON object a line (.gz too)
+  parquet      files or folders, one document a row
+  hf           any dataset of the Hugging Face hub, or a folder in its formats
+
+Documents keep the source's order. Where they can be counted beforehand, the ones for validation are
+those that datasets' train_test_split, and so nanoGPT, chooses; else a hash of their number does.
+A run that was stopped or killed goes on when the same command is given again.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; the exit status is an `ExitCode`."""
+    args = _parser().parse_args(argv)
+    try:
+        if args.command == "verify":
+            return _verify(args)
+        return _prepare(args)
+    except TileforgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error.filename or 'input'}: {error.strerror or error}.", file=sys.stderr)
+        return ExitCode.CONFIG
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last finished shard", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m payload.data", description="Text to tokens for payload.train."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    prepare = commands.add_parser(
+        "prepare",
+        help="make train.bin, val.bin and meta.json from text",
+        description="Tokenize text with GPT-2's tokenizer into train.bin, val.bin and meta.json.",
+        usage="%(prog)s --source KIND [--input PATH ...] --out DIR [options]",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_source_flags(prepare)
+    _add_output_flags(prepare)
+    verify = commands.add_parser(
+        "verify",
+        help="compare a data folder's files with the hashes in its meta.json",
+        description="Read a data folder's files and compare them with the hashes in meta.json.",
+    )
+    verify.add_argument("folder", type=Path, metavar="DIR")
+    return parser
+
+
+def _add_source_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("source").add_argument
+    add(
+        "--source",
+        choices=SOURCE_KINDS,
+        required=True,
+        metavar="KIND",
+        help="kind of source: " + ", ".join(SOURCE_KINDS),
+    )
+    add(
+        "--input",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATH",
+        help="files or folders; for hf a folder or a dataset's name",
+    )
+    add("--glob", metavar="PATTERN", help="which files of a folder, as in '*.md'")
+    add(
+        "--text-column",
+        default="text",
+        metavar="NAME",
+        help="key or column with the text (default: %(default)s)",
+    )
+    add("--config", metavar="NAME", help="hf: the dataset's configuration (subset)")
+    add("--revision", metavar="REV", help="hf: branch, tag or commit (default: the newest)")
+    add("--split", default="train", metavar="NAME", help="hf: split (default: %(default)s)")
+    add("--max-documents", type=_positive_int, metavar="COUNT", help="stop after so many documents")
+    add(
+        "--skip-bad",
+        action="store_true",
+        help="leave bad documents out and count them, instead of stopping at the first",
+    )
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("output").add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    add(
+        "--val-fraction",
+        type=_fraction,
+        metavar="SHARE",
+        help="share of the documents for validation (default: 0.0005, nanoGPT's; stdlib: 0.02)",
+    )
+    add(
+        "--seed",
+        type=_seed,
+        default=2357,
+        metavar="INT",
+        help="chooses the validation documents (default: %(default)s, nanoGPT's)",
+    )
+    add(
+        "--force",
+        "--restart",
+        action="store_true",
+        help="begin anew and replace what DIR holds of an earlier run",
+    )
+    add(
+        "--shard-mib",
+        type=_positive_int,
+        default=64,
+        metavar="MIB",
+        help="output after which progress is saved (default: %(default)s)",
+    )
+    add("--dry-run", action="store_true", help="say what would be done; write nothing")
+    add("--quiet", action="store_true", help="errors alone on stderr")
+    add("--json", action="store_true", help="result as JSON on stdout")
+
+
+def _source(args: argparse.Namespace) -> Source:
+    return build_source(
+        SourceRequest(
+            kind=args.source,
+            inputs=tuple(args.input),
+            glob=args.glob,
+            text_column=args.text_column,
+            subset=args.config,
+            revision=args.revision,
+            split=args.split,
+            skip_bad=args.skip_bad,
+        )
+    )
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    source = _source(args)
+
+    from payload.data.plan import PrepareSettings, estimate
+    from payload.data.prepare import prepare
+    from payload.data.progress import Reporter
+
+    settings = PrepareSettings(
+        out=args.out,
+        val_fraction=(
+            source.default_val_fraction if args.val_fraction is None else args.val_fraction
+        ),
+        seed=args.seed,
+        max_documents=args.max_documents,
+        force=args.force,
+        shard_bytes=args.shard_mib * MIB,
+        shaping=(args.source, args.text_column, str(args.skip_bad)),
+    )
+    if args.dry_run:
+        _show_estimate(source.label, asdict(estimate(source, settings)), as_json=args.json)
+        return ExitCode.OK
+    started_s = time.monotonic()
+    outcome = prepare(source, settings, Reporter(quiet=args.quiet))
+    if args.json:
+        result: dict[str, object] = {
+            "dir": str(args.out),
+            "was_ready": outcome.was_ready,
+            "wall_s": round(time.monotonic() - started_s, 3),
+            "worked_s": round(outcome.worked_s, 3),
+        }
+        print(json.dumps(result | asdict(outcome.meta)))
+    else:
+        _show_meta(args.out, outcome.meta)
+    return ExitCode.OK
+
+
+def _verify(args: argparse.Namespace) -> int:
+    meta = load_meta(args.folder)
+    verify_files(args.folder, meta)
+    _show_meta(args.folder, meta)
+    return ExitCode.OK
+
+
+def _show_meta(folder: Path, meta: DataMeta) -> None:
+    size_mib = sum(file.bytes for file in meta.files.values()) / MIB
+    print(
+        f"{folder}: {meta.train_tokens:,} training tokens in {meta.train_documents:,} documents, "
+        f"{meta.val_tokens:,} validation tokens in {meta.val_documents:,}, "
+        f"{size_mib:,.1f} MiB of {meta.dtype}"
+    )
+    if meta.skipped_documents:
+        print(f"left out as bad: {meta.skipped_documents:,}, of them")
+        for example in meta.skipped_examples:
+            print(f"  {example}")
+
+
+def _show_estimate(label: str, values: dict[str, int | None], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"source": label, **values}))
+        return
+
+    def known(key: str) -> str:
+        value = values[key]
+        return "not known" if value is None else f"{value:,}"
+
+    print(f"source      {label}")
+    print(f"documents   {known('documents')}")
+    print(f"text        {known('text_bytes')} bytes")
+    print(f"tokens      {known('tokens')} (about)")
+    print(f"output      {known('need_bytes')} bytes (about), {known('free_bytes')} free")
+
+
+def _positive_int(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return value
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 up")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value < 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number between 0 and 1, as in 0.0005")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

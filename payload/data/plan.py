@@ -1,0 +1,181 @@
+"""What a run would do, decided before it does it: settings, limits, estimates, the folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from payload.data.documents import MIB, Batch, Source, Survey
+from payload.data.encode import Encoded, TiktokenEncoder
+from payload.data.meta import META_NAME, TRAIN_NAME, VAL_NAME, DataMeta, load_meta, token_dtype
+from payload.data.split import choose_split
+from payload.data.store import JOURNAL_NAME, remove_unfinished, unfinished_fingerprint
+from payload.data.tokenizer import TOKENIZER_SHA256, VOCAB_SIZE
+from payload.errors import DataError
+
+SHARD_BYTES = 64 * MIB
+DTYPE = token_dtype(VOCAB_SIZE)
+TOKEN_BYTES = np.dtype(DTYPE).itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareSettings:
+    """Everything about a run that is not the source."""
+
+    out: Path
+    val_fraction: float
+    seed: int
+    max_documents: int | None = None
+    """Only this many of the source's documents, from its start."""
+    force: bool = False
+    """Replace what the folder holds."""
+    shard_bytes: int = SHARD_BYTES
+    """Output after which progress is saved."""
+    shaping: tuple[str, ...] = ()
+    """Whatever else the output depends on, for the fingerprint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a run would do, from the source's size and its first batch."""
+
+    documents: int | None
+    text_bytes: int | None
+    tokens: int | None
+    need_bytes: int | None
+    free_bytes: int
+
+
+def estimate(source: Source, settings: PrepareSettings) -> Estimate:
+    """Look at the source and encode its first batch; nothing is written. Raises DataError."""
+    source.identity()
+    survey = limited(source.survey(), settings.max_documents)
+    choose_split(documents=survey.documents, val_fraction=settings.val_fraction, seed=settings.seed)
+    batches = limit(source.batches({}), settings.max_documents)
+    first = next(batches, Batch())
+    tokens = expected_tokens(survey, first, TiktokenEncoder().encode(first.pieces))
+    return Estimate(
+        documents=survey.documents,
+        text_bytes=survey.text_bytes,
+        tokens=tokens,
+        need_bytes=None if tokens is None else tokens * TOKEN_BYTES,
+        free_bytes=free_bytes(settings.out),
+    )
+
+
+def limit(batches: Iterator[Batch], max_documents: int | None) -> Iterator[Batch]:
+    """The batches without documents numbered `max_documents` or higher."""
+    for batch in batches:
+        if max_documents is None or not batch.numbers or batch.numbers[-1] < max_documents:
+            yield batch
+            continue
+        keep = sum(number < max_documents for number in batch.numbers)
+        batch.pieces = batch.pieces[:keep]
+        batch.numbers, batch.ends = batch.numbers[:keep], batch.ends[:keep]
+        batch.skipped = [entry for entry in batch.skipped if entry[0] < max_documents]
+        batch.text_bytes = sum(map(len, batch.pieces))
+        yield batch
+        return
+
+
+def limited(survey: Survey, max_documents: int | None) -> Survey:
+    """What `limit` leaves of a source."""
+    if max_documents is None or (survey.documents or max_documents) <= max_documents:
+        if survey.documents is not None or max_documents is None:
+            return survey
+        return Survey(documents=None, text_bytes=None)
+    assert survey.documents is not None
+    share = max_documents / survey.documents
+    text_bytes = None if survey.text_bytes is None else int(survey.text_bytes * share)
+    return Survey(documents=max_documents, text_bytes=text_bytes)
+
+
+def expected_tokens(survey: Survey, batch: Batch, encoded: Encoded) -> int | None:
+    """Of the whole source, at the first batch's rate; None where its size is not known."""
+    in_batch = len(encoded.tokens) + sum(batch.ends)
+    if survey.text_bytes is not None and batch.text_bytes:
+        return int(survey.text_bytes * in_batch / batch.text_bytes)
+    if survey.documents is not None and any(batch.ends):
+        return int(survey.documents * in_batch / sum(batch.ends))
+    return None
+
+
+def fingerprint_of(source: Source, settings: PrepareSettings) -> str:
+    """sha256 over everything that shapes the output. Raises DataError when the source is absent."""
+    identity: list[Any] = [
+        source.identity(),
+        settings.val_fraction,
+        settings.seed,
+        settings.max_documents,
+        list(settings.shaping),
+        TOKENIZER_SHA256,
+    ]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[None]:
+    """Make `out` with its parents; when it was not there and nothing came of it, it goes again.
+
+    Raises DataError.
+    """
+    was_there = out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise DataError(f"--out {out}: a file is in the way. Choose another folder.") from None
+    except OSError as error:
+        raise DataError(f"--out {out}: {error.strerror}. Choose another folder.") from None
+    try:
+        yield
+    finally:
+        if not was_there and not any(out.iterdir()):
+            out.rmdir()
+
+
+def check_folder(settings: PrepareSettings, fingerprint: str) -> DataMeta | None:
+    """The folder's meta when it already is what is wanted. Raises DataError when it is not free."""
+    out = settings.out
+    if settings.force:
+        remove_unfinished(out)
+        return None
+    unfinished = unfinished_fingerprint(out)
+    if unfinished == fingerprint:
+        return None
+    if unfinished is not None:
+        raise DataError(
+            f"{out}: holds an unfinished run with another source or other settings. Choose another "
+            "--out, repeat that command to finish it, or replace it with --force."
+        )
+    if (out / META_NAME).exists():
+        meta = load_meta(out)
+        if meta.fingerprint == fingerprint:
+            return meta
+        raise DataError(
+            f"{out}: holds data made from another source or with other settings ({meta.source}, "
+            f"{meta.train_documents + meta.val_documents:,} documents). Choose another --out, or "
+            "replace it with --force."
+        )
+    for name in (TRAIN_NAME, VAL_NAME):
+        if (out / name).exists():
+            raise DataError(
+                f"{out / name}: exists without {META_NAME} and {JOURNAL_NAME}, so this command did "
+                "not write it. Choose another --out, or replace it with --force."
+            )
+    return None
+
+
+def free_bytes(out: Path) -> int:
+    """Free on the disk that `out` is or will be on."""
+    folder = out.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

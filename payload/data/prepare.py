@@ -1,0 +1,221 @@
+"""The work of `python -m payload.data prepare`: a source in, a data folder out."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+from payload.data.documents import Batch, Source, Survey, prefetch
+from payload.data.encode import Encoded, EncoderMismatchError, TiktokenEncoder, choose_encoder
+from payload.data.meta import DataMeta, write_meta
+from payload.data.plan import (
+    DTYPE,
+    TOKEN_BYTES,
+    PrepareSettings,
+    check_folder,
+    expected_tokens,
+    fingerprint_of,
+    free_bytes,
+    limit,
+    limited,
+    new_folder,
+)
+from payload.data.progress import Reporter, format_bytes
+from payload.data.split import Split, choose_split
+from payload.data.store import Store, locked, remove_unfinished, writing_to
+from payload.data.tokenizer import END_OF_TEXT, TOKENIZER_NAME, TOKENIZER_SHA256, VOCAB_SIZE
+from payload.data.write import write_batch
+from payload.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a run."""
+
+    meta: DataMeta
+    was_ready: bool
+    """The folder already held it; nothing was done."""
+    worked_s: float = 0.0
+    """Reading, tokenizing, writing and hashing; without start-up and counting."""
+
+
+def prepare(source: Source, settings: PrepareSettings, reporter: Reporter) -> Outcome:
+    """Make the data folder, or go on making it. Raises DataError."""
+    reporter.say(f"source: {source.label}")
+    try:
+        fingerprint = fingerprint_of(source, settings)
+        with new_folder(settings.out), locked(settings.out):
+            ready = check_folder(settings, fingerprint)
+            if ready is None:
+                meta = _Run(source, settings, reporter, fingerprint).to_the_end()
+                return Outcome(meta=meta, was_ready=False, worked_s=reporter.worked_s)
+    except OSError as error:
+        place = error.filename or source.label
+        raise DataError(f"{place}: {error.strerror or error}.") from None
+    reporter.say(f"{settings.out} already holds this data; nothing to do (--force makes it again)")
+    return Outcome(meta=ready, was_ready=True)
+
+
+class _Run:
+    """One run that has work to do."""
+
+    def __init__(
+        self, source: Source, settings: PrepareSettings, reporter: Reporter, fingerprint: str
+    ) -> None:
+        self._source = source
+        self._settings = settings
+        self._reporter = reporter
+        self._fingerprint = fingerprint
+        self._encoder = choose_encoder(seed=settings.seed, say=reporter.say)
+        self._store = Store(settings.out, fingerprint=fingerprint, encoder=self._encoder.name)
+
+    def to_the_end(self) -> DataMeta:
+        """Tokenize what is left, rename, write meta.json."""
+        survey = limited(self._source.survey(), self._settings.max_documents)
+        split = choose_split(
+            documents=survey.documents,
+            val_fraction=self._settings.val_fraction,
+            seed=self._settings.seed,
+        )
+        self._say_survey(survey, split)
+        try:
+            self._open_store()
+            if not self._store.is_complete:
+                self._tokenize(survey, split)
+                self._check_result(survey)
+                self._store.commit(self._store.cursor, is_complete=True)
+            meta = self._describe(split)
+            with writing_to(self._settings.out):
+                write_meta(self._settings.out, meta)
+        finally:
+            self._store.close()
+            if not self._store.has_shards:
+                remove_unfinished(self._settings.out)
+        remove_unfinished(self._settings.out)
+        return meta
+
+    def _say_survey(self, survey: Survey, split: Split) -> None:
+        size = "" if survey.text_bytes is None else f", {format_bytes(survey.text_bytes)}"
+        count = "not counted" if survey.documents is None else f"{survey.documents:,}"
+        chosen = split.record
+        how = (
+            "as datasets' train_test_split chooses them"
+            if chosen.method == "permutation"
+            else "by a hash of each document's number"
+        )
+        self._reporter.say(
+            f"documents: {count}{size}; {chosen.val_fraction:g} of them for validation, {how} "
+            f"(seed {chosen.seed})"
+        )
+
+    def _open_store(self) -> None:
+        if not self._store.resume():
+            self._store.start()
+            return
+        done = self._store.totals
+        self._reporter.say(
+            f"going on after {done.documents:,} documents and {done.tokens:,} tokens "
+            "of an earlier run"
+        )
+        if self._store.encoder.startswith("tiktoken"):
+            self._encoder = TiktokenEncoder()
+
+    def _tokenize(self, survey: Survey, split: Split) -> None:
+        try:
+            self._tokenize_with_encoder(survey, split)
+        except EncoderMismatchError as error:
+            self._reporter.say(
+                f"tokenizer: gigatoken differs from tiktoken ({error}); "
+                "starting again with tiktoken alone"
+            )
+            self._encoder = TiktokenEncoder()
+            self._store.encoder = self._encoder.name
+            self._store.start()
+            self._tokenize_with_encoder(survey, split)
+
+    def _tokenize_with_encoder(self, survey: Survey, split: Split) -> None:
+        """Read, encode and write three neighbouring batches at the same time."""
+        batches = limit(self._source.batches(self._store.cursor), self._settings.max_documents)
+        is_first = True
+        self._reporter.start(survey, self._store.totals)
+        try:
+            with ThreadPoolExecutor(max_workers=1, thread_name_prefix="write") as writer:
+                written: Future[None] | None = None
+                for batch in prefetch(batches):
+                    encoded = self._encoder.encode(batch.pieces)
+                    if is_first:
+                        self._check_space(survey, batch, encoded)
+                        is_first = False
+                    if written is not None:
+                        written.result()
+                    written = writer.submit(self._write, batch, encoded, split)
+                if written is not None:
+                    written.result()
+        finally:
+            self._reporter.stop()
+
+    def _write(self, batch: Batch, encoded: Encoded, split: Split) -> None:
+        store = self._store
+        write_batch(store, batch, encoded, split)
+        store.commit_if_due(batch.cursor, shard_bytes=self._settings.shard_bytes)
+        store.cursor = batch.cursor
+        self._reporter.update(store.totals)
+
+    def _check_space(self, survey: Survey, batch: Batch, encoded: Encoded) -> None:
+        tokens = expected_tokens(survey, batch, encoded)
+        free = free_bytes(self._settings.out)
+        if tokens is None:
+            self._reporter.say(
+                f"disk: {format_bytes(free)} free; the output's size is not known beforehand"
+            )
+            return
+        need = max(0, tokens - self._store.totals.tokens) * TOKEN_BYTES
+        if need > free:
+            raise DataError(
+                f"{self._settings.out}: about {format_bytes(need)} are needed for {tokens:,} "
+                f"tokens, {format_bytes(free)} are free. Free some, choose another --out, or take "
+                "fewer documents with --max-documents."
+            )
+        self._reporter.say(f"disk: about {format_bytes(need)} needed, {format_bytes(free)} free")
+
+    def _check_result(self, survey: Survey) -> None:
+        totals = self._store.totals
+        problem = None
+        if not totals.documents:
+            problem = f"no documents in {self._source.label}"
+            if totals.skipped_documents:
+                problem += f": all {totals.skipped_documents:,} were bad"
+            problem += "."
+        elif totals.tokens == totals.documents:
+            problem = f"all {totals.documents:,} documents of {self._source.label} are empty."
+        elif not totals.val_documents or not totals.train_documents:
+            lacking = "train on" if totals.val_documents else "validate on"
+            problem = (
+                f"of {totals.documents:,} documents none is left to {lacking}; "
+                f"{'lower' if totals.val_documents else 'raise'} --val-fraction."
+            )
+        if problem:
+            self._store.discard()
+            raise DataError(problem)
+        seen = totals.documents + totals.skipped_documents
+        if survey.documents is not None and seen != survey.documents:
+            self._reporter.say(
+                f"note: {seen:,} documents were there, {survey.documents:,} were expected"
+            )
+
+    def _describe(self, split: Split) -> DataMeta:
+        totals = asdict(self._store.totals)
+        return DataMeta(
+            tokenizer=TOKENIZER_NAME,
+            tokenizer_sha256=TOKENIZER_SHA256,
+            vocab_size=VOCAB_SIZE,
+            end_of_text=END_OF_TEXT,
+            dtype=DTYPE,
+            source=self._source.label,
+            revision=self._source.revision,
+            fingerprint=self._fingerprint,
+            split=split.record,
+            encoder=self._store.encoder,
+            files=self._store.publish(),
+            **totals,
+        )

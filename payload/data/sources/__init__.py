@@ -1,0 +1,82 @@
+"""Where documents come from; `build_source` makes the one that was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from payload.data.documents import Source
+from payload.errors import UsageError
+
+SourceKind = Literal["openwebtext", "text", "jsonl", "parquet", "hf", "stdlib"]
+SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRequest:
+    """A source as the command line names it."""
+
+    kind: SourceKind
+    inputs: tuple[str, ...] = field(default=())
+    """Files or folders; for `hf` a dataset's name or folder."""
+    glob: str | None = None
+    """Which files of a folder; None = the kind's own."""
+    text_column: str = "text"
+    subset: str | None = None
+    """`hf`: the dataset's configuration."""
+    revision: str | None = None
+    """`hf`: branch, tag or commit."""
+    split: str = "train"
+    skip_bad: bool = False
+
+
+def build_source(request: SourceRequest) -> Source:
+    """The source, not yet looked at. Raises UsageError for flags that do not go together."""
+    _check_flags(request)
+    if request.kind == "stdlib":
+        from payload.data.sources.files import stdlib_source
+
+        return stdlib_source(skip_bad=request.skip_bad)
+    if request.kind in ("openwebtext", "hf"):
+        from payload.data.sources.hub import HubSource
+
+        return HubSource(request)
+    paths = [Path(given) for given in request.inputs]
+    if request.kind == "text":
+        from payload.data.sources.files import TextSource
+
+        return TextSource(paths, glob=request.glob, skip_bad=request.skip_bad)
+    if request.kind == "jsonl":
+        from payload.data.sources.jsonl import JsonlSource
+
+        return JsonlSource(paths, request)
+    from payload.data.sources.parquet import ParquetSource
+
+    return ParquetSource(paths, request)
+
+
+def _check_flags(request: SourceRequest) -> None:
+    kind, count = request.kind, len(request.inputs)
+    if kind == "stdlib" and count:
+        raise UsageError(
+            "--source stdlib reads the running Python's own source; leave out --input."
+        )
+    if kind == "hf" and count != 1:
+        raise UsageError(
+            "--source hf needs one --input: a dataset's name (owner/name) or a folder."
+        )
+    if kind == "openwebtext" and count > 1:
+        raise UsageError("--source openwebtext takes at most one --input: a folder with a copy.")
+    if kind in ("text", "jsonl", "parquet") and not count:
+        raise UsageError(f"--source {kind} needs --input with at least one file or folder.")
+    if kind not in ("text", "jsonl", "parquet") and request.glob is not None:
+        raise UsageError(f"--glob chooses files of a folder; --source {kind} has no use for it.")
+    if kind != "hf":
+        given = [
+            flag
+            for flag, value in (("--config", request.subset), ("--revision", request.revision))
+            if value is not None
+        ]
+        if given:
+            raise UsageError(f"{' and '.join(given)} belongs to --source hf, not {kind}.")

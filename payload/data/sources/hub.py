@@ -1,0 +1,207 @@
+"""Datasets of the Hugging Face hub, or local folders in its formats, through `datasets`."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from payload.data.documents import Batch, Batcher, Cursor, Survey
+from payload.data.sources import SourceRequest
+from payload.data.sources.files import DEFAULT_VAL_FRACTION, file_identity
+from payload.data.sources.parquet import (
+    ROWS_AT_ONCE,
+    add_column,
+    check_column,
+    first_line,
+    read_parquet,
+    survey_parquet,
+)
+from payload.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from datasets import DatasetBuilder, IterableDataset
+
+OPENWEBTEXT = "Skylion007/openwebtext"
+# The commit that holds 80 parquet files, plain_text/train-*-of-00080.parquet, and no script;
+# before it the repository was tar files behind a script that datasets >= 4 refuses (nanoGPT #633).
+OPENWEBTEXT_REVISION = "79d93d786212f7344586290adb811d4ae6a1762c"
+_FOOTERS_AT_MOST = 256
+"""Files whose rows are counted over the network beforehand, at two requests each."""
+
+
+class HubSource:
+    """Every row of one split is a document; rows are streamed, not downloaded first."""
+
+    default_val_fraction = DEFAULT_VAL_FRACTION
+
+    def __init__(self, request: SourceRequest) -> None:
+        given = request.inputs[0] if request.inputs else OPENWEBTEXT
+        self._folder = Path(given) if Path(given).is_dir() else None
+        self._dataset = given
+        self._request = request
+        self._builder: DatasetBuilder | None = None
+        self.revision: str | None = None if request.inputs else OPENWEBTEXT_REVISION
+        self.label = f"{request.kind}: {given}, split {request.split}"
+        if self._folder is None and Path(given).exists():
+            raise UsageError(
+                f"--input {given} is a file; --source {request.kind} takes a folder or a dataset's "
+                "name. For files there are --source text, jsonl and parquet."
+            )
+        if self._folder is None and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", given):
+            raise UsageError(
+                f"--input {given!r} is neither a folder nor a dataset's name like owner/name."
+            )
+
+    def identity(self) -> list[Any]:
+        """The commit, or place, size and time of a local folder's files. Raises DataError."""
+        where = [self._request.subset, self._request.split]
+        if self._folder is not None:
+            files = sorted(p for p in self._folder.rglob("*") if p.is_file())
+            return [*where, file_identity(files)]
+        if self.revision is None:
+            self.revision = self._resolve_revision()
+        return [*where, self._dataset, self.revision]
+
+    def survey(self) -> Survey:
+        """Rows as far as the files' footers or the dataset's card know them."""
+        column, skip_bad = self._request.text_column, self._request.skip_bad
+        places = self._parquet_places()
+        if places and (self._folder is not None or len(places) <= _FOOTERS_AT_MOST):
+            with self._explained("opening"):
+                return survey_parquet(places, column, skip_bad=skip_bad)
+        if self._folder is not None:
+            with self._explained("reading"):
+                return Survey(documents=self._count_rows(), text_bytes=None)
+        known = (self._prepared_builder().info.splits or {}).get(self._request.split)
+        return Survey(documents=known.num_examples if known else None, text_bytes=None)
+
+    def batches(self, cursor: Cursor) -> Iterator[Batch]:
+        """Row after row."""
+        column, skip_bad = self._request.text_column, self._request.skip_bad
+        places = self._parquet_places()
+        with self._explained("reading"):
+            if places:
+                # `datasets` would decode a whole row group at once: gigabytes, in some files.
+                yield from read_parquet(places, column, cursor, skip_bad=skip_bad)
+            else:
+                yield from self._stream(cursor)
+
+    def _stream(self, cursor: Cursor) -> Iterator[Batch]:
+        """What is not parquet, through `datasets`; the cursor carries its state."""
+        column = self._request.text_column
+        rows = self._open_rows()
+        if "state" in cursor:
+            rows.load_state_dict(cursor["state"])
+        batcher = Batcher(skip_bad=self._request.skip_bad)
+        number = cursor.get("document", 0)
+        for table in rows.iter(batch_size=ROWS_AT_ONCE):
+            check_column(table.schema, column, where=self._dataset)
+            values = table.column(column)
+            add_column(values, batcher, number=number, row=number, where=self._dataset)
+            number += len(values)
+            if batcher.is_full:
+                yield batcher.take({"state": rows.state_dict(), "document": number})
+        yield batcher.take({"state": rows.state_dict(), "document": number})
+
+    def _count_rows(self) -> int:
+        return sum(len(table) for table in self._open_rows().iter(batch_size=ROWS_AT_ONCE))
+
+    def _open_rows(self) -> IterableDataset:
+        builder = self._prepared_builder()
+        return builder.as_streaming_dataset(split=self._request.split).with_format("arrow")
+
+    def _parquet_places(self) -> list[str]:
+        """The split's files, where all are parquet; else none. Raises DataError."""
+        from datasets.packaged_modules.parquet.parquet import ParquetConfig
+
+        builder = self._prepared_builder()
+        if not isinstance(builder.config, ParquetConfig):
+            return []
+        by_split = builder.config.data_files or {}
+        if self._request.split not in by_split:
+            raise DataError(
+                f"{self._dataset}: no split {self._request.split!r}; splits there: "
+                f"{', '.join(map(str, by_split))}. Choose one with --split."
+            )
+        return [str(place) for place in by_split[self._request.split]]
+
+    def _prepared_builder(self) -> DatasetBuilder:
+        if self._builder is None:
+            with self._explained("opening"):
+                self._builder = _load_builder(
+                    self._dataset, subset=self._request.subset, revision=self.revision
+                )
+        return self._builder
+
+    def _resolve_revision(self) -> str:
+        """The commit that the asked revision, or the newest, stands for."""
+        asked = self._request.revision
+        if asked is not None and re.fullmatch(r"[0-9a-f]{40}", asked):
+            return asked
+        from huggingface_hub import HfApi
+
+        with self._explained("finding"):
+            found = HfApi().dataset_info(self._dataset, revision=asked).sha
+        if found is None:
+            raise DataError(f"dataset {self._dataset}: the hub names no commit; pass --revision.")
+        return found
+
+    @contextmanager
+    def _explained(self, doing: str) -> Iterator[None]:
+        """Turn what `datasets` and the hub's client raise into one DataError."""
+        import pyarrow as pa
+        from datasets.exceptions import DatasetsError
+        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+        # Their warnings repeat at every retry; the last error says it once.
+        for name in ("datasets", "huggingface_hub"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        try:
+            yield
+        except DataError:
+            raise
+        except (OSError, HTTPError, DatasetsError, pa.ArrowException) as error:
+            raise DataError(self._explain(error, doing)) from None
+        except (ValueError, RuntimeError, KeyError, NotImplementedError) as error:
+            raise DataError(f"{doing} {self._dataset}: {first_line(error)}") from None
+
+    def _explain(self, error: Exception, doing: str) -> str:
+        if self._folder is not None:
+            return f"{doing} {self._dataset}: {first_line(error)}"
+        message = first_line(error)
+        if _is_unreachable(error):
+            return (
+                f"the Hugging Face hub cannot be reached for {self._dataset} ({message}) Check the "
+                "network and run the same command again, or name a local copy: --input FOLDER."
+            )
+        if type(error).__name__ in ("RepositoryNotFoundError", "DatasetNotFoundError"):
+            return (
+                f"the Hugging Face hub has no public dataset {self._dataset}. Check the name; "
+                "for a private or gated one log in first: hf auth login."
+            )
+        if type(error).__name__ == "RevisionNotFoundError":
+            return f"dataset {self._dataset} has no revision {self._request.revision!r}."
+        return f"{doing} dataset {self._dataset} at the Hugging Face hub: {message}"
+
+
+def _load_builder(dataset: str, *, subset: str | None, revision: str | None) -> DatasetBuilder:
+    import datasets
+
+    datasets.disable_progress_bars()
+    return datasets.load_dataset_builder(dataset, name=subset, revision=revision)
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Whether a connection failed, anywhere in the chain of causes."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, (ConnectionError, TimeoutError)):
+            return True
+        if type(seen).__name__ in ("ConnectError", "ConnectTimeout", "LocalEntryNotFoundError"):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

@@ -1,0 +1,148 @@
+"""JSON Lines: one object a line, its text in one key. `.gz` files are read as they are."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from payload.data.documents import MIB, Batch, Batcher, Cursor, Survey, read_pieces
+from payload.data.sources import SourceRequest
+from payload.data.sources.files import (
+    DEFAULT_VAL_FRACTION,
+    describe_inputs,
+    file_identity,
+    find_files,
+)
+from payload.errors import DataError
+
+LINE_BYTES = 64 * MIB
+"""A longer line is bad: JSON has to be parsed whole, at up to four bytes a character."""
+
+
+class JsonlSource:
+    """Every line that is not blank is a document."""
+
+    default_val_fraction = DEFAULT_VAL_FRACTION
+    revision: str | None = None
+
+    def __init__(self, given: Sequence[Path], request: SourceRequest) -> None:
+        self.label = describe_inputs("jsonl", given)
+        self._given = given
+        self._glob = request.glob
+        self._column = request.text_column
+        self._skip_bad = request.skip_bad
+        self._files: list[Path] = []
+
+    def identity(self) -> list[Any]:
+        """Place, size and time of every file. Raises DataError when one is missing."""
+        self._files = find_files(self._given, glob=self._glob or "*.jsonl*")
+        return file_identity(self._files)
+
+    def survey(self) -> Survey:
+        """Count the lines; a compressed file is not opened for that."""
+        size = sum(path.stat().st_size for path in self._files)
+        if any(_is_compressed(path) for path in self._files):
+            return Survey(documents=None, text_bytes=None)
+        return Survey(documents=sum(map(_count_lines, self._files)), text_bytes=size)
+
+    def batches(self, cursor: Cursor) -> Iterator[Batch]:
+        """Line after line."""
+        batcher = Batcher(skip_bad=self._skip_bad)
+        number, line_number = cursor.get("document", 0), cursor.get("line", 0)
+        offset = cursor.get("offset", 0)
+        for index in range(cursor.get("file", 0), len(self._files)):
+            path = self._files[index]
+            with _open(path) as file:
+                file.seek(offset)
+                for line in _lines(file, path):
+                    line_number += 1
+                    offset += len(line)
+                    if line.isspace():
+                        continue
+                    self._add(line, batcher, number=number, where=f"{path} line {line_number}")
+                    number += 1
+                    if batcher.is_full:
+                        yield batcher.take(
+                            {"file": index, "offset": offset, "line": line_number}
+                            | {"document": number}
+                        )
+            line_number, offset = 0, 0
+        yield batcher.take({"file": len(self._files), "document": number})
+
+    def _add(self, line: bytes, batcher: Batcher, *, number: int, where: str) -> None:
+        """One document, or its complaint."""
+        text = _text_of(line, self._column)
+        if text is None:
+            batcher.skip(f"{where}: {_complaint_about(line, self._column)}", number=number)
+            return
+        if len(text) <= LINE_BYTES // 8:
+            batcher.add(text, number=number)
+            return
+        for piece, is_last in read_pieces(io.BytesIO(text)):
+            batcher.add(piece, number=number, is_last=is_last)
+
+
+def _text_of(line: bytes, column: str) -> bytes | None:
+    """The document of one line, or None when there is none."""
+    if len(line) > LINE_BYTES:
+        return None
+    try:
+        text = json.loads(line)[column]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if not isinstance(text, str):
+        return None
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        # A lone surrogate from a \\u escape; replaced as tiktoken does it.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode("utf-8")
+
+
+def _complaint_about(line: bytes, column: str) -> str:
+    if len(line) > LINE_BYTES:
+        return f"longer than {LINE_BYTES // MIB} MiB."
+    try:
+        value = json.loads(line.rstrip(b"\r\n"))
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} of the line (0x{line[error.start]:02x}) is not UTF-8."
+    except RecursionError:
+        return "JSON nested too deep."
+    except ValueError as error:
+        place = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        return f"not JSON: {getattr(error, 'msg', error)}{place}."
+    if not isinstance(value, dict):
+        return f"not an object but {type(value).__name__}; write {{{json.dumps(column)}: ...}}."
+    if column not in value:
+        keys = ", ".join(repr(key) for key in list(value)[:10]) or "none"
+        return f"no key {column!r}; keys there: {keys}. Choose one with --text-column."
+    return f"{column!r} is {type(value[column]).__name__}, not text."
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Lines, of which none takes more memory than LINE_BYTES. Raises DataError on a bad .gz."""
+    try:
+        while line := file.readline(LINE_BYTES + 1):
+            if len(line) > LINE_BYTES:
+                while (rest := file.readline(MIB)) and not rest.endswith(b"\n"):
+                    pass
+            yield line
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise DataError(f"{path}: damaged gzip file: {error}. Copy it again.") from None
+
+
+def _count_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for line in _lines(file, path) if not line.isspace())
+
+
+def _is_compressed(path: Path) -> bool:
+    return path.suffix == ".gz"
+
+
+def _open(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb")) if _is_compressed(path) else path.open("rb")

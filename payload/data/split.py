@@ -1,0 +1,92 @@
+"""Which documents are for validation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from payload.data.meta import SplitRecord
+from payload.errors import DataError
+
+Numbers = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+PERMUTATION_LIMIT = 50_000_000
+"""Above it a permutation of all numbers would take more than 0.4 GB."""
+
+
+class Split(Protocol):
+    """A choice that depends on nothing but a document's number."""
+
+    @property
+    def record(self) -> SplitRecord:
+        """For meta.json."""
+
+    def val_mask(self, numbers: Numbers) -> Mask:
+        """True where the document is for validation."""
+
+
+@dataclass(frozen=True, slots=True)
+class PermutationSplit:
+    """The documents that `datasets.Dataset.train_test_split` would choose, as nanoGPT has it.
+
+    Source: datasets 5.2, arrow_dataset.py: the first ceil(fraction x n) of
+    numpy.random.default_rng(seed).permutation(n).
+    """
+
+    record: SplitRecord
+    chosen: Mask
+
+    def val_mask(self, numbers: Numbers) -> Mask:
+        """True where the document is for validation; one beyond the expected number never is."""
+        inside = numbers < len(self.chosen)
+        return inside & self.chosen[np.where(inside, numbers, 0)]
+
+
+@dataclass(frozen=True, slots=True)
+class HashSplit:
+    """Each document by a keyed hash of its number: for sources that cannot be counted."""
+
+    record: SplitRecord
+
+    def val_mask(self, numbers: Numbers) -> Mask:
+        """True where the document is for validation."""
+        key = _mix(np.array([self.record.seed], dtype=np.uint64))
+        hashed = _mix(numbers.astype(np.uint64) ^ key)
+        # 53 bits: exact in a double.
+        return (hashed >> np.uint64(11)).astype(np.float64) < self.record.val_fraction * 2.0**53
+
+
+def choose_split(*, documents: int | None, val_fraction: float, seed: int) -> Split:
+    """The split of `documents` documents (None: not known). Raises DataError when it is too few."""
+    if documents is None or documents > PERMUTATION_LIMIT:
+        return HashSplit(SplitRecord(method="hash", val_fraction=val_fraction, seed=seed))
+    if documents < 2:
+        raise DataError(
+            f"the source has {documents} document{'' if documents == 1 else 's'}; at least 2 are "
+            "needed, one to train on and one to validate on. Add text, or divide it: into several "
+            "files for --source text, into lines for jsonl."
+        )
+    num_val = math.ceil(val_fraction * documents)
+    if num_val >= documents:
+        raise DataError(
+            f"--val-fraction {val_fraction} of {documents} documents leaves nothing to train on. "
+            "Lower it."
+        )
+    chosen = np.zeros(documents, dtype=np.bool_)
+    chosen[np.random.default_rng(seed).permutation(documents)[:num_val]] = True
+    record = SplitRecord(method="permutation", val_fraction=val_fraction, seed=seed)
+    return PermutationSplit(record, chosen)
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finalizer. Source: https://prng.di.unimi.it/splitmix64.c."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed

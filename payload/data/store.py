@@ -1,0 +1,293 @@
+"""train.bin and val.bin while they grow, and the journal that lets a killed run go on.
+
+The output so far is in *.partial files. After every shard they are flushed to disk and then the
+journal gets a line: how long they are, what is in them, and where the source goes on. A run that
+finds a journal cuts the files back to its last whole line and continues, so the result is the same
+as that of an unbroken run. At the end the files are renamed and meta.json is written last.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from payload.data.documents import MIB, Cursor
+from payload.data.meta import META_NAME, TRAIN_NAME, VAL_NAME, DataFile
+from payload.errors import DataError
+
+JOURNAL_NAME = ".prepare.jsonl"
+LOCK_NAME = ".prepare.lock"
+
+
+@dataclass(slots=True, kw_only=True)
+class Totals:
+    """What the output holds so far."""
+
+    train_tokens: int = 0
+    val_tokens: int = 0
+    train_documents: int = 0
+    val_documents: int = 0
+    skipped_documents: int = 0
+    skipped_examples: list[str] = field(default_factory=list)
+    text_bytes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """In both files."""
+        return self.train_tokens + self.val_tokens
+
+    @property
+    def documents(self) -> int:
+        """In both files."""
+        return self.train_documents + self.val_documents
+
+
+class Store:
+    """The growing output of one run in `folder`."""
+
+    def __init__(self, folder: Path, *, fingerprint: str, encoder: str) -> None:
+        self.folder = folder
+        self.totals = Totals()
+        self.cursor: Cursor = {}
+        self.is_complete = False
+        self.has_shards = False
+        """Whether a later run could go on from what is on the disk."""
+        self.encoder = encoder
+        """What makes the tokens; a resumed run keeps to `tiktoken` once it had to fall back."""
+        self._fingerprint = fingerprint
+        self._files: dict[str, _GrowingFile] = {}
+        self._journal: BinaryIO | None = None
+        self._uncommitted_bytes = 0
+
+    def start(self) -> None:
+        """Begin with nothing; what an earlier unfinished run left is removed."""
+        self.close()
+        self.totals, self.cursor = Totals(), {}
+        self.is_complete = self.has_shards = False
+        with writing_to(self.folder):
+            self._journal = (self.folder / JOURNAL_NAME).open("wb")
+            self._write_line({"fingerprint": self._fingerprint, "encoder": self.encoder})
+            for name in (TRAIN_NAME, VAL_NAME):
+                self._files[name] = _GrowingFile(self.folder, name, keep_bytes=0)
+
+    def resume(self) -> bool:
+        """Go on from the last finished shard; False when there is none. Raises DataError."""
+        lines = _read_journal(self.folder / JOURNAL_NAME)
+        if len(lines) < 2 or lines[0].get("fingerprint") != self._fingerprint:
+            return False
+        self.encoder = lines[0]["encoder"]
+        last = lines[-1]
+        self.totals, self.cursor = Totals(**last["totals"]), last["cursor"]
+        self.is_complete, self.has_shards = last["is_complete"], True
+        if not self.is_complete:
+            for name, entry in last["files"].items():
+                self._files[name] = _GrowingFile(self.folder, name, keep_bytes=entry["bytes"])
+        self._journal = _cut_journal(self.folder / JOURNAL_NAME, lines)
+        return True
+
+    def append(self, tokens: npt.NDArray[np.generic], *, is_val: bool) -> None:
+        """Write tokens behind the others of the same file."""
+        with writing_to(self.folder):
+            self._files[VAL_NAME if is_val else TRAIN_NAME].append(tokens)
+        self._uncommitted_bytes += tokens.nbytes
+
+    def commit_if_due(self, cursor: Cursor, *, shard_bytes: int) -> None:
+        """Finish a shard when there is enough for one."""
+        if self._uncommitted_bytes >= shard_bytes:
+            self.commit(cursor)
+
+    def commit(self, cursor: Cursor, *, is_complete: bool = False) -> None:
+        """Put everything so far on the disk and say so in the journal."""
+        with writing_to(self.folder):
+            for file in self._files.values():
+                file.sync()
+            self._write_line(
+                {
+                    "cursor": cursor,
+                    "totals": asdict(self.totals),
+                    "files": {name: asdict(file.describe()) for name, file in self._files.items()},
+                    "is_complete": is_complete,
+                }
+            )
+        self.cursor, self._uncommitted_bytes = cursor, 0
+        self.is_complete, self.has_shards = is_complete, True
+
+    def publish(self) -> dict[str, DataFile]:
+        """Rename the files into place, after `commit(is_complete=True)`.
+
+        A run killed in the middle of this does it again: what is renamed already stays.
+        """
+        last = _read_journal(self.folder / JOURNAL_NAME)[-1]
+        with writing_to(self.folder):
+            (self.folder / META_NAME).unlink(missing_ok=True)
+            for name in last["files"]:
+                partial = _partial_path(self.folder, name)
+                if partial.exists():
+                    partial.replace(self.folder / name)
+            _sync_folder(self.folder)
+        return {name: DataFile(**entry) for name, entry in last["files"].items()}
+
+    def discard(self) -> None:
+        """Remove the journal and the unfinished files."""
+        self.close()
+        remove_unfinished(self.folder)
+        self.has_shards = False
+
+    def close(self) -> None:
+        """Close all files; nothing is removed."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def _write_line(self, value: dict[str, Any]) -> None:
+        assert self._journal is not None, "start() or resume() comes first"
+        self._journal.write(json.dumps(value).encode() + b"\n")
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+
+
+class _GrowingFile:
+    """One .partial file with its hash."""
+
+    def __init__(self, folder: Path, name: str, *, keep_bytes: int) -> None:
+        path = _partial_path(folder, name)
+        if keep_bytes and not path.exists():
+            raise DataError(f"{path}: gone, though the journal lists it. Start again with --force.")
+        self._hash = hashlib.sha256()
+        self.size = keep_bytes
+        self._file = path.open("r+b" if keep_bytes else "wb")
+        if keep_bytes:
+            self._cut(path, keep_bytes)
+
+    def _cut(self, path: Path, keep_bytes: int) -> None:
+        self._file.truncate(keep_bytes)
+        while chunk := self._file.read(8 * MIB):
+            self._hash.update(chunk)
+        if self._file.tell() != keep_bytes or path.stat().st_size != keep_bytes:
+            raise DataError(
+                f"{path}: shorter than the journal beside it says. Start again with --force."
+            )
+
+    def append(self, tokens: npt.NDArray[np.generic]) -> None:
+        content = np.ascontiguousarray(tokens).view(np.uint8).data
+        self._file.write(content)
+        self._hash.update(content)
+        self.size += tokens.nbytes
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def describe(self) -> DataFile:
+        return DataFile(bytes=self.size, sha256=self._hash.hexdigest())
+
+    def close(self) -> None:
+        # After a failed write, closing fails as well; commit() has flushed what counts.
+        with suppress(OSError):
+            self._file.close()
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Turn a failed write, as to a full disk, into a DataError that says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        free_mib = shutil.disk_usage(folder).free / MIB
+        raise DataError(
+            f"{folder}: {error.strerror or error} while writing, {free_mib:,.1f} MiB free. "
+            "Mend that and run the same command again: it goes on from the last finished shard."
+        ) from None
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a second `prepare` out of `folder`. Raises DataError when one is there already."""
+    path = folder / LOCK_NAME
+    while True:
+        file = path.open("wb")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise DataError(
+                f"{folder}: another prepare is writing to it. Wait for it, or choose another --out."
+            ) from None
+        # The one before us may have removed the file between our open and our lock.
+        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+            break
+        file.close()
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()
+
+
+def unfinished_fingerprint(folder: Path) -> str | None:
+    """Of the unfinished run that `folder` holds, or None where no shard was finished."""
+    lines = _read_journal(folder / JOURNAL_NAME)
+    return lines[0].get("fingerprint") if len(lines) > 1 else None
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the journal and the .partial files."""
+    for name in (TRAIN_NAME, VAL_NAME):
+        _partial_path(folder, name).unlink(missing_ok=True)
+    (folder / JOURNAL_NAME).unlink(missing_ok=True)
+
+
+def _partial_path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.partial"
+
+
+def _read_journal(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a journal; a last line cut short by a kill is left out."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    lines = []
+    for line in content.splitlines(keepends=True):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            break
+        if not line.endswith(b"\n") or not isinstance(value, dict):
+            break
+        lines.append(value)
+    return lines
+
+
+def _cut_journal(path: Path, lines: list[dict[str, Any]]) -> BinaryIO:
+    """Open for appending behind `lines`."""
+    whole = b"".join(path.read_bytes().splitlines(keepends=True)[: len(lines)])
+    file = path.open("r+b")
+    file.truncate(len(whole))
+    file.seek(len(whole))
+    return file
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,104 @@
+"""A Hugging Face hub on a local port, with one dataset of parquet files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "1234567890abcdef1234567890abcdef12345678"
+
+
+@contextmanager
+def fake_hub(root: Path, *, dataset: str) -> Iterator[str]:
+    """Serve the files below `root` as `dataset`; gives the value for HF_ENDPOINT."""
+    handler = type("Hub", (_Hub,), {"root": root, "dataset": dataset})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Hub(BaseHTTPRequestHandler):
+    root: Path
+    dataset: str
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_POST(self) -> None:
+        wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        found = [e for e in _tree(self.root) if e["path"] in wanted.get("paths", [])]
+        self._send(json.dumps(found).encode(), {}, with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        path = unquote(urlsplit(self.path).path)
+        prefix = f"/datasets/{self.dataset}/resolve/"
+        if path.startswith(prefix):
+            name = path.removeprefix(prefix).partition("/")[2]
+            self._send_file(self.root / name, with_body=with_body)
+        elif path.startswith(f"/api/datasets/{self.dataset}/tree/"):
+            folder = path.removeprefix(f"/api/datasets/{self.dataset}/tree/").partition("/")[2]
+            within = [e for e in _tree(self.root) if str(e["path"]).startswith(folder)]
+            self._send(json.dumps(within).encode(), {}, with_body=with_body)
+        elif path.startswith(f"/api/datasets/{self.dataset}"):
+            info = {"id": self.dataset, "sha": COMMIT, "private": False, "tags": []}
+            info["siblings"] = [{"rfilename": entry["path"]} for entry in _tree(self.root)]
+            self._send(json.dumps(info).encode(), {}, with_body=with_body)
+        else:
+            self._send(b"{}", {"X-Error-Code": "RepoNotFound"}, with_body=with_body, status=404)
+
+    def _send_file(self, file: Path, *, with_body: bool) -> None:
+        if not file.is_file():
+            code = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}
+            self._send(b"", code, with_body=with_body, status=404)
+            return
+        content, status = file.read_bytes(), 200
+        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        if "Range" in self.headers:
+            start, _, end = self.headers["Range"].removeprefix("bytes=").partition("-")
+            last = min(int(end or len(content) - 1), len(content) - 1)
+            headers["Content-Range"] = f"bytes {start}-{last}/{len(content)}"
+            content, status = content[int(start) : last + 1], 206
+        self._send(content, headers, with_body=with_body, status=status)
+
+    def _send(
+        self, body: bytes, headers: dict[str, str], *, with_body: bool, status: int = 200
+    ) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+def _tree(root: Path) -> list[dict[str, object]]:
+    entries: list[dict[str, object]] = []
+    for path in sorted(root.rglob("*")):
+        name = str(path.relative_to(root))
+        oid = hashlib.sha1(name.encode()).hexdigest()
+        if path.is_dir():
+            entries.append({"type": "directory", "path": name, "size": 0, "oid": oid})
+        else:
+            size = path.stat().st_size
+            entries.append({"type": "file", "path": name, "size": size, "oid": oid})
+    return entries

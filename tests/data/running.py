@@ -1,0 +1,87 @@
+"""Running `python -m payload.data` as a user does, and making its input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from payload.data.tokenizer import END_OF_TEXT, gpt2_encoding
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def data_command(*args: object) -> list[str]:
+    """The argv of one command."""
+    return [sys.executable, "-m", "payload.data", *map(str, args)]
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment with the repository importable; `extra` goes on top.
+
+    A PYTHONPATH in `extra` comes before the repository.
+    """
+    merged = {**os.environ, **(extra or {})}
+    paths = [*filter(None, [(extra or {}).get("PYTHONPATH")]), str(REPOSITORY)]
+    return {**merged, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run_data(
+    *args: object, extra: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run one command to its end."""
+    return subprocess.run(
+        data_command(*args),
+        cwd=REPOSITORY,
+        env=environment(extra),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def write_jsonl(path: Path, texts: Sequence[str], *, key: str = "text") -> Path:
+    """One object a line."""
+    lines = (json.dumps({key: text}) + "\n" for text in texts)
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def stdlib_texts(*, min_bytes: int) -> list[str]:
+    """Real text: this Python's own modules, again and again until there is enough."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(root.glob("*.py"))
+    texts: list[str] = []
+    size = 0
+    while size < min_bytes:
+        for file in files:
+            texts.append(file.read_text(encoding="utf-8"))
+            size += len(texts[-1])
+    return texts
+
+
+def reference_tokens(texts: Sequence[str]) -> npt.NDArray[np.uint16]:
+    """What nanoGPT would write for `texts`, in their order."""
+    encoding = gpt2_encoding()
+    tokens: list[int] = []
+    for text in texts:
+        tokens += [*encoding.encode_ordinary(text), END_OF_TEXT]
+    return np.array(tokens, dtype=np.uint16)
+
+
+def read_bin(path: Path) -> npt.NDArray[np.uint16]:
+    """As nanoGPT's train.py reads it."""
+    return np.array(np.memmap(path, dtype=np.uint16, mode="r"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

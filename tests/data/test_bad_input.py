@@ -1,0 +1,212 @@
+"""Bad input ends in one clear line with file and place, or in a counted skip."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from payload.data.__main__ import main
+from payload.data.meta import load_meta
+from tests.data.running import write_jsonl
+
+GOOD = [f"document number {i}" for i in range(20)]
+
+
+def jsonl_with(line: bytes) -> Callable[[Path], list[str]]:
+    """A file whose third line is `line`."""
+
+    def make(folder: Path) -> list[str]:
+        lines = write_jsonl(folder / "in.jsonl", GOOD).read_bytes().splitlines(keepends=True)
+        lines[2] = line + b"\n"
+        (folder / "in.jsonl").write_bytes(b"".join(lines))
+        return ["--source", "jsonl", "--input", str(folder / "in.jsonl")]
+
+    return make
+
+
+def jsonl_holding(content: bytes, name: str = "in.jsonl") -> Callable[[Path], list[str]]:
+    def make(folder: Path) -> list[str]:
+        (folder / name).write_bytes(content)
+        return ["--source", "jsonl", "--input", str(folder / name)]
+
+    return make
+
+
+def parquet_holding(table: pa.Table, *more: str) -> Callable[[Path], list[str]]:
+    def make(folder: Path) -> list[str]:
+        pq.write_table(table, folder / "in.parquet")
+        return ["--source", "parquet", "--input", str(folder / "in.parquet"), *more]
+
+    return make
+
+
+def broken_parquet(folder: Path) -> list[str]:
+    pq.write_table(pa.table({"text": GOOD}), folder / "a.parquet")
+    (folder / "in.parquet").write_bytes(b"PAR1 and then nothing of use")
+    return ["--source", "parquet", "--input", str(folder / "a.parquet"), str(folder / "in.parquet")]
+
+
+def parquet_with_broken_page(folder: Path) -> list[str]:
+    pq.write_table(
+        pa.table({"text": [f"{i} {text}" for i in range(100) for text in GOOD]}),
+        folder / "in.parquet",
+        compression="zstd",
+        use_dictionary=False,
+        row_group_size=500,
+    )
+    content = bytearray((folder / "in.parquet").read_bytes())
+    place = len(content) // 2
+    content[place : place + 500] = b"\x55" * 500
+    (folder / "in.parquet").write_bytes(content)
+    return ["--source", "parquet", "--input", str(folder / "in.parquet")]
+
+
+def text_not_utf8(folder: Path) -> list[str]:
+    for number, text in enumerate(GOOD):
+        (folder / f"{number}.txt").write_text(text)
+    (folder / "in.txt").write_bytes(b"first\nsecond caf\xe9\n")
+    return ["--source", "text", "--input", str(folder)]
+
+
+def invalid_utf8_column() -> pa.Table:
+    good = [text.encode() for text in GOOD]
+    raw = pa.array([*good[:4], b"caf\xe9", *good[4:]], type=pa.binary())
+    return pa.table({"text": pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())})
+
+
+SKIPPABLE = [
+    (jsonl_with(b'{"text": "half'), r"in.jsonl line 3: not JSON: "),
+    (jsonl_with(b'{"body": "x"}'), r"line 3: no key 'text'; keys there: 'body'"),
+    (jsonl_with(b'{"text": 7}'), r"line 3: 'text' is int, not text"),
+    (jsonl_with(b'["x"]'), r"line 3: not an object but list"),
+    (jsonl_with(b'{"text": "caf\xe9"}'), r"line 3: byte 13 of the line (0xe9) is not UTF-8"),
+    (jsonl_with(b"[" * 100_000), r"line 3: JSON nested too deep"),
+    (text_not_utf8, r"in.txt line 2: byte 16 (0xe9) is not UTF-8"),
+    (parquet_holding(pa.table({"text": [*GOOD[:4], None, *GOOD]})), r"row 5: no text (null)"),
+    (parquet_holding(invalid_utf8_column()), r"row 5: not UTF-8"),
+    (broken_parquet, r"in.parquet: not a readable parquet file: "),
+    (parquet_with_broken_page, r"in.parquet rows 1001 to 1500: damaged: "),
+]
+
+FATAL = [
+    (lambda folder: ["--source", "text", "--input", str(folder / "no")], "no such file or folder"),
+    (lambda folder: ["--source", "text", "--input", str(folder)], "no file matches '*'"),
+    (jsonl_holding(b""), "0 documents; at least 2 are needed"),
+    (jsonl_holding(b"\n\n \n"), "0 documents; at least 2 are needed"),
+    (jsonl_holding(b'{"text": "x"}\n'), "1 document; at least 2 are needed"),
+    (jsonl_holding(b'{"text": ""}\n' * 3), "all 3 documents of jsonl: "),
+    (jsonl_holding(gzip.compress(b"{}" * 9999)[:40], "in.jsonl.gz"), "damaged gzip file"),
+    (jsonl_holding(gzip.compress(b""), "in.jsonl.gz"), "no documents in jsonl: "),
+    (parquet_holding(pa.table({"body": GOOD})), "no column 'text'; columns there: body"),
+    (parquet_holding(pa.table({"text": [1, 2, 3]})), "column 'text' is int64, not text"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), SKIPPABLE)
+def test_bad_document_stops_with_its_place_or_is_counted(
+    make: Callable[[Path], list[str]],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "in").mkdir()
+    args = ["prepare", *make(tmp_path / "in"), "--quiet", f"--out={tmp_path / 'out'}"]
+
+    assert main(args) == 10
+    complaint = capsys.readouterr().err
+    assert message in complaint
+    assert "--skip-bad" in complaint
+    assert complaint.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+    assert main([*args, "--skip-bad"]) == 0
+    meta = load_meta(tmp_path / "out")
+    assert meta.skipped_documents >= 1
+    assert message in meta.skipped_examples[0]
+    assert message in capsys.readouterr().out
+    assert meta.train_documents + meta.val_documents >= len(GOOD) - 1
+
+
+@pytest.mark.parametrize(("make", "message"), FATAL)
+def test_input_without_documents_stops_even_with_skip_bad(
+    make: Callable[[Path], list[str]],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "in").mkdir()
+    args = ["prepare", *make(tmp_path / "in"), "--quiet", f"--out={tmp_path / 'out'}"]
+    assert main([*args, "--skip-bad"]) == 10
+    complaint = capsys.readouterr().err
+    assert message in complaint
+    assert complaint.startswith("error: ")
+    assert complaint.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_when_all_are_bad_the_number_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("no\n" * 5)
+    args = ["--source", "jsonl", f"--input={source}", f"--out={tmp_path / 'out'}", "--skip-bad"]
+    assert main(["prepare", *args]) == 10
+    assert "all 5 were bad" in capsys.readouterr().err
+
+
+def test_lone_surrogate_becomes_a_replacement_character(tmp_path: Path) -> None:
+    from tests.data.running import read_bin, reference_tokens
+
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"text": "a\ud800b"}) + "\n" + '{"text": "c"}\n')
+    args = ["--source", "jsonl", f"--input={source}", f"--out={tmp_path / 'out'}", "--quiet"]
+    assert main(["prepare", *args]) == 0
+    found = {tuple(read_bin(tmp_path / "out" / name)) for name in ("train.bin", "val.bin")}
+    assert found == {tuple(reference_tokens([text])) for text in ("a\ufffdb", "c")}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--source", "stdlib", "--input", "x"], "leave out --input"),
+        (["--source", "hf"], "needs one --input"),
+        (["--source", "text"], "needs --input"),
+        (["--source", "openwebtext", "--input", "a", "b"], "at most one --input"),
+        (["--source", "stdlib", "--glob", "*"], "has no use for it"),
+        (["--source", "stdlib", "--revision", "main"], "--revision belongs to --source hf"),
+        (["--source", "hf", "--input", "a/b/c/d"], "neither a folder nor a dataset's name"),
+        (["--source", "hf", "--input", __file__], "is a file; --source hf takes a folder"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_usage_errors(
+    args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prepare", *args, f"--out={tmp_path / 'out'}"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--val-fraction", "2"],
+        ["--val-fraction", "nan"],
+        ["--seed", "-1"],
+        ["--max-documents", "0"],
+        ["--shard-mib", "x"],
+        ["--source", "nope"],
+    ],
+)
+def test_values_out_of_range_are_usage_errors(
+    args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["prepare", "--source", "stdlib", f"--out={tmp_path / 'out'}", *args])
+    assert ended.value.code == 2
+    assert args[0] in capsys.readouterr().err

@@ -1,0 +1,176 @@
+"""`hf` and `openwebtext`: local folders, and a hub that answers on a local port."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from payload.data.__main__ import main
+from payload.data.meta import load_meta
+from payload.data.sources import SourceRequest, build_source
+from payload.data.sources.hub import OPENWEBTEXT, OPENWEBTEXT_REVISION
+from tests.data.fake_hub import COMMIT, fake_hub
+from tests.data.running import read_bin, reference_tokens, run_data
+
+TEXTS = [f"Document {i}: caf\u00e9 {'word ' * (i % 40)}" for i in range(3000)]
+
+
+def write_dataset(root: Path, texts: Sequence[str], *, files: int = 3) -> Path:
+    """Parquet files as the hub has them, with another column."""
+    folder = root / "plain_text"
+    folder.mkdir(parents=True)
+    size = -(-len(texts) // files)
+    for index in range(files):
+        part = list(texts[index * size : (index + 1) * size])
+        table = pa.table({"id": list(range(len(part))), "text": part})
+        name = f"train-{index:05}-of-{files:05}.parquet"
+        pq.write_table(table, folder / name, row_group_size=100)
+    return root
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("dataset") / "owt", TEXTS)
+
+
+def all_tokens(folder: Path) -> list[int]:
+    """Of both files, in any order."""
+    parts = [read_bin(folder / name) for name in ("train.bin", "val.bin")]
+    return sorted(np.concatenate(parts).tolist())
+
+
+@pytest.mark.parametrize("kind", ["hf", "openwebtext"])
+def test_local_parquet_folder_is_read_whole(kind: str, dataset: Path, tmp_path: Path) -> None:
+    args = ["--source", kind, f"--input={dataset}", f"--out={tmp_path / 'out'}", "--quiet"]
+    assert main(["prepare", *args]) == 0
+    meta = load_meta(tmp_path / "out")
+    assert meta.split.method == "permutation"
+    assert meta.train_documents + meta.val_documents == len(TEXTS)
+    assert all_tokens(tmp_path / "out") == sorted(reference_tokens(TEXTS).tolist())
+
+
+def test_local_folder_of_jsonl_is_streamed_through_datasets(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / "set" / "train.jsonl").write_text(lines)
+    args = ["--source", "hf", f"--input={tmp_path / 'set'}", "--quiet", "--val-fraction", "0.01"]
+    assert main(["prepare", *args, f"--out={tmp_path / 'out'}"]) == 0
+    assert load_meta(tmp_path / "out").split.method == "permutation"
+    assert all_tokens(tmp_path / "out") == sorted(reference_tokens(TEXTS).tolist())
+
+
+def test_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
+    Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    args = ["--source", "hf", f"--input={tmp_path / 'saved'}", f"--out={tmp_path / 'out'}"]
+    assert main(["prepare", *args, "--quiet"]) == 0
+    assert all_tokens(tmp_path / "out") == sorted(reference_tokens(TEXTS).tolist())
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_reading_goes_on_at_any_cursor(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("payload.data.documents.BATCH_BYTES", 20_000)
+    if form == "parquet":
+        folder = write_dataset(tmp_path / "set", TEXTS)
+    else:
+        folder = tmp_path / "set"
+        folder.mkdir()
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+        (folder / "train.jsonl").write_text(lines)
+    request = SourceRequest(kind="hf", inputs=(str(folder),))
+    source = build_source(request)
+    source.identity()
+    source.survey()
+    batches = list(source.batches({}))
+    assert len(batches) > 2
+    for index, batch in enumerate(batches[:-1]):
+        again = build_source(request)
+        again.identity()
+        cursor = json.loads(json.dumps(batch.cursor))
+        rest = [number for later in again.batches(cursor) for number in later.numbers]
+        assert rest == [number for later in batches[index + 1 :] for number in later.numbers]
+
+
+def test_the_hub_is_asked_for_parquet_at_a_fixed_commit(dataset: Path, tmp_path: Path) -> None:
+    args = ["--source", "hf", "--input", OPENWEBTEXT, "--out", tmp_path / "out"]
+    with fake_hub(dataset, dataset=OPENWEBTEXT) as endpoint:
+        extra = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
+        result = run_data("prepare", *args, extra=extra)
+        assert result.returncode == 0, result.stderr
+        missing = run_data(
+            *("prepare", "--source", "hf", "--input", "no/such", "--out", tmp_path / "b"),
+            extra=extra,
+        )
+    meta = load_meta(tmp_path / "out")
+    assert meta.revision == COMMIT
+    assert meta.split.method == "permutation"
+    assert all_tokens(tmp_path / "out") == sorted(reference_tokens(TEXTS).tolist())
+    assert missing.returncode == 10
+    assert "has no public dataset no/such. Check the name" in missing.stderr
+    # What was made once needs no hub to be found ready.
+    ready = run_data("prepare", *args, "--revision", COMMIT, extra={"HF_ENDPOINT": "http://x"})
+    assert ready.returncode == 0, ready.stderr
+    assert "nothing to do" in ready.stderr
+
+
+def test_openwebtext_is_pinned(dataset: Path, tmp_path: Path) -> None:
+    source = build_source(SourceRequest(kind="openwebtext"))
+    assert source.identity()[-2:] == [OPENWEBTEXT, OPENWEBTEXT_REVISION]
+    with fake_hub(dataset, dataset=OPENWEBTEXT) as endpoint:
+        extra = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
+        result = run_data(
+            *("prepare", "--source", "openwebtext", "--out", tmp_path / "out"), extra=extra
+        )
+    assert result.returncode == 0, result.stderr
+    assert load_meta(tmp_path / "out").revision == OPENWEBTEXT_REVISION
+
+
+def test_unreachable_hub_is_one_clear_line(tmp_path: Path) -> None:
+    result = run_data(
+        *("prepare", "--source", "hf", "--input", "a/b", "--out", tmp_path / "out", "--quiet"),
+        extra={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")},
+    )
+    assert result.returncode == 10
+    assert result.stderr.startswith("error: the Hugging Face hub cannot be reached for a/b (")
+    assert "--input FOLDER" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--split", "test"], "no split 'test'; splits there: train"),
+        (["--text-column", "id"], "column 'id' is int64, not text"),
+        (["--text-column", "body"], "no column 'body'; columns there: id, text"),
+        (["--config", "other"], "'other' not found"),
+    ],
+)
+def test_wrong_choices_within_a_dataset_say_what_there_is(
+    more: list[str],
+    message: str,
+    dataset: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = ["--source", "hf", f"--input={dataset}", f"--out={tmp_path / 'out'}", "--quiet", *more]
+    assert main(["prepare", *args]) == 10
+    complaint = capsys.readouterr().err
+    assert message in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_a_folder_without_data_files_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    args = ["--source", "hf", f"--input={tmp_path / 'empty'}", f"--out={tmp_path / 'out'}"]
+    assert main(["prepare", *args, "--quiet"]) == 10
+    assert "doesn't contain any data files" in capsys.readouterr().err

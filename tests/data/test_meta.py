@@ -1,0 +1,83 @@
+"""meta.json and what is said when a data folder is not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from payload.data.__main__ import main
+from payload.data.meta import load_meta, token_dtype, verify_files
+from payload.errors import DataError
+from tests.data.running import write_jsonl
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    source = write_jsonl(tmp_path / "a.jsonl", [f"document {i}" for i in range(20)])
+    out = tmp_path / "data"
+    assert main(["prepare", "--source", "jsonl", f"--input={source}", f"--out={out}"]) == 0
+    return out
+
+
+def test_missing_folder_names_the_command_that_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"prepare --source openwebtext --out .*/openwebtext$"):
+        load_meta(tmp_path / "openwebtext")
+
+
+def test_unfinished_folder_says_so(folder: Path) -> None:
+    (folder / "meta.json").unlink()
+    with pytest.raises(DataError, match="it was not made to the end"):
+        load_meta(folder)
+
+
+def test_short_file_is_noticed_without_reading_it(folder: Path) -> None:
+    (folder / "val.bin").write_bytes(b"12")
+    with pytest.raises(DataError, match=r"val\.bin: 2 bytes, meta\.json says"):
+        load_meta(folder)
+
+
+def test_lost_file_is_noticed(folder: Path) -> None:
+    (folder / "train.bin").unlink()
+    with pytest.raises(DataError, match=r"train\.bin: No such file.* meta\.json lists it"):
+        load_meta(folder)
+
+
+def test_changed_byte_is_found_by_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(folder)]) == 0
+    content = bytearray((folder / "train.bin").read_bytes())
+    content[7] ^= 1
+    (folder / "train.bin").write_bytes(content)
+    with pytest.raises(DataError, match=r"train\.bin: sha256 is"):
+        verify_files(folder, load_meta(folder))
+    assert main(["verify", str(folder)]) == 10
+    assert capsys.readouterr().err.count("error: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 99}, "schema_version is not 1"),
+        ({"split": None}, "missing or malformed"),
+        ({"files": {"train.bin": {}}}, "missing or malformed"),
+    ],
+)
+def test_malformed_meta_is_refused(folder: Path, change: dict[str, object], message: str) -> None:
+    path = folder / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(DataError, match=message):
+        load_meta(folder)
+
+
+def test_cut_off_meta_is_refused(folder: Path) -> None:
+    path = folder / "meta.json"
+    path.write_text(path.read_text()[:50])
+    with pytest.raises(DataError, match=r"meta\.json: cannot be read"):
+        load_meta(folder)
+
+
+def test_tokens_are_two_bytes_up_to_65536_of_them() -> None:
+    assert token_dtype(50257) == "uint16"
+    assert token_dtype(65536) == "uint16"
+    assert token_dtype(65537) == "uint32"

@@ -1,0 +1,198 @@
+"""Killed runs, full disks, and folders that hold something already."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from payload.data.__main__ import main
+from payload.data.meta import load_meta, verify_files
+from payload.data.store import JOURNAL_NAME, locked
+from payload.errors import DataError
+from tests.data.running import (
+    REPOSITORY,
+    contents,
+    data_command,
+    environment,
+    run_data,
+    stdlib_texts,
+    write_jsonl,
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 8 MB."""
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    return write_jsonl(path, stdlib_texts(min_bytes=7_500_000))
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
+    big = tmp_path / "big.jsonl"
+    big.write_bytes(corpus.read_bytes() * 6)
+    args = ["--source", "jsonl", "--input", big, "--shard-mib", "1"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert run_data("prepare", *args, "--out", whole).returncode == 0
+
+    shards: list[int] = []
+    for wanted in (2, 4):
+        killed = subprocess.Popen(
+            data_command("prepare", *args, "--out", broken),
+            cwd=REPOSITORY,
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        journal = broken / JOURNAL_NAME
+        while not journal.exists() or journal.read_bytes().count(b"\n") < wanted:
+            assert killed.poll() is None, "it was to be killed before its end"
+            time.sleep(0.005)
+        killed.kill()
+        killed.wait()
+        shards.append(journal.read_bytes().count(b"\n"))
+        assert not (broken / "meta.json").exists()
+        assert not (broken / "train.bin").exists()
+    assert shards[1] > shards[0]
+
+    last = run_data("prepare", *args, "--out", broken)
+    assert last.returncode == 0, last.stderr
+    assert "going on after" in last.stderr
+    assert contents(broken) == contents(whole)
+
+
+def test_a_run_killed_between_the_renames_and_meta_is_finished_by_the_next(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ["prepare", "--source", "jsonl", f"--input={corpus}", f"--out={tmp_path / 'out'}"]
+
+    def killed(*_: object) -> None:
+        raise SystemExit(137)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("payload.data.prepare.write_meta", killed)
+        with pytest.raises(SystemExit):
+            main(args)
+    with pytest.raises(DataError, match="not made to the end"):
+        load_meta(tmp_path / "out")
+    assert main(args) == 0
+    verify_files(tmp_path / "out", load_meta(tmp_path / "out"))
+
+
+def test_a_ready_folder_is_left_alone_and_another_source_is_refused(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    args = ["prepare", "--source", "jsonl", f"--input={corpus}", f"--out={out}"]
+    assert main(args) == 0
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    first = capsys.readouterr().out
+
+    assert main(args) == 0
+    again = capsys.readouterr()
+    assert again.out == first
+    assert "nothing to do" in again.err
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+
+    assert main([*args, "--seed", "1"]) == 10
+    assert "other settings (jsonl: " in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+
+    assert main([*args, "--seed", "1", "--force"]) == 0
+    assert load_meta(out).split.seed == 1
+
+
+def test_an_unfinished_run_of_another_source_is_not_overwritten(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / JOURNAL_NAME).write_text('{"fingerprint": "another"}\n{}\n')
+    args = ["prepare", "--source", "jsonl", f"--input={corpus}", f"--out={out}", "--quiet"]
+    assert main(args) == 10
+    assert "unfinished run with another source" in capsys.readouterr().err
+    assert main([*args, "--force"]) == 0
+
+
+def test_a_lost_partial_file_is_named(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["prepare", "--source", "jsonl", f"--input={corpus}", f"--out={tmp_path / 'out'}"]
+    killed = subprocess.Popen(
+        data_command(*args, "--shard-mib", "1"),
+        cwd=REPOSITORY,
+        env=environment(),
+        stderr=subprocess.DEVNULL,
+    )
+    journal = tmp_path / "out" / JOURNAL_NAME
+    while not journal.exists() or journal.read_bytes().count(b"\n") < 2:
+        assert killed.poll() is None, "it was to be killed before its end"
+        time.sleep(0.005)
+    killed.kill()
+    killed.wait()
+    (tmp_path / "out" / "train.bin.partial").unlink()
+    assert main([*args, "--quiet"]) == 10
+    assert "train.bin.partial: gone, though the journal lists it" in capsys.readouterr().err
+    assert main([*args, "--quiet", "--force"]) == 0
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["prepare", "--source", "jsonl", f"--input={corpus}", "--out=/proc", "--quiet"]
+    assert main(args) == 10
+    assert capsys.readouterr().err.startswith("error: /proc/.prepare.lock: ")
+
+
+def test_a_train_bin_that_someone_else_made_is_not_overwritten(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "train.bin").write_bytes(b"precious")
+    args = ["prepare", "--source", "jsonl", f"--input={corpus}", f"--out={out}", "--quiet"]
+    assert main(args) == 10
+    assert "this command did not write it" in capsys.readouterr().err
+    assert (out / "train.bin").read_bytes() == b"precious"
+
+
+def test_two_at_once_in_one_folder_are_refused(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with locked(out):
+        second = run_data("prepare", "--source", "jsonl", "--input", corpus, "--out", out)
+    assert second.returncode == 10
+    assert second.stderr.endswith(
+        f"error: {out}: another prepare is writing to it. Wait for it, or choose another --out.\n"
+    )
+    assert list(out.iterdir()) == []
+
+
+def test_a_full_disk_is_one_line_and_the_run_can_go_on(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "train.bin.partial").symlink_to("/dev/full")
+    args = ["--source", "jsonl", "--input", corpus, "--out", out]
+    full = run_data("prepare", *args, "--quiet")
+    assert full.returncode == 10
+    assert full.stderr.startswith(f"error: {out}: No space left on device while writing, ")
+    assert full.stderr.count("\n") == 1
+    assert not (out / "meta.json").exists()
+    assert run_data("prepare", *args).returncode == 0
+
+
+def test_too_small_a_disk_is_noticed_before_writing(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("payload.data.prepare.free_bytes", lambda _: 1_000_000)
+    args = ["--source", "jsonl", f"--input={corpus}", f"--out={tmp_path / 'out'}", "--quiet"]
+    assert main(["prepare", *args]) == 10
+    complaint = capsys.readouterr().err
+    assert "MiB are needed for" in complaint
+    assert "976.6 KiB are free" in complaint
+    assert not (tmp_path / "out").exists()

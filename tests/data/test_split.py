@@ -1,0 +1,51 @@
+"""Which documents are for validation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from payload.data.split import choose_split
+from payload.errors import DataError
+
+
+@pytest.mark.parametrize(("documents", "fraction"), [(2, 0.5), (1758, 0.02), (10_000, 0.0005)])
+def test_validation_documents_are_those_of_train_test_split(
+    documents: int, fraction: float
+) -> None:
+    split = choose_split(documents=documents, val_fraction=fraction, seed=2357)
+    ours = np.flatnonzero(split.val_mask(np.arange(documents)))
+    theirs = Dataset.from_dict({"number": range(documents)}).train_test_split(
+        test_size=fraction, seed=2357, shuffle=True
+    )["test"]["number"]
+    assert ours.tolist() == sorted(theirs)
+
+
+def test_a_document_beyond_the_expected_number_is_for_training() -> None:
+    split = choose_split(documents=4, val_fraction=0.25, seed=0)
+    assert split.val_mask(np.arange(100)).sum() == 1
+
+
+def test_unknown_number_of_documents_is_split_by_a_keyed_hash() -> None:
+    numbers = np.arange(200_000)
+    split = choose_split(documents=None, val_fraction=0.01, seed=1)
+    chosen = split.val_mask(numbers)
+    assert split.record.method == "hash"
+    assert 1_800 < chosen.sum() < 2_200
+    assert (split.val_mask(numbers[1_000:]) == chosen[1_000:]).all()
+    other = choose_split(documents=None, val_fraction=0.01, seed=2).val_mask(numbers)
+    assert (chosen & other).sum() < 100
+
+
+@pytest.mark.parametrize(
+    ("documents", "fraction", "message"),
+    [
+        (0, 0.5, "0 documents; at least 2"),
+        (1, 0.0005, "1 document; at least 2"),
+        (3, 0.9, "leaves nothing to train on. Lower it"),
+    ],
+)
+def test_too_few_documents_are_refused(documents: int, fraction: float, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        choose_split(documents=documents, val_fraction=fraction, seed=0)
