@@ -28,7 +28,7 @@ help:  ## list the targets
 
 run: data  ## set up if needed, then the quickstart: one real training run on this machine
 	$(PY) -m payload.orchestrate run --inventory local --config $(CONFIG) --run-id $(RUN_ID) $(ARGS)
-	$(PY) -m payload.generate --checkpoint runs/$(RUN_ID) --prompt "def " --num-samples 1
+	$(PY) -m payload.generate --checkpoint runs/$(RUN_ID) --prompt "def test_" --num-samples 1
 
 data: setup-run  ## tokenize the quickstart's text, the Python standard library's source
 	@test -f data/stdlib/meta.json || $(PY) -m payload.data prepare --source stdlib --out data/stdlib

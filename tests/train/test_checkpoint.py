@@ -108,9 +108,9 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     ]
 
 
-def test_a_kill_at_any_moment_of_the_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    """kill -9 at twelve moments of a writer that overwrites its newest checkpoint for ever."""
-    for attempt in range(12):
+def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    """kill -9 at seven moments of a writer that saves one checkpoint after the other."""
+    for attempt in range(7):
         folder = tmp_path / str(attempt)
         writer = subprocess.Popen(
             [sys.executable, "-c", _WRITER, str(folder)],
@@ -120,10 +120,12 @@ def test_a_kill_at_any_moment_of_the_save_leaves_a_whole_checkpoint(tmp_path: Pa
         )
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"first checkpoint written\n"
-        time.sleep(0.004 * attempt)
+        time.sleep(0.007 * attempt)
         writer.send_signal(signal.SIGKILL)
         writer.wait()
-        assert newest_checkpoint(folder) is not None
+        found = checkpoint_folders(folder)
+        assert found
+        assert [problem for path in found for problem in manifest_problems(path)] == []
 
 
 _WRITER = """
