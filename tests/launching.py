@@ -14,6 +14,8 @@ from typing import Any
 REPO = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 DEADLINE_S = 300
+NUM_VAL_TARGETS = 999
+"""Every validation token of `make_data_folder` but the first."""
 
 TINY_RUN = """
 [data]
@@ -115,6 +117,13 @@ def losses(run_dir: Path) -> list[float]:
     rows = [row for row in metrics(run_dir) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [row["loss"] for row in rows]
+
+
+def evaluations(run_dir: Path) -> list[float]:
+    """Validation losses of a run, each over all of its validation tokens."""
+    rows = [row for row in metrics(run_dir) if "val_loss" in row]
+    assert {row["val_tokens"] for row in rows} == {NUM_VAL_TARGETS}
+    return [row["val_loss"] for row in rows]
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

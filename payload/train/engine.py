@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import torch
 
 from payload.errors import ConfigError
@@ -14,9 +16,16 @@ INTEL_INSTALL = (
     "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0, in an environment of its own"
 )
 
+_COMPILERS = ("g++", "clang++", "c++")
+
 
 def require_engine(settings: EngineSection) -> None:
-    """Raise ConfigError, with the line that installs it, when the engine is not there."""
+    """Raise ConfigError, with what installs it, when the engine or its compiler is not there."""
+    if settings.compile and not any(shutil.which(name) for name in _COMPILERS):
+        raise ConfigError(
+            "engine.compile = true needs a C++ compiler, and this machine has none. Install one "
+            "with: apt-get install g++ (or use engine.compile = false)."
+        )
     if settings.kind == "ipex":
         try:
             import intel_extension_for_pytorch  # noqa: F401

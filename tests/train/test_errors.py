@@ -122,6 +122,15 @@ def test_backends_that_are_not_here_are_refused_before_training(
     assert "gloo" in result.stderr
 
 
+def test_compiling_without_a_compiler_is_refused_before_training(
+    tmp_path: Path, tiny_config: Path
+) -> None:
+    words = train_program(tmp_path / "run", tiny_config, "engine.compile=true")
+    result = run([sys.executable, *words], env={**rank_env(), "PATH": str(tmp_path)})
+    assert result.returncode == 10
+    assert "apt-get install g++" in result.stderr
+
+
 def test_an_error_is_left_in_the_runs_files_too(tmp_path: Path, tiny_config: Path) -> None:
     words = train_program(tmp_path / "run", tiny_config, "data.sequence_length=50000")
     assert run([sys.executable, *words]).returncode == 10

@@ -15,6 +15,7 @@ from torch import equal
 
 from tests.launching import (
     DEADLINE_S,
+    evaluations,
     losses,
     metrics,
     mpirun,
@@ -41,6 +42,13 @@ def test_losses_do_not_depend_on_how_many_ranks_share_the_batch(
         assert losses(runs[ranks]) == pytest.approx(alone, rel=1e-5)
         assert summary(runs[ranks])["world_size"] == ranks
         assert summary(runs[ranks])["ranks_identical"] is True
+        assert evaluations(runs[ranks]) == pytest.approx(evaluations(runs[1]), rel=1e-5)
+
+
+def test_a_compiled_model_trains_as_the_plain_one_does(tmp_path: Path, tiny_config: Path) -> None:
+    train(tmp_path / "plain", tiny_config, "train.steps=5")
+    train(tmp_path / "compiled", tiny_config, "train.steps=5", "engine.compile=true")
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
 
 
 def test_torchrun_and_one_process_alone_give_what_mpirun_gives(
