@@ -102,7 +102,7 @@ class LastWords:
             return error
         first_line = str(error).splitlines()[0] if str(error) else ""
         text = f"{type(error).__name__}: {first_line}"
-        if self.world is not None and isinstance(error, RuntimeError):
+        if self.world is not None:
             from payload.train.world import as_rank_lost
 
             lost = as_rank_lost(error, world=self.world)

@@ -21,7 +21,7 @@ from payload.results import (
     write_json,
 )
 from payload.train.metrics import versions
-from payload.train.world import World
+from payload.train.world import World, as_rank_lost
 
 # The first steps build kernels and warm caches; the median leaves out up to this many.
 _WARM_UP_STEPS = 3
@@ -32,7 +32,7 @@ class SummaryFile:
 
     def __init__(self, paths: RunPaths, world: World) -> None:
         self._paths = paths
-        self._is_main = world.is_main
+        self._world = world
         self._summary = Summary(
             run_id=paths.run_id,
             status="running",
@@ -56,9 +56,10 @@ class SummaryFile:
         traceback: TracebackType | None,
     ) -> None:
         if value is not None:
-            code = value.exit_code if isinstance(value, TileforgeError) else ExitCode.TRAINING
+            known = as_rank_lost(value, world=self._world) or value
+            code = known.exit_code if isinstance(known, TileforgeError) else ExitCode.TRAINING
             self._summary = replace(
-                self._summary, status="failed", exit_class=code.label, error=str(value)
+                self._summary, status="failed", exit_class=code.label, error=str(known)
             )
         self._write()
 
@@ -73,7 +74,7 @@ class SummaryFile:
         self._wall_s = wall_s
 
     def _write(self) -> None:
-        if self._is_main:
+        if self._world.is_main:
             wall_s = self._wall_s or time.perf_counter() - self._started_s
             write_json(self._paths.summary, _with_results(self._summary, self._paths, wall_s))
 

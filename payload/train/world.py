@@ -130,10 +130,11 @@ class World:
         return values
 
 
-def as_rank_lost(error: RuntimeError, *, world: World) -> RankLostError | None:
+def as_rank_lost(error: BaseException, *, world: World) -> RankLostError | None:
     """The error as a lost peer if that is what gloo reports, else None."""
     text = str(error)
-    if world.world_size == 1 or not any(hint in text.lower() for hint in _PEER_LOST):
+    gloo_spoke = isinstance(error, RuntimeError) and world.world_size > 1
+    if not gloo_spoke or not any(hint in text.lower() for hint in _PEER_LOST):
         return None
     return RankLostError(
         f"rank {world.rank} lost contact with another rank: {text.splitlines()[0][:200]}"
