@@ -31,7 +31,7 @@ run: data  ## set up if needed, then the quickstart: one real training run on th
 	$(PY) -m payload.generate --checkpoint runs/$(RUN_ID) --prompt "def test_" --num-samples 1
 
 data: setup-run  ## tokenize the quickstart's text, the Python standard library's source
-	@test -f data/stdlib/meta.json || $(PY) -m payload.data prepare --source stdlib --out data/stdlib
+	@test -f data/stdlib/meta.json || $(PY) -m payload.data prepare --source stdlib --out data/stdlib --wait
 
 test: setup  ## set up if needed, then every test that needs no cloud
 	@echo "not in this run: tests/ipex, which needs torch 2.8 in an environment of its own (make test-ipex)"

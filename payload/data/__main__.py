@@ -136,6 +136,7 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="begin anew and replace what DIR holds of an earlier run",
     )
+    add("--wait", action="store_true", help="let another prepare that writes to DIR finish first")
     add(
         "--shard-mib",
         type=_positive_int,
@@ -178,6 +179,7 @@ def _prepare(args: argparse.Namespace) -> int:
         seed=args.seed,
         max_documents=args.max_documents,
         force=args.force,
+        wait=args.wait,
         shard_bytes=args.shard_mib * MIB,
         shaping=(args.source, args.text_column, str(args.skip_bad)),
     )

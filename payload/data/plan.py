@@ -37,6 +37,8 @@ class PrepareSettings:
     """Only this many of the source's documents, from its start."""
     force: bool = False
     """Replace what the folder holds."""
+    wait: bool = False
+    """Let another run that writes to the folder finish first, instead of refusing."""
     shard_bytes: int = SHARD_BYTES
     """Output after which progress is saved."""
     shaping: tuple[str, ...] = ()

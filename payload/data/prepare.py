@@ -44,7 +44,7 @@ def prepare(source: Source, settings: PrepareSettings, reporter: Reporter) -> Ou
     reporter.say(f"source: {source.label}")
     try:
         fingerprint = fingerprint_of(source, settings)
-        with new_folder(settings.out), locked(settings.out):
+        with new_folder(settings.out), locked(settings.out, wait=settings.wait):
             ready = check_folder(settings, fingerprint)
             if ready is None:
                 meta = _Run(source, settings, reporter, fingerprint).to_the_end()

@@ -216,19 +216,23 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep a second `prepare` out of `folder`. Raises DataError when one is there already."""
+def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """Keep a second `prepare` out of `folder`.
+
+    When one is there already: waits for its end with `wait`, else raises DataError.
+    """
     path = folder / LOCK_NAME
     while True:
         file = path.open("wb")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.close()
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
             raise DataError(
-                f"{folder}: another prepare is writing to it. Wait for it, or choose another --out."
+                f"{folder}: another prepare is writing to it. Wait for it (--wait), or choose "
+                "another --out."
             ) from None
         # The one before us may have removed the file between our open and our lock.
         if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:

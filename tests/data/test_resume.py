@@ -165,9 +165,23 @@ def test_two_at_once_in_one_folder_are_refused(corpus: Path, tmp_path: Path) -> 
         second = run_data("prepare", "--source", "jsonl", "--input", corpus, "--out", out)
     assert second.returncode == 10
     assert second.stderr.endswith(
-        f"error: {out}: another prepare is writing to it. Wait for it, or choose another --out.\n"
+        f"error: {out}: another prepare is writing to it. Wait for it (--wait), or choose "
+        "another --out.\n"
     )
     assert list(out.iterdir()) == []
+
+
+def test_one_that_waits_begins_when_the_other_has_ended(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    args = ["--source", "jsonl", "--input", corpus, "--out", out, "--wait"]
+    with locked(out):
+        waiting = subprocess.Popen(data_command("prepare", *args), cwd=REPOSITORY)
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(timeout=3)
+        assert not (out / "meta.json").exists()
+    assert waiting.wait(timeout=60) == 0
+    assert (out / "meta.json").exists()
 
 
 def test_a_full_disk_is_one_line_and_the_run_can_go_on(corpus: Path, tmp_path: Path) -> None:
