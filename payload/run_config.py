@@ -22,7 +22,7 @@ class RunSection:
 
     name: str = "run"
     """Start of the run id."""
-    seed: int = setting(1337, low=0)
+    seed: int = setting(1337, low=0, high=2**32 - 1)
     """Weights, dropout and data order follow from it."""
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import time
 from types import TracebackType
 from typing import Self
 
 from payload.errors import UsageError
 from payload.results import RunPaths
+
+FORCE_SIGNAL = signal.SIGUSR1
+"""Makes a supervisor end its run at once; SIGTERM, however often, lets the ranks save first."""
 
 # A reader holds the lock for an instant to see whether it is free.
 _RETRY_S = 2.0

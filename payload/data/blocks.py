@@ -44,10 +44,11 @@ class BlockOrder:
     def _permute(self, positions: Indices, *, epoch: int) -> Indices:
         """A Feistel network on the next even power of two, walked until it falls in range."""
         half_bits = max(1, (max(1, self.num_blocks - 1).bit_length() + 1) // 2)
-        keys = _mix(
-            np.arange(_FEISTEL_ROUNDS, dtype=np.uint64)
-            + _mix(np.array([self.seed, epoch], dtype=np.uint64)).sum(dtype=np.uint64)
-        )
+        # Mixed one after the other: seed 0 in epoch 1 is not seed 1 in epoch 0.
+        seeded = _mix(np.full(_FEISTEL_ROUNDS, self.seed, dtype=np.uint64))
+        seeded = _mix(seeded ^ np.full(_FEISTEL_ROUNDS, epoch, dtype=np.uint64))
+        rounds: _U64 = np.arange(_FEISTEL_ROUNDS, dtype=np.uint64)
+        keys = _mix(seeded ^ rounds)
         values = _feistel(positions.astype(np.uint64), keys=keys, half_bits=half_bits)
         outside = values >= self.num_blocks
         while outside.any():

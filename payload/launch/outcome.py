@@ -56,7 +56,8 @@ def judge(evidence: Evidence) -> Verdict:
         return Verdict(
             status="failed",
             exit_code=ExitCode.HANG,
-            error="the ranks did not stop in time and were killed; the last checkpoint is intact",
+            error="the ranks did not stop in time and were killed; what came after the last "
+            "checkpoint is lost",
         )
     if evidence.stop != "none" and (cause is None or cause.exit_code is ExitCode.RANK_LOST):
         return _stopped(evidence)

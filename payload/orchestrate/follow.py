@@ -15,6 +15,7 @@ from rich.console import Console
 from payload.errors import ConfigError
 from payload.orchestrate.live import LiveLine
 from payload.results import RunPaths, RunState, read_json
+from payload.run_lock import FORCE_SIGNAL
 
 _TICK_S = 0.2
 _ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -56,7 +57,9 @@ class Asks:
 
     def __enter__(self) -> Asks:
         for number in _ASKS:
-            self._before[number] = signal.signal(number, self._note)
+            # What was ignored stays so: nohup means that a hangup is no wish to stop.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,5 +136,5 @@ def _pass_on(supervisor: subprocess.Popen[bytes], live: LiveLine, *, heeded: int
         live.say("stopping: saving a checkpoint first (Ctrl-C again to stop at once)")
     elif heeded == 1:
         live.say("stopping at once")
-    supervisor.send_signal(signal.SIGTERM)
+    supervisor.send_signal(signal.SIGTERM if heeded == 0 else FORCE_SIGNAL)
     return heeded + 1

@@ -8,14 +8,14 @@ import signal
 import time
 from dataclasses import asdict
 
-from payload.errors import ExitCode, RankLostError, UsageError
+from payload.errors import ConfigError, ExitCode, RankLostError, UsageError
 from payload.launch.ranks import load_ranks
 from payload.orchestrate.follow import Tail, follow_log
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.report import list_table, ranks_table, status_lines, text_console
 from payload.orchestrate.runs import all_runs, find_run, view_run, wait_until_ended
 from payload.results import RunState, read_json
-from payload.run_lock import is_supervised
+from payload.run_lock import FORCE_SIGNAL, is_supervised
 
 # Beyond the supervisor's own patience with the ranks: killing them and writing it down.
 _STOP_MARGIN_S = 20.0
@@ -35,7 +35,12 @@ def status(arguments: argparse.Namespace, access: LocalAccess) -> int:
 
 def list_runs(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Show all runs, the newest first."""
-    views = [view_run(paths, now_unix=time.time()) for paths in all_runs(arguments.runs_dir)]
+    views = []
+    for paths in all_runs(arguments.runs_dir):
+        try:
+            views.append(view_run(paths, now_unix=time.time()))
+        except ConfigError as error:
+            text_console(stderr=True).print(f"note: run {paths.run_id} left out: {error}")
     out = text_console(stderr=False)
     if arguments.json:
         out.print(json.dumps([asdict(view) for view in views], indent=2))
@@ -74,9 +79,8 @@ def stop(arguments: argparse.Namespace, access: LocalAccess) -> int:
     paths = find_run(arguments.runs_dir, arguments.run)
     talk = text_console(stderr=True)
     state = read_json(RunState, paths.state)
-    # Two signals of different kinds: the kernel may merge two of one kind into one.
-    numbers = [signal.SIGTERM, signal.SIGINT] if arguments.force else [signal.SIGTERM]
-    if state is None or not access.signal_supervisor(paths, state, numbers):
+    wish = FORCE_SIGNAL if arguments.force else signal.SIGTERM
+    if state is None or not access.signal_supervisor(paths, state, [wish]):
         view = view_run(paths, now_unix=time.time())
         talk.print(f"run {paths.run_id} is not running: {view.status} after step {view.step}")
         return ExitCode.OK

@@ -26,6 +26,7 @@ from payload.run_lock import is_supervised
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LATEST = "latest"
+_CHECKPOINT = re.compile(r"step_\d{8,}")
 # A supervisor takes its lock this soon after the plan was written.
 _START_S = 15.0
 
@@ -157,8 +158,9 @@ def running_here(runs_dir: Path) -> list[str]:
 
 def newest_checkpoint(paths: RunPaths) -> Path | None:
     """The last checkpoint that was written to its end."""
-    whole = sorted(manifest.parent for manifest in paths.checkpoints.glob("step_*/manifest.json"))
-    return whole[-1] if whole else None
+    manifests = paths.checkpoints.glob("step_*/manifest.json")
+    whole = [each.parent for each in manifests if _CHECKPOINT.fullmatch(each.parent.name)]
+    return max(whole, key=lambda folder: int(folder.name.partition("_")[2]), default=None)
 
 
 def _folders(runs_dir: Path) -> Iterator[RunPaths]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from payload.errors import ConfigError, TileforgeError
 from payload.results import RunPaths
-from payload.run_lock import RunLock
+from payload.run_lock import FORCE_SIGNAL, RunLock
 from payload.supervise.processes import adopt_orphans
 from payload.supervise.supervisor import Supervisor
 from payload.supervise.wakeups import Wakeups
@@ -21,8 +21,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Supervise one run and return the exit code that says how it ended."""
     arguments = _parser().parse_args(argv)
     paths = RunPaths(arguments.run_dir.absolute())
-    # Counted from here on; two of them force the end.
-    wakeups = Wakeups([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD])
+    wakeups = Wakeups([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, FORCE_SIGNAL])
     try:
         if not paths.plan.exists():
             raise ConfigError(
@@ -47,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m payload.supervise",
         description="Keep one planned run alive until it ends. SIGTERM stops it with a checkpoint, "
-        "a second one at once.",
+        "SIGUSR1 or a second Ctrl-C at once.",
     )
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
     parser.add_argument(

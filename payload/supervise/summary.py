@@ -9,59 +9,55 @@ from payload.errors import ConfigError
 from payload.launch.outcome import Verdict
 from payload.launch.plan import LaunchPlan
 from payload.results import RunPaths, RunState, Summary, read_json, read_metrics, write_json
+from payload.run_statistics import with_metrics, with_time
+
+
+def last_summary(paths: RunPaths) -> Summary | None:
+    """What summary.json holds, or None when it is absent or damaged."""
+    try:
+        return read_json(Summary, paths.summary)
+    except ConfigError:
+        return None
 
 
 def complete_summary(
-    paths: RunPaths, verdict: Verdict, *, plan: LaunchPlan, state: RunState
+    paths: RunPaths,
+    verdict: Verdict,
+    *,
+    plan: LaunchPlan,
+    state: RunState,
+    wall_before_s: float,
 ) -> None:
-    """Make summary.json say how the run ended; what the trainer wrote there stays."""
-    try:
-        written = read_json(Summary, paths.summary)
-    except ConfigError:
-        written = None
-    summary = written or _from_metrics(paths, plan=plan, state=state)
+    """Make summary.json say how the run ended.
+
+    A trainer that came to its end has said everything else itself. Of one that did not, the last
+    word dates from its start, so the numbers are made anew from metrics.jsonl and the clock, the
+    `wall_before_s` of earlier attempts included.
+    """
+    written = last_summary(paths)
     summary = replace(
-        summary,
+        written or _blank(paths, plan=plan),
         status=verdict.status,
         exit_class=verdict.exit_code.label,
         error=verdict.error,
         restarts=state.attempt - 1,
-        wall_s=summary.wall_s or time.time() - state.started_unix,
     )
+    if written is None or written.status not in ("finished", "stopped"):
+        summary = with_metrics(summary, read_metrics(paths.metrics))
+        wall_s = wall_before_s + time.time() - state.started_unix
+        summary = with_time(summary, paths, wall_s=wall_s)
     if verdict.status == "failed":
-        # The trainer's last word may date from before the failure.
-        summary = replace(_with_progress(summary, paths), ranks_identical=False)
+        summary = replace(summary, ranks_identical=False)
     if summary != written:
         write_json(paths.summary, summary)
 
 
-def _from_metrics(paths: RunPaths, *, plan: LaunchPlan, state: RunState) -> Summary:
-    """A summary for a run whose rank 0 never wrote one."""
-    return _with_progress(
-        Summary(
-            run_id=paths.run_id,
-            status=state.status,
-            exit_class="",
-            world_size=plan.world_size,
-            nodes=plan.nodes,
-        ),
-        paths,
-    )
-
-
-def _with_progress(summary: Summary, paths: RunPaths) -> Summary:
-    """Steps, tokens and losses as metrics.jsonl has them."""
-    rows = read_metrics(paths.metrics)
-    steps = [row for row in rows if "loss" in row]
-    val_losses = [row["val_loss"] for row in rows if "val_loss" in row]
-    if val_losses:
-        summary = replace(summary, best_val_loss=min(val_losses), final_val_loss=val_losses[-1])
-    if not steps:
-        return summary
-    return replace(
-        summary,
-        steps=steps[-1]["step"],
-        tokens=steps[-1]["tokens"],
-        first_loss=steps[0]["loss"],
-        final_loss=steps[-1]["loss"],
+def _blank(paths: RunPaths, *, plan: LaunchPlan) -> Summary:
+    """For a run whose rank 0 never wrote a summary."""
+    return Summary(
+        run_id=paths.run_id,
+        status="failed",
+        exit_class="",
+        world_size=plan.world_size,
+        nodes=plan.nodes,
     )

@@ -27,6 +27,7 @@ from payload.results import (
     read_json,
     write_json,
 )
+from payload.run_lock import FORCE_SIGNAL
 from payload.supervise.processes import (
     kill_all,
     kill_until_none,
@@ -34,7 +35,7 @@ from payload.supervise.processes import (
     signal_process,
     wait_until_none,
 )
-from payload.supervise.summary import complete_summary
+from payload.supervise.summary import complete_summary, last_summary
 from payload.supervise.wakeups import Wakeups
 
 _TICK_S = 0.2
@@ -78,6 +79,8 @@ class Supervisor:
             updated_unix=now,
             attempt=previous.attempt + 1 if previous else 1,
         )
+        before = last_summary(paths)
+        self._wall_before_s = before.wall_s if before else 0.0
         self._stop: Stop = "none"
         self._stop_deadline: float | None = None
         self._failure_deadline: float | None = None
@@ -99,7 +102,13 @@ class Supervisor:
                 launcher.wait()
                 reap_children()
         verdict = self._judge(launcher.returncode, log_start=log_start)
-        complete_summary(self._paths, verdict, plan=self._plan, state=self._state)
+        complete_summary(
+            self._paths,
+            verdict,
+            plan=self._plan,
+            state=self._state,
+            wall_before_s=self._wall_before_s,
+        )
         error = verdict.error
         if left:
             error = f"{error or verdict.status}; processes {sorted(left)} could not be ended"
@@ -153,7 +162,9 @@ class Supervisor:
         counts = self._wakeups.counts
         asked = counts[signal.SIGTERM] + counts[signal.SIGINT]
         orphaned = self._owner_pid is not None and os.getppid() != self._owner_pid
-        if asked >= 2 and self._stop != "forced":
+        # Two polite wishes are still polite: two people may type `stop`.
+        forced = counts[FORCE_SIGNAL] or counts[signal.SIGINT] >= 2
+        if forced and self._stop != "forced":
             self._stop = "forced"
             self._end_now()
         elif (asked or orphaned) and self._stop == "none":

@@ -38,11 +38,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> ExitCode:
     from payload.train.world import World
 
     world = last_words.world = World.from_env(env)
+    last_words.paths = RunPaths(arguments.run_dir) if arguments.run_dir else None
     logging.getLogger().setLevel(logging.INFO if world.is_main else logging.WARNING)
     world.join(config.distributed)
     run_dir = arguments.run_dir or world.broadcast(_new_run_dir(config))
     paths = last_words.paths = RunPaths(Path(str(run_dir)))
-    if world.is_main and not paths.config.exists():
+    if world.is_main:
         write_whole(paths.config, config.to_toml())
     outcome = train(config, paths=paths, world=world, stop_requested=stop.requested)
     world.leave()

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -40,6 +40,8 @@ class TrainerState:
     tokens: int
     seed: int
     """Dropout masks are drawn from (seed, sample index); there is no generator state to keep."""
+    dtype: Literal["bf16", "fp32"]
+    """What the run computes in; under `auto`, a resume keeps it."""
     train_sha256: str
     """Hash of the train.bin that the data position refers to."""
     wall_s: float = 0.0
@@ -140,9 +142,15 @@ def manifest_problems(folder: Path) -> list[str]:
     return problems
 
 
-def remove_old_checkpoints(checkpoints: Path, *, keep: int) -> None:
-    """Remove all but the newest `keep`, and what an interrupted write left."""
-    for folder in checkpoint_folders(checkpoints)[:-keep]:
+def remove_old_checkpoints(checkpoints: Path, *, keep: int, newest: Path) -> None:
+    """Remove all but the `keep` up to `newest`, and what an interrupted write left.
+
+    What lies beyond `newest`, the one just written, was damaged or given up: training has been
+    resumed from before it.
+    """
+    folders = checkpoint_folders(checkpoints)
+    kept = folders[: folders.index(newest) + 1][-keep:]
+    for folder in set(folders) - set(kept):
         # Renamed first, so that a half-removed folder is never taken for a checkpoint.
         doomed = folder.with_name(folder.name + _PARTIAL_SUFFIX)
         folder.rename(doomed)

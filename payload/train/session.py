@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from payload.data.blocks import TokenData
 from payload.results import RunPaths, read_metrics
-from payload.run_config import RunConfig
+from payload.run_config import DtypeChoice, RunConfig
 from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration, calibrate
 from payload.train.engine import engage, require_engine
@@ -38,18 +38,27 @@ def train(
         require_engine(config.engine)
         config.batch.grad_accum_steps(world.world_size)
         data = TokenData.open(Path(config.data.dir), sequence_length=config.data.sequence_length)
-        calibration = calibrate(world, config.precision.dtype)
+        start = find_start(config, data, paths=paths, world=world)
+        calibration = calibrate(world, _dtype_choice(config, start))
         summary.calibrated(peak_flops_per_s=calibration.peak_flops_per_s)
         outcome, wall_s = _train(
             config,
             paths=paths,
             world=world,
             data=data,
+            start=start,
             calibration=calibration,
             stop_requested=stop_requested,
         )
         summary.end("stopped" if outcome.stopped else "finished", wall_s=wall_s)
     return outcome
+
+
+def _dtype_choice(config: RunConfig, start: Start) -> DtypeChoice:
+    """The config's, but a resumed run goes on in what `auto` chose for it."""
+    if config.precision.dtype == "auto" and start.state is not None:
+        return start.state.dtype
+    return config.precision.dtype
 
 
 def _train(
@@ -58,12 +67,12 @@ def _train(
     paths: RunPaths,
     world: World,
     data: TokenData,
+    start: Start,
     calibration: Calibration,
     stop_requested: Callable[[], bool],
 ) -> tuple[Outcome, float]:
     sign_of_life = SignOfLife(paths, world)
     sign_of_life.tell(step=0, phase="start")
-    start = find_start(config, data, paths=paths, world=world)
     if world.is_main:
         require_disk_space(config, start.model.shape, paths=paths)
         for line in describe(

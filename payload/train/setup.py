@@ -16,7 +16,7 @@ from payload.data.meta import TRAIN_NAME
 from payload.errors import CheckpointError, ConfigError
 from payload.model_shape import ModelShape
 from payload.results import RunPaths
-from payload.run_config import RunConfig
+from payload.run_config import RunConfig, parse_run_config
 from payload.train.checkpoint import (
     MANIFEST_FILE,
     TrainerState,
@@ -31,6 +31,17 @@ from payload.train.weights import crop_sequence_length, load_hf
 from payload.train.world import World
 
 log = logging.getLogger(__name__)
+
+_FIXED = (
+    ("run", "seed"),
+    ("data", "sequence_length"),
+    ("model", "preset"),
+    ("model", "bias"),
+    ("model", "n_layer"),
+    ("model", "n_head"),
+    ("model", "n_embd"),
+    ("optimizer", "name"),
+)
 
 # fp32 weights and two AdamW moments, on disk.
 _CHECKPOINT_BYTES_PER_PARAM = 12
@@ -67,6 +78,7 @@ def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: Wo
     assert agreed is None or isinstance(agreed, TrainerState)
     if agreed is not None:
         _require_same_data(agreed, data)
+        _require_same_run(agreed, config)
     return Start(model=model, state=agreed, checkpoint=checkpoint)
 
 
@@ -96,6 +108,7 @@ def _loaded_model(source: str, config: RunConfig, *, world: World) -> GPT:
     if world.is_main:
         model = load_hf(_checkpoint_source(source), dropout=config.model.dropout)
         model = crop_sequence_length(model, config.data.sequence_length)
+        _require_asked_sizes(model.shape, config)
     described = world.broadcast((asdict(model.shape), model.activation) if model else None)
     assert isinstance(described, tuple)
     sizes, activation = described
@@ -126,6 +139,30 @@ def _require_vocabulary(shape: ModelShape, data: TokenData) -> None:
             f"{data.meta.vocab_size} ({data.meta.tokenizer}). Prepare the data with the model's "
             "tokenizer."
         )
+
+
+def _require_same_run(state: TrainerState, config: RunConfig) -> None:
+    """What a resume may not change: it would silently be another run."""
+    before = parse_run_config(state.config_toml, where="the checkpoint's config")
+    for section, key in _FIXED:
+        old, new = (getattr(getattr(each, section), key) for each in (before, config))
+        if old != new:
+            raise CheckpointError(
+                f"{section}.{key} = {new!r}, but the run's checkpoint was trained with {old!r}. "
+                "Resume without changing it, or start a new run with model.init set to the "
+                "checkpoint."
+            )
+
+
+def _require_asked_sizes(shape: ModelShape, config: RunConfig) -> None:
+    """Sizes that the config names besides weights that have their own must be those."""
+    for name in ("n_layer", "n_head", "n_embd"):
+        asked, found = getattr(config.model, name), getattr(shape, name)
+        if asked is not None and asked != found:
+            raise CheckpointError(
+                f"model.{name} = {asked}, but the weights of model.init have {found}. Leave "
+                f'model.{name} out, or use model.init = "scratch".'
+            )
 
 
 def _require_same_data(state: TrainerState, data: TokenData) -> None:

@@ -141,11 +141,15 @@ class Trainer:
         )
 
     def _train_step(self) -> bool:
-        """One update. Returns whether any rank was asked to stop."""
+        """One update, or none when a rank is asked to stop before it. Returns whether one was."""
         parts, started_s = self._parts, time.perf_counter()
         lr = lr_at(self._step, parts.config)
         parts.optimizers.set_lr(lr)
-        loss, data_time_s, sync_time_s = self._accumulate_gradients()
+        passes = self._accumulate_gradients()
+        if passes is None:
+            parts.optimizers.zero_grad()
+            return True
+        loss, data_time_s, sync_time_s = passes
         grad_norm = self._clip()
         parts.optimizers.step()
         mean_loss, stopping = self._agree(loss)
@@ -171,10 +175,12 @@ class Trainer:
         )
         return stopping
 
-    def _accumulate_gradients(self) -> tuple[torch.Tensor, float, float]:
+    def _accumulate_gradients(self) -> tuple[torch.Tensor, float, float] | None:
         """All passes of a step; ranks exchange gradients during the last one only.
 
-        Returns this rank's mean loss, the time spent reading data and the time spent waiting.
+        Returns this rank's mean loss, the time spent reading data and the time spent waiting; None
+        when a rank was asked to stop: a step of many passes takes minutes, which a preempted
+        machine does not have.
         """
         parts, data_time_s = self._parts, 0.0
         total = torch.zeros((), dtype=torch.float64)
@@ -192,6 +198,8 @@ class Trainer:
                 loss = parts.trained(tokens, targets)
                 parts.accelerator.backward(loss / self._accumulation)
             total += loss.detach().double() / self._accumulation
+            if not last and self._stop_agreed(phase="step"):
+                return None
         sync_time_s = parts.exchange.exposed_time_s(backward_done_s=time.perf_counter())
         return total, data_time_s, sync_time_s
 
@@ -252,7 +260,7 @@ class Trainer:
             micro_batch_size=self._batch.micro_batch_size,
             max_tokens=parts.config.train.eval_tokens,
             autocast=parts.accelerator.autocast,
-            should_stop=self._stop_agreed,
+            should_stop=lambda: self._stop_agreed(phase="eval"),
         )
         if row is None:
             return True
@@ -265,10 +273,10 @@ class Trainer:
 
         return False
 
-    def _stop_agreed(self) -> bool:
-        """Between two passes of an evaluation: still alive, and is any rank asked to stop?"""
+    def _stop_agreed(self, *, phase: str) -> bool:
+        """Between two passes: this rank is alive, and is any rank asked to stop?"""
         parts = self._parts
-        parts.sign_of_life.tell(step=self._step, phase="eval")
+        parts.sign_of_life.tell(step=self._step, phase=phase)
         asked = torch.tensor(float(parts.stop_requested()))
         return bool(parts.world.sum(asked) > 0)
 
@@ -293,6 +301,7 @@ class Trainer:
                 next_sample=self._next_sample,
                 tokens=self._tokens,
                 seed=parts.config.run.seed,
+                dtype=parts.calibration.dtype,
                 train_sha256=meta.files[TRAIN_NAME].sha256,
                 wall_s=self.wall_s(),
                 world_size=parts.world.world_size,
@@ -301,7 +310,9 @@ class Trainer:
                 versions=versions(),
             ),
         )
-        remove_old_checkpoints(parts.paths.checkpoints, keep=parts.config.train.keep_checkpoints)
+        remove_old_checkpoints(
+            parts.paths.checkpoints, keep=parts.config.train.keep_checkpoints, newest=folder
+        )
         log.info(f"step {self._step}: checkpoint {folder}")
 
 

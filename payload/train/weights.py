@@ -23,6 +23,13 @@ WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 
 _PREFIX = "transformer."
+_ARITHMETIC = {
+    "tie_word_embeddings": True,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "layer_norm_epsilon": 1e-5,
+    "n_inner": None,
+}
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # Buffers that old releases saved, and the head, which is the token embedding.
 _NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
@@ -51,6 +58,7 @@ def load_hf(source: str, *, dropout: float = 0.0) -> GPT:
     if not folder.is_dir():
         folder = _download(source)
     config = _read_config(folder)
+    _refuse_variants(config, folder)
     tensors = _read_tensors(folder)
     bias = bool(config.get("tileforge_bias", True))
     shape = ModelShape(
@@ -170,6 +178,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _refuse_variants(config: dict[str, Any], folder: Path) -> None:
+    """GPT-2s of another arithmetic would load without an error and compute something else."""
+    for key, wanted in _ARITHMETIC.items():
+        if config.get(key, wanted) != wanted:
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE}: {key} = {config[key]!r}; only {wanted!r}, as in GPT-2 "
+                "itself, can be loaded."
+            )
+
+
 def _size(config: dict[str, Any], key: str, folder: Path) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
@@ -202,11 +220,13 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             f"{folder}: its weights cannot be read ({error}). Only safetensors files are loaded: "
             "the pickle format can run code."
         ) from None
-    return {
-        name.removeprefix(_PREFIX): value
-        for name, value in tensors.items()
-        if not name.endswith(_NOT_PARAMETERS)
-    }
+    named = {name.removeprefix(_PREFIX): value for name, value in tensors.items()}
+    head = named.get("lm_head.weight")
+    if head is not None and not torch.equal(head, named.get("wte.weight", head)):
+        raise CheckpointError(
+            f"{folder}: its output head is not its token embedding; only tied ones can be loaded."
+        )
+    return {name: value for name, value in named.items() if not name.endswith(_NOT_PARAMETERS)}
 
 
 def _assign(model: GPT, tensors: dict[str, Tensor], *, folder: Path) -> None:

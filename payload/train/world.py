@@ -73,9 +73,9 @@ class World:
 
     def join(self, settings: DistributedSection) -> None:
         """Form the process group. Raises ConfigError for a backend that this machine lacks."""
+        _load_backend(settings.backend)
         if self.world_size == 1:
             return
-        _load_backend(settings.backend)
         # Accelerate and torch's env:// rendezvous read these names only.
         os.environ |= {
             "RANK": str(self.rank),

@@ -37,7 +37,13 @@ def make_run(root: Path, *, steps: tuple[int, ...]) -> RunPaths:
     paths.checkpoints.mkdir(parents=True)
     for step in steps:
         state = TrainerState(
-            step=step, next_sample=0, tokens=0, seed=0, train_sha256="", world_size=1
+            step=step,
+            next_sample=0,
+            tokens=0,
+            seed=0,
+            dtype="fp32",
+            train_sha256="",
+            world_size=1,
         )
         model = make_model(seed=step)
         save_checkpoint(paths.checkpoint(step), model=model, optimizer={}, state=state)

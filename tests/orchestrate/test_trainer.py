@@ -6,13 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from payload.errors import ExitCode
-from payload.results import RunPaths, Summary, read_json
+from payload.results import RunPaths, Summary, read_json, read_metrics
 from payload.supervise.processes import processes_of
+from payload.train.checkpoint import checkpoint_folders, manifest_problems
 from tests.data_folders import make_data_folder
 from tests.supervise.planned import REPO, wait_for_steps
 
@@ -58,6 +60,36 @@ def test_two_ranks_train_one_model(tmp_path: Path) -> None:
     assert not processes_of(paths.root)
 
 
+@pytest.mark.parametrize("backend", ["ccl", "nccl"])
+def test_a_backend_that_is_not_here_is_refused_in_the_ranks_own_words(
+    tmp_path: Path, backend: str
+) -> None:
+    process = start(tmp_path, f"distributed.backend={backend}")
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == ExitCode.CONFIG
+    assert f"distributed.backend = '{backend}'" in err
+
+
+def test_a_step_of_many_passes_is_left_when_the_run_is_stopped(tmp_path: Path) -> None:
+    """One step here takes hours; a stop must not wait for its end."""
+    process = start(tmp_path, "batch.global_batch_size=2000000", "train.checkpoint_every=1")
+    paths = RunPaths(tmp_path / "runs" / "one")
+    deadline = time.monotonic() + TIMEOUT_S
+    while '"phase": "step"' not in _text(paths.rank_progress(1)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0
+    summary = read_json(Summary, paths.summary)
+    assert summary is not None
+    assert (summary.status, summary.steps, summary.ranks_identical) == ("stopped", 0, True)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
 def test_a_killed_rank_is_named_and_the_last_checkpoint_is_offered(tmp_path: Path) -> None:
     process = start(tmp_path, "train.steps=100000", "train.checkpoint_every=1")
     paths = RunPaths(tmp_path / "runs" / "one")
@@ -66,6 +98,15 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_is_offered(tmp_path: Pat
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == ExitCode.RANK_LOST
     assert "error: rank 1 on " in err and "was killed by signal 9 (SIGKILL)" in err
-    assert list(paths.checkpoints.glob("step_*/manifest.json"))
+    folders = checkpoint_folders(paths.checkpoints)
+    assert folders
+    assert [problem for folder in folders for problem in manifest_problems(folder)] == []
+    summary = read_json(Summary, paths.summary)
+    rows = [row for row in read_metrics(paths.metrics) if "loss" in row]
+    assert summary is not None
+    assert (summary.status, summary.exit_class) == ("failed", "rank_lost")
+    assert (summary.steps, summary.final_loss) == (rows[-1]["step"], rows[-1]["loss"])
+    assert summary.tokens_per_s is not None
+    assert summary.wall_s >= sum(row["step_time_s"] for row in rows)
     assert "run --resume one" in err
     assert not processes_of(paths.root)

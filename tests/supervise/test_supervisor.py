@@ -14,6 +14,7 @@ import pytest
 
 from payload.errors import ExitCode
 from payload.results import RankExit, RunPaths, Summary, read_json
+from payload.run_lock import FORCE_SIGNAL
 from payload.supervise.processes import processes_of
 from tests.supervise.planned import (
     DEADLINE_S,
@@ -133,12 +134,13 @@ def test_a_stop_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
     assert not processes_of(paths.root)
 
 
-def test_a_second_signal_ends_deaf_ranks_at_once(tmp_path: Path) -> None:
+def test_the_force_signal_ends_deaf_ranks_at_once(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--deaf", "--stray")
     supervisor = supervise(paths)
     wait_for_steps(paths)
-    supervisor.send_signal(signal.SIGINT)
     supervisor.send_signal(signal.SIGTERM)
+    supervisor.send_signal(signal.SIGTERM)
+    supervisor.send_signal(FORCE_SIGNAL)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
     assert "steps since the last checkpoint are lost" in str(state_of(paths).error)
     assert not processes_of(paths.root)

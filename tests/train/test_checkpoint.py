@@ -30,7 +30,13 @@ from tests.launching import REPO, rank_env
 from tests.train.test_model import make_model, tokens
 
 STATE = TrainerState(
-    step=7, next_sample=56, tokens=448, seed=1, train_sha256="0" * 64, world_size=2
+    step=7,
+    next_sample=56,
+    tokens=448,
+    seed=1,
+    dtype="bf16",
+    train_sha256="0" * 64,
+    world_size=2,
 )
 
 
@@ -94,18 +100,25 @@ def test_an_interrupted_write_leaves_the_older_checkpoint_and_is_cleaned_up(tmp_
     good = save(tmp_path / "step_00000007")
     (tmp_path / "step_00000014.partial").mkdir()
     assert newest_checkpoint(tmp_path) == good
-    remove_old_checkpoints(tmp_path, keep=2)
+    remove_old_checkpoints(tmp_path, keep=2, newest=good)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000007"]
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (9, 10, 100, 99):
         (tmp_path / f"step_{step:08d}").mkdir()
-    remove_old_checkpoints(tmp_path, keep=2)
+    remove_old_checkpoints(tmp_path, keep=2, newest=tmp_path / "step_00000100")
     assert [path.name for path in checkpoint_folders(tmp_path)] == [
         "step_00000099",
         "step_00000100",
     ]
+
+
+def test_a_damaged_checkpoint_never_costs_the_one_just_written(tmp_path: Path) -> None:
+    for step in (50, 60, 100):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    remove_old_checkpoints(tmp_path, keep=1, newest=tmp_path / "step_00000060")
+    assert [path.name for path in checkpoint_folders(tmp_path)] == ["step_00000060"]
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path: Path) -> None:

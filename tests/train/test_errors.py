@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +42,7 @@ def _other_vocabulary(folder: Path) -> list[str]:
     from payload.train.weights import save_hf
 
     (folder / "init").mkdir()
-    shape = ModelShape(n_layer=1, n_head=1, n_embd=8, sequence_length=32, vocab_size=99)
+    shape = ModelShape(n_layer=2, n_head=2, n_embd=32, sequence_length=32, vocab_size=99)
     save_hf(GPT(shape), folder / "init")
     return [f"model.init={folder / 'init'}"]
 
@@ -116,7 +117,7 @@ def test_backends_that_are_not_here_are_refused_before_training(
     tmp_path: Path, tiny_config: Path, backend: str
 ) -> None:
     words = train_program(tmp_path / "run", tiny_config, f"distributed.backend={backend}")
-    result = run([sys.executable, *words], env=rank_env(RANK="0", WORLD_SIZE="2"))
+    result = run([sys.executable, *words])
     assert result.returncode == 10
     assert f"distributed.backend = '{backend}'" in result.stderr
     assert "gloo" in result.stderr
@@ -129,6 +130,41 @@ def test_compiling_without_a_compiler_is_refused_before_training(
     result = run([sys.executable, *words], env={**rank_env(), "PATH": str(tmp_path)})
     assert result.returncode == 10
     assert "apt-get install g++" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("run.seed=5", "run.seed = 5, but the run's checkpoint was trained with 1337"),
+        ("optimizer.name=muon", "optimizer.name = 'muon', but .* was trained with 'adamw'"),
+        ("model.n_layer=3", "model.n_layer = 3, but"),
+        ("data.sequence_length=16", "data.sequence_length = 16, but"),
+    ],
+)
+def test_a_resume_that_would_be_another_run_is_refused(
+    trained_run: Path, tiny_config: Path, change: str, message: str
+) -> None:
+    words = train_program(trained_run, tiny_config, "train.steps=6", change)
+    result = run([sys.executable, *words])
+    assert result.returncode == 10
+    assert re.search(message, result.stderr), result.stderr
+
+
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    words = train_program(folder, tiny_config, "train.steps=3")
+    assert run([sys.executable, *words]).returncode == 0
+    return folder
+
+
+def test_sizes_that_the_initial_weights_do_not_have_are_refused(
+    trained_run: Path, tiny_config: Path, tmp_path: Path
+) -> None:
+    words = train_program(tmp_path, tiny_config, f"model.init={trained_run}", "model.n_layer=3")
+    result = run([sys.executable, *words])
+    assert result.returncode == 10
+    assert "model.n_layer = 3, but the weights of model.init have 2" in result.stderr
 
 
 def test_an_error_is_left_in_the_runs_files_too(tmp_path: Path, tiny_config: Path) -> None:

@@ -163,6 +163,35 @@ def _spoil_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tie_word_embeddings", False),
+        ("scale_attn_weights", False),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("layer_norm_epsilon", 1e-3),
+        ("n_inner", 128),
+    ],
+)
+def test_gpt2s_of_another_arithmetic_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    save_hf(make_model(), tmp_path)
+    _spoil_config(tmp_path, **{key: value})
+    with pytest.raises(CheckpointError, match=f"{key} = {value}; only"):
+        load_hf(str(tmp_path))
+
+
+def test_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
+    save_hf(make_model(), tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["lm_head.weight"] = state["transformer.wte.weight"].clone()
+    save_file(state, tmp_path / "model.safetensors")
+    load_hf(str(tmp_path))
+    state["lm_head.weight"] += 1
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="output head is not its token embedding"):
+        load_hf(str(tmp_path))
+
+
 def test_damaged_or_foreign_folders_are_refused_with_the_reason(tmp_path: Path) -> None:
     save_hf(make_model(), tmp_path)
     weights = (tmp_path / "model.safetensors").read_bytes()
