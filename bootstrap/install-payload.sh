@@ -305,9 +305,21 @@ PYTHON
     "$venv/bin/python" -m pip uninstall -qq -y --disable-pip-version-check $strays
 }
 
+# An environment keeps the Python that it was made with; naming another one must not be ignored.
+refuse_other_python() {
+    [[ -n $named_python && -x $venv/bin/python ]] || return 0
+    local old new
+    old=$("$venv/bin/python" --version 2>&1) || return 0 # broken; it is made anew
+    new=$("$python" --version)
+    [[ $old == "$new" ]] ||
+        usage_error "$venv was made with $old, --python names $new. Remove it first (rm -r $venv), or choose another --venv."
+}
+
 main() {
     parse_arguments "$@"
+    local named_python=$python
     find_python
+    refuse_other_python
     hash=$(lock_hash)
     if merge_with_installed; then return; fi
     wait_for_others

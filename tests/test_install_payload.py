@@ -227,6 +227,14 @@ def test_a_python_without_venv_is_told_the_package_that_has_it(tmp_path: Path) -
     assert "apt-get install python3-venv" in refused.stderr
 
 
+def test_another_python_than_the_environments_is_not_ignored(tmp_path: Path) -> None:
+    write_program(tmp_path / ".venv" / "bin" / "python", 'echo "Python 3.99.0"')
+    refused = install("--python", sys.executable, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert ".venv was made with Python 3.99.0, --python names Python 3." in refused.stderr
+    assert "choose another --venv" in refused.stderr
+
+
 def test_a_full_disk_is_found_before_anything_is_installed(tmp_path: Path) -> None:
     write_program(tmp_path / "bin" / "df", 'printf "h\\n/dev/x 9 9 1200000 1%% /\\n"')
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
