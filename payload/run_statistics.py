@@ -1,0 +1,44 @@
+"""What metrics.jsonl says about a whole run: for rank 0 at its end, or the supervisor after it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from payload.inventory import ClusterInventory
+from payload.results import RunPaths, Summary
+
+# The first steps build kernels and warm caches; the median leaves out up to this many.
+_WARM_UP_STEPS = 3
+
+
+def with_metrics(summary: Summary, rows: Sequence[Mapping[str, Any]]) -> Summary:
+    """The summary with steps, tokens, losses, and the medians over the steps after warm-up."""
+    steps = [row for row in rows if "loss" in row]
+    val_losses = [row["val_loss"] for row in rows if "val_loss" in row]
+    if val_losses:
+        summary = replace(summary, best_val_loss=min(val_losses), final_val_loss=val_losses[-1])
+    if not steps:
+        return summary
+    steady = steps[min(_WARM_UP_STEPS, len(steps) - 1) :]
+    mfus = [row["mfu"] for row in steady if row["mfu"] is not None]
+    return replace(
+        summary,
+        steps=steps[-1]["step"],
+        tokens=steps[-1]["tokens"],
+        first_loss=steps[0]["loss"],
+        final_loss=steps[-1]["loss"],
+        tokens_per_s=statistics.median(row["tokens_per_s"] for row in steady),
+        mfu=statistics.median(mfus) if mfus else None,
+    )
+
+
+def with_time(summary: Summary, paths: RunPaths, *, wall_s: float) -> Summary:
+    """The summary with its time, and what that costs where the inventory has prices."""
+    hourly_usd = None
+    if paths.inventory.exists():
+        hourly_usd = ClusterInventory.load(paths.inventory).hourly_usd()
+    cost_usd = None if hourly_usd is None else hourly_usd * wall_s / 3600
+    return replace(summary, wall_s=wall_s, cost_usd=cost_usd)
