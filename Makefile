@@ -19,12 +19,14 @@ BENCH ?= prepare
 
 PY := $(VENV)/bin/python
 INSTALL := bash bootstrap/install-payload.sh $(if $(PYTHON),--python $(PYTHON))
-SHELL_FILES := bootstrap/install-payload.sh .ci/run
+SHELL_FILES := bootstrap/install-payload.sh bootstrap/node-setup.sh tests/install_packages.sh .ci/run
+# What the tests marked `sshd` start, real servers on loopback addresses, and `rig`, machines.
+TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-container
 
-.PHONY: help run data test test-ipex check fix bench docs lock setup setup-run setup-ipex clean
+.PHONY: help run data test test-packages test-ipex check fix bench docs lock setup setup-run setup-ipex clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
 
 run: data  ## set up if needed, then the quickstart: one real training run on this machine
 	$(PY) -m payload.orchestrate run --inventory local --config $(CONFIG) --run-id $(RUN_ID) $(ARGS)
@@ -33,9 +35,12 @@ run: data  ## set up if needed, then the quickstart: one real training run on th
 data: setup-run  ## tokenize the quickstart's text, the Python standard library's source
 	@test -f data/stdlib/meta.json || $(PY) -m payload.data prepare --source stdlib --out data/stdlib --wait
 
-test: setup  ## set up if needed, then every test that needs no cloud
+test: setup test-packages  ## set up if needed, then every test that needs no cloud
 	@echo "not in this run: tests/ipex, which needs torch 2.8 in an environment of its own (make test-ipex)"
 	$(PY) -m pytest $(ARGS)
+
+test-packages:  ## as root on Debian or Ubuntu: install what tests start besides
+	@bash tests/install_packages.sh $(TEST_PACKAGES)
 
 test-ipex: setup-ipex  ## the tests of the archived engine, in an environment of their own (7 GB)
 	$(VENV_IPEX)/bin/python -m pytest tests/ipex -m ipex $(ARGS)
@@ -60,7 +65,7 @@ lock: setup  ## pin all packages anew for pyproject.toml (UPGRADE=1: the newest 
 	$(PY) bootstrap/make_lock.py --uv $(VENV)/bin/uv $(if $(UPGRADE),--upgrade)
 
 setup:  ## make .venv from the lock, for running, testing and checking
-	@$(INSTALL) --venv $(VENV) --extras train,orchestrate,dev
+	@$(INSTALL) --venv $(VENV) --extras train,orchestrate,infra,dev
 
 setup-run:
 	@$(INSTALL) --venv $(VENV) --extras train,orchestrate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 
@@ -57,6 +58,30 @@ class CheckpointError(ConfigError):
     """A checkpoint is missing, damaged or belongs to another model."""
 
 
+class SshUnreachableError(TileforgeError):
+    """A node does not answer on SSH, or the connection to it broke."""
+
+    exit_code = ExitCode.SSH_UNREACHABLE
+
+
+class SshAuthError(TileforgeError):
+    """A node answers, and refuses the key."""
+
+    exit_code = ExitCode.SSH_AUTH
+
+
+class HostKeyError(TileforgeError):
+    """A node is not shown to be the one that the inventory means; nothing was sent to it."""
+
+    exit_code = ExitCode.HOST_KEY
+
+
+class BootstrapError(TileforgeError):
+    """An environment or a node could not be set up."""
+
+    exit_code = ExitCode.BOOTSTRAP
+
+
 class PreflightError(TileforgeError):
     """A machine is not fit for the run: launcher missing, port taken, network closed."""
 
@@ -89,3 +114,31 @@ class BudgetError(TileforgeError):
     """The run's cost or lifetime limit was reached."""
 
     exit_code = ExitCode.BUDGET
+
+
+class NodesError(TileforgeError):
+    """One action failed on some nodes. Each is named; the most telling failure gives the code."""
+
+    def __init__(self, what: str, failures: Mapping[str, TileforgeError]) -> None:
+        """`failures` by node; each message begins with its node's name."""
+        assert failures, "there is no error without a failure"
+        lines = "".join(f"\n  {error}" for error in failures.values())
+        super().__init__(f"{what} failed on {len(failures)} node(s):{lines}")
+        self.exit_code = most_telling([error.exit_code for error in failures.values()])
+
+
+# A wrong host key may be an attack and stops everything; after it, what keeps us out of a node
+# explains what else is wrong with it, and with those behind it.
+_TELLING = (
+    ExitCode.HOST_KEY,
+    ExitCode.SSH_AUTH,
+    ExitCode.SSH_UNREACHABLE,
+    ExitCode.BOOTSTRAP,
+    ExitCode.PREFLIGHT,
+)
+
+
+def most_telling(codes: Sequence[ExitCode]) -> ExitCode:
+    """The code that says most about why several nodes failed."""
+    order = {code: place for place, code in enumerate(_TELLING)}
+    return min(codes, key=lambda code: (order.get(code, len(order)), code))

@@ -6,9 +6,10 @@ The inventory holds no secret: it can go into a bug report.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from payload.errors import ConfigError
 
@@ -16,6 +17,11 @@ SCHEMA_VERSION = 1
 
 AccessKind = Literal["iap", "direct", "local"]
 Source = Literal["pulumi", "file", "local"]
+
+# They become words of command lines and lines of ssh_config; none may pass for an option.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9_.:-]*")
+_HOST_KEY = re.compile(r"[a-z0-9@.-]+ [A-Za-z0-9+/]+={0,2}")
 
 _T = TypeVar("_T", "Node", "Access", "ClusterInventory")
 
@@ -107,7 +113,9 @@ class ClusterInventory:
         )
         access = raw.get("access")
         parsed["access"] = _build(Access, access, where=f"{where}: access")
-        return _build(cls, parsed, where=where)
+        inventory = _build(cls, parsed, where=where)
+        _check_cluster(inventory, where=where)
+        return inventory
 
     @classmethod
     def load(cls, path: Path) -> ClusterInventory:
@@ -118,12 +126,17 @@ class ClusterInventory:
             raise ConfigError(
                 f"inventory {path}: {error.strerror}. Name an existing file."
             ) from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"inventory {path}: byte {error.start} is not UTF-8.") from None
         return cls.from_json(text, where=str(path))
 
 
 def _node(entry: Any, *, where: str) -> Node:
     if isinstance(entry, dict) and "host_keys" in entry:
-        entry = {**entry, "host_keys": tuple(entry["host_keys"])}
+        keys = entry["host_keys"]
+        if not isinstance(keys, list):
+            raise ConfigError(f"{where}: host_keys has {keys!r}; a list is needed.")
+        entry = {**entry, "host_keys": tuple(keys)}
     node = _build(Node, entry, where=where)
     for name in ("physical_cores", "numa_domains", "ssh_port"):
         value = getattr(node, name)
@@ -131,7 +144,41 @@ def _node(entry: Any, *, where: str) -> Node:
             raise ConfigError(
                 f"{where}: {name} = {value!r}; a whole number of at least 1 is needed."
             )
+    for name, value in (("memory_gib", node.memory_gib), ("hourly_usd", node.hourly_usd)):
+        unknown = value is None and name == "hourly_usd"
+        if not unknown and (not isinstance(value, (int, float)) or isinstance(value, bool)):
+            raise ConfigError(f"{where}: {name} = {value!r}; a number is needed.")
+    _check_words(node, where=where)
     return node
+
+
+def _check_cluster(inventory: ClusterInventory, *, where: str) -> None:
+    names = [node.name for node in inventory.nodes]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"{where}: two nodes are called {twice[0]!r}. Rename one of them.")
+    kinds = get_args(AccessKind)
+    if inventory.access.kind not in kinds:
+        raise ConfigError(
+            f"{where}: access.kind is {inventory.access.kind!r}; use one of {', '.join(kinds)}."
+        )
+    words = [("cluster", inventory.cluster)]
+    if inventory.access.kind != "local":
+        words.append(("ssh_user", inventory.ssh_user))
+    for name, value in words:
+        if not isinstance(value, str) or not _NAME.fullmatch(value):
+            raise ConfigError(f"{where}: {name} is {value!r}; letters, digits, dots, hyphens.")
+
+
+def _check_words(node: Node, *, where: str) -> None:
+    words = [("name", node.name, _NAME, "letters, digits, dots, hyphens")]
+    words += [("address", node.address, _ADDRESS, "an IP address or a host name")]
+    if node.external_address is not None:
+        words += [("external_address", node.external_address, _ADDRESS, "an IP address or null")]
+    words += [("host_keys", key, _HOST_KEY, "`type base64`") for key in node.host_keys]
+    for name, value, pattern, wanted in words:
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise ConfigError(f"{where}: {name} has {value!r}; {wanted} is needed.")
 
 
 def _build(cls: type[_T], entry: Any, *, where: str) -> _T:

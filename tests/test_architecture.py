@@ -115,6 +115,22 @@ def test_the_checker_lets_pass_what_the_table_allows(path: str, source: str) -> 
     assert violations(PurePosixPath(path), source) == []
 
 
+_UNSAFE = re.compile(
+    r"AutoAddPolicy|WarningPolicy|StrictHostKeyChecking[= ]+(no|off|accept-new)\b|shell=True"
+)
+
+
+def test_no_host_key_is_accepted_unseen_and_no_shell_gets_a_text_to_split() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for top in ("payload", "infra", "bootstrap")
+        for path in sorted((ROOT / top).rglob("*"))
+        if path.suffix in (".py", ".sh", ".j2")
+        if (match := _UNSAFE.search(path.read_text(encoding="utf-8")))
+    ]
+    assert found == []
+
+
 # Written apart, so that this file does not hold what it looks for.
 _PRIVATE_KEY = re.compile("-----BEGIN [A-Z ]*" + "PRIVATE KEY-----")
 _MACHINE_PATH = re.compile(

@@ -63,6 +63,9 @@ def test_the_cluster_costs_what_its_nodes_cost_or_is_not_priced() -> None:
         ({"nodes": ["a"]}, r"nodes\[0\]: expected an object, got 'a'"),
         ({"colour": "red"}, "unknown key 'colour'. Known: access, bucket, cluster"),
         ({"access": {"kindd": "iap"}}, "access: unknown key 'kindd'"),
+        ({"access": {"kind": "telnet"}}, "access.kind is 'telnet'; use one of iap, direct, local"),
+        ({"cluster": "../x"}, "cluster is '../x'; letters"),
+        ({"ssh_user": "a\nProxyCommand x"}, "ssh_user is 'a"),
     ],
 )
 def test_a_wrong_inventory_is_refused_with_the_place(change: dict[str, Any], message: str) -> None:
@@ -71,11 +74,51 @@ def test_a_wrong_inventory_is_refused_with_the_place(change: dict[str, Any], mes
         ClusterInventory.from_json(json.dumps(raw), where="inventory.json")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("name", "-oProxyCommand=x"),
+        ("name", "a b"),
+        ("name", ""),
+        ("name", None),
+        ("address", "-x"),
+        ("address", "10.0.0.2\nHost *"),
+        ("external_address", "$(id)"),
+        ("host_keys", ["ssh-ed25519"]),
+        ("host_keys", ["ssh-ed25519 AAAA\n@cert-authority * ssh-rsa BBBB"]),
+        ("host_keys", [7]),
+        ("host_keys", None),
+    ],
+)
+def test_words_that_ssh_could_read_as_something_else_are_refused(key: str, value: object) -> None:
+    raw = json.loads(make_inventory().to_json())
+    raw["nodes"][1][key] = value
+    with pytest.raises(ConfigError, match=rf"nodes\[1\]: {key} has "):
+        ClusterInventory.from_json(json.dumps(raw), where="x")
+
+
+def test_two_nodes_of_one_name_are_refused() -> None:
+    raw = json.loads(make_inventory().to_json())
+    raw["nodes"][1]["name"] = "node-0"
+    with pytest.raises(ConfigError, match="two nodes are called 'node-0'"):
+        ClusterInventory.from_json(json.dumps(raw), where="x")
+
+
 @pytest.mark.parametrize("cores", [0, -1, "4", True, 2.5])
 def test_impossible_core_counts_are_refused(cores: object) -> None:
     raw = json.loads(make_inventory().to_json())
     raw["nodes"][1]["physical_cores"] = cores
     with pytest.raises(ConfigError, match=r"nodes\[1\]: physical_cores = "):
+        ClusterInventory.from_json(json.dumps(raw), where="inventory.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("memory_gib", "16"), ("memory_gib", None), ("hourly_usd", "0.5")]
+)
+def test_numbers_that_are_none_are_refused(key: str, value: object) -> None:
+    raw = json.loads(make_inventory().to_json())
+    raw["nodes"][0][key] = value
+    with pytest.raises(ConfigError, match=rf"nodes\[0\]: {key} = .*; a number is needed"):
         ClusterInventory.from_json(json.dumps(raw), where="inventory.json")
 
 

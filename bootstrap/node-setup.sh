@@ -1,0 +1,169 @@
+#!/usr/bin/env bash
+# Makes a fresh Debian 12 or Ubuntu 24.04 machine ready to train; cloud-init runs it once, as root.
+# Safe to run twice. Settings: /etc/tileforge/bootstrap.conf. The state file says how far it came:
+# {schema_version, step, ok, reason, version, sha}; ok is null under way, then true or false.
+set -euo pipefail
+
+readonly EXIT_BOOTSTRAP=30 # payload.errors.ExitCode
+readonly CONF=/etc/tileforge/bootstrap.conf
+readonly STATE=/var/lib/tileforge/bootstrap.json
+readonly LOG=/var/log/tileforge-bootstrap.log
+readonly SYSCTL=/etc/sysctl.d/90-tileforge.conf
+readonly LOCK_TIMEOUT_S=600 # another apt may be at work: Ubuntu's first boot updates itself
+readonly APT_JOBS=(apt-daily.timer apt-daily-upgrade.timer)
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+step=start
+finished=
+paused=()
+
+say() { printf '%s %s: %s\n' "$(date -u +%FT%TZ)" "$step" "$*"; }
+
+fail() {
+    say "error: $*"
+    exit "$EXIT_BOOTSTRAP"
+}
+
+# write_state OK REASON: the whole file or none, also when the power goes.
+write_state() {
+    python3 - "$STATE" "$step" "$1" "$2" "$VERSION" "$SHA" <<'PYTHON'
+import json, os, sys
+path, step, ok, reason, version, sha = sys.argv[1:]
+reason = reason.encode(errors="surrogateescape").decode(errors="replace")
+state = {"schema_version": 1, "step": step, "ok": json.loads(ok), "reason": reason or None,
+         "version": version, "sha": sha}
+with open(path + ".partial", "w", encoding="utf-8") as file:
+    os.fchmod(file.fileno(), 0o644)
+    file.write(json.dumps(state, indent=2) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
+os.replace(path + ".partial", path)
+folder = os.open(os.path.dirname(path), os.O_RDONLY)
+os.fsync(folder)
+PYTHON
+}
+
+on_exit() {
+    local status=$?
+    resume_apt_jobs
+    [[ -z $finished ]] || return 0
+    say "failed with exit status $status"
+    write_state false "$(tail -n 20 "$LOG" | tail -c 4000)"
+    printf 'error: node set-up failed at step %s; see %s\n' "$step" "$LOG" >&3
+    exit "$EXIT_BOOTSTRAP"
+}
+
+# Stopped, not disabled: a reboot brings them back even if this script is killed.
+pause_apt_jobs() {
+    local job
+    for job in "${APT_JOBS[@]}"; do
+        systemctl is-active --quiet "$job" || continue
+        paused+=("$job")
+        systemctl stop "$job"
+    done
+}
+
+resume_apt_jobs() {
+    ((${#paused[@]} == 0)) || systemctl start "${paused[@]}" || say "could not start ${paused[*]}"
+    paused=()
+}
+
+apt_get() {
+    DEBIAN_FRONTEND=noninteractive NEEDRESTART_SUSPEND=1 apt-get -qq --no-install-recommends \
+        -o DPkg::Lock::Timeout="$LOCK_TIMEOUT_S" -o Acquire::Retries=3 "$@" 9>&-
+}
+
+# The lock of the package lists, unlike dpkg's, has no timeout in apt, and NAT may come up late.
+update_lists() {
+    local deadline=$((SECONDS + 120))
+    until apt_get update --error-on=any; do
+        ((SECONDS < deadline)) || fail "apt-get update failed for 120 s; what it said is above."
+        sleep 5
+    done
+}
+
+has_package() {
+    [[ $(dpkg-query --show --showformat '${Status}' "$1" 2>/dev/null) == "install ok installed" ]]
+}
+
+step_packages() {
+    local package missing=()
+    for package in $PACKAGES; do
+        has_package "$package" || missing+=("$package")
+    done
+    ((${#missing[@]})) || return 0
+    say "installing ${missing[*]}"
+    pause_apt_jobs
+    update_lists
+    apt_get install -y "${missing[@]}"
+    resume_apt_jobs
+}
+
+step_kernel() { sysctl --quiet --load "$SYSCTL"; }
+
+# Checks what sshd makes of all its files: another file may have said otherwise first.
+step_sshd() {
+    install -d -m 0755 /run/sshd
+    sshd -t
+    local effective line
+    effective=$(sshd -T)
+    for line in "passwordauthentication no" "permitrootlogin no" "allowusers $NODE_USER"; do
+        grep -qxF -- "$line" <<<"$effective" || fail "sshd's settings lack '$line'; see sshd -T."
+    done
+    systemctl try-reload-or-restart ssh.service
+}
+
+# Lingering: else logind ends the user's shared memory when the operator's last session closes.
+step_user() {
+    local home status
+    home=$(getent passwd "$NODE_USER" | cut -d: -f6)
+    status=$(passwd --status "$NODE_USER" | cut -d' ' -f2)
+    [[ $status == L ]] || fail "the password of $NODE_USER is not locked (status $status)."
+    chmod 0750 "$home"
+    chmod 0700 "$home/.ssh"
+    chmod 0600 "$home/.ssh/authorized_keys"
+    [[ -e /var/lib/systemd/linger/$NODE_USER ]] || loginctl enable-linger "$NODE_USER"
+}
+
+step_payload() {
+    local options=(--venv "$VENV" --extras "$EXTRAS" --lock "$here/requirements.lock")
+    [[ -z $WHEELHOUSE ]] || options+=(--wheelhouse "$WHEELHOUSE")
+    [[ -z $TORCH_INDEX ]] || options+=(--torch-index "$TORCH_INDEX")
+    install -d -o "$NODE_USER" -g "$NODE_USER" -m 0755 "$(dirname "$VENV")"
+    (cd / && runuser -u "$NODE_USER" -- env PIP_NO_CACHE_DIR=1 \
+        bash "$here/install-payload.sh" "${options[@]}" 9>&-)
+}
+
+run_step() {
+    step=$1
+    write_state null ""
+    say "begins"
+    "step_$1"
+}
+
+main() {
+    ((EUID == 0)) || {
+        echo "error: node-setup.sh changes the machine and needs root." >&2
+        exit 2
+    }
+    install -d -m 0755 "$(dirname "$STATE")"
+    exec 9>/run/tileforge-bootstrap.lock
+    flock 9
+    install -m 0640 /dev/null "$LOG.new"
+    mv "$LOG.new" "$LOG"
+    exec 3>&1 >>"$LOG" 2>&1 </dev/null
+    # shellcheck source=/dev/null # VERSION SHA NODE_USER PACKAGES VENV EXTRAS WHEELHOUSE TORCH_INDEX
+    . "$CONF"
+    trap on_exit EXIT
+    local name
+    for name in packages kernel sshd user payload; do
+        run_step "$name"
+    done
+    step="done"
+    say "ready in $SECONDS s"
+    write_state true ""
+    finished=1
+    printf 'node set-up: ready in %s s\n' "$SECONDS" >&3
+}
+
+main "$@"

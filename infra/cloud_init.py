@@ -1,0 +1,200 @@
+"""The user-data that a node boots with: cloud-init's instructions, from values and templates.
+
+Pure but for `BootstrapFiles.load`. User-data can be read by every process on the node and by
+whoever may look at the instance, so nothing secret goes into it: the keys are public ones.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import gzip
+import hashlib
+import io
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal, get_args
+
+import jinja2
+
+from payload.errors import ConfigError
+
+System = Literal["debian-12", "ubuntu-24.04"]
+
+STATE_FILE = "/var/lib/tileforge/bootstrap.json"
+NODE_USER = "trainer"
+VENV = "/opt/tileforge/venv"
+MAX_BYTES = 256 * 1024
+"""Longest metadata value of Compute Engine."""
+
+_SCRIPTS = PurePosixPath("/usr/local/lib/tileforge")
+# python3-dev and g++ are for torch.compile, which builds C++ against Python.h.
+_PACKAGES = ("g++", "iproute2", "numactl", "openssh-client", "python3-dev", "python3-venv")
+_TCMALLOC = {"debian-12": "libtcmalloc-minimal4", "ubuntu-24.04": "libtcmalloc-minimal4t64"}
+
+_KEY_TYPES = (
+    *("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521"),
+    *("ssh-rsa", "sk-ssh-ed25519@openssh.com", "sk-ecdsa-sha2-nistp256@openssh.com"),
+)
+_PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]+")
+_EXTRAS = re.compile(r"[a-z]+(,[a-z]+)*")
+_NODE_PATH = re.compile(r"/[\w./+-]+", re.ASCII)
+_INDEX = re.compile(r"https?://[^\s@'\"]+", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeBootstrap:
+    """What a node is to become."""
+
+    authorized_keys: tuple[str, ...]
+    """Public keys that may log in as `trainer`, each one line of an authorized_keys file."""
+    version: str
+    """The payload's version, for the state file."""
+    system: System = "ubuntu-24.04"
+    extras: str = "train"
+    """Which of the lock's packages the node gets, as for install-payload.sh."""
+    extra_packages: tuple[str, ...] = ()
+    """More Debian packages."""
+    wheelhouse: str | None = None
+    """Folder of wheels on the node, for nodes without internet; None takes them from the index."""
+    torch_index: str | None = None
+    """Index of PyTorch's CPU builds; None is install-payload.sh's own."""
+
+    def packages(self) -> tuple[str, ...]:
+        """Debian packages that the node gets."""
+        return tuple(sorted({*_PACKAGES, _TCMALLOC[self.system], *self.extra_packages}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BootstrapFiles:
+    """The files of `bootstrap/` that travel within user-data."""
+
+    template: str
+    node_setup: bytes
+    install_payload: bytes
+    lock: bytes
+
+    @classmethod
+    def load(cls, folder: Path) -> BootstrapFiles:
+        """Read them from the repository's `bootstrap` folder. Raises ConfigError."""
+        try:
+            return cls(
+                template=(folder / "cloud-init.yaml.j2").read_text(encoding="utf-8"),
+                node_setup=(folder / "node-setup.sh").read_bytes(),
+                install_payload=(folder / "install-payload.sh").read_bytes(),
+                lock=(folder / "requirements.lock").read_bytes(),
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename}: {error.strerror}. The checkout is not whole; restore the file."
+            ) from None
+
+    def lock_sha(self) -> str:
+        """What the state file calls `sha`: SHA-256 of the lock."""
+        return hashlib.sha256(self.lock).hexdigest()
+
+
+def render_user_data(node: NodeBootstrap, files: BootstrapFiles) -> str:
+    """cloud-init's user-data for one node; the same values give the same text.
+
+    Raises ConfigError for a value that cannot be used, or a text over Compute Engine's limit.
+    """
+    _check(node)
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
+    )
+    # A JSON text is YAML too, so a quote or a colon in a comment stays text.
+    environment.filters |= {"quoted": json.dumps, "shell": shlex.quote}
+    text = environment.from_string(files.template).render(
+        state_file=STATE_FILE,
+        user=NODE_USER,
+        authorized_keys=[key.strip() for key in node.authorized_keys],
+        settings=_settings(node, files),
+        files={
+            str(_SCRIPTS / "node-setup.sh"): ("0755", _packed(files.node_setup)),
+            str(_SCRIPTS / "install-payload.sh"): ("0755", _packed(files.install_payload)),
+            str(_SCRIPTS / "requirements.lock"): ("0644", _packed(files.lock)),
+        },
+        setup_script=str(_SCRIPTS / "node-setup.sh"),
+    )
+    size = len(text.encode())
+    if size > MAX_BYTES:
+        raise ConfigError(
+            f"user-data is {size} bytes and may have {MAX_BYTES}. Give fewer keys "
+            f"(there are {len(node.authorized_keys)})."
+        )
+    return text
+
+
+def _settings(node: NodeBootstrap, files: BootstrapFiles) -> dict[str, str]:
+    """/etc/tileforge/bootstrap.conf, which node-setup.sh reads."""
+    return {
+        "VERSION": node.version,
+        "SHA": files.lock_sha(),
+        "NODE_USER": NODE_USER,
+        "PACKAGES": " ".join(node.packages()),
+        "VENV": VENV,
+        "EXTRAS": node.extras,
+        "WHEELHOUSE": node.wheelhouse or "",
+        "TORCH_INDEX": node.torch_index or "",
+    }
+
+
+def _packed(content: bytes) -> str:
+    # GzipFile writes the same header on every Python; gzip.compress does not.
+    buffer = io.BytesIO()
+    with gzip.GzipFile(filename="", fileobj=buffer, mode="wb", mtime=0) as packed:
+        packed.write(content)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _check(node: NodeBootstrap) -> None:
+    if node.system not in get_args(System):
+        raise ConfigError(f"system = {node.system!r}. Use one of: {', '.join(get_args(System))}.")
+    if not node.authorized_keys:
+        raise ConfigError("authorized_keys is empty: nobody could log in. Give a public key.")
+    for key in node.authorized_keys:
+        problem = _key_problem(key)
+        if problem:
+            raise ConfigError(f"authorized key {_shown(key)}: {problem}")
+    for package in node.extra_packages:
+        _match(_PACKAGE, package, "extra_packages has", "the name of a Debian package")
+    _match(_EXTRAS, node.extras, "extras =", "names of extras between commas, such as train")
+    _match(re.compile(r"[\w.+-]+", re.ASCII), node.version, "version =", "such as 0.1.0")
+    if node.wheelhouse is not None:
+        _match(_NODE_PATH, node.wheelhouse, "wheelhouse =", "an absolute path on the node")
+    if node.torch_index is not None:
+        _match(_INDEX, node.torch_index, "torch_index =", "a URL without a password")
+
+
+def _match(pattern: re.Pattern[str], value: str, what: str, wanted: str) -> None:
+    if not pattern.fullmatch(value):
+        raise ConfigError(f"{what} {value!r}; it must be {wanted}.")
+
+
+def _key_problem(key: str) -> str | None:
+    """Why the text is no public key that may go into user-data, or None."""
+    if "PRIVATE" in key:
+        return "this is a private key. Give the .pub file's line, and make a new key pair."
+    if not key.strip().isprintable():
+        return "it must be one line of printable text, as ssh-keygen writes into the .pub file."
+    kind, _, rest = key.strip().partition(" ")
+    if kind not in _KEY_TYPES:
+        return f"it must begin with a key type, one of {', '.join(_KEY_TYPES)}."
+    try:
+        blob = base64.b64decode(rest.partition(" ")[0], validate=True)
+    except binascii.Error:
+        return "the part after the type is not base64; copy the line again."
+    # RFC 4253, section 6.6: the key begins with its type, as a string with its length before it.
+    begins = len(kind).to_bytes(4, "big") + kind.encode()
+    if not blob.startswith(begins) or len(blob) <= len(begins):
+        return f"the part after the type is not an {kind} key; copy the line again."
+    return None
+
+
+def _shown(key: str) -> str:
+    """Enough of a key to find it, and nothing of it if it is a secret."""
+    return repr("...") if "PRIVATE" in key else repr(key.strip()[:40])

@@ -1,0 +1,108 @@
+"""What the rig asks of the machine that it runs on: root, programs, processes, control groups."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+PROGRAMS = (
+    *("systemd-nspawn", "debootstrap", "dpkg-deb", "ssh", "ssh-keygen"),
+    *("ip", "bridge", "tc", "nsenter"),
+)
+
+
+class RigError(Exception):
+    """The rig could not do what a test asked of it."""
+
+
+def missing() -> str | None:
+    """Why no machine can be booted here, in one line, or None."""
+    if os.geteuid() != 0:
+        return "booting machines needs root"
+    absent = [program for program in PROGRAMS if shutil.which(program) is None]
+    return f"{', '.join(absent)} not found; make test-packages installs them" if absent else None
+
+
+def run(argv: Sequence[str | Path], *, timeout_s: float = 60) -> str:
+    """Standard output of a command. Raises RigError with what it said if it fails."""
+    done = subprocess.run(
+        argv,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        check=False,
+    )
+    if done.returncode:
+        said = (done.stderr + done.stdout)[-2000:].strip()
+        raise RigError(f"{' '.join(map(str, argv))}: exit status {done.returncode}: {said}")
+    return done.stdout
+
+
+def wait_until(condition: Callable[[], bool], *, what: str, timeout_s: float) -> None:
+    """Return once `condition` holds. Raises RigError naming `what` did not come in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RigError(f"{what}: not within {timeout_s:g} s")
+        time.sleep(0.05)
+
+
+def processes() -> Iterator[Path]:
+    """The /proc folder of every process."""
+    return (path for path in Path("/proc").iterdir() if path.name.isdigit())
+
+
+def pids_in_network(namespace: str) -> list[int]:
+    """Processes in the named network namespace, those inside a machine included."""
+    try:
+        wanted = (Path("/run/netns") / namespace).stat()
+    except FileNotFoundError:
+        return []
+    found = []
+    for process in processes():
+        try:
+            there = (process / "ns" / "net").stat()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it ended, or is a container's of which this host is a guest
+        if (there.st_dev, there.st_ino) == (wanted.st_dev, wanted.st_ino):
+            found.append(int(process.name))
+    return found
+
+
+def pids_with_argument(prefix: str) -> list[int]:
+    """Processes with a command-line argument that begins with `prefix`."""
+    found = []
+    for process in processes():
+        try:
+            arguments = (process / "cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if any(argument.startswith(prefix.encode()) for argument in arguments):
+            found.append(int(process.name))
+    return found
+
+
+def mounts_below(folder: Path) -> list[Path]:
+    """Mount points within the folder, the innermost first."""
+    lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+    points = [Path(line.split(" ")[1]) for line in lines]
+    return [point for point in reversed(points) if folder in point.parents]
+
+
+def own_cgroups(name: str) -> list[Path]:
+    """Control groups for one machine, to be made by the caller; none where systemd makes them.
+
+    Two machines in one group would end each other's services.
+    """
+    if Path("/run/systemd/system").is_dir():
+        return []
+    base = Path("/sys/fs/cgroup")
+    if (base / "cgroup.controllers").exists():
+        return [base / name]
+    return [base / kind / name for kind in ("systemd", "unified") if (base / kind).is_dir()]

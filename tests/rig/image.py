@@ -1,0 +1,76 @@
+"""The root that machines boot from: Debian 12 as its cloud images are, made once and kept.
+
+Beside it lies a package repository with what bootstrap installs, so that a machine without
+internet runs the real `apt-get update` and `apt-get install`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from infra.cloud_init import NodeBootstrap
+from tests.rig.cache import cached
+from tests.rig.host import run
+
+SUITE = "bookworm"
+PACKAGES_ON_MACHINE = "/srv/packages"
+
+_BASE = (
+    *("apt-utils", "ca-certificates", "dbus", "iproute2", "iputils-ping", "kmod"),
+    *("libpam-systemd", "openssh-server", "procps", "python3", "sudo", "systemd-sysv"),
+)
+_CLOUD_CFG = """\
+datasource_list: [NoCloud, None]
+network: {config: disabled}
+"""
+_SOURCES = f"deb [trusted=yes] file:{PACKAGES_ON_MACHINE} ./\n"
+
+
+def root_image() -> Path:
+    """Folder with `root` and `packages`; the first call takes two minutes and the network."""
+    offered = NodeBootstrap(authorized_keys=(), version="", system="debian-12").packages()
+    recipe = (SUITE, *_BASE, *offered, _CLOUD_CFG, _SOURCES, "1")
+    return cached("image", recipe=recipe, build=lambda folder: _build(folder, offered))
+
+
+def _build(folder: Path, offered: Sequence[str]) -> None:
+    root, packages = folder / "root", folder / "packages"
+    packages.mkdir()
+    bootstrap = ["debootstrap", "--variant=minbase", f"--include={','.join(_BASE)}"]
+    run([*bootstrap, SUITE, root], timeout_s=1200)
+    # apt and not --include: debootstrap does not know the virtual packages that it depends on.
+    _apt_get(root, packages, "update")
+    _apt_get(root, packages, "install", "cloud-init")
+    _apt_get(root, packages, "install", "--download-only", *offered)
+    write_package_index(packages)
+    (root / "etc/apt/sources.list").write_text(_SOURCES, encoding="utf-8")
+    (root / "etc/cloud/cloud.cfg.d/99-rig.cfg").write_text(_CLOUD_CFG, encoding="utf-8")
+    (root / "etc/machine-id").write_text("", encoding="utf-8")
+    # Each machine makes its own, and none knows the names of the host's network.
+    for path in [*root.glob("etc/ssh/ssh_host_*"), root / "etc/resolv.conf", root / "etc/hostname"]:
+        path.unlink(missing_ok=True)
+    for path in (root / "var/lib/apt/lists").glob("*_*"):
+        path.unlink()
+
+
+def _apt_get(root: Path, packages: Path, *arguments: str) -> None:
+    """apt-get within the root, on the host's network; downloads go to `packages`."""
+    nspawn = ["systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--as-pid2", "--pipe"]
+    nspawn += ["--resolv-conf=replace-host", "--suppress-sync=yes", f"--directory={root}"]
+    nspawn += [f"--bind={packages}:/var/cache/apt/archives"]
+    nspawn += ["--setenv=DEBIAN_FRONTEND=noninteractive"]
+    apt = ["apt-get", "-qq", "-y", "--no-install-recommends", "-o", "Acquire::Retries=3"]
+    run([*nspawn, *apt, *arguments], timeout_s=1200)
+
+
+def write_package_index(folder: Path) -> None:
+    """Make the .deb files of a folder a repository that apt reads by its path."""
+    entries = []
+    for path in sorted(folder.glob("*.deb")):
+        control = run(["dpkg-deb", "--field", path]).strip()
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        place = f"Filename: ./{path.name}\nSize: {path.stat().st_size}\nSHA256: {digest}"
+        entries.append(f"{control}\n{place}\n")
+    (folder / "Packages").write_text("\n".join(entries), encoding="utf-8")

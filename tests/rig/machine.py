@@ -1,0 +1,248 @@
+"""One machine: a real systemd, cloud-init and sshd, its own network, disk and host keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.rig.host import RigError, own_cgroups, pids_in_network, run, wait_until
+from tests.rig.network import Link
+
+_PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# Joins each control group named before `--`, then becomes what comes after.
+_IN_CGROUPS = 'while [ "$1" != -- ]; do echo $$ >"$1/cgroup.procs"; shift; done; shift; exec "$@"'
+
+
+@dataclass(slots=True)
+class Machine:
+    """A machine of a rig; the rig makes and ends it."""
+
+    name: str
+    full_name: str
+    """Unique on this host; also its network namespace."""
+    link: Link
+    folder: Path
+    binds: tuple[str, ...]
+    """Folders of the host that it sees read-only, each as `HERE:THERE`."""
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    @property
+    def address(self) -> str:
+        """Where the operator and the other machines reach it."""
+        return self.link.address
+
+    @property
+    def root(self) -> Path:
+        """Its file system, seen from the host."""
+        return self.folder / "root"
+
+    def mount(
+        self, layers: Sequence[Path], *, user_data: str, hosts: str, disk_mib: int | None
+    ) -> None:
+        """Lay its disk over the layers, the uppermost first, with cloud-init's seed on it.
+
+        `disk_mib` is what can be written to it; None is what the host has.
+        """
+        disk = self.folder / "disk"
+        disk.mkdir(parents=True)
+        if disk_mib is not None:
+            run(["mount", "-t", "tmpfs", "-o", f"size={disk_mib}m", self.full_name, disk])
+        upper, work = disk / "upper", disk / "work"
+        for path in (self.root, upper, work):
+            path.mkdir()
+        lower = ":".join(map(str, layers))
+        options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+        run(["mount", "-t", "overlay", self.full_name, "-o", options, self.root])
+        seed = self.root / "var/lib/cloud/seed/nocloud"
+        seed.mkdir(parents=True)
+        (seed / "user-data").write_text(user_data, encoding="utf-8")
+        meta = f"instance-id: {self.full_name}\nlocal-hostname: {self.name}\n"
+        (seed / "meta-data").write_text(meta, encoding="utf-8")
+        (self.root / "etc/hosts").write_text(hosts, encoding="utf-8")
+
+    def start(self) -> None:
+        """Power on; returns when its systemd runs."""
+        cgroups = own_cgroups(self.full_name)
+        for group in cgroups:
+            group.mkdir(exist_ok=True)
+        nspawn = ["systemd-nspawn", "--quiet", "--boot", f"--directory={self.root}"]
+        nspawn += [f"--machine={self.full_name}", "--register=no", "--link-journal=no"]
+        nspawn += ["--keep-unit"] if cgroups else []
+        nspawn += [f"--network-namespace-path=/run/netns/{self.link.machine}"]
+        nspawn += ["--capability=CAP_NET_ADMIN", "--resolv-conf=off", "--suppress-sync=yes"]
+        nspawn += ["--console=read-only", *(f"--bind-ro={bind}" for bind in self.binds)]
+        launcher = ["sh", "-c", _IN_CGROUPS, "sh", *map(str, cgroups), "--"]
+        with (self.folder / "console.log").open("ab") as console:
+            self._process = subprocess.Popen(
+                [*launcher, *nspawn],
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # A machine's administrator may set its network's parameters.
+                env={**os.environ, "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network"},
+            )
+        wait_until(self._answers, what=f"{self.name}: systemd", timeout_s=60)
+
+    def wait_for_ssh(self, *, timeout_s: float = 30) -> None:
+        """Return once its sshd listens."""
+        wait_until(self._listens_on_22, what=f"{self.name}: sshd", timeout_s=timeout_s)
+
+    def exec(
+        self, argv: Sequence[str], *, check: bool = True, timeout_s: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on the machine, as root. Raises RigError if it fails and `check`."""
+        done = subprocess.run(
+            [*self._enter(), *argv],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+        if check and done.returncode:
+            raise RigError(
+                f"{self.name}: {' '.join(argv)}: exit status {done.returncode}: "
+                f"{(done.stderr + done.stdout)[-2000:].strip()}"
+            )
+        return done
+
+    def host_keys(self) -> tuple[str, ...]:
+        """Its public host keys, each as `type base64`."""
+        files = sorted((self.root / "etc/ssh").glob("ssh_host_*_key.pub"))
+        return tuple(" ".join(path.read_text(encoding="utf-8").split()[:2]) for path in files)
+
+    def bootstrap_state(self) -> dict[str, Any] | None:
+        """What its bootstrap last said, or None before it said anything."""
+        path = self.root / "var/lib/tileforge/bootstrap.json"
+        if not path.exists():
+            return None
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return state
+
+    def cut_link(self) -> None:
+        """From now on nothing comes through, and nobody is told."""
+        self.link.unplug()
+
+    def restore_link(self) -> None:
+        """Undo `cut_link`."""
+        self.link.plug()
+
+    def cut_from(self, other: Machine) -> None:
+        """Nothing from here reaches the other machine, silently; all else goes on."""
+        self.link.misdirect(other.address)
+
+    def restore_to(self, other: Machine) -> None:
+        """Undo `cut_from`."""
+        self.link.redirect(other.address)
+
+    def limit(self, *, mbit_per_s: float) -> None:
+        """Let no more than this through its link, each way."""
+        self.link.limit(mbit_per_s)
+
+    def unlimit(self) -> None:
+        """Undo `limit`."""
+        self.link.unlimit()
+
+    def freeze(self) -> None:
+        """Stop every process on it; its connections stay open and silent."""
+        wait_until(lambda: self._signal(signal.SIGSTOP, but="T"), what="freeze", timeout_s=10)
+
+    def thaw(self) -> None:
+        """Undo `freeze`."""
+        self._signal(signal.SIGCONT, but="")
+
+    def kill(self) -> None:
+        """Take its power away: the link goes first, so no peer gets a farewell."""
+        self.cut_link()
+        wait_until(lambda: self._signal(signal.SIGKILL, but="Z"), what="kill", timeout_s=10)
+        self.wait_for_end()
+
+    def stop(self) -> None:
+        """Shut it down in order."""
+        assert self._process is not None, "it was not started"
+        self._process.terminate()
+        self.wait_for_end(timeout_s=60)
+
+    def reboot(self) -> None:
+        """Shut it down in order and start it again, with the same disk, until SSH answers."""
+        self.stop()
+        self.start()
+        self.wait_for_ssh()
+
+    def wait_for_end(self, *, timeout_s: float = 10) -> None:
+        """Return once it is off. Raises RigError if that takes too long."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise RigError(f"{self.name} did not end within {timeout_s:g} s") from None
+
+    def console(self) -> str:
+        """The end of what it printed while it booted."""
+        path = self.folder / "console.log"
+        return path.read_text(encoding="utf-8", errors="replace")[-4000:]
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise RigError(f"{self.name} ended while it booted:\n{self.console()}")
+        if self._leader() is None:
+            return False
+        state = self.exec(["systemctl", "is-system-running"], check=False).stdout.strip()
+        return state in {"starting", "running", "degraded"}
+
+    def _listens_on_22(self) -> bool:
+        leader = self._leader()
+        if leader is None:
+            return False
+        rows = Path(f"/proc/{leader}/net/tcp").read_text(encoding="ascii").splitlines()[1:]
+        sockets = [row.split() for row in rows]
+        # Local address and port, and the state: 0A is listening.
+        return any(row[1].endswith(":0016") and row[3] == "0A" for row in sockets)
+
+    def _enter(self) -> list[str]:
+        leader = self._leader()
+        if leader is None:
+            raise RigError(f"{self.name} is not running")
+        namespaces = ["--mount", "--uts", "--ipc", "--net", "--pid"]
+        enter = ["nsenter", f"--target={leader}", *namespaces, "--"]
+        return [*enter, "env", "-i", "--chdir=/", _PATH, "HOME=/root", "LANG=C.UTF-8"]
+
+    def _leader(self) -> int | None:
+        """Its process 1, by its number on the host."""
+        for pid in pids_in_network(self.link.machine):
+            numbers = _status(pid).get("NSpid", "").split()
+            if len(numbers) > 1 and numbers[-1] == "1":
+                return pid
+        return None
+
+    def _signal(self, number: signal.Signals, *, but: str) -> bool:
+        """Send it to all its processes but those in the state `but`; true if there were none."""
+        states = {pid: _status(pid).get("State", "Z")[0] for pid in self._pids()}
+        wanted = [pid for pid, state in states.items() if state != but and state != "Z"]
+        for pid in wanted:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+        return not wanted
+
+    def _pids(self) -> list[int]:
+        return pids_in_network(self.link.machine)
+
+
+def _status(pid: int) -> dict[str, str]:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -1,0 +1,60 @@
+"""A disk layer with all that bootstrap installs, for tests of what comes after bootstrap.
+
+A machine on it still boots for the first time and runs its own user-data: own host keys, own
+accounts, own state. Bootstrap only finds the packages and the environment there, and so takes
+seconds instead of a minute.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from infra.cloud_init import BootstrapFiles, NodeBootstrap, render_user_data
+from payload import __version__
+from tests.rig.cache import cached
+from tests.rig.host import RigError, run
+from tests.rig.image import root_image
+from tests.rig.rig import ROOT, Rig
+from tests.rig.wheelhouse import WHEELHOUSE_ON_MACHINE, wheelhouse
+
+FILES = BootstrapFiles.load(ROOT / "bootstrap")
+
+# Of a key pair of which the private half was never kept.
+_NOBODY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDQC5oFuLD7OiNkh4CSiD2bpP7Kvt2AR4GIGfBKesYne"
+_OF_ONE_MACHINE = ("var/lib/cloud", "var/lib/tileforge", "var/log", "home/trainer/.ssh")
+
+
+def node_user_data(public_key: str, *, extra_packages: tuple[str, ...] = ()) -> str:
+    """User-data that makes a machine of the rig ready for the owner of the key."""
+    node = NodeBootstrap(
+        authorized_keys=(public_key,),
+        version=__version__,
+        system="debian-12",
+        extra_packages=extra_packages,
+        wheelhouse=WHEELHOUSE_ON_MACHINE,
+    )
+    return render_user_data(node, FILES)
+
+
+def layer() -> Path:
+    """The layer for `Rig(layers=[layer()])`; the first call takes a minute or two."""
+    user_data = node_user_data(_NOBODY)
+    recipe = (root_image().name, wheelhouse().name, user_data)
+    return cached("prepared", recipe=recipe, build=lambda folder: _build(folder, user_data))
+
+
+def _build(folder: Path, user_data: str) -> None:
+    with Rig([user_data]) as rig:
+        (state,) = rig.wait_for_bootstrap(timeout_s=900).values()
+        if not state["ok"]:
+            raise RigError(f"bootstrap failed at {state['step']}: {state['reason']}")
+        (machine,) = rig.machines
+        machine.stop()
+        # As cp and not by Python: overlayfs keeps deletions as devices and attributes.
+        run(["cp", "--archive", f"{machine.folder}/disk/upper/.", folder], timeout_s=600)
+    for name in _OF_ONE_MACHINE:
+        shutil.rmtree(folder / name)
+    for path in (folder / "etc/ssh").glob("ssh_host_*"):
+        path.unlink()
+    (folder / "etc/machine-id").write_text("", encoding="utf-8")

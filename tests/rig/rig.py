@@ -1,0 +1,170 @@
+"""A rig: machines on a network of their own, from user-data to sshd, that leaves nothing behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from payload.inventory import Access, ClusterInventory, Node
+from tests.rig.cache import cache_dir, locked
+from tests.rig.cleanup import lock_of, remove_leftovers
+from tests.rig.host import RigError, missing, wait_until
+from tests.rig.image import PACKAGES_ON_MACHINE, root_image
+from tests.rig.machine import Machine
+from tests.rig.network import Link, address_of, joined, make_operator_network
+from tests.rig.wheelhouse import WHEELHOUSE_ON_MACHINE, wheelhouse
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Rig(AbstractContextManager["Rig"]):
+    """Boots one machine for each user-data: `with Rig([text, text]) as rig: rig.machines[0]...`.
+
+    They are named node-0, node-1, ...; the first is the head. Nothing on the host's own network
+    reaches them: what acts as the operator runs with `operator_argv` or within `joined()`.
+    The rig ends with the `with` block, or when this process dies in whatever way.
+    """
+
+    def __init__(
+        self,
+        user_data: Sequence[str],
+        *,
+        layers: Sequence[Path] = (),
+        disk_mib: int | None = None,
+        wheels: bool = True,
+    ) -> None:
+        """`layers`: what lies over the image, as `prepared.layer()`; `wheels`: with wheelhouse.
+
+        `disk_mib`: what each machine can write, in the host's memory; None is the host's disk.
+        """
+        self.user_data = list(user_data)
+        self.name = f"tfrig-{secrets.token_hex(3)}"
+        self.machines: list[Machine] = []
+        self._layers = layers
+        self._disk_mib = disk_mib
+        self._wheels = wheels
+        self._reaper: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Rig:
+        """Boot the machines; cloud-init is then under way. Raises RigError."""
+        problem = missing()
+        if problem:
+            raise RigError(problem)
+        remove_leftovers()
+        image = root_image()
+        binds = [f"{image / 'packages'}:{PACKAGES_ON_MACHINE}"]
+        if self._wheels:
+            binds.append(f"{wheelhouse()}:{WHEELHOUSE_ON_MACHINE}")
+        folder = self._start_reaper()
+        try:
+            make_operator_network(self.name)
+            self._make_machines(folder, binds=tuple(binds))
+            for machine, user_data in zip(self.machines, self.user_data, strict=True):
+                layers = [*self._layers, image / "root"]
+                hosts = self._hosts()
+                machine.mount(layers, user_data=user_data, hosts=hosts, disk_mib=self._disk_mib)
+                machine.start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End the machines and remove everything."""
+        self._end()
+
+    def wait_for_bootstrap(self, *, timeout_s: float = 300) -> dict[str, dict[str, Any]]:
+        """The last bootstrap state of every machine, once all have come to an end."""
+
+        def ended() -> bool:
+            return all((m.bootstrap_state() or {}).get("ok") is not None for m in self.machines)
+
+        try:
+            wait_until(ended, what="bootstrap of all machines", timeout_s=timeout_s)
+        except RigError as error:
+            states = {machine.name: machine.bootstrap_state() for machine in self.machines}
+            raise RigError(f"{error}; {states}") from None
+        return {machine.name: machine.bootstrap_state() or {} for machine in self.machines}
+
+    def operator_argv(self, argv: Sequence[str | Path]) -> list[str]:
+        """The command that runs `argv` on this host with the rig's network."""
+        return ["nsenter", f"--net=/run/netns/{self.name}", "--", *map(str, argv)]
+
+    def joined(self) -> AbstractContextManager[None]:
+        """Within it, this thread has the rig's network, and so have threads that it starts."""
+        return joined(self.name)
+
+    def inventory(self, *, physical_cores: int = 1, memory_gib: float = 4.0) -> ClusterInventory:
+        """What the operator knows of the machines; host keys as they are now."""
+        nodes = tuple(
+            Node(
+                name=machine.name,
+                address=machine.address,
+                host_keys=machine.host_keys(),
+                physical_cores=physical_cores,
+                memory_gib=memory_gib,
+            )
+            for machine in self.machines
+        )
+        return ClusterInventory(
+            cluster=self.name,
+            source="file",
+            ssh_user="trainer",
+            access=Access(kind="direct"),
+            bucket=None,
+            nodes=nodes,
+        )
+
+    def _start_reaper(self) -> Path:
+        """Make the rig's folder, locked for as long as this process or the reaper lives."""
+        folder = cache_dir() / "live" / self.name
+        with locked(cache_dir() / "live.lock"):
+            folder.parent.mkdir(exist_ok=True)
+            lock = os.open(lock_of(folder), os.O_CREAT | os.O_RDWR)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            folder.mkdir()
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-m", "tests.rig.cleanup", folder],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            pass_fds=[lock],
+            start_new_session=True,
+        )
+        os.close(lock)
+        return folder
+
+    def _make_machines(self, folder: Path, *, binds: tuple[str, ...]) -> None:
+        for index in range(len(self.user_data)):
+            name = f"node-{index}"
+            full_name = f"{self.name}-{name}"
+            link = Link(self.name, full_name, port=name, address=address_of(index))
+            link.make()
+            self.machines.append(Machine(name, full_name, link, folder / name, binds))
+
+    def _hosts(self) -> str:
+        """Every machine knows every name, as the cloud's DNS has it."""
+        lines = [f"{machine.address} {machine.name}" for machine in self.machines]
+        return "\n".join(["127.0.0.1 localhost", *lines]) + "\n"
+
+    def _end(self) -> None:
+        """The reaper does it all, as it would if this process were killed."""
+        assert self._reaper is not None and self._reaper.stdin is not None
+        self._reaper.stdin.close()
+        status = self._reaper.wait(120)
+        for machine in self.machines:
+            machine.wait_for_end()
+        if status:
+            raise RigError(f"{self.name}: something could not be removed; see above")

@@ -1,0 +1,203 @@
+"""Machines made ready by cloud-init from the rendered user-data, and one that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.cloud_init import STATE_FILE, NodeBootstrap, System, render_user_data
+from payload import __version__
+from tests.rig import prepared
+from tests.rig.access import ssh
+from tests.rig.host import run
+from tests.rig.machine import Machine
+from tests.rig.prepared import FILES, node_user_data
+from tests.rig.rig import Rig
+
+pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
+
+LOG = "/var/log/tileforge-bootstrap.log"
+SETUP = ["bash", "/usr/local/lib/tileforge/node-setup.sh"]
+
+
+@pytest.fixture(scope="module")
+def rig(operator_key: Path) -> Iterator[Rig]:
+    """node-0 becomes ready; node-1 is asked for a package that does not exist."""
+    key = public(operator_key)
+    broken = node_user_data(key, extra_packages=("no-such-package",))
+    with Rig([node_user_data(key), broken]) as rig:
+        rig.wait_for_bootstrap(timeout_s=600)
+        yield rig
+
+
+@pytest.fixture
+def ready(rig: Rig) -> Machine:
+    return rig.machines[0]
+
+
+@pytest.fixture
+def failed(rig: Rig) -> Machine:
+    return rig.machines[1]
+
+
+def public(key: Path) -> str:
+    return key.with_suffix(".pub").read_text(encoding="utf-8")
+
+
+def mode_and_owner(machine: Machine, path: str) -> str:
+    return machine.exec(["stat", "--format=%a %U", path]).stdout.strip()
+
+
+def test_a_machine_becomes_ready_from_nothing(ready: Machine) -> None:
+    assert ready.bootstrap_state() == {
+        "schema_version": 1,
+        "step": "done",
+        "ok": True,
+        "reason": None,
+        "version": __version__,
+        "sha": FILES.lock_sha(),
+    }
+    assert ready.exec(["cloud-init", "status", "--wait"]).stdout.strip() == "status: done"
+    assert ready.exec(["systemctl", "is-system-running"]).stdout.strip() == "running"
+
+
+def test_the_trainer_has_torch_and_mpirun(rig: Rig, ready: Machine, operator_key: Path) -> None:
+    program = "python -c 'import torch; print(torch.ones(2).sum().item())'; mpirun -n 2 hostname"
+    program = f"export PATH=/opt/tileforge/venv/bin:$PATH; {program}"
+    done = ssh(rig, ready, program, key=operator_key)
+    assert done.stdout == "2.0\nnode-0\nnode-0\n", done.stderr
+
+
+def test_torch_compile_works(rig: Rig, ready: Machine, operator_key: Path) -> None:
+    program = (
+        "import torch; print(torch.compile(lambda x: (x.sin() + x.cos()).sum())(torch.zeros(4)))"
+    )
+    done = ssh(rig, ready, f'/opt/tileforge/venv/bin/python -c "{program}"', key=operator_key)
+    assert done.stdout == "tensor(4.)\n", done.stderr
+
+
+def test_a_session_of_the_trainer_has_the_limits(
+    rig: Rig, ready: Machine, operator_key: Path
+) -> None:
+    done = ssh(rig, ready, "ulimit -S -s; ulimit -H -s; ulimit -l; ulimit -n", key=operator_key)
+    stack, stack_hard, memlock, files = done.stdout.split()
+    assert (stack, stack_hard) == ("65536", "unlimited")
+    capabilities = ready.exec(["grep", "CapBnd", "/proc/1/status"]).stdout.split()[1]
+    # A guest without CAP_SYS_RESOURCE (24) cannot raise these two, and neither can its machines.
+    if int(capabilities, 16) >> 24 & 1:
+        assert (memlock, files) == ("unlimited", "1048576")
+
+
+def test_the_network_has_large_windows(ready: Machine) -> None:
+    windows = ready.exec(["sysctl", "-n", "net.ipv4.tcp_rmem", "net.ipv4.tcp_wmem"]).stdout
+    assert [line.split()[-1] for line in windows.splitlines()] == ["33554432", "33554432"]
+
+
+@pytest.mark.parametrize(
+    ("user", "options"),
+    [
+        ("root", ()),
+        ("trainer", ("-o", "PubkeyAuthentication=no")),
+    ],
+)
+def test_who_has_no_key_is_refused(
+    rig: Rig, ready: Machine, operator_key: Path, user: str, options: tuple[str, ...]
+) -> None:
+    done = ssh(rig, ready, "true", key=operator_key, user=user, options=options)
+    assert done.returncode == 255
+    # In brackets: the ways that sshd offers. A password is not among them.
+    assert "Permission denied (publickey)." in done.stderr
+
+
+def test_another_key_is_refused(rig: Rig, ready: Machine, tmp_path: Path) -> None:
+    run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "id"])
+    done = ssh(rig, ready, "true", key=tmp_path / "id")
+    assert "Permission denied (publickey)." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (STATE_FILE, "644 root"),
+        (LOG, "640 root"),
+        ("/etc/tileforge/bootstrap.conf", "644 root"),
+        ("/usr/local/lib/tileforge/node-setup.sh", "755 root"),
+        ("/usr/local/lib/tileforge/requirements.lock", "644 root"),
+        ("/home/trainer", "750 trainer"),
+        ("/home/trainer/.ssh", "700 trainer"),
+        ("/home/trainer/.ssh/authorized_keys", "600 trainer"),
+        ("/opt/tileforge/venv", "755 trainer"),
+        ("/var/lib/systemd/linger/trainer", "644 root"),
+    ],
+)
+def test_a_file_has_its_owner_and_mode(ready: Machine, path: str, expected: str) -> None:
+    assert mode_and_owner(ready, path) == expected
+
+
+def test_a_second_run_changes_nothing(ready: Machine) -> None:
+    before = ready.bootstrap_state()
+    ready.exec(["touch", "/var/lib/mark"])
+    ready.exec(SETUP, timeout_s=30)
+    find = ["find", "/", "-xdev", "-newer", "/var/lib/mark", "-type", "f"]
+    changed = ready.exec([*find, "-not", "-path", "/var/log/journal/*"]).stdout.split()
+    assert sorted(changed) == [STATE_FILE, LOG]
+    assert ready.bootstrap_state() == before
+
+
+def test_a_busy_package_manager_is_waited_for(ready: Machine) -> None:
+    ready.exec(["apt-get", "-qq", "remove", "numactl"])
+    hold = "import fcntl, time; f = open('/var/lib/dpkg/lock-frontend', 'w'); fcntl.lockf(f, 2)"
+    hold += "; open('/run/held', 'w').close(); time.sleep(5)"
+    ready.exec(["systemd-run", "--unit=holder", "python3", "-c", hold])
+    ready.exec(["sh", "-c", "until [ -e /run/held ]; do sleep 0.1; done"])
+    install = ready.exec(["apt-get", "-qq", "install", "numactl"], check=False)
+    assert "Could not get lock" in install.stderr
+    ready.exec(SETUP, timeout_s=60)
+    assert (ready.root / "usr/bin/numactl").exists()
+
+
+def test_automatic_updates_are_on_again(ready: Machine, failed: Machine) -> None:
+    for machine in (ready, failed):
+        timers = ["systemctl", "is-active", "apt-daily.timer", "apt-daily-upgrade.timer"]
+        assert machine.exec(timers).stdout.split() == ["active", "active"]
+
+
+def test_a_failing_step_is_named_with_the_end_of_its_log(failed: Machine) -> None:
+    state: Mapping[str, Any] = failed.bootstrap_state() or {}
+    assert (state["step"], state["ok"]) == ("packages", False)
+    assert "Unable to locate package no-such-package" in state["reason"]
+    assert mode_and_owner(failed, STATE_FILE) == "644 root"
+    assert not (failed.root / "opt/tileforge").exists()
+
+
+@pytest.mark.parametrize("system", ["debian-12", "ubuntu-24.04"])
+def test_cloud_init_finds_the_user_data_valid(
+    ready: Machine, operator_key: Path, system: System
+) -> None:
+    node = NodeBootstrap(authorized_keys=(public(operator_key),), version="0.1.0", system=system)
+    text = render_user_data(node, FILES)
+    (ready.root / "var/tmp/user-data").write_text(text, encoding="utf-8")
+    schema = ["cloud-init", "schema", "--config-file", "/var/tmp/user-data"]
+    assert "Valid cloud-config" in ready.exec(schema).stdout
+
+
+def test_no_private_key_is_where_bootstrap_writes(ready: Machine) -> None:
+    folders = ["/var/lib/cloud", "/var/log", "/etc/tileforge", "/var/lib/tileforge"]
+    folders += ["/home/trainer", "/usr/local/lib/tileforge"]
+    search = ["grep", "-rlE", "PRIVATE KEY|BEGIN CERTIFICATE", *folders]
+    assert ready.exec(search, check=False).stdout == ""
+
+
+def test_on_a_prepared_disk_a_machine_is_soon_ready_with_keys_of_its_own(
+    operator_key: Path,
+) -> None:
+    text = node_user_data(public(operator_key))
+    with Rig([text, text], layers=[prepared.layer()], wheels=False) as rig:
+        states = rig.wait_for_bootstrap(timeout_s=60)
+        assert [state["ok"] for state in states.values()] == [True, True]
+        assert rig.machines[0].host_keys() != rig.machines[1].host_keys()
+        done = ssh(rig, rig.machines[1], "hostname; id -un", key=operator_key)
+        assert done.stdout == "node-1\ntrainer\n", done.stderr

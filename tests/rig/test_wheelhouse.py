@@ -1,0 +1,58 @@
+"""Which wheels and packages the machines are offered; needs no root."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.rig.cache import cached
+from tests.rig.wheelhouse import LOCK, requirements
+
+
+def test_the_wheelhouse_follows_the_machines_python_and_not_this_one() -> None:
+    lock = "\n".join(
+        [
+            "# package==version ; where  # extras",
+            "a==1  # dev, train",
+            "b==1 ; python_full_version < '3.12'  # train",
+            "c==1 ; python_version >= '3.12'  # train",
+            "d==1  # dev",
+        ]
+    )
+    assert requirements(lock, extra="train") == ["a==1", "b==1"]
+
+
+def test_the_lock_has_torch_and_mpi_for_the_machines() -> None:
+    names = {line.split("==")[0] for line in requirements(LOCK.read_text("utf-8"), extra="train")}
+    assert {"torch", "impi-rt"} <= names
+
+
+def test_what_is_cached_is_whole_or_absent_and_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def fail(folder: Path) -> None:
+        (folder / "half").touch()
+        raise OSError("no network")
+
+    with pytest.raises(OSError, match="no network"):
+        cached("thing", recipe=["1"], build=fail)
+    made = cached("thing", recipe=["1"], build=lambda folder: (folder / "whole").touch())
+    assert [path.name for path in made.iterdir()] == ["whole"]
+    assert cached("thing", recipe=["1"], build=fail) == made
+
+
+def test_what_nobody_used_for_a_week_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    old = cached("thing", recipe=["1"], build=lambda folder: None)
+    recent = cached("thing", recipe=["2"], build=lambda folder: None)
+    eight_days_ago = time.time() - 8 * 24 * 3600
+    os.utime(old, (eight_days_ago, eight_days_ago))
+    cached("thing", recipe=["3"], build=lambda folder: None)
+    assert recent.is_dir() and not old.exists()

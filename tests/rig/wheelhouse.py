@@ -1,0 +1,60 @@
+"""The lock's wheels for the machines' Python, downloaded once and kept."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from packaging.markers import Marker
+
+from tests.rig.cache import cached
+from tests.rig.host import run
+
+LOCK = Path(__file__).resolve().parents[2] / "bootstrap" / "requirements.lock"
+WHEELHOUSE_ON_MACHINE = "/srv/wheelhouse"
+
+_PYTHON = {"python_version": "3.11", "python_full_version": "3.11.2"}
+"""Debian 12's."""
+# Debian 12 has glibc 2.36; pip takes exactly the tags that it is told.
+_GLIBC_MINORS = (34, 31, 28, 27, 26, 24, 17)
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def wheelhouse(extra: str = "train") -> Path:
+    """Folder of the wheels that `install-payload.sh --wheelhouse` needs; 0.4 GB for `train`."""
+    wanted = requirements(LOCK.read_text(encoding="utf-8"), extra=extra)
+    return cached("wheels", recipe=wanted, build=lambda folder: _download(folder, wanted))
+
+
+def requirements(lock: str, *, extra: str) -> list[str]:
+    """`name==version` of the lock's lines for `extra` that hold on the machines."""
+    found = []
+    for line in lock.splitlines():
+        if line.startswith("#"):
+            continue
+        requirement, _, extras = line.partition("  # ")
+        name, _, marker = requirement.partition(" ; ")
+        applies = not marker or Marker(marker).evaluate(dict(_PYTHON))
+        if extra in extras.split(", ") and applies:
+            found.append(name)
+    return found
+
+
+def _download(folder: Path, wanted: Sequence[str]) -> None:
+    torch = [name for name in wanted if name.startswith("torch==")]
+    rest = [name for name in wanted if name not in torch]
+    _pip_download(folder, *rest)
+    if torch:
+        # Where it cannot be reached, pip says so and takes what its own settings give.
+        _pip_download(folder, "--extra-index-url", _CPU_INDEX, "--retries=1", "--timeout=5", *torch)
+
+
+def _pip_download(folder: Path, *arguments: str) -> None:
+    pip = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check"]
+    pip += ["--no-deps", "--only-binary=:all:", f"--dest={folder}"]
+    pip += ["--python-version=3.11", "--implementation=cp"]
+    pip += [f"--abi={abi}" for abi in ("cp311", "abi3", "none")]
+    pip += [f"--platform=manylinux_2_{minor}_x86_64" for minor in _GLIBC_MINORS]
+    pip += ["--platform=manylinux2014_x86_64", "--platform=linux_x86_64"]
+    run([*pip, *arguments], timeout_s=1200)
