@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from payload.model_shape import GPT2_VOCAB_SIZE
+from payload.model_shape import ModelShape
 from payload.run_config import RunConfig
 
 # gloo's all-reduce of 32 MB of fp32 between two ranks over loopback: gradient bytes over time, on
@@ -32,16 +32,15 @@ class Arithmetic:
 def work_out(
     config: RunConfig,
     *,
+    shape: ModelShape,
     world_size: int,
     link_bytes_per_s: float,
-    vocab_size: int = GPT2_VOCAB_SIZE,
 ) -> Arithmetic:
-    """The arithmetic of `config` on `world_size` ranks.
+    """The arithmetic of `config` with a model of this `shape` on `world_size` ranks.
 
     `link_bytes_per_s` is what one rank sends while it receives as much. Raises ConfigError when the
     batch does not divide.
     """
-    shape = config.model.shape(sequence_length=config.data.sequence_length, vocab_size=vocab_size)
     tokens = config.tokens_per_step()
     grad_bytes = shape.num_params() * (2 if config.distributed.grad_dtype == "bf16" else 4)
     return Arithmetic(

@@ -138,6 +138,20 @@ def local_mpirun_environment(interface: str) -> dict[str, str]:
     return {"I_MPI_HYDRA_BOOTSTRAP": "fork", "I_MPI_HYDRA_IFACE": interface, "I_MPI_PIN": "off"}
 
 
+def cluster_mpirun_environment(interface: str, *, ssh_config: str) -> dict[str, str]:
+    """Intel MPI's settings for a run over several nodes, started on the head.
+
+    The config holds the run's key and checks every host key; its path may have no space, since
+    hydra splits the words. The interface is the head's towards the others.
+    """
+    return {
+        "I_MPI_HYDRA_BOOTSTRAP": "ssh",
+        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": f"-F {ssh_config}",
+        "I_MPI_HYDRA_IFACE": interface,
+        "I_MPI_PIN": "off",
+    }
+
+
 def launcher_environment(base: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
     """The launcher's whole environment: the caller's without foreign launchers' marks, and ours."""
     kept = {name: value for name, value in base.items() if not name.startswith(_FOREIGN_PREFIXES)}

@@ -1,4 +1,4 @@
-"""`python -m payload.orchestrate`: plan, run, status, logs, list, stop."""
+"""`python -m payload.orchestrate`: plan, preflight, run, attach, status, logs..."""
 
 from __future__ import annotations
 
@@ -43,11 +43,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_plan(commands)
+    _add_preflight(commands)
     _add_run(commands)
     _add_status(commands)
     _add_logs(commands)
     _add_list(commands)
+    _add_attach(commands)
     _add_stop(commands)
+    _add_collect(commands)
     return parser
 
 
@@ -58,15 +61,38 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
+def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "preflight",
+        help="check every node of a cluster, and start nothing",
+        description="Ask all nodes at once whether they are fit for a run: SSH, bootstrap, "
+        "payload, processor, memory, disk, clock, name, route, and the ports between every two of "
+        "them.",
+    )
+    parser.set_defaults(command=_preflight, runs_dir=None)
+    _add_inventory(parser)
+    _add_ssh_key(parser)
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+
+
+def _preflight(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    # paramiko takes half a second to import, which no other command needs.
+    from payload.orchestrate.preflight import preflight
+
+    return preflight(arguments, access)
+
+
 def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "run",
         help="start a run and follow it",
-        description="Start a run and follow it to its end. Ctrl-C saves a checkpoint and stops; a "
-        "second one stops at once.",
+        description="Start a run and follow it to its end. On this machine Ctrl-C saves a "
+        "checkpoint and stops, and a second one stops at once. On a cluster it detaches, and a "
+        "second one within 3 s saves a checkpoint and stops.",
     )
     parser.set_defaults(command=start.run)
     _add_what(parser)
+    _add_ssh_key(parser)
     parser.add_argument("--resume", metavar="RUN", help="continue a stopped or failed run")
     parser.add_argument(
         "--detach", action="store_true", help="return once it runs; it outlives this terminal"
@@ -108,10 +134,51 @@ def _add_stop(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     _add_grace(parser)
 
 
-def _add_what(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--inventory", metavar="local|FILE", help="the cluster (default: this machine)"
+def _add_attach(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "attach",
+        help="follow a run on a cluster to its end",
+        description="Follow a run on a cluster to its end, from any terminal; with --inventory "
+        "also one that another machine started. Ctrl-C detaches.",
     )
+    parser.set_defaults(command=_attach)
+    _add_inventory(parser)
+    _add_ssh_key(parser)
+    _add_which(parser)
+    parser.add_argument("--json", action="store_true", help="print summary.json at the end")
+
+
+def _attach(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    from payload.orchestrate.remote_commands import attach
+
+    return attach(arguments, access.environment())
+
+
+def _add_collect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "collect", help="bring a cluster run's logs, metrics and newest checkpoint here"
+    )
+    parser.set_defaults(command=_collect)
+    _add_which(parser)
+
+
+def _collect(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    from payload.orchestrate.remote_commands import collect
+
+    return collect(arguments, access.environment())
+
+
+def _add_ssh_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ssh-key",
+        type=Path,
+        metavar="FILE",
+        help="the private key that the nodes know (default: .cluster/CLUSTER/id_ed25519)",
+    )
+
+
+def _add_what(parser: argparse.ArgumentParser) -> None:
+    _add_inventory(parser)
     parser.add_argument("--config", type=Path, metavar="FILE", help="run.toml (default: defaults)")
     parser.add_argument(
         "--set",
@@ -123,6 +190,12 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--run-id", metavar="ID", help="(default: name, time and four digits)")
     _add_runs_dir(parser)
+
+
+def _add_inventory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--inventory", metavar="local|FILE", help="the cluster (default: this machine)"
+    )
 
 
 def _add_which(parser: argparse.ArgumentParser) -> None:

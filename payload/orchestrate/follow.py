@@ -66,6 +66,10 @@ class Asks:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    def exceed(self, heeded: int) -> bool:
+        """Whether there are more of them than were heeded."""
+        return self.count > heeded
+
     def _note(self, _number: int, _frame: object) -> None:
         self.count += 1
 
@@ -89,8 +93,8 @@ def follow_run(
             ended = supervisor.poll() is not None
             for line in log_tail.lines():
                 live.say(line)
-            _show_steps(metrics_tail, live)
-            live.status(_word(paths, stopping=heeded > 0))
+            show_steps(metrics_tail, live)
+            live.status(state_word(paths, stopping=heeded > 0))
             if ended:
                 break
             if asks.count > heeded:
@@ -113,14 +117,16 @@ def follow_log(tail: Tail, *, show: Callable[[str], None], alive: Callable[[], b
         show(tail.rest())
 
 
-def _show_steps(tail: Tail, live: LiveLine) -> None:
+def show_steps(tail: Tail, live: LiveLine) -> None:
+    """The new steps of a metrics.jsonl."""
     for line in tail.lines():
         row = json.loads(line)
         if "loss" in row:
             live.step(row)
 
 
-def _word(paths: RunPaths, *, stopping: bool) -> str:
+def state_word(paths: RunPaths, *, stopping: bool) -> str:
+    """What the run as a whole is doing."""
     if stopping:
         return "stopping"
     try:

@@ -6,15 +6,18 @@ import argparse
 import json
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 
 from payload.errors import ConfigError, ExitCode, RankLostError, UsageError
+from payload.inventory import Node
 from payload.launch.ranks import load_ranks
 from payload.orchestrate.follow import Tail, follow_log
 from payload.orchestrate.local import LocalAccess
+from payload.orchestrate.mirror import read_mirrored
 from payload.orchestrate.report import list_table, ranks_table, status_lines, text_console
 from payload.orchestrate.runs import all_runs, find_run, view_run, wait_until_ended
-from payload.results import RunState, read_json
+from payload.results import RunPaths, RunState, read_json
 from payload.run_lock import FORCE_SIGNAL, is_supervised
 
 # Beyond the supervisor's own patience with the ranks: killing them and writing it down.
@@ -23,7 +26,9 @@ _STOP_MARGIN_S = 20.0
 
 def status(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Show one run and its ranks."""
-    view = view_run(find_run(arguments.runs_dir, arguments.run), now_unix=time.time())
+    paths = find_run(arguments.runs_dir, arguments.run)
+    _bring_up_to_date(paths, access, ranks_of=lambda node: True)
+    view = view_run(paths, now_unix=time.time())
     out = text_console(stderr=False)
     if arguments.json:
         out.print(json.dumps(asdict(view), indent=2))
@@ -55,21 +60,28 @@ def logs(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Print a rank's log or the launcher's."""
     paths = find_run(arguments.runs_dir, arguments.run)
     if arguments.launcher:
-        path = paths.launcher_log
+        path, name = paths.launcher_log, None
     else:
-        world_size = len(load_ranks(paths.ranks))
-        if not 0 <= arguments.rank < world_size:
+        ranks = load_ranks(paths.ranks)
+        if not 0 <= arguments.rank < len(ranks):
             raise UsageError(
-                f"--rank {arguments.rank}: run {paths.run_id} has ranks 0 to {world_size - 1}."
+                f"--rank {arguments.rank}: run {paths.run_id} has ranks 0 to {len(ranks) - 1}."
             )
         path = paths.rank_log(arguments.rank)
-    if not path.exists() and not is_supervised(paths):
+        name = ranks[arguments.rank].node
+
+    def alive() -> bool:
+        _bring_up_to_date(paths, access, ranks_of=lambda node: node.name == name)
+        mirrored = read_mirrored(paths)
+        return mirrored.alive if mirrored else is_supervised(paths)
+
+    if not alive() and not path.exists():
         raise UsageError(f"{path} does not exist: the run ended before it wrote one.")
     out = text_console(stderr=False)
     follow_log(
         Tail(path),
         show=out.print,
-        alive=lambda: bool(arguments.follow) and is_supervised(paths),
+        alive=lambda: bool(arguments.follow) and alive(),
     )
     return ExitCode.OK
 
@@ -77,6 +89,11 @@ def logs(arguments: argparse.Namespace, access: LocalAccess) -> int:
 def stop(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Stop a run with a checkpoint, or at once."""
     paths = find_run(arguments.runs_dir, arguments.run)
+    mirrored = read_mirrored(paths)
+    if mirrored is not None:
+        from payload.orchestrate import remote_commands
+
+        return remote_commands.stop(paths, mirrored, arguments=arguments, env=access.environment())
     talk = text_console(stderr=True)
     state = read_json(RunState, paths.state)
     wish = FORCE_SIGNAL if arguments.force else signal.SIGTERM
@@ -95,3 +112,14 @@ def stop(arguments: argparse.Namespace, access: LocalAccess) -> int:
     view = view_run(paths, now_unix=time.time())
     talk.print(f"{view.status} after step {view.step}" + (f": {view.error}" if view.error else ""))
     return ExitCode.OK
+
+
+def _bring_up_to_date(
+    paths: RunPaths, access: LocalAccess, *, ranks_of: Callable[[Node], bool]
+) -> None:
+    """For a run on a cluster, whose folder here is a copy."""
+    if read_mirrored(paths) is not None:
+        # paramiko takes half a second to import, which a local run does not need.
+        from payload.orchestrate.remote_commands import bring_up_to_date
+
+        bring_up_to_date(paths, env=access.environment(), ranks_of=ranks_of)

@@ -34,7 +34,25 @@ class Chosen:
 
 
 def choose_inventory(argument: str | None) -> Chosen:
-    """The inventory that `--inventory` names; without it, this machine. Raises ConfigError."""
+    """The one machine that `--inventory` names; without it, this machine. Raises ConfigError."""
+    chosen = load_cluster(argument)
+    require_one_machine(chosen)
+    return chosen
+
+
+def require_one_machine(chosen: Chosen) -> None:
+    """Raises ConfigError when the inventory is not of one node of access kind `local`."""
+    inventory = chosen.inventory
+    if inventory.access.kind != "local" or len(inventory.nodes) > 1:
+        raise ConfigError(
+            f"inventory ({chosen.why}): access kind {inventory.access.kind!r} with "
+            f"{len(inventory.nodes)} node(s); 'local' is for one node, and `plan` for this "
+            "machine. Use preflight and run with a cluster of access kind 'direct' or 'iap'."
+        )
+
+
+def load_cluster(argument: str | None) -> Chosen:
+    """The cluster that `--inventory` names; without it, this machine. Raises ConfigError."""
     if argument is None or argument == "local":
         machine = discover()
         return Chosen(
@@ -48,9 +66,4 @@ def choose_inventory(argument: str | None) -> Chosen:
             "local, or name an inventory.json."
         )
     inventory = ClusterInventory.load(Path(argument))
-    if inventory.access.kind != "local" or len(inventory.nodes) > 1:
-        raise ConfigError(
-            f"inventory {argument}: access kind {inventory.access.kind!r} with "
-            f"{len(inventory.nodes)} node(s); this release runs on one node of access kind 'local'."
-        )
     return Chosen(inventory=inventory, why=f"--inventory {argument}", domains={})

@@ -20,9 +20,11 @@ from shutil import which
 
 import payload
 from payload.errors import PreflightError
+from payload.inventory import ClusterInventory
+from payload.launch.arithmetic import LOOPBACK_BYTES_PER_S
 from payload.launch.environment import local_mpirun_environment
 from payload.launch.plan import rank_program
-from payload.orchestrate.discovery import LOOPBACK
+from payload.orchestrate.discovery import LOOPBACK, free_memory_bytes
 from payload.results import RunPaths, RunState
 from payload.run_lock import is_supervised
 
@@ -34,11 +36,23 @@ _PORTS = range(20_000, 32_000)
 class LocalAccess:
     """This machine as a cluster of one node."""
 
-    interface = LOOPBACK
     python = sys.executable
+    link_bytes_per_s = LOOPBACK_BYTES_PER_S
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
+
+    def environment(self) -> dict[str, str]:
+        """The operator's own environment, for programs that run on this machine."""
+        return dict(self._env)
+
+    def interfaces(self, inventory: ClusterInventory) -> Mapping[str, str]:
+        """Loopback."""
+        return {node.name: LOOPBACK for node in inventory.nodes}
+
+    def free_memory_bytes(self) -> int | None:
+        """What the system could give without swapping, or None where it does not say."""
+        return free_memory_bytes()
 
     def program(self, paths: RunPaths) -> tuple[str, ...]:
         """What each rank runs."""
@@ -73,7 +87,7 @@ class LocalAccess:
 
     def mpirun_environment(self) -> dict[str, str]:
         """mpirun's settings for this cluster."""
-        return local_mpirun_environment(self.interface)
+        return local_mpirun_environment(LOOPBACK)
 
     def python_path(self) -> str | None:
         """Where the payload package lies, or None when it is installed."""

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from payload.errors import PreflightError
 from payload.inventory import ClusterInventory
-from payload.launch.arithmetic import LOOPBACK_BYTES_PER_S, work_out
+from payload.launch.arithmetic import work_out
 from payload.launch.environment import Rendezvous, common_environment
 from payload.launch.files import render_accelerate, render_hosts
 from payload.launch.plan import LaunchPlan, mpirun_argv, torchrun_argv
 from payload.launch.ranks import Placement, place_ranks, render_ranks
+from payload.orchestrate.access import Access
 from payload.orchestrate.checks import memory_warning
-from payload.orchestrate.discovery import free_memory_bytes
+from payload.orchestrate.initial import initial_shape
 from payload.orchestrate.inventories import Chosen
-from payload.orchestrate.local import LocalAccess
 from payload.results import RunPaths, write_whole
 from payload.run_config import RunConfig
 
@@ -45,16 +45,24 @@ class PlannedRun:
             precision=self.config.precision,
         )
 
-    def write(self) -> None:
-        """Put every file in its place; plan.json last, as a supervisor looks for it."""
+    def files(self) -> dict[str, str]:
+        """Every file's text by its name; plan.json last, as a supervisor looks for it."""
         paths = self.paths
-        write_whole(paths.config, self.config.to_toml())
-        write_whole(paths.inventory, self.inventory.to_json())
-        write_whole(paths.hosts, self.hosts())
-        write_whole(paths.ranks, render_ranks(self.placement.ranks))
+        texts = {
+            paths.config: self.config.to_toml(),
+            paths.inventory: self.inventory.to_json(),
+            paths.hosts: self.hosts(),
+            paths.ranks: render_ranks(self.placement.ranks),
+        }
         for node_rank in range(len(self.inventory.nodes)):
-            write_whole(paths.accelerate_config(node_rank), self.accelerate(node_rank))
-        write_whole(paths.plan, self.plan.to_json())
+            texts[paths.accelerate_config(node_rank)] = self.accelerate(node_rank)
+        texts[paths.plan] = self.plan.to_json()
+        return {path.name: text for path, text in texts.items()}
+
+    def write(self, paths: RunPaths) -> None:
+        """Put every file in its place in the run folder at `paths`."""
+        for name, text in self.files().items():
+            write_whole(paths.root / name, text)
 
 
 def plan_run(
@@ -62,7 +70,7 @@ def plan_run(
     *,
     config: RunConfig,
     chosen: Chosen,
-    access: LocalAccess,
+    access: Access,
     vocab_size: int,
     work_dir: Path,
     port: int,
@@ -73,18 +81,19 @@ def plan_run(
     """
     inventory = chosen.inventory
     placement = place_ranks(inventory, config.launch, domains=chosen.domains)
+    shape, guess = initial_shape(config, vocab_size=vocab_size)
     arithmetic = work_out(
         config,
+        shape=shape,
         world_size=placement.world_size,
-        link_bytes_per_s=LOOPBACK_BYTES_PER_S,
-        vocab_size=vocab_size,
+        link_bytes_per_s=access.link_bytes_per_s,
     )
     mpirun, notes = _choose_launcher(config, access)
-    warning = memory_warning(arithmetic, placement, free_bytes=free_memory_bytes())
+    warning = memory_warning(arithmetic, placement, free_bytes=access.free_memory_bytes())
     rendezvous = Rendezvous(
         address=inventory.head.address,
         port=port,
-        interfaces={node.name: access.interface for node in inventory.nodes},
+        interfaces=access.interfaces(inventory),
     )
     environment = _environment(
         paths, config=config, placement=placement, access=access, rendezvous=rendezvous
@@ -110,7 +119,7 @@ def plan_run(
         ranks_per_node=placement.ranks_per_node,
         nodes=len(inventory.nodes),
         arithmetic=arithmetic,
-        notes=(*notes, *placement.notes, *([warning] if warning else [])),
+        notes=(*notes, *placement.notes, *filter(None, (guess, warning))),
     )
     return PlannedRun(
         paths=paths, config=config, inventory=inventory, placement=placement, plan=plan
@@ -122,7 +131,7 @@ def _environment(
     *,
     config: RunConfig,
     placement: Placement,
-    access: LocalAccess,
+    access: Access,
     rendezvous: Rendezvous,
 ) -> dict[str, str]:
     malloc = config.launch.malloc
@@ -137,7 +146,7 @@ def _environment(
     )
 
 
-def _choose_launcher(config: RunConfig, access: LocalAccess) -> tuple[str | None, list[str]]:
+def _choose_launcher(config: RunConfig, access: Access) -> tuple[str | None, list[str]]:
     """mpirun's path, or None for torchrun, and what to say about the choice."""
     wish = config.launch.launcher
     if wish == "torchrun":
@@ -156,7 +165,7 @@ def _argv(
     paths: RunPaths,
     placement: Placement,
     environment: dict[str, str],
-    access: LocalAccess,
+    access: Access,
     rendezvous: Rendezvous,
 ) -> tuple[str, ...]:
     if mpirun is None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from payload.errors import ConfigError, ExitCode, UsageError
 from payload.launch.ranks import load_ranks
+from payload.orchestrate.mirror import read_mirrored
 from payload.results import (
     RankExit,
     RankProgress,
@@ -177,9 +178,10 @@ def _status(
     """Status, exit class and error; a run whose supervisor is gone without a word has failed."""
     if state is not None and state.status not in ("starting", "running"):
         return state.status, state.exit_class, state.error
-    if is_supervised(paths):
+    mirrored = read_mirrored(paths)
+    if mirrored.alive if mirrored else is_supervised(paths):
         return (state.status if state else "starting"), None, None
-    if state is None and now_unix - paths.plan.stat().st_mtime < _START_S:
+    if mirrored is None and state is None and now_unix - paths.plan.stat().st_mtime < _START_S:
         return "starting", None, None
     return (
         "failed",

@@ -16,18 +16,24 @@ from pathlib import Path
 from rich.console import Console
 
 from payload.errors import ConfigError, DataError, ExitCode
+from payload.inventory import ClusterInventory
 from payload.model_shape import GPT2_VOCAB_SIZE
 from payload.orchestrate.checks import check_data
+from payload.orchestrate.ending import say_end
 from payload.orchestrate.follow import Tail, follow_run
-from payload.orchestrate.inventories import Chosen, choose_inventory
+from payload.orchestrate.inventories import (
+    Chosen,
+    choose_inventory,
+    load_cluster,
+    require_one_machine,
+)
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.planning import PlannedRun, plan_run
-from payload.orchestrate.report import failure_lines, print_plan, result_lines, text_console
+from payload.orchestrate.report import print_plan, text_console
 from payload.orchestrate.runs import (
     create_run,
     find_run,
     new_run_id,
-    newest_checkpoint,
     point_latest_at,
     running_here,
 )
@@ -63,8 +69,20 @@ def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
 def run(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Start a run, or continue one, and follow it to its end."""
     talk = text_console(stderr=True)
-    chosen = choose_inventory(arguments.inventory)
+    chosen = load_cluster(arguments.inventory)
     talk.print(chosen.headline())
+    if chosen.inventory.access.kind != "local":
+        # paramiko takes half a second to import, which a local run does not need.
+        from payload.orchestrate.remote_start import run_on_cluster
+
+        return run_on_cluster(
+            arguments,
+            chosen,
+            config_of=lambda resumed: _config(arguments, resumed=resumed),
+            env=access.environment(),
+            talk=talk,
+        )
+    require_one_machine(chosen)
     resumed = find_run(arguments.runs_dir, arguments.resume) if arguments.resume else None
     config = _config(arguments, resumed=resumed)
     if resumed is not None:
@@ -80,7 +98,7 @@ def run(arguments: argparse.Namespace, access: LocalAccess) -> int:
         if resumed is None:
             create_run(arguments.runs_dir, paths.run_id)
         point_latest_at(arguments.runs_dir, paths.run_id)
-        planned.write()
+        planned.write(paths)
         talk.print(
             f"run {paths.run_id}: {planned.plan.world_size} rank(s) through "
             f"{planned.plan.launcher}; everything in {paths.root}"
@@ -144,23 +162,7 @@ def _report(
     if status < 0 or summary is None or state is None or not began:
         _say_supervisor_failed(paths, status=status, talk=talk)
         return ExitCode.RANK_LOST if status < 0 else status or ExitCode.TRAINING
-    checkpoint = newest_checkpoint(paths)
-    out = text_console(stderr=False)
-    if arguments.json:
-        out.print(paths.summary.read_text(encoding="utf-8"), end="")
-    else:
-        out.print("\n".join(result_lines(summary, checkpoint=checkpoint)))
-    if summary.status == "failed":
-        failed = state.failed_rank
-        log = paths.launcher_log if failed is None else paths.rank_log(failed)
-        talk.print("\n".join(failure_lines(summary.error or "failed", log=log)))
-    elif summary.error:
-        talk.print(f"note: {summary.error}")
-    if summary.status != "finished" and checkpoint is not None:
-        talk.print(
-            f"continue with: python -m payload.orchestrate run --resume {paths.run_id}"
-            + (f" --runs-dir {arguments.runs_dir_given}" if arguments.runs_dir_given else "")
-        )
+    say_end(paths, summary=summary, state=state, arguments=arguments, talk=talk)
     return status
 
 
@@ -206,6 +208,11 @@ def _config(arguments: argparse.Namespace, *, resumed: RunPaths | None) -> RunCo
 
 
 def _refuse_to_resume(paths: RunPaths, config: RunConfig) -> None:
+    if ClusterInventory.load(paths.inventory).access.kind != "local":
+        raise ConfigError(
+            f"run {paths.run_id} is on a cluster, this is its copy. Name the cluster with "
+            "--inventory FILE."
+        )
     if is_supervised(paths):
         raise ConfigError(
             f"run {paths.run_id} is running. Look at it with: python -m payload.orchestrate status "

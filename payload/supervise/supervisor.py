@@ -37,6 +37,7 @@ from payload.supervise.processes import (
 )
 from payload.supervise.summary import complete_summary, last_summary
 from payload.supervise.wakeups import Wakeups
+from payload.supervise.workers import fetch_exits
 
 _TICK_S = 0.2
 _STATE_EVERY_S = 5.0
@@ -101,6 +102,7 @@ class Supervisor:
                 left = self._leave_none()
                 launcher.wait()
                 reap_children()
+        fetch_exits(self._paths, plan=self._plan, ranks=self._ranks, env=self._env)
         verdict = self._judge(launcher.returncode, log_start=log_start)
         complete_summary(
             self._paths,

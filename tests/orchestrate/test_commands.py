@@ -193,6 +193,7 @@ def test_a_detached_run_is_looked_at_and_stopped(workplace: Workplace) -> None:
     assert started.returncode == 0, err
     (paths,) = [RunPaths(p) for p in workplace.runs.iterdir() if not p.is_symlink()]
     wait_for_steps(paths)
+    wait_for(lambda: state_of(paths).status == "running", "the supervisor to notice")
     status, out, _ = workplace.call("status")
     assert status == 0
     assert "running" in out and "last sign of life" in out

@@ -13,6 +13,7 @@ import pytest
 from payload.errors import ConfigError, DataError, UsageError
 from payload.launch.arithmetic import work_out
 from payload.launch.ranks import place_ranks
+from payload.model_shape import PRESETS
 from payload.orchestrate.checks import check_data, memory_warning
 from payload.orchestrate.follow import Tail
 from payload.orchestrate.inventories import choose_inventory
@@ -176,7 +177,8 @@ def test_missing_data_and_short_data_are_named(tmp_path: Path) -> None:
 
 def test_a_plan_that_needs_more_memory_than_is_free_is_warned_of() -> None:
     placement = place_ranks(make_inventory(), LaunchSection(ranks_per_node=2))
-    numbers = work_out(parse_run_config("", where="test"), world_size=2, link_bytes_per_s=1e9)
+    config = parse_run_config("", where="test")
+    numbers = work_out(config, shape=PRESETS["gpt2"], world_size=2, link_bytes_per_s=1e9)
     warning = memory_warning(numbers, placement, free_bytes=2**30)
     assert warning is not None and "1.0 GiB are free" in warning
     assert memory_warning(numbers, placement, free_bytes=2**50) is None

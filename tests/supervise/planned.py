@@ -52,7 +52,7 @@ def plan_stand_in(
             vocab_size=50257,
             work_dir=REPO,
             port=port or holder.getsockname()[1],
-        ).write()
+        ).write(RunPaths(root))
     return RunPaths(root)
 
 

@@ -1,0 +1,42 @@
+"""What planning needs to know of the machines that a run will be on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from payload.inventory import ClusterInventory
+from payload.results import RunPaths
+
+
+class Access(Protocol):
+    """This machine (`local.LocalAccess`) or a cluster (`cluster_access.ClusterAccess`)."""
+
+    @property
+    def python(self) -> str:
+        """The interpreter that the ranks run in."""
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """What a gradient exchange is expected to reach."""
+
+    def interfaces(self, inventory: ClusterInventory) -> Mapping[str, str]:
+        """The network interface between the ranks, by node."""
+
+    def program(self, paths: RunPaths) -> tuple[str, ...]:
+        """What each rank runs."""
+
+    def mpirun(self) -> str:
+        """Path of Intel MPI's mpirun. Raises PreflightError that says why there is none."""
+
+    def mpirun_environment(self) -> dict[str, str]:
+        """mpirun's settings."""
+
+    def python_path(self) -> str | None:
+        """Where the payload package lies, or None when it is installed."""
+
+    def tcmalloc(self) -> str:
+        """The tcmalloc library. Raises PreflightError with the line that installs it."""
+
+    def free_memory_bytes(self) -> int | None:
+        """Of the node with the least, or None when it is not known."""

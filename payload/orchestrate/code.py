@@ -1,0 +1,119 @@
+"""The payload's code on the nodes: the same as here, by its hash; only what changed travels."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import payload
+from payload.errors import PreflightError
+from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
+from payload.orchestrate.ssh import Connection
+from payload.orchestrate.transfer import put
+
+_LOOK_S = 30.0
+_UNPACK_S = 120.0
+_COPY_S = 600.0
+_SLOWEST_BYTES_PER_S = 1e6
+_LEFT_OUT = ("__pycache__",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """The payload package as it is on this machine."""
+
+    root: Path
+    """The folder that the package is in."""
+    files: Mapping[str, str]
+    """sha256 by path."""
+
+    @property
+    def digest(self) -> str:
+        """Names the code: equal for equal files."""
+        return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def this_code() -> Code:
+    """The package that this program is part of."""
+    package = Path(payload.__file__).parent
+    files = {
+        str(path.relative_to(package.parent)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(package.rglob("*"))
+        if path.is_file() and not set(_LEFT_OUT) & set(path.parts)
+    }
+    return Code(root=package.parent, files=files)
+
+
+def look(connection: Connection, code: Code, *, venv: PurePosixPath, data: str) -> dict[str, Any]:
+    """What the node has and lacks for a run; see remote/place.py."""
+    return _place(connection, code, action="look", venv=str(venv), data=data)
+
+
+def send_code(
+    connection: Connection, code: Code, missing: Sequence[str], *, home: PurePosixPath
+) -> None:
+    """Send the files that `look` called missing, and give the code its name there."""
+    root = home / "tileforge"
+    if missing:
+        content = archive({name: (code.root / name).read_bytes() for name in missing})
+        unpack(connection, content, root / f".payload-{code.digest}")
+    wrong = _place(connection, code, action="finish")["wrong"]
+    if wrong:
+        raise PreflightError(
+            f"{connection.node.name}: {len(wrong)} file(s) of the payload did not arrive whole, "
+            f"the first is {wrong[0]}. Is its disk full? Try again."
+        )
+
+
+def archive(files: Mapping[str, bytes]) -> bytes:
+    """A compressed tar of these files."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o644
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def unpack(connection: Connection, content: bytes, folder: PurePosixPath) -> None:
+    """Put an archive's files in `folder` on the node, which is made if need be."""
+    connection.check_run(["mkdir", "-p", "--", str(folder)], timeout_s=_LOOK_S)
+    argv = ["tar", "-xzf", "-", "-C", str(folder), "--no-same-owner"]
+    connection.check_run(argv, stdin=content, timeout_s=_UNPACK_S)
+
+
+def send_data(connection: Connection, source: Path, target: PurePosixPath) -> None:
+    """Copy the data folder to the node; what an attempt has copied, the next one keeps.
+
+    meta.json comes last, so that a folder that has it is whole.
+    """
+    known = json.loads((source / "meta.json").read_text("utf-8"))["files"]
+    connection.check_run(["mkdir", "-p", "--", str(target)], timeout_s=_LOOK_S)
+    for name in (*known, "meta.json"):
+        timeout_s = _COPY_S + (source / name).stat().st_size / _SLOWEST_BYTES_PER_S
+        sha256 = known.get(name, {}).get("sha256")
+        if not _has(connection, target / name, sha256, timeout_s=timeout_s):
+            put(connection, source / name, str(target / name), timeout_s=timeout_s)
+
+
+def _has(
+    connection: Connection, path: PurePosixPath, sha256: str | None, *, timeout_s: float
+) -> bool:
+    done = connection.run(["sha256sum", "--", str(path)], timeout_s=timeout_s)
+    return sha256 is not None and done.stdout.startswith(sha256.encode())
+
+
+def _place(connection: Connection, code: Code, **arguments: str) -> dict[str, Any]:
+    text = connection.check_run(
+        remote_argv({**arguments, "digest": code.digest, "files": code.files}),
+        stdin=remote_program("place.py"),
+        timeout_s=_LOOK_S,
+    )
+    return parse_answer(text, node=connection.node.name)

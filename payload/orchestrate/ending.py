@@ -1,0 +1,40 @@
+"""The words at a run's end: a table, or the failure in the failing rank's own words."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+from payload.orchestrate.report import failure_lines, result_lines, text_console
+from payload.orchestrate.runs import newest_checkpoint
+from payload.results import RunPaths, RunState, Summary
+
+
+def say_end(
+    paths: RunPaths,
+    *,
+    summary: Summary,
+    state: RunState,
+    arguments: argparse.Namespace,
+    talk: Console,
+) -> None:
+    """Print what came of a run, and how to go on where it is not finished."""
+    checkpoint = newest_checkpoint(paths)
+    out = text_console(stderr=False)
+    if arguments.json:
+        out.print(paths.summary.read_text(encoding="utf-8"), end="")
+    else:
+        out.print("\n".join(result_lines(summary, checkpoint=checkpoint)))
+    if summary.status == "failed":
+        failed = state.failed_rank
+        log = paths.launcher_log if failed is None else paths.rank_log(failed)
+        talk.print("\n".join(failure_lines(summary.error or "failed", log=log)))
+    elif summary.error:
+        talk.print(f"note: {summary.error}")
+    if summary.status != "finished" and checkpoint is not None:
+        talk.print(
+            f"continue with: python -m payload.orchestrate run --resume {paths.run_id}"
+            + (f" --runs-dir {arguments.runs_dir_given}" if arguments.runs_dir_given else "")
+            + (f" --inventory {given}" if (given := getattr(arguments, "inventory", None)) else "")
+        )

@@ -1,0 +1,58 @@
+"""What preflight learns from a node, typed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+STATE_FILE = "/var/lib/tileforge/bootstrap.json"
+"""The only sign that a node's bootstrap is done, written last by it."""
+LOGS = ("/var/log/tileforge-bootstrap.log", "/var/log/cloud-init-output.log")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """The probe's answer from one node; None is what the machine did not tell."""
+
+    time_unix: float
+    """The node's clock when the probe began."""
+    took_s: float
+    hostname: str
+    hostname_addresses: tuple[str, ...]
+    architecture: str
+    python: str
+    bootstrap: Any
+    """bootstrap.json: an object, or text when it is no JSON, or None when there is none."""
+    bootstrap_log: tuple[str, ...]
+    cpu_flags: tuple[str, ...] | None
+    physical_cores: int | None
+    numa_domains: int | None
+    memory_bytes: int | None
+    disk_path: str
+    disk_free_bytes: int
+    interface: str | None
+    """On the way to the head; on the head, to the first worker."""
+    source_address: str | None
+    mtu: int | None
+    clock_offset_s: float | None = None
+    """The node's clock minus the operator's."""
+
+    @classmethod
+    def from_probe(cls, raw: Mapping[str, Any], *, clock_offset_s: float | None) -> NodeFacts:
+        """The facts of a probe's JSON object."""
+        known = {field.name for field in fields(cls)}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in raw.items()
+            if name in known
+        }
+        return cls(**values, clock_offset_s=clock_offset_s)
+
+
+def clock_offset_s(
+    *, sent_unix: float, received_unix: float, node_unix: float, took_s: float
+) -> float:
+    """The node's clock minus ours: its answer was given between sending and receiving."""
+    travel_s = max(0.0, received_unix - sent_unix - took_s)
+    return node_unix - (sent_unix + travel_s / 2)

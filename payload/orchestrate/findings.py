@@ -1,0 +1,299 @@
+"""What is wrong with a cluster: from facts to findings, with cause, fix and exit code. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from payload.errors import ExitCode, TileforgeError
+from payload.inventory import Node
+from payload.orchestrate.facts import STATE_FILE, NodeFacts
+
+Severity = Literal["error", "warning"]
+
+CHECKS = ("ssh", "bootstrap", "payload", "cpu", "memory", "disk", "clock", "name", "route", "ports")
+
+_GIB = 2**30
+# Firmware and the kernel keep some: a 32 GiB machine reports 31.3.
+_MEMORY_SHARE = 0.9
+_DISK_ERROR_GIB, _DISK_WARNING_GIB = 2, 10
+# Rounding and a slow answer stay far below; certificates and make's file times break far above.
+_CLOCK_WARNING_S, _CLOCK_ERROR_S = 2.0, 60.0
+_AMX = "amx_bf16"
+_LARGEST_PROBE_BYTES = 65_507 + 28  # UDP's largest payload and the headers
+_SSH_CODES = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.HOST_KEY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong on one node."""
+
+    node: str
+    check: str
+    """One of CHECKS."""
+    severity: Severity
+    cause: str
+    fix: str
+    exit_code: ExitCode = ExitCode.PREFLIGHT
+    log: tuple[str, ...] = ()
+    """Lines from the node that tell more."""
+
+    def line(self) -> str:
+        """Node, cause and fix on one line."""
+        return f"{self.node}: {self.cause}. {self.fix}".rstrip()
+
+
+def from_error(node: Node, error: TileforgeError) -> Finding:
+    """The finding for a node that could not be asked."""
+    cause, _, fix = str(error).removeprefix(f"{node.name}: ").partition(". ")
+    return Finding(
+        node=node.name,
+        check="ssh" if error.exit_code in _SSH_CODES else "bootstrap",
+        severity="error",
+        cause=cause.rstrip("."),
+        fix=fix,
+        exit_code=error.exit_code,
+    )
+
+
+def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
+    """Whether the node's bootstrap is done, and if not, where it is or broke off."""
+    state = facts.bootstrap
+    log = facts.bootstrap_log
+    if state is None:
+        cause = f"bootstrap has not begun to report: there is no {STATE_FILE}"
+        fix = "Wait if the machine has just booted; else see `cloud-init status --long` there."
+    elif not _is_whole(state):
+        cause = f"{STATE_FILE} is damaged: {str(state)[:80]!r}"
+        fix = "Make the machine anew, or run its bootstrap again."
+    elif state["ok"] is True:
+        return
+    elif state["ok"] is False:
+        # The reason is the end of the bootstrap's log, which only root may read.
+        log = tuple(str(state["reason"] or "").strip().splitlines()) or log
+        cause = f"bootstrap failed in step {state['step']!r}: {_main_line(log)}"
+        fix = "Mend the cause and run the bootstrap again."
+    else:
+        cause = f"bootstrap is not done yet, it is at step {state['step']!r}"
+        fix = "Wait and try again."
+    yield _error(node, "bootstrap", cause, fix, exit_code=ExitCode.BOOTSTRAP, log=log)
+
+
+def payload_findings(
+    nodes: Sequence[Node], facts: Mapping[str, NodeFacts], *, version: str, lock_sha: str | None
+) -> Iterator[Finding]:
+    """Nodes with another release or lock than this machine's.
+
+    Without a lock here (`lock_sha`), the nodes are compared with the first of them.
+    """
+    states = {
+        node.name: facts[node.name].bootstrap
+        for node in nodes
+        if node.name in facts and is_ready(facts[node.name].bootstrap)
+    }
+    first = next(iter(states), None)
+    expected, whose = lock_sha, "this machine"
+    if expected is None and first is not None:
+        expected, whose = states[first].get("sha"), first
+    for node in nodes:
+        if node.name not in states:
+            continue
+        state = states[node.name]
+        if state.get("version") != version:
+            cause = f"it has payload {state.get('version')}, this machine has {version}"
+            yield _error(node, "payload", cause, "Run the bootstrap again with this release.")
+        elif state.get("sha") != expected:
+            cause = (
+                f"its packages are from another lock than {whose}'s "
+                f"({str(state.get('sha'))[:12]}, {str(expected)[:12]})"
+            )
+            fix = "Run the bootstrap again with this release's requirements.lock."
+            yield _error(node, "payload", cause, fix)
+
+
+def cpu_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
+    """Cores, NUMA domains and matrix tiles against the inventory."""
+    for name, planned, found in (
+        ("physical core(s)", node.physical_cores, facts.physical_cores),
+        ("NUMA domain(s)", node.numa_domains, facts.numa_domains),
+    ):
+        if found is not None and found < planned:
+            cause = f"it has {found} {name}, the inventory says {planned}"
+            yield _error(node, "cpu", cause, "Correct the inventory, or the machine type.")
+        elif found is not None and found > planned:
+            cause = f"it has {found} {name}, the inventory says {planned}: some stay unused"
+            yield _warning(node, "cpu", cause, "Correct the inventory.")
+    if facts.architecture in ("x86_64", "AMD64") and facts.cpu_flags is not None:
+        if _AMX not in facts.cpu_flags:
+            cause = "its CPU shows no AMX (amx_bf16): bf16 arithmetic will be slow, or fp32"
+            fix = "Use a machine type with AMX (C3, C4, H3), or a newer kernel or hypervisor."
+            yield _warning(node, "cpu", cause, fix)
+    elif facts.architecture not in ("x86_64", "AMD64"):
+        cause = f"its processor is {facts.architecture}; Intel MPI runs on x86-64 only"
+        yield _warning(node, "cpu", cause, "One node still works, under torchrun.")
+
+
+def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
+    """Memory against the inventory, and free disk."""
+    if facts.memory_bytes is not None:
+        found_gib = facts.memory_bytes / _GIB
+        if found_gib < node.memory_gib * _MEMORY_SHARE:
+            cause = f"it has {found_gib:.1f} GiB of memory, the inventory says {node.memory_gib:g}"
+            yield _error(node, "memory", cause, "Correct the inventory, or the machine type.")
+    free_gib = facts.disk_free_bytes / _GIB
+    cause = f"{free_gib:.1f} GiB are free in {facts.disk_path}"
+    if free_gib < _DISK_ERROR_GIB:
+        fix = f"Free at least {_DISK_ERROR_GIB} GiB, or give it a larger disk."
+        yield _error(node, "disk", cause, fix)
+    elif free_gib < _DISK_WARNING_GIB:
+        yield _warning(node, "disk", cause, "Checkpoints of GPT-2 124M need 1.5 GB each.")
+
+
+def clock_findings(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> Iterator[Finding]:
+    """Nodes whose clock is off; when all agree with each other, it is the operator's clock."""
+    known = [node for node in nodes if node.name in facts]
+    offsets = {
+        node.name: offset
+        for node in known
+        if (offset := facts[node.name].clock_offset_s) is not None
+    }
+    if not offsets:
+        return
+    common = statistics.median_low(offsets.values())
+    spread = max(abs(offset - common) for offset in offsets.values())
+    if len(offsets) > 2 and abs(common) > _CLOCK_WARNING_S and spread <= _CLOCK_WARNING_S:
+        cause = f"this machine's clock is {_apart(-common)} of every node's"
+        yield _warning(nodes[0], "clock", cause, "Set it: times in reports will differ.")
+        return
+    for node in known:
+        offset = offsets.get(node.name)
+        if offset is None or abs(offset) <= _CLOCK_WARNING_S:
+            continue
+        cause = f"its clock is {_apart(offset)} of this machine's"
+        fix = "Set it: timedatectl set-ntp true (or chronyc makestep) there."
+        kind = _error if abs(offset) > _CLOCK_ERROR_S else _warning
+        yield kind(node, "clock", cause, fix)
+
+
+def name_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
+    """A hostname that leads programs to the loopback, or nowhere."""
+    addresses = facts.hostname_addresses
+    fix = "mpirun and gloo are told their interface, so a run works; other programs may not."
+    if not addresses:
+        cause = f"its own name {facts.hostname!r} does not resolve there"
+        yield _warning(node, "name", cause, fix)
+    elif all(_is_loopback(address) for address in addresses):
+        cause = f"its own name {facts.hostname!r} resolves to {addresses[0]} there"
+        yield _warning(node, "name", cause, fix)
+
+
+def route_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
+    """Whether the way between the nodes is known and leaves from the inventory's address."""
+    if facts.interface is None:
+        cause = "the interface on the way to the other nodes is not known (`ip route get` failed)"
+        fix = "Install iproute2 there and see that it has a route to the head's address."
+        yield _error(node, "route", cause, fix)
+    elif facts.interface == "lo" and not _is_loopback(node.address):
+        cause = "its way to the other nodes is the loopback interface"
+        fix = "Two nodes of the inventory have addresses of one machine. Correct the inventory."
+        yield _error(node, "route", cause, fix)
+    elif facts.source_address not in (None, node.address) and not _is_loopback(node.address):
+        cause = (
+            f"packets to the other nodes leave from {facts.source_address} ({facts.interface}), "
+            f"the inventory says {node.address}"
+        )
+        yield _warning(node, "route", cause, "See that both are open between the nodes.")
+
+
+def mesh_findings(
+    nodes: Sequence[Node], answers: Mapping[str, Mapping[str, Any]], *, mtus: Mapping[str, int]
+) -> Iterator[Finding]:
+    """Pairs of nodes between which a port is closed, or large packets are lost."""
+    by_name = {node.name: node for node in nodes}
+    deaf = {name for name, answer in answers.items() if answer["bind_error"]}
+    for name in sorted(deaf):
+        cause = f"it cannot listen on {answers[name]['bind_error']}"
+        fix = "Is the inventory's address its own, and the port free? Correct it, or try again."
+        yield _error(by_name[name], "ports", cause, fix)
+    for name, answer in answers.items():
+        for peer, pair in answer["pairs"].items():
+            if peer in deaf:
+                continue
+            yield from _pair_findings(by_name[name], by_name[peer], pair, mtu=mtus.get(name))
+
+
+def _pair_findings(
+    node: Node, peer: Node, pair: Mapping[str, Any], *, mtu: int | None
+) -> Iterator[Finding]:
+    failed, largest = pair["failed"], pair["largest_packet"]
+    loses = largest is not None and mtu is not None and largest < min(mtu, _LARGEST_PROBE_BYTES)
+    if loses:
+        cause = (
+            f"packets over {largest} bytes to {peer.name} get lost, its interface sends {mtu} (MTU)"
+        )
+        # Where TCP finds the way's own limit, data arrive all the same.
+        kind = _error if failed else _warning
+        yield kind(node, "ports", cause, f"Set the MTU to {largest} on all nodes.")
+    elif failed:
+        said = ", ".join(f"{port}: {reason}" for port, reason in failed.items())
+        cause = f"it cannot reach {peer.name} ({peer.address}) on port(s) {said}"
+        fix = (
+            "Ranks use any TCP port between nodes. Open them in the firewall: between these two, "
+            "both ways."
+        )
+        yield _error(node, "ports", cause, fix)
+
+
+def _main_line(log: Sequence[str]) -> str:
+    """The last line that names an error, or the last one."""
+    named = [line for line in log if "error" in line.lower() or line.startswith("E: ")]
+    return (named or list(log) or ["it gave no reason"])[-1].strip().rstrip(".")
+
+
+def _is_whole(state: Any) -> bool:
+    return isinstance(state, dict) and {"step", "ok", "reason"} <= set(state)
+
+
+def is_ready(state: Any) -> bool:
+    """Whether a node's bootstrap.json says that it is done."""
+    return _is_whole(state) and state["ok"] is True
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _apart(offset_s: float) -> str:
+    size = abs(offset_s)
+    words = f"{size:.1f} s" if size < 120 else f"{size / 60:.0f} min"
+    return f"{words} {'ahead' if offset_s > 0 else 'behind'}"
+
+
+def _error(
+    node: Node,
+    check: str,
+    cause: str,
+    fix: str,
+    *,
+    exit_code: ExitCode = ExitCode.PREFLIGHT,
+    log: tuple[str, ...] = (),
+) -> Finding:
+    return Finding(
+        node=node.name,
+        check=check,
+        severity="error",
+        cause=cause,
+        fix=fix,
+        exit_code=exit_code,
+        log=log,
+    )
+
+
+def _warning(node: Node, check: str, cause: str, fix: str) -> Finding:
+    return Finding(node=node.name, check=check, severity="warning", cause=cause, fix=fix)

@@ -1,0 +1,79 @@
+"""The local copy of a run that is on a cluster: kept up to date, and good without a connection."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from payload.errors import ConfigError
+from payload.results import RunPaths, write_whole
+
+SCHEMA_VERSION = 1
+_END_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mirrored:
+    """mirror.json: what was known of the run when it was last reached."""
+
+    alive: bool
+    """Whether a supervisor held it."""
+    seen_unix: float
+    ssh_key: str
+    """Path of the key that the nodes know."""
+    schema_version: int = SCHEMA_VERSION
+
+
+def read_mirrored(paths: RunPaths) -> Mirrored | None:
+    """None when the run is this machine's own. Raises ConfigError."""
+    path = paths.root / "mirror.json"
+    try:
+        return Mirrored(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}). Remove it, then attach.") from None
+
+
+def write_mirrored(paths: RunPaths, mirrored: Mirrored) -> None:
+    """Replace mirror.json."""
+    write_whole(paths.root / "mirror.json", json.dumps(asdict(mirrored), indent=2) + "\n")
+
+
+def known_ends(paths: RunPaths) -> dict[str, tuple[int, str]]:
+    """Of each growing file: how many bytes are here, and the last of them as base64."""
+    return {str(path.relative_to(paths.root)): _end(path) for path in _growing(paths)}
+
+
+def merge(paths: RunPaths, answer: Mapping[str, Any]) -> None:
+    """Bring what a node answered into the local copy."""
+    for name, text in answer["whole"].items():
+        write_whole(_inside(paths, name), text, durable=False)
+    for name, (offset, content) in answer["more"].items():
+        target = _inside(paths, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("ab") as file:
+            file.truncate(offset)
+            file.write(base64.b64decode(content))
+
+
+def _growing(paths: RunPaths) -> Iterable[Path]:
+    return [path for path in (paths.metrics, *paths.logs.glob("*.log")) if path.exists()]
+
+
+def _end(path: Path) -> tuple[int, str]:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _END_BYTES))
+        return size, base64.b64encode(file.read()).decode()
+
+
+def _inside(paths: RunPaths, name: str) -> Path:
+    target = (paths.root / name).resolve()
+    if not target.is_relative_to(paths.root.resolve()):
+        raise ConfigError(f"the head names a file outside of the run folder: {name!r}.")
+    return target

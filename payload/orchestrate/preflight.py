@@ -1,0 +1,263 @@
+"""`preflight`: is every node fit for a run? All are asked at once; nothing is started on them."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import payload
+from payload.errors import ConfigError, PreflightError, SshAuthError, TileforgeError
+from payload.inventory import ClusterInventory, Node
+from payload.orchestrate import findings as find
+from payload.orchestrate.cluster import Cluster
+from payload.orchestrate.discovery import discover
+from payload.orchestrate.facts import (
+    LOGS,
+    STATE_FILE,
+    NodeFacts,
+    clock_offset_s,
+)
+from payload.orchestrate.fanout import on_every_node
+from payload.orchestrate.findings import Finding
+from payload.orchestrate.inventories import load_cluster
+from payload.orchestrate.keys import make_operator_key, operator_key_path, write_ssh_files
+from payload.orchestrate.local import LocalAccess
+from payload.orchestrate.preflight_report import Report
+from payload.orchestrate.remote.probe import probe
+from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
+from payload.orchestrate.report import text_console
+from payload.orchestrate.ssh_settings import Login
+
+_TABLE_WIDTH = 140
+_PROBE_S = 15.0
+_MESH_S = 6.0
+# One where the ranks meet, one of those that gloo takes from the kernel.
+_PORT_RANGES = (range(20_000, 32_000), range(33_000, 60_000))
+_LOCAL_CHECKS = ("cpu", "memory", "disk", "name")
+
+
+def preflight(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    """Check the cluster that `--inventory` names, print a table, and return the exit code."""
+    chosen = load_cluster(arguments.inventory)
+    inventory = chosen.inventory
+    text_console(stderr=True).print(chosen.headline())
+    began = time.monotonic()
+    if inventory.access.kind == "local" and len(inventory.nodes) > 1:
+        raise ConfigError(
+            f"inventory {arguments.inventory}: access kind 'local' with {len(inventory.nodes)} "
+            "nodes; it means this machine alone. Use 'direct' or 'iap'."
+        )
+    if inventory.access.kind == "local":
+        report = check_this_machine(inventory, access)
+    else:
+        login = Login(user=inventory.ssh_user, key=operator_key(inventory, given=arguments.ssh_key))
+        with Cluster(inventory, login=login, env=access.environment()) as cluster:
+            report = check_cluster(inventory, cluster, lock_sha=lock_sha())
+    out, talk = text_console(stderr=False), text_console(stderr=True)
+    if arguments.json:
+        out.print(report.to_json())
+    else:
+        out.width = max(out.width, _TABLE_WIDTH)  # a narrow terminal wraps; nothing is cut off
+        out.print(report.table())
+        for line in report.lines():
+            out.print(line)
+    took = f"({time.monotonic() - began:.1f} s)"
+    failing = report.failing_nodes()
+    if failing:
+        talk.print(
+            f"error: {len(failing)} of {len(inventory.nodes)} node(s) not fit: "
+            f"{', '.join(failing)} {took}"
+        )
+    else:
+        talk.print(f"every node is fit for a run {took}")
+    return report.exit_code
+
+
+def operator_key(inventory: ClusterInventory, *, given: Path | None) -> Path:
+    """The operator's key, and beside the cluster's own one, files for `ssh -F`."""
+    own = operator_key_path(Path.cwd(), cluster=inventory.cluster)
+    if given is None and not own.exists():
+        raise SshAuthError(
+            f"there was no key of cluster {inventory.cluster}; {own} is new. Add its public half "
+            f"to authorized_keys of {inventory.ssh_user} on every node: {make_operator_key(own)} "
+            "(or name the key that they know with --ssh-key.)"
+        )
+    write_ssh_files(own.parent, inventory, key=given or own)
+    return given or own
+
+
+def lock_sha() -> str | None:
+    """What node-setup.sh calls `sha`, of this checkout; None when this is an installed package."""
+    lock = Path(payload.__file__).parents[1] / "bootstrap" / "requirements.lock"
+    return hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None
+
+
+def check_cluster(
+    inventory: ClusterInventory,
+    cluster: Cluster,
+    *,
+    state_file: str = STATE_FILE,
+    lock_sha: str | None = None,
+    mesh_s: float = _MESH_S,
+) -> Report:
+    """Ask every node over SSH, then let them try each other for at most `mesh_s`.
+
+    `lock_sha` is the SHA-256 of the lock that the nodes should be installed from, if known.
+    """
+    began = time.monotonic()
+    nodes = inventory.nodes
+    outcomes = on_every_node(nodes, lambda node: _probe(node, inventory, cluster, state_file))
+    for outcome in outcomes.values():
+        if isinstance(outcome, ConfigError):
+            raise outcome  # ours, and the same for all
+    facts = {name: got for name, got in outcomes.items() if isinstance(got, NodeFacts)}
+    there = [node for node in nodes if node.name in facts]
+    errors = [
+        find.from_error(node, got)
+        for node in nodes
+        if isinstance(got := outcomes[node.name], TileforgeError)
+    ]
+    checks = {node.name: ["ssh"] for node in nodes}
+    for node in there:
+        left_out = set() if find.is_ready(facts[node.name].bootstrap) else {"payload"}
+        if len(nodes) == 1:
+            left_out.add("route")
+        checks[node.name] += [name for name in find.CHECKS[1:-1] if name not in left_out]
+    mesh: list[Finding] = []
+    if len(there) > 1:
+        mesh = _mesh(there, facts, cluster, mesh_s)
+        for node in there:
+            checks[node.name].append("ports")
+    return Report(
+        cluster=inventory.cluster,
+        checks=checks,
+        facts=facts,
+        findings=[*errors, *decide(nodes, facts, lock_sha=lock_sha), *mesh],
+        took_s=time.monotonic() - began,
+    )
+
+
+def decide(
+    nodes: Sequence[Node], facts: Mapping[str, NodeFacts], *, lock_sha: str | None
+) -> list[Finding]:
+    """All findings about nodes that could be asked, but for those between nodes."""
+    found: list[Finding] = []
+    for node in nodes:
+        if node.name in facts:
+            of_node = facts[node.name]
+            found += find.bootstrap_findings(node, of_node)
+            found += find.cpu_findings(node, of_node)
+            found += find.capacity_findings(node, of_node)
+            found += find.name_findings(node, of_node)
+            if len(nodes) > 1:
+                found += find.route_findings(node, of_node)
+    found += find.payload_findings(nodes, facts, version=payload.__version__, lock_sha=lock_sha)
+    found += find.clock_findings(nodes, facts)
+    return found
+
+
+def check_this_machine(inventory: ClusterInventory, access: LocalAccess) -> Report:
+    """The checks that mean something without SSH and other nodes."""
+    began = time.monotonic()
+    node = inventory.head
+    raw = probe(_probe_arguments(state_file=STATE_FILE, route_to=None))
+    # What this machine may use, which in a container is less than what it has.
+    machine = discover()
+    facts = replace(
+        NodeFacts.from_probe(raw, clock_offset_s=None),
+        physical_cores=machine.num_cores(),
+        numa_domains=len(machine.domains),
+        memory_bytes=machine.memory_bytes,
+    )
+    found = [
+        *find.cpu_findings(node, facts),
+        *find.capacity_findings(node, facts),
+        *find.name_findings(node, facts),
+    ]
+    try:
+        access.mpirun()
+    except PreflightError as error:
+        cause = f"ranks will start through torchrun: {error}"
+        found.append(
+            Finding(node=node.name, check="payload", severity="warning", cause=cause, fix="")
+        )
+    return Report(
+        cluster=inventory.cluster,
+        checks={node.name: [*_LOCAL_CHECKS, "payload"]},
+        facts={node.name: facts},
+        findings=found,
+        took_s=time.monotonic() - began,
+    )
+
+
+def _probe(node: Node, inventory: ClusterInventory, cluster: Cluster, state_file: str) -> NodeFacts:
+    others = [other for other in inventory.nodes if other.name != node.name]
+    # The head's way to itself would be its loopback: `others` begins with the head for the workers.
+    arguments = _probe_arguments(
+        state_file=state_file, route_to=others[0].address if others else None
+    )
+    connection = cluster.connect(node)
+    sent_unix = time.time()
+    text = connection.check_run(
+        remote_argv(arguments), stdin=remote_program("probe.py"), timeout_s=_PROBE_S
+    )
+    received_unix = time.time()
+    answer = parse_answer(text, node=node.name)
+    offset_s = clock_offset_s(
+        sent_unix=sent_unix,
+        received_unix=received_unix,
+        node_unix=answer["time_unix"],
+        took_s=answer["took_s"],
+    )
+    return NodeFacts.from_probe(answer, clock_offset_s=offset_s)
+
+
+def _mesh(
+    nodes: Sequence[Node], facts: Mapping[str, NodeFacts], cluster: Cluster, mesh_s: float
+) -> list[Finding]:
+    outcomes = _try_mesh(nodes, facts, cluster, mesh_s)
+    if any(isinstance(got, dict) and got["port_taken"] for got in outcomes.values()):
+        outcomes = _try_mesh(nodes, facts, cluster, mesh_s)  # on other ports
+    answers = {name: got for name, got in outcomes.items() if not isinstance(got, TileforgeError)}
+    mtus = {name: mtu for name in answers if (mtu := facts[name].mtu) is not None}
+    lost = [
+        find.from_error(node, got)
+        for node in nodes
+        if isinstance(got := outcomes[node.name], TileforgeError)
+    ]
+    return [*lost, *find.mesh_findings(nodes, answers, mtus=mtus)]
+
+
+def _try_mesh(
+    nodes: Sequence[Node], facts: Mapping[str, NodeFacts], cluster: Cluster, mesh_s: float
+) -> dict[str, dict[str, Any] | TileforgeError]:
+    ports = [random.choice(numbers) for numbers in _PORT_RANGES]
+    trial = secrets.token_hex(8)
+
+    def attempt(node: Node) -> dict[str, Any]:
+        arguments = {
+            "me": node.name,
+            "address": node.address,
+            "ports": ports,
+            "peers": {other.name: other.address for other in nodes if other.name != node.name},
+            "trial": trial,
+            "deadline_s": mesh_s,
+            "mtu": facts[node.name].mtu,
+        }
+        text = cluster.connect(node).check_run(
+            remote_argv(arguments), stdin=remote_program("mesh.py"), timeout_s=mesh_s + _PROBE_S
+        )
+        return parse_answer(text, node=node.name)
+
+    return on_every_node(nodes, attempt)
+
+
+def _probe_arguments(*, state_file: str, route_to: str | None) -> dict[str, Any]:
+    return {"state_file": state_file, "logs": LOGS, "route_to": route_to}

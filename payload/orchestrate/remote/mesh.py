@@ -1,0 +1,202 @@
+"""Tries every connection between this machine and its peers, in both directions, as JSON.
+
+Runs on all nodes at once as `python3 -I - ARGUMENTS`, with this text on stdin; ARGUMENTS is a JSON
+object: me, address (to listen on), ports, peers (addresses by name), trial (a random word;
+strangers are not answered), deadline_s, mtu (of the way to the peers, or null). Each node listens
+on all ports and connects to all ports of all peers until it works or the deadline comes, so it
+does not matter who starts first; it ends early when it has reached, and heard from, all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+# More than fits a path that loses all large packets: a connection that only opens is not enough.
+_BULK_BYTES = 64 * 1024
+_CONNECT_S = 2.0
+_BULK_S = 4.0  # at 1 Mbit/s the bulk takes half a second
+_PAUSE_S = 0.1
+_ECHO_S, _ECHO_TRIES = 0.3, 3
+_LINE_BYTES = 300
+_HEADERS_BYTES = 28  # IPv4 and UDP
+_UDP_MAX_BYTES = 65_507
+_SMALLER_MTUS = (8896, 1500, 1460, 1400, 1280, 576)
+# From linux/in.h; Python's socket module does not name them.
+_IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3
+
+
+class Mesh:
+    """The state of one node's share of the trial."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._me: str = arguments["me"]
+        self._address: str = arguments["address"]
+        self._ports: list[int] = arguments["ports"]
+        self._peers: dict[str, str] = arguments["peers"]
+        self._trial: str = arguments["trial"]
+        self._mtu: int | None = arguments["mtu"]
+        self._ends: float = time.monotonic() + arguments["deadline_s"]
+        self._changed = threading.Condition()
+        self._reached: set[tuple[str, int]] = set()
+        self._errors: dict[tuple[str, int], str] = {}
+        self._heard: set[tuple[str, int]] = set()
+        self._largest: dict[str, int | None] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Listen, connect, wait, and report.
+
+        `pairs` holds for each peer the ports that could not be reached, with the reason, and the
+        largest packet that got there (null when none did). With `port_taken` it is worth another
+        try on other ports.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in self._ports:
+                    self._listen(stack, port)
+            except OSError as error:
+                said = f"{self._address} port {port}: {error.strerror}"
+                return _answer(said, port_taken=error.errno == errno.EADDRINUSE)
+            wanted = {(peer, port) for peer in self._peers for port in self._ports}
+            for peer, port in wanted:
+                self._start(self._connect, peer, port)
+            with self._changed:
+                while self._left() > 0 and not (self._heard >= wanted and self._reached >= wanted):
+                    self._changed.wait(timeout=self._left())
+        return _answer(None, pairs={peer: self._pair(peer) for peer in self._peers})
+
+    def _pair(self, peer: str) -> dict[str, Any]:
+        failed = {
+            str(port): self._errors.get((peer, port), "no answer")
+            for port in self._ports
+            if (peer, port) not in self._reached
+        }
+        return {"failed": failed, "largest_packet": self._largest.get(peer)}
+
+    def _left(self) -> float:
+        return max(0.0, self._ends - time.monotonic())
+
+    def _start(self, target: Any, *arguments: Any) -> None:
+        threading.Thread(target=target, args=arguments, daemon=True).start()
+
+    def _listen(self, stack: contextlib.ExitStack, port: int) -> None:
+        listener = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((self._address, port))
+        listener.listen(128)
+        echo = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        echo.bind((self._address, port))
+        self._start(self._accept, listener, port)
+        self._start(self._echo, echo)
+
+    def _accept(self, listener: socket.socket, port: int) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return  # closed: the trial is over
+            self._start(self._answer, connection, port)
+
+    def _answer(self, connection: socket.socket, port: int) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError), connection:
+            connection.settimeout(max(self._left(), _PAUSE_S))
+            reader = connection.makefile("rb")
+            hello = json.loads(reader.readline(_LINE_BYTES))
+            if hello["trial"] != self._trial:
+                return
+            bulk = _BULK_BYTES if port == self._ports[0] else 0
+            if len(reader.read(bulk)) != bulk:
+                return
+            connection.sendall(b"got it\n")
+            if reader.readline(_LINE_BYTES) == b"done\n":
+                with self._changed:
+                    self._heard.add((hello["me"], port))
+                    self._changed.notify_all()
+
+    def _echo(self, echo: socket.socket) -> None:
+        trial = self._trial.encode()
+        while True:
+            try:
+                packet, sender = echo.recvfrom(_UDP_MAX_BYTES)
+                if packet.startswith(trial):
+                    echo.sendto(trial + str(len(packet)).encode(), sender)
+            except OSError:
+                return
+
+    def _connect(self, peer: str, port: int) -> None:
+        while (error := self._try(peer, port)) is not None:
+            self._errors[peer, port] = error
+            if self._left() == 0:
+                return
+            time.sleep(_PAUSE_S)
+        with self._changed:
+            self._reached.add((peer, port))
+            self._changed.notify_all()
+
+    def _try(self, peer: str, port: int) -> str | None:
+        target = (self._peers[peer], port)
+        connected = "no answer"
+        try:
+            with socket.create_connection(target, timeout=_CONNECT_S) as connection:
+                connection.settimeout(_BULK_S)
+                hello = json.dumps({"trial": self._trial, "me": self._me}).encode() + b"\n"
+                connection.sendall(hello)
+                if port == self._ports[0]:
+                    if self._largest.get(peer) is None:
+                        self._largest[peer] = self._largest_packet(target)
+                    connected = "it connects, then data get lost"
+                    connection.sendall(bytes(_BULK_BYTES))
+                if connection.recv(_LINE_BYTES) != b"got it\n":
+                    return "the connection was closed"
+                connection.sendall(b"done\n")
+        except TimeoutError:
+            return connected
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
+
+    def _largest_packet(self, target: tuple[str, int]) -> int | None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((self._address, 0))
+            probe.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
+            probe.settimeout(_ECHO_S)
+            probe.connect(target)
+            # Where not even a small one arrives, datagrams are shut out, and there is no telling.
+            if self._arrives(probe, _SMALLER_MTUS[-1]):
+                return next((size for size in self._packets() if self._arrives(probe, size)), None)
+        return None
+
+    def _arrives(self, probe: socket.socket, packet: int) -> bool:
+        trial = self._trial.encode()
+        payload = trial.ljust(packet - _HEADERS_BYTES, b".")
+        for _ in range(_ECHO_TRIES):
+            if self._left() < 2 * _ECHO_S:
+                return False  # the peer may be gone already
+            with contextlib.suppress(OSError):
+                probe.send(payload)
+                if probe.recv(_LINE_BYTES) == trial + b"%d" % len(payload):
+                    return True
+        return False
+
+    def _packets(self) -> Iterator[int]:
+        if self._mtu is not None:
+            most = min(self._mtu, _UDP_MAX_BYTES + _HEADERS_BYTES)
+            yield most
+            yield from (size for size in _SMALLER_MTUS if size < most)
+
+
+def _answer(
+    bind_error: str | None, *, port_taken: bool = False, pairs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"bind_error": bind_error, "port_taken": port_taken, "pairs": pairs or {}}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(Mesh(json.loads(sys.argv[1])).run()) + "\n")

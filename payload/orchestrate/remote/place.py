@@ -1,0 +1,113 @@
+"""Looks what a run lacks on this node, and puts the payload's code in its place.
+
+Runs on a node as `python3 -I - ARGUMENTS`, with this text on stdin; ARGUMENTS is a JSON object:
+action (look, finish), digest (of the code), files (sha256 by path), for look also venv and data
+(a folder's name). Prints a JSON object. Each action may be repeated.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import fcntl
+import hashlib
+import json
+import os
+import random
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+# Below Linux' range for outgoing connections (32768 and up), above what services use.
+_PORTS = range(20_000, 32_000)
+_PROGRAMS = ("python", "mpirun")
+_TCMALLOC = ("tcmalloc", "tcmalloc_minimal")
+
+
+def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
+    """Carry out one action in the login's `home`."""
+    root = home / "tileforge"
+    if arguments["action"] == "finish":
+        return finish(root, arguments["digest"], arguments["files"])
+    missing = missing_files(root, arguments["digest"], arguments["files"])
+    programs = [Path(arguments["venv"], "bin", name) for name in _PROGRAMS]
+    libraries = [ctypes.util.find_library(name) for name in _TCMALLOC]
+    return {
+        "home": str(home),
+        "lacking": [str(path) for path in programs if not os.access(path, os.X_OK)],
+        "tcmalloc": next((name for name in libraries if name), None),
+        "port": free_port(),
+        "running": running(root / "runs"),
+        "missing": missing,
+        "has_data": (root / "data" / arguments["data"] / "meta.json").is_file(),
+    }
+
+
+def code_folder(root: Path, digest: str, *, whole: bool) -> Path:
+    """Where code with this digest is, or is being put together."""
+    return root / (f"payload-{digest}" if whole else f".payload-{digest}")
+
+
+def missing_files(root: Path, digest: str, files: dict[str, str]) -> list[str] | None:
+    """What must be sent; the rest is copied from the code of another run. Null: all is there."""
+    if code_folder(root, digest, whole=True).is_dir():
+        return None
+    partial = code_folder(root, digest, whole=False)
+    others = sorted(root.glob("payload-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    missing = []
+    for name, sha256 in files.items():
+        target = partial / name
+        if sha256_of(target) == sha256:
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        known = next((other / name for other in others if sha256_of(other / name) == sha256), None)
+        if known:
+            shutil.copyfile(known, target)
+        else:
+            missing.append(name)
+    return missing
+
+
+def finish(root: Path, digest: str, files: dict[str, str]) -> dict[str, Any]:
+    """Give the code its name if every file is what it should be."""
+    whole, partial = (code_folder(root, digest, whole=whole) for whole in (True, False))
+    wrong = [name for name, sha256 in files.items() if sha256_of(partial / name) != sha256]
+    if not wrong and not whole.is_dir():
+        partial.rename(whole)
+    return {"wrong": [] if whole.is_dir() else wrong}
+
+
+def sha256_of(path: Path) -> str | None:
+    """Of the file's content; null when there is none."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def running(runs: Path) -> str | None:
+    """The run that a living supervisor holds, if any."""
+    for lock in runs.glob("*/supervisor.lock"):
+        with lock.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.parent.name
+    return None
+
+
+def free_port() -> int | None:
+    """A port where the ranks can meet; the supervisor holds it from its start."""
+    for port in random.sample(_PORTS, k=100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError:
+                continue
+            return port
+    return None
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(act(json.loads(sys.argv[1]), home=Path.home())) + "\n")

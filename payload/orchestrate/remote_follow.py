@@ -1,0 +1,142 @@
+"""Watching a run on a cluster from here: through broken connections, and without holding it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+
+from rich.console import Console
+
+from payload.errors import ExitCode, PreflightError, SshUnreachableError, TileforgeError
+from payload.orchestrate.ending import say_end
+from payload.orchestrate.follow import Asks, Tail, show_steps, state_word
+from payload.orchestrate.live import LiveLine
+from payload.orchestrate.remote_run import RemoteRun
+from payload.orchestrate.report import text_console
+from payload.results import RunState, Summary, read_json
+from payload.run_config import load_run_config
+from payload.run_lock import FORCE_SIGNAL
+
+_POLL_S = 1.0
+_TICK_S = 0.1
+_SECOND_ASK_S = 3.0
+_RECONNECT_S = 300.0
+_RETRY_S = 5.0
+
+
+def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Console) -> int:
+    """Show the run until it has ended, bring its results home, and return its exit code.
+
+    Ctrl-C detaches: the run goes on. A second one soon after stops it with a checkpoint, a third
+    one at once.
+    """
+    steps = load_run_config(run.paths.config).train.steps
+    log = Tail(run.paths.rank_log(0), from_end=True)
+    metrics = Tail(run.paths.metrics, from_end=True)
+    heeded = 0
+    with Asks() as asks, LiveLine(talk, steps=steps) as live:
+        alive = True
+        while alive:
+            alive = patiently(run, live=live, interrupted=partial(asks.exceed, heeded))
+            for line in log.lines():
+                live.say(line)
+            show_steps(metrics, live)
+            live.status(state_word(run.paths, stopping=heeded > 0))
+            _pause(asks, heeded=heeded, seconds=_POLL_S if alive else 0.0)
+            if asks.count > heeded and alive:
+                if heeded == 0 and not _asks_again(asks, live):
+                    live.say(f"detached; {how_to_attach(run)}")
+                    return ExitCode.OK
+                heeded = _pass_on(run, live, heeded=heeded)
+        if log.rest():
+            live.say(log.rest())
+    return _bring_home(run, arguments=arguments, talk=talk)
+
+
+def how_to_attach(run: RemoteRun) -> str:
+    """For messages."""
+    return (
+        f"run {run.paths.run_id} goes on. Follow it with: python -m payload.orchestrate attach "
+        f"{run.paths.run_id}; end it with: stop {run.paths.run_id}"
+    )
+
+
+def patiently(
+    run: RemoteRun, *, live: LiveLine, interrupted: Callable[[], bool] = lambda: False
+) -> bool:
+    """Bring the copy up to date, connecting anew until the deadline; whether the run is alive.
+
+    Raises SshUnreachableError at the deadline, or when the operator does not want to wait for it.
+    """
+    ends = None
+    while True:
+        try:
+            return run.refresh()
+        except (SshUnreachableError, PreflightError) as error:
+            run.close()
+            if ends is None:
+                ends = time.monotonic() + _RECONNECT_S
+                live.say(f"connection lost, trying for {_RECONNECT_S:g} s: {error}")
+            words = f"{error} As far as is known, {how_to_attach(run)}."
+            retry = time.monotonic() + _RETRY_S
+            while time.monotonic() < retry and not interrupted():
+                time.sleep(_TICK_S)
+            if time.monotonic() > ends or interrupted():
+                raise SshUnreachableError(words) from None
+
+
+def _pause(asks: Asks, *, heeded: int, seconds: float) -> None:
+    """Wait, but not when the operator asks something."""
+    ends = time.monotonic() + seconds
+    while asks.count == heeded and time.monotonic() < ends:
+        time.sleep(_TICK_S)
+
+
+def _asks_again(asks: Asks, live: LiveLine) -> bool:
+    live.say(f"detaching; Ctrl-C again within {_SECOND_ASK_S:g} s stops the run with a checkpoint")
+    _pause(asks, heeded=1, seconds=_SECOND_ASK_S)
+    return asks.count > 1
+
+
+def _pass_on(run: RemoteRun, live: LiveLine, *, heeded: int) -> int:
+    """Ask the supervisor to stop; returns how many of the operator's asks that answers."""
+    if heeded == 0:
+        live.say("stopping: saving a checkpoint first (Ctrl-C again to stop at once)")
+        run.signal([signal.SIGTERM])
+        return 2
+    live.say("stopping at once")
+    run.signal([FORCE_SIGNAL])
+    return heeded + 1
+
+
+def _bring_home(run: RemoteRun, *, arguments: argparse.Namespace, talk: Console) -> int:
+    """Every node's logs, the newest checkpoint, the run's key away, and the words at the end."""
+    try:
+        run.refresh_all()
+        run.collect_checkpoint()
+        run.end_leftovers()
+        run.remove_key()
+    except TileforgeError as error:
+        # A node that is gone must not hide how the run ended.
+        talk.print(f"warning: {error}")
+        talk.print(f"once it is mended: python -m payload.orchestrate collect {run.paths.run_id}")
+    return say_remote_end(run, arguments=arguments, talk=talk)
+
+
+def say_remote_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Console) -> int:
+    """The end as the local copy has it, and the run's exit code."""
+    summary = read_json(Summary, run.paths.summary)
+    state = read_json(RunState, run.paths.state)
+    if summary is None or state is None or state.exit_class is None:
+        talk.print(
+            "error: the supervisor is gone without a word (killed, or the head restarted); see "
+            f"{run.paths.supervisor_log}"
+        )
+        return ExitCode.RANK_LOST
+    say_end(run.paths, summary=summary, state=state, arguments=arguments, talk=talk)
+    if arguments.json:
+        text_console(stderr=True).print(f"everything in {run.paths.root}")
+    return next(code for code in ExitCode if code.label == state.exit_class)

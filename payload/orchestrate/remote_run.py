@@ -1,0 +1,185 @@
+"""One run on a cluster: read, signalled and brought home over SSH."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+from signal import Signals
+from typing import Any
+
+from payload.errors import RankLostError
+from payload.inventory import ClusterInventory, Node
+from payload.launch.environment import RUN_DIR
+from payload.launch.plan import LaunchPlan
+from payload.orchestrate.cluster import Cluster
+from payload.orchestrate.fanout import all_or_raise, on_every_node
+from payload.orchestrate.mirror import Mirrored, known_ends, merge, write_mirrored
+from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
+from payload.orchestrate.run_key import remove_run_key
+from payload.orchestrate.transfer import get
+from payload.results import RunPaths
+
+_ACTION_S = 20.0
+_START_S = 60.0
+_COPY_S = 600.0
+_SLOWEST_BYTES_PER_S = 1e6
+_LEAVE_S = 10.0
+
+
+class RemoteRun:
+    """A run whose supervisor is on the head; `paths` is its local copy."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        inventory: ClusterInventory,
+        *,
+        run_dir: PurePosixPath,
+        key: Path,
+        connect: Callable[[], Cluster],
+    ) -> None:
+        """`connect` makes the connections, again after they broke."""
+        self.paths = paths
+        self.inventory = inventory
+        self._run_dir = run_dir
+        self._key = key.absolute()
+        self._connect = connect
+        self._cluster: Cluster | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        """The connections."""
+        if self._cluster is None:
+            self._cluster = self._connect()
+        return self._cluster
+
+    def close(self) -> None:
+        """Close the connections; the next action makes new ones."""
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+
+    def start(self, *, grace_s: float) -> dict[str, Any]:
+        """Start the supervisor on the head; see remote/control.py."""
+        plan = LaunchPlan.load(self.paths.plan)
+        argv = [plan.program[0], "-m", "payload.supervise", "--run-dir", str(self._run_dir)]
+        return self._act(
+            self.inventory.head,
+            action="start",
+            timeout_s=_START_S,
+            argv=[*argv, "--grace", f"{grace_s:g}"],
+            python_path=plan.environment["PYTHONPATH"],
+        )
+
+    def refresh(self, *others: Node) -> bool:
+        """Bring the local copy up to date, from the head and `others`; says whether it is alive."""
+        alive = self._read(self.inventory.head)
+        for node in others:
+            if node.name != self.inventory.head.name:
+                self._read(node)
+        self.note(alive=alive)
+        return alive
+
+    def note(self, *, alive: bool) -> None:
+        """Write down that this is a cluster's run, and how to reach it."""
+        mirrored = Mirrored(alive=alive, seen_unix=time.time(), ssh_key=str(self._key))
+        write_mirrored(self.paths, mirrored)
+
+    def refresh_all(self) -> bool:
+        """The same with every worker's logs and records."""
+        return self.refresh(*self.inventory.nodes[1:])
+
+    def signal(self, numbers: Sequence[Signals]) -> bool:
+        """Send signals to the supervisor; says whether it lives."""
+        answer = self._act(
+            self.inventory.head, action="signal", signals=[int(number) for number in numbers]
+        )
+        return bool(answer["alive"])
+
+    def end_leftovers(self) -> None:
+        """See to it that no node has a process of the run. Raises RankLostError that names them."""
+        ends = time.monotonic() + _LEAVE_S
+        left = self._left(kill=False)
+        while left and time.monotonic() < ends:
+            time.sleep(0.5)
+            left = self._left(kill=False)
+        if left:
+            self._left(kill=True)
+            time.sleep(1.0)
+            left = self._left(kill=False)
+        if left:
+            listed = "; ".join(f"{name}: {pids}" for name, pids in left.items())
+            raise RankLostError(f"processes of run {self.paths.run_id} do not end: {listed}.")
+
+    def remove_key(self) -> None:
+        """Let no node trust the run's key any more."""
+        remove_run_key(self.cluster, self.inventory, run_id=self.paths.run_id)
+
+    def collect_checkpoint(self) -> Path | None:
+        """Bring the newest whole checkpoint home, unless it is here; goes on where it broke off."""
+        head = self.cluster.connect(self.inventory.head)
+        folder = self._run_dir / "checkpoints"
+        pattern = "step_*/manifest.json"
+        found = head.run(
+            ["find", str(folder), "-path", f"*/{pattern}", "-printf", "%h\n"], timeout_s=_ACTION_S
+        )
+        names = sorted(line.rpartition("/")[2] for line in found.stdout.decode().splitlines())
+        names = [name for name in names if not name.endswith(".partial")]
+        if not names:
+            return None
+        target = self.paths.checkpoints / names[-1]
+        if (target / "manifest.json").exists():
+            return target
+        partial = self.paths.checkpoints / f".{names[-1]}.collecting"
+        partial.mkdir(parents=True, exist_ok=True)
+        self._collect(str(folder / names[-1]), partial)
+        partial.replace(target)
+        return target
+
+    def _collect(self, source: str, partial: Path) -> None:
+        """Every file of a checkpoint, checked by the manifest, which comes first."""
+        head = self.cluster.connect(self.inventory.head)
+        manifest = partial / "manifest.json"
+        get(head, f"{source}/manifest.json", manifest, timeout_s=_ACTION_S)
+        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        for name, entry in files.items():
+            target = partial / name
+            if not target.exists():
+                timeout_s = _COPY_S + int(entry["bytes"]) / _SLOWEST_BYTES_PER_S
+                get(head, f"{source}/{name}", target, timeout_s=timeout_s)
+
+    def adopt(self) -> None:
+        """Bring the files home that say what the run is; for one that was started elsewhere."""
+        head = self.cluster.connect(self.inventory.head)
+        for path in (self.paths.config, self.paths.inventory, self.paths.hosts, self.paths.ranks):
+            get(head, str(self._run_dir / path.name), path, timeout_s=_ACTION_S)
+        # Last, as what has a plan counts as a run.
+        get(head, str(self._run_dir / "plan.json"), self.paths.plan, timeout_s=_ACTION_S)
+
+    def _read(self, node: Node) -> bool:
+        answer = self._act(node, action="read", known=known_ends(self.paths))
+        merge(self.paths, answer)
+        return bool(answer["alive"])
+
+    def _left(self, *, kill: bool) -> dict[str, list[int]]:
+        """Processes of the run, by node; nodes without are left out."""
+        found = on_every_node(
+            self.inventory.nodes, lambda node: self._act(node, action="left", kill=kill)["pids"]
+        )
+        listed = all_or_raise(found, what=f"looking for processes of run {self.paths.run_id}")
+        return {name: pids for name, pids in listed.items() if pids}
+
+    def _act(self, node: Node, *, timeout_s: float = _ACTION_S, **arguments: Any) -> dict[str, Any]:
+        text = self.cluster.connect(node).check_run(
+            remote_argv({**arguments, "run_dir": str(self._run_dir)}),
+            stdin=remote_program("control.py"),
+            timeout_s=timeout_s,
+        )
+        return parse_answer(text, node=node.name)
+
+
+def planned_run_dir(paths: RunPaths) -> PurePosixPath:
+    """Where the nodes have the run whose local copy is at `paths`. Raises ConfigError."""
+    return PurePosixPath(LaunchPlan.load(paths.plan).environment[RUN_DIR])

@@ -1,0 +1,249 @@
+"""`run` on a cluster: check it, bring what it lacks, start the supervisor on its head, follow."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rich.console import Console
+
+from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError
+from payload.inventory import ClusterInventory
+from payload.launch.ranks import place_ranks
+from payload.orchestrate.checks import check_data
+from payload.orchestrate.cluster import Cluster
+from payload.orchestrate.cluster_access import ClusterAccess
+from payload.orchestrate.code import Code, archive, this_code, unpack
+from payload.orchestrate.fanout import all_or_raise, on_every_node
+from payload.orchestrate.inventories import Chosen
+from payload.orchestrate.planning import PlannedRun, plan_run
+from payload.orchestrate.preflight import check_cluster, lock_sha, operator_key
+from payload.orchestrate.preflight_report import Report
+from payload.orchestrate.remote_commands import attach_to
+from payload.orchestrate.remote_follow import follow_to_the_end, how_to_attach
+from payload.orchestrate.remote_run import RemoteRun
+from payload.orchestrate.run_key import RunKey, install_run_key, remove_run_key
+from payload.orchestrate.runs import create_run, find_run, new_run_id, point_latest_at
+from payload.orchestrate.ssh_settings import Login
+from payload.orchestrate.supply import Answers, ask_nodes, bring_code, bring_data
+from payload.results import RunPaths
+from payload.run_config import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the operator asks for."""
+
+    config: RunConfig
+    data: Path
+    """The data folder here."""
+    vocab_size: int
+    paths: RunPaths
+    """The local copy."""
+    resumes: bool
+    chosen: Chosen
+
+
+def run_on_cluster(
+    arguments: argparse.Namespace,
+    chosen: Chosen,
+    *,
+    config_of: Callable[[RunPaths | None], RunConfig],
+    env: Mapping[str, str],
+    talk: Console,
+) -> int:
+    """Start a run on the cluster, or follow the one that is on it, and return its exit code."""
+    wanted = _wanted(arguments, chosen, config_of=config_of)
+    inventory = chosen.inventory
+    key = operator_key(inventory, given=arguments.ssh_key)
+
+    def connect() -> Cluster:
+        return Cluster(inventory, login=Login(user=inventory.ssh_user, key=key), env=env)
+
+    with connect() as cluster:
+        report = check_cluster(inventory, cluster, lock_sha=lock_sha())
+        for line in report.lines():
+            talk.print(line)
+        if report.exit_code:
+            talk.print(f"error: nothing was started: {', '.join(report.failing_nodes())} not fit")
+            return report.exit_code
+        answers = ask_nodes(inventory, cluster, code=this_code(), data=wanted.data)
+        found = _other_run(answers[inventory.head.name], wanted)
+        if found is None:
+            prepared = _prepare(wanted, cluster, report, answers, talk=talk)
+    if found is None:
+        run_dir = PurePosixPath(prepared.paths.root)
+        run = RemoteRun(wanted.paths, inventory, run_dir=run_dir, key=key, connect=connect)
+        run.note(alive=True)
+        return _start(run, arguments, talk)
+    talk.print(f"run {found} is on this cluster, so nothing was started; following that one")
+    return attach_to(
+        RunPaths(arguments.runs_dir / found),
+        inventory,
+        home=PurePosixPath(answers[inventory.head.name]["home"]),
+        key=key,
+        connect=connect,
+        arguments=arguments,
+    )
+
+
+def _wanted(
+    arguments: argparse.Namespace,
+    chosen: Chosen,
+    *,
+    config_of: Callable[[RunPaths | None], RunConfig],
+) -> Wanted:
+    """Config and place of the run; what is wrong with them is found here. Raises ConfigError."""
+    resumed = find_run(arguments.runs_dir, arguments.resume) if arguments.resume else None
+    if resumed is not None:
+        _refuse_another_place(resumed, chosen.inventory)
+    config = config_of(resumed)
+    _refuse_local_weights(config)
+    if config.launch.launcher == "torchrun":
+        raise ConfigError("launch.launcher = 'torchrun' is for one machine. Use 'mpirun' here.")
+    world_size = place_ranks(chosen.inventory, config.launch, domains=chosen.domains).world_size
+    config.batch.grad_accum_steps(world_size)
+    data = Path(config.data.dir)
+    now, suffix = datetime.now(), secrets.token_hex(2)
+    run_id = arguments.run_id or new_run_id(config.run.name, now=now, suffix=suffix)
+    return Wanted(
+        config=config,
+        data=data,
+        vocab_size=check_data(data, sequence_length=config.data.sequence_length),
+        paths=resumed or RunPaths(arguments.runs_dir / run_id),
+        resumes=resumed is not None,
+        chosen=chosen,
+    )
+
+
+def _refuse_another_place(paths: RunPaths, inventory: ClusterInventory) -> None:
+    was = ClusterInventory.load(paths.inventory)
+    if was.access.kind == "local" or was.cluster != inventory.cluster:
+        raise ConfigError(
+            f"run {paths.run_id} was on {was.cluster}, and its checkpoints are not on "
+            f"{inventory.cluster}. Resume it where it was."
+        )
+
+
+def _refuse_local_weights(config: RunConfig) -> None:
+    init = config.model.init
+    if init != "scratch" and Path(init).exists():
+        raise ConfigError(
+            f"model.init = {init!r} is a folder on this machine, and a run on a cluster does not "
+            "copy it. Use `scratch` or a Hugging Face name."
+        )
+
+
+def _other_run(answer: Mapping[str, Any], wanted: Wanted) -> str | None:
+    """The run that the head is busy with, if any."""
+    running: str | None = answer["running"]
+    if running is None and not wanted.resumes and wanted.paths.root.exists():
+        raise ConfigError(
+            f"run {wanted.paths.run_id} exists in {wanted.paths.root.parent}. Continue it with "
+            f"--resume {wanted.paths.run_id}, or choose another --run-id."
+        )
+    return running
+
+
+def _prepare(
+    wanted: Wanted,
+    cluster: Cluster,
+    report: Report,
+    answers: Answers,
+    *,
+    talk: Console,
+) -> PlannedRun:
+    """Bring code, data, key and run folder to every node; nothing runs yet."""
+    inventory = wanted.chosen.inventory
+    home = PurePosixPath(answers[inventory.head.name]["home"])
+    code = this_code()
+    bring_code(inventory, cluster, answers, code=code, talk=talk)
+    data = bring_data(inventory, cluster, answers, source=wanted.data, talk=talk)
+    try:
+        run_key = install_run_key(cluster, inventory, run_id=wanted.paths.run_id)
+        planned = _plan(wanted, report, answers, code=code, run_key=run_key, home=home)
+        _write(wanted, planned, cluster, data=data)
+    except TileforgeError:
+        remove_run_key(cluster, inventory, run_id=wanted.paths.run_id)
+        raise
+    for note in planned.plan.notes:
+        talk.print(f"note: {note}")
+    talk.print(
+        f"run {wanted.paths.run_id}: {planned.plan.world_size} rank(s) on {len(inventory.nodes)} "
+        f"node(s) through {planned.plan.launcher}; a copy of everything in {wanted.paths.root}"
+    )
+    return planned
+
+
+def _write(wanted: Wanted, planned: PlannedRun, cluster: Cluster, *, data: PurePosixPath) -> None:
+    """The run folder, here and on every node; there the config names the data's place there."""
+    paths, config = wanted.paths, wanted.config
+    if not wanted.resumes:
+        create_run(paths.root.parent, paths.run_id)
+    point_latest_at(paths.root.parent, paths.run_id)
+    for stale in (paths.summary, paths.state, *paths.root.glob("exits/*.json")):
+        stale.unlink(missing_ok=True)
+    planned.write(paths)
+    there = replace(planned, config=replace(config, data=replace(config.data, dir=str(data))))
+    content = archive({name: text.encode() for name, text in there.files().items()})
+    run_dir = PurePosixPath(planned.paths.root)
+    nodes = wanted.chosen.inventory.nodes
+    all_or_raise(
+        on_every_node(nodes, lambda node: unpack(cluster.connect(node), content, run_dir)),
+        what="writing the run folder",
+    )
+
+
+def _plan(
+    wanted: Wanted,
+    report: Report,
+    answers: Answers,
+    *,
+    code: Code,
+    run_key: RunKey,
+    home: PurePosixPath,
+) -> PlannedRun:
+    """The plan as it holds on the nodes."""
+    root = home / "tileforge"
+    libraries = {answer["tcmalloc"] for answer in answers.values()}
+    head = wanted.chosen.inventory.head.name
+    if answers[head]["port"] is None:
+        raise PreflightError(f"{head}: it has no free port for the ranks. Stop what holds them.")
+    return plan_run(
+        RunPaths(Path(root / "runs" / wanted.paths.run_id)),
+        config=wanted.config,
+        chosen=wanted.chosen,
+        access=ClusterAccess(
+            facts=report.facts,
+            head=head,
+            code=root / f"payload-{code.digest}",
+            ssh_config=run_key.config,
+            tcmalloc_library=libraries.pop() if len(libraries) == 1 else None,
+        ),
+        vocab_size=wanted.vocab_size,
+        work_dir=Path(home),
+        port=answers[head]["port"],
+    )
+
+
+def _start(run: RemoteRun, arguments: argparse.Namespace, talk: Console) -> int:
+    """Start the supervisor, and follow it unless detached."""
+    try:
+        begun = run.start(grace_s=arguments.grace)
+        if "pid" not in begun:
+            words = begun.get("said") or f"run {begun.get('running')} was started in between"
+            talk.print(f"error: the supervisor did not start: {words}")
+            run.remove_key()
+            return int(begun.get("status") or ExitCode.PREFLIGHT)
+        if arguments.detach:
+            run.refresh()
+            talk.print(f"detached; {how_to_attach(run)}")
+            return ExitCode.OK
+        return follow_to_the_end(run, arguments=arguments, talk=talk)
+    finally:
+        run.close()

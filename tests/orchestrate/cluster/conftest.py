@@ -1,0 +1,41 @@
+"""Says so where nodes with homes and processes of their own cannot be made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_NOT_RUN = pytest.StashKey[str]()
+_UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "true")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out this folder's tests unless root may make namespaces."""
+    mine = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
+    if mine and not _can_make_nodes():
+        config.hook.pytest_deselected(items=mine)
+        items[:] = [item for item in items if item not in mine]
+        config.stash[_NOT_RUN] = (
+            f"NOT RUN: {len(mine)} tests of runs over several nodes: they need root on Linux with "
+            "the right to make mount and process namespaces."
+        )
+
+
+def _can_make_nodes() -> bool:
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return False
+    return subprocess.run(_UNSHARE, check=False).returncode == 0
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """What was left out, at the end, where it is seen."""
+    note = config.stash.get(_NOT_RUN, None)
+    if note:
+        terminalreporter.section("tests/orchestrate/cluster", yellow=True, bold=True)
+        terminalreporter.write_line(note, yellow=True, bold=True)

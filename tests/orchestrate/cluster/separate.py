@@ -1,0 +1,164 @@
+"""Nodes with homes and processes of their own: sshd in its own mount and process namespaces.
+
+Every node has the same paths, as real ones have, and its own files there. Needs root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import payload
+from payload.inventory import ClusterInventory, Node
+from payload.orchestrate.cluster_access import VENV
+from payload.orchestrate.remote.probe import numa_domains, physical_cores
+from tests.launching import REPO
+from tests.orchestrate.sshd import SSHD, free_port, make_cluster, make_key
+from tests.waiting import wait_until
+
+_CONFIG = """\
+ListenAddress {address}:{port}
+HostKey {folder}/host_key
+AuthorizedKeysFile {home}/.ssh/authorized_keys
+PidFile none
+StrictModes no
+UsePAM no
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+MaxStartups 50
+Subsystem sftp internal-sftp
+SetEnv HOME={home}
+"""
+# A home, a /var/lib and an environment in /opt of the node's own; all end with its processes.
+_BOOT = """\
+mount --bind "$1/home" "$2"
+mount -t tmpfs tmpfs /var/lib
+mkdir /var/lib/tileforge
+cp "$1/bootstrap.json" /var/lib/tileforge/
+mount -t tmpfs tmpfs "$1/over"
+mkdir "$1/over/upper" "$1/over/work"
+mount -t overlay -o "lowerdir=/opt,upperdir=$1/over/upper,workdir=$1/over/work" overlay /opt
+mkdir -p "$3"
+mount --bind "$4" "$3"
+exec "$5" -D -E "$1/sshd.log" -f "$1/sshd_config"
+"""
+
+
+class SeparateNodes:
+    """A cluster of such nodes; a context manager."""
+
+    def __init__(self, folder: Path, *, num_nodes: int) -> None:
+        self.folder = folder
+        self.key = folder / "operator_key"
+        self.home = folder / "home"
+        self._num_nodes = num_nodes
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._nodes: list[Node] = []
+
+    def __enter__(self) -> SeparateNodes:
+        self.home.mkdir()
+        public = make_key(self.key)
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+        try:
+            for i in range(self._num_nodes):
+                self._start(f"node-{i}", f"127.0.0.{i + 2}", public)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    @property
+    def inventory(self) -> ClusterInventory:
+        """The nodes as the operator knows them."""
+        return make_cluster(*self._nodes)
+
+    def write_inventory(self, path: Path, inventory: ClusterInventory | None = None) -> Path:
+        """As a file."""
+        path.write_text((inventory or self.inventory).to_json(), encoding="utf-8")
+        return path
+
+    def home_of(self, i: int) -> Path:
+        """A node's home as seen from outside."""
+        return self.folder / f"node-{i}" / "home"
+
+    def log_of(self, i: int) -> str:
+        """What a node's sshd wrote."""
+        return (self.folder / f"node-{i}" / "sshd.log").read_text(encoding="utf-8")
+
+    def processes(self) -> list[str]:
+        """Command lines on all nodes, but for sshd's own."""
+        lines = [line for i in range(self._num_nodes) for line in self._commands(i).values()]
+        return [line for line in lines if "sshd" not in line]
+
+    def kill(self, i: int, words: str) -> None:
+        """SIGKILL to the one process of a node whose command line has these words."""
+        (process,) = [pid for pid, line in self._commands(i).items() if words in line]
+        os.kill(process, signal.SIGKILL)
+
+    def _commands(self, i: int) -> dict[int, str]:
+        """A node's processes and their command lines, zombies left out."""
+        space = Path(f"/proc/{self._started[i].pid}/ns/pid_for_children").readlink()
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if text and (entry / "ns" / "pid").readlink() == space:
+                    found[int(entry.name)] = text
+        return found
+
+    def _start(self, name: str, address: str, public: str) -> None:
+        folder = self.folder / name
+        (folder / "home" / ".ssh").mkdir(parents=True, mode=0o700)
+        (folder / "over").mkdir()
+        (folder / "home" / ".ssh" / "authorized_keys").write_text(public + "\n", encoding="ascii")
+        host_key = make_key(folder / "host_key")
+        port = free_port(address)
+        text = _CONFIG.format(address=address, port=port, folder=folder, home=self.home)
+        (folder / "sshd_config").write_text(text, encoding="utf-8")
+        sha = hashlib.sha256((REPO / "bootstrap" / "requirements.lock").read_bytes()).hexdigest()
+        state = {"schema_version": 1, "step": "done", "ok": True, "reason": None}
+        state |= {"version": payload.__version__, "sha": sha}
+        (folder / "bootstrap.json").write_text(json.dumps(state), encoding="utf-8")
+        argv = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        argv += ["sh", "-ec", _BOOT, "sh", str(folder), str(self.home), str(VENV), sys.prefix]
+        started = subprocess.Popen(
+            [*argv, str(SSHD)], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        self._started.append(started)
+        log = folder / "sshd.log"
+        wait_until(
+            lambda: log.exists() and "listening" in log.read_text(encoding="utf-8"),
+            what=f"sshd of {name}",
+        )
+        self._nodes.append(
+            Node(
+                name=name,
+                address=address,
+                ssh_port=port,
+                host_keys=(host_key,),
+                physical_cores=physical_cores() or 1,
+                numa_domains=numa_domains() or 1,
+                memory_gib=1.0,
+            )
+        )
+
+    def _end(self) -> None:
+        for started in self._started:
+            # Its child, the first process of the namespace, takes all others along.
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait(30)

@@ -1,0 +1,216 @@
+"""Runs on several nodes: real sshd, real mpirun over ssh, the real trainer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.results import RunPaths
+from tests.data_folders import make_data_folder
+from tests.launching import REPO, losses, summary
+from tests.orchestrate.cluster.separate import SeparateNodes
+from tests.orchestrate.sshd import make_key
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
+TIMEOUT_S = 180.0
+STEPS = 6
+SETTINGS = (
+    "data.sequence_length=32",
+    "model.preset=tiny",
+    "model.n_layer=1",
+    "model.n_head=2",
+    "model.n_embd=16",
+    "batch.global_batch_size=4",
+    "batch.micro_batch_size=1",
+    "precision.dtype=fp32",
+    "launch.threads_per_rank=1",
+)
+
+
+class Operator:
+    """A person's machine: a folder with data, runs and the cluster's key."""
+
+    def __init__(self, folder: Path, nodes: SeparateNodes) -> None:
+        self.folder = folder
+        self.nodes = nodes
+        self.inventory = nodes.write_inventory(folder / "inventory.json")
+        self.data = make_data_folder(folder / "data", num_train_tokens=4000, num_val_tokens=200)
+
+    def paths(self, run_id: str) -> RunPaths:
+        """The copy of a run."""
+        return RunPaths(self.folder / "runs" / run_id)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """An orchestrate command, on its own."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "payload.orchestrate", *arguments],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def do(self, *arguments: str) -> tuple[int, str]:
+        """An orchestrate command to its end: exit code, and all it said."""
+        with self.start(*arguments) as process:
+            try:
+                out, err = process.communicate(timeout=TIMEOUT_S)
+            finally:
+                process.kill()
+        return process.returncode, out + err
+
+    def run_words(self, run_id: str, *settings: str) -> list[str]:
+        """`run` on the cluster."""
+        words = ["run", "--inventory", str(self.inventory), "--ssh-key", str(self.nodes.key)]
+        return [*words, "--run-id", run_id, *self.set_words(*settings)]
+
+    def set_words(self, *settings: str) -> list[str]:
+        """The settings of every run here, and more."""
+        chosen = (*SETTINGS, f"data.dir={self.data}", *settings)
+        return [word for setting in chosen for word in ("--set", setting)]
+
+
+@pytest.fixture
+def operator(tmp_path: Path) -> Iterator[Operator]:
+    with SeparateNodes(tmp_path, num_nodes=2) as nodes:
+        yield Operator(tmp_path, nodes)
+
+
+def wait_for_nobody(operator: Operator) -> None:
+    wait_until(lambda: not operator.nodes.processes(), what="all processes on the nodes to end")
+
+
+def wait_for_a_step(operator: Operator) -> None:
+    """Until the copy of run `one` has one."""
+    metrics = operator.paths("one").metrics
+    wait_until(
+        lambda: metrics.exists() and "tokens_per_s" in metrics.read_text(encoding="utf-8"),
+        what="the first step",
+        timeout_s=TIMEOUT_S,
+    )
+
+
+def test_two_nodes_train_what_one_machine_trains(operator: Operator) -> None:
+    code, said = operator.do(*operator.run_words("far", f"train.steps={STEPS}"))
+    assert code == ExitCode.OK, said
+    far = operator.paths("far")
+    result = summary(far.root)
+    assert (result["world_size"], result["nodes"], result["status"]) == (2, 2, "finished")
+    assert result["ranks_identical"] is True
+    assert (far.checkpoint(STEPS) / "model.safetensors").exists()
+    assert far.rank_log(1).exists()
+    local = ["run", "--run-id", "near", "--set", "launch.ranks_per_node=2"]
+    code, said = operator.do(*local, *operator.set_words(f"train.steps={STEPS}"))
+    assert code == ExitCode.OK, said
+    assert losses(far.root) == pytest.approx(losses(operator.paths("near").root), rel=1e-5)
+    wait_for_nobody(operator)
+    for i in range(2):
+        assert "tileforge-run:" not in (
+            operator.nodes.home_of(i) / ".ssh" / "authorized_keys"
+        ).read_text(encoding="ascii")
+    private = operator.nodes.key.read_bytes().splitlines()[2]
+    folders = [operator.folder / "runs", operator.nodes.folder / "node-0" / "home" / "tileforge"]
+    written = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert len(written) > 50 and not [path for path in written if private in path.read_bytes()]
+
+
+def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Operator) -> None:
+    words = operator.run_words("one", "train.steps=100000", "train.checkpoint_every=0")
+    first = operator.start(*words)
+    metrics = operator.paths("one").metrics
+    wait_for_a_step(operator)
+    first.send_signal(signal.SIGKILL)
+    first.communicate(timeout=TIMEOUT_S)
+    # Once more: it is followed, not started.
+    again = operator.start(*words)
+    seen = metrics.stat().st_size
+    wait_until(lambda: metrics.stat().st_size > seen, what="steps to arrive", timeout_s=TIMEOUT_S)
+    again.send_signal(signal.SIGINT)
+    _, err = again.communicate(timeout=TIMEOUT_S)
+    assert again.returncode == ExitCode.OK and "detached; run one goes on" in err, err
+    assert "run one is on this cluster, so nothing was started" in err
+    code, said = operator.do("status")
+    assert code == ExitCode.OK and "running" in said, said
+    code, said = operator.do("stop", "one")
+    assert code == ExitCode.OK and "no process of it is left on any node" in said, said
+    assert not operator.nodes.processes()
+    result = summary(operator.paths("one").root)
+    assert result["status"] == "stopped"
+    assert len(losses(operator.paths("one").root)) == result["steps"]
+    code, said = operator.do("run", "--resume", "one")
+    assert code == ExitCode.CONFIG and "is on a cluster" in said, said
+    last = result["steps"] + 2
+    words = operator.run_words("one", f"train.steps={last}")
+    code, said = operator.do(*words, "--resume", "one")
+    assert code == ExitCode.OK, said
+    assert len(losses(operator.paths("one").root)) == last
+    assert operator.paths("one").checkpoint(last).is_dir()
+    words = operator.run_words("one", "train.steps=100000")
+    code, said = operator.do(*words, "--resume", "one", "--detach")
+    assert code == ExitCode.OK and "detached; run one goes on" in said, said
+    code, said = operator.do("stop", "one", "--force")
+    assert code == ExitCode.OK and "no process of it is left on any node" in said, said
+    assert not operator.nodes.processes()
+
+
+def test_attach_sees_a_run_to_its_end_after_the_operator_was_killed(operator: Operator) -> None:
+    words = operator.run_words("one", "train.steps=60", "train.checkpoint_every=0")
+    first = operator.start(*words)
+    wait_for_a_step(operator)
+    first.send_signal(signal.SIGKILL)
+    first.communicate(timeout=TIMEOUT_S)
+    code, said = operator.do("attach")
+    assert code == ExitCode.OK, said
+    assert len(losses(operator.paths("one").root)) == 60
+    assert summary(operator.paths("one").root)["status"] == "finished"
+    wait_for_nobody(operator)
+
+
+def test_a_second_ctrl_c_stops_the_run_with_a_checkpoint(operator: Operator) -> None:
+    words = operator.run_words("one", "train.steps=100000", "train.checkpoint_every=0")
+    process = operator.start(*words)
+    wait_for_a_step(operator)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    while "detaching; Ctrl-C again" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == ExitCode.OK and "status           stopped" in out, out + err
+    steps = summary(operator.paths("one").root)["steps"]
+    assert operator.paths("one").checkpoint(steps).is_dir()
+    assert not operator.nodes.processes()
+
+
+def test_no_rank_outlives_a_supervisor_that_is_killed(operator: Operator) -> None:
+    endless = ("train.steps=100000", "train.checkpoint_every=0")
+    code, said = operator.do(*operator.run_words("one", *endless), "--detach")
+    assert code == ExitCode.OK and "detached; run one goes on" in said, said
+    far = operator.nodes.home_of(1) / "tileforge" / "runs" / "one" / "progress"
+    wait_until(lambda: any(far.glob("*.json")), what="the worker's rank", timeout_s=TIMEOUT_S)
+    operator.nodes.kill(0, "payload.supervise ")
+    wait_for_nobody(operator)
+    code, said = operator.do("status", "one")
+    assert code == ExitCode.OK and "the supervisor is gone without a word" in said, said
+
+
+def test_a_wrong_host_key_is_22_and_nothing_is_started(operator: Operator, tmp_path: Path) -> None:
+    head, worker = operator.nodes.inventory.nodes
+    other = make_key(tmp_path / "other")
+    inventory = replace(operator.nodes.inventory, nodes=(head, replace(worker, host_keys=(other,))))
+    operator.nodes.write_inventory(operator.inventory, inventory)
+    code, said = operator.do(*operator.run_words("one"))
+    assert code == ExitCode.HOST_KEY and "node-1: it shows another host key" in said, said
+    assert not (operator.nodes.home_of(0) / "tileforge").exists()
+    assert not operator.paths("one").root.exists()
+    assert "Accepted" not in operator.nodes.log_of(1)

@@ -1,0 +1,175 @@
+"""Real sshd processes on loopback addresses, each a node with a home of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from payload.inventory import Access, AccessKind, ClusterInventory, Node
+from payload.orchestrate.remote.probe import numa_domains, physical_cores
+from tests.waiting import wait_until
+
+SSHD = Path("/usr/sbin/sshd")
+USER = getpass.getuser()
+
+_CONFIG = """\
+ListenAddress {address}:{port}
+HostKey {folder}/host_key
+AuthorizedKeysFile {home}/.ssh/authorized_keys
+PidFile none
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin prohibit-password
+Subsystem sftp internal-sftp
+SetEnv HOME={home}
+LogLevel VERBOSE
+{more}
+"""
+
+
+def make_key(path: Path, *, kind: str = "ed25519") -> str:
+    """A new key pair at `path`; returns the public half."""
+    command = ["ssh-keygen", "-q", "-t", kind, "-N", "", "-C", "", "-f", str(path)]
+    subprocess.run(command, check=True)
+    return path.with_suffix(".pub").read_text(encoding="ascii").strip()
+
+
+def free_port(address: str) -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+class Sshd:
+    """One node: an sshd on `address` that lets `public_key` in."""
+
+    def __init__(
+        self, folder: Path, *, name: str, address: str, public_key: str, more: str = ""
+    ) -> None:
+        self.home = folder / name / "home"
+        self.folder = self.home.parent
+        (self.home / ".ssh").mkdir(parents=True, mode=0o700)
+        self.authorized_keys = self.home / ".ssh" / "authorized_keys"
+        self.authorized_keys.write_text(public_key + "\n", encoding="ascii")
+        self.port = free_port(address)
+        self.node = Node(
+            name=name,
+            address=address,
+            ssh_port=self.port,
+            host_keys=(make_key(self.folder / "host_key"),),
+            physical_cores=physical_cores() or 1,
+            numa_domains=numa_domains() or 1,
+            memory_gib=1.0,
+        )
+        config = self.folder / "sshd_config"
+        config.write_text(
+            _CONFIG.format(
+                address=address, port=self.port, folder=self.folder, home=self.home, more=more
+            ),
+            encoding="utf-8",
+        )
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+        self.log = self.folder / "sshd.log"
+        self._process = subprocess.Popen(
+            [str(SSHD), "-D", "-E", str(self.log), "-f", str(config)],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        wait_until(self._listens, what=f"sshd of {name}")
+
+    def _listens(self) -> bool:
+        assert self._process.poll() is None, self.log.read_text(encoding="utf-8")
+        return self.log.exists() and "Server listening" in self.log.read_text(encoding="utf-8")
+
+    def with_host_key(self, line: str) -> Node:
+        """The node as an inventory with another host key has it."""
+        return replace(self.node, host_keys=(line,))
+
+    def processes(self) -> list[int]:
+        """sshd's own process, and all that came from it."""
+        return _with_descendants(self._process.pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to sshd and to everything that came from it."""
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    def stop(self) -> None:
+        """End sshd and every session of it."""
+        if self._process.poll() is None:
+            self.signal(signal.SIGKILL)
+            self._process.wait()
+
+    def __enter__(self) -> Sshd:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def _with_descendants(process: int) -> list[int]:
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            stat = (folder / "stat").read_text(encoding="utf-8", errors="replace")
+            parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+    found = [process]
+    for candidate in found:
+        found += [child for child, parent in parents.items() if parent == candidate]
+    return found
+
+
+def make_cluster(*nodes: Node, kind: AccessKind = "direct") -> ClusterInventory:
+    """An inventory of these nodes."""
+    return ClusterInventory(
+        cluster="test",
+        source="file",
+        ssh_user=USER,
+        access=Access(kind=kind, project="project" if kind == "iap" else None),
+        bucket=None,
+        nodes=nodes,
+    )
+
+
+RELAY = """\
+import os, socket, sys, threading
+# Carries bytes between stdin/stdout and an address; after `limit` bytes towards us it breaks off.
+address, port, limit = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+peer = socket.create_connection((address, port))
+def up():
+    while data := os.read(0, 65536):
+        peer.sendall(data)
+    os._exit(0)
+def down(seen=0):
+    while data := peer.recv(65536):
+        os.write(1, data)
+        seen += len(data)
+        if seen > limit:
+            os._exit(1)
+    os._exit(0)
+threading.Thread(target=up, daemon=True).start()
+down()
+"""
+
+
+def relay_argv(node: Node, *, limit_bytes: float = float("inf")) -> list[str]:
+    """A proxy command to `node` that breaks off once it has carried so much from there."""
+    return [sys.executable, "-c", RELAY, node.address, str(node.ssh_port), str(limit_bytes)]

@@ -1,0 +1,72 @@
+"""The payload's code on a node: put together from what is there and what is sent."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import tarfile
+from pathlib import Path
+
+from infra import cloud_init
+from payload.orchestrate.cluster_access import VENV
+from payload.orchestrate.code import archive, this_code
+from payload.orchestrate.remote.place import act, running
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def look(home: Path, digest: str, files: dict[str, str]) -> list[str] | None:
+    arguments = {"action": "look", "digest": digest, "files": files, "venv": "/no", "data": "no"}
+    missing: list[str] | None = act(arguments, home=home)["missing"]
+    return missing
+
+
+def finish(home: Path, digest: str, files: dict[str, str]) -> list[str]:
+    wrong: list[str] = act({"action": "finish", "digest": digest, "files": files}, home=home)[
+        "wrong"
+    ]
+    return wrong
+
+
+def test_only_what_changed_is_missing_the_second_time(tmp_path: Path) -> None:
+    first = {"payload/a.py": sha256("a"), "payload/b.py": sha256("b")}
+    assert look(tmp_path, "one", first) == ["payload/a.py", "payload/b.py"]
+    partial = tmp_path / "tileforge" / ".payload-one" / "payload"
+    (partial / "a.py").write_text("a")
+    assert look(tmp_path, "one", first) == ["payload/b.py"]
+    (partial / "b.py").write_text("half")
+    assert finish(tmp_path, "one", first) == ["payload/b.py"]
+    (partial / "b.py").write_text("b")
+    assert finish(tmp_path, "one", first) == finish(tmp_path, "one", first) == []
+    assert look(tmp_path, "one", first) is None
+    second = {**first, "payload/b.py": sha256("B")}
+    assert look(tmp_path, "two", second) == ["payload/b.py"]
+
+
+def test_the_digest_names_the_files_and_leaves_out_caches() -> None:
+    code = this_code()
+    assert "payload/errors.py" in code.files and code.digest == this_code().digest
+    assert not [name for name in code.files if "__pycache__" in name]
+
+
+def test_an_archive_holds_what_it_was_given() -> None:
+    with tarfile.open(fileobj=io.BytesIO(archive({"a/b.txt": b"text"}))) as tar:
+        extracted = tar.extractfile("a/b.txt")
+        assert extracted is not None and extracted.read() == b"text"
+
+
+def test_the_head_names_the_run_that_holds_its_lock(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "supervisor.lock").touch()
+    assert running(tmp_path) is None
+    with (tmp_path / "new" / "supervisor.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert running(tmp_path) == "new"
+
+
+def test_the_nodes_environment_is_where_their_bootstrap_makes_it() -> None:
+    assert str(VENV) == cloud_init.VENV

@@ -1,0 +1,233 @@
+"""What preflight makes of facts: every finding, and the silence when nothing is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from payload.errors import ExitCode, HostKeyError, PreflightError, SshUnreachableError
+from payload.inventory import Node
+from payload.orchestrate import findings as find
+from payload.orchestrate.facts import NodeFacts, clock_offset_s
+from payload.orchestrate.findings import Finding
+
+READY = {"schema_version": 1, "step": "done", "ok": True, "reason": None}
+GIB = 2**30
+
+
+def make_node(i: int = 0, **changes: Any) -> Node:
+    node = Node(name=f"node-{i}", address=f"10.0.0.{i + 2}", physical_cores=4, memory_gib=32)
+    return replace(node, **changes)
+
+
+def make_facts(i: int = 0, **changes: Any) -> NodeFacts:
+    facts = NodeFacts(
+        time_unix=0.0,
+        took_s=0.1,
+        hostname=f"node-{i}",
+        hostname_addresses=(f"10.0.0.{i + 2}",),
+        architecture="x86_64",
+        python="3.11.2",
+        bootstrap=READY | {"version": "1.0", "sha": "abc"},
+        bootstrap_log=(),
+        cpu_flags=("amx_bf16", "amx_tile"),
+        physical_cores=4,
+        numa_domains=1,
+        memory_bytes=int(31.3 * GIB),
+        disk_path="/home/trainer",
+        disk_free_bytes=80 * GIB,
+        interface="ens4",
+        source_address=f"10.0.0.{i + 2}",
+        mtu=1460,
+        clock_offset_s=0.01,
+    )
+    return replace(facts, **changes)
+
+
+def of_node(node: Node, facts: NodeFacts) -> list[Finding]:
+    return [
+        *find.bootstrap_findings(node, facts),
+        *find.cpu_findings(node, facts),
+        *find.capacity_findings(node, facts),
+        *find.name_findings(node, facts),
+        *find.route_findings(node, facts),
+        *find.clock_findings([node], {node.name: facts}),
+        *find.payload_findings([node], {node.name: facts}, version="1.0", lock_sha="abc"),
+    ]
+
+
+def test_a_good_node_has_no_finding() -> None:
+    assert of_node(make_node(), make_facts()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "severity", "cause"),
+    [
+        ({"physical_cores": 2}, "cpu", "error", "it has 2 physical core(s), the inventory says 4"),
+        ({"physical_cores": 8}, "cpu", "warning", "it has 8 physical core(s), the inventory say"),
+        ({"numa_domains": 2}, "cpu", "warning", "it has 2 NUMA domain(s), the inventory says 1"),
+        ({"cpu_flags": ()}, "cpu", "warning", "its CPU shows no AMX"),
+        ({"architecture": "aarch64"}, "cpu", "warning", "its processor is aarch64"),
+        ({"memory_bytes": 16 * GIB}, "memory", "error", "it has 16.0 GiB of memory, the inventory"),
+        ({"disk_free_bytes": 0}, "disk", "error", "0.0 GiB are free in /home/trainer"),
+        ({"disk_free_bytes": 5 * GIB}, "disk", "warning", "5.0 GiB are free"),
+        ({"clock_offset_s": 3600.0}, "clock", "error", "its clock is 60 min ahead of this machine"),
+        ({"clock_offset_s": -30.0}, "clock", "warning", "its clock is 30.0 s behind"),
+        (
+            {"hostname_addresses": ("127.0.1.1",)},
+            "name",
+            "warning",
+            "its own name 'node-0' resolves to 127.0.1.1 there",
+        ),
+        ({"hostname_addresses": ("::1",)}, "name", "warning", "resolves to ::1"),
+        ({"hostname_addresses": ()}, "name", "warning", "its own name 'node-0' does not resolve"),
+        ({"interface": None}, "route", "error", "the interface on the way to the other nodes is"),
+        ({"interface": "lo"}, "route", "error", "its way to the other nodes is the loopback"),
+        (
+            {"source_address": "172.17.0.1", "interface": "docker0"},
+            "route",
+            "warning",
+            "leave from 172.17.0.1 (docker0), the inventory says 10.0.0.2",
+        ),
+        (
+            {"bootstrap": READY | {"version": "0.9", "sha": "abc"}},
+            "payload",
+            "error",
+            "it has payload 0.9, this machine has 1.0",
+        ),
+    ],
+)
+def test_a_fault_is_found_and_named(
+    changes: dict[str, Any], check: str, severity: str, cause: str
+) -> None:
+    (finding,) = of_node(make_node(), make_facts(**changes))
+    assert (finding.node, finding.check, finding.severity) == ("node-0", check, severity)
+    assert cause in finding.cause
+    assert finding.fix
+    assert finding.exit_code == ExitCode.PREFLIGHT
+    assert "\n" not in finding.line()
+
+
+@pytest.mark.parametrize("unknown", ["physical_cores", "numa_domains", "memory_bytes", "cpu_flags"])
+def test_what_a_machine_does_not_tell_is_no_fault(unknown: str) -> None:
+    silent: dict[str, Any] = {unknown: None}
+    assert of_node(make_node(), make_facts(**silent)) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "cause"),
+    [
+        (None, "there is no /var/lib/tileforge/bootstrap.json"),
+        ("half a fi", "is damaged: 'half a fi'"),
+        ({"ok": True}, "is damaged"),
+        (READY | {"ok": None, "step": "payload", "reason": None}, "is at step 'payload'"),
+        (READY | {"ok": False, "step": "packages", "reason": None}, "step 'packages': it gave no"),
+        (
+            READY | {"ok": False, "step": "packages", "reason": "a\nE: no package x\nfailed"},
+            "bootstrap failed in step 'packages': E: no package x",
+        ),
+    ],
+)
+def test_a_bootstrap_that_is_not_done_says_where_it_is(state: Any, cause: str) -> None:
+    (finding,) = of_node(make_node(), make_facts(bootstrap=state))
+    assert finding.exit_code == ExitCode.BOOTSTRAP
+    assert cause in finding.cause
+    assert "\n" not in finding.line()
+
+
+def test_a_failed_bootstrap_shows_its_log() -> None:
+    state = READY | {"ok": False, "step": "payload", "reason": "one\ntwo"}
+    (finding,) = of_node(make_node(), make_facts(bootstrap=state))
+    assert finding.log == ("one", "two")
+    (finding,) = of_node(make_node(), make_facts(bootstrap=None, bootstrap_log=("booting",)))
+    assert finding.log == ("booting",)
+
+
+def of_clocks(*offsets: float) -> Sequence[Finding]:
+    nodes = [make_node(i) for i in range(len(offsets))]
+    facts = {f"node-{i}": make_facts(i, clock_offset_s=value) for i, value in enumerate(offsets)}
+    return list(find.clock_findings(nodes, facts))
+
+
+def test_one_clock_among_three_that_is_off_is_that_node_s() -> None:
+    (finding,) = of_clocks(0.1, 3600.0, -0.1)
+    assert (finding.node, finding.severity) == ("node-1", "error")
+
+
+def test_when_all_clocks_agree_it_is_the_operator_s_that_is_off() -> None:
+    (finding,) = of_clocks(-3600.0, -3600.1, -3599.9)
+    assert finding.severity == "warning"
+    assert "this machine's clock is 60 min ahead of every node's" in finding.cause
+
+
+def test_the_clock_is_compared_in_the_middle_of_the_answer_s_journey() -> None:
+    offset = clock_offset_s(sent_unix=100.0, received_unix=105.0, node_unix=102.0, took_s=1.0)
+    assert offset == 0.0
+
+
+def test_nodes_with_packages_from_another_lock_are_named() -> None:
+    nodes = [make_node(i) for i in range(3)]
+    facts = {node.name: make_facts(i) for i, node in enumerate(nodes)}
+    other = READY | {"version": "1.0", "sha": "def"}
+    facts["node-2"] = make_facts(2, bootstrap=other)
+    (finding,) = find.payload_findings(nodes, facts, version="1.0", lock_sha=None)
+    assert finding.line().startswith("node-2: its packages are from another lock than node-0's")
+    found = list(find.payload_findings(nodes, facts, version="1.0", lock_sha="def"))
+    assert [finding.node for finding in found] == ["node-0", "node-1"]
+    assert "another lock than this machine's (abc, def)" in found[0].cause
+
+
+def answer(
+    *, failed: dict[str, str] | None = None, largest: int | None = 1460, peer: str
+) -> dict[str, Any]:
+    pair = {"failed": failed or {}, "largest_packet": largest}
+    return {"bind_error": None, "pairs": {peer: pair}}
+
+
+def of_mesh(first: dict[str, Any], second: dict[str, Any]) -> list[Finding]:
+    nodes = [make_node(0), make_node(1)]
+    mtus = {"node-0": 1460, "node-1": 1460}
+    return list(find.mesh_findings(nodes, {"node-0": first, "node-1": second}, mtus=mtus))
+
+
+def test_an_open_network_has_no_finding() -> None:
+    assert of_mesh(answer(peer="node-1"), answer(peer="node-0")) == []
+    # Without an answer to any datagram there is nothing to say: the ranks use TCP.
+    assert of_mesh(answer(peer="node-1", largest=None), answer(peer="node-0")) == []
+
+
+def test_a_closed_port_names_the_pair() -> None:
+    closed = answer(peer="node-1", failed={"20001": "no answer"})
+    (finding,) = of_mesh(closed, answer(peer="node-0"))
+    assert (finding.severity, finding.exit_code) == ("error", ExitCode.PREFLIGHT)
+    assert "node-0: it cannot reach node-1 (10.0.0.3) on port(s) 20001: no answer" in finding.line()
+
+
+def test_lost_large_packets_are_named_with_the_size_that_works() -> None:
+    (finding,) = of_mesh(answer(peer="node-1", largest=1400), answer(peer="node-0"))
+    assert finding.severity == "warning"
+    assert "packets over 1400 bytes to node-1 get lost" in finding.cause
+
+
+def test_lost_large_packets_that_stop_tcp_too_are_an_error() -> None:
+    stuck = answer(peer="node-1", largest=1400, failed={"20001": "it connects, then data get lost"})
+    (finding,) = of_mesh(stuck, answer(peer="node-0"))
+    assert (finding.severity, finding.fix) == ("error", "Set the MTU to 1400 on all nodes.")
+
+
+def test_a_node_that_cannot_listen_is_the_cause_and_not_those_who_call_it() -> None:
+    deaf = {"bind_error": "10.0.0.3 port 20001: Cannot assign requested address", "pairs": {}}
+    (finding,) = of_mesh(answer(peer="node-1", failed={"20001": "refused"}), deaf)
+    assert finding.line().startswith("node-1: it cannot listen on 10.0.0.3 port 20001")
+
+
+def test_a_node_that_could_not_be_asked_keeps_its_exit_code_and_its_fix() -> None:
+    error = HostKeyError("node-0: it shows another host key. Nothing was sent. Write it anew.")
+    finding = find.from_error(make_node(), error)
+    assert (finding.check, finding.exit_code) == ("ssh", ExitCode.HOST_KEY)
+    assert finding.line() == str(error)
+    assert find.from_error(make_node(), SshUnreachableError("node-0: gone")).cause == "gone"
+    assert find.from_error(make_node(), PreflightError("node-0: no python3")).check == "bootstrap"

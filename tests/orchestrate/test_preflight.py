@@ -1,0 +1,242 @@
+"""`preflight` as a whole: three nodes that are real sshd processes, and this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import payload
+from payload.errors import ExitCode
+from payload.inventory import ClusterInventory
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.cluster import Cluster
+from payload.orchestrate.findings import CHECKS
+from payload.orchestrate.keys import make_operator_key
+from payload.orchestrate.preflight import check_cluster
+from payload.orchestrate.preflight_report import Report
+from payload.orchestrate.ssh_settings import Login
+from tests.orchestrate.conftest import SHORT, StartSshd
+from tests.orchestrate.sshd import RELAY, Sshd, free_port, make_cluster, make_key
+
+READY = {
+    "schema_version": 1,
+    "step": "done",
+    "ok": True,
+    "reason": None,
+    "version": payload.__version__,
+    "sha": "abc",
+}
+
+
+@pytest.fixture
+def nodes(start_sshd: StartSshd) -> list[Sshd]:
+    started = [start_sshd(f"node-{i}", f"127.0.0.{i + 2}") for i in range(3)]
+    for sshd in started:
+        set_state(sshd)
+    return started
+
+
+def set_state(sshd: Sshd, **changes: Any) -> None:
+    (sshd.home / "state.json").write_text(json.dumps(READY | changes), encoding="utf-8")
+
+
+def check(inventory: ClusterInventory, login: Login) -> Report:
+    with Cluster(inventory, login=login, env=os.environ, deadlines=SHORT) as cluster:
+        return check_cluster(inventory, cluster, state_file="~/state.json")
+
+
+def errors(report: Report) -> dict[str, str]:
+    return {f.node: f.line() for f in report.findings if f.severity == "error"}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps .cluster out of this folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+def preflight(inventory: ClusterInventory, login: Login, tmp_path: Path, *more: str) -> int:
+    """The command itself."""
+    path = tmp_path / "inventory.json"
+    path.write_text(inventory.to_json(), encoding="utf-8")
+    argv = ["preflight", "--inventory", str(path), "--ssh-key", str(login.key), *more]
+    return main(argv, os.environ)
+
+
+@pytest.mark.sshd
+def test_three_good_nodes_pass_every_check(nodes: list[Sshd], login: Login) -> None:
+    report = check(make_cluster(*(sshd.node for sshd in nodes)), login)
+    assert errors(report) == {}
+    assert report.exit_code == ExitCode.OK
+    assert all(report.checks[f"node-{i}"] == list(CHECKS) for i in range(3))
+    assert all(facts.interface == "lo" for facts in report.facts.values())
+
+
+@pytest.mark.sshd
+def test_another_host_key_on_one_node_is_22_and_runs_nothing_there(
+    nodes: list[Sshd], login: Login, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = nodes[1].with_host_key(make_key(tmp_path / "other"))
+    inventory = make_cluster(nodes[0].node, wrong, nodes[2].node)
+    assert preflight(inventory, login, tmp_path) == ExitCode.HOST_KEY
+    said = capsys.readouterr()
+    assert "error: node-1: it shows another host key" in said.out
+    assert "node-1" in said.err.splitlines()[-1]
+    assert "Accepted" not in nodes[1].log.read_text(encoding="utf-8")
+
+
+@pytest.mark.sshd
+def test_every_failing_node_is_in_the_report(
+    nodes: list[Sshd], login: Login, tmp_path: Path
+) -> None:
+    refused = nodes[1]
+    refused.authorized_keys.write_text(make_key(tmp_path / "other") + "\n", encoding="ascii")
+    closed = replace(nodes[2].node, ssh_port=free_port("127.0.0.4"))
+    report = check(make_cluster(nodes[0].node, refused.node, closed), login)
+    found = errors(report)
+    assert "refuses the key" in found["node-1"]
+    assert "cannot be reached from node-0" in found["node-2"]
+    assert report.exit_code == ExitCode.SSH_AUTH
+    assert report.status("node-0", "ssh") == "ok" and report.status("node-1", "cpu") == "-"
+
+
+@pytest.mark.sshd
+def test_a_failed_bootstrap_is_30_with_its_step_and_log(nodes: list[Sshd], login: Login) -> None:
+    set_state(nodes[2], step="packages", ok=False, reason="reading\nE: no package frobnicate")
+    report = check(make_cluster(*(sshd.node for sshd in nodes)), login)
+    assert report.exit_code == ExitCode.BOOTSTRAP
+    assert "failed in step 'packages': E: no package frobnicate" in errors(report)["node-2"]
+    assert "  | reading" in report.lines()
+
+
+@pytest.mark.sshd
+def test_differences_between_nodes_are_31_and_named(nodes: list[Sshd], login: Login) -> None:
+    set_state(nodes[1], version="0.0.1")
+    set_state(nodes[2], sha="def")
+    inventory = make_cluster(replace(nodes[0].node, memory_gib=1e6), nodes[1].node, nodes[2].node)
+    report = check(inventory, login)
+    found = errors(report)
+    assert "GiB of memory, the inventory says 1e+06" in found["node-0"]
+    assert "it has payload 0.0.1" in found["node-1"]
+    assert "from another lock than node-0's" in found["node-2"]
+    assert report.exit_code == ExitCode.PREFLIGHT
+
+
+@pytest.mark.sshd
+def test_one_node_alone_has_no_way_to_others(nodes: list[Sshd], login: Login) -> None:
+    report = check(make_cluster(nodes[0].node), login)
+    assert report.exit_code == ExitCode.OK
+    assert report.status("node-0", "route") == report.status("node-0", "ports") == "-"
+
+
+@pytest.mark.sshd
+def test_two_nodes_with_one_address_are_found(nodes: list[Sshd], login: Login) -> None:
+    twin = replace(nodes[0].node, name="node-9")
+    inventory = make_cluster(nodes[0].node, twin)
+    with Cluster(inventory, login=login, env={}, deadlines=SHORT) as cluster:
+        report = check_cluster(inventory, cluster, state_file="~/state.json", mesh_s=2.0)
+    assert any("cannot listen on 127.0.0.2" in line for line in errors(report).values())
+
+
+@pytest.mark.sshd
+def test_the_command_prints_json_for_programs(
+    nodes: list[Sshd], login: Login, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inventory = make_cluster(nodes[0].node, nodes[1].node)
+    code = preflight(inventory, login, tmp_path, "--json")
+    # These nodes were never bootstrapped: the state file is not where a real node has it.
+    assert code == ExitCode.BOOTSTRAP
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["exit_code"] == code and printed["exit_class"] == "bootstrap"
+    assert printed["nodes"]["node-1"]["checks"]["ports"] == "ok"
+    assert printed["nodes"]["node-1"]["facts"]["interface"] == "lo"
+    assert {finding["check"] for finding in printed["findings"]} >= {"bootstrap"}
+
+
+_GCLOUD = f"""\
+#!{sys.executable}
+import sys
+assert sys.argv[1:3] == ["compute", "start-iap-tunnel"] and "--zone=here" in sys.argv
+sys.argv = ["relay", "127.0.0.2", sys.argv[4], "inf"]
+{RELAY}
+"""
+
+
+@pytest.mark.sshd
+def test_the_head_is_reached_through_iap(
+    nodes: list[Sshd], login: Login, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gcloud = tmp_path / "gcloud"
+    gcloud.write_text(_GCLOUD, encoding="utf-8")
+    gcloud.chmod(0o755)
+    inventory = make_cluster(replace(nodes[0].node, zone="here"), nodes[1].node, kind="iap")
+    env = {**os.environ, "PATH": str(tmp_path)}
+    with Cluster(inventory, login=login, env=env, deadlines=SHORT) as cluster:
+        report = check_cluster(inventory, cluster, state_file="~/state.json")
+    assert errors(report) == {}
+
+
+@pytest.mark.sshd
+def test_the_operator_s_own_ssh_reaches_every_node_afterwards(
+    nodes: list[Sshd], login: Login, tmp_path: Path
+) -> None:
+    inventory = make_cluster(*(sshd.node for sshd in nodes))
+    assert preflight(inventory, login, tmp_path) == ExitCode.BOOTSTRAP
+    for sshd in nodes:
+        argv = ["ssh", "-F", ".cluster/test/ssh_config", sshd.node.name, "echo", "$HOME"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+        assert done.stdout.strip() == str(sshd.home), done.stderr
+
+
+def test_without_a_key_one_is_made_and_the_operator_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = {
+        "name": "node-0",
+        "address": "127.0.0.1",
+        "host_keys": [make_public_host_key()],
+        "physical_cores": 1,
+        "memory_gib": 1,
+    }
+    inventory = {"schema_version": 1, "cluster": "mine", "source": "file", "ssh_user": "trainer"}
+    inventory |= {"access": {"kind": "direct"}, "bucket": None, "nodes": [node]}
+    (tmp_path / "inventory.json").write_text(json.dumps(inventory), encoding="utf-8")
+    code = main(["preflight", "--inventory", "inventory.json"], os.environ)
+    assert code == ExitCode.SSH_AUTH
+    public = make_operator_key(tmp_path / ".cluster" / "mine" / "id_ed25519")
+    assert public in capsys.readouterr().err
+
+
+def make_public_host_key() -> str:
+    """A key that is one, and nobody's."""
+    return "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f"
+
+
+def test_this_machine_is_checked_without_ssh(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["preflight", "--inventory", "local", "--json"], os.environ)
+    said = capsys.readouterr()
+    printed = json.loads(said.out)
+    (node,) = printed["nodes"].values()
+    assert code == printed["exit_code"] == ExitCode.OK, said.out
+    assert node["checks"]["cpu"] in ("ok", "warning") and node["checks"]["ssh"] == "-"
+
+
+def test_this_machine_is_checked_against_the_inventory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = {"name": "me", "address": "127.0.0.1", "physical_cores": 4096, "memory_gib": 1}
+    inventory = {"schema_version": 1, "cluster": "mine", "source": "file", "ssh_user": ""}
+    inventory |= {"access": {"kind": "local"}, "bucket": None, "nodes": [node]}
+    path = tmp_path / "inventory.json"
+    path.write_text(json.dumps(inventory), encoding="utf-8")
+    assert main(["preflight", "--inventory", str(path)], os.environ) == ExitCode.PREFLIGHT
+    said = capsys.readouterr()
+    assert "physical core(s), the inventory says 4096" in said.out
+    assert "error: 1 of 1 node(s) not fit: me" in said.err

@@ -1,0 +1,84 @@
+"""Following a run over connections that break."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from payload.errors import SshUnreachableError
+from payload.orchestrate import remote_follow
+from payload.orchestrate.cluster import Cluster
+from payload.orchestrate.live import LiveLine
+from payload.orchestrate.mirror import read_mirrored
+from payload.orchestrate.remote_follow import patiently
+from payload.orchestrate.remote_run import RemoteRun
+from payload.orchestrate.report import text_console
+from payload.orchestrate.ssh_settings import Login
+from payload.results import RunPaths
+from tests.orchestrate.conftest import SHORT, StartSshd
+from tests.orchestrate.sshd import Sshd, make_cluster
+
+pytestmark = pytest.mark.sshd
+
+
+@pytest.fixture
+def head(start_sshd: StartSshd, monkeypatch: pytest.MonkeyPatch) -> Sshd:
+    monkeypatch.setattr(remote_follow, "_RETRY_S", 0.1)
+    monkeypatch.setattr(remote_follow, "_RECONNECT_S", 1.0)
+    return start_sshd("node-0", "127.0.0.2")
+
+
+@pytest.fixture
+def run(head: Sshd, login: Login, tmp_path: Path) -> RemoteRun:
+    """A run of which nothing is there but one step."""
+    there, here = head.home / "runs" / "one", RunPaths(tmp_path / "here" / "one")
+    there.mkdir(parents=True)
+    (there / "metrics.jsonl").write_text('{"step": 1}\n', encoding="ascii")
+    here.root.mkdir(parents=True)
+    inventory = make_cluster(head.node)
+
+    def connect() -> Cluster:
+        return Cluster(inventory, login=login, env={}, deadlines=SHORT)
+
+    return RemoteRun(here, inventory, run_dir=PurePosixPath(there), key=login.key, connect=connect)
+
+
+def test_a_broken_connection_is_made_anew(
+    run: RemoteRun, head: Sshd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.refresh() is False
+    for process in head.processes()[1:]:
+        os.kill(process, signal.SIGKILL)
+    with LiveLine(text_console(stderr=True), steps=1) as live:
+        assert patiently(run, live=live) is False
+    run.close()
+    assert "connection lost, trying for" in capsys.readouterr().err
+    assert run.paths.metrics.read_text(encoding="ascii") == '{"step": 1}\n'
+    mirrored = read_mirrored(run.paths)
+    assert mirrored is not None and not mirrored.alive
+
+
+def test_a_head_that_stays_away_leaves_word_how_to_attach(run: RemoteRun, head: Sshd) -> None:
+    head.stop()
+    with (
+        LiveLine(text_console(stderr=True), steps=1) as live,
+        pytest.raises(SshUnreachableError, match=r"node-0: .*orchestrate attach one"),
+    ):
+        patiently(run, live=live)
+    run.close()
+
+
+def test_the_operator_need_not_wait_for_a_connection(
+    run: RemoteRun, head: Sshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head.stop()
+    monkeypatch.setattr(remote_follow, "_RECONNECT_S", 1e6)
+    with (
+        LiveLine(text_console(stderr=True), steps=1) as live,
+        pytest.raises(SshUnreachableError, match="attach one"),
+    ):
+        patiently(run, live=live, interrupted=lambda: True)
+    run.close()

@@ -1,0 +1,170 @@
+"""The programs that are sent to nodes, run as there: by plain python3, from stdin."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from payload.errors import PreflightError
+from payload.orchestrate.facts import NodeFacts
+from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
+from tests.launching import free_port
+
+FOLDER = Path(__file__).parents[2] / "payload" / "orchestrate" / "remote"
+
+
+def run_remote(program: str, arguments: dict[str, Any], *, home: Path | None = None) -> Any:
+    """What the program answers. -S leaves out every installed package, as on a bare node."""
+    argv = remote_argv(arguments)
+    env = dict(os.environ) | ({"HOME": str(home)} if home else {})
+    done = subprocess.run(
+        [sys.executable, "-S", *argv[1:]],
+        input=remote_program(program),
+        capture_output=True,
+        check=False,
+        timeout=60,
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return parse_answer(done.stdout, node="here")
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
+def test_a_remote_program_needs_the_standard_library_alone(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or "."]
+        assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+def probe(tmp_path: Path, *, state: str | None, route_to: str | None = "127.0.0.3") -> NodeFacts:
+    if state is not None:
+        (tmp_path / "state.json").write_text(state, encoding="utf-8")
+    (tmp_path / "log").write_text("".join(f"line {i}\n" for i in range(100)), encoding="utf-8")
+    logs = [str(tmp_path / "none"), str(tmp_path / "log")]
+    arguments = {"state_file": "~/state.json", "logs": logs, "route_to": route_to}
+    return NodeFacts.from_probe(
+        run_remote("probe.py", arguments, home=tmp_path), clock_offset_s=None
+    )
+
+
+def test_the_probe_tells_what_the_machine_has(tmp_path: Path) -> None:
+    facts = probe(tmp_path, state='{"ok": true}')
+    assert facts.hostname == socket.gethostname()
+    assert facts.bootstrap == {"ok": True}
+    assert facts.bootstrap_log == tuple(f"line {i}" for i in range(88, 100))
+    assert facts.disk_free_bytes > 0
+    assert facts.took_s >= 0
+
+
+@pytest.mark.parametrize(("state", "found"), [(None, None), ("half", "half"), ("[1]", [1])])
+def test_a_state_file_that_is_none_does_not_stop_the_probe(
+    tmp_path: Path, state: str | None, found: Any
+) -> None:
+    expected = tuple(found) if isinstance(found, list) else found
+    assert probe(tmp_path, state=state, route_to=None).bootstrap == expected
+
+
+def test_an_answer_after_a_greeting_is_still_the_answer() -> None:
+    assert parse_answer(b'Welcome!\n{"a": 1}\n', node="n") == {"a": 1}
+
+
+@pytest.mark.parametrize("text", [b"", b"Welcome!\n", b"[1]\n", b"\xff\xfe"])
+def test_no_answer_is_said_to_be_none(text: bytes) -> None:
+    with pytest.raises(PreflightError, match="n: the probe printed no result"):
+        parse_answer(text, node="n")
+
+
+def mesh_arguments(me: str, peers: dict[str, str], ports: list[int], **more: Any) -> dict[str, Any]:
+    addresses = {"a": "127.0.0.2", "b": "127.0.0.3", "c": "127.0.0.4"}
+    return {
+        "me": me,
+        "address": addresses[me],
+        "ports": ports,
+        "peers": {name: addresses[name] for name in peers},
+        "trial": "word",
+        "deadline_s": 15.0,
+        "mtu": 1500,
+    } | more
+
+
+def run_mesh(members: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    with ThreadPoolExecutor(len(members)) as pool:
+        answers = pool.map(lambda arguments: run_remote("mesh.py", arguments), members.values())
+        return dict(zip(members, answers, strict=True))
+
+
+@pytest.mark.sshd
+def test_nodes_that_reach_each_other_say_so() -> None:
+    ports = [free_port(), free_port()]
+    names = dict.fromkeys("abc", "")
+    members = {me: mesh_arguments(me, {n: "" for n in names if n != me}, ports) for me in names}
+    good = {"failed": {}, "largest_packet": 1500}
+    assert run_mesh(members) == {
+        me: {
+            "bind_error": None,
+            "port_taken": False,
+            "pairs": {peer: good for peer in names if peer != me},
+        }
+        for me in names
+    }
+
+
+@pytest.mark.sshd
+def test_a_port_that_only_one_listens_on_is_named_by_the_other() -> None:
+    shared, other = free_port(), free_port()
+    members = {
+        "a": mesh_arguments("a", {"b": ""}, [shared, other], deadline_s=2.0),
+        "b": mesh_arguments("b", {"a": ""}, [shared], deadline_s=2.0),
+    }
+    answers = run_mesh(members)
+    assert answers["a"]["pairs"]["b"]["failed"] == {str(other): "Connection refused"}
+    assert answers["b"]["pairs"]["a"]["failed"] == {}
+
+
+@pytest.mark.sshd
+def test_a_stranger_is_not_taken_for_a_peer() -> None:
+    port = free_port()
+    members = {
+        "a": mesh_arguments("a", {"b": ""}, [port], deadline_s=2.0),
+        "b": mesh_arguments("b", {"a": ""}, [port], deadline_s=2.0, trial="another"),
+    }
+    answers = run_mesh(members)
+    assert list(answers["a"]["pairs"]["b"]["failed"]) == [str(port)]
+
+
+def test_a_port_that_is_taken_is_worth_another_try() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        arguments = mesh_arguments("a", {"b": ""}, [port], address="127.0.0.1")
+        answer = run_mesh({"a": arguments})["a"]
+    assert answer["port_taken"] and f"127.0.0.1 port {port}" in answer["bind_error"]
+
+
+def test_an_address_that_is_not_here_cannot_be_listened_on() -> None:
+    arguments = mesh_arguments("a", {"b": ""}, [free_port()], address="192.0.2.1")
+    assert "192.0.2.1 port" in run_mesh({"a": arguments})["a"]["bind_error"]
+
+
+def test_run_keys_are_kept_apart_by_their_whole_name(tmp_path: Path) -> None:
+    def act(**arguments: str) -> Any:
+        return run_remote("run_key.py", arguments, home=tmp_path)
+
+    path = tmp_path / ".ssh" / "authorized_keys"
+    for run_id in ("r", "r1"):
+        act(action="trust", run_id=run_id, public=f"ssh-ed25519 AAAA tileforge-run:{run_id}")
+    before = path.read_text(encoding="utf-8")
+    assert len(before.splitlines()) == 2
+    act(action="forget", run_id="r")
+    assert path.read_text(encoding="utf-8") == before.splitlines(keepends=True)[1]
+    assert json.dumps(act(action="forget", run_id="none"))

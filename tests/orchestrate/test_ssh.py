@@ -1,0 +1,318 @@
+"""SSH against real sshd processes: what works, and the right error for each thing that does not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from payload.errors import (
+    ConfigError,
+    ExitCode,
+    HostKeyError,
+    PreflightError,
+    SshAuthError,
+    SshUnreachableError,
+    TileforgeError,
+)
+from payload.inventory import Node
+from payload.orchestrate.cluster import Cluster
+from payload.orchestrate.ssh import Connection, dial
+from payload.orchestrate.ssh_settings import Login
+from payload.orchestrate.streams import ProxyProcess, open_tcp
+from tests.orchestrate.conftest import SHORT, StartSshd
+from tests.orchestrate.sshd import (
+    Sshd,
+    free_port,
+    make_cluster,
+    make_key,
+    relay_argv,
+)
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.sshd
+
+HOSTILE = [
+    "",
+    "a b",
+    "it's",
+    'say "hi"',
+    "a;touch x",
+    "$HOME",
+    "`id`",
+    "*",
+    "a\nb",
+    "-n",
+    "ä€",
+    "\\",
+]
+
+
+@contextmanager
+def connected(node: Node, login: Login) -> Iterator[Connection]:
+    connection = dial(
+        node,
+        login=login,
+        open_stream=lambda: open_tcp(node, timeout_s=SHORT.connect_s),
+        deadlines=SHORT,
+    )
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def error_of(node: Node, login: Login) -> TileforgeError:
+    with pytest.raises(TileforgeError) as caught, connected(node, login):
+        pass
+    assert str(caught.value).startswith(f"{node.name}: ")
+    return caught.value
+
+
+def test_a_command_gives_its_status_and_both_outputs(node: Sshd, login: Login) -> None:
+    with connected(node.node, login) as connection:
+        done = connection.run(["sh", "-c", "cat; echo no >&2; exit 3"], timeout_s=10, stdin=b"yes")
+    assert (done.status, done.stdout, done.stderr) == (3, b"yes", b"no\n")
+
+
+def test_arguments_arrive_as_they_are(node: Sshd, login: Login) -> None:
+    with connected(node.node, login) as connection:
+        said = connection.check_run(["printf", "%s\\0", *HOSTILE], timeout_s=10)
+    assert said.decode().split("\0")[:-1] == HOSTILE
+
+
+def test_much_output_and_input_that_nobody_reads_do_not_block(node: Sshd, login: Login) -> None:
+    program = "head -c 8000000 /dev/zero; head -c 8000000 /dev/zero >&2"
+    with connected(node.node, login) as connection:
+        done = connection.run(["sh", "-c", program], timeout_s=20, stdin=bytes(8_000_000))
+    assert (len(done.stdout), len(done.stderr)) == (8_000_000, 8_000_000)
+
+
+def test_a_failing_command_is_named_with_its_last_words(node: Sshd, login: Login) -> None:
+    with (
+        connected(node.node, login) as connection,
+        pytest.raises(PreflightError, match=r"node-0: `ls` ended with status 2: .*/nowhere"),
+    ):
+        connection.check_run(["ls", "/nowhere"], timeout_s=10)
+
+
+def test_a_command_that_takes_too_long_is_ended_on_the_node(node: Sshd, login: Login) -> None:
+    with connected(node.node, login) as connection:
+        with pytest.raises(PreflightError, match=r"node-0: `sh` has not ended within 1 s"):
+            connection.run(["sh", "-c", "echo $$ > ~/pid; exec sleep 300"], timeout_s=1)
+        process = int((node.home / "pid").read_text(encoding="ascii"))
+        wait_until(lambda: not Path(f"/proc/{process}").exists(), what="the command's end")
+        assert connection.check_run(["echo", "still here"], timeout_s=10) == b"still here\n"
+
+
+def test_a_command_that_is_killed_is_said_to_be(node: Sshd, login: Login) -> None:
+    with connected(node.node, login) as connection:
+        with pytest.raises(PreflightError, match="node-0: `sh` was ended there by a signal"):
+            connection.run(["sh", "-c", "kill -9 $$"], timeout_s=10)
+        assert connection.run(["true"], timeout_s=10).status == 0
+
+
+def test_another_host_key_is_refused_before_anything_is_sent(
+    start_sshd: StartSshd, login: Login, tmp_path: Path
+) -> None:
+    sshd = start_sshd("node-1", "127.0.0.3")
+    error = error_of(sshd.with_host_key(make_key(tmp_path / "other")), login)
+    assert isinstance(error, HostKeyError) and error.exit_code == ExitCode.HOST_KEY
+    said = sshd.log.read_text(encoding="utf-8")
+    assert "Connection" in said
+    assert "Accepted" not in said and "publickey" not in said
+
+
+def test_a_host_key_of_another_type_is_not_the_inventory_s(
+    node: Sshd, login: Login, tmp_path: Path
+) -> None:
+    ecdsa = make_key(tmp_path / "key", kind="ecdsa")
+    assert isinstance(error_of(node.with_host_key(ecdsa), login), HostKeyError)
+
+
+@pytest.mark.parametrize("keys", [(), ("ssh-ed25519 AAAA",), ("nonsense AAAA",)])
+def test_without_a_usable_host_key_nobody_is_asked(keys: tuple[str, ...], login: Login) -> None:
+    nobody = Node(name="n", address="127.0.0.2", host_keys=keys, physical_cores=1, memory_gib=1)
+    assert error_of(nobody, login).exit_code == ExitCode.HOST_KEY
+
+
+def test_a_refused_key_is_tried_twice(start_sshd: StartSshd, login: Login, tmp_path: Path) -> None:
+    sshd = start_sshd("node-1", "127.0.0.3", public_key=make_key(tmp_path / "another"))
+    error = error_of(sshd.node, login)
+    assert isinstance(error, SshAuthError) and error.exit_code == ExitCode.SSH_AUTH
+    assert str(login.key) in str(error)
+    wait_until(
+        lambda: sshd.log.read_text(encoding="utf-8").count("Connection from") == 2,
+        what="two attempts",
+    )
+
+
+def test_nothing_listening_is_unreachable(login: Login) -> None:
+    port = free_port("127.0.0.2")
+    node = Node(
+        name="node-2",
+        address="127.0.0.2",
+        ssh_port=port,
+        host_keys=("ssh-ed25519 " + "A" * 8,),
+        physical_cores=1,
+        memory_gib=1,
+    )
+    with pytest.raises(SshUnreachableError, match=rf"node-2: 127\.0\.0\.2 port {port} refuses"):
+        open_tcp(node, timeout_s=3)
+
+
+def test_a_name_that_does_not_resolve_is_unreachable(node: Sshd) -> None:
+    nowhere = replace(node.node, address="node.invalid")
+    with pytest.raises(SshUnreachableError, match=r"'node\.invalid' does not resolve"):
+        open_tcp(nowhere, timeout_s=3)
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_a_server_that_does_not_speak_ssh_is_unreachable(
+    node: Sshd, login: Login, said: bytes
+) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as silent:
+        deaf = replace(node.node, ssh_port=silent.getsockname()[1])
+        open_streams = []
+
+        def open_stream() -> socket.socket:
+            stream = open_tcp(deaf, timeout_s=3)
+            open_streams.append(silent.accept()[0])
+            open_streams[-1].sendall(said)
+            return stream
+
+        with pytest.raises(SshUnreachableError, match="does not speak SSH within 3 s"):
+            dial(deaf, login=login, open_stream=open_stream, deadlines=SHORT)
+        for stream in open_streams:
+            stream.close()
+
+
+def test_a_frozen_sshd_is_unreachable_within_the_deadline(
+    start_sshd: StartSshd, login: Login
+) -> None:
+    sshd = start_sshd("node-1", "127.0.0.3")
+    with connected(sshd.node, login) as connection:
+        sshd.signal(signal.SIGSTOP)
+        try:
+            with (
+                pytest.raises(SshUnreachableError, match="node-1: no answer for 1 s while waiting"),
+                connection.guard("waiting", timeout_s=1),
+                connection.open_sftp() as sftp,
+            ):
+                sftp.listdir("/")
+        finally:
+            sshd.signal(signal.SIGCONT)
+
+
+def test_a_connection_that_breaks_is_said_to(start_sshd: StartSshd, login: Login) -> None:
+    sshd = start_sshd("node-1", "127.0.0.3")
+    with connected(sshd.node, login) as connection:
+        sshd.stop()
+        with pytest.raises(SshUnreachableError, match="node-1: the connection broke"):
+            connection.run(["true"], timeout_s=5)
+
+
+def test_workers_are_reached_through_the_head(start_sshd: StartSshd, login: Login) -> None:
+    head, worker = start_sshd("node-0", "127.0.0.2"), start_sshd("node-1", "127.0.0.3")
+    inventory = make_cluster(head.node, worker.node)
+    with Cluster(inventory, login=login, env={}, deadlines=SHORT) as cluster:
+        said = cluster.connect(worker.node).check_run(["sh", "-c", "echo $HOME"], timeout_s=10)
+    assert said.decode().strip() == str(worker.home)
+
+
+def test_a_worker_behind_a_head_that_cannot_be_used_is_not_tried(
+    start_sshd: StartSshd, login: Login, tmp_path: Path
+) -> None:
+    head, worker = start_sshd("node-0", "127.0.0.2"), start_sshd("node-1", "127.0.0.3")
+    inventory = make_cluster(head.with_host_key(make_key(tmp_path / "x")), worker.node)
+    with Cluster(inventory, login=login, env={}, deadlines=SHORT) as cluster:
+        with pytest.raises(SshUnreachableError, match=r"node-1: not tried, .* through node-0"):
+            cluster.connect(worker.node)
+        with pytest.raises(HostKeyError):
+            cluster.connect(inventory.head)
+    assert "Connection" not in worker.log.read_text(encoding="utf-8")
+
+
+def test_a_worker_that_does_not_listen_is_named_and_not_the_head(
+    start_sshd: StartSshd, login: Login
+) -> None:
+    head = start_sshd("node-0", "127.0.0.2")
+    worker = replace(head.node, name="node-1", address="127.0.0.3", ssh_port=free_port("127.0.0.3"))
+    with (
+        Cluster(make_cluster(head.node, worker), login=login, env={}, deadlines=SHORT) as cluster,
+        pytest.raises(SshUnreachableError, match=r"node-1: .* cannot be reached from node-0"),
+    ):
+        cluster.connect(worker)
+
+
+def test_a_head_that_forbids_forwarding_is_named(start_sshd: StartSshd, login: Login) -> None:
+    head = start_sshd("node-0", "127.0.0.2", more="AllowTcpForwarding no")
+    worker = replace(head.node, name="node-1", address="127.0.0.3")
+    with (
+        Cluster(make_cluster(head.node, worker), login=login, env={}, deadlines=SHORT) as cluster,
+        pytest.raises(SshUnreachableError, match=r"node-0, .* forbids forwarding"),
+    ):
+        cluster.connect(worker)
+
+
+def test_a_proxy_command_carries_a_connection_and_ends_with_it(node: Sshd, login: Login) -> None:
+    proxies = []
+
+    def open_stream() -> ProxyProcess:
+        proxies.append(ProxyProcess(relay_argv(node.node), node="node-0", env=dict(os.environ)))
+        return proxies[-1]
+
+    connection = dial(node.node, login=login, open_stream=open_stream, deadlines=SHORT)
+    assert connection.check_run(["echo", "hi"], timeout_s=10) == b"hi\n"
+    connection.close()
+    assert proxies[0].ended()
+
+
+def test_what_a_failing_proxy_command_says_is_shown(node: Sshd, login: Login) -> None:
+    argv = ["sh", "-c", "echo 'ERROR: (gcloud) not authorized' >&2"]
+    with pytest.raises(SshUnreachableError, match=r"`sh` said: ERROR: \(gcloud\) not authorized"):
+        dial(
+            node.node,
+            login=login,
+            open_stream=lambda: ProxyProcess(argv, node="node-0", env=dict(os.environ)),
+            deadlines=SHORT,
+        )
+
+
+def test_a_proxy_command_that_is_not_installed_is_named() -> None:
+    with pytest.raises(SshUnreachableError, match="node-0: cannot start `no-such-program`"):
+        ProxyProcess(["no-such-program"], node="node-0", env=dict(os.environ))
+
+
+@pytest.mark.parametrize("text", [None, "", "nonsense\n"])
+def test_a_key_that_cannot_be_used_is_the_operator_s_mistake(
+    node: Sshd, tmp_path: Path, text: str | None
+) -> None:
+    key = tmp_path / "key"
+    if text is not None:
+        key.write_text(text, encoding="ascii")
+    with pytest.raises(ConfigError, match="key"), connected(node.node, Login(user="x", key=key)):
+        pass
+
+
+def test_neither_logs_nor_errors_hold_key_material(
+    start_sshd: StartSshd, login: Login, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    good = start_sshd("node-0", "127.0.0.2")
+    bad = start_sshd("node-1", "127.0.0.3", public_key=make_key(tmp_path / "another"))
+    with connected(good.node, login) as connection:
+        connection.check_run(["true"], timeout_s=10)
+    error = error_of(bad.node, login)
+    private = login.key.read_text(encoding="ascii").splitlines()[1:-1]
+    said = caplog.text + str(error) + good.log.read_text(encoding="utf-8")
+    assert not [line for line in private if line in said]
+    assert stat.S_IMODE(login.key.stat().st_mode) == 0o600
