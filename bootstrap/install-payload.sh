@@ -293,7 +293,7 @@ remove_strays() {
 import importlib.metadata, pathlib, re, sys
 def plain(name):
     return re.sub(r"[-_.]+", "-", name).lower()
-locked = {plain(re.split(r"[=; ]", line)[0]) for line in pathlib.Path(sys.argv[1]).read_text().splitlines()}
+locked = {plain(re.split(r"[\[=; ]", line)[0]) for line in pathlib.Path(sys.argv[1]).read_text().splitlines()}
 there = {plain(found.metadata["Name"]) for found in importlib.metadata.distributions()}
 kept = locked | {"pip", "setuptools", "wheel"}
 print(*sorted(name for name in there - kept if not re.match(r"(nvidia|cuda)[-_.]|triton", name)))
