@@ -18,7 +18,7 @@ Cursor = dict[str, Any]
 """Where a source goes on: JSON, made and read by the source alone. {} is the start."""
 
 MIB = 1024 * 1024
-BATCH_BYTES = 8 * MIB
+BATCH_BYTES = 4 * MIB
 PIECE_BYTES = 8 * MIB
 """A longer document goes on in pieces: memory does not grow with it."""
 

@@ -91,6 +91,12 @@ class Encoder(Protocol):
     def encode(self, texts: Sequence[bytes]) -> Encoded:
         """The tokens of every text."""
 
+    def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
+        """Compare some of what `encode` gave with tiktoken, before it is used.
+
+        Raises EncoderMismatchError. One thread may check while another encodes the next texts.
+        """
+
 
 class TiktokenEncoder:
     """The reference."""
@@ -105,6 +111,9 @@ class TiktokenEncoder:
         with ThreadPoolExecutor(self._threads) as pool:
             parts = list(pool.map(self.encode_one, texts))
         return _join(parts)
+
+    def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
+        """Nothing to compare: this is tiktoken."""
 
     def encode_one(self, text: bytes) -> Tokens:
         """The tokens of one text."""
@@ -129,10 +138,9 @@ class GigatokenEncoder:
         self._bytes_since_renewal = 0
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
-        """The tokens of every text. Raises EncoderMismatchError when a sample differs."""
+        """The tokens of every text. Raises EncoderMismatchError when gigatoken fails."""
         unsettled = {i for i, text in enumerate(texts) if is_unsettled(text)}
         encoded = self._encode_fast([b"" if i in unsettled else t for i, t in enumerate(texts)])
-        self._check_sample(texts, encoded, leave_out=unsettled)
         return self._splice(texts, encoded, unsettled) if unsettled else encoded
 
     def check(self, texts: Sequence[bytes]) -> None:
@@ -143,26 +151,11 @@ class GigatokenEncoder:
         if not np.array_equal(fast.tokens, exact.tokens):
             raise EncoderMismatchError("other tokens")
 
-    def _encode_fast(self, texts: Sequence[bytes]) -> Encoded:
-        try:
-            layout = self._tokenizer.encode_batch(list(texts), parallel=self._is_parallel).layout
-            offsets = np.asarray(layout.offsets.data, dtype=np.int64)
-        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-            raise EncoderMismatchError(f"it failed: {error}") from error
-        if len(offsets) != len(texts) + 1:
-            raise EncoderMismatchError(f"{len(offsets) - 1} results for {len(texts)} texts")
-        encoded = Encoded(np.asarray(layout.content.data), offsets)
-        self._renew_when_large(sum(map(len, texts)))
-        return encoded
-
-    def _check_sample(
-        self, texts: Sequence[bytes], encoded: Encoded, *, leave_out: set[int]
-    ) -> None:
+    def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
         """Compare the beginnings of random texts with tiktoken: 1/512 of all, more at the start."""
         budget = max(sum(map(len, texts)) * _SAMPLE_SHARE, self._first_sample_bytes)
         self._first_sample_bytes = 0
-        candidates = [i for i in range(len(texts)) if i not in leave_out]
-        for i in self._random.sample(candidates, min(len(candidates), _SAMPLE_TEXTS)):
+        for i in self._random.sample(range(len(texts)), min(len(texts), _SAMPLE_TEXTS)):
             if budget <= 0:
                 return
             sample = texts[i]
@@ -175,6 +168,18 @@ class GigatokenEncoder:
                 end = start + len(exact)
             if not np.array_equal(encoded.tokens[start:end], exact):
                 raise EncoderMismatchError(f"other tokens for {sample[:40]!r}")
+
+    def _encode_fast(self, texts: Sequence[bytes]) -> Encoded:
+        try:
+            layout = self._tokenizer.encode_batch(list(texts), parallel=self._is_parallel).layout
+            offsets = np.asarray(layout.offsets.data, dtype=np.int64)
+        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+            raise EncoderMismatchError(f"it failed: {error}") from error
+        if len(offsets) != len(texts) + 1:
+            raise EncoderMismatchError(f"{len(offsets) - 1} results for {len(texts)} texts")
+        encoded = Encoded(np.asarray(layout.content.data), offsets)
+        self._renew_when_large(sum(map(len, texts)))
+        return encoded
 
     def _splice(self, texts: Sequence[bytes], encoded: Encoded, exact: set[int]) -> Encoded:
         parts = np.split(encoded.tokens, encoded.offsets[1:-1])

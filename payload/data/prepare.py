@@ -6,7 +6,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from payload.data.documents import Batch, Source, Survey, prefetch
-from payload.data.encode import Encoded, EncoderMismatchError, TiktokenEncoder, choose_encoder
+from payload.data.encode import (
+    Encoded,
+    Encoder,
+    EncoderMismatchError,
+    TiktokenEncoder,
+    choose_encoder,
+)
 from payload.data.meta import DataMeta, write_meta
 from payload.data.plan import (
     DTYPE,
@@ -66,12 +72,24 @@ class _Run:
         self._settings = settings
         self._reporter = reporter
         self._fingerprint = fingerprint
-        self._encoder = choose_encoder(seed=settings.seed, say=reporter.say)
+        self._encoder, survey = self._load_and_survey()
+        self._survey = limited(survey, settings.max_documents)
         self._store = Store(settings.out, fingerprint=fingerprint, encoder=self._encoder.name)
+
+    def _load_and_survey(self) -> tuple[Encoder, Survey]:
+        """At the same time: one waits for files, the other is busy with 50,000 tokens."""
+        notes: list[str] = []
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as pool:
+            loading = pool.submit(choose_encoder, seed=self._settings.seed, say=notes.append)
+            survey = self._source.survey()
+            encoder = loading.result()
+        for note in notes:
+            self._reporter.say(note)
+        return encoder, survey
 
     def to_the_end(self) -> DataMeta:
         """Tokenize what is left, rename, write meta.json."""
-        survey = limited(self._source.survey(), self._settings.max_documents)
+        survey = self._survey
         split = choose_split(
             documents=survey.documents,
             val_fraction=self._settings.val_fraction,
@@ -134,7 +152,7 @@ class _Run:
             self._tokenize_with_encoder(survey, split)
 
     def _tokenize_with_encoder(self, survey: Survey, split: Split) -> None:
-        """Read, encode and write three neighbouring batches at the same time."""
+        """Read, encode, and check and write three neighbouring batches at the same time."""
         batches = limit(self._source.batches(self._store.cursor), self._settings.max_documents)
         is_first = True
         self._reporter.start(survey, self._store.totals)
@@ -156,6 +174,7 @@ class _Run:
 
     def _write(self, batch: Batch, encoded: Encoded, split: Split) -> None:
         store = self._store
+        self._encoder.check_sample(batch.pieces, encoded)
         write_batch(store, batch, encoded, split)
         store.commit_if_due(batch.cursor, shard_bytes=self._settings.shard_bytes)
         store.cursor = batch.cursor

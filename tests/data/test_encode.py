@@ -119,9 +119,10 @@ class _WrongOnZebra:
 
 def test_a_wrong_token_in_a_sample_is_noticed() -> None:
     encoder = GigatokenEncoder(_WrongOnZebra, seed=0)
-    encoder.encode([b"a horse"])
+    encoder.check_sample([b"a horse"], encoder.encode([b"a horse"]))
+    wrong = encoder.encode([b"a zebra"])
     with pytest.raises(EncoderMismatchError, match="other tokens for b'a zebra'"):
-        encoder.encode([b"a zebra"])
+        encoder.check_sample([b"a zebra"], wrong)
 
 
 def test_an_encoder_that_fails_the_first_check_is_not_used(
