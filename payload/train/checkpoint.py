@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -54,23 +54,31 @@ class TrainerState:
 
 
 def save_checkpoint(
-    folder: Path, *, model: GPT, optimizer: Mapping[str, Tensor], state: TrainerState
+    folder: Path,
+    *,
+    model: GPT,
+    optimizer: Mapping[str, Tensor],
+    state: TrainerState,
+    progressed: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the checkpoint `folder`: beside, flushed to disk, then renamed.
 
-    Raises TrainingError when the disk refuses; older checkpoints are untouched.
+    `progressed` is called after each part of the work. Raises TrainingError when the disk refuses;
+    older checkpoints are untouched.
     """
     partial = folder.with_name(folder.name + _PARTIAL_SUFFIX)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         save_hf(model, partial)
+        progressed()
         save_file(
             {name: value.contiguous() for name, value in optimizer.items()},
             partial / OPTIMIZER_FILE,
         )
+        progressed()
         (partial / TRAINER_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n", "utf-8")
-        _write_manifest(partial)
+        _write_manifest(partial, progressed)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         _flush(folder.parent)
@@ -159,11 +167,12 @@ def remove_old_checkpoints(checkpoints: Path, *, keep: int, newest: Path) -> Non
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_manifest(folder: Path) -> None:
+def _write_manifest(folder: Path, progressed: Callable[[], None]) -> None:
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.iterdir()):
         files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         _flush(path)
+        progressed()
     manifest = folder / MANIFEST_FILE
     manifest.write_text(
         json.dumps({"schema_version": SCHEMA_VERSION, "files": files}, indent=2) + "\n", "utf-8"

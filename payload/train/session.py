@@ -35,6 +35,8 @@ def train(
     as well. Raises TileforgeError, and RuntimeError when another rank vanished.
     """
     with SummaryFile(paths, world) as summary:
+        sign_of_life = SignOfLife(paths, world)
+        sign_of_life.tell(step=0, phase="start")
         require_engine(config.engine)
         config.batch.grad_accum_steps(world.world_size)
         data = TokenData.open(Path(config.data.dir), sequence_length=config.data.sequence_length)
@@ -48,6 +50,7 @@ def train(
             data=data,
             start=start,
             calibration=calibration,
+            sign_of_life=sign_of_life,
             stop_requested=stop_requested,
         )
         summary.end("stopped" if outcome.stopped else "finished", wall_s=wall_s)
@@ -69,17 +72,18 @@ def _train(
     data: TokenData,
     start: Start,
     calibration: Calibration,
+    sign_of_life: SignOfLife,
     stop_requested: Callable[[], bool],
 ) -> tuple[Outcome, float]:
-    sign_of_life = SignOfLife(paths, world)
-    sign_of_life.tell(step=0, phase="start")
+    resumed_at_step = start.state.step if start.state else 0
+    # Said anew, now that model and calibration are there.
+    sign_of_life.tell(step=resumed_at_step, phase="start")
     if world.is_main:
         require_disk_space(config, start.model.shape, paths=paths)
         for line in describe(
             config, shape=start.model.shape, data=data, world=world, calibration=calibration
         ):
             log.info(line)
-    resumed_at_step = start.state.step if start.state else 0
     if start.state:
         log.info(f"resuming after step {resumed_at_step} from {start.checkpoint}")
     with (

@@ -309,6 +309,7 @@ class Trainer:
                 config_toml=parts.config.to_toml(),
                 versions=versions(),
             ),
+            progressed=lambda: parts.sign_of_life.tell(step=self._step, phase="checkpoint"),
         )
         remove_old_checkpoints(
             parts.paths.checkpoints, keep=parts.config.train.keep_checkpoints, newest=folder
