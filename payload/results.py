@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,6 +18,8 @@ from payload.errors import ConfigError
 SCHEMA_VERSION = 1
 
 RunStatus = Literal["starting", "running", "finished", "stopped", "failed"]
+
+_CHECKPOINT = re.compile(r"step_\d{8,}")
 
 _T = TypeVar("_T", "Summary", "RunState", "RankProgress", "RankExit")
 
@@ -105,6 +108,12 @@ class RunPaths:
         """The checkpoint after `step` steps."""
         return self.checkpoints / f"step_{step:08d}"
 
+    def newest_checkpoint(self) -> Path | None:
+        """The last checkpoint that was written to its end."""
+        manifests = self.checkpoints.glob("step_*/manifest.json")
+        whole = [each.parent for each in manifests if _CHECKPOINT.fullmatch(each.parent.name)]
+        return max(whole, key=checkpoint_step, default=None)
+
     def rank_log(self, rank: int) -> Path:
         """Everything that one rank printed."""
         return self.logs / f"rank_{rank:04d}.log"
@@ -116,6 +125,11 @@ class RunPaths:
     def rank_exit(self, rank: int) -> Path:
         """How one rank ended; absent while it runs and when it died without a word."""
         return self.root / "exits" / f"rank_{rank:04d}.json"
+
+
+def checkpoint_step(folder: Path) -> int:
+    """The steps that a checkpoint's folder has behind it."""
+    return int(folder.name.partition("_")[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +187,8 @@ class Summary:
     restarts: int = 0
     wall_s: float = 0.0
     cost_usd: float | None = None
+    """Of the nodes, for as long as the run had them, over all attempts; None without prices."""
+    usd_per_million_tokens: float | None = None
     error: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -195,6 +211,12 @@ class RunState:
     started_unix: float
     updated_unix: float
     attempt: int = 1
+    note: str | None = None
+    """What happened last to a run that goes on: why it was started again, and from where."""
+    spent_s: float = 0.0
+    """Time that a supervisor had this run, over all attempts and resumes."""
+    cost_usd: float | None = None
+    """What the nodes cost in that time; None without prices."""
     schema_version: int = SCHEMA_VERSION
 
 

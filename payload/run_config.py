@@ -180,6 +180,24 @@ class LaunchSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsSection:
+    """[limits]; the supervisor on the head keeps them"""
+
+    hang_timeout_s: float = setting(120.0, low=1.0)
+    """A run in which no rank made progress for so long, or for ten times the median step if that is
+    longer, is a hang. Loading, compiling and saving may take nine tenths of distributed.timeout_s,
+    which is also the most that the limit grows to."""
+    max_restarts: int = setting(3, low=0)
+    """How often a run goes on from its last checkpoint after a lost rank or node or a hang, while
+    each attempt gets at least a step further; 0 = never."""
+    max_hours: float | None = setting(None, above=0.0)
+    """Hours that the run may take, all attempts and resumes together. Before they are over it saves
+    a checkpoint and stops."""
+    max_usd: float | None = setting(None, above=0.0)
+    """The same in dollars; the inventory needs every node's hourly_usd."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """One run, whole: the resolved run.toml."""
 
@@ -194,10 +212,15 @@ class RunConfig:
     engine: EngineSection = field(default_factory=EngineSection)
     distributed: DistributedSection = field(default_factory=DistributedSection)
     launch: LaunchSection = field(default_factory=LaunchSection)
+    limits: LimitsSection = field(default_factory=LimitsSection)
 
     def tokens_per_step(self) -> int:
         """Tokens that one step trains on, over all ranks."""
         return self.batch.global_batch_size * self.data.sequence_length
+
+    def longest_wait_s(self) -> float:
+        """Longest time without progress in any phase; after it, ranks give each other up."""
+        return 0.9 * self.distributed.timeout_s
 
     def decay_steps(self) -> int:
         """`schedule.decay_steps`, or what it stands for when it is none."""
@@ -264,6 +287,12 @@ def _contradictions(config: RunConfig) -> list[str]:
         found.append(
             f"batch.global_batch_size = {config.batch.global_batch_size} is not a multiple of "
             f"micro_batch_size = {config.batch.micro_batch_size}."
+        )
+    if config.limits.hang_timeout_s > config.longest_wait_s():
+        found.append(
+            f"limits.hang_timeout_s = {config.limits.hang_timeout_s:g} is above nine tenths of "
+            f"distributed.timeout_s = {config.distributed.timeout_s:g}: the ranks would give each "
+            "other up before a hang is found. Lower the one or raise the other."
         )
     if not config.run.name.strip() or "/" in config.run.name or not config.run.name.isprintable():
         found.append(

@@ -41,4 +41,11 @@ def with_time(summary: Summary, paths: RunPaths, *, wall_s: float) -> Summary:
     if paths.inventory.exists():
         hourly_usd = ClusterInventory.load(paths.inventory).hourly_usd()
     cost_usd = None if hourly_usd is None else hourly_usd * wall_s / 3600
-    return replace(summary, wall_s=wall_s, cost_usd=cost_usd)
+    return with_cost(replace(summary, wall_s=wall_s), cost_usd)
+
+
+def with_cost(summary: Summary, cost_usd: float | None) -> Summary:
+    """The summary with what the run cost."""
+    known = cost_usd is not None and summary.tokens > 0
+    per_million = cost_usd / summary.tokens * 1e6 if known and cost_usd is not None else None
+    return replace(summary, cost_usd=cost_usd, usd_per_million_tokens=per_million)

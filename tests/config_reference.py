@@ -29,9 +29,9 @@ MEANINGS = {
     ExitCode.BOOTSTRAP: "an environment or a node could not be set up",
     ExitCode.PREFLIGHT: "a machine is not fit for the run: launcher, port, memory or network",
     ExitCode.TRAINING: "training itself failed, or the ranks' weights differ",
-    ExitCode.RANK_LOST: "a rank or its node died",
-    ExitCode.HANG: "a rank made no progress within its limit",
-    ExitCode.BUDGET: "the run's cost or lifetime limit was reached",
+    ExitCode.RANK_LOST: "a rank died, or its node cannot be reached",
+    ExitCode.HANG: "no rank made progress within the limit: one is stuck, or its node is frozen",
+    ExitCode.BUDGET: "the run's cost or time limit was reached; it saved a checkpoint and stopped",
     ExitCode.TEARDOWN: "something is left in the cloud",
 }
 

@@ -123,3 +123,11 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"x\.toml: byte 0 is not UTF-8"):
         load_run_config(tmp_path / "x.toml")
+
+
+def test_a_hang_limit_that_gloo_would_forestall_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"limits\.hang_timeout_s = 120 is above nine tenths of"):
+        parse_run_config("[distributed]\ntimeout_s = 130\n", where="test")
+    parse_run_config(
+        "[distributed]\ntimeout_s = 130\n[limits]\nhang_timeout_s = 117\n", where="test"
+    )

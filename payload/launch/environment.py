@@ -14,6 +14,8 @@ RUN_ID = "TILEFORGE_RUN_ID"
 RUN_DIR = "TILEFORGE_RUN_DIR"
 """Marks every process of a run: two run folders may have one name, but not one path."""
 NODE = "TILEFORGE_NODE"
+SSH_ARGUMENTS = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"
+"""What mpirun, and the supervisor too, gives ssh besides."""
 
 # A training step allocates and frees the same hundreds of megabytes again and again. glibc gives
 # each block of 32 MiB and more back to the kernel and takes fresh, zeroed pages for the next.
@@ -146,7 +148,7 @@ def cluster_mpirun_environment(interface: str, *, ssh_config: str) -> dict[str, 
     """
     return {
         "I_MPI_HYDRA_BOOTSTRAP": "ssh",
-        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": f"-F {ssh_config}",
+        SSH_ARGUMENTS: f"-F {ssh_config}",
         "I_MPI_HYDRA_IFACE": interface,
         "I_MPI_PIN": "off",
     }

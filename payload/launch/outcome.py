@@ -20,6 +20,17 @@ _UNRESOLVED = re.compile(r"getaddrinfo.*(?:name resolution|not known)", re.IGNOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How a run ended, and why."""
+
+    status: RunStatus
+    exit_code: ExitCode
+    error: str | None = None
+    rank: int | None = None
+    """The rank whose end is the cause, where one is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """Everything that tells how a run ended."""
 
@@ -36,17 +47,10 @@ class Evidence:
     """Whether someone asked the run to stop, and how that went."""
     ended_by_us_unix: float | None
     """When the supervisor began to kill what was left; later signals are its own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """How a run ended, and why."""
-
-    status: RunStatus
-    exit_code: ExitCode
-    error: str | None = None
-    rank: int | None = None
-    """The rank whose end is the cause, where one is."""
+    trouble: Verdict | None = None
+    """What the signs of life showed: a hang, or a node that is frozen or gone."""
+    begun: bool = False
+    """Whether any rank has shown a sign of life."""
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -61,6 +65,8 @@ def judge(evidence: Evidence) -> Verdict:
         )
     if evidence.stop != "none" and (cause is None or cause.exit_code is ExitCode.RANK_LOST):
         return _stopped(evidence)
+    if evidence.trouble and (cause is None or cause.exit_code is ExitCode.RANK_LOST):
+        return evidence.trouble
     if cause is not None:
         return cause
     return _silent_rank(evidence) or _echo(evidence) or _launcher_failure(evidence)
@@ -180,17 +186,29 @@ def _launcher_failure(evidence: Evidence) -> Verdict:
             exit_code=ExitCode.RANK_LOST,
             error=f"the launcher was killed by {_name(killer)}",
         )
+    if evidence.begun:
+        return Verdict(
+            status="failed",
+            exit_code=ExitCode.RANK_LOST,
+            error=f"the launcher gave up (status {evidence.launcher_status}): "
+            f"{_last_line(evidence)}",
+        )
     if _UNRESOLVED.search(evidence.launcher_text):
         words = (
             "the launcher could not resolve this machine's own name. Add it to /etc/hosts: "
             "127.0.0.1 NAME"
         )
     else:
-        lines = [line.strip() for line in evidence.launcher_text.splitlines() if line.strip()]
-        words = f"the launcher started no rank (status {evidence.launcher_status}): " + (
-            lines[-1][:300] if lines else "it printed nothing"
+        words = (
+            f"the launcher started no rank (status {evidence.launcher_status}): "
+            f"{_last_line(evidence)}"
         )
     return Verdict(status="failed", exit_code=ExitCode.PREFLIGHT, error=words)
+
+
+def _last_line(evidence: Evidence) -> str:
+    lines = [line.strip() for line in evidence.launcher_text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it printed nothing"
 
 
 def _signal_of(status: int) -> int | None:

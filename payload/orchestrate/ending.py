@@ -7,7 +7,6 @@ import argparse
 from rich.console import Console
 
 from payload.orchestrate.report import failure_lines, result_lines, text_console
-from payload.orchestrate.runs import newest_checkpoint
 from payload.results import RunPaths, RunState, Summary
 
 
@@ -20,7 +19,7 @@ def say_end(
     talk: Console,
 ) -> None:
     """Print what came of a run, and how to go on where it is not finished."""
-    checkpoint = newest_checkpoint(paths)
+    checkpoint = paths.newest_checkpoint()
     out = text_console(stderr=False)
     if arguments.json:
         out.print(paths.summary.read_text(encoding="utf-8"), end="")

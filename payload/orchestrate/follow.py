@@ -80,6 +80,7 @@ def follow_run(
     *,
     console: Console,
     steps: int,
+    nodes: int,
     log_tail: Tail,
     metrics_tail: Tail,
 ) -> None:
@@ -88,13 +89,13 @@ def follow_run(
     The first Ctrl-C asks for a checkpoint and an end, the second for an end at once.
     """
     heeded = 0
-    with Asks() as asks, LiveLine(console, steps=steps) as live:
+    with Asks() as asks, LiveLine(console, steps=steps, nodes=nodes) as live:
         while True:
             ended = supervisor.poll() is not None
             for line in log_tail.lines():
                 live.say(line)
             show_steps(metrics_tail, live)
-            live.status(state_word(paths, stopping=heeded > 0))
+            show_state(paths, live, stopping=heeded > 0)
             if ended:
                 break
             if asks.count > heeded:
@@ -125,15 +126,17 @@ def show_steps(tail: Tail, live: LiveLine) -> None:
             live.step(row)
 
 
-def state_word(paths: RunPaths, *, stopping: bool) -> str:
-    """What the run as a whole is doing."""
-    if stopping:
-        return "stopping"
+def show_state(paths: RunPaths, live: LiveLine, *, stopping: bool) -> None:
+    """What the run as a whole is doing, and what happened to it."""
     try:
         state = read_json(RunState, paths.state)
     except ConfigError:
-        return "starting"
-    return state.status if state else "starting"
+        state = None
+    word = state.status if state else "starting"
+    live.status("stopping" if stopping else word)
+    live.cost(state.cost_usd if state else None)
+    if state and state.note:
+        live.news(state.note)
 
 
 def _pass_on(supervisor: subprocess.Popen[bytes], live: LiveLine, *, heeded: int) -> int:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from payload.model_shape import PRESETS, ModelShape
-from payload.orchestrate.runs import newest_checkpoint
 from payload.results import RunPaths
 from payload.run_config import RunConfig
 
@@ -34,7 +33,7 @@ def initial_shape(config: RunConfig, *, vocab_size: int) -> tuple[ModelShape, st
 
 def _folder(init: Path) -> Path:
     """A run stands for its newest checkpoint."""
-    return newest_checkpoint(RunPaths(init)) or init
+    return RunPaths(init).newest_checkpoint() or init
 
 
 def _sized(shape: ModelShape, n_layer: int, n_head: int, n_embd: int) -> ModelShape:

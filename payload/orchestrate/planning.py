@@ -8,6 +8,7 @@ from pathlib import Path
 from payload.errors import PreflightError
 from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import work_out
+from payload.launch.budget import time_limit
 from payload.launch.environment import Rendezvous, common_environment
 from payload.launch.files import render_accelerate, render_hosts
 from payload.launch.plan import LaunchPlan, mpirun_argv, torchrun_argv
@@ -80,6 +81,7 @@ def plan_run(
     Raises ConfigError and PreflightError.
     """
     inventory = chosen.inventory
+    time_limit(config.limits, inventory)
     placement = place_ranks(inventory, config.launch, domains=chosen.domains)
     shape, guess = initial_shape(config, vocab_size=vocab_size)
     arithmetic = work_out(

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from payload.errors import ExitCode, PreflightError, SshUnreachableError, TileforgeError
 from payload.orchestrate.ending import say_end
-from payload.orchestrate.follow import Asks, Tail, show_steps, state_word
+from payload.orchestrate.follow import Asks, Tail, show_state, show_steps
 from payload.orchestrate.live import LiveLine
 from payload.orchestrate.remote_run import RemoteRun
 from payload.orchestrate.report import text_console
@@ -37,14 +37,15 @@ def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Co
     log = Tail(run.paths.rank_log(0), from_end=True)
     metrics = Tail(run.paths.metrics, from_end=True)
     heeded = 0
-    with Asks() as asks, LiveLine(talk, steps=steps) as live:
+    nodes = len(run.inventory.nodes)
+    with Asks() as asks, LiveLine(talk, steps=steps, nodes=nodes) as live:
         alive = True
         while alive:
             alive = patiently(run, live=live, interrupted=partial(asks.exceed, heeded))
             for line in log.lines():
                 live.say(line)
             show_steps(metrics, live)
-            live.status(state_word(run.paths, stopping=heeded > 0))
+            show_state(run.paths, live, stopping=heeded > 0)
             _pause(asks, heeded=heeded, seconds=_POLL_S if alive else 0.0)
             if asks.count > heeded and alive:
                 if heeded == 0 and not _asks_again(asks, live):

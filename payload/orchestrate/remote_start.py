@@ -14,6 +14,7 @@ from rich.console import Console
 
 from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError
 from payload.inventory import ClusterInventory
+from payload.launch.budget import time_limit
 from payload.launch.ranks import place_ranks
 from payload.orchestrate.checks import check_data
 from payload.orchestrate.cluster import Cluster
@@ -108,6 +109,7 @@ def _wanted(
         raise ConfigError("launch.launcher = 'torchrun' is for one machine. Use 'mpirun' here.")
     world_size = place_ranks(chosen.inventory, config.launch, domains=chosen.domains).world_size
     config.batch.grad_accum_steps(world_size)
+    time_limit(config.limits, chosen.inventory)
     data = Path(config.data.dir)
     now, suffix = datetime.now(), secrets.token_hex(2)
     run_id = arguments.run_id or new_run_id(config.run.name, now=now, suffix=suffix)

@@ -84,6 +84,7 @@ def result_lines(summary: Summary, *, checkpoint: Path | None) -> list[str]:
     rows = [
         ("run", summary.run_id),
         ("status", summary.status),
+        ("nodes", f"{summary.nodes} ({summary.world_size} rank(s))"),
         ("steps", f"{summary.steps:,}"),
         ("tokens", f"{summary.tokens:,}"),
         ("loss", f"{_number(summary.first_loss)} -> {_number(summary.final_loss)}"),
@@ -97,8 +98,11 @@ def result_lines(summary: Summary, *, checkpoint: Path | None) -> list[str]:
         ("wall time", duration(summary.wall_s)),
         ("checkpoint", str(checkpoint) if checkpoint else "none"),
     ]
+    if summary.restarts:
+        rows.insert(2, ("restarts", str(summary.restarts)))
     if summary.cost_usd is not None:
-        rows.insert(-1, ("cost", f"${summary.cost_usd:.2f}"))
+        per_million = _number(summary.usd_per_million_tokens, ".2f")
+        rows.insert(-1, ("cost", f"${summary.cost_usd:.2f} (${per_million} per million tokens)"))
     return _aligned(rows)
 
 
@@ -124,6 +128,8 @@ def status_lines(view: RunView) -> list[str]:
     ]
     if view.error:
         rows.append(("error", view.error))
+    elif view.note:
+        rows.append(("note", view.note))
     return _aligned(rows)
 
 

@@ -27,7 +27,6 @@ from payload.run_lock import is_supervised
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LATEST = "latest"
-_CHECKPOINT = re.compile(r"step_\d{8,}")
 # A supervisor takes its lock this soon after the plan was written.
 _START_S = 15.0
 
@@ -54,6 +53,8 @@ class RunView:
     status: RunStatus
     exit_class: str | None
     error: str | None
+    note: str | None
+    """What happened last, while it goes on."""
     failed_rank: int | None
     step: int
     steps: int
@@ -140,6 +141,7 @@ def view_run(paths: RunPaths, *, now_unix: float) -> RunView:
         status=status,
         exit_class=exit_class,
         error=error,
+        note=state.note if state else None,
         failed_rank=state.failed_rank if state else None,
         step=trained.get("step", 0),
         steps=load_run_config(paths.config).train.steps,
@@ -155,13 +157,6 @@ def view_run(paths: RunPaths, *, now_unix: float) -> RunView:
 def running_here(runs_dir: Path) -> list[str]:
     """Ids of the runs that a living supervisor holds."""
     return [paths.run_id for paths in all_runs(runs_dir) if is_supervised(paths)]
-
-
-def newest_checkpoint(paths: RunPaths) -> Path | None:
-    """The last checkpoint that was written to its end."""
-    manifests = paths.checkpoints.glob("step_*/manifest.json")
-    whole = [each.parent for each in manifests if _CHECKPOINT.fullmatch(each.parent.name)]
-    return max(whole, key=lambda folder: int(folder.name.partition("_")[2]), default=None)
 
 
 def _folders(runs_dir: Path) -> Iterator[RunPaths]:

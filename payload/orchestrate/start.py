@@ -120,6 +120,7 @@ def _start_and_follow(
         supervisor,
         console=talk,
         steps=planned.config.train.steps,
+        nodes=planned.plan.nodes,
         log_tail=log_tail,
         metrics_tail=metrics_tail,
     )

@@ -98,6 +98,9 @@ def _run(rank: Rank, *, plan: LaunchPlan, paths: RunPaths, env: Mapping[str, str
     command = rank_command(
         plan.program, rank, several_domains=len(domains) > 1, numactl=shutil.which("numactl")
     )
+    # On a worker, those of an earlier attempt are still there.
+    paths.rank_exit(rank.rank).unlink(missing_ok=True)
+    paths.rank_progress(rank.rank).unlink(missing_ok=True)
     log = paths.rank_log(rank.rank)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:

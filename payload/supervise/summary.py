@@ -9,7 +9,7 @@ from payload.errors import ConfigError
 from payload.launch.outcome import Verdict
 from payload.launch.plan import LaunchPlan
 from payload.results import RunPaths, RunState, Summary, read_json, read_metrics, write_json
-from payload.run_statistics import with_metrics, with_time
+from payload.run_statistics import with_cost, with_metrics, with_time
 
 
 def last_summary(paths: RunPaths) -> Summary | None:
@@ -32,7 +32,7 @@ def complete_summary(
 
     A trainer that came to its end has said everything else itself. Of one that did not, the last
     word dates from its start, so the numbers are made anew from metrics.jsonl and the clock, the
-    `wall_before_s` of earlier attempts included.
+    `wall_before_s` of earlier attempts included. The cost is always the state's.
     """
     written = last_summary(paths)
     summary = replace(
@@ -46,6 +46,7 @@ def complete_summary(
         summary = with_metrics(summary, read_metrics(paths.metrics))
         wall_s = wall_before_s + time.time() - state.started_unix
         summary = with_time(summary, paths, wall_s=wall_s)
+    summary = with_cost(summary, state.cost_usd)
     if verdict.status == "failed":
         summary = replace(summary, ranks_identical=False)
     if summary != written:

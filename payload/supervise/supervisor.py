@@ -1,57 +1,47 @@
-"""One run from start to end: start the launcher, watch the ranks, stop them, leave none behind."""
+"""One run from start to end: attempts, state.json, and the summary's last words."""
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Literal
+from dataclasses import replace
 
-from payload.errors import ConfigError, ExitCode, PreflightError
-from payload.launch.environment import launcher_environment
-from payload.launch.outcome import Evidence, Verdict, is_failure, judge
+from payload.errors import BudgetError, ExitCode, PreflightError
+from payload.inventory import ClusterInventory
+from payload.launch.budget import cost_usd, limited, time_limit
+from payload.launch.environment import SSH_ARGUMENTS
+from payload.launch.outcome import Verdict
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
+from payload.launch.restart import AttemptEnd, decide, restart_note
 from payload.results import (
-    RankExit,
-    RankProgress,
     RunPaths,
     RunState,
     RunStatus,
-    Summary,
+    checkpoint_step,
     read_json,
     write_json,
 )
-from payload.run_lock import FORCE_SIGNAL
-from payload.supervise.processes import (
-    kill_all,
-    kill_until_none,
-    reap_children,
-    signal_process,
-    wait_until_none,
-)
+from payload.run_config import load_run_config
+from payload.supervise.attempt import Attempt
+from payload.supervise.processes import processes_of
+from payload.supervise.returning import wait_for_nodes
+from payload.supervise.signs import Signs
+from payload.supervise.stopping import Stopping
+from payload.supervise.stream import NodeStream
 from payload.supervise.summary import complete_summary, last_summary
 from payload.supervise.wakeups import Wakeups
-from payload.supervise.workers import fetch_exits
 
-_TICK_S = 0.2
 _STATE_EVERY_S = 5.0
-# After one rank has failed, the others have this long to notice and to leave their own words.
-_ECHO_S = 5.0
-# After the launcher has ended: its proxies and ranks are on their way out.
-_AFTERMATH_S = 2.0
-_KILL_S = 10.0
-
-Stop = Literal["none", "graceful", "forced", "expired"]
+_PAUSE_TICK_S = 0.5
+_LIFELINE_S = 60.0
 
 
 class Supervisor:
-    """Watches one attempt of one run. Make one, call `run` once, holding the run's lock."""
+    """Keeps one run alive. Make one, call `run` once, holding the run's lock."""
 
     def __init__(
         self,
@@ -64,12 +54,22 @@ class Supervisor:
     ) -> None:
         self._paths = paths
         self._wakeups = wakeups
-        self._owner_pid = owner_pid
-        self._grace_s = grace_s
         self._env = env
         self._plan = LaunchPlan.load(paths.plan)
         self._ranks = load_ranks(paths.ranks)
+        self._config = load_run_config(paths.config)
+        self._inventory = ClusterInventory.load(paths.inventory)
+        self._streams = self._worker_streams()
         previous = read_json(RunState, paths.state)
+        self._spent_before_s = previous.spent_s if previous else 0.0
+        self._began_s = time.monotonic()
+        self._limit = time_limit(self._config.limits, self._inventory)
+        self._stopping = Stopping(
+            wakeups,
+            owner_pid=owner_pid,
+            grace_s=grace_s,
+            limit_s=self._left_s(grace_s=grace_s),
+        )
         now = time.time()
         self._state = RunState(
             run_id=paths.run_id,
@@ -82,28 +82,21 @@ class Supervisor:
         )
         before = last_summary(paths)
         self._wall_before_s = before.wall_s if before else 0.0
-        self._stop: Stop = "none"
-        self._stop_deadline: float | None = None
-        self._failure_deadline: float | None = None
-        self._ended_by_us_unix: float | None = None
 
     def run(self) -> ExitCode:
         """Start the ranks, stay until the last process is gone, and write how it ended."""
         with hold_port(self._plan.master_port):
-            self._forget_last_attempt()
             self._tell(self._state.status)
-            log_start = self._log_size()
-            launcher = self._start()
+            for stream in self._streams:
+                stream.start()
             try:
-                while launcher.poll() is None:
-                    self._wakeups.sleep(_TICK_S)
-                    self._watch()
+                verdict = self._until_it_ends()
             finally:
-                left = self._leave_none()
-                launcher.wait()
-                reap_children()
-        fetch_exits(self._paths, plan=self._plan, ranks=self._ranks, env=self._env)
-        verdict = self._judge(launcher.returncode, log_start=log_start)
+                for stream in self._streams:
+                    stream.close()
+        if self._stopping.limited and self._limit:
+            verdict = limited(verdict, self._limit, spent_s=self._spent_s())
+        self._tell(self._state.status)
         complete_summary(
             self._paths,
             verdict,
@@ -111,142 +104,125 @@ class Supervisor:
             state=self._state,
             wall_before_s=self._wall_before_s,
         )
-        error = verdict.error
-        if left:
-            error = f"{error or verdict.status}; processes {sorted(left)} could not be ended"
-        self._tell(verdict.status, verdict=verdict, error=error)
+        self._tell(verdict.status, verdict=verdict)
         return verdict.exit_code
 
-    def _forget_last_attempt(self) -> None:
-        """Remove what the last attempt's ranks said, so that it is not taken for this one's."""
-        for folder in (self._paths.rank_exit(0).parent, self._paths.rank_progress(0).parent):
-            for path in folder.glob("*.json"):
-                path.unlink()
-        self._paths.summary.unlink(missing_ok=True)
+    def _spent_s(self) -> float:
+        return self._spent_before_s + time.monotonic() - self._began_s
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        plan = self._plan
-        settings = dict(plan.launcher_environment) | dict(plan.environment)
-        # mpirun calls mpiexec.hydra, which lies beside it, by its bare name.
-        settings["PATH"] = f"{Path(plan.argv[0]).parent}{os.pathsep}{self._env.get('PATH', '')}"
-        self._paths.logs.mkdir(parents=True, exist_ok=True)
-        with self._paths.launcher_log.open("ab") as log:
-            try:
-                return subprocess.Popen(
-                    plan.argv,
-                    env=launcher_environment(self._env, settings),
-                    cwd=plan.work_dir,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise PreflightError(
-                    f"the launcher {plan.argv[0]} cannot be started in {plan.work_dir}: "
-                    f"{error.strerror}."
-                ) from None
+    def _left_s(self, *, grace_s: float) -> float | None:
+        """Until the run is asked to stop. Raises BudgetError when that is over already."""
+        if self._limit is None:
+            return None
+        left_s = self._limit.stop_at_s(grace_s=grace_s) - self._spent_before_s
+        if left_s <= 0:
+            raise BudgetError(f"{self._limit.words(spent_s=self._spent_before_s)}.")
+        return left_s
 
-    def _watch(self) -> None:
-        """One look around: wishes to stop, ranks that failed, the first sign of life."""
-        if self._state.status == "starting" and self._paths.rank_progress(0).exists():
-            self._tell("running")
-        elif time.time() - self._state.updated_unix > _STATE_EVERY_S:
-            self._tell(self._state.status)
-        self._heed_stop()
-        now = time.monotonic()
-        if self._failure_deadline is None and any(map(is_failure, self._exits().values())):
-            self._failure_deadline = now + _ECHO_S
-        if self._failure_deadline is not None and now > self._failure_deadline:
-            self._end_now()
-
-    def _heed_stop(self) -> None:
-        counts = self._wakeups.counts
-        asked = counts[signal.SIGTERM] + counts[signal.SIGINT]
-        orphaned = self._owner_pid is not None and os.getppid() != self._owner_pid
-        # Two polite wishes are still polite: two people may type `stop`.
-        forced = counts[FORCE_SIGNAL] or counts[signal.SIGINT] >= 2
-        if forced and self._stop != "forced":
-            self._stop = "forced"
-            self._end_now()
-        elif (asked or orphaned) and self._stop == "none":
-            self._stop = "graceful"
-            self._stop_deadline = time.monotonic() + self._grace_s
-            self._ask_to_stop()
-        elif self._stop == "graceful" and time.monotonic() > (self._stop_deadline or 0.0):
-            self._stop = "expired"
-            self._end_now()
-
-    def _ask_to_stop(self) -> None:
-        """SIGTERM to rank 0's program, which agrees with the others; if none, nothing is lost."""
-        progress = read_json(RankProgress, self._paths.rank_progress(0))
-        told = progress is not None and signal_process(
-            progress.pid, signal.SIGTERM, run_dir=self._paths.root
-        )
-        if not told:
-            self._end_now()
-
-    def _end_now(self) -> None:
-        """Kill every process of the run; the loop sees the launcher's end."""
-        if self._ended_by_us_unix is None:
-            self._ended_by_us_unix = time.time()
-        kill_all(self._paths.root)
-
-    def _leave_none(self) -> set[int]:
-        """After the launcher: wait a moment for its ranks, then kill. Returns what still lives."""
-        if not wait_until_none(self._paths.root, timeout_s=_AFTERMATH_S):
-            return set()
-        self._end_now()
-        return kill_until_none(self._paths.root, timeout_s=_KILL_S)
-
-    def _exits(self) -> dict[int, RankExit]:
-        found = {}
-        for rank in self._ranks:
-            record = read_json(RankExit, self._paths.rank_exit(rank.rank))
-            if record is not None:
-                found[rank.rank] = record
-        return found
-
-    def _log_size(self) -> int:
-        log = self._paths.launcher_log
-        return log.stat().st_size if log.exists() else 0
-
-    def _judge(self, launcher_status: int, *, log_start: int) -> Verdict:
-        try:
-            summary = read_json(Summary, self._paths.summary)
-        except ConfigError:
-            summary = None
-        text = self._paths.launcher_log.read_bytes()[log_start:].decode(errors="replace")
-        return judge(
-            Evidence(
-                ranks=self._ranks,
-                exits=self._exits(),
-                launcher_status=launcher_status,
-                launcher_text=text,
-                trainer_status=summary.status if summary else None,
-                stop=self._stop,
-                ended_by_us_unix=self._ended_by_us_unix,
+    def _until_it_ends(self) -> Verdict:
+        """Attempt after attempt, as long as the policy wants another one."""
+        signs = Signs(self._paths, self._ranks, self._streams)
+        limit = self._config.limits.max_restarts
+        restarts = 0
+        while True:
+            checkpoint = self._paths.newest_checkpoint()
+            verdict = self._attempt(signs)
+            decision = decide(
+                AttemptEnd(
+                    verdict=verdict,
+                    asked_to_stop=self._stopping.kind != "none",
+                    restarts=restarts,
+                    began_at_step=checkpoint_step(checkpoint) if checkpoint else 0,
+                    reached_step=signs.steps(),
+                ),
+                max_restarts=limit,
             )
+            if decision.pause_s is None:
+                return _adding(verdict, decision.why)
+            restarts += 1
+            checkpoint = self._paths.newest_checkpoint()
+            note = restart_note(
+                verdict, checkpoint=checkpoint, restart=restarts, max_restarts=limit
+            )
+            self._state = replace(self._state, attempt=self._state.attempt + 1, note=note)
+            self._tell("starting")
+            away = self._leftovers() or wait_for_nodes(self._streams, pause=self._pause)
+            if away and self._stopping.kind == "none":
+                return _adding(verdict, f"not started again: {away}")
+            self._pause(decision.pause_s)
+            if self._stopping.kind != "none":
+                error = "stopped before it was started again; it had failed: " + str(verdict.error)
+                return Verdict(status="stopped", exit_code=ExitCode.OK, error=error)
+
+    def _leftovers(self) -> str | None:
+        left = processes_of(self._paths.root)
+        return f"processes {sorted(left)} could not be ended" if left else None
+
+    def _pause(self, seconds: float) -> bool:
+        """Whether nobody wants the run to stop, after at most so long."""
+        ends = time.monotonic() + seconds
+        while self._stopping.kind == "none" and time.monotonic() < ends:
+            self._wakeups.sleep(min(_PAUSE_TICK_S, seconds))
+            self._stopping.heed()
+            self._tell_now_and_then()
+        return self._stopping.kind == "none"
+
+    def _attempt(self, signs: Signs) -> Verdict:
+        attempt = Attempt(
+            self._paths,
+            plan=self._plan,
+            ranks=self._ranks,
+            config=self._config,
+            signs=signs,
+            streams=self._streams,
+            stopping=self._stopping,
+            wakeups=self._wakeups,
+            env=self._env,
         )
 
-    def _tell(
-        self, status: RunStatus, *, verdict: Verdict | None = None, error: str | None = None
-    ) -> None:
+        def tick() -> None:
+            if self._state.status == "starting" and signs.first_word() is not None:
+                self._tell("running")
+            self._tell_now_and_then()
+
+        return attempt.run(tick)
+
+    def _worker_streams(self) -> list[NodeStream]:
+        if SSH_ARGUMENTS not in self._plan.launcher_environment:
+            return []
+        lifeline_s = max(_LIFELINE_S, self._config.limits.hang_timeout_s)
+        return [
+            NodeStream(
+                node,
+                plan=self._plan,
+                run_dir=self._paths.root,
+                lifeline_s=lifeline_s,
+                env=self._env,
+            )
+            for node in self._inventory.nodes[1:]
+        ]
+
+    def _tell_now_and_then(self) -> None:
+        if time.time() - self._state.updated_unix > _STATE_EVERY_S:
+            self._tell(self._state.status)
+
+    def _tell(self, status: RunStatus, *, verdict: Verdict | None = None) -> None:
         """Replace state.json."""
-        state = self._state
-        self._state = RunState(
-            run_id=state.run_id,
+        self._state = replace(
+            self._state,
             status=status,
             exit_class=verdict.exit_code.label if verdict else None,
-            error=error,
+            error=verdict.error if verdict else None,
             failed_rank=verdict.rank if verdict else None,
-            supervisor_pid=state.supervisor_pid,
-            node=state.node,
-            started_unix=state.started_unix,
+            spent_s=self._spent_s(),
+            cost_usd=cost_usd(self._inventory, spent_s=self._spent_s()),
             updated_unix=time.time(),
-            attempt=state.attempt,
         )
         write_json(self._paths.state, self._state)
+
+
+def _adding(verdict: Verdict, words: str | None) -> Verdict:
+    return replace(verdict, error=f"{verdict.error}; {words}") if words else verdict
 
 
 def hold_port(port: int) -> socket.socket:

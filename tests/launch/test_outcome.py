@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from payload.errors import ExitCode
-from payload.launch.outcome import Evidence, judge
+from payload.launch.outcome import Evidence, Verdict, judge
 from payload.launch.ranks import place_ranks
 from payload.results import RankExit
 from payload.run_config import LaunchSection
@@ -165,3 +165,22 @@ def test_ranks_that_do_not_stop_are_hanging() -> None:
 def test_an_own_error_during_a_stop_is_still_an_error() -> None:
     verdict = judge(evidence(ended(0, 40, error="disk full"), stop="graceful"))
     assert verdict.error == "rank 0 on node-0: disk full"
+
+
+def test_what_the_signs_of_life_showed_wins_over_what_followed_from_it() -> None:
+    frozen = Verdict(status="failed", exit_code=ExitCode.HANG, error="node frozen: node-1")
+    assert judge(evidence(ended(0, 41, error="rank 0 lost contact"), trouble=frozen)) is frozen
+    assert judge(evidence(ended(2, 143, signal=15), trouble=frozen)) is frozen
+    assert judge(evidence(trouble=frozen, ended_by_us_unix=5.0)) is frozen
+
+
+def test_a_ranks_own_error_wins_over_the_silence_after_it() -> None:
+    frozen = Verdict(status="failed", exit_code=ExitCode.HANG, error="node frozen: node-1")
+    verdict = judge(evidence(ended(0, 40, error="disk full"), trouble=frozen))
+    assert verdict.error == "rank 0 on node-0: disk full"
+
+
+def test_a_launcher_that_gives_up_with_ranks_at_work_lost_them() -> None:
+    verdict = judge(evidence(launcher_status=255, launcher_text="downstream ended\n", begun=True))
+    assert verdict.exit_code is ExitCode.RANK_LOST
+    assert verdict.error == "the launcher gave up (status 255): downstream ended"

@@ -52,7 +52,7 @@ def test_a_broken_connection_is_made_anew(
     assert run.refresh() is False
     for process in head.processes()[1:]:
         os.kill(process, signal.SIGKILL)
-    with LiveLine(text_console(stderr=True), steps=1) as live:
+    with LiveLine(text_console(stderr=True), steps=1, nodes=1) as live:
         assert patiently(run, live=live) is False
     run.close()
     assert "connection lost, trying for" in capsys.readouterr().err
@@ -64,7 +64,7 @@ def test_a_broken_connection_is_made_anew(
 def test_a_head_that_stays_away_leaves_word_how_to_attach(run: RemoteRun, head: Sshd) -> None:
     head.stop()
     with (
-        LiveLine(text_console(stderr=True), steps=1) as live,
+        LiveLine(text_console(stderr=True), steps=1, nodes=1) as live,
         pytest.raises(SshUnreachableError, match=r"node-0: .*orchestrate attach one"),
     ):
         patiently(run, live=live)
@@ -77,7 +77,7 @@ def test_the_operator_need_not_wait_for_a_connection(
     head.stop()
     monkeypatch.setattr(remote_follow, "_RECONNECT_S", 1e6)
     with (
-        LiveLine(text_console(stderr=True), steps=1) as live,
+        LiveLine(text_console(stderr=True), steps=1, nodes=1) as live,
         pytest.raises(SshUnreachableError, match="attach one"),
     ):
         patiently(run, live=live, interrupted=lambda: True)

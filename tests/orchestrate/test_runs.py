@@ -199,8 +199,12 @@ def test_a_tail_gives_whole_lines_and_starts_again_when_the_file_shrinks(tmp_pat
 
 
 def test_the_live_numbers_read_well() -> None:
-    row = {"step": 3, "loss": 4.56789, "tokens_per_s": 12345.6, "mfu": 0.312}
-    text = describe_step(row, steps=10, left_s=3725.4)
-    assert text == "step 3/10  loss 4.5679  12,346 tokens/s  MFU 31.2%  ETA 1:02:05"
-    assert "MFU" not in describe_step(row | {"mfu": None}, steps=10, left_s=1)
+    row = {"step": 3, "tokens": 10**7, "loss": 4.56789, "tokens_per_s": 12345.6, "mfu": 0.312}
+    text = describe_step(row, steps=10, left_s=3725.4, nodes=3, cost_usd=1.5)
+    assert text == (
+        "3 nodes  step 3/10  loss 4.5679  12,346 tokens/s  MFU 31.2%  "
+        "$1.50 ($0.15 per million tokens)  ETA 1:02:05"
+    )
+    bare = describe_step(row | {"mfu": None}, steps=10, left_s=1, nodes=1, cost_usd=None)
+    assert bare == "1 node  step 3/10  loss 4.5679  12,346 tokens/s  ETA 0:01"
     assert duration(42.2) == "0:42"

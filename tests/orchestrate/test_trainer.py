@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ExitCode
-from payload.results import RunPaths, Summary, read_json, read_metrics
+from payload.results import RunPaths, RunState, Summary, read_json, read_metrics
 from payload.supervise.processes import processes_of
 from payload.train.checkpoint import checkpoint_folders, manifest_problems
 from tests.data_folders import make_data_folder
@@ -91,7 +91,8 @@ def _text(path: Path) -> str:
 
 
 def test_a_killed_rank_is_named_and_the_last_checkpoint_is_offered(tmp_path: Path) -> None:
-    process = start(tmp_path, "train.steps=100000", "train.checkpoint_every=1")
+    settings = ("train.steps=100000", "train.checkpoint_every=1", "limits.max_restarts=0")
+    process = start(tmp_path, *settings)
     paths = RunPaths(tmp_path / "runs" / "one")
     pids = wait_for_steps(paths, step=3, timeout_s=TIMEOUT_S)
     os.kill(pids[1], signal.SIGKILL)
@@ -109,4 +110,24 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_is_offered(tmp_path: Pat
     assert summary.tokens_per_s is not None
     assert summary.wall_s >= sum(row["step_time_s"] for row in rows)
     assert "run --resume one" in err
+    assert not processes_of(paths.root)
+
+
+def test_a_stopped_rank_is_a_hang_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    settings = ("train.steps=150", "train.checkpoint_every=10", "limits.hang_timeout_s=3")
+    process = start(tmp_path, *settings)
+    paths = RunPaths(tmp_path / "runs" / "one")
+    pids = wait_for_steps(paths, step=12, timeout_s=TIMEOUT_S)
+    os.kill(pids[1], signal.SIGSTOP)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    assert "no rank made progress for 3 s (limit 3 s); stopped by a signal: rank 1 on" in err
+    assert ". Going on from checkpoint step_000" in err and "(restart 1 of 3)" in err
+    summary, state = read_json(Summary, paths.summary), read_json(RunState, paths.state)
+    assert summary is not None and state is not None
+    assert (summary.status, summary.steps, summary.restarts) == ("finished", 150, 1)
+    assert (state.attempt, state.status) == (2, "finished")
+    assert summary.ranks_identical
+    steps = [row["step"] for row in read_metrics(paths.metrics) if "loss" in row]
+    assert steps == list(range(1, 151))
     assert not processes_of(paths.root)

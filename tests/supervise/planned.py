@@ -32,7 +32,12 @@ class StandInAccess(LocalAccess):
 
 
 def plan_stand_in(
-    root: Path, *options: str, ranks: int = 2, launcher: str = "mpirun", port: int | None = None
+    root: Path,
+    *options: str,
+    ranks: int = 2,
+    launcher: str = "mpirun",
+    port: int | None = None,
+    settings: Sequence[str] = (),
 ) -> RunPaths:
     """A run folder as `orchestrate run` leaves it for the supervisor."""
     access = StandInAccess(os.environ)
@@ -40,7 +45,12 @@ def plan_stand_in(
     root.mkdir(parents=True)
     config = parse_run_config(
         CONFIG,
-        overrides=[f"launch.ranks_per_node={ranks}", f"launch.launcher={launcher}"],
+        overrides=[
+            f"launch.ranks_per_node={ranks}",
+            f"launch.launcher={launcher}",
+            "limits.max_restarts=0",
+            *settings,
+        ],
         where="test",
     )
     with access.reserve_port() as holder:

@@ -1,6 +1,6 @@
 """A small program that behaves as a training rank does, without torch.
 
-stand_in.py RUN_DIR [--steps N] [--fail RANK:CODE] [--crash RANK] [--deaf] [--stray]
+stand_in.py RUN_DIR [--steps N] [--fail RANK:CODE] [--crash RANK] [--deaf] [--stray] [--lockstep]
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class StandIn:
             self._progress(step)
             time.sleep(STEP_S)
             self._fail_if_told(step)
+            while self.arguments.lockstep and self._someone_is_behind(step):
+                time.sleep(STEP_S)
             if self._peer_is_gone():
                 return self._exit(41, f"rank {self.rank} lost contact with another rank")
             if self.stop_file.exists():
@@ -91,6 +93,15 @@ class StandIn:
         if self.arguments.crash == self.rank:
             raise RuntimeError("unforeseen")
 
+    def _someone_is_behind(self, step: int) -> bool:
+        """As the exchange of gradients: nobody goes on alone."""
+        if self._peer_is_gone() or self.stop_file.exists():
+            return False
+        found = [
+            read_json(RankProgress, self.paths.rank_progress(i)) for i in range(self.world_size)
+        ]
+        return any(entry is None or entry.step < step for entry in found)
+
     def _peer_is_gone(self) -> bool:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         for path in map(self.paths.rank_progress, others):
@@ -119,6 +130,7 @@ class StandIn:
                 world_size=self.world_size,
                 nodes=1,
                 steps=step,
+                tokens=step,
                 ranks_identical=True,
             )
             write_json(self.paths.summary, summary)
@@ -147,6 +159,7 @@ def main() -> int:
     parser.add_argument("--crash", type=int)
     parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--stray", action="store_true")
+    parser.add_argument("--lockstep", action="store_true")
     return StandIn(parser.parse_args()).run()
 
 

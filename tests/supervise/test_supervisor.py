@@ -165,6 +165,45 @@ def test_ranks_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:
     wait_until_gone(paths)
 
 
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_a_stopped_rank_is_a_hang_that_names_it(tmp_path: Path, launcher: str) -> None:
+    quick = ("limits.hang_timeout_s=2",)
+    paths = plan_stand_in(
+        tmp_path / "run", *ENDLESS, "--lockstep", launcher=launcher, settings=quick
+    )
+    supervisor = supervise(paths)
+    os.kill(wait_for_steps(paths, step=2)[1], signal.SIGSTOP)
+    assert supervisor.wait(DEADLINE_S) == ExitCode.HANG
+    state = state_of(paths)
+    assert (state.exit_class, state.failed_rank) == ("hang", 1)
+    assert "no rank made progress for 2 s (limit 2 s)" in str(state.error)
+    assert f"stopped by a signal: rank 1 on {state.node} at step" in str(state.error)
+    assert not processes_of(paths.root)
+
+
+def test_a_run_stops_with_a_result_before_its_money_is_gone_and_stays_stopped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_hours=5",))
+    # A dollar a second.
+    text = paths.inventory.read_text().replace('"hourly_usd": null', '"hourly_usd": 3600.0')
+    paths.inventory.write_text(text)
+    limits = paths.config.read_text().replace('max_usd = "none"', "max_usd = 5.0")
+    paths.config.write_text(limits)
+    assert supervise(paths).wait(DEADLINE_S) == ExitCode.BUDGET
+    state, result = state_of(paths), _summary(paths)
+    assert (state.status, state.exit_class) == ("stopped", "budget")
+    assert str(state.error).startswith("limits.max_usd = 5 is reached")
+    assert (result.status, result.exit_class, result.error) == ("stopped", "budget", state.error)
+    assert state.cost_usd == pytest.approx(state.spent_s)
+    assert result.cost_usd is not None and 4.5 <= result.cost_usd <= state.spent_s
+    assert result.usd_per_million_tokens == pytest.approx(result.cost_usd / result.tokens * 1e6)
+    assert not processes_of(paths.root)
+    assert supervise(paths).wait(DEADLINE_S) == ExitCode.BUDGET
+    assert "error: limits.max_usd = 5 is reached" in capfd.readouterr().err
+    assert state_of(paths) == state
+
+
 def test_a_run_stops_when_its_owner_is_killed(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS)
     owner = subprocess.Popen(

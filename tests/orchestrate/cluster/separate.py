@@ -21,6 +21,7 @@ from payload.orchestrate.cluster_access import VENV
 from payload.orchestrate.remote.probe import numa_domains, physical_cores
 from tests.launching import REPO
 from tests.orchestrate.sshd import SSHD, free_port, make_cluster, make_key
+from tests.rig.network import Link, address_of, make_operator_network
 from tests.waiting import wait_until
 
 _CONFIG = """\
@@ -47,6 +48,8 @@ mkdir "$1/over/upper" "$1/over/work"
 mount -t overlay -o "lowerdir=/opt,upperdir=$1/over/upper,workdir=$1/over/work" overlay /opt
 mkdir -p "$3"
 mount --bind "$4" "$3"
+# What /sys says of the network is that of the one who mounted it.
+if [ "$6" = linked ]; then mount -t sysfs sysfs /sys; fi
 exec "$5" -D -E "$1/sshd.log" -f "$1/sshd_config"
 """
 
@@ -54,11 +57,16 @@ exec "$5" -D -E "$1/sshd.log" -f "$1/sshd_config"
 class SeparateNodes:
     """A cluster of such nodes; a context manager."""
 
-    def __init__(self, folder: Path, *, num_nodes: int) -> None:
+    def __init__(self, folder: Path, *, num_nodes: int, linked: bool = False) -> None:
+        """`linked`: each has a network of its own, on a bridge that only `inside` reaches."""
         self.folder = folder
         self.key = folder / "operator_key"
         self.home = folder / "home"
+        self.inside: list[str] = []
+        """What a command that is to reach the nodes begins with."""
+        self.links: list[Link] = []
         self._num_nodes = num_nodes
+        self._linked = linked
         self._started: list[subprocess.Popen[bytes]] = []
         self._nodes: list[Node] = []
 
@@ -67,8 +75,10 @@ class SeparateNodes:
         public = make_key(self.key)
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         try:
+            if self._linked:
+                self._lay_cables()
             for i in range(self._num_nodes):
-                self._start(f"node-{i}", f"127.0.0.{i + 2}", public)
+                self._start(i, public)
         except BaseException:
             self._end()
             raise
@@ -102,13 +112,43 @@ class SeparateNodes:
 
     def processes(self) -> list[str]:
         """Command lines on all nodes, but for sshd's own."""
-        lines = [line for i in range(self._num_nodes) for line in self._commands(i).values()]
-        return [line for line in lines if "sshd" not in line]
+        return [line for i in range(self._num_nodes) for line in self.processes_of(i)]
+
+    def processes_of(self, i: int) -> list[str]:
+        """The same on one node."""
+        return [line for line in self._commands(i).values() if "sshd" not in line]
 
     def kill(self, i: int, words: str) -> None:
         """SIGKILL to the one process of a node whose command line has these words."""
         (process,) = [pid for pid, line in self._commands(i).items() if words in line]
         os.kill(process, signal.SIGKILL)
+
+    def freeze(self, i: int) -> None:
+        """Stop every process of a node; its kernel goes on to take connections."""
+        self._signal_all(i, signal.SIGSTOP)
+
+    def thaw(self, i: int) -> None:
+        """Undo `freeze`."""
+        self._signal_all(i, signal.SIGCONT)
+
+    def kill_node(self, i: int) -> None:
+        """End every process of a node, sshd too."""
+        os.killpg(self._started[i].pid, signal.SIGKILL)
+        self._started[i].wait(30)
+
+    def _signal_all(self, i: int, number: signal.Signals) -> None:
+        for pid in self._commands(i):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _lay_cables(self) -> None:
+        bridge = f"tf{os.getpid()}"
+        make_operator_network(bridge)
+        self.inside = ["nsenter", f"--net=/run/netns/{bridge}"]
+        for i in range(self._num_nodes):
+            link = Link(bridge, f"{bridge}n{i}", f"port{i}", address_of(i))
+            self.links.append(link)
+            link.make()
 
     def _commands(self, i: int) -> dict[int, str]:
         """A node's processes and their command lines, zombies left out."""
@@ -121,23 +161,29 @@ class SeparateNodes:
                     found[int(entry.name)] = text
         return found
 
-    def _start(self, name: str, address: str, public: str) -> None:
+    def _start(self, i: int, public: str) -> None:
+        name, enter = f"node-{i}", []
+        address = f"127.0.0.{i + 2}"
+        if self._linked:
+            address, enter = address_of(i), ["nsenter", f"--net=/run/netns/{self.links[i].machine}"]
         folder = self.folder / name
         (folder / "home" / ".ssh").mkdir(parents=True, mode=0o700)
         (folder / "over").mkdir()
         (folder / "home" / ".ssh" / "authorized_keys").write_text(public + "\n", encoding="ascii")
         host_key = make_key(folder / "host_key")
-        port = free_port(address)
+        port = 22 if self._linked else free_port(address)
         text = _CONFIG.format(address=address, port=port, folder=folder, home=self.home)
         (folder / "sshd_config").write_text(text, encoding="utf-8")
         sha = hashlib.sha256((REPO / "bootstrap" / "requirements.lock").read_bytes()).hexdigest()
         state = {"schema_version": 1, "step": "done", "ok": True, "reason": None}
         state |= {"version": payload.__version__, "sha": sha}
         (folder / "bootstrap.json").write_text(json.dumps(state), encoding="utf-8")
-        argv = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        argv = [*enter, "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         argv += ["sh", "-ec", _BOOT, "sh", str(folder), str(self.home), str(VENV), sys.prefix]
         started = subprocess.Popen(
-            [*argv, str(SSHD)], stdin=subprocess.DEVNULL, start_new_session=True
+            [*argv, str(SSHD), "linked" if self._linked else ""],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
         self._started.append(started)
         log = folder / "sshd.log"
@@ -158,7 +204,11 @@ class SeparateNodes:
         )
 
     def _end(self) -> None:
-        for started in self._started:
+        for i, started in enumerate(self._started):
             # Its child, the first process of the namespace, takes all others along.
-            os.killpg(started.pid, signal.SIGKILL)
-            started.wait(30)
+            if started.poll() is None:
+                self.kill_node(i)
+        if self.inside:
+            bridge = self.inside[-1].rpartition("/")[2]
+            for namespace in [*(link.machine for link in self.links), bridge]:
+                subprocess.run(["ip", "netns", "delete", namespace], check=False)

@@ -1,0 +1,147 @@
+"""Whether a run still lives: a hang, a lost node or neither, from what its ranks and nodes show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from payload.errors import ExitCode
+from payload.launch.outcome import Verdict
+
+SILENT_S = 8.0
+"""A node that has sent nothing for so long is silent; it sends something every second."""
+LOST_S = 12.0
+"""A node that takes no connection for so long is lost, unless the run goes on all the same."""
+
+# What a rank does at one step count, in this order; ranks wait for those that are behind.
+_PHASES = ("start", "sync check", "checkpoint", "eval", "step", "end")
+# One call that nobody can look into: loading, compiling, writing to a slow disk.
+_LONG_PHASES = ("start", "checkpoint", "end")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSign:
+    """What one rank last showed."""
+
+    rank: int
+    node: str
+    step: int
+    phase: str
+    quiet_s: float
+    """Since it last changed."""
+    stopped: bool = False
+    """Whether the process is stopped, as by SIGSTOP."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSign:
+    """What a worker node last showed."""
+
+    node: str
+    quiet_s: float
+    """Since it last sent anything."""
+    unreachable_s: float | None
+    """Since it takes no connection; None when it took the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How long silence is no fault."""
+
+    hang_timeout_s: float
+    longest_s: float
+    """In phases that cannot be looked into, and the most that any limit grows to."""
+    median_step_s: float | None
+    """None before the attempt's first step is done."""
+
+
+def find_trouble(
+    ranks: Sequence[RankSign],
+    nodes: Sequence[NodeSign],
+    *,
+    world_size: int,
+    age_s: float,
+    pace: Pace,
+) -> Verdict | None:
+    """The verdict on a run that cannot go on, or None.
+
+    `ranks` are those that have shown something in this attempt, which is `age_s` old. As ranks wait
+    for each other in every step, one that is stuck stops all: as long as any rank makes progress,
+    nothing is wrong.
+    """
+    quiet_s = min([age_s, *(sign.quiet_s for sign in ranks)])
+    lost = [
+        sign for sign in nodes if sign.unreachable_s is not None and sign.unreachable_s >= LOST_S
+    ]
+    if lost and quiet_s >= max(LOST_S, 2 * (pace.median_step_s or 0.0)):
+        return lost_nodes(lost)
+    silent = [sign for sign in nodes if sign.quiet_s >= SILENT_S]
+    patient = len(ranks) < world_size or any(sign.phase in _LONG_PHASES for sign in ranks)
+    limit_s = hang_limit_s(pace, patient=patient and not silent)
+    if quiet_s < limit_s:
+        return None
+    told = f"no rank made progress for {quiet_s:.0f} s (limit {limit_s:.0f} s)"
+    if silent:
+        return frozen_nodes(silent, after=told)
+    return _stuck_ranks(ranks, world_size=world_size, told=told)
+
+
+def hang_limit_s(pace: Pace, *, patient: bool) -> float:
+    """How long no rank may make progress."""
+    if patient or pace.median_step_s is None:
+        return pace.longest_s
+    return min(max(pace.hang_timeout_s, 10 * pace.median_step_s), pace.longest_s)
+
+
+def lost_nodes(signs: Sequence[NodeSign]) -> Verdict:
+    """The verdict on nodes that take no connection."""
+    listed = ", ".join(
+        f"{sign.node} cannot be reached (last sign of life {sign.quiet_s:.0f} s ago)"
+        for sign in signs
+    )
+    return Verdict(status="failed", exit_code=ExitCode.RANK_LOST, error=f"node lost: {listed}")
+
+
+def frozen_nodes(signs: Sequence[NodeSign], *, after: str) -> Verdict:
+    """The verdict on nodes that take connections and say nothing."""
+    listed = ", ".join(
+        f"{sign.node} (last sign of life {sign.quiet_s:.0f} s ago)" for sign in signs
+    )
+    return Verdict(
+        status="failed",
+        exit_code=ExitCode.HANG,
+        error=f"node frozen, it takes connections but does not answer: {listed}; {after}",
+    )
+
+
+def _stuck_ranks(ranks: Sequence[RankSign], *, world_size: int, told: str) -> Verdict:
+    """Those that are stopped, else those that never began, else those that are behind."""
+    stopped = [sign for sign in ranks if sign.stopped]
+    begun = {sign.rank for sign in ranks}
+    absent = [rank for rank in range(world_size) if rank not in begun]
+    if stopped:
+        words = "stopped by a signal: " + _listed(stopped)
+        first: int | None = stopped[0].rank
+    elif absent:
+        words = f"rank(s) {', '.join(map(str, absent))} never showed a sign of life"
+        first = absent[0]
+    else:
+        last = min(map(_place, ranks))
+        behind = [sign for sign in ranks if _place(sign) == last]
+        if len(behind) < len(ranks):
+            words, first = "behind: " + _listed(behind), behind[0].rank
+        else:
+            words, first = f"all ranks are at {_where(ranks[0])}, see their logs", None
+    return Verdict(status="failed", exit_code=ExitCode.HANG, error=f"{told}; {words}", rank=first)
+
+
+def _place(sign: RankSign) -> tuple[int, int]:
+    return sign.step, _PHASES.index(sign.phase) if sign.phase in _PHASES else len(_PHASES)
+
+
+def _listed(signs: Sequence[RankSign]) -> str:
+    return ", ".join(f"rank {sign.rank} on {sign.node} at {_where(sign)}" for sign in signs)
+
+
+def _where(sign: RankSign) -> str:
+    return f"step {sign.step} ({sign.phase})"

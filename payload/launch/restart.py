@@ -1,0 +1,66 @@
+"""Whether a failed attempt is followed by another one, and after which pause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from payload.errors import ExitCode
+from payload.launch.outcome import Verdict
+
+# The others say what a second attempt would say again: a wrong setting, a diverged loss, ranks that
+# differ, an unfit machine. A stop and a reached limit are wishes.
+_WORTH_RETRYING = (ExitCode.RANK_LOST, ExitCode.HANG)
+_FIRST_PAUSE_S = 2.0
+_PAUSE_GROWTH = 3.0
+_LONGEST_PAUSE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEnd:
+    """How one attempt ended, as far as it matters for another one."""
+
+    verdict: Verdict
+    asked_to_stop: bool
+    restarts: int
+    """Made so far."""
+    began_at_step: int
+    """The checkpoint's that the attempt began from; 0 without one."""
+    reached_step: int | None
+    """The furthest that a rank was in this attempt; None without any sign of life."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What is done about a failed attempt."""
+
+    pause_s: float | None
+    """Time until the next attempt; None when there is none."""
+    why: str | None = None
+    """Why there is none though it would be worth retrying."""
+
+
+def decide(end: AttemptEnd, *, max_restarts: int) -> Decision:
+    """Another attempt after a lost rank or node or a hang, as long as attempts get anywhere.
+
+    An attempt that did not finish one step beyond its checkpoint would be followed by others like
+    it.
+    """
+    if end.asked_to_stop or end.verdict.exit_code not in _WORTH_RETRYING or max_restarts == 0:
+        return Decision(pause_s=None)
+    if end.restarts >= max_restarts:
+        why = f"not started again: limits.max_restarts = {max_restarts} is used up"
+        return Decision(pause_s=None, why=why)
+    if end.reached_step is None or end.reached_step <= end.began_at_step:
+        why = f"not started again: no step was finished beyond step {end.began_at_step}"
+        return Decision(pause_s=None, why=why)
+    pause_s = min(_FIRST_PAUSE_S * _PAUSE_GROWTH**end.restarts, _LONGEST_PAUSE_S)
+    return Decision(pause_s=pause_s)
+
+
+def restart_note(
+    verdict: Verdict, *, checkpoint: Path | None, restart: int, max_restarts: int
+) -> str:
+    """What happened, and where the run goes on."""
+    where = f"from checkpoint {checkpoint.name}" if checkpoint else "from the start"
+    return f"{verdict.error}. Going on {where} (restart {restart} of {max_restarts})"

@@ -1,0 +1,245 @@
+"""One attempt of a run: start the launcher, watch the ranks, stop them, leave none behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from payload.errors import ConfigError, ExitCode, PreflightError
+from payload.launch.environment import launcher_environment
+from payload.launch.liveness import (
+    SILENT_S,
+    NodeSign,
+    Pace,
+    find_trouble,
+    frozen_nodes,
+    lost_nodes,
+)
+from payload.launch.outcome import Evidence, Verdict, is_failure, judge
+from payload.launch.plan import LaunchPlan
+from payload.launch.ranks import Rank
+from payload.results import RunPaths, Summary, read_json
+from payload.run_config import RunConfig
+from payload.supervise.pace import StepTimes
+from payload.supervise.processes import (
+    kill_all,
+    kill_until_none,
+    reap_children,
+    signal_process,
+    wait_until_none,
+)
+from payload.supervise.signs import Signs
+from payload.supervise.stopping import Stopping
+from payload.supervise.stream import NodeStream
+from payload.supervise.wakeups import Wakeups
+
+_TICK_S = 0.2
+# After one rank has failed, the others have this long to notice and to leave their own words.
+_ECHO_S = 5.0
+# After the launcher has ended: its proxies and ranks are on their way out.
+_AFTERMATH_S = 2.0
+_KILL_S = 10.0
+# A worker kills for at most ten seconds, and tells within one.
+_ANSWER_S = 15.0
+_SILENT_ANSWER_S = 3.0
+
+
+class Attempt:
+    """Make one, call `run` once."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        *,
+        plan: LaunchPlan,
+        ranks: Sequence[Rank],
+        config: RunConfig,
+        signs: Signs,
+        streams: Sequence[NodeStream],
+        stopping: Stopping,
+        wakeups: Wakeups,
+        env: Mapping[str, str],
+    ) -> None:
+        self._paths = paths
+        self._plan = plan
+        self._ranks = ranks
+        self._config = config
+        self._signs = signs
+        self._streams = streams
+        self._stopping = stopping
+        self._wakeups = wakeups
+        self._env = env
+        self._step_times = StepTimes(paths.metrics)
+        self._trouble: Verdict | None = None
+        self._failure_deadline: float | None = None
+        self._ended_by_us_unix: float | None = None
+
+    def run(self, every_tick: Callable[[], None]) -> Verdict:
+        """Stay until the last process is gone; the error names what could not be ended."""
+        log_start = self._log_size()
+        self._signs.begin()
+        # Else the last attempt's would be taken for this one's.
+        self._paths.summary.unlink(missing_ok=True)
+        launcher = self._start()
+        try:
+            while launcher.poll() is None:
+                self._wakeups.sleep(_TICK_S)
+                self._watch()
+                every_tick()
+        finally:
+            left = self._leave_none_here()
+            launcher.wait()
+            reap_children()
+        left |= self._leave_none_elsewhere()
+        verdict = self._judge(launcher.returncode, log_start=log_start)
+        return _with_leftovers(verdict, left)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        plan = self._plan
+        settings = dict(plan.launcher_environment) | dict(plan.environment)
+        # mpirun calls mpiexec.hydra, which lies beside it, by its bare name.
+        settings["PATH"] = f"{Path(plan.argv[0]).parent}{os.pathsep}{self._env.get('PATH', '')}"
+        self._paths.logs.mkdir(parents=True, exist_ok=True)
+        with self._paths.launcher_log.open("ab") as log:
+            try:
+                return subprocess.Popen(
+                    plan.argv,
+                    env=launcher_environment(self._env, settings),
+                    cwd=plan.work_dir,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise PreflightError(
+                    f"the launcher {plan.argv[0]} cannot be started in {plan.work_dir}: "
+                    f"{error.strerror}."
+                ) from None
+
+    def _watch(self) -> None:
+        """One look around: wishes to stop, ranks that failed, signs of life that stopped."""
+        self._signs.look()
+        wish = self._stopping.heed()
+        if wish == "end" or (wish == "ask" and not self._ask_to_stop()):
+            self._end_now()
+        now = time.monotonic()
+        if self._failure_deadline is None and any(map(is_failure, self._signs.exits().values())):
+            self._failure_deadline = now + _ECHO_S
+        if self._failure_deadline is not None and now > self._failure_deadline:
+            self._end_now()
+        if self._failure_deadline is None and self._stopping.kind == "none":
+            self._look_for_trouble()
+
+    def _look_for_trouble(self) -> None:
+        if self._trouble is not None:
+            return
+        self._trouble = find_trouble(
+            self._signs.ranks(),
+            self._signs.nodes(),
+            world_size=len(self._ranks),
+            age_s=self._signs.age_s(),
+            pace=Pace(
+                hang_timeout_s=self._config.limits.hang_timeout_s,
+                longest_s=self._config.longest_wait_s(),
+                median_step_s=self._step_times.median_s(),
+            ),
+        )
+        if self._trouble is not None:
+            self._end_now()
+
+    def _ask_to_stop(self) -> bool:
+        """SIGTERM to rank 0's program, which agrees with the others; if none, nothing is lost."""
+        progress = self._signs.first_word()
+        return progress is not None and signal_process(
+            progress.pid, signal.SIGTERM, run_dir=self._paths.root
+        )
+
+    def _end_now(self) -> None:
+        """Kill every process of the run; the loop sees the launcher's end."""
+        if self._ended_by_us_unix is None:
+            self._ended_by_us_unix = time.time()
+        kill_all(self._paths.root)
+
+    def _leave_none_here(self) -> dict[str, list[int] | None]:
+        """After the launcher: wait a moment for its ranks, then kill. Returns what still lives."""
+        if not wait_until_none(self._paths.root, timeout_s=_AFTERMATH_S):
+            return {}
+        self._end_now()
+        left = kill_until_none(self._paths.root, timeout_s=_KILL_S)
+        return {self._ranks[0].node: sorted(left)} if left else {}
+
+    def _leave_none_elsewhere(self) -> dict[str, list[int] | None]:
+        """What still lives on other nodes; None for a node that does not answer."""
+        for stream in self._streams:
+            stream.ask_to_end()
+        began = time.monotonic()
+        left = {}
+        for stream in self._streams:
+            silent = stream.sign().quiet_s >= SILENT_S
+            ends = began + (_SILENT_ANSWER_S if silent else _ANSWER_S)
+            found = stream.wait_ended(max(0.0, ends - time.monotonic()))
+            if found is None or found:
+                left[stream.node.name] = found
+        self._signs.look()
+        return left
+
+    def _log_size(self) -> int:
+        log = self._paths.launcher_log
+        return log.stat().st_size if log.exists() else 0
+
+    def _judge(self, launcher_status: int, *, log_start: int) -> Verdict:
+        try:
+            summary = read_json(Summary, self._paths.summary)
+        except ConfigError:
+            summary = None
+        text = self._paths.launcher_log.read_bytes()[log_start:].decode(errors="replace")
+
+        def judged(trouble: Verdict | None) -> Verdict:
+            return judge(
+                Evidence(
+                    ranks=self._ranks,
+                    exits=self._signs.exits(),
+                    launcher_status=launcher_status,
+                    launcher_text=text,
+                    trainer_status=summary.status if summary else None,
+                    stop=self._stopping.kind,
+                    ended_by_us_unix=self._ended_by_us_unix,
+                    trouble=trouble,
+                    begun=bool(self._signs.ranks()),
+                )
+            )
+
+        verdict = judged(self._trouble)
+        if self._trouble is None and verdict.exit_code is ExitCode.RANK_LOST:
+            # The launcher, or gloo, has seen it first. By now every node has been asked.
+            return judged(_explanation(self._signs.nodes()))
+        return verdict
+
+
+def _explanation(nodes: Sequence[NodeSign]) -> Verdict | None:
+    """Nodes that did not answer at the attempt's end are why the others lost contact."""
+    silent = [sign for sign in nodes if sign.quiet_s >= SILENT_S]
+    lost = [sign for sign in silent if sign.unreachable_s is not None]
+    if lost:
+        return lost_nodes(lost)
+    return frozen_nodes(silent, after="the other ranks lost contact") if silent else None
+
+
+def _with_leftovers(verdict: Verdict, left: Mapping[str, list[int] | None]) -> Verdict:
+    """Say where processes may be left."""
+    words = [
+        f"{node} does not answer, so the run's processes there could not be ended"
+        if pids is None
+        else f"processes {pids} on {node} could not be ended"
+        for node, pids in left.items()
+    ]
+    if not words:
+        return verdict
+    error = "; ".join([verdict.error or verdict.status, *words])
+    return replace(verdict, error=error)

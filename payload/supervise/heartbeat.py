@@ -1,0 +1,97 @@
+"""`python -m payload.supervise.heartbeat`: a worker node's signs of life, sent to the head.
+
+Prints a JSON object every second: `now` (this node's clock) and, of the ranks here, `progress`,
+`exits` and `states` (the kernel's letter for a rank's process). Reads one word a line: `ping` says
+that the head is there, `end:N` kills what there is of the run and prints besides `ended` (process
+ids that would not go) and `asked` (N; the same N again is no new wish). Ends when its input does.
+When the head has been silent for too long, the run's processes here are ended: nobody else could.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from payload.errors import ConfigError
+from payload.results import RankExit, RankProgress, RunPaths, read_json
+from payload.supervise.processes import kill_until_none
+
+EVERY_S = 1.0
+"""Between two signs of life."""
+
+_Record = TypeVar("_Record", RankProgress, RankExit)
+_KILL_S = 10.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Tell until the head is gone."""
+    parser = argparse.ArgumentParser(prog="python -m payload.supervise.heartbeat")
+    parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--lifeline", type=float, required=True, metavar="SECONDS")
+    arguments = parser.parse_args(argv)
+    paths = RunPaths(arguments.run_dir)
+    heard_s, done = time.monotonic(), b""
+    while time.monotonic() - heard_s < arguments.lifeline:
+        extra: dict[str, Any] = {}
+        if select.select([0], [], [], EVERY_S)[0]:
+            heard_s = time.monotonic()
+            words = os.read(0, 4096).split()
+            if not words:
+                return 0
+            wish = next((word for word in reversed(words) if word.startswith(b"end:")), done)
+            if wish != done:
+                done = wish
+                extra["ended"] = sorted(kill_until_none(paths.root, timeout_s=_KILL_S))
+                extra["asked"] = int(wish.removeprefix(b"end:"))
+        try:
+            sys.stdout.write(json.dumps(signs(paths) | extra) + "\n")
+            sys.stdout.flush()
+        except OSError:
+            return 0
+    kill_until_none(paths.root, timeout_s=_KILL_S)
+    return 0
+
+
+def signs(paths: RunPaths) -> dict[str, Any]:
+    """What the ranks of this node show now."""
+    progress = records(RankProgress, paths.rank_progress(0).parent)
+    return {
+        "now": time.time(),
+        "progress": [asdict(record) for record in progress],
+        "exits": [asdict(record) for record in records(RankExit, paths.rank_exit(0).parent)],
+        "states": {str(record.rank): process_state(record.pid) for record in progress},
+    }
+
+
+def records(cls: type[_Record], folder: Path) -> list[_Record]:
+    """All that can be read; ranks replace them at any time."""
+    found = []
+    for path in sorted(folder.glob("rank_*.json")):
+        try:
+            record = read_json(cls, path)
+        except ConfigError:
+            continue
+        if record is not None:
+            found.append(record)
+    return found
+
+
+def process_state(pid: int) -> str | None:
+    """The kernel's letter, `T` when stopped; None when there is no such process, or no /proc."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return stat.rpartition(")")[2].split()[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,159 @@
+"""What every rank of the run last showed, on this node and on the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from payload.errors import ConfigError
+from payload.launch.liveness import NodeSign, RankSign
+from payload.launch.ranks import Rank
+from payload.results import RankExit, RankProgress, RunPaths, read_json, write_json
+from payload.supervise.heartbeat import process_state
+from payload.supervise.stream import NodeStream
+
+_STOPPED = "T"
+_SKEW_SLACK_S = 1.0
+
+_Record = TypeVar("_Record", RankProgress, RankExit)
+
+
+@dataclass(slots=True)
+class _Seen:
+    record: RankProgress
+    changed_s: float
+    state: str | None = None
+
+
+class Signs:
+    """Collects the ranks' records; those of workers are copied into this node's run folder."""
+
+    def __init__(
+        self, paths: RunPaths, ranks: Sequence[Rank], streams: Sequence[NodeStream]
+    ) -> None:
+        self._paths = paths
+        self._ranks = ranks
+        self._streams = streams
+        self._head = ranks[0].node
+        self.begin()
+
+    def begin(self) -> None:
+        """A new attempt: what was shown before counts no more."""
+        self._began_unix = time.time()
+        self._began_s = time.monotonic()
+        self._seen: dict[int, _Seen] = {}
+        self._exits: dict[int, RankExit] = {}
+        for folder in (self._paths.rank_exit(0).parent, self._paths.rank_progress(0).parent):
+            for path in folder.glob("*.json"):
+                path.unlink()
+
+    def look(self) -> None:
+        """Take in what is new."""
+        for rank in self._ranks:
+            if rank.node == self._head:
+                self._look_here(rank.rank)
+        for stream in self._streams:
+            for message in stream.messages():
+                self._take(stream.node.name, message)
+
+    def age_s(self) -> float:
+        """Since the attempt began."""
+        return time.monotonic() - self._began_s
+
+    def steps(self) -> int | None:
+        """The furthest step that a rank has shown in this attempt."""
+        return max((seen.record.step for seen in self._seen.values()), default=None)
+
+    def exits(self) -> Mapping[int, RankExit]:
+        """How ranks ended, by rank; times are by this node's clock."""
+        return self._exits
+
+    def first_word(self) -> RankProgress | None:
+        """Rank 0's last record."""
+        seen = self._seen.get(0)
+        return seen.record if seen else None
+
+    def ranks(self) -> list[RankSign]:
+        """Of the ranks that have shown something in this attempt."""
+        now = time.monotonic()
+        return [
+            RankSign(
+                rank=number,
+                node=seen.record.node,
+                step=seen.record.step,
+                phase=seen.record.phase,
+                quiet_s=now - seen.changed_s,
+                stopped=self._state(seen) == _STOPPED,
+            )
+            for number, seen in sorted(self._seen.items())
+        ]
+
+    def nodes(self) -> list[NodeSign]:
+        """Of the other nodes."""
+        return [stream.sign() for stream in self._streams]
+
+    def _state(self, seen: _Seen) -> str | None:
+        here = seen.record.node == self._head
+        return process_state(seen.record.pid) if here else seen.state
+
+    def _look_here(self, rank: int) -> None:
+        progress = _read(RankProgress, self._paths, rank)
+        if progress is not None:
+            self._note(progress)
+        if rank not in self._exits:
+            ended = _read(RankExit, self._paths, rank)
+            if ended is not None:
+                self._exits[rank] = ended
+
+    def _take(self, node: str, message: Mapping[str, Any]) -> None:
+        """One message of a worker; records of earlier attempts may still lie there."""
+        skew_s = message["skew_s"]
+        here = {rank.rank for rank in self._ranks if rank.node == node}
+        for progress in _records(RankProgress, message.get("progress")):
+            by_our_clock = replace(progress, time_unix=progress.time_unix - skew_s)
+            if progress.rank in here and self._is_fresh(by_our_clock.time_unix):
+                if self._note(progress):
+                    write_json(
+                        self._paths.rank_progress(progress.rank), by_our_clock, durable=False
+                    )
+                state = (message.get("states") or {}).get(str(progress.rank))
+                self._seen[progress.rank].state = state
+        for ended in _records(RankExit, message.get("exits")):
+            ended = replace(ended, time_unix=ended.time_unix - skew_s)
+            fresh = ended.rank in here and self._is_fresh(ended.time_unix)
+            if fresh and ended.rank not in self._exits:
+                self._exits[ended.rank] = ended
+                write_json(self._paths.rank_exit(ended.rank), ended)
+
+    def _is_fresh(self, time_unix: float) -> bool:
+        return time_unix >= self._began_unix - _SKEW_SLACK_S
+
+    def _note(self, progress: RankProgress) -> bool:
+        """Keep a record as its node wrote it; whether it is another one than before."""
+        seen = self._seen.get(progress.rank)
+        if seen is not None and seen.record == progress:
+            return False
+        self._seen[progress.rank] = _Seen(record=progress, changed_s=time.monotonic())
+        return True
+
+
+def _read(cls: type[_Record], paths: RunPaths, rank: int) -> _Record | None:
+    path = paths.rank_progress(rank) if cls is RankProgress else paths.rank_exit(rank)
+    try:
+        return read_json(cls, path)
+    except ConfigError:
+        return None
+
+
+def _records(cls: type[_Record], raw: Any) -> list[_Record]:
+    """What does not fit is left out."""
+    names = {field.name for field in fields(cls)}
+    found = []
+    for entry in raw or ():
+        try:
+            found.append(cls(**{key: value for key, value in entry.items() if key in names}))
+        except (AttributeError, TypeError):
+            continue
+    return found

@@ -1,0 +1,63 @@
+"""Who wants the run to stop, and how: signals, the owner's death, a limit that is reached."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Literal
+
+from payload.run_lock import FORCE_SIGNAL
+from payload.supervise.wakeups import Wakeups
+
+Stop = Literal["none", "graceful", "forced", "expired"]
+
+
+class Stopping:
+    """One run's wishes to stop, over all of its attempts."""
+
+    def __init__(
+        self,
+        wakeups: Wakeups,
+        *,
+        owner_pid: int | None,
+        grace_s: float,
+        limit_s: float | None = None,
+    ) -> None:
+        """`limit_s`: after so long, the run is asked to stop."""
+        self.limited = False
+        """Whether it was the limit that asked."""
+        self._limit_at_s = None if limit_s is None else time.monotonic() + limit_s
+        self.kind: Stop = "none"
+        self.grace_s = grace_s
+        self._wakeups = wakeups
+        self._owner_pid = owner_pid
+        self._deadline_s = 0.0
+
+    def heed(self) -> Literal["ask", "end"] | None:
+        """What is to be done now because of a new wish, or because the last one took too long."""
+        counts = self._wakeups.counts
+        asked = counts[signal.SIGTERM] + counts[signal.SIGINT]
+        orphaned = self._owner_pid is not None and os.getppid() != self._owner_pid
+        # Two polite wishes are still polite: two people may type `stop`.
+        forced = counts[FORCE_SIGNAL] or counts[signal.SIGINT] >= 2
+        if forced and self.kind != "forced":
+            self.kind = "forced"
+            return "end"
+        if (asked or orphaned) and self.kind == "none":
+            self.ask()
+            return "ask"
+        if self._limit_at_s is not None and self.kind == "none":
+            self.limited = time.monotonic() > self._limit_at_s
+            if self.limited:
+                self.ask()
+                return "ask"
+        if self.kind == "graceful" and time.monotonic() > self._deadline_s:
+            self.kind = "expired"
+            return "end"
+        return None
+
+    def ask(self) -> None:
+        """Begin a stop that lets the ranks save first."""
+        self.kind = "graceful"
+        self._deadline_s = time.monotonic() + self.grace_s

@@ -1,0 +1,188 @@
+"""A worker node's signs of life as they reach the head: one ssh, opened again when it breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+from payload.inventory import Node
+from payload.launch.environment import SSH_ARGUMENTS
+from payload.launch.liveness import SILENT_S, NodeSign
+from payload.launch.plan import LaunchPlan
+from payload.supervise.heartbeat import EVERY_S
+from payload.supervise.processes import die_with_parent
+
+_PROBE_S = 3.0
+# Until the first line: a login, and the start of a program on a busy node.
+_FIRST_S = 25.0
+_RETRY_S = 1.0
+_CLOSE_S = 5.0
+# The nodes' sshd may answer late; what is silent for longer is given up and tried anew.
+_SSH_OPTIONS = ("-o", "ConnectTimeout=6", "-o", "ServerAliveInterval=5")
+
+
+class NodeStream:
+    """Listens to one worker from `start` to `close`, in a thread of its own."""
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        plan: LaunchPlan,
+        run_dir: Path,
+        lifeline_s: float,
+        env: Mapping[str, str],
+    ) -> None:
+        """`lifeline_s`: without a word from here for so long, the node ends the run's processes."""
+        self.node = node
+        self._argv = heartbeat_argv(node, plan=plan, run_dir=run_dir, lifeline_s=lifeline_s)
+        self._env = dict(env)
+        self._messages: deque[dict[str, Any]] = deque(maxlen=100)
+        self._closing = threading.Event()
+        self._asked = 0
+        self._ended = threading.Event()
+        self._left: list[int] = []
+        self._heard_s = time.monotonic()
+        self._unreachable_since_s: float | None = None
+        self._thread = threading.Thread(target=self._listen, name=node.name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen."""
+        self._thread.start()
+
+    def sign(self) -> NodeSign:
+        """How long the node has been silent or out of reach."""
+        now, since_s = time.monotonic(), self._unreachable_since_s
+        return NodeSign(
+            node=self.node.name,
+            quiet_s=now - self._heard_s,
+            unreachable_s=None if since_s is None else now - since_s,
+        )
+
+    def messages(self) -> list[dict[str, Any]]:
+        """What the node sent since the last call; `skew_s` is its clock less ours."""
+        taken = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._messages.popleft())
+        return taken
+
+    def ask_to_end(self) -> None:
+        """Let the node end every process of the run there."""
+        self._ended.clear()
+        self._asked += 1
+
+    def wait_ended(self, timeout_s: float) -> list[int] | None:
+        """Ids of the processes that would not end, or None without an answer."""
+        return self._left if self._ended.wait(timeout_s) else None
+
+    def close(self) -> None:
+        """Stop listening; the program on the node ends, too."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * _CLOSE_S)
+
+    def _listen(self) -> None:
+        while not self._closing.is_set():
+            if self._takes_connections():
+                self._talk()
+            self._closing.wait(_RETRY_S)
+
+    def _takes_connections(self) -> bool:
+        began_s = time.monotonic()
+        try:
+            address = (self.node.address, self.node.ssh_port)
+            socket.create_connection(address, timeout=_PROBE_S).close()
+        except OSError:
+            if self._unreachable_since_s is None:
+                self._unreachable_since_s = began_s
+            return False
+        self._unreachable_since_s = None
+        return True
+
+    def _talk(self) -> None:
+        """Until the connection breaks, or the node is silent for too long, or we close."""
+        try:
+            ssh = subprocess.Popen(
+                self._argv,
+                env=self._env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=die_with_parent(SIGKILL),
+            )
+        except OSError:
+            return
+        assert ssh.stdin is not None and ssh.stdout is not None
+        rest, patient_until_s = b"", time.monotonic() + _FIRST_S
+        with ssh.stdin, ssh.stdout:
+            while not self._closing.is_set() and time.monotonic() < patient_until_s:
+                if not self._ping(ssh.stdin.fileno()):
+                    break
+                if not select.select([ssh.stdout], [], [], EVERY_S / 2)[0]:
+                    continue
+                content = os.read(ssh.stdout.fileno(), 65536)
+                if not content:
+                    break
+                patient_until_s = time.monotonic() + SILENT_S
+                *lines, rest = (rest + content).split(b"\n")
+                for line in lines:
+                    self._take(line)
+            if self._closing.is_set():
+                # Its input's end ends the program there, and then ssh by itself.
+                ssh.stdin.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    ssh.wait(_CLOSE_S)
+            ssh.kill()
+            ssh.wait()
+
+    def _ping(self, descriptor: int) -> bool:
+        """Say that we are here, and until it is answered, what we asked for."""
+        waiting = self._asked and not self._ended.is_set()
+        try:
+            os.write(descriptor, f"end:{self._asked}\n".encode() if waiting else b"ping\n")
+        except OSError:
+            return False
+        return True
+
+    def _take(self, line: bytes) -> None:
+        """Keep one line; what is no object of ours, as a login's greeting, is passed over."""
+        try:
+            message = json.loads(line)
+            skew_s = float(message["now"]) - time.time()
+        except (ValueError, KeyError, TypeError):
+            return
+        self._heard_s = time.monotonic()
+        self._unreachable_since_s = None
+        self._messages.append({**message, "skew_s": skew_s})
+        if message.get("asked") == self._asked and "ended" in message:
+            self._left = list(message["ended"])
+            self._ended.set()
+
+
+def heartbeat_argv(node: Node, *, plan: LaunchPlan, run_dir: Path, lifeline_s: float) -> list[str]:
+    """ssh as mpirun uses it, with the program that tells how the node is."""
+    program = [plan.program[0], "-m", "payload.supervise.heartbeat", "--run-dir", str(run_dir)]
+    python_path = plan.environment.get("PYTHONPATH")
+    prefix = ["env", f"PYTHONPATH={python_path}"] if python_path else []
+    words = [*prefix, *program, "--lifeline", f"{lifeline_s:g}"]
+    return [
+        "ssh",
+        *plan.launcher_environment[SSH_ARGUMENTS].split(),
+        *_SSH_OPTIONS,
+        node.name,
+        shlex.join(words),
+    ]

@@ -1,0 +1,78 @@
+"""A worker's signs of life, from the real program."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from payload.launch.environment import RUN_DIR
+from payload.results import RankExit, RankProgress, RunPaths, write_json
+from tests.supervise.planned import DEADLINE_S, REPO
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "run")
+
+
+@pytest.fixture
+def sleeper(paths: RunPaths) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the run."""
+    process = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_DIR: str(paths.root)})
+    yield process
+    process.kill()
+    process.wait()
+
+
+def start(paths: RunPaths, *, lifeline_s: float = 600.0) -> subprocess.Popen[bytes]:
+    words = ["--run-dir", str(paths.root), "--lifeline", str(lifeline_s)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "payload.supervise.heartbeat", *words],
+        cwd=REPO,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+
+def test_it_tells_what_ranks_show_ends_them_when_told_and_goes_with_its_reader(
+    paths: RunPaths, sleeper: subprocess.Popen[bytes]
+) -> None:
+    progress = RankProgress(
+        rank=3, node="n", pid=sleeper.pid, step=7, phase="eval", time_unix=time.time()
+    )
+    write_json(paths.rank_progress(3), progress)
+    write_json(
+        paths.rank_exit(4), RankExit(rank=4, node="n", exit_code=40, error="x", time_unix=1.0)
+    )
+    paths.rank_progress(5).write_text("half of a rec", encoding="utf-8")
+    with start(paths) as process:
+        assert process.stdin is not None and process.stdout is not None
+        first = json.loads(process.stdout.readline())
+        assert [(each["rank"], each["phase"]) for each in first["progress"]] == [(3, "eval")]
+        assert [each["error"] for each in first["exits"]] == ["x"]
+        assert first["states"] == {"3": "S"}
+        assert abs(first["now"] - time.time()) < DEADLINE_S
+        process.stdin.write(b"ping\nend:4\n")
+        process.stdin.flush()
+        told: dict[str, object] = {}
+        while "ended" not in told:
+            told = json.loads(process.stdout.readline())
+        assert (told["ended"], told["asked"]) == ([], 4)
+        assert sleeper.wait(DEADLINE_S) == -9
+        process.stdin.close()
+        assert process.wait(DEADLINE_S) == 0
+
+
+def test_without_a_word_from_the_head_the_node_ends_the_run_itself(
+    paths: RunPaths, sleeper: subprocess.Popen[bytes]
+) -> None:
+    with start(paths, lifeline_s=0.5) as process:
+        assert process.wait(DEADLINE_S) == 0
+        assert sleeper.wait(DEADLINE_S) == -9
