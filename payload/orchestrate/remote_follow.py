@@ -114,15 +114,17 @@ def _pass_on(run: RemoteRun, live: LiveLine, *, heeded: int) -> int:
 
 
 def _bring_home(run: RemoteRun, *, arguments: argparse.Namespace, talk: Console) -> int:
-    """Every node's logs, the newest checkpoint, the run's key away, and the words at the end."""
-    try:
-        run.refresh_all()
-        run.collect_checkpoint()
-        run.end_leftovers()
-        run.remove_key()
-    except TileforgeError as error:
-        # A node that is gone must not hide how the run ended.
-        talk.print(f"warning: {error}")
+    """The newest checkpoint, every node's logs, the run's key away, and the words at the end."""
+    failed = []
+    for act in (run.collect_checkpoint, run.refresh_all, run.end_leftovers, run.remove_key):
+        try:
+            act()
+        except TileforgeError as error:
+            # A node that is gone must hide neither how the run ended nor what the others have.
+            failed.append(str(error))
+    for words in dict.fromkeys(failed):
+        talk.print(f"warning: {words}")
+    if failed:
         talk.print(f"once it is mended: python -m payload.orchestrate collect {run.paths.run_id}")
     return say_remote_end(run, arguments=arguments, talk=talk)
 

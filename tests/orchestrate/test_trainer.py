@@ -121,7 +121,7 @@ def test_a_stopped_rank_is_a_hang_and_the_run_goes_on_from_its_checkpoint(tmp_pa
     os.kill(pids[1], signal.SIGSTOP)
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
-    assert "no rank made progress for 3 s (limit 3 s); stopped by a signal: rank 1 on" in err
+    assert "no rank made progress for" in err and "stopped by a signal: rank 1 on" in err
     assert ". Going on from checkpoint step_000" in err and "(restart 1 of 3)" in err
     summary, state = read_json(Summary, paths.summary), read_json(RunState, paths.state)
     assert summary is not None and state is not None

@@ -61,6 +61,21 @@ def save(folder: Path, optimizers: Optimizers | None = None) -> Path:
     return folder
 
 
+def test_a_sign_of_life_is_given_after_each_part_of_a_checkpoint(tmp_path: Path) -> None:
+    optimizers = trained_optimizers()
+    partial, parts = tmp_path / "step_00000007.partial", []
+    save_checkpoint(
+        tmp_path / "step_00000007",
+        model=optimizers.model,  # type: ignore[arg-type]
+        optimizer=optimizers.state_tensors(),
+        state=STATE,
+        progressed=lambda: parts.append(len(list(partial.iterdir()))),
+    )
+    files = len(list((tmp_path / "step_00000007").iterdir()))
+    assert parts[:2] == [2, 3]
+    assert len(parts) == 2 + (files - 1)
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_optimizer_state_comes_back_bit_by_bit(tmp_path: Path, name: str) -> None:
     before = trained_optimizers(name)

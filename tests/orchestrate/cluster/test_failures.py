@@ -84,37 +84,28 @@ def test_a_frozen_node_is_42_and_a_killed_one_41_each_by_its_name(operator: Oper
 
 
 @pytest.mark.parametrize("operator", [True], indirect=True)
-def test_a_cut_link_is_a_lost_node_and_the_run_goes_on_once_it_is_back(operator: Operator) -> None:
+def test_a_cut_link_is_a_lost_node_and_the_run_goes_on_once_it_is_back(
+    operator: Operator,
+) -> None:
     link = operator.nodes.links[1]
-    paths = start_run(
-        operator, "one", "train.steps=100000", "train.checkpoint_every=5", "limits.max_restarts=1"
-    )
+    steps = 100
+    paths = start_run(operator, "one", f"train.steps={steps}", "train.checkpoint_every=5")
     wait_until(
-        lambda: paths.newest_checkpoint() is not None,
-        what="a checkpoint",
-        timeout_s=TIMEOUT_S,
+        lambda: paths.newest_checkpoint() is not None, what="a checkpoint", timeout_s=TIMEOUT_S
     )
     link.unplug()
     began = time.monotonic()
     wait_until(lambda: bool(state_of(paths).note), what="the verdict", timeout_s=TIMEOUT_S)
+    # gloo would have waited for 600 s.
     assert time.monotonic() - began < 60
     note = str(state_of(paths).note)
     assert "node lost: node-1 cannot be reached" in note, note
-    assert "Going on from checkpoint step_" in note and "(restart 1 of 1)" in note
-    assert not operator.nodes.processes_of(0) or state_of(paths).status == "starting"
+    assert "Going on from checkpoint step_" in note and "(restart 1 of 3)" in note
+    assert not [line for line in operator.nodes.processes_of(0) if "payload.train" in line]
     link.plug()
-    seen = last_step(paths)
-    wait_until(
-        lambda: last_step(paths) > seen + 5 and state_of(paths).attempt == 2,
-        what="more steps",
-        timeout_s=TIMEOUT_S,
-    )
-    link.unplug()
-    wait_until(lambda: state_of(paths).status == "failed", what="the end", timeout_s=TIMEOUT_S)
+    wait_until(lambda: state_of(paths).exit_class is not None, what="the end", timeout_s=TIMEOUT_S)
     state, result = state_of(paths), summary(paths.root)
-    assert (state.exit_class, state.attempt, result["restarts"]) == ("rank_lost", 2, 1)
-    assert "limits.max_restarts = 1 is used up" in str(state.error)
-    assert len(losses(paths.root)) == result["steps"]
-    wait_until(lambda: not operator.nodes.processes_of(0), what="all processes on the head to end")
-    link.plug()
+    assert (state.status, state.attempt, result["restarts"]) == ("finished", 2, 1), state
+    assert result["ranks_identical"] is True
+    assert len(losses(paths.root)) == steps
     wait_for_nobody(operator)
