@@ -56,7 +56,7 @@ class Signs:
                 self._look_here(rank.rank)
         for stream in self._streams:
             for message in stream.messages():
-                self._take(stream.node.name, message)
+                self.take(stream.node.name, message)
 
     def age_s(self) -> float:
         """Since the attempt began."""
@@ -107,7 +107,7 @@ class Signs:
             if ended is not None:
                 self._exits[rank] = ended
 
-    def _take(self, node: str, message: Mapping[str, Any]) -> None:
+    def take(self, node: str, message: Mapping[str, Any]) -> None:
         """One message of a worker; records of earlier attempts may still lie there."""
         skew_s = message["skew_s"]
         here = {rank.rank for rank in self._ranks if rank.node == node}

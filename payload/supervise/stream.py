@@ -159,18 +159,24 @@ class NodeStream:
         return True
 
     def _take(self, line: bytes) -> None:
-        """Keep one line; what is no object of ours, as a login's greeting, is passed over."""
-        try:
-            message = json.loads(line)
-            skew_s = float(message["now"]) - time.time()
-        except (ValueError, KeyError, TypeError):
+        message = parse_message(line, now_unix=time.time())
+        if message is None:
             return
         self._heard_s = time.monotonic()
         self._unreachable_since_s = None
-        self._messages.append({**message, "skew_s": skew_s})
+        self._messages.append(message)
         if message.get("asked") == self._asked and "ended" in message:
             self._left = list(message["ended"])
             self._ended.set()
+
+
+def parse_message(line: bytes, *, now_unix: float) -> dict[str, Any] | None:
+    """A line with `skew_s`, the node's clock less ours; None for what a login prints besides."""
+    try:
+        message = json.loads(line)
+        return {**message, "skew_s": float(message["now"]) - now_unix}
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def heartbeat_argv(node: Node, *, plan: LaunchPlan, run_dir: Path, lifeline_s: float) -> list[str]:
