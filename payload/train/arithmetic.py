@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from payload.data.blocks import TokenData
-from payload.model_shape import ModelShape
+from payload.model_shape import TYPICAL_MFU, ModelShape
 from payload.run_config import RunConfig
 from payload.train.calibration import Calibration
 from payload.train.world import World
-
-# A guess at the share of the measured GEMM peak that a step reaches. The quickstart's runs had 27
-# to 42 % on two AVX-512 cores (2026-11-21); on AMX it was not measured. Each step says its own.
-_TYPICAL_MFU = 0.35
 
 
 def describe(
@@ -46,7 +42,7 @@ def describe(
 def _predictions(config: RunConfig, *, shape: ModelShape, calibration: Calibration) -> list[str]:
     """Time for computing and for synchronisation; what of the two overlaps is not foreseen."""
     step_flops = config.tokens_per_step() * shape.flops_per_token()
-    compute_s = step_flops / (calibration.peak_flops_per_s * _TYPICAL_MFU)
+    compute_s = step_flops / (calibration.peak_flops_per_s * TYPICAL_MFU)
     speed, sync_s = calibration.all_reduce_bytes_per_s, 0.0
     sync = "sync      nothing to exchange with one rank"
     if speed is not None:
@@ -59,6 +55,6 @@ def _predictions(config: RunConfig, *, shape: ModelShape, calibration: Calibrati
     minutes = (compute_s + sync_s) * config.train.steps / 60
     return [
         sync,
-        f"predicted {compute_s:.2f} s a step of computing, at {_TYPICAL_MFU:.0%} of the peak: "
+        f"predicted {compute_s:.2f} s a step of computing, at {TYPICAL_MFU:.0%} of the peak: "
         f"about {minutes:.1f} min without evaluation",
     ]

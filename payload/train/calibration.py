@@ -5,6 +5,7 @@ Measured by all ranks at the same time, each on its own cores, as they will trai
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -23,10 +24,14 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.
 # TFLOP/s, so that on a busy machine some of many fall between two interruptions.
 _GEMM_SIZES = (1024, 2048)
 _GEMM_BUDGET_S = 0.4
+# 0.2 TFLOP/s: below, one large product takes longer than a short round.
+_FAST_PRODUCT_S = 0.01
 # bf16 rounds; it has to be worth it.
 _BF16_MIN_GAIN = 1.1
-_ALL_REDUCE_BYTES = 16 * 2**20
-_ALL_REDUCE_ROUNDS = 3
+# The exchange begins small and grows: 16 MiB at once would take minutes at 1 Mbit/s.
+_EXCHANGE_SIZES = tuple(4 * 2**10 * 4**i for i in range(7))
+_EXCHANGE_ROUNDS = 3
+_EXCHANGE_BUDGET_S = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,9 @@ def calibrate(world: World, choice: DtypeChoice) -> Calibration:
         dtype=dtype,
         reason=reason,
         peak_flops_per_s=peaks[dtype],
-        all_reduce_bytes_per_s=_all_reduce_bytes_per_s(world),
+        all_reduce_bytes_per_s=(
+            measure_exchange(world).bytes_per_s() if world.world_size > 1 else None
+        ),
     )
 
 
@@ -70,31 +77,105 @@ def _choose(choice: DtypeChoice, peaks: dict[Dtype, float]) -> tuple[Dtype, str]
 
 def _gemm_flops_per_s(dtype: torch.dtype) -> float:
     """The best of many square products: the peak, not the average under noise."""
-    return max(2 * size**3 / _best_product_s(size, dtype) for size in _GEMM_SIZES)
+    return max(
+        2 * size**3 / _best_product_s(*_factors(size, dtype), budget_s=_GEMM_BUDGET_S)
+        for size in _GEMM_SIZES
+    )
 
 
-def _best_product_s(size: int, dtype: torch.dtype) -> float:
+def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dict[Dtype, float]:
+    """FLOP/s of square products on this rank: the median of short rounds, each its best product.
+
+    All ranks multiply at the same time, and the same size: the large one where rank 0 is fast.
+    """
+    factors = {}
+    for name, dtype in TORCH_DTYPES.items():
+        small = _factors(_GEMM_SIZES[0], dtype)
+        is_fast = _best_product_s(*small, budget_s=0.0) < _FAST_PRODUCT_S
+        factors[name] = _factors(_GEMM_SIZES[1], dtype) if world.broadcast(is_fast) else small
+    found: dict[Dtype, list[float]] = {name: [] for name in factors}
+    for _ in range(rounds):
+        for name, (left, out) in factors.items():
+            world.barrier()
+            best_s = _best_product_s(left, out, budget_s=round_s)
+            found[name].append(2 * left.shape[0] ** 3 / best_s)
+    return {name: statistics.median(speeds) for name, speeds in found.items()}
+
+
+def _factors(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A square matrix and a place for its square, once used."""
     left = torch.full((size, size), 0.5, dtype=dtype)
-    out = torch.empty_like(left)
-    torch.mm(left, left, out=out)
+    return left, torch.mm(left, left)
+
+
+def _best_product_s(left: torch.Tensor, out: torch.Tensor, *, budget_s: float) -> float:
     best, started_s = float("inf"), time.perf_counter()
-    while best == float("inf") or time.perf_counter() - started_s < _GEMM_BUDGET_S:
+    while best == float("inf") or time.perf_counter() - started_s < budget_s:
         before_s = time.perf_counter()
         torch.mm(left, left, out=out)
         best = min(best, time.perf_counter() - before_s)
     return best
 
 
-def _all_reduce_bytes_per_s(world: World) -> float | None:
-    if world.world_size == 1:
-        return None
-    payload = torch.ones(_ALL_REDUCE_BYTES // 4)
-    best = float("inf")
-    for _ in range(_ALL_REDUCE_ROUNDS + 1):
-        world.barrier()
-        before = time.perf_counter()
-        dist.all_reduce(payload)
-        best = min(best, time.perf_counter() - before)
-    slowest = torch.tensor([best], dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(_ALL_REDUCE_BYTES / slowest.item())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """How fast all ranks add up their gradients."""
+
+    num_bytes: int
+    """The largest that was tried; the slower the network, the smaller."""
+    took_s: float
+    latency_s: float
+    """Of the smallest."""
+
+    def bytes_per_s(self) -> float:
+        """Gradient bytes that all ranks have summed in a second."""
+        return self.num_bytes / self.took_s
+
+
+def measure_exchange(world: World, *, budget_s: float = _EXCHANGE_BUDGET_S) -> Exchange:
+    """All-reduce larger and larger tensors while the next round is foreseen to fit in `budget_s`.
+
+    Every rank gets the same answer. The first round is made whatever it takes.
+    """
+    assert world.world_size > 1, "one rank has nobody to exchange with"
+    began = time.perf_counter()
+    took_s: dict[int, list[float]] = {}
+    last_size, last_s = 0, 0.0
+    for size in (size for size in _EXCHANGE_SIZES for _ in range(_EXCHANGE_ROUNDS)):
+        foreseen_s = last_s * size / last_size if last_size else 0.0
+        left_s = budget_s - (time.perf_counter() - began)
+        # The ranks' clocks differ: rank 0 decides for all.
+        if last_size and not world.broadcast(foreseen_s < left_s):
+            break
+        last_size, last_s = size, _all_reduce_s(world, size)
+        took_s.setdefault(size, []).append(last_s)
+    return Exchange(
+        num_bytes=last_size,
+        took_s=min(took_s[last_size]),
+        latency_s=min(took_s[_EXCHANGE_SIZES[0]]),
+    )
+
+
+def _all_reduce_s(world: World, num_bytes: int) -> float:
+    """The time of the rank that took longest."""
+    values = torch.ones(num_bytes // 4)
+    world.barrier()
+    before = time.perf_counter()
+    dist.all_reduce(values)
+    took_s = torch.tensor([time.perf_counter() - before], dtype=torch.float64)
+    dist.all_reduce(took_s, op=dist.ReduceOp.MAX)
+    return float(took_s.item())
+
+
+def receive_bytes_per_s(world: World, *, num_bytes: int) -> float:
+    """What this rank receives from the one before it, while all ranks send to the next."""
+    sent, received = torch.ones(num_bytes // 4), torch.empty(num_bytes // 4)
+    world.barrier()
+    before = time.perf_counter()
+    sending = dist.isend(sent, (world.rank + 1) % world.world_size)
+    receiving = dist.irecv(received, (world.rank - 1) % world.world_size)
+    assert sending is not None and receiving is not None
+    receiving.wait()
+    took_s = time.perf_counter() - before
+    sending.wait()
+    return num_bytes / took_s

@@ -1,0 +1,103 @@
+"""`python -m payload.train.fabric`: what one rank of `preflight`'s trial measures.
+
+Started on every node the way a run starts its ranks. Each line on stdout that begins with MARK is a
+JSON object: how far a rank has come, what stopped it, or, from rank 0, what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from payload.train.world import World
+
+MARK = "tileforge-trial "
+_ROUNDS = 5
+_ROUND_S = 0.12
+# mpirun ends all ranks with the first that fails; those that fail as well may say so before.
+_LAST_WORDS_S = 1.0
+
+
+def main(argv: Sequence[str], env: MutableMapping[str, str]) -> int:
+    """Measure, and return 0; what went wrong is said on stdout.
+
+    The one argument is a JSON object: `deadline_s`, and `ranks`, with node, cores, threads and
+    interface of each.
+    """
+    arguments = json.loads(argv[0])
+    # Without a handler it ends the process, whatever gloo is waiting for.
+    signal.alarm(int(arguments["deadline_s"]))
+    rank = _rank(env)
+    place = arguments["ranks"][rank]
+    say(rank=rank, node=place["node"], stage="started")
+    try:
+        _take_place(place, env)
+        _measure(env, rank=rank, place=place)
+    except (Exception, SystemExit) as error:
+        say(rank=rank, node=place["node"], error=f"{type(error).__name__}: {error}"[:600])
+        time.sleep(_LAST_WORDS_S)
+        return 1
+    return 0
+
+
+def say(**record: Any) -> None:
+    """Print one marked line, whole: mpirun mixes the ranks' lines, but does not cut short ones."""
+    os.write(1, f"{MARK}{json.dumps(record)}\n".encode())
+
+
+def _rank(env: Mapping[str, str]) -> int:
+    return int(env.get("PMI_RANK", env.get("RANK", "0")))
+
+
+def _take_place(place: Mapping[str, Any], env: MutableMapping[str, str]) -> None:
+    """Cores, threads and interface, as the rank of a run has them; before torch is loaded."""
+    env["OMP_NUM_THREADS"] = str(place["threads"])
+    env["GLOO_SOCKET_IFNAME"] = place["interface"]
+    env["TILEFORGE_NODE"] = place["node"]
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, place["cores"])
+
+
+def _measure(env: Mapping[str, str], *, rank: int, place: Mapping[str, Any]) -> None:
+    from payload.run_config import DistributedSection
+    from payload.train.calibration import gemm_rounds_flops_per_s
+    from payload.train.world import World
+
+    world = World.from_env(env)
+    world.join(DistributedSection(timeout_s=60.0))
+    world.barrier()
+    say(rank=rank, node=place["node"], stage="joined")
+    speeds = gemm_rounds_flops_per_s(world, rounds=_ROUNDS, round_s=_ROUND_S)
+    products = world.gather({"node": world.node, "bf16": speeds["bf16"], "fp32": speeds["fp32"]})
+    exchange = _exchange(world)
+    if world.is_main:
+        say(result={"ranks": products, "world_size": world.world_size, **exchange})
+    world.leave()
+
+
+def _exchange(world: World) -> dict[str, Any]:
+    """The all-reduce of all ranks, and what each receives from the rank before it."""
+    from payload.train.calibration import measure_exchange, receive_bytes_per_s
+
+    if world.world_size == 1:
+        return {"exchange": None}
+    found = measure_exchange(world)
+    received = world.gather(receive_bytes_per_s(world, num_bytes=found.num_bytes))
+    return {
+        "exchange": {
+            "num_bytes": found.num_bytes,
+            "all_reduce_bytes_per_s": found.bytes_per_s(),
+            "latency_s": found.latency_s,
+            "received_bytes_per_s": received,
+        }
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))
