@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from payload.model_shape import ModelShape
+from payload.model_shape import TYPICAL_MFU, ModelShape
 from payload.run_config import RunConfig
 
 # gloo's all-reduce of 32 MB of fp32 between two ranks over loopback: gradient bytes over time, on
@@ -27,6 +27,9 @@ class Arithmetic:
     """What each rank exchanges per step."""
     sync_s: float
     """Predicted time of one step's gradient exchange if nothing of it overlapped."""
+    compute_s: float | None = None
+    """Predicted time of one step's products, at the typical share of a peak that was measured; None
+    without a measurement."""
 
 
 def work_out(
@@ -35,17 +38,19 @@ def work_out(
     shape: ModelShape,
     world_size: int,
     link_bytes_per_s: float,
+    peak_flops_per_s: float | None = None,
 ) -> Arithmetic:
     """The arithmetic of `config` with a model of this `shape` on `world_size` ranks.
 
-    `link_bytes_per_s` is what one rank sends while it receives as much. Raises ConfigError when the
-    batch does not divide.
+    `link_bytes_per_s` is what one rank sends while it receives as much; `peak_flops_per_s` is of
+    all ranks together. Raises ConfigError when the batch does not divide.
     """
     tokens = config.tokens_per_step()
     grad_bytes = shape.num_params() * (2 if config.distributed.grad_dtype == "bf16" else 4)
+    flops = tokens * shape.flops_per_token()
     return Arithmetic(
         params=shape.num_params(),
-        flops_per_step=tokens * shape.flops_per_token(),
+        flops_per_step=flops,
         tokens_per_step=tokens,
         tokens_total=tokens * config.train.steps,
         grad_accum_steps=config.batch.grad_accum_steps(world_size),
@@ -54,6 +59,11 @@ def work_out(
             dtype="fp32" if config.precision.dtype == "fp32" else "bf16",
         ),
         grad_bytes=grad_bytes,
-        # A ring all-reduce sends each byte 2 (N-1)/N times.
-        sync_s=2 * (world_size - 1) / world_size * grad_bytes / link_bytes_per_s,
+        sync_s=sends_per_byte(world_size) * grad_bytes / link_bytes_per_s,
+        compute_s=flops / (peak_flops_per_s * TYPICAL_MFU) if peak_flops_per_s else None,
     )
+
+
+def sends_per_byte(world_size: int) -> float:
+    """How often a ring all-reduce sends each byte of the gradients: 2 (N-1)/N times."""
+    return 2 * (world_size - 1) / world_size

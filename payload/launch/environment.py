@@ -35,7 +35,7 @@ _TUNED = ":".join(
 # mpirun's wrapper script turns to these schedulers when it sees their variables, and a run started
 # inside someone's Slurm or SGE shell would go to their nodes. The same goes for another MPI's or
 # torchrun's ranks around us. Source: bin/mpirun of impi-rt 2021.18.1.
-_FOREIGN_PREFIXES = (
+FOREIGN_PREFIXES = (
     "SLURM_",
     "PBS_",
     "LSB_",
@@ -156,5 +156,5 @@ def cluster_mpirun_environment(interface: str, *, ssh_config: str) -> dict[str, 
 
 def launcher_environment(base: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
     """The launcher's whole environment: the caller's without foreign launchers' marks, and ours."""
-    kept = {name: value for name, value in base.items() if not name.startswith(_FOREIGN_PREFIXES)}
+    kept = {name: value for name, value in base.items() if not name.startswith(FOREIGN_PREFIXES)}
     return kept | dict(settings)

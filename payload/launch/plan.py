@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 from payload.errors import ConfigError
@@ -91,12 +91,32 @@ def mpirun_argv(
     run_dir: Path,
 ) -> tuple[str, ...]:
     """Intel MPI's command line, in the seeds' spelling."""
+    return mpirun_program_argv(
+        (python, "-m", "payload.supervise.rank", "--run-dir", str(run_dir)),
+        mpirun=mpirun,
+        hosts=hosts,
+        world_size=world_size,
+        ranks_per_node=ranks_per_node,
+        environment=environment,
+    )
+
+
+def mpirun_program_argv(
+    program: Sequence[str],
+    *,
+    mpirun: str,
+    hosts: PurePath,
+    world_size: int,
+    ranks_per_node: int,
+    environment: Mapping[str, str],
+) -> tuple[str, ...]:
+    """The same for any program."""
     variables = [word for item in sorted(environment.items()) for word in ("-genv", *item)]
     return (
         mpirun,
         *("-f", str(hosts), "-n", str(world_size), "-ppn", str(ranks_per_node)),
         *variables,
-        *(python, "-m", "payload.supervise.rank", "--run-dir", str(run_dir)),
+        *program,
     )
 
 

@@ -64,14 +64,17 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "preflight",
-        help="check every node of a cluster, and start nothing",
+        help="check every node of a cluster",
         description="Ask all nodes at once whether they are fit for a run: SSH, bootstrap, "
         "payload, processor, memory, disk, clock, name, route, and the ports between every two of "
-        "them.",
+        "them. Then start a small program on all of them with mpirun, as a run would, and measure "
+        "matrix products and the exchange of gradients.",
     )
     parser.set_defaults(command=_preflight, runs_dir=None)
     _add_inventory(parser)
     _add_ssh_key(parser)
+    _add_config(parser)
+    parser.add_argument("--quick", action="store_true", help="start and measure nothing")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
 
 
@@ -79,7 +82,7 @@ def _preflight(arguments: argparse.Namespace, access: LocalAccess) -> int:
     # paramiko takes half a second to import, which no other command needs.
     from payload.orchestrate.preflight import preflight
 
-    return preflight(arguments, access)
+    return preflight(arguments, access, config_of=lambda: start.config_of(arguments))
 
 
 def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -94,6 +97,9 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     _add_what(parser)
     _add_ssh_key(parser)
     parser.add_argument("--resume", metavar="RUN", help="continue a stopped or failed run")
+    parser.add_argument(
+        "--quick", action="store_true", help="do not try mpirun and the network on new nodes first"
+    )
     parser.add_argument(
         "--detach", action="store_true", help="return once it runs; it outlives this terminal"
     )
@@ -179,6 +185,12 @@ def _add_ssh_key(parser: argparse.ArgumentParser) -> None:
 
 def _add_what(parser: argparse.ArgumentParser) -> None:
     _add_inventory(parser)
+    _add_config(parser)
+    parser.add_argument("--run-id", metavar="ID", help="(default: name, time and four digits)")
+    _add_runs_dir(parser)
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="run.toml (default: defaults)")
     parser.add_argument(
         "--set",
@@ -188,8 +200,6 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         metavar="SECTION.KEY=VALUE",
         help="override one setting; may be repeated",
     )
-    parser.add_argument("--run-id", metavar="ID", help="(default: name, time and four digits)")
-    _add_runs_dir(parser)
 
 
 def _add_inventory(parser: argparse.ArgumentParser) -> None:

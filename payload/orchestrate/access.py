@@ -7,6 +7,7 @@ from typing import Protocol
 
 from payload.inventory import ClusterInventory
 from payload.results import RunPaths
+from payload.run_config import DtypeChoice
 
 
 class Access(Protocol):
@@ -19,6 +20,9 @@ class Access(Protocol):
     @property
     def link_bytes_per_s(self) -> float:
         """What a gradient exchange is expected to reach."""
+
+    def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
+        """Matrix products of all nodes together, or None when they were not measured."""
 
     def interfaces(self, inventory: ClusterInventory) -> Mapping[str, str]:
         """The network interface between the ranks, by node."""

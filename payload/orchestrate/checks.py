@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from payload.errors import DataError
+from payload.errors import ConfigError, DataError
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.ranks import Placement
+from payload.run_config import RunConfig
 
 _GIB = 2**30
 
@@ -43,6 +44,12 @@ def check_data(folder: Path, *, sequence_length: int) -> int:
             f"of data.sequence_length = {sequence_length}. Lower it, or prepare more text."
         )
     return vocab_size
+
+
+def require_mpirun(config: RunConfig) -> None:
+    """Raises ConfigError for a launcher that a cluster over SSH has no use for."""
+    if config.launch.launcher == "torchrun":
+        raise ConfigError("launch.launcher = 'torchrun' is for one machine. Use 'mpirun' here.")
 
 
 def memory_warning(

@@ -1,4 +1,4 @@
-"""A cluster over SSH as planning sees it: what preflight found, and what each node answered."""
+"""A cluster over SSH as planning sees it: what its nodes answered, or what is assumed of them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from payload.inventory import ClusterInventory
 from payload.launch.environment import cluster_mpirun_environment, local_mpirun_environment
 from payload.launch.plan import rank_program
 from payload.orchestrate.discovery import LOOPBACK
-from payload.orchestrate.facts import NodeFacts
+from payload.orchestrate.measured import Measured
 from payload.results import RunPaths
+from payload.run_config import DtypeChoice
 
 VENV = PurePosixPath("/opt/tileforge/venv")
 """The nodes' environment, which their bootstrap makes."""
 
-# A guess that the plan's synchronisation time is worked out with: 10 Gbit/s.
-_LINK_BYTES_PER_S = 1.25e9
+ASSUMED_LINK_BYTES_PER_S = 1.25e9
+"""A guess, 10 Gbit/s, for networks that were not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterAccess:
-    """Answers for the whole cluster; made once its nodes have been asked."""
+    """Answers for the whole cluster."""
 
-    facts: Mapping[str, NodeFacts]
-    """By node."""
+    interface_of: Mapping[str, str | None]
+    """By node: towards the head; the head's towards the first worker."""
+    memory_bytes: int | None
+    """Of the node with the least."""
     head: str
     """The head's name."""
     code: PurePosixPath
@@ -35,11 +38,22 @@ class ClusterAccess:
     """On the head, with the run's key."""
     tcmalloc_library: str | None
     python: str = str(VENV / "bin" / "python")
-    link_bytes_per_s: float = _LINK_BYTES_PER_S
+    measured: Measured | None = None
+    """By the newest trial of these nodes."""
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """As it was measured, else a guess."""
+        known = self.measured.link_bytes_per_s() if self.measured else None
+        return known or ASSUMED_LINK_BYTES_PER_S
+
+    def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
+        """As it was measured."""
+        return self.measured.peak_flops_per_s(choice) if self.measured else None
 
     def interfaces(self, inventory: ClusterInventory) -> Mapping[str, str]:
         """Each node's interface on the way to the head; the head's to the first worker."""
-        return {node.name: self.facts[node.name].interface or LOOPBACK for node in inventory.nodes}
+        return {node.name: self.interface_of[node.name] or LOOPBACK for node in inventory.nodes}
 
     def program(self, paths: RunPaths) -> tuple[str, ...]:
         """The trainer."""
@@ -51,9 +65,9 @@ class ClusterAccess:
 
     def mpirun_environment(self) -> dict[str, str]:
         """ssh with the run's key; for one node alone, no ssh."""
-        if len(self.facts) == 1:
+        if len(self.interface_of) == 1:
             return local_mpirun_environment(LOOPBACK)
-        interface = self.facts[self.head].interface
+        interface = self.interface_of[self.head]
         if interface is None:
             raise PreflightError(
                 f"{self.head}: its network interface towards the other nodes is not known. See "
@@ -76,5 +90,4 @@ class ClusterAccess:
 
     def free_memory_bytes(self) -> int | None:
         """The memory of the node with the least; a node has nothing else to do."""
-        sizes = [facts.memory_bytes for facts in self.facts.values()]
-        return min((size for size in sizes if size is not None), default=None)
+        return self.memory_bytes

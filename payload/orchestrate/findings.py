@@ -14,7 +14,10 @@ from payload.orchestrate.facts import STATE_FILE, NodeFacts
 
 Severity = Literal["error", "warning"]
 
-CHECKS = ("ssh", "bootstrap", "payload", "cpu", "memory", "disk", "clock", "name", "route", "ports")
+PROBED = ("ssh", "bootstrap", "payload", "cpu", "memory", "disk", "clock", "name", "route", "ports")
+TRIED = ("mpirun", "gloo", "speed")
+"""Of the trial, which starts something and measures."""
+CHECKS = (*PROBED, *TRIED)
 
 _GIB = 2**30
 # Firmware and the kernel keep some: a 32 GiB machine reports 31.3.

@@ -46,8 +46,8 @@ def require_one_machine(chosen: Chosen) -> None:
     if inventory.access.kind != "local" or len(inventory.nodes) > 1:
         raise ConfigError(
             f"inventory ({chosen.why}): access kind {inventory.access.kind!r} with "
-            f"{len(inventory.nodes)} node(s); 'local' is for one node, and `plan` for this "
-            "machine. Use preflight and run with a cluster of access kind 'direct' or 'iap'."
+            f"{len(inventory.nodes)} node(s); 'local' is for one node, this machine. Use 'direct' "
+            "or 'iap' for others."
         )
 
 

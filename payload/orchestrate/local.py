@@ -26,6 +26,7 @@ from payload.launch.environment import local_mpirun_environment
 from payload.launch.plan import rank_program
 from payload.orchestrate.discovery import LOOPBACK, free_memory_bytes
 from payload.results import RunPaths, RunState
+from payload.run_config import DtypeChoice
 from payload.run_lock import is_supervised
 
 _TCMALLOC = ("tcmalloc", "tcmalloc_minimal")
@@ -49,6 +50,10 @@ class LocalAccess:
     def interfaces(self, inventory: ClusterInventory) -> Mapping[str, str]:
         """Loopback."""
         return {node.name: LOOPBACK for node in inventory.nodes}
+
+    def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
+        """Not kept: the trainer measures it at its start."""
+        return None
 
     def free_memory_bytes(self) -> int | None:
         """What the system could give without swapping, or None where it does not say."""

@@ -1,4 +1,4 @@
-"""`preflight`: is every node fit for a run? All are asked at once; nothing is started on them."""
+"""`preflight`: is every node fit for a run? All are asked at once, and then mpirun is tried."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import random
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,10 @@ from payload.orchestrate.remote.probe import probe
 from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
 from payload.orchestrate.report import text_console
 from payload.orchestrate.ssh_settings import Login
+from payload.orchestrate.trial_report import try_here, try_there
+from payload.run_config import RunConfig
 
-_TABLE_WIDTH = 140
+_TABLE_WIDTH = 180
 _PROBE_S = 15.0
 _MESH_S = 6.0
 # One where the ranks meet, one of those that gloo takes from the kernel.
@@ -43,9 +45,14 @@ _PORT_RANGES = (range(20_000, 32_000), range(33_000, 60_000))
 _LOCAL_CHECKS = ("cpu", "memory", "disk", "name")
 
 
-def preflight(arguments: argparse.Namespace, access: LocalAccess) -> int:
+def preflight(
+    arguments: argparse.Namespace,
+    access: LocalAccess,
+    *,
+    config_of: Callable[[], RunConfig],
+) -> int:
     """Check the cluster that `--inventory` names, print a table, and return the exit code."""
-    chosen = load_cluster(arguments.inventory)
+    chosen, config = load_cluster(arguments.inventory), config_of()
     inventory = chosen.inventory
     text_console(stderr=True).print(chosen.headline())
     began = time.monotonic()
@@ -56,10 +63,14 @@ def preflight(arguments: argparse.Namespace, access: LocalAccess) -> int:
         )
     if inventory.access.kind == "local":
         report = check_this_machine(inventory, access)
+        if not arguments.quick:
+            report = try_here(report, chosen, access, config)
     else:
         login = Login(user=inventory.ssh_user, key=operator_key(inventory, given=arguments.ssh_key))
         with Cluster(inventory, login=login, env=access.environment()) as cluster:
             report = check_cluster(inventory, cluster, lock_sha=lock_sha())
+            if not arguments.quick:
+                report = try_there(report, chosen, cluster, config)
     out, talk = text_console(stderr=False), text_console(stderr=True)
     if arguments.json:
         out.print(report.to_json())
@@ -129,7 +140,7 @@ def check_cluster(
         left_out = set() if find.is_ready(facts[node.name].bootstrap) else {"payload"}
         if len(nodes) == 1:
             left_out.add("route")
-        checks[node.name] += [name for name in find.CHECKS[1:-1] if name not in left_out]
+        checks[node.name] += [name for name in find.PROBED[1:-1] if name not in left_out]
     mesh: list[Finding] = []
     if len(there) > 1:
         mesh = _mesh(there, facts, cluster, mesh_s)

@@ -11,6 +11,7 @@ from rich.table import Table
 from payload.errors import ExitCode, most_telling
 from payload.orchestrate.facts import NodeFacts
 from payload.orchestrate.findings import CHECKS, Finding
+from payload.orchestrate.measured import Measured
 
 SCHEMA_VERSION = 1
 
@@ -26,6 +27,9 @@ class Report:
     """By node, where it could be asked."""
     findings: Sequence[Finding]
     took_s: float
+    measured: Measured | None = None
+    """The trial's figures, where there was one that passed."""
+    notes: Sequence[str] = ()
 
     @property
     def exit_code(self) -> ExitCode:
@@ -38,6 +42,11 @@ class Report:
         failing = {finding.node for finding in self.findings if finding.severity == "error"}
         return [node for node in self.checks if node in failing]
 
+    def least_memory_bytes(self) -> int | None:
+        """Of the node with the least."""
+        sizes = [facts.memory_bytes for facts in self.facts.values()]
+        return min((size for size in sizes if size is not None), default=None)
+
     def status(self, node: str, check: str) -> str:
         """`ok`, `warning`, `error`, or `-` for a check that was not made."""
         found = {f.severity for f in self.findings if (f.node, f.check) == (node, check)}
@@ -49,11 +58,15 @@ class Report:
         """A row for each node, a column for each check that was made somewhere."""
         made = [check for check in CHECKS if any(check in done for done in self.checks.values())]
         table = Table(box=None, pad_edge=False)
-        for name in ("node", *made, "cores", "GiB", "free GiB", "interface", "MTU"):
+        names = ["node", *made, "cores", "GiB", "free GiB", "interface", "MTU"]
+        names += ["TFLOP/s bf16", "fp32", "Gbit/s"] if self.measured else []
+        for name in names:
             table.add_column(name, no_wrap=True)
         for node in self.checks:
             statuses = [self.status(node, check) for check in made]
-            table.add_row(node, *statuses, *_numbers(self.facts.get(node)))
+            table.add_row(
+                node, *statuses, *_numbers(self.facts.get(node)), *_speeds(self.measured, node)
+            )
         return table
 
     def lines(self) -> list[str]:
@@ -62,7 +75,7 @@ class Report:
         for finding in sorted(self.findings, key=lambda finding: finding.severity):
             lines.append(f"{finding.severity}: {finding.line()}")
             lines += [f"  | {line}" for line in finding.log]
-        return lines
+        return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def to_json(self) -> str:
         """The same for programs."""
@@ -82,6 +95,8 @@ class Report:
                 "took_s": round(self.took_s, 3),
                 "nodes": nodes,
                 "findings": [asdict(finding) for finding in self.findings],
+                "measured": asdict(self.measured) if self.measured else None,
+                "notes": list(self.notes),
             },
             indent=2,
         )
@@ -94,3 +109,16 @@ def _numbers(facts: NodeFacts | None) -> list[str]:
     free = f"{facts.disk_free_bytes / 2**30:.1f}"
     values = [facts.physical_cores, memory, free, facts.interface, facts.mtu]
     return ["-" if value is None else str(value) for value in values]
+
+
+def _speeds(measured: Measured | None, node: str) -> list[str]:
+    """Of the matrix products in each dtype, and of what the node receives from its neighbour."""
+    if measured is None:
+        return []
+    speed = measured.nodes[node]
+    received = speed.received_bytes_per_s
+    return [
+        f"{speed.bf16_flops_per_s / 1e12:.2f}",
+        f"{speed.fp32_flops_per_s / 1e12:.2f}",
+        "-" if received is None else f"{received * 8 / 1e9:.3g}",
+    ]

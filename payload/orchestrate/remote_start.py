@@ -16,7 +16,7 @@ from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError
 from payload.inventory import ClusterInventory
 from payload.launch.budget import time_limit
 from payload.launch.ranks import place_ranks
-from payload.orchestrate.checks import check_data
+from payload.orchestrate.checks import check_data, require_mpirun
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.cluster_access import ClusterAccess
 from payload.orchestrate.code import Code, archive, this_code, unpack
@@ -32,6 +32,7 @@ from payload.orchestrate.run_key import RunKey, install_run_key, remove_run_key
 from payload.orchestrate.runs import create_run, find_run, new_run_id, point_latest_at
 from payload.orchestrate.ssh_settings import Login
 from payload.orchestrate.supply import Answers, ask_nodes, bring_code, bring_data
+from payload.orchestrate.trial_report import try_if_new
 from payload.results import RunPaths
 from payload.run_config import RunConfig
 
@@ -68,6 +69,8 @@ def run_on_cluster(
 
     with connect() as cluster:
         report = check_cluster(inventory, cluster, lock_sha=lock_sha())
+        if not arguments.quick:
+            report = try_if_new(report, chosen, cluster, wanted.config)
         for line in report.lines():
             talk.print(line)
         if report.exit_code:
@@ -105,8 +108,7 @@ def _wanted(
         _refuse_another_place(resumed, chosen.inventory)
     config = config_of(resumed)
     _refuse_local_weights(config)
-    if config.launch.launcher == "torchrun":
-        raise ConfigError("launch.launcher = 'torchrun' is for one machine. Use 'mpirun' here.")
+    require_mpirun(config)
     world_size = place_ranks(chosen.inventory, config.launch, domains=chosen.domains).world_size
     config.batch.grad_accum_steps(world_size)
     time_limit(config.limits, chosen.inventory)
@@ -221,11 +223,13 @@ def _plan(
         config=wanted.config,
         chosen=wanted.chosen,
         access=ClusterAccess(
-            facts=report.facts,
+            interface_of={name: facts.interface for name, facts in report.facts.items()},
+            memory_bytes=report.least_memory_bytes(),
             head=head,
             code=root / f"payload-{code.digest}",
             ssh_config=run_key.config,
             tcmalloc_library=libraries.pop() if len(libraries) == 1 else None,
+            measured=report.measured,
         ),
         vocab_size=wanted.vocab_size,
         work_dir=Path(home),

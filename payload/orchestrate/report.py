@@ -12,6 +12,7 @@ from rich.table import Table
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Placement
+from payload.model_shape import TYPICAL_MFU
 from payload.orchestrate.live import duration
 from payload.orchestrate.planning import PlannedRun
 from payload.orchestrate.runs import RunView
@@ -68,6 +69,10 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
         if plan.world_size > 1
         else "none with one rank"
     )
+    computing = []
+    if numbers.compute_s is not None:
+        share = f"{TYPICAL_MFU:.0%} of the measured peak"
+        computing.append(f"computing        about {numbers.compute_s:.3g} s a step, at {share}")
     return [
         f"parameters       {numbers.params:,}",
         f"tokens per step  {numbers.tokens_per_step:,} ({numbers.tokens_total:,} in the run)",
@@ -75,6 +80,7 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
         f"{plan.world_size} rank(s)",
         f"arithmetic       {numbers.flops_per_step / 1e12:,.3f} TFLOP per step",
         f"memory           about {numbers.memory_bytes_per_rank / _GIB:.1f} GiB a rank",
+        *computing,
         f"synchronisation  {sync}",
     ]
 

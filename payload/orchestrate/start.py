@@ -23,7 +23,6 @@ from payload.orchestrate.ending import say_end
 from payload.orchestrate.follow import Tail, follow_run
 from payload.orchestrate.inventories import (
     Chosen,
-    choose_inventory,
     load_cluster,
     require_one_machine,
 )
@@ -47,17 +46,28 @@ _START_TIMEOUT_S = 30.0
 def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Print what `run` would do."""
     talk, out = text_console(stderr=True), text_console(stderr=False)
-    chosen = choose_inventory(arguments.inventory)
+    chosen = load_cluster(arguments.inventory)
     talk.print(chosen.headline())
-    config = _config(arguments, resumed=None)
+    config = config_of(arguments)
     try:
         vocab_size = _check_data(config)
     except DataError as error:
         vocab_size = GPT2_VOCAB_SIZE
         talk.print(f"note: a run would stop here: {error}")
-    paths = RunPaths(arguments.runs_dir / (arguments.run_id or _fresh_id(config)))
-    with access.reserve_port() as holder:
-        planned = _plan(paths, config, chosen, access, vocab_size=vocab_size, port=_port(holder))
+    run_id = arguments.run_id or _fresh_id(config)
+    if chosen.inventory.access.kind != "local":
+        # paramiko takes half a second to import, which a local run does not need.
+        from payload.orchestrate.assumed import plan_elsewhere
+
+        planned = plan_elsewhere(
+            run_id, config, chosen, vocab_size=vocab_size, root=Path.cwd(), now_unix=time.time()
+        )
+    else:
+        require_one_machine(chosen)
+        paths = RunPaths(arguments.runs_dir / run_id)
+        with access.reserve_port() as holder:
+            port = _port(holder)
+            planned = _plan(paths, config, chosen, access, vocab_size=vocab_size, port=port)
     _say_notes(planned, talk)
     if arguments.json:
         out.print(_plan_json(planned))
@@ -78,13 +88,13 @@ def run(arguments: argparse.Namespace, access: LocalAccess) -> int:
         return run_on_cluster(
             arguments,
             chosen,
-            config_of=lambda resumed: _config(arguments, resumed=resumed),
+            config_of=lambda resumed: config_of(arguments, resumed=resumed),
             env=access.environment(),
             talk=talk,
         )
     require_one_machine(chosen)
     resumed = find_run(arguments.runs_dir, arguments.resume) if arguments.resume else None
-    config = _config(arguments, resumed=resumed)
+    config = config_of(arguments, resumed=resumed)
     if resumed is not None:
         _refuse_to_resume(resumed, config)
     vocab_size = _check_data(config)
@@ -199,7 +209,7 @@ def _plan(
     )
 
 
-def _config(arguments: argparse.Namespace, *, resumed: RunPaths | None) -> RunConfig:
+def config_of(arguments: argparse.Namespace, *, resumed: RunPaths | None = None) -> RunConfig:
     """The config file's, the resumed run's, or all defaults; with --set on top."""
     if arguments.config is not None:
         return load_run_config(arguments.config, overrides=arguments.overrides)

@@ -78,6 +78,7 @@ def _measure(env: Mapping[str, str], *, rank: int, place: Mapping[str, Any]) -> 
     exchange = _exchange(world)
     if world.is_main:
         say(result={"ranks": products, "world_size": world.world_size, **exchange})
+    world.barrier()  # nobody closes what another still reads
     world.leave()
 
 

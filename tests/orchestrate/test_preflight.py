@@ -17,7 +17,7 @@ from payload.errors import ExitCode
 from payload.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.findings import CHECKS
+from payload.orchestrate.findings import PROBED
 from payload.orchestrate.keys import make_operator_key
 from payload.orchestrate.preflight import check_cluster
 from payload.orchestrate.preflight_report import Report
@@ -75,7 +75,7 @@ def test_three_good_nodes_pass_every_check(nodes: list[Sshd], login: Login) -> N
     report = check(make_cluster(*(sshd.node for sshd in nodes)), login)
     assert errors(report) == {}
     assert report.exit_code == ExitCode.OK
-    assert all(report.checks[f"node-{i}"] == list(CHECKS) for i in range(3))
+    assert all(report.checks[f"node-{i}"] == list(PROBED) for i in range(3))
     assert all(facts.interface == "lo" for facts in report.facts.values())
 
 
@@ -219,13 +219,27 @@ def make_public_host_key() -> str:
     return "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f"
 
 
-def test_this_machine_is_checked_without_ssh(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.ranks
+def test_this_machine_is_checked_and_measured_without_ssh(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code = main(["preflight", "--inventory", "local", "--json"], os.environ)
     said = capsys.readouterr()
     printed = json.loads(said.out)
     (node,) = printed["nodes"].values()
     assert code == printed["exit_code"] == ExitCode.OK, said.out
     assert node["checks"]["cpu"] in ("ok", "warning") and node["checks"]["ssh"] == "-"
+    assert node["checks"]["speed"] in ("ok", "warning")
+    (speed,) = printed["measured"]["nodes"].values()
+    assert min(speed["bf16_flops_per_s"], speed["fp32_flops_per_s"]) > 1e8
+    assert len(printed["notes"]) == 1
+
+
+def test_quick_starts_and_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["preflight", "--inventory", "local", "--quick", "--json"], os.environ) == 0
+    printed = json.loads(capsys.readouterr().out)
+    (node,) = printed["nodes"].values()
+    assert printed["measured"] is None and node["checks"]["speed"] == "-"
 
 
 def test_this_machine_is_checked_against_the_inventory(

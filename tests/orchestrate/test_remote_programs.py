@@ -18,6 +18,7 @@ from payload.errors import PreflightError
 from payload.orchestrate.facts import NodeFacts
 from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
 from tests.launching import free_port
+from tests.waiting import wait_until
 
 FOLDER = Path(__file__).parents[2] / "payload" / "orchestrate" / "remote"
 
@@ -168,3 +169,29 @@ def test_run_keys_are_kept_apart_by_their_whole_name(tmp_path: Path) -> None:
     act(action="forget", run_id="r")
     assert path.read_text(encoding="utf-8") == before.splitlines(keepends=True)[1]
     assert json.dumps(act(action="forget", run_id="none"))
+
+
+def try_out(tmp_path: Path, *argv: str, deadline_s: float = 20.0) -> Any:
+    arguments: dict[str, Any] = {"ssh_config": None, "workers": {}}
+    arguments |= {"hosts_file": str(tmp_path / "hosts")}
+    arguments |= {"hosts": "10.0.0.2\n", "argv": argv, "environment": {"OURS": "1"}}
+    arguments |= {"path": str(tmp_path), "without": ["SLURM_"], "deadline_s": deadline_s}
+    return run_remote("trial.py", arguments)
+
+
+def test_a_trial_has_its_environment_and_says_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    words = 'cat "$1"; echo "$OURS" "${SLURM_JOB_ID-none}" "${PATH%%:*}"; echo oh >&2; exit 3'
+    answer = try_out(tmp_path, "sh", "-c", words, "sh", str(tmp_path / "hosts"))
+    assert answer["stdout"] == f"10.0.0.2\n1 none {tmp_path}\n"
+    assert (answer["status"], answer["late"], answer["stderr"]) == (3, False, "oh\n")
+
+
+def test_a_trial_that_hangs_ends_at_its_deadline_with_all_it_started(tmp_path: Path) -> None:
+    # As mpirun: a script that waits for another process.
+    answer = try_out(tmp_path, "sh", "-c", "sleep 1000 & echo $!; wait", deadline_s=0.5)
+    assert (answer["status"], answer["late"]) == (None, True)
+    stat = Path("/proc", answer["stdout"].strip(), "stat")
+    wait_until(lambda: not stat.exists() or ") Z " in stat.read_text(), what="its end")

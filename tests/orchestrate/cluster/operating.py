@@ -63,6 +63,7 @@ class Operator:
     def run_words(self, run_id: str, *settings: str) -> list[str]:
         """`run` on the cluster."""
         words = ["run", "--inventory", str(self.inventory), "--ssh-key", str(self.nodes.key)]
+        words.append("--quick")
         return [*words, "--run-id", run_id, *self.set_words(*settings)]
 
     def set_words(self, *settings: str) -> list[str]:

@@ -48,8 +48,16 @@ mkdir "$1/over/upper" "$1/over/work"
 mount -t overlay -o "lowerdir=/opt,upperdir=$1/over/upper,workdir=$1/over/work" overlay /opt
 mkdir -p "$3"
 mount --bind "$4" "$3"
-# What /sys says of the network is that of the one who mounted it.
-if [ "$6" = linked ]; then mount -t sysfs sysfs /sys; fi
+# What /sys says of the network is that of the one who mounted it. The node knows its own name, and
+# has nobody to ask for others: a resolver that does not answer would cost mpirun half a minute.
+if [ "$6" = linked ]; then
+    mount -t sysfs sysfs /sys
+    hostname "$7"
+    printf '127.0.0.1 localhost\\n%s %s\\n' "$8" "$7" >"$1/hosts"
+    : >"$1/resolv.conf"
+    mount --bind "$1/hosts" /etc/hosts
+    mount --bind "$1/resolv.conf" /etc/resolv.conf
+fi
 exec "$5" -D -E "$1/sshd.log" -f "$1/sshd_config"
 """
 
@@ -136,6 +144,12 @@ class SeparateNodes:
         os.killpg(self._started[i].pid, signal.SIGKILL)
         self._started[i].wait(30)
 
+    def within(self, i: int, *argv: str) -> None:
+        """Run a command with a node's files and processes."""
+        first = min(pid for pid, line in self._commands(i).items() if "sshd" in line)
+        enter = ["nsenter", f"--target={first}", "--mount", "--pid", "--"]
+        subprocess.run([*enter, *argv], check=True, stdin=subprocess.DEVNULL)
+
     def _signal_all(self, i: int, number: signal.Signals) -> None:
         for pid in self._commands(i):
             with contextlib.suppress(ProcessLookupError):
@@ -178,10 +192,11 @@ class SeparateNodes:
         state = {"schema_version": 1, "step": "done", "ok": True, "reason": None}
         state |= {"version": payload.__version__, "sha": sha}
         (folder / "bootstrap.json").write_text(json.dumps(state), encoding="utf-8")
-        argv = [*enter, "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        argv = [*enter, "unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child"]
+        argv += ["--mount-proc"]
         argv += ["sh", "-ec", _BOOT, "sh", str(folder), str(self.home), str(VENV), sys.prefix]
         started = subprocess.Popen(
-            [*argv, str(SSHD), "linked" if self._linked else ""],
+            [*argv, str(SSHD), "linked" if self._linked else "", name, address],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

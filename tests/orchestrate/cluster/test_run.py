@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ExitCode
+from payload.launch.plan import LaunchPlan
 from tests.launching import losses, summary
 from tests.orchestrate.cluster.operating import (
     TIMEOUT_S,
@@ -32,9 +33,13 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
 
 
 def test_two_nodes_train_what_one_machine_trains(operator: Operator) -> None:
-    code, said = operator.do(*operator.run_words("far", f"train.steps={STEPS}"))
-    assert code == ExitCode.OK, said
+    words = operator.run_words("far", f"train.steps={STEPS}")
+    words.remove("--quick")
+    code, said = operator.do(*words)
+    assert code == ExitCode.OK and "all-reduce over 2 ranks: " in said, said
     far = operator.paths("far")
+    numbers = LaunchPlan.load(far.plan).arithmetic
+    assert numbers.compute_s is not None and numbers.compute_s > 0
     result = summary(far.root)
     assert (result["world_size"], result["nodes"], result["status"]) == (2, 2, "finished")
     assert result["ranks_identical"] is True

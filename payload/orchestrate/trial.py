@@ -1,0 +1,230 @@
+"""Preflight's trial: mpirun and gloo over all nodes, as a run would use them, and measured.
+
+It starts a small program on every node and leaves nothing there but the payload's code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rich.console import Console
+
+from payload.errors import ConfigError, PreflightError, TileforgeError
+from payload.inventory import ClusterInventory, Node
+from payload.launch.environment import cluster_mpirun_environment, local_mpirun_environment
+from payload.launch.ranks import Placement, place_ranks
+from payload.orchestrate import findings as find
+from payload.orchestrate.cluster import Cluster
+from payload.orchestrate.cluster_access import VENV
+from payload.orchestrate.code import Code, look, this_code
+from payload.orchestrate.discovery import LOOPBACK
+from payload.orchestrate.facts import NodeFacts
+from payload.orchestrate.fanout import on_every_node
+from payload.orchestrate.findings import Finding
+from payload.orchestrate.inventories import Chosen
+from payload.orchestrate.local import LocalAccess
+from payload.orchestrate.measured import Measured
+from payload.orchestrate.remote.trial import trial
+from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
+from payload.orchestrate.run_key import install_run_key, remove_run_key
+from payload.orchestrate.supply import bring_code
+from payload.orchestrate.trial_findings import Outcome, failures
+from payload.orchestrate.trial_setting import DEADLINE_S, Setting
+from payload.run_config import LaunchSection, RunConfig
+
+_MARGIN_S = 20.0
+_ACTION_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What came of it."""
+
+    measured: Measured | None = None
+    findings: list[Finding] = field(default_factory=list)
+    note: str | None = None
+    """Why there was none."""
+
+
+def try_cluster(
+    chosen: Chosen,
+    cluster: Cluster,
+    facts: Mapping[str, NodeFacts],
+    *,
+    config: RunConfig,
+    talk: Console,
+) -> Trial:
+    """Start the program on nodes that have passed the other checks.
+
+    The key by which the head reaches the others is made for this, and removed whatever happens.
+    """
+    inventory, code = chosen.inventory, this_code()
+    outcomes = on_every_node(
+        inventory.nodes, lambda node: look(cluster.connect(node), code, venv=VENV, data="none")
+    )
+    refused = [*_not_looked_at(inventory, outcomes)]
+    if refused:
+        return Trial(findings=refused)
+    answers = {name: got for name, got in outcomes.items() if isinstance(got, dict)}
+    head = answers[inventory.head.name]
+    if head["running"] is not None:
+        return Trial(note=f"nothing was measured, as run {head['running']} is under way")
+    run_id = f"preflight-{secrets.token_hex(4)}"
+    try:
+        bring_code(inventory, cluster, answers, code=code, talk=talk)
+        try:
+            outcome, folder = _start(chosen, cluster, facts, head, code, config, run_id=run_id)
+            if outcome.status != 0:
+                _end_leftovers(inventory, cluster, folder)
+        finally:
+            remove_run_key(cluster, inventory, run_id=run_id)
+    except ConfigError:
+        raise
+    except TileforgeError as error:
+        return Trial(findings=[_of_error(inventory.head, error)])
+    hostnames = {facts[node.name].hostname: node.name for node in inventory.nodes}
+    return _judged(inventory, outcome, hostnames=hostnames)
+
+
+def try_this_machine(chosen: Chosen, access: LocalAccess, folder: Path) -> Trial:
+    """The same on this machine, without ssh; `folder` is an empty one."""
+    inventory = chosen.inventory
+    mpirun = None
+    with contextlib.suppress(PreflightError):
+        mpirun = access.mpirun()
+    ranks_per_node = None if mpirun else 1
+    placement = place_ranks(
+        inventory, LaunchSection(ranks_per_node=ranks_per_node), domains=chosen.domains
+    )
+    with access.reserve_port() as holder:
+        setting = Setting(
+            placement=placement,
+            interfaces=access.interfaces(inventory),
+            address=inventory.head.address,
+            port=int(holder.getsockname()[1]),
+            folder=folder,
+            python=access.python,
+            python_path=access.python_path(),
+            mpirun=mpirun,
+            mpirun_environment=access.mpirun_environment() if mpirun else {},
+        )
+        answer = trial(setting.arguments(inventory, ssh_config=None), env=access.environment())
+    return _judged(inventory, Outcome(**answer), hostnames={})
+
+
+def _start(
+    chosen: Chosen,
+    cluster: Cluster,
+    facts: Mapping[str, NodeFacts],
+    head: Mapping[str, Any],
+    code: Code,
+    config: RunConfig,
+    *,
+    run_id: str,
+) -> tuple[Outcome, PurePosixPath]:
+    """How it went, and the folder that marks the processes."""
+    inventory = chosen.inventory
+    if head["port"] is None:
+        raise PreflightError(f"{inventory.head.name}: it has no free port for the ranks.")
+    key = install_run_key(cluster, inventory, run_id=run_id)
+    alone = len(inventory.nodes) == 1
+    interfaces = {node.name: facts[node.name].interface or LOOPBACK for node in inventory.nodes}
+    setting = Setting(
+        placement=_placement(chosen, config),
+        interfaces=interfaces,
+        address=inventory.head.address,
+        port=head["port"],
+        folder=key.folder,
+        python=str(VENV / "bin" / "python"),
+        python_path=str(PurePosixPath(head["home"]) / "tileforge" / f"payload-{code.digest}"),
+        mpirun=str(VENV / "bin" / "mpirun"),
+        mpirun_environment=(
+            local_mpirun_environment(LOOPBACK)
+            if alone
+            else cluster_mpirun_environment(
+                interfaces[inventory.head.name], ssh_config=str(key.config)
+            )
+        ),
+    )
+    arguments = setting.arguments(inventory, ssh_config=None if alone else str(key.config))
+    text = cluster.connect(inventory.head).check_run(
+        remote_argv(arguments),
+        stdin=remote_program("trial.py"),
+        timeout_s=DEADLINE_S + _MARGIN_S,
+    )
+    return Outcome(**parse_answer(text, node=inventory.head.name)), key.folder
+
+
+def _placement(chosen: Chosen, config: RunConfig) -> Placement:
+    """As the run would place its ranks; one a node where that is not to be had."""
+    try:
+        return place_ranks(chosen.inventory, config.launch, domains=chosen.domains)
+    except ConfigError:
+        alone = LaunchSection(ranks_per_node=1)
+        return place_ranks(chosen.inventory, alone, domains=chosen.domains)
+
+
+def _judged(
+    inventory: ClusterInventory, outcome: Outcome, *, hostnames: Mapping[str, str]
+) -> Trial:
+    found = failures(inventory.nodes, outcome, hostnames=hostnames, deadline_s=DEADLINE_S)
+    result = outcome.result()
+    if found or result is None:
+        return Trial(findings=found)
+    return Trial(measured=Measured.from_result(result))
+
+
+def _not_looked_at(
+    inventory: ClusterInventory, outcomes: Mapping[str, dict[str, Any] | TileforgeError]
+) -> list[Finding]:
+    """Nodes where the program cannot be."""
+    found = []
+    homes = set()
+    for node in inventory.nodes:
+        answer = outcomes[node.name]
+        if isinstance(answer, TileforgeError):
+            found.append(find.from_error(node, answer))
+            continue
+        homes.add(answer["home"])
+        if answer["lacking"]:
+            cause = f"it has no {', '.join(answer['lacking'])}"
+            fix = "Run its bootstrap again (bootstrap/node-setup.sh)."
+            found.append(_error(node, "payload", cause, fix))
+    if len(homes) > 1:
+        cause = f"the login's home is not the same on every node ({', '.join(sorted(homes))})"
+        fix = "mpirun starts every rank with the same paths. Give the user one home everywhere."
+        found.append(_error(inventory.head, "mpirun", cause, fix))
+    return found
+
+
+def _end_leftovers(inventory: ClusterInventory, cluster: Cluster, folder: PurePosixPath) -> None:
+    """Kill what a failed trial has left; a node that does not answer ends it by its own alarm."""
+    arguments = {"action": "left", "run_dir": str(folder), "kill": True}
+    on_every_node(
+        inventory.nodes,
+        lambda node: cluster.connect(node).check_run(
+            remote_argv(arguments), stdin=remote_program("control.py"), timeout_s=_ACTION_S
+        ),
+    )
+
+
+def _of_error(head: Node, error: TileforgeError) -> Finding:
+    first, *rest = str(error).splitlines()
+    return Finding(
+        node=head.name,
+        check="mpirun",
+        severity="error",
+        cause=f"the trial could not be made: {first.rstrip('.:')}",
+        fix="Mend that and try again.",
+        exit_code=error.exit_code,
+        log=tuple(line.strip() for line in rest),
+    )
+
+
+def _error(node: Node, check: str, cause: str, fix: str) -> Finding:
+    return Finding(node=node.name, check=check, severity="error", cause=cause, fix=fix)

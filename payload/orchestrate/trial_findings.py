@@ -1,0 +1,228 @@
+"""What a trial of mpirun and gloo tells: which node, why, and what to do. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from payload.inventory import Node
+from payload.orchestrate.findings import Finding
+
+MARK = "tileforge-trial "
+"""Begins a line of payload/train/fabric.py that is meant for us."""
+
+_LOG_LINES = 8
+_ALARM = 14
+_UNABLE = re.compile(r"[Uu]nable to run bstrap_proxy on (\S+) \(pid \d+, exit code (\d+)\)")
+_SPEAKER = re.compile(r"^\[[^@\]\n]*@([^\]\n]+)\] (.*)$", re.MULTILINE)
+_SERVER = re.compile(r"unable to connect to server (\S+) at port")
+_INTERFACE = re.compile(r"unable to find interface (\S+)")
+_KILLED = re.compile(
+    r"RANK \d+ PID \d+ RUNNING AT (?P<address>\S+)\s*\n=\s+KILLED BY SIGNAL: (?P<signal>\d+)"
+)
+_LIBRARY = re.compile(
+    r"(?:error while loading shared libraries: )?(\S+): cannot open shared object file"
+)
+# What every failed mpirun guesses, and what torch says where names of addresses are not known.
+_NOISE = re.compile(
+    r"^\[mpiexec@[^\]]*\] (?:Possible reasons|\d\. |   )|hostname of the client socket cannot be"
+)
+_AGAIN = "Run the bootstrap again there (bootstrap/node-setup.sh)."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What remote/trial.py answered."""
+
+    unreached: Mapping[str, str]
+    """What ssh said, by worker that the head could not reach."""
+    status: int | None
+    """mpirun's; None when it was not started or did not end in time."""
+    late: bool
+    stdout: str
+    stderr: str
+
+    def records(self) -> list[dict[str, Any]]:
+        """What the ranks said, in the order in which it came."""
+        found = []
+        for part in self.stdout.split(MARK)[1:]:
+            try:
+                record, _ = json.JSONDecoder().raw_decode(part)
+            except ValueError:
+                continue
+            found.append(record)
+        return found
+
+    def result(self) -> dict[str, Any] | None:
+        """Rank 0's figures, if it came so far."""
+        return next((r["result"] for r in self.records() if "result" in r), None)
+
+
+def failures(
+    nodes: Sequence[Node],
+    outcome: Outcome,
+    *,
+    hostnames: Mapping[str, str],
+    deadline_s: float,
+) -> list[Finding]:
+    """The first of these that there is: ssh's words, the ranks' own, mpirun's, silence.
+
+    `hostnames` are the nodes' names by their own hostnames, which mpirun's helpers sign with.
+    """
+    if outcome.status == 0 and outcome.result() is not None:
+        return []
+    for explain in (_unreached, _said_by_ranks, _said_by_mpirun):
+        found = list(explain(nodes, outcome, hostnames))
+        if found:
+            return found
+    return list(_silent(nodes, outcome, deadline_s=deadline_s))
+
+
+def _unreached(
+    nodes: Sequence[Node], outcome: Outcome, hostnames: Mapping[str, str]
+) -> Iterator[Finding]:
+    head = nodes[0].name
+    for node in nodes:
+        said = outcome.unreached.get(node.name)
+        if said is None:
+            continue
+        last = said.splitlines()[-1].rstrip(".")
+        if "verification failed" in said:
+            fix = f"Its sshd shows {head} another host key than the inventory's. Correct either."
+        elif "Permission denied" in said:
+            fix = "See that its sshd reads ~/.ssh/authorized_keys and lets the head in."
+        else:
+            fix = f"Open TCP port {node.ssh_port} there for the other nodes."
+        cause = f"{head} cannot start a program on it over ssh: {last}"
+        yield _error(node.name, "mpirun", cause, fix, log=tuple(said.splitlines()))
+
+
+def _said_by_ranks(
+    nodes: Sequence[Node], outcome: Outcome, hostnames: Mapping[str, str]
+) -> Iterator[Finding]:
+    records = outcome.records()
+    errors = {str(r["node"]): str(r["error"]) for r in records if "error" in r}
+    broken = {name: text for name, text in errors.items() if _is_environment(text)}
+    for name, text in broken.items():
+        library = _LIBRARY.search(text)
+        cause = f"torch cannot be loaded there: {_one_line(text)}"
+        if library:
+            cause = f"its environment lacks the library {library[1].rpartition('/')[2]}"
+        yield _error(name, "payload", cause, _AGAIN, log=(text,) if library else ())
+    if broken:
+        return  # the others only lost them
+    joined = {r["node"] for r in records if r.get("stage") == "joined"}
+    for name, text in errors.items():
+        doing = "while measuring" if name in joined else "while the ranks look for each other"
+        cause = f"gloo failed {doing}: {_one_line(text)}"
+        yield _error(name, "gloo", cause, "See that all TCP ports are open between the nodes.")
+
+
+def _said_by_mpirun(
+    nodes: Sequence[Node], outcome: Outcome, hostnames: Mapping[str, str]
+) -> Iterator[Finding]:
+    text = outcome.stderr + outcome.stdout
+    log = _log(outcome)
+    by_address = {node.address: node for node in nodes}
+    head = nodes[0]
+    lines = _SPEAKER.findall(text)
+    unresolved = dict.fromkeys(
+        hostnames.get(who, who) for who, said in lines if "getaddrinfo" in said
+    )
+    server = _SERVER.search(text)
+    for name in unresolved:
+        asked = f" {server[1]!r}" if server else ""
+        cause = (
+            f"mpirun's helper there cannot resolve the name{asked}: getaddrinfo: Temporary failure "
+            "in name resolution"
+        )
+        yield _error(name, "mpirun", cause, f"Put it in /etc/hosts there: {head.address}.", log=log)
+    if unresolved:
+        return
+    interface = _INTERFACE.search(text)
+    if interface:
+        cause = f"mpirun finds no interface {interface[1]} there"
+        yield _error(head.name, "mpirun", cause, "See `ip addr` there.", log=log)
+        return
+    library = _LIBRARY.search(text)
+    unable = _UNABLE.search(text)
+    node = by_address.get(unable[1], head) if unable else head
+    if unable:
+        yield _unable(node, int(unable[2]), text, library=library, log=log)
+        return
+    if library:
+        cause = f"mpirun lacks the library {library[1]} there"
+        yield _error(node.name, "mpirun", cause, _AGAIN, log=log)
+        return
+    killed = _KILLED.search(text)
+    if killed and int(killed["signal"]) != _ALARM:
+        where = by_address.get(killed["address"], head)
+        cause = f"the trial's rank there was killed by signal {killed['signal']}"
+        yield _error(where.name, "mpirun", cause, "Is its memory used up? See dmesg there.")
+
+
+def _unable(
+    node: Node, status: int, text: str, *, library: re.Match[str] | None, log: tuple[str, ...]
+) -> Finding:
+    """mpirun's helper did not start on a worker; `status` is as wait() gives it."""
+    code = status >> 8
+    if library:
+        cause, fix = f"mpirun's helper lacks the library {library[1]} there", _AGAIN
+    elif code in (126, 127):
+        why = "cannot be run" if code == 126 else "is missing"
+        cause, fix = f"mpirun's helper hydra_bstrap_proxy {why} there", _AGAIN
+    elif code == 255:
+        cause, fix = "ssh from the head broke off", "See sshd's log there (journalctl -u ssh)."
+    elif _SERVER.search(text):
+        cause = "mpirun's helper there cannot connect back to the head"
+        fix = "Open all TCP ports between the nodes."
+    else:
+        cause, fix = f"mpirun's helper there ended with status {code}", _AGAIN
+    return _error(node.name, "mpirun", cause, fix, log=log)
+
+
+def _silent(nodes: Sequence[Node], outcome: Outcome, *, deadline_s: float) -> Iterator[Finding]:
+    """Nothing said why: the nodes that came least far."""
+    records = outcome.records()
+    reached = {
+        stage: {r["node"] for r in records if r.get("stage") == stage}
+        for stage in ("started", "joined")
+    }
+    log = _log(outcome)
+    killed = _KILLED.search(outcome.stdout)
+    late = outcome.late or (killed is not None and int(killed["signal"]) == _ALARM)
+    within = f" within {deadline_s:g} s" if late else f" (status {outcome.status})"
+    for stage, check, what in (
+        ("started", "mpirun", "mpirun started no rank on it"),
+        ("joined", "gloo", "its rank did not find the others"),
+    ):
+        behind = [node for node in nodes if node.name not in reached[stage]]
+        for node in behind:
+            fix = "Are all TCP ports open between the nodes, and does its Python start?"
+            yield _error(node.name, check, what + within, fix, log=log)
+        if behind:
+            return
+    cause = "the measurement did not end" + within
+    yield _error(nodes[0].name, "gloo", cause, "Is the network between the nodes alive?", log=log)
+
+
+def _log(outcome: Outcome) -> tuple[str, ...]:
+    lines = [line for line in outcome.stderr.splitlines() if line and not _NOISE.search(line)]
+    return tuple(lines[-_LOG_LINES:])
+
+
+def _is_environment(text: str) -> bool:
+    """Whether a rank's error is about what is installed there."""
+    kinds = ("ImportError", "ModuleNotFoundError", "OSError: ")
+    return text.startswith(kinds) or _LIBRARY.search(text) is not None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:200].rstrip(".")
+
+
+def _error(node: str, check: str, cause: str, fix: str, *, log: tuple[str, ...] = ()) -> Finding:
+    return Finding(node=node, check=check, severity="error", cause=cause, fix=fix, log=log)

@@ -1,0 +1,221 @@
+"""`preflight` over nodes with networks of their own: real sshd, mpirun, gloo, and what breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.orchestrate.cluster_access import VENV
+from payload.orchestrate.findings import CHECKS
+from payload.orchestrate.measured import record_path
+from tests.launching import REPO
+from tests.orchestrate.cluster.separate import SeparateNodes
+
+pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
+TIMEOUT_S = 120.0
+
+
+class Operator:
+    """A folder of the operator's, on the nodes' network."""
+
+    def __init__(self, folder: Path, nodes: SeparateNodes) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.nodes = nodes
+        self.inventory = nodes.write_inventory(folder / "inventory.json")
+
+    def do(self, command: str, *arguments: str) -> tuple[int, dict[str, Any], str]:
+        """An orchestrate command: exit code, the JSON it printed, what it said besides."""
+        words = ["-m", "payload.orchestrate", command, "--inventory", str(self.inventory), "--json"]
+        done = subprocess.run(
+            [*self.nodes.inside, sys.executable, *words, *arguments],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}"},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert done.stdout, done.stderr
+        return done.returncode, json.loads(done.stdout), done.stderr
+
+    def preflight(self, *arguments: str) -> tuple[int, dict[str, Any], str]:
+        """`preflight` with the key that the nodes know."""
+        return self.do("preflight", "--ssh-key", str(self.nodes.key), *arguments)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeparateNodes]:
+    """Three nodes that the tests of this module share and leave as they were."""
+    with SeparateNodes(tmp_path_factory.mktemp("cluster"), num_nodes=3, linked=True) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def operator(nodes: SeparateNodes, tmp_path: Path) -> Operator:
+    return Operator(tmp_path / "operator", nodes)
+
+
+def errors(report: dict[str, Any]) -> dict[str, str]:
+    """Causes by node and check."""
+    found = [finding for finding in report["findings"] if finding["severity"] == "error"]
+    return {f"{finding['node']} {finding['check']}": finding["cause"] for finding in found}
+
+
+def warnings(report: dict[str, Any], check: str) -> dict[str, str]:
+    """Causes by node."""
+    found = [f for f in report["findings"] if (f["severity"], f["check"]) == ("warning", check)]
+    return {finding["node"]: finding["cause"] for finding in found}
+
+
+def assert_nothing_is_left(nodes: SeparateNodes) -> None:
+    """No process, and no key of the trial's."""
+    assert not nodes.processes()
+    for i in range(3):
+        ssh = nodes.home_of(i) / ".ssh"
+        assert "tileforge-run:" not in (ssh / "authorized_keys").read_text(encoding="ascii")
+        assert not list(ssh.glob("tileforge/*"))
+
+
+@contextmanager
+def mounted(nodes: SeparateNodes, i: int, *mount: str | PurePath) -> Iterator[None]:
+    """Something in the place of one of a node's files or folders, the last word."""
+    nodes.within(i, "mount", *map(str, mount))
+    try:
+        yield
+    finally:
+        nodes.within(i, "umount", str(mount[-1]))
+
+
+def test_mpirun_and_gloo_are_tried_and_measured_and_plan_uses_the_figures(
+    nodes: SeparateNodes, operator: Operator
+) -> None:
+    code, plan, said = operator.do("plan", "--set", "batch.global_batch_size=12")
+    assert code == ExitCode.OK and "a network of 10 Gbit/s" in said, said
+    assert plan["plan"]["arithmetic"]["compute_s"] is None
+    code, report, said = operator.preflight()
+    assert code == ExitCode.OK and "every node is fit for a run" in said, report
+    for i in range(3):
+        checks = report["nodes"][f"node-{i}"]["checks"]
+        assert not {checks[name] for name in CHECKS} & {"-", "error"}
+    measured = report["measured"]
+    assert measured["world_size"] == 3 and list(measured["nodes"]) == ["node-0", "node-1", "node-2"]
+    for speed in measured["nodes"].values():
+        assert min(speed["bf16_flops_per_s"], speed["fp32_flops_per_s"]) > 1e8
+        assert speed["received_bytes_per_s"] > 1e6
+    assert_nothing_is_left(nodes)
+    # What was measured takes the place of what was assumed.
+    code, plan, said = operator.do("plan", "--set", "batch.global_batch_size=12")
+    assert code == ExitCode.OK and "those of the trial" in said, said
+    numbers = plan["plan"]["arithmetic"]
+    grad_bytes = numbers["grad_bytes"]
+    assert numbers["sync_s"] == pytest.approx(grad_bytes / measured["all_reduce_bytes_per_s"])
+    assert numbers["compute_s"] > 0
+    assert plan["plan"]["interfaces"] == dict.fromkeys(measured["nodes"], "ens4")
+    assert plan["hosts"].split() == [node.address for node in nodes.inventory.nodes]
+    assert plan["plan"]["argv"][:3] == [f"{VENV}/bin/mpirun", "-f", f"{plan_dir(plan)}/hosts"]
+    assert [rank["node"] for rank in plan["ranks"]] == list(measured["nodes"])
+
+
+def plan_dir(plan: dict[str, Any]) -> str:
+    """The run folder on the nodes."""
+    return str(plan["plan"]["environment"]["TILEFORGE_RUN_DIR"])
+
+
+def test_a_link_of_1_mbit_per_s_is_a_warning_that_names_its_node_and_the_time_per_step(
+    nodes: SeparateNodes, operator: Operator
+) -> None:
+    nodes.links[2].limit(1)
+    try:
+        code, report, _ = operator.preflight("--set", "batch.global_batch_size=36")
+    finally:
+        nodes.links[2].unlimit()
+    assert code == ExitCode.OK, report
+    slow = warnings(report, "gloo")
+    assert list(slow) == ["node-2"], slow
+    assert "its link is slow, " in slow["node-2"] and "Mbit/s: predicted" in slow["node-2"]
+    assert "s of synchronisation a step beside" in slow["node-2"]
+    assert "124M parameters, 36 sequences of 1024 tokens a step" in slow["node-2"]
+    speed = report["measured"]["nodes"]["node-2"]["received_bytes_per_s"]
+    assert speed * 8 < 1.5e6
+    # Three ranks send each byte 4/3 times.
+    assert report["measured"]["all_reduce_bytes_per_s"] * 4 / 3 * 8 < 1.5e6
+    assert_nothing_is_left(nodes)
+
+
+def test_no_amx_a_full_disk_and_a_clock_an_hour_off_are_named_and_nothing_is_tried(
+    nodes: SeparateNodes, operator: Operator, tmp_path: Path
+) -> None:
+    text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    flags = "flags\t\t: fpu avx512f"
+    masked = "\n".join(flags if line.startswith("flags") else line for line in text.splitlines())
+    (tmp_path / "without").write_text(masked, encoding="ascii")
+    (tmp_path / "with").write_text(masked.replace("fpu", "fpu amx_bf16 amx_tile"), encoding="ascii")
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    (bin_dir / "python3").write_text(AHEAD.format(sys.executable), encoding="utf-8")
+    (bin_dir / "python3").chmod(0o755)
+    over = ("-t", "overlay", "-o", f"lowerdir={bin_dir}:/usr/local/bin", "overlay")
+    small = ("-t", "tmpfs", "-o", "size=64m", "tmpfs")
+    with (
+        mounted(nodes, 0, "--bind", tmp_path / "with", "/proc/cpuinfo"),
+        mounted(nodes, 1, "--bind", tmp_path / "without", "/proc/cpuinfo"),
+        mounted(nodes, 1, *small, nodes.home),
+        mounted(nodes, 2, *over, "/usr/local/bin"),
+    ):
+        keys = (nodes.home_of(1) / ".ssh" / "authorized_keys").read_text(encoding="ascii")
+        write = 'mkdir -m 700 "$1/.ssh" && echo "$2" >"$1/.ssh/authorized_keys"'
+        nodes.within(1, "sh", "-c", write, "sh", str(nodes.home), keys.strip())
+        code, report, said = operator.preflight()
+    assert code == ExitCode.PREFLIGHT
+    assert "node-0" not in warnings(report, "cpu")
+    assert warnings(report, "cpu")["node-1"].startswith("its CPU shows no AMX")
+    found = errors(report)
+    assert found["node-1 disk"] == f"0.1 GiB are free in {nodes.home}"
+    assert found["node-2 clock"] == "its clock is 60 min ahead of this machine's"
+    assert "error: 2 of 3 node(s) not fit: node-1, node-2" in said
+    assert report["measured"] is None and report["nodes"]["node-0"]["checks"]["mpirun"] == "-"
+    assert "nothing was started or measured" in report["notes"][0]
+    assert not record_path(operator.folder, cluster="test").exists()
+
+
+# Takes the interpreter's place for a program on stdin.
+AHEAD = """\
+#!{}
+import sys, time
+real = time.time
+time.time = lambda: real() + 3600
+del sys.argv[1:3]
+exec(compile(sys.stdin.read(), "program", "exec"), {{"__name__": "__main__"}})
+"""
+
+
+def test_what_mpirun_or_torch_lack_on_a_node_is_31_and_the_key_goes_all_the_same(
+    nodes: SeparateNodes, operator: Operator, tmp_path: Path
+) -> None:
+    (tmp_path / "not-executable").touch(mode=0o644)
+    helper = VENV / "bin" / "hydra_bstrap_proxy"
+    with mounted(nodes, 2, "--bind", tmp_path / "not-executable", helper):
+        code, report, _ = operator.preflight()
+    assert code == ExitCode.PREFLIGHT
+    cause = "mpirun's helper hydra_bstrap_proxy cannot be run there"
+    assert errors(report) == {"node-2 mpirun": cause}
+    assert_nothing_is_left(nodes)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    libraries = VENV / "lib" / version / "site-packages" / "torch" / "lib"
+    with mounted(nodes, 1, "-t", "tmpfs", "tmpfs", libraries):
+        code, report, _ = operator.preflight()
+    assert code == ExitCode.PREFLIGHT
+    (cause,) = errors(report).values()
+    assert list(errors(report)) == ["node-1 payload"]
+    assert cause.startswith("its environment lacks the library libtorch")
+    assert_nothing_is_left(nodes)

@@ -1,0 +1,207 @@
+"""What a trial's figures mean: predictions, slow nodes, slow links; and how they are kept."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from payload.inventory import Access, ClusterInventory
+from payload.model_shape import PRESETS
+from payload.orchestrate.cluster import Cluster
+from payload.orchestrate.code import this_code
+from payload.orchestrate.inventories import Chosen
+from payload.orchestrate.measured import (
+    Measured,
+    NodeSpeed,
+    Record,
+    known_trial,
+    nodes_sha,
+    record_path,
+)
+from payload.orchestrate.preflight_report import Report
+from payload.orchestrate.speed_findings import (
+    exchange_findings,
+    predict,
+    slow_links,
+    speed_findings,
+    summary,
+)
+from payload.orchestrate.ssh_settings import Login
+from payload.orchestrate.trial_report import FRESH_S, is_fresh, try_if_new
+from payload.run_config import parse_run_config
+from tests.orchestrate.test_findings import make_node
+
+CONFIG = parse_run_config("", where="test")
+GPT2 = PRESETS["gpt2"]
+
+
+def make_measured(
+    *bf16_tflops: float,
+    received: list[float] | None = None,
+    all_reduce: float = 1e9,
+    fp32_tflops: float = 1.0,
+) -> Measured:
+    speeds = bf16_tflops or (4.0, 4.0, 4.0)
+    nodes = {
+        f"node-{i}": NodeSpeed(
+            bf16_flops_per_s=speed * 1e12,
+            fp32_flops_per_s=fp32_tflops * 1e12,
+            received_bytes_per_s=received[i] if received else 2e9,
+        )
+        for i, speed in enumerate(speeds)
+    }
+    return Measured(
+        world_size=len(nodes), nodes=nodes, all_reduce_bytes_per_s=all_reduce, latency_s=2e-4
+    )
+
+
+def of_speed(measured: Measured, **kinds: Any) -> dict[str, str]:
+    nodes = [make_node(i, machine_type=kinds.get(f"node_{i}")) for i in range(len(measured.nodes))]
+    return {finding.node: finding.cause for finding in speed_findings(nodes, measured)}
+
+
+def test_equal_nodes_on_a_fast_network_have_no_finding() -> None:
+    measured = make_measured(4.0, 4.1, 3.9)
+    nodes = [make_node(i) for i in range(3)]
+    assert of_speed(measured) == {}
+    assert list(exchange_findings(nodes, measured, predict(CONFIG, GPT2, measured))) == []
+
+
+def test_a_slow_node_among_its_like_is_named_and_one_of_another_kind_is_not() -> None:
+    assert of_speed(make_measured(4.0, 3.0, 4.0)) == {
+        "node-1": "it is slow among 3 nodes of its kind: 3.00 TFLOP/s, their median is 4.00"
+    }
+    assert of_speed(make_measured(4.0, 3.3, 4.0)) == {}
+    kinds = {"node_0": "c3", "node_1": "c3-small", "node_2": "c3"}
+    assert of_speed(make_measured(4.0, 1.5, 4.0), **kinds) == {}
+    assert list(of_speed(make_measured(4.0, 2.0))) == ["node-1"]
+
+
+def test_a_node_where_bf16_gains_nothing_is_named() -> None:
+    found = of_speed(make_measured(4.0, 4.0, 0.9, fp32_tflops=3.9))
+    assert "bf16 products run at 0.23x the speed of fp32 on it" in found["node-2"]
+    assert "bf16 products run at 1.03x" in found["node-0"]
+
+
+def test_a_prediction_is_the_plan_s_own_arithmetic() -> None:
+    # 16 Gbit/s each way, as in the test of the launch arithmetic: 0.332 s.
+    measured = make_measured(all_reduce=2e9 * 3 / 4)
+    prediction = predict(CONFIG, GPT2, measured)
+    assert prediction.sync_s == pytest.approx(0.332, abs=1e-3)
+    flops = 32 * 1024 * GPT2.flops_per_token()
+    assert prediction.compute_s == pytest.approx(flops / (12e12 * 0.35))
+    half = parse_run_config("[distributed]\ngrad_dtype = 'bf16'", where="test")
+    assert predict(half, GPT2, measured).sync_s == pytest.approx(0.166, abs=1e-3)
+    fp32 = parse_run_config("[precision]\ndtype = 'fp32'", where="test")
+    assert predict(fp32, GPT2, measured).compute_s == pytest.approx(flops / (3e12 * 0.35))
+    text = summary(measured, prediction)
+    assert text.startswith("all-reduce over 3 ranks: 16 Gbit/s each way, 0.2 ms; predicted for ")
+
+
+def test_a_slow_network_is_a_warning_with_the_time_per_step() -> None:
+    measured = make_measured(all_reduce=9e4, received=[1.2e5, 1.1e5, 1.2e5])
+    nodes = [make_node(i) for i in range(3)]
+    (finding,) = exchange_findings(nodes, measured, predict(CONFIG, GPT2, measured))
+    assert finding.severity == "warning" and finding.node == "node-0"
+    assert finding.cause == (
+        "the network between node-0, node-1, node-2 is slow, 0.96 Mbit/s: predicted 5,531 s of "
+        "synchronisation a step beside 6.67 s of computing (124M parameters, 32 sequences of 1024 "
+        "tokens a step)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("received", "slow"),
+    [
+        ([1e5, 1e9, 1e5], ["node-2"]),
+        ([1e5, 1e5, 1e9], ["node-0"]),
+        ([1e5, 1e5, 1e5], []),
+        ([1e9, 1e5, 1e9], []),
+        ([1e9, 1e5, 1e5, 1e9, 1e9], ["node-1"]),
+        ([1e5, 1e5], []),
+    ],
+)
+def test_a_node_that_receives_and_sends_slowly_has_the_slow_link(
+    received: list[float], slow: list[str]
+) -> None:
+    measured = make_measured(*(4.0 for _ in received), received=received)
+    assert slow_links(list(measured.nodes), measured) == slow
+
+
+def test_figures_of_ranks_become_those_of_their_nodes() -> None:
+    ranks = [{"node": f"node-{i // 2}", "bf16": 2e12, "fp32": 1e12} for i in range(4)]
+    exchange = {"num_bytes": 1, "all_reduce_bytes_per_s": 1e9, "latency_s": 1e-3}
+    exchange["received_bytes_per_s"] = [1.0, 2.0, 3.0, 4.0]  # type: ignore[assignment]
+    measured = Measured.from_result({"ranks": ranks, "world_size": 4, "exchange": exchange})
+    assert measured.nodes["node-1"] == NodeSpeed(
+        bf16_flops_per_s=4e12, fp32_flops_per_s=2e12, received_bytes_per_s=3.0
+    )
+    alone = Measured.from_result({"ranks": ranks[:1], "world_size": 1, "exchange": None})
+    prediction = predict(CONFIG, GPT2, alone)
+    assert alone.link_bytes_per_s() is None and prediction.sync_s == 0.0
+    assert summary(alone, prediction).startswith("one rank, nothing to exchange; predicted for ")
+
+
+def make_cluster() -> ClusterInventory:
+    return ClusterInventory(
+        cluster="mine",
+        source="file",
+        ssh_user="trainer",
+        access=Access(kind="direct"),
+        bucket=None,
+        nodes=tuple(make_node(i, host_keys=(f"ssh-ed25519 A{i}",)) for i in range(3)),
+    )
+
+
+def test_a_trial_is_known_for_the_same_nodes_alone_and_fresh_for_a_day(tmp_path: Path) -> None:
+    inventory = make_cluster()
+    path = record_path(tmp_path, cluster="mine")
+    assert known_trial(inventory, tmp_path) is None
+    record = Record(
+        nodes_sha=nodes_sha(inventory),
+        code=this_code().digest,
+        time_unix=1000.0,
+        interfaces={"node-0": "ens4"},
+        measured=make_measured(),
+    )
+    record.write(path)
+    assert known_trial(inventory, tmp_path) == record
+    head, *others = inventory.nodes
+    anew = replace(inventory, nodes=(replace(head, host_keys=("ssh-ed25519 B",)), *others))
+    assert known_trial(anew, tmp_path) is None
+    assert is_fresh(record, now_unix=1000.0 + FRESH_S - 1)
+    assert not is_fresh(record, now_unix=1000.0 + FRESH_S)
+    assert not is_fresh(record, now_unix=0.0)
+    assert not is_fresh(replace(record, code="other"), now_unix=1001.0)
+    for damage in ("", "[]", "{}", '{"schema_version": 2}', path.read_text("utf-8")[:-40]):
+        path.write_text(damage, encoding="utf-8")
+        assert known_trial(inventory, tmp_path) is None
+
+
+def test_run_takes_a_fresh_trial_s_figures_and_asks_no_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    inventory = make_cluster()
+    report = Report(cluster="mine", checks={}, facts={}, findings=[], took_s=0.0)
+    unasked = Cluster(inventory, login=Login(user="nobody", key=tmp_path / "none"), env={})
+    chosen = Chosen(inventory=inventory, why="test", domains={})
+    record = Record(
+        nodes_sha=nodes_sha(inventory),
+        code=this_code().digest,
+        time_unix=time.time(),
+        interfaces={},
+        measured=make_measured(),
+    )
+    record.write(record_path(tmp_path, cluster="mine"))
+    assert try_if_new(report, chosen, unasked, CONFIG).measured == record.measured
+    stale = replace(record, time_unix=time.time() - 2 * FRESH_S)
+    stale.write(record_path(tmp_path, cluster="mine"))
+    tried = try_if_new(report, chosen, unasked, CONFIG)
+    assert tried.measured is None and [f.node for f in tried.findings] == [
+        node.name for node in inventory.nodes
+    ]

@@ -1,0 +1,206 @@
+"""What a trial of mpirun and gloo is understood to say, in the words that both really use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from payload.orchestrate.findings import Finding
+from payload.orchestrate.trial_findings import MARK, Outcome, failures
+from payload.train import fabric
+from tests.orchestrate.test_findings import make_node
+
+NODES = [make_node(i) for i in range(3)]
+HOSTNAMES = {"first": "node-0", "second": "node-1", "third": "node-2"}
+STARTED = [{"rank": i, "node": f"node-{i}", "stage": "started"} for i in range(3)]
+JOINED = [{"rank": i, "node": f"node-{i}", "stage": "joined"} for i in range(3)]
+# All of these are from Intel MPI 2021.18.1.
+GUESSES = """\
+[mpiexec@first] Error setting up the bootstrap proxies
+[mpiexec@first] Possible reasons:
+[mpiexec@first] 1. Host is unavailable. Please check that all hosts are available.
+[mpiexec@first]    Check that enough ports are allowed in the firewall and specify them.
+"""
+UNRESOLVED = (
+    """\
+[mpiexec@first] Error: Unable to run bstrap_proxy on 10.0.0.3 (pid 87, exit code 768)
+"""
+    + GUESSES
+    + """\
+[bstrap:0:1@second] HYD_sock_connect (../hydra_sock_intel.c:209): getaddrinfo returned error -3 \
+(Temporary failure in name resolution)
+[bstrap:0:1@second] main (../hydra_bstrap_proxy.c:532): unable to connect to server first at port \
+46501 (check for firewalls!)
+"""
+)
+NO_INTERFACE = """\
+[mpiexec@first] HYD_sock_get_iface_ip (../hydra_sock_intel.c:421): unable to find interface eth9
+[mpiexec@first] get_local_host (../i_hydra_bstrap.c:260): unable to get iface ip
+"""
+KILLED = """\
+===================================================================================
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   RANK 2 PID 106 RUNNING AT 10.0.0.4
+=   KILLED BY SIGNAL: {}
+===================================================================================
+"""
+
+
+def outcome(
+    *records: Mapping[str, Any],
+    stdout: str = "",
+    stderr: str = "",
+    status: int | None = 255,
+    **unreached: str,
+) -> Outcome:
+    said = "".join(f"{MARK}{json.dumps(record)}\n" for record in records)
+    named = {name.replace("_", "-"): words for name, words in unreached.items()}
+    return Outcome(
+        unreached=named, status=status, late=status is None, stdout=said + stdout, stderr=stderr
+    )
+
+
+def found(outcome: Outcome) -> list[Finding]:
+    return failures(NODES, outcome, hostnames=HOSTNAMES, deadline_s=24)
+
+
+def unable(code: int, address: str = "10.0.0.4") -> str:
+    return (
+        f"[mpiexec@first] Error: Unable to run bstrap_proxy on {address} (pid 1, exit code {code})"
+    )
+
+
+def test_the_ranks_mark_their_lines_as_we_look_for_them() -> None:
+    assert MARK == fabric.MARK
+
+
+def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
+    assert found(outcome(*STARTED, *JOINED, {"result": {}}, status=0)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "node", "check", "cause", "fix"),
+    [
+        (
+            outcome(status=None, node_1="No ED25519 key\nHost key verification failed."),
+            *("node-1", "mpirun"),
+            "node-0 cannot start a program on it over ssh: Host key verification failed",
+            "another host key than the inventory's",
+        ),
+        (
+            outcome(status=None, node_2="root@10.0.0.4: Permission denied (publickey)."),
+            *("node-2", "mpirun", "over ssh: root@10.0.0.4: Permission denied (publickey)"),
+            "authorized_keys",
+        ),
+        (
+            outcome(status=None, node_2="ssh: connect to host x port 22: Connection timed out"),
+            *("node-2", "mpirun", "Connection timed out", "Open TCP port 22 there"),
+        ),
+        (
+            outcome(stderr=UNRESOLVED),
+            *("node-1", "mpirun", "cannot resolve the name 'first': getaddrinfo: Temporary failu"),
+            "/etc/hosts there: 10.0.0.2",
+        ),
+        (
+            outcome(stderr=NO_INTERFACE + GUESSES),
+            *("node-0", "mpirun", "mpirun finds no interface eth9 there", "ip addr"),
+        ),
+        (
+            outcome(stderr=unable(127 << 8)),
+            *("node-2", "mpirun", "helper hydra_bstrap_proxy is missing there", "bootstrap"),
+        ),
+        (
+            outcome(stderr=unable(255 << 8)),
+            *("node-2", "mpirun", "ssh from the head broke off", "sshd's log"),
+        ),
+        (
+            outcome(
+                stderr=unable(127 << 8)
+                + "\nhydra: error while loading shared libraries: libm.so.6: cannot open shared "
+                "object file: No such file or directory\n"
+            ),
+            *("node-2", "mpirun", "mpirun's helper lacks the library libm.so.6", "bootstrap"),
+        ),
+        (
+            outcome(
+                stderr=unable(3 << 8)
+                + "\n[bstrap:0:2@third] main (../hydra_bstrap_proxy.c:532): unable to connect to "
+                "server 10.0.0.2 at port 46501 (check for firewalls!)\n"
+            ),
+            *("node-2", "mpirun", "cannot connect back to the head", "Open all TCP ports"),
+        ),
+        (
+            outcome(*STARTED, stdout=KILLED.format("9 (Killed)")),
+            *("node-2", "mpirun", "the trial's rank there was killed by signal 9", "memory"),
+        ),
+        (
+            outcome(
+                *STARTED,
+                {"rank": 1, "node": "node-1", "error": "RuntimeError: Connection closed by peer"},
+                {
+                    "rank": 2,
+                    "node": "node-2",
+                    "error": "ImportError: libgomp.so.1: cannot open shared object file: No such",
+                },
+                status=1,
+            ),
+            *("node-2", "payload", "its environment lacks the library libgomp.so.1", "bootstrap"),
+        ),
+        (
+            outcome(
+                *STARTED,
+                {"rank": 1, "node": "node-1", "error": "ModuleNotFoundError: No module 'torch'"},
+                status=1,
+            ),
+            *("node-1", "payload", "torch cannot be loaded there: ModuleNotFoundError", "bootst"),
+        ),
+        (
+            outcome(
+                *STARTED,
+                {"rank": 1, "node": "node-1", "error": "RuntimeError: Connect\n timeout"},
+                status=1,
+            ),
+            *("node-1", "gloo", "gloo failed while the ranks look for each other: RuntimeError"),
+            "TCP ports are open",
+        ),
+        (
+            outcome(*STARTED[:2], status=None),
+            *("node-2", "mpirun", "mpirun started no rank on it within 24 s", "Python"),
+        ),
+        (
+            outcome(*STARTED, *JOINED[:2], stdout=KILLED.format("14 (Alarm clock)")),
+            *("node-2", "gloo", "its rank did not find the others within 24 s", "TCP ports"),
+        ),
+        (
+            outcome(*STARTED, *JOINED, status=None),
+            *("node-0", "gloo", "the measurement did not end within 24 s", "alive"),
+        ),
+    ],
+)
+def test_a_failure_names_the_node_the_cause_and_the_fix(
+    given: Outcome, node: str, check: str, cause: str, fix: str
+) -> None:
+    (finding,) = found(given)
+    assert (finding.node, finding.check, finding.severity) == (node, check, "error")
+    assert cause in finding.cause and fix in finding.fix
+    assert finding.exit_code == 31
+
+
+def test_every_node_that_failed_is_named() -> None:
+    refused = outcome(status=None, node_1="Permission denied", node_2="Permission denied")
+    assert [finding.node for finding in found(refused)] == ["node-1", "node-2"]
+    assert [f.node for f in found(outcome(status=None))] == ["node-0", "node-1", "node-2"]
+
+
+def test_the_log_leaves_out_what_mpirun_always_guesses() -> None:
+    (finding,) = found(outcome(stderr=UNRESOLVED))
+    assert any("getaddrinfo" in line for line in finding.log)
+    assert not any("Possible reasons" in line or "firewall and" in line for line in finding.log)
+
+
+def test_lines_that_are_cut_short_are_passed_over() -> None:
+    broken = outcome(*STARTED, *JOINED, {"result": {}}, stdout=f'{MARK}{{"rank": 1, "no', status=0)
+    assert found(broken) == []
