@@ -35,6 +35,8 @@ class NodeFacts:
     """On the way to the head; on the head, to the first worker."""
     source_address: str | None
     mtu: int | None
+    resolver_answers: bool = True
+    """Whether asking for the name of another node's address comes to an end."""
     clock_offset_s: float | None = None
     """The node's clock minus the operator's."""
 

@@ -191,6 +191,10 @@ def name_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     elif all(_is_loopback(address) for address in addresses):
         cause = f"its own name {facts.hostname!r} resolves to {addresses[0]} there"
         yield _warning(node, "name", cause, fix)
+    if not facts.resolver_answers:
+        cause = "its resolver does not answer when asked for another node's name"
+        fix = "mpirun and gloo ask and wait: add all nodes to /etc/hosts, or mend /etc/resolv.conf."
+        yield _warning(node, "name", cause, fix)
 
 
 def route_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:

@@ -66,6 +66,11 @@ def with_trial(
     if report.exit_code:
         note = f"nothing was started or measured, as {', '.join(report.failing_nodes())} is not fit"
         return replace(report, notes=[*report.notes, note])
+    mute = [name for name, facts in report.facts.items() if not facts.resolver_answers]
+    if mute:
+        # Each rank and mpirun itself would wait for it many times.
+        note = f"mpirun was not tried, as the resolver of {', '.join(mute)} does not answer"
+        return replace(report, notes=[*report.notes, note])
     began = time.monotonic()
     trial = make()
     took_s = report.took_s + time.monotonic() - began

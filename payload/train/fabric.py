@@ -6,6 +6,7 @@ JSON object: how far a rank has come, what stopped it, or, from rank 0, what was
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -30,7 +31,9 @@ def main(argv: Sequence[str], env: MutableMapping[str, str]) -> int:
     The one argument is a JSON object: `deadline_s`, and `ranks`, with node, cores, threads and
     interface of each.
     """
-    arguments = json.loads(argv[0])
+    parser = argparse.ArgumentParser(prog="python -m payload.train.fabric")
+    parser.add_argument("arguments", type=json.loads, metavar="JSON", help="deadline_s and ranks")
+    arguments = parser.parse_args(argv).arguments
     # Without a handler it ends the process, whatever gloo is waiting for.
     signal.alarm(int(arguments["deadline_s"]))
     rank = _rank(env)

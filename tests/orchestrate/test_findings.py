@@ -75,6 +75,7 @@ def test_a_good_node_has_no_finding() -> None:
         ({"disk_free_bytes": 0}, "disk", "error", "0.0 GiB are free in /home/trainer"),
         ({"disk_free_bytes": 5 * GIB}, "disk", "warning", "5.0 GiB are free"),
         ({"clock_offset_s": 3600.0}, "clock", "error", "its clock is 60 min ahead of this machine"),
+        ({"resolver_answers": False}, "name", "warning", "its resolver does not answer"),
         ({"clock_offset_s": -30.0}, "clock", "warning", "its clock is 30.0 s behind"),
         (
             {"hostname_addresses": ("127.0.1.1",)},

@@ -31,9 +31,9 @@ from payload.orchestrate.speed_findings import (
     summary,
 )
 from payload.orchestrate.ssh_settings import Login
-from payload.orchestrate.trial_report import FRESH_S, is_fresh, try_if_new
+from payload.orchestrate.trial_report import FRESH_S, is_fresh, try_if_new, with_trial
 from payload.run_config import parse_run_config
-from tests.orchestrate.test_findings import make_node
+from tests.orchestrate.test_findings import make_facts, make_node
 
 CONFIG = parse_run_config("", where="test")
 GPT2 = PRESETS["gpt2"]
@@ -205,3 +205,10 @@ def test_run_takes_a_fresh_trial_s_figures_and_asks_no_node(
     assert tried.measured is None and [f.node for f in tried.findings] == [
         node.name for node in inventory.nodes
     ]
+
+
+def test_a_trial_is_left_out_where_it_could_only_wait_for_a_resolver() -> None:
+    facts = {f"node-{i}": make_facts(i, resolver_answers=i != 1) for i in range(3)}
+    report = Report(cluster="mine", checks={}, facts=facts, findings=[], took_s=0.0)
+    tried = with_trial(report, make_cluster(), CONFIG, lambda: pytest.fail("it was made"))
+    assert tried.notes == ["mpirun was not tried, as the resolver of node-1 does not answer"]

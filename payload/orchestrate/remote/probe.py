@@ -7,6 +7,7 @@ What the machine does not tell is null.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -14,17 +15,20 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 _TAIL_LINES = 12
 _COMMAND_S = 5
+_RESOLVER_S = 3
 
 
 def probe(arguments: dict[str, Any]) -> dict[str, Any]:
     """Everything that preflight decides on, about this machine."""
     began_unix, began = time.time(), time.monotonic()
+    answered = ask_resolver(arguments["route_to"])
     facts = {
         "time_unix": began_unix,
         "hostname": socket.gethostname(),
@@ -41,6 +45,8 @@ def probe(arguments: dict[str, Any]) -> dict[str, Any]:
         "disk_free_bytes": shutil.disk_usage(Path.home()).free,
         **route(arguments["route_to"]),
     }
+    answered.wait(_RESOLVER_S)
+    facts["resolver_answers"] = answered.is_set()
     facts["took_s"] = time.monotonic() - began
     return facts
 
@@ -52,6 +58,22 @@ def hostname_addresses() -> list[str]:
     except OSError:
         return []
     return sorted({str(entry[4][0]) for entry in found})
+
+
+def ask_resolver(address: str | None) -> threading.Event:
+    """Set when the address's name is known, or is known to have none; mpirun and gloo ask, too."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(OSError):
+            socket.gethostbyaddr(str(address))
+        answered.set()
+
+    if address is None:
+        answered.set()
+    else:
+        threading.Thread(target=ask, daemon=True).start()
+    return answered
 
 
 def read_json(path: Path) -> Any:

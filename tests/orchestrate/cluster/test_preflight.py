@@ -152,7 +152,7 @@ def test_a_link_of_1_mbit_per_s_is_a_warning_that_names_its_node_and_the_time_pe
     assert_nothing_is_left(nodes)
 
 
-def test_no_amx_a_full_disk_and_a_clock_an_hour_off_are_named_and_nothing_is_tried(
+def test_no_amx_a_full_disk_a_wrong_clock_and_a_mute_resolver_are_named_and_nothing_is_tried(
     nodes: SeparateNodes, operator: Operator, tmp_path: Path
 ) -> None:
     text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
@@ -166,8 +166,10 @@ def test_no_amx_a_full_disk_and_a_clock_an_hour_off_are_named_and_nothing_is_tri
     (bin_dir / "python3").chmod(0o755)
     over = ("-t", "overlay", "-o", f"lowerdir={bin_dir}:/usr/local/bin", "overlay")
     small = ("-t", "tmpfs", "-o", "size=64m", "tmpfs")
+    (tmp_path / "mute").write_text("nameserver 10.255.255.53\n", encoding="ascii")
     with (
         mounted(nodes, 0, "--bind", tmp_path / "with", "/proc/cpuinfo"),
+        mounted(nodes, 0, "--bind", tmp_path / "mute", "/etc/resolv.conf"),
         mounted(nodes, 1, "--bind", tmp_path / "without", "/proc/cpuinfo"),
         mounted(nodes, 1, *small, nodes.home),
         mounted(nodes, 2, *over, "/usr/local/bin"),
@@ -178,6 +180,7 @@ def test_no_amx_a_full_disk_and_a_clock_an_hour_off_are_named_and_nothing_is_tri
         code, report, said = operator.preflight()
     assert code == ExitCode.PREFLIGHT
     assert "node-0" not in warnings(report, "cpu")
+    assert list(warnings(report, "name")) == ["node-0"]
     assert warnings(report, "cpu")["node-1"].startswith("its CPU shows no AMX")
     found = errors(report)
     assert found["node-1 disk"] == f"0.1 GiB are free in {nodes.home}"
