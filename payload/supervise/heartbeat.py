@@ -38,10 +38,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--lifeline", type=float, required=True, metavar="SECONDS")
     arguments = parser.parse_args(argv)
     paths = RunPaths(arguments.run_dir)
-    heard_s, done = time.monotonic(), b""
+    heard_s, due_s, done = time.monotonic(), time.monotonic(), b""
     while time.monotonic() - heard_s < arguments.lifeline:
         extra: dict[str, Any] = {}
-        if select.select([0], [], [], EVERY_S)[0]:
+        if select.select([0], [], [], max(0.0, due_s - time.monotonic()))[0]:
             heard_s = time.monotonic()
             words = os.read(0, 4096).split()
             if not words:
@@ -51,6 +51,10 @@ def main(argv: Sequence[str]) -> int:
                 done = wish
                 extra["ended"] = sorted(kill_until_none(paths.root, timeout_s=_KILL_S))
                 extra["asked"] = int(wish.removeprefix(b"end:"))
+            # A sign for every word would make the head's next word come at once, without end.
+            if not extra and time.monotonic() < due_s:
+                continue
+        due_s = time.monotonic() + EVERY_S
         try:
             sys.stdout.write(json.dumps(signs(paths) | extra) + "\n")
             sys.stdout.flush()

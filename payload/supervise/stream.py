@@ -128,10 +128,14 @@ class NodeStream:
             return
         assert ssh.stdin is not None and ssh.stdout is not None
         rest, patient_until_s = b"", time.monotonic() + _FIRST_S
+        ping_s, asked = 0.0, 0
         with ssh.stdin, ssh.stdout:
             while not self._closing.is_set() and time.monotonic() < patient_until_s:
-                if not self._ping(ssh.stdin.fileno()):
-                    break
+                now = time.monotonic()
+                if now >= ping_s or self._asked != asked:
+                    ping_s, asked = now + EVERY_S / 2, self._asked
+                    if not self._ping(ssh.stdin.fileno()):
+                        break
                 if not select.select([ssh.stdout], [], [], EVERY_S / 2)[0]:
                     continue
                 content = os.read(ssh.stdout.fileno(), 65536)

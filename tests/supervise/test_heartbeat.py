@@ -76,3 +76,22 @@ def test_without_a_word_from_the_head_the_node_ends_the_run_itself(
     with start(paths, lifeline_s=0.5) as process:
         assert process.wait(DEADLINE_S) == 0
         assert sleeper.wait(DEADLINE_S) == -9
+
+
+def test_a_word_from_the_head_calls_forth_no_sign_of_its_own(paths: RunPaths) -> None:
+    """Or the two would answer each other without end, on a core of each node."""
+    with start(paths) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        for _ in range(50):
+            process.stdin.write(b"ping\n")
+            process.stdin.flush()
+            time.sleep(0.01)
+        process.stdin.write(b"end:1\n")
+        process.stdin.flush()
+        signs = 1
+        while "ended" not in json.loads(process.stdout.readline()):
+            signs += 1
+        assert signs < 10
+        process.stdin.close()
+        assert process.wait(DEADLINE_S) == 0
