@@ -87,7 +87,7 @@ class LastWords:
     ) -> Never:
         """Say what happened in one line, leave the exit record, and end this process at once."""
         if isinstance(error, KeyboardInterrupt):
-            self._leave(128 + signal.SIGINT)
+            leave(128 + signal.SIGINT)
         known = self._known(error)
         print(f"error: {known}", file=sys.stderr)
         if self.paths is not None and self.world is not None:
@@ -95,7 +95,7 @@ class LastWords:
             from payload.train.metrics import write_rank_exit
 
             write_rank_exit(self.paths, self.world, exit_code=known.exit_code, error=str(known))
-        self._leave(known.exit_code)
+        leave(known.exit_code)
 
     def _known(self, error: BaseException) -> TileforgeError:
         """Our own class for what torch threw; its traceback stays in the log."""
@@ -114,11 +114,17 @@ class LastWords:
         traceback.print_exception(error)
         return TrainingError(f"{text} (traceback above, in this rank's log)")
 
-    def _leave(self, status: int) -> Never:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: with a peer gone, gloo's threads can keep a leaving interpreter for minutes.
-        os._exit(status)
+
+def leave(status: int) -> Never:
+    """End this process at once, with all that it said written.
+
+    Not sys.exit: with a peer gone, gloo's threads can keep a leaving interpreter for minutes, and
+    after a finished run one of torch's has been seen to abort it (SIGABRT, "terminate called
+    without an active exception"). Taking torch down in order takes 0.7 s besides.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _load_config(arguments: argparse.Namespace) -> RunConfig:
@@ -168,4 +174,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
+    leave(main(sys.argv[1:], os.environ))
