@@ -162,8 +162,9 @@ make_venv() {
     "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv" || fail "python -m venv $venv failed; what it said is above."
 }
 
+# Not compiled: of the 35 s of one core that this takes, a run's imports need 4, at the first start.
 pip_install() {
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input "$@"
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input --no-compile "$@"
 }
 
 reachable() {
