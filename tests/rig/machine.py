@@ -57,7 +57,8 @@ class Machine:
         for path in (self.root, upper, work):
             path.mkdir()
         lower = ":".join(map(str, layers))
-        options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+        # volatile: else each unmount waits until all that was written is on the host's disk.
+        options = f"lowerdir={lower},upperdir={upper},workdir={work},volatile"
         run(["mount", "-t", "overlay", self.full_name, "-o", options, self.root])
         seed = self.root / "var/lib/cloud/seed/nocloud"
         seed.mkdir(parents=True)
@@ -68,6 +69,11 @@ class Machine:
 
     def start(self) -> None:
         """Power on; returns when its systemd runs."""
+        self.power_on()
+        self.wait_for_systemd()
+
+    def power_on(self) -> None:
+        """Let it boot."""
         cgroups = own_cgroups(self.full_name)
         for group in cgroups:
             group.mkdir(exist_ok=True)
@@ -88,6 +94,9 @@ class Machine:
                 # A machine's administrator may set its network's parameters.
                 env={**os.environ, "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network"},
             )
+
+    def wait_for_systemd(self) -> None:
+        """Return once its systemd runs."""
         wait_until(self._answers, what=f"{self.name}: systemd", timeout_s=60)
 
     def wait_for_ssh(self, *, timeout_s: float = 30) -> None:
@@ -118,6 +127,23 @@ class Machine:
         """Its public host keys, each as `type base64`."""
         files = sorted((self.root / "etc/ssh").glob("ssh_host_*_key.pub"))
         return tuple(" ".join(path.read_text(encoding="utf-8").split()[:2]) for path in files)
+
+    def live_root(self) -> Path:
+        """Its file system as it sees it now, with what it holds in memory."""
+        leader = self._leader()
+        if leader is None:
+            raise RigError(f"{self.name} is not running")
+        return Path(f"/proc/{leader}/root")
+
+    def user_name(self, uid: int) -> str:
+        """Who has this number there."""
+        rows = (self.root / "etc/passwd").read_text(encoding="utf-8").splitlines()
+        names = {int(row.split(":")[2]): row.split(":")[0] for row in rows}
+        return names.get(uid, str(uid))
+
+    def pids(self) -> list[int]:
+        """All its processes, by their numbers on the host."""
+        return pids_in_network(self.link.machine)
 
     def bootstrap_state(self) -> dict[str, Any] | None:
         """What its bootstrap last said, or None before it said anything."""
@@ -227,7 +253,7 @@ class Machine:
 
     def _signal(self, number: signal.Signals, *, but: str) -> bool:
         """Send it to all its processes but those in the state `but`; true if there were none."""
-        states = {pid: _status(pid).get("State", "Z")[0] for pid in self._pids()}
+        states = {pid: _status(pid).get("State", "Z")[0] for pid in self.pids()}
         wanted = [pid for pid, state in states.items() if state != but and state != "Z"]
         for pid in wanted:
             try:
@@ -235,9 +261,6 @@ class Machine:
             except ProcessLookupError:
                 continue
         return not wanted
-
-    def _pids(self) -> list[int]:
-        return pids_in_network(self.link.machine)
 
 
 def _status(pid: int) -> dict[str, str]:

@@ -8,6 +8,7 @@ seconds instead of a minute.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from infra.cloud_init import BootstrapFiles, NodeBootstrap, render_user_data
@@ -15,6 +16,7 @@ from payload import __version__
 from tests.rig.cache import cached
 from tests.rig.host import RigError, run
 from tests.rig.image import root_image
+from tests.rig.machine import Machine
 from tests.rig.rig import ROOT, Rig
 from tests.rig.wheelhouse import WHEELHOUSE_ON_MACHINE, wheelhouse
 
@@ -39,20 +41,42 @@ def node_user_data(public_key: str, *, extra_packages: tuple[str, ...] = ()) -> 
 
 def layer() -> Path:
     """The layer for `Rig(layers=[layer()])`; the first call takes a minute or two."""
-    user_data = node_user_data(_NOBODY)
-    recipe = (root_image().name, wheelhouse().name, user_data)
-    return cached("prepared", recipe=recipe, build=lambda folder: _build(folder, user_data))
+    return _cached(_build)
 
 
-def _build(folder: Path, user_data: str) -> None:
-    with Rig([user_data]) as rig:
+def keep(machine: Machine) -> None:
+    """Make the layer, if there is none yet, from a machine that has just become ready by itself.
+
+    The machine is shut down for it and started again.
+    """
+
+    def copy(folder: Path) -> None:
+        machine.stop()
+        _copy_disk(machine, folder)
+        machine.start()
+        machine.wait_for_ssh()
+
+    _cached(copy)
+
+
+def _cached(build: Callable[[Path], None]) -> Path:
+    recipe = (root_image().name, wheelhouse().name, node_user_data(_NOBODY))
+    return cached("prepared", recipe=recipe, build=build)
+
+
+def _build(folder: Path) -> None:
+    with Rig([node_user_data(_NOBODY)]) as rig:
         (state,) = rig.wait_for_bootstrap(timeout_s=900).values()
         if not state["ok"]:
             raise RigError(f"bootstrap failed at {state['step']}: {state['reason']}")
         (machine,) = rig.machines
         machine.stop()
-        # As cp and not by Python: overlayfs keeps deletions as devices and attributes.
-        run(["cp", "--archive", f"{machine.folder}/disk/upper/.", folder], timeout_s=600)
+        _copy_disk(machine, folder)
+
+
+def _copy_disk(machine: Machine, folder: Path) -> None:
+    # As cp and not by Python: overlayfs keeps deletions as devices and attributes.
+    run(["cp", "--archive", f"{machine.folder}/disk/upper/.", folder], timeout_s=600)
     for name in _OF_ONE_MACHINE:
         shutil.rmtree(folder / name)
     for path in (folder / "etc/ssh").glob("ssh_host_*"):

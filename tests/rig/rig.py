@@ -71,7 +71,9 @@ class Rig(AbstractContextManager["Rig"]):
                 layers = [*self._layers, image / "root"]
                 hosts = self._hosts()
                 machine.mount(layers, user_data=user_data, hosts=hosts, disk_mib=self._disk_mib)
-                machine.start()
+                machine.power_on()
+            for machine in self.machines:
+                machine.wait_for_systemd()
         except BaseException:
             self._end()
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,9 @@ LOG = "/var/log/tileforge-bootstrap.log"
 SETUP = ["bash", "/usr/local/lib/tileforge/node-setup.sh"]
 
 
-@pytest.fixture(scope="module")
-def rig(operator_key: Path) -> Iterator[Rig]:
-    """node-0 becomes ready; node-1 is asked for a package that does not exist."""
-    key = public(operator_key)
-    broken = node_user_data(key, extra_packages=("no-such-package",))
-    with Rig([node_user_data(key), broken]) as rig:
-        rig.wait_for_bootstrap(timeout_s=600)
-        yield rig
+@pytest.fixture
+def rig(from_nothing: Rig) -> Rig:
+    return from_nothing
 
 
 @pytest.fixture
@@ -40,7 +35,8 @@ def ready(rig: Rig) -> Machine:
 
 @pytest.fixture
 def failed(rig: Rig) -> Machine:
-    return rig.machines[1]
+    """The one that was asked for a package that does not exist."""
+    return rig.machines[3]
 
 
 def public(key: Path) -> str:

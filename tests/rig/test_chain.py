@@ -1,0 +1,206 @@
+"""From machines that were never started to results at home; what must not be left on the way."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.orchestrate.remote.probe import numa_domains, physical_cores
+from tests.launching import losses, metrics, summary
+from tests.orchestrate.operator import Operator, finish
+from tests.rig.machine import Machine
+from tests.rig.rig import Rig
+from tests.rig.sweep import (
+    files_in,
+    files_on,
+    holders,
+    key_needles,
+    mode_of,
+    processes_of,
+    writable_by_others,
+)
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
+
+STEPS = 6
+ENDLESS = ("train.steps=100000", "train.checkpoint_every=0")
+HOME = "home/trainer"
+OPERATOR_KEY = ".cluster/rig/id_ed25519"
+# What a person's shell may have, and no node is told.
+CANARIES = {
+    "HF_TOKEN": "hf_canary7Qm2xWvT",
+    "GOOGLE_APPLICATION_CREDENTIALS": "/nowhere/canary4Zr9.json",
+    "AWS_SECRET_ACCESS_KEY": "canaryUe83LkPd",
+}
+HOST_KEYS = tuple(f"etc/ssh/ssh_host_{kind}_key" for kind in ("ecdsa", "ed25519"))
+# Some of what the search must have seen.
+SWEPT = (
+    "var/lib/cloud/seed/nocloud/user-data",
+    "var/lib/cloud/seed/nocloud/meta-data",
+    "var/lib/tileforge/bootstrap.json",
+    "var/log/cloud-init.log",
+    "var/log/tileforge-bootstrap.log",
+    "run/cloud-init/instance-data.json",
+    f"{HOME}/.ssh/authorized_keys",
+    f"{HOME}/tileforge/runs/one/inventory.json",
+    f"{HOME}/tileforge/runs/one/plan.json",
+)
+# The account's own services, which it has without us.
+_SERVICES = ("/lib/systemd/systemd --user", "(sd-pam)")
+
+
+@pytest.fixture(scope="module")
+def machines(from_nothing: Rig) -> list[Machine]:
+    """The head and two workers, made ready by nothing but their own bootstrap."""
+    return from_nothing.machines[:3]
+
+
+@pytest.fixture(scope="module")
+def operator(from_nothing: Rig, operator_folder: Path, operator_key: Path) -> Operator:
+    """Has the cluster's key, and tokens in the environment."""
+    found = from_nothing.inventory(physical_cores=physical_cores() or 1)
+    nodes = tuple(replace(node, numa_domains=numa_domains() or 1) for node in found.nodes[:3])
+    return Operator(
+        operator_folder,
+        replace(found, cluster="rig", nodes=nodes),
+        around=from_nothing.operator_argv,
+        secrets=CANARIES,
+    )
+
+
+def is_quiet(machine: Machine) -> bool:
+    """Whether the account has no process but those that it has anyway."""
+    mine = [process for process in processes_of(machine) if process.user == "trainer"]
+    return all(process.command in _SERVICES for process in mine)
+
+
+def marked(machine: Machine) -> list[str]:
+    """Processes that belong to a run, whoever has them."""
+    words = ("payload", "mpirun", "hydra")
+    found = []
+    for process in processes_of(machine):
+        if b"TILEFORGE_" in process.environment or any(word in process.command for word in words):
+            found.append(process.command)
+    return found
+
+
+def assert_nothing_is_left(machines: list[Machine], operator_key: Path) -> None:
+    """No process of a run, no key of one, no session."""
+    for machine in machines:
+        assert not marked(machine)
+        wait_until(partial(is_quiet, machine), what=f"{machine.name}: end of the last session")
+        ssh = machine.root / HOME / ".ssh"
+        public = operator_key.with_suffix(".pub").read_text(encoding="ascii")
+        assert (ssh / "authorized_keys").read_text(encoding="ascii").strip() == public.strip()
+        assert not [path for path in (ssh / "tileforge").rglob("*") if path.is_file()]
+
+
+def test_three_machines_from_nothing_train_what_one_machine_trains(
+    operator: Operator, machines: list[Machine], operator_key: Path
+) -> None:
+    assert [(m.bootstrap_state() or {})["ok"] for m in machines] == [True, True, True]
+    code, said = operator.do(*operator.on_cluster("preflight"), "--json")
+    assert code == ExitCode.OK, said
+    code, said = operator.do(*operator.run_words("far", f"train.steps={STEPS}"))
+    assert code == ExitCode.OK, said
+    far = operator.paths("far")
+    result = summary(far.root)
+    assert (result["world_size"], result["nodes"], result["status"]) == (3, 3, "finished")
+    assert result["ranks_identical"] is True
+    assert (far.checkpoint(STEPS) / "model.safetensors").exists()
+    assert all(far.rank_log(rank).exists() for rank in range(3))
+    assert_nothing_is_left(machines, operator_key)
+    words = operator.local_words("near", f"train.steps={STEPS}", "launch.ranks_per_node=3")
+    code, said = operator.do(*words)
+    assert code == ExitCode.OK, said
+    assert summary(operator.paths("near").root)["world_size"] == 3
+    assert losses(far.root) == pytest.approx(losses(operator.paths("near").root), rel=1e-5)
+
+
+def test_attach_sees_the_end_of_a_run_whose_operator_was_killed(
+    operator: Operator, machines: list[Machine], operator_key: Path
+) -> None:
+    steps = 200
+    killed = operator.start(*operator.run_words("kept", f"train.steps={steps}"))
+    operator.wait_for_a_step("kept")
+    killed.send_signal(signal.SIGKILL)
+    finish(killed)
+    there = machines[0].root / HOME / "tileforge/runs/kept"
+    assert len(metrics(there)) < steps
+    code, said = operator.do("attach", "kept")
+    assert code == ExitCode.OK, said
+    # `losses` sees to it that every step is there once, in order.
+    assert len(losses(operator.paths("kept").root)) == steps
+    assert summary(operator.paths("kept").root)["status"] == "finished"
+    assert_nothing_is_left(machines, operator_key)
+
+
+def test_no_secret_is_anywhere_but_in_its_own_file_and_stop_leaves_no_process(
+    operator: Operator, machines: list[Machine], operator_key: Path
+) -> None:
+    code, said = operator.do(*operator.run_words("one", *ENDLESS), "--detach")
+    assert code == ExitCode.OK, said
+    follower = operator.start("attach", "one")
+    operator.wait_for_a_step("one")
+    run_key = files_in_run_key(machines[0])["id_ed25519"]
+    needles = {
+        "a private key's first line": b"PRIVATE KEY-----",
+        **{name: value.encode() for name, value in CANARIES.items()},
+        **key_needles("operator's key", operator_key.read_bytes()),
+        **key_needles("run's key", run_key.read_bytes()),
+    }
+    allowed = {str(run_key.relative_to(machines[0].root)), *HOST_KEYS}
+    for machine in machines:
+        assert set(marked(machine))
+        for process in processes_of(machine):
+            seen = process.command.encode() + process.environment
+            assert not [name for name, value in needles.items() if value in seen], process.command
+        files = dict(files_on(machine))
+        assert set(SWEPT) <= set(files)
+        assert set(holders(files.items(), needles)) == allowed
+        allowed = set(HOST_KEYS)
+    # The same eyes see what is there.
+    told = Path(f"/proc/{follower.pid}/environ").read_bytes()
+    assert all(value.encode() in told for value in CANARIES.values())
+    typed = Path(f"/proc/{follower.pid}/cmdline").read_bytes()
+    assert typed and not [name for name, value in needles.items() if value in typed]
+    assert_modes(operator, machines, operator_key)
+    code, said = operator.do("stop", "one")
+    assert code == ExitCode.OK and "no process of it is left on any node" in said, said
+    code, said = finish(follower)
+    assert code == ExitCode.OK, said
+    assert_nothing_is_left(machines, operator_key)
+    for machine in machines:
+        assert set(holders(files_on(machine), needles)) == set(HOST_KEYS)
+    assert set(holders(files_in(operator.folder), needles)) == {OPERATOR_KEY}
+    assert len(losses(operator.paths("one").root)) == summary(operator.paths("one").root)["steps"]
+
+
+def files_in_run_key(head: Machine) -> dict[str, Path]:
+    """What the head has of run `one`'s key."""
+    folder = head.root / HOME / ".ssh/tileforge/one"
+    return {path.name: path for path in folder.iterdir()}
+
+
+def assert_modes(operator: Operator, machines: list[Machine], operator_key: Path) -> None:
+    """Keys for their owner alone, and nothing of a run for others to write."""
+    of_run = files_in_run_key(machines[0])
+    assert {name: mode_of(path) for name, path in of_run.items()} == {
+        "id_ed25519": "600",
+        "id_ed25519.pub": "644",
+        "known_hosts": "600",
+        "ssh_config": "600",
+    }
+    assert mode_of(of_run["id_ed25519"].parent) == "700"
+    for machine in machines:
+        ssh = machine.root / HOME / ".ssh"
+        assert (mode_of(ssh), mode_of(ssh / "authorized_keys")) == ("700", "600")
+        assert not writable_by_others(machine.root / HOME / "tileforge")
+    assert (mode_of(operator_key.parent), mode_of(operator_key)) == ("700", "600")
+    assert not writable_by_others(operator.folder / "runs")
