@@ -50,9 +50,11 @@ def this_code() -> Code:
     return Code(root=package.parent, files=files)
 
 
-def look(connection: Connection, code: Code, *, venv: PurePosixPath, data: str) -> dict[str, Any]:
+def look(
+    connection: Connection, code: Code, *, venv: PurePosixPath, wholes: Sequence[str] = ()
+) -> dict[str, Any]:
     """What the node has and lacks for a run; see remote/place.py."""
-    return _place(connection, code, action="look", venv=str(venv), data=data)
+    return _place(connection, code, action="look", venv=str(venv), wholes=list(wholes))
 
 
 def send_code(
@@ -89,16 +91,16 @@ def unpack(connection: Connection, content: bytes, folder: PurePosixPath) -> Non
     connection.check_run(argv, stdin=content, timeout_s=_UNPACK_S)
 
 
-def send_data(connection: Connection, source: Path, target: PurePosixPath) -> None:
-    """Copy the data folder to the node; what an attempt has copied, the next one keeps.
+def send_files(
+    connection: Connection, source: Path, target: PurePosixPath, files: Mapping[str, str | None]
+) -> None:
+    """Copy files of a folder to the node; what an attempt has copied, the next one keeps.
 
-    meta.json comes last, so that a folder that has it is whole.
+    `files` has the sha256 by name, as far as it is known. The last one marks a folder as whole.
     """
-    known = json.loads((source / "meta.json").read_text("utf-8"))["files"]
     connection.check_run(["mkdir", "-p", "--", str(target)], timeout_s=_LOOK_S)
-    for name in (*known, "meta.json"):
+    for name, sha256 in files.items():
         timeout_s = _COPY_S + (source / name).stat().st_size / _SLOWEST_BYTES_PER_S
-        sha256 = known.get(name, {}).get("sha256")
         if not _has(connection, target / name, sha256, timeout_s=timeout_s):
             put(connection, source / name, str(target / name), timeout_s=timeout_s)
 
@@ -110,7 +112,7 @@ def _has(
     return sha256 is not None and done.stdout.startswith(sha256.encode())
 
 
-def _place(connection: Connection, code: Code, **arguments: str) -> dict[str, Any]:
+def _place(connection: Connection, code: Code, **arguments: str | list[str]) -> dict[str, Any]:
     text = connection.check_run(
         remote_argv({**arguments, "digest": code.digest, "files": code.files}),
         stdin=remote_program("place.py"),

@@ -61,7 +61,7 @@ def attach(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
 
     with connect() as cluster:
         head = cluster.connect(inventory.head)
-        answer = look(head, this_code(), venv=VENV, data="none")
+        answer = look(head, this_code(), venv=VENV)
     run_id = arguments.run or answer["running"]
     if run_id is None:
         raise UsageError(f"no run is under way on {inventory.cluster}. Name one: attach RUN.")

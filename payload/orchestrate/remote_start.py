@@ -31,8 +31,9 @@ from payload.orchestrate.remote_run import RemoteRun
 from payload.orchestrate.run_key import RunKey, install_run_key, remove_run_key
 from payload.orchestrate.runs import create_run, find_run, new_run_id, point_latest_at
 from payload.orchestrate.ssh_settings import Login
-from payload.orchestrate.supply import Answers, ask_nodes, bring_code, bring_data
+from payload.orchestrate.supply import Answers, ask_nodes, bring_code, bring_data, bring_weights
 from payload.orchestrate.trial_report import try_if_new
+from payload.orchestrate.weights import Weights, local_weights
 from payload.results import RunPaths
 from payload.run_config import RunConfig
 
@@ -45,6 +46,8 @@ class Wanted:
     data: Path
     """The data folder here."""
     vocab_size: int
+    weights: Weights | None
+    """What the model starts from, if that is a folder here."""
     paths: RunPaths
     """The local copy."""
     resumes: bool
@@ -76,7 +79,9 @@ def run_on_cluster(
         if report.exit_code:
             talk.print(f"error: nothing was started: {', '.join(report.failing_nodes())} not fit")
             return report.exit_code
-        answers = ask_nodes(inventory, cluster, code=this_code(), data=wanted.data)
+        answers = ask_nodes(
+            inventory, cluster, code=this_code(), data=wanted.data, weights=wanted.weights
+        )
         found = _other_run(answers[inventory.head.name], wanted)
         if found is None:
             prepared = _prepare(wanted, cluster, report, answers, talk=talk)
@@ -107,7 +112,6 @@ def _wanted(
     if resumed is not None:
         _refuse_another_place(resumed, chosen.inventory)
     config = config_of(resumed)
-    _refuse_local_weights(config)
     require_mpirun(config)
     world_size = place_ranks(chosen.inventory, config.launch, domains=chosen.domains).world_size
     config.batch.grad_accum_steps(world_size)
@@ -119,10 +123,16 @@ def _wanted(
         config=config,
         data=data,
         vocab_size=check_data(data, sequence_length=config.data.sequence_length),
+        weights=_weights(config.model.init, resumes=resumed is not None),
         paths=resumed or RunPaths(arguments.runs_dir / run_id),
         resumes=resumed is not None,
         chosen=chosen,
     )
+
+
+def _weights(init: str, *, resumes: bool) -> Weights | None:
+    """A resumed run starts from its checkpoint, so that the folder may be gone by now."""
+    return None if resumes and not Path(init).is_dir() else local_weights(init)
 
 
 def _refuse_another_place(paths: RunPaths, inventory: ClusterInventory) -> None:
@@ -131,15 +141,6 @@ def _refuse_another_place(paths: RunPaths, inventory: ClusterInventory) -> None:
         raise ConfigError(
             f"run {paths.run_id} was on {was.cluster}, and its checkpoints are not on "
             f"{inventory.cluster}. Resume it where it was."
-        )
-
-
-def _refuse_local_weights(config: RunConfig) -> None:
-    init = config.model.init
-    if init != "scratch" and Path(init).exists():
-        raise ConfigError(
-            f"model.init = {init!r} is a folder on this machine, and a run on a cluster does not "
-            "copy it. Use `scratch` or a Hugging Face name."
         )
 
 
@@ -167,11 +168,20 @@ def _prepare(
     home = PurePosixPath(answers[inventory.head.name]["home"])
     code = this_code()
     bring_code(inventory, cluster, answers, code=code, talk=talk)
-    data = bring_data(inventory, cluster, answers, source=wanted.data, talk=talk)
+    config = replace(
+        wanted.config,
+        data=replace(
+            wanted.config.data,
+            dir=str(bring_data(inventory, cluster, answers, source=wanted.data, talk=talk)),
+        ),
+    )
+    if wanted.weights is not None:
+        init = bring_weights(inventory, cluster, answers, weights=wanted.weights, talk=talk)
+        config = replace(config, model=replace(config.model, init=str(init)))
     try:
         run_key = install_run_key(cluster, inventory, run_id=wanted.paths.run_id)
         planned = _plan(wanted, report, answers, code=code, run_key=run_key, home=home)
-        _write(wanted, planned, cluster, data=data)
+        _write(wanted, planned, cluster, there=config)
     except TileforgeError:
         remove_run_key(cluster, inventory, run_id=wanted.paths.run_id)
         raise
@@ -184,17 +194,17 @@ def _prepare(
     return planned
 
 
-def _write(wanted: Wanted, planned: PlannedRun, cluster: Cluster, *, data: PurePosixPath) -> None:
-    """The run folder, here and on every node; there the config names the data's place there."""
-    paths, config = wanted.paths, wanted.config
+def _write(wanted: Wanted, planned: PlannedRun, cluster: Cluster, *, there: RunConfig) -> None:
+    """The run folder, here and on every node; `there` is the config with the nodes' own paths."""
+    paths = wanted.paths
     if not wanted.resumes:
         create_run(paths.root.parent, paths.run_id)
     point_latest_at(paths.root.parent, paths.run_id)
     for stale in (paths.summary, paths.state, *paths.root.glob("exits/*.json")):
         stale.unlink(missing_ok=True)
     planned.write(paths)
-    there = replace(planned, config=replace(config, data=replace(config.data, dir=str(data))))
-    content = archive({name: text.encode() for name, text in there.files().items()})
+    files = replace(planned, config=there).files()
+    content = archive({name: text.encode() for name, text in files.items()})
     run_dir = PurePosixPath(planned.paths.root)
     nodes = wanted.chosen.inventory.nodes
     all_or_raise(

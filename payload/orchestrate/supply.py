@@ -1,8 +1,9 @@
-"""What a run's nodes lack, code and data, and bringing it to them."""
+"""What a run's nodes lack: code, data and weights; and bringing it to them."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,25 +14,30 @@ from payload.errors import PreflightError
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.cluster_access import VENV
-from payload.orchestrate.code import Code, look, send_code, send_data
+from payload.orchestrate.code import Code, look, send_code, send_files
 from payload.orchestrate.fanout import all_or_raise, on_every_node
+from payload.orchestrate.weights import Weights
+
+_META = "meta.json"
 
 Answers = Mapping[str, dict[str, Any]]
 """By node: what `look` gave, see remote/place.py."""
 
 
-def data_name(source: Path) -> str:
-    """The name of a data folder on the nodes: equal for equal data."""
-    return hashlib.sha256((source / "meta.json").read_bytes()).hexdigest()[:16]
-
-
-def ask_nodes(inventory: ClusterInventory, cluster: Cluster, *, code: Code, data: Path) -> Answers:
+def ask_nodes(
+    inventory: ClusterInventory,
+    cluster: Cluster,
+    *,
+    code: Code,
+    data: Path,
+    weights: Weights | None,
+) -> Answers:
     """What every node has and lacks. Raises PreflightError where a run cannot be."""
-    name = data_name(data)
+    wholes = [_whole_data(data), *([_whole_weights(weights)] if weights else [])]
     answers = all_or_raise(
         on_every_node(
             inventory.nodes,
-            lambda node: look(cluster.connect(node), code, venv=VENV, data=name),
+            lambda node: look(cluster.connect(node), code, venv=VENV, wholes=wholes),
         ),
         what="looking at the nodes",
     )
@@ -63,8 +69,7 @@ def bring_code(
     talk.print(f"payload {code.digest}: sending changed files ({counts})")
 
     def send(node: Node) -> None:
-        home = PurePosixPath(answers[node.name]["home"])
-        send_code(cluster.connect(node), code, lacking[node.name], home=home)
+        send_code(cluster.connect(node), code, lacking[node.name], home=_home(answers, node))
 
     all_or_raise(on_every_node(nodes, send), what="sending the payload")
 
@@ -78,13 +83,50 @@ def bring_data(
     talk: Console,
 ) -> PurePosixPath:
     """To the nodes that lack it, each from here; returns where it is."""
-    home = PurePosixPath(answers[inventory.head.name]["home"])
-    target = home / "tileforge" / "data" / data_name(source)
-    nodes = [node for node in inventory.nodes if not answers[node.name]["has_data"]]
+    whole = _whole_data(source)
+    target = _home(answers, inventory.head) / "tileforge" / PurePosixPath(whole).parent
+    known = json.loads((source / _META).read_text("utf-8"))["files"]
+    files = {**{name: entry["sha256"] for name, entry in known.items()}, _META: None}
+    nodes = [node for node in inventory.nodes if whole not in answers[node.name]["has"]]
     if nodes:
         size = sum(path.stat().st_size for path in source.iterdir()) / 1e6
         names = ", ".join(node.name for node in nodes)
         talk.print(f"data {source}: sending {size:,.0f} MB to each of {names}")
-    for node in nodes:
-        send_data(cluster.connect(node), source, target)
+    all_or_raise(
+        on_every_node(nodes, lambda node: send_files(cluster.connect(node), source, target, files)),
+        what="sending the data",
+    )
     return target
+
+
+def bring_weights(
+    inventory: ClusterInventory,
+    cluster: Cluster,
+    answers: Answers,
+    *,
+    weights: Weights,
+    talk: Console,
+) -> PurePosixPath:
+    """To the head if it lacks them, as rank 0 alone reads them; returns where they are."""
+    head = inventory.head
+    whole = _whole_weights(weights)
+    target = _home(answers, head) / "tileforge" / PurePosixPath(whole).parent
+    if whole not in answers[head.name]["has"]:
+        size = weights.size_bytes() / 1e6
+        talk.print(f"weights {weights.folder}: sending {size:,.0f} MB to {head.name}")
+        send_files(cluster.connect(head), weights.folder, target, weights.files)
+    return target
+
+
+def _whole_data(source: Path) -> str:
+    """The file that a node with this data has under ~/tileforge: equal for equal data."""
+    digest = hashlib.sha256((source / _META).read_bytes()).hexdigest()[:16]
+    return f"data/{digest}/{_META}"
+
+
+def _whole_weights(weights: Weights) -> str:
+    return f"weights/{weights.digest}/{list(weights.files)[-1]}"
+
+
+def _home(answers: Answers, node: Node) -> PurePosixPath:
+    return PurePosixPath(answers[node.name]["home"])

@@ -1,8 +1,9 @@
 """Looks what a run lacks on this node, and puts the payload's code in its place.
 
 Runs on a node as `python3 -I - ARGUMENTS`, with this text on stdin; ARGUMENTS is a JSON object:
-action (look, finish), digest (of the code), files (sha256 by path), for look also venv and data
-(a folder's name). Prints a JSON object. Each action may be repeated.
+action (look, finish), digest (of the code), files (sha256 by path), for look also venv and wholes
+(files under ~/tileforge, each the last one of a folder). Prints a JSON object. Each action may be
+repeated.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
         "port": free_port(),
         "running": running(root / "runs"),
         "missing": missing,
-        "has_data": (root / "data" / arguments["data"] / "meta.json").is_file(),
+        "has": [name for name in arguments["wholes"] if (root / name).is_file()],
     }
 
 

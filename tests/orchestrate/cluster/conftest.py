@@ -5,9 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from payload.errors import ExitCode
+from tests.orchestrate.cluster.separate import SeparateNodes
+from tests.orchestrate.operator import Operator
+
+STEPS = 6
 
 _NOT_RUN = pytest.StashKey[str]()
 _UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "true")
@@ -39,3 +47,26 @@ def pytest_terminal_summary(
     if note:
         terminalreporter.section("tests/orchestrate/cluster", yellow=True, bold=True)
         terminalreporter.write_line(note, yellow=True, bold=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """Two nodes, and an operator who has trained run `far` on them to its end."""
+
+    operator: Operator
+    nodes: SeparateNodes
+
+    def on_head(self, name: str) -> Path:
+        """A file of the run as the head has it."""
+        return self.nodes.home_of(0) / "tileforge" / "runs" / "far" / name
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """For tests that look at what a run leaves, here and there."""
+    folder = tmp_path_factory.mktemp("trained")
+    with SeparateNodes(folder, num_nodes=2) as nodes:
+        operator = Operator(folder, nodes.inventory, key=nodes.key)
+        code, said = operator.do(*operator.run_words("far", f"train.steps={STEPS}"))
+        assert code == ExitCode.OK, said
+        yield Trained(operator=operator, nodes=nodes)

@@ -1,0 +1,97 @@
+"""The weights that a run starts from, where they are a folder here: which files, and their hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from payload.errors import ConfigError
+from payload.orchestrate.runs import newest_checkpoint
+from payload.results import RunPaths
+
+_CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A folder in the Hugging Face layout on this machine."""
+
+    folder: Path
+    files: Mapping[str, str]
+    """sha256 by name, of what a model is loaded from; config.json is the last."""
+
+    @property
+    def digest(self) -> str:
+        """Names the weights: equal for equal files."""
+        return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()[:16]
+
+    def size_bytes(self) -> int:
+        """Of all files together."""
+        return sum((self.folder / name).stat().st_size for name in self.files)
+
+
+def local_weights(init: str) -> Weights | None:
+    """What `model.init` names on this machine; None for `scratch` and for names on a hub.
+
+    A run's folder stands for its newest checkpoint. Raises ConfigError when something lacks, or is
+    not what a checkpoint's manifest says.
+    """
+    path = Path(init)
+    if init == "scratch" or not path.is_dir():
+        if init.startswith(("/", "./", "../", "~")):
+            raise ConfigError(f"model.init = {init!r}: there is no such folder here. Correct it.")
+        return None
+    folder = path
+    if (path / "checkpoints").is_dir():
+        newest = newest_checkpoint(RunPaths(path))
+        if newest is None:
+            raise ConfigError(f"model.init = {init!r}: the run has no checkpoint that is whole.")
+        folder = newest
+    promised = None
+    if (folder / _MANIFEST).exists():
+        promised = _entries(folder / _MANIFEST, "files")
+    files = {}
+    for name in (*_weight_files(folder), _CONFIG):
+        files[name] = _sha256(folder / name, init=init)
+        if promised is not None and files[name] != promised.get(name, {}).get("sha256"):
+            raise ConfigError(
+                f"model.init = {init!r}: {folder / name} is not what the checkpoint's manifest "
+                "says. It is damaged; name another checkpoint."
+            )
+    return Weights(folder=folder, files=files)
+
+
+def _weight_files(folder: Path) -> list[str]:
+    index = folder / _INDEX
+    if not index.exists():
+        return [_WEIGHTS]
+    names = sorted(set(_entries(index, "weight_map").values()))
+    if any(Path(name).name != name for name in names):
+        raise ConfigError(f"{index}: it names files outside of its folder. Name another folder.")
+    return [*names, _INDEX]
+
+
+def _entries(path: Path, key: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))[key]
+        return dict(found.items())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error!r}). Name another folder.") from None
+
+
+def _sha256(path: Path, *, init: str) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(
+            f"model.init = {init!r}: {path}: {error.strerror}. Name a folder in the Hugging Face "
+            "GPT-2 layout, with safetensors, or a checkpoint."
+        ) from None

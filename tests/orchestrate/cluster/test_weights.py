@@ -1,0 +1,53 @@
+"""A run that starts from weights on the operator's machine."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import pytest
+from rich.console import Console
+
+from payload.errors import ExitCode
+from payload.inventory import ClusterInventory
+from payload.orchestrate.cluster import Cluster
+from payload.orchestrate.code import this_code
+from payload.orchestrate.ssh_settings import Login
+from payload.orchestrate.supply import ask_nodes, bring_weights
+from payload.orchestrate.weights import local_weights
+from payload.run_config import load_run_config
+from tests.launching import losses
+from tests.orchestrate.cluster.conftest import STEPS, Trained
+
+pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
+
+
+def test_a_checkpoint_here_is_brought_to_the_head_once_and_trained_on(trained: Trained) -> None:
+    operator, nodes = trained.operator, trained.nodes
+    far = operator.paths("far")
+    settings = ("train.steps=1", f"model.init={far.root}")
+    code, said = operator.do(*operator.run_words("more", *settings))
+    assert code == ExitCode.OK, said
+    weights = local_weights(str(far.root))
+    assert weights is not None and weights.folder == far.checkpoint(STEPS)
+    assert f"weights {weights.folder}: sending" in said.replace("\n", "")
+    there = nodes.home_of(0) / "tileforge" / "weights" / weights.digest
+    assert {path.name for path in there.iterdir()} == {"model.safetensors", "config.json"}
+    assert not (nodes.home_of(1) / "tileforge" / "weights").exists()
+    on_head = load_run_config(trained.on_head("../more/run.toml")).model.init
+    assert on_head == str(nodes.home / "tileforge" / "weights" / weights.digest)
+    assert load_run_config(operator.paths("more").config).model.init == str(far.root)
+    code, said = operator.do(*operator.local_words("near-more", *settings))
+    assert code == ExitCode.OK, said
+    begun = losses(operator.paths("more").root)
+    assert begun == pytest.approx(losses(operator.paths("near-more").root), rel=1e-5)
+    assert begun[0] != pytest.approx(losses(far.root)[0], rel=1e-5)
+    # Once more: they are there.
+    inventory = ClusterInventory.load(operator.inventory)
+    login = Login(user=inventory.ssh_user, key=nodes.key)
+    heard = io.StringIO()
+    with Cluster(inventory, login=login, env=os.environ) as cluster:
+        code_here = this_code()
+        answers = ask_nodes(inventory, cluster, code=code_here, data=operator.data, weights=weights)
+        bring_weights(inventory, cluster, answers, weights=weights, talk=Console(file=heard))
+    assert heard.getvalue() == ""
