@@ -9,7 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from signal import SIGTERM
 
-from payload.errors import ExitCode, RankLostError, TileforgeError, UsageError
+from payload.errors import (
+    ExitCode,
+    RankLostError,
+    SshUnreachableError,
+    TileforgeError,
+    UsageError,
+)
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.cluster_access import VENV
@@ -102,8 +108,13 @@ def collect(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     paths, mirrored = _copy_of(arguments)
     talk = text_console(stderr=True)
     with opened(paths, mirrored, env=env) as run:
-        alive = run.refresh_all()
-        checkpoint = run.collect_checkpoint()
+        try:
+            alive = run.refresh_all()
+            checkpoint = run.collect_checkpoint()
+        except SshUnreachableError as error:
+            raise SshUnreachableError(
+                f"{error} What is here stays: collect {paths.run_id} again goes on from there."
+            ) from None
         if not alive:
             run.end_leftovers()
             run.remove_key()

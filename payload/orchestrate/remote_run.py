@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
@@ -18,7 +19,7 @@ from payload.orchestrate.fanout import all_or_raise, on_every_node
 from payload.orchestrate.mirror import Mirrored, known_ends, merge, write_mirrored
 from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
 from payload.orchestrate.run_key import remove_run_key
-from payload.orchestrate.transfer import get
+from payload.orchestrate.transfer import get, local_sha256
 from payload.results import RunPaths
 
 _ACTION_S = 20.0
@@ -136,6 +137,8 @@ class RemoteRun:
         partial.mkdir(parents=True, exist_ok=True)
         self._collect(str(folder / names[-1]), partial)
         partial.replace(target)
+        for stale in self.paths.checkpoints.glob(".step_*.collecting"):
+            shutil.rmtree(stale)  # of a checkpoint that is not the newest any more
         return target
 
     def _collect(self, source: str, partial: Path) -> None:
@@ -145,10 +148,11 @@ class RemoteRun:
         get(head, f"{source}/manifest.json", manifest, timeout_s=_ACTION_S)
         files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
         for name, entry in files.items():
-            target = partial / name
-            if not target.exists():
+            target = partial / Path(name).name
+            sha256 = entry["sha256"]
+            if not (target.exists() and local_sha256(target) == sha256):
                 timeout_s = _COPY_S + int(entry["bytes"]) / _SLOWEST_BYTES_PER_S
-                get(head, f"{source}/{name}", target, timeout_s=timeout_s)
+                get(head, f"{source}/{name}", target, sha256=sha256, timeout_s=timeout_s)
 
     def adopt(self) -> None:
         """Bring the files home that say what the run is; for one that was started elsewhere."""

@@ -22,7 +22,7 @@ def put(
     Raises SshUnreachableError when the connection breaks (do it again: it goes on from there), and
     PreflightError when the node cannot store it.
     """
-    digest = _local_sha256(source)
+    digest = local_sha256(source)
     _equal_or_once_more(
         connection,
         what=f"{source} -> {target}",
@@ -41,11 +41,20 @@ def put(
 
 
 def get(
-    connection: Connection, source: str, target: Path, *, mode: int = 0o644, timeout_s: float
+    connection: Connection,
+    source: str,
+    target: Path,
+    *,
+    sha256: str | None = None,
+    mode: int = 0o644,
+    timeout_s: float,
 ) -> None:
-    """Copy the node's file `source` to `target` here; raises as `put` does."""
+    """Copy the node's file `source` to `target` here; raises as `put` does.
+
+    `sha256` is what it must have; None asks the node.
+    """
     partial = target.with_name(target.name + _PARTIAL)
-    digest = _remote_sha256(connection, source)
+    digest = sha256 or _remote_sha256(connection, source)
     _equal_or_once_more(
         connection,
         what=f"{source} -> {target}",
@@ -53,7 +62,7 @@ def get(
         copy=lambda resume: _receive(
             connection, source, partial, resume=resume, timeout_s=timeout_s
         ),
-        digest_of_copy=lambda: _local_sha256(partial),
+        digest_of_copy=lambda: local_sha256(partial),
     )
     partial.chmod(mode)
     partial.replace(target)
@@ -123,6 +132,7 @@ def _remote_sha256(connection: Connection, path: str) -> str:
     return line.lstrip(b"\\")[:64].decode("ascii")
 
 
-def _local_sha256(path: Path) -> str:
+def local_sha256(path: Path) -> str:
+    """Of a file here."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

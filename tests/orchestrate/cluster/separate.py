@@ -126,6 +126,12 @@ class SeparateNodes:
         """The same on one node."""
         return [line for line in self._commands(i).values() if "sshd" not in line]
 
+    def cut_sessions(self, i: int) -> None:
+        """End every session that a node's sshd serves, without a word; sshd itself stays."""
+        for process, line in self._commands(i).items():
+            if line.startswith("sshd:") and "listener" not in line:
+                os.kill(process, signal.SIGKILL)
+
     def kill(self, i: int, words: str) -> None:
         """SIGKILL to the one process of a node whose command line has these words."""
         (process,) = [pid for pid, line in self._commands(i).items() if words in line]
