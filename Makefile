@@ -58,7 +58,7 @@ fix: setup  ## repair what ruff can repair
 bench: setup data  ## measure a claim on this machine: BENCH=NAME of a file in benchmarks (prepare)
 	$(PY) -m benchmarks.$(BENCH) $(ARGS)
 
-docs: setup  ## rewrite the tables in README.md that follow from the code
+docs: setup  ## rewrite the tables in README.md and docs that follow from the code
 	$(PY) -m tests.config_reference
 
 lock: setup  ## pin all packages anew for pyproject.toml (UPGRADE=1: the newest allowed)

@@ -107,10 +107,15 @@ step_sshd() {
     sshd -t
     local effective line
     effective=$(sshd -T)
-    for line in "passwordauthentication no" "permitrootlogin no" "allowusers $NODE_USER"; do
+    for line in "passwordauthentication no" "permitrootlogin no" "allowusers $LOGIN_USER"; do
         grep -qxF -- "$line" <<<"$effective" || fail "sshd's settings lack '$line'; see sshd -T."
     done
     systemctl try-reload-or-restart ssh.service
+}
+
+# OS Login knows its user by name only once Google's agent runs; logind reads the file later.
+enable_linger() {
+    loginctl enable-linger "$LOGIN_USER" || install -D -m 0644 /dev/null "/var/lib/systemd/linger/$LOGIN_USER"
 }
 
 # Lingering: else logind ends the user's shared memory when the operator's last session closes.
@@ -120,9 +125,11 @@ step_user() {
     status=$(passwd --status "$NODE_USER" | cut -d' ' -f2)
     [[ $status == L ]] || fail "the password of $NODE_USER is not locked (status $status)."
     chmod 0750 "$home"
-    chmod 0700 "$home/.ssh"
-    chmod 0600 "$home/.ssh/authorized_keys"
-    [[ -e /var/lib/systemd/linger/$NODE_USER ]] || loginctl enable-linger "$NODE_USER"
+    if [[ $LOGIN_USER == "$NODE_USER" ]]; then
+        chmod 0700 "$home/.ssh"
+        chmod 0600 "$home/.ssh/authorized_keys"
+    fi
+    [[ -e /var/lib/systemd/linger/$LOGIN_USER ]] || enable_linger
 }
 
 step_payload() {
@@ -152,7 +159,7 @@ main() {
     install -m 0640 /dev/null "$LOG.new"
     mv "$LOG.new" "$LOG"
     exec 3>&1 >>"$LOG" 2>&1 </dev/null
-    # shellcheck source=/dev/null # VERSION SHA NODE_USER PACKAGES VENV EXTRAS WHEELHOUSE TORCH_INDEX
+    # shellcheck source=/dev/null # VERSION SHA NODE_USER LOGIN_USER PACKAGES VENV EXTRAS WHEELHOUSE TORCH_INDEX
     . "$CONF"
     trap on_exit EXIT
     local name

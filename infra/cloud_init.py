@@ -41,6 +41,7 @@ _KEY_TYPES = (
 )
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]+")
 _EXTRAS = re.compile(r"[a-z]+(,[a-z]+)*")
+_USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _NODE_PATH = re.compile(r"/[\w./+-]+", re.ASCII)
 _INDEX = re.compile(r"https?://[^\s@'\"]+", re.ASCII)
 
@@ -50,7 +51,8 @@ class NodeBootstrap:
     """What a node is to become."""
 
     authorized_keys: tuple[str, ...]
-    """Public keys that may log in as `trainer`, each one line of an authorized_keys file."""
+    """Public keys that may log in as `trainer`, each one line of an authorized_keys file. None
+    only where an OS Login user may log in instead."""
     version: str
     """The payload's version, for the state file."""
     system: System = "ubuntu-24.04"
@@ -62,6 +64,13 @@ class NodeBootstrap:
     """Folder of wheels on the node, for nodes without internet; None takes them from the index."""
     torch_index: str | None = None
     """Index of PyTorch's CPU builds; None is install-payload.sh's own."""
+    os_login_user: str | None = None
+    """The one user who may log in, by Google's OS Login, where `trainer` has no key."""
+
+    @property
+    def login_user(self) -> str:
+        """Who may log in."""
+        return self.os_login_user or NODE_USER
 
     def packages(self) -> tuple[str, ...]:
         """Debian packages that the node gets."""
@@ -111,6 +120,7 @@ def render_user_data(node: NodeBootstrap, files: BootstrapFiles) -> str:
     text = environment.from_string(files.template).render(
         state_file=STATE_FILE,
         user=NODE_USER,
+        login_user=node.login_user,
         authorized_keys=[key.strip() for key in node.authorized_keys],
         settings=_settings(node, files),
         files={
@@ -135,6 +145,7 @@ def _settings(node: NodeBootstrap, files: BootstrapFiles) -> dict[str, str]:
         "VERSION": node.version,
         "SHA": files.lock_sha(),
         "NODE_USER": NODE_USER,
+        "LOGIN_USER": node.login_user,
         "PACKAGES": " ".join(node.packages()),
         "VENV": VENV,
         "EXTRAS": node.extras,
@@ -154,10 +165,12 @@ def _packed(content: bytes) -> str:
 def _check(node: NodeBootstrap) -> None:
     if node.system not in get_args(System):
         raise ConfigError(f"system = {node.system!r}. Use one of: {', '.join(get_args(System))}.")
-    if not node.authorized_keys:
+    if not node.authorized_keys and not node.os_login_user:
         raise ConfigError("authorized_keys is empty: nobody could log in. Give a public key.")
+    if node.os_login_user:
+        _match(_USER, node.os_login_user, "os_login_user =", "a user name of OS Login")
     for key in node.authorized_keys:
-        problem = _key_problem(key)
+        problem = key_problem(key)
         if problem:
             raise ConfigError(f"authorized key {_shown(key)}: {problem}")
     for package in node.extra_packages:
@@ -175,7 +188,7 @@ def _match(pattern: re.Pattern[str], value: str, what: str, wanted: str) -> None
         raise ConfigError(f"{what} {value!r}; it must be {wanted}.")
 
 
-def _key_problem(key: str) -> str | None:
+def key_problem(key: str) -> str | None:
     """Why the text is no public key that may go into user-data, or None."""
     if "PRIVATE" in key:
         return "this is a private key. Give the .pub file's line, and make a new key pair."

@@ -67,8 +67,9 @@ class ClusterInventory:
     source: Source
     ssh_user: str
     access: Access
-    bucket: str | None
     nodes: tuple[Node, ...]
+    bucket: str | None = None
+    """Missing means None: an output of Pulumi has no nulls."""
     schema_version: int = SCHEMA_VERSION
 
     @property

@@ -1,15 +1,21 @@
-"""README's tables that follow from the code. `make docs` rewrites them; a test compares them."""
+"""Tables in README and docs that follow from the code. `make docs` writes, a test compares."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from infra.machines import machine_types
+from infra.prices import Price, machine_price
+from infra.security import RULES
 from payload import run_config
 from payload.errors import ExitCode
 from payload.run_config import RunConfig
@@ -108,22 +114,71 @@ def _kind(kind: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
             yield f"{word} {field.metadata[limit]}"
 
 
-TABLES = {"exit codes": exit_codes, "settings": settings}
+def security_rules() -> str:
+    """The table of the rules that the cluster's resources keep."""
+    rows = [f"| `{rule.name}` | {rule.cis} | {rule.holds} |" for rule in RULES]
+    return "\n".join(["| Rule | CIS | What holds |", "|---|---|---|", *rows])
 
 
-def with_tables(readme: str) -> str:
-    """`readme` with every table between its two marks as it is by the code."""
+def prices() -> str:
+    """The table of C3's prices."""
+    head = "| Machine | Cores | GiB | On demand | Spot |\n|---|---|---|---|---|"
+    rows = []
+    for machine in machine_types():
+        if machine.family == "c3":
+            found = [
+                machine_price(machine, region="us-central1", spot=spot) for spot in (False, True)
+            ]
+            shown = " | ".join(_price(price) for price in found)
+            rows.append(
+                f"| {machine.name} | {machine.physical_cores} | {machine.memory_gib:g} | {shown} |"
+            )
+    return "\n".join([head, *rows])
+
+
+def cluster_settings() -> str:
+    """The table of Pulumi.yaml's settings."""
+    declared = yaml.safe_load((README.parent / "Pulumi.yaml").read_text(encoding="utf-8"))
+    rows = [
+        f"| `{key}` | `{json.dumps(entry['default'])}` | {' '.join(entry['description'].split())} |"
+        for key, entry in declared["config"].items()
+    ]
+    return "\n".join(["| Key | Default | |", "|---|---|---|", *rows])
+
+
+def _price(price: Price | None) -> str:
+    if price is None:
+        return "not known"
+    return f"{price.usd:.4f}{' *' if price.computed else ''}"
+
+
+TABLES = {
+    "exit codes": exit_codes,
+    "settings": settings,
+    "prices": prices,
+    "rules": security_rules,
+    "cluster settings": cluster_settings,
+}
+PAGES = tuple(
+    README.parent / name for name in ("README.md", "docs/operating.md", "docs/security.md")
+)
+
+
+def with_tables(page: str) -> str:
+    """`page` with every table between its two marks as it is by the code."""
     for name, render in TABLES.items():
         begin, end = f"<!-- {name}: written by make docs -->", f"<!-- {name} end -->"
-        before, _, rest = readme.partition(begin)
-        _, _, after = rest.partition(end)
-        readme = f"{before}{begin}\n{render()}\n{end}{after}"
-    return readme
+        if begin in page:
+            before, _, rest = page.partition(begin)
+            _, _, after = rest.partition(end)
+            page = f"{before}{begin}\n{render()}\n{end}{after}"
+    return page
 
 
 def main() -> None:
-    """Rewrite README's tables."""
-    README.write_text(with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
+    """Rewrite the tables of the pages."""
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import pytest
 
 from payload.errors import ExitCode
 from payload.run_config import RunConfig, load_run_config
-from tests.config_reference import MEANINGS, README, with_tables
+from tests.config_reference import MEANINGS, README, TABLES, with_tables
+from tests.config_reference import PAGES as TABLE_PAGES
 
 ROOT = README.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -21,7 +22,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 _FENCE = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
 _MAKE_TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
-_ELSEWHERE = frozenset({"git", "cd", "source", "accelerate", "export"})
+_ELSEWHERE = frozenset(
+    {"git", "cd", "source", "accelerate", "export", "gcloud", "mkdir", "pulumi", "ssh-keygen"}
+)
 
 
 def commands(page: Path) -> list[str]:
@@ -125,9 +128,11 @@ def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
 
 
 def test_the_tables_are_what_the_code_says() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert text == with_tables(text), "run: make docs"
+    texts = [page.read_text(encoding="utf-8") for page in TABLE_PAGES]
+    assert texts == [with_tables(text) for text in texts], "run: make docs"
     assert set(MEANINGS) == set(ExitCode)
+    for name in TABLES:
+        assert sum(f"<!-- {name} end -->" in text for text in texts) == 1
 
 
 def test_every_setting_and_its_section_is_in_the_reference() -> None:

@@ -1,0 +1,94 @@
+"""The cluster as a Pulumi program: load the settings, build the components, export the inventory.
+
+Pulumi runs this for `pulumi preview`, `up` and `destroy`; docs/operating.md has the commands.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pulumi
+import pulumi_gcp
+
+from infra.bootstrap_values import user_data
+from infra.cloud_init import BootstrapFiles
+from infra.config import load_config
+from infra.cost import describe, price_of_cluster
+from infra.failures import shown_plainly
+from infra.identity import ClusterIdentity, IdentityArgs
+from infra.inventory_output import inventory_output
+from infra.labels import cluster_labels, last_expiry
+from infra.measured import last_measured_speed
+from infra.network import ClusterNetwork, NetworkArgs
+from infra.nodes import ClusterNodes, NodesArgs
+from infra.storage import ResultsBucket, StorageArgs
+from payload import __version__
+
+root = Path(__file__).resolve().parent
+with shown_plainly():
+    config, authorized_keys = load_config(root)
+    cost = price_of_cluster(config)
+    boot_text = user_data(
+        config,
+        BootstrapFiles.load(root / "bootstrap"),
+        authorized_keys=authorized_keys,
+        version=__version__,
+    )
+speed = last_measured_speed(
+    root / "runs", machine_type=config.machine_type, node_count=config.node_count
+)
+pulumi.info(describe(config, cost, speed=speed))
+
+google = pulumi_gcp.Provider("google", project=config.project, region=config.region)
+on_google = pulumi.ResourceOptions(providers=[google])
+labels = cluster_labels(
+    cluster=config.cluster,
+    expires_unix=int(time.time()) + (config.max_lifetime_s() or 0),
+    extra=config.extra_labels(),
+)
+
+identity = ClusterIdentity(config.cluster, IdentityArgs(cluster=config.cluster), opts=on_google)
+network = ClusterNetwork(
+    config.cluster,
+    NetworkArgs(
+        cluster=config.cluster,
+        region=config.region,
+        mtu=config.mtu,
+        flow_logs=config.flow_logs,
+        nat=config.egress == "nat",
+        ssh_source=config.ssh_source(),
+        node_account=identity.email,
+    ),
+    opts=on_google,
+)
+results = ResultsBucket(
+    config.cluster,
+    StorageArgs(
+        cluster=config.cluster,
+        region=config.region,
+        bucket=config.bucket,
+        kms_key=config.kms_key,
+        labels=labels,
+        node_account=identity.email,
+    ),
+    opts=on_google,
+)
+nodes = ClusterNodes(
+    config.cluster,
+    NodesArgs(
+        config=config,
+        user_data=boot_text,
+        labels=labels,
+        subnetwork=network.subnetwork_id,
+        service_account=identity.email,
+        after=(network,),
+    ),
+    opts=on_google,
+)
+
+pulumi.export("inventory", inventory_output(config, cost, nodes=nodes, results=results))
+pulumi.export("hourly_usd", cost.hourly_usd)
+pulumi.export("expires", nodes.labels().apply(last_expiry))
+pulumi.export("project", config.project)
+pulumi.export("region", config.region)

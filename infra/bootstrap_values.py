@@ -1,0 +1,33 @@
+"""What a node boots with, by the settings. The tests' machines boot from the same function."""
+
+from __future__ import annotations
+
+from infra.cloud_init import BootstrapFiles, NodeBootstrap, render_user_data
+from infra.config import ClusterConfig
+
+
+def node_bootstrap(
+    config: ClusterConfig, *, authorized_keys: tuple[str, ...], version: str
+) -> NodeBootstrap:
+    """What every node of the cluster is to become."""
+    system = config.system()
+    assert system, "the settings were checked"
+    return NodeBootstrap(
+        authorized_keys=authorized_keys,
+        version=version,
+        system=system,
+        wheelhouse=config.wheelhouse or None,
+        os_login_user=config.os_login_user or None,
+    )
+
+
+def user_data(
+    config: ClusterConfig,
+    files: BootstrapFiles,
+    *,
+    authorized_keys: tuple[str, ...],
+    version: str,
+) -> str:
+    """The nodes' user-data. Raises ConfigError."""
+    node = node_bootstrap(config, authorized_keys=authorized_keys, version=version)
+    return render_user_data(node, files)

@@ -1,0 +1,237 @@
+"""What is wrong with a cluster's settings, each with the value and what to do. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from payload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infra.config import ClusterConfig
+    from infra.machines import MachineType
+
+MAX_NODES = 64
+MIN_LIFETIME_S, MAX_LIFETIME_S = 600, 30 * 86_400
+# Compute Engine's own limit is 120 days; nobody means that with machines that cost by the hour.
+
+_CLUSTER = re.compile(r"[a-z]([a-z0-9-]{0,22}[a-z0-9])?")
+_PROJECT = re.compile(r"[a-z][a-z0-9-]{4,28}[a-z0-9]")
+_REGION = re.compile(r"[a-z]+-[a-z]+[0-9]+")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+_IMAGE = re.compile(r"projects/[a-z0-9:.-]+/global/images/[a-z]([a-z0-9-]*[a-z0-9])?")
+_KMS_KEY = re.compile(
+    r"projects/[\w:.-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.ASCII
+)
+_LABEL = re.compile(r"(?!tileforge|goog)[a-z][a-z0-9_-]{0,62}=[a-z0-9_-]{0,63}")
+_USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
+_NODE_PATH = re.compile(r"/[\w./+-]+", re.ASCII)
+_PRICE = re.compile(r"none|[0-9]{1,6}(\.[0-9]{1,4})?")
+
+_CHOICES = {
+    "access_mode": ("iap", "direct", "oslogin"),
+    "spot": ("false", "true", "auto"),
+    "threads_per_core": (1, 2),
+    "egress": ("nat", "none"),
+    "image_system": ("auto", "ubuntu-24.04", "debian-12"),
+}
+
+Problem = tuple[str, str]
+"""A key, and what follows it in the message."""
+
+
+def problems(config: ClusterConfig, *, unreadable: frozenset[str]) -> list[Problem]:
+    """Everything that is wrong, but for keys that could not be read and were said already."""
+    checks = (_names, _choices, _places, _machine, _disks, _money, _access, _network, _software)
+    found = [problem for check in checks for problem in check(config)]
+    return [problem for problem in found if problem[0] not in unreadable]
+
+
+def _names(config: ClusterConfig) -> Iterator[Problem]:
+    if not _CLUSTER.fullmatch(config.cluster):
+        yield (
+            "cluster",
+            f" = {config.cluster!r} (by default the stack's name) must be a lower-case letter, "
+            "then up to 23 letters, digits and hyphens. pulumi config set cluster NAME",
+        )
+    if not _PROJECT.fullmatch(config.project):
+        yield (
+            "project",
+            f" = {config.project!r} is no Google Cloud project id. `gcloud projects list` shows "
+            "yours; pulumi config set project ID",
+        )
+    for label in config.labels:
+        if not _LABEL.fullmatch(label):
+            yield (
+                "labels",
+                f" has {label!r}; key=value of lower-case letters, digits, - and _ is needed, "
+                "and keys of tileforge and goog are taken.",
+            )
+
+
+def _choices(config: ClusterConfig) -> Iterator[Problem]:
+    for name, allowed in _CHOICES.items():
+        value = getattr(config, name)
+        if value not in allowed:
+            yield _key(name), f" = {value!r}. Use one of: {', '.join(map(str, allowed))}."
+
+
+def _places(config: ClusterConfig) -> Iterator[Problem]:
+    if not _REGION.fullmatch(config.region):
+        yield "region", f" = {config.region!r} is no region. Use one such as us-central1."
+        return
+    if not config.zones:
+        yield "zones", f" is empty. Name zones of {config.region} in the order to try."
+    for zone in config.zones:
+        if not re.fullmatch(rf"{config.region}-[a-z]", zone):
+            yield (
+                "zones",
+                f" has {zone!r}, which is not in region {config.region}. Name its own zones: "
+                f"pulumi config set --path 'zones[0]' {config.region}-a",
+            )
+            return
+
+
+def _machine(config: ClusterConfig) -> Iterator[Problem]:
+    if not 1 <= config.node_count <= MAX_NODES:
+        yield "nodeCount", f" = {config.node_count}; from 1 to {MAX_NODES} nodes can be had."
+    try:
+        machine = config.machine()
+    except ConfigError as error:
+        yield "machineType", f" = {config.machine_type!r}: {error}"
+        return
+    if config.uses_spot() and not machine.has_spot:
+        yield (
+            "spot",
+            f" = {config.spot!r}, and there are no spot machines of {machine.name}. "
+            "pulumi config set spot false",
+        )
+    if config.threads_per_core == 2 and not machine.has_smt:
+        yield "threadsPerCore", f" = 2, and {machine.name} has one thread a core. Use 1."
+    if config.tier1 and not machine.tier1:
+        yield (
+            "tier1",
+            f" = true, which {machine.name} ({machine.vcpus} vCPUs) cannot have: C3 from 44 and "
+            "C4 from 48 vCPUs. pulumi config set tier1 false, or take a larger machineType.",
+        )
+    if config.confidential and not machine.name.startswith("c3-standard-"):
+        yield (
+            "confidential",
+            f" = true, and TDX is for c3-standard machines, not {machine.name}. "
+            "pulumi config set machineType c3-standard-8",
+        )
+
+
+def _disks(config: ClusterConfig) -> Iterator[Problem]:
+    try:
+        machine: MachineType | None = config.machine()
+    except ConfigError:
+        machine = None  # said already
+    if machine and config.disk_type not in ("auto", *machine.disk_types):
+        yield (
+            "diskType",
+            f" = {config.disk_type!r}, which {machine.name} does not boot from. Use auto or one "
+            f"of: {', '.join(machine.disk_types)}.",
+        )
+    if not 30 <= config.disk_gb <= 65_536:
+        yield "diskGb", f" = {config.disk_gb}; from 30 (the environment needs 10) to 65536 GiB."
+    if config.head_disk_gb and not config.disk_gb <= config.head_disk_gb <= 65_536:
+        yield (
+            "headDiskGb",
+            f" = {config.head_disk_gb}; use 0 for the same as the others ({config.disk_gb}), or "
+            "more than that.",
+        )
+    if config.bucket not in ("create", "none") and not _BUCKET.fullmatch(config.bucket):
+        yield "bucket", f" = {config.bucket!r}. Use none, create, or the name of a bucket."
+    if config.kms_key and not _KMS_KEY.fullmatch(config.kms_key):
+        yield (
+            "kmsKey",
+            f" = {config.kms_key!r}; projects/P/locations/L/keyRings/R/cryptoKeys/K is needed.",
+        )
+
+
+def _money(config: ClusterConfig) -> Iterator[Problem]:
+    lifetime_s = config.max_lifetime_s()
+    if lifetime_s is None or not MIN_LIFETIME_S <= lifetime_s <= MAX_LIFETIME_S:
+        yield (
+            "maxLifetime",
+            f" = {config.max_lifetime!r}; use a time from 10m to 30d, such as 90m, 12h or 2d. "
+            "There is no way to leave it out: it is what ends forgotten machines.",
+        )
+    if not _PRICE.fullmatch(config.max_hourly_usd) or config.max_hourly_usd.strip("0.") == "":
+        yield (
+            "maxHourlyUsd",
+            f" = {config.max_hourly_usd!r}; use dollars an hour such as 2.50, or none.",
+        )
+
+
+def _access(config: ClusterConfig) -> Iterator[Problem]:
+    if config.access_mode == "direct":
+        yield from _cidr(config.operator_cidr)
+    elif config.operator_cidr:
+        yield (
+            "operatorCidr",
+            f" = {config.operator_cidr!r} is for accessMode direct; with {config.access_mode} SSH "
+            "comes from Google's proxy alone. pulumi config rm operatorCidr",
+        )
+    if config.access_mode == "oslogin" and not _USER.fullmatch(config.os_login_user):
+        yield (
+            "osLoginUser",
+            f" = {config.os_login_user!r}; accessMode oslogin needs your OS Login user name. "
+            "`gcloud compute os-login describe-profile` shows it under posixAccounts.",
+        )
+    if config.os_login_user and config.access_mode != "oslogin":
+        yield "osLoginUser", f" = {config.os_login_user!r} is for accessMode oslogin alone."
+
+
+def _cidr(text: str) -> Iterator[Problem]:
+    fix = "Use your own address: pulumi config set operatorCidr A.B.C.D/32"
+    try:
+        network = ipaddress.ip_network(text)
+    except ValueError as error:
+        yield "operatorCidr", f" = {text!r}: {error}. {fix}"
+        return
+    if network.prefixlen == 0:
+        yield "operatorCidr", f" = {text!r} is the whole internet. {fix}"
+    elif network.version == 6:
+        yield "operatorCidr", f" = {text!r}; the network has IPv4 only. {fix}"
+    elif network.prefixlen < 24:
+        yield "operatorCidr", f" = {text!r} is more than 256 addresses. {fix}"
+
+
+def _network(config: ClusterConfig) -> Iterator[Problem]:
+    if not 1300 <= config.mtu <= 8896:
+        yield "mtu", f" = {config.mtu}; a network of Google's has 1300 to 8896."
+    if config.egress == "none" and not config.wheelhouse:
+        yield (
+            "wheelhouse",
+            " is empty, and with egress none the nodes cannot reach a package index. Name the "
+            "folder of wheels on the image, or: pulumi config set egress nat",
+        )
+    if config.wheelhouse and not _NODE_PATH.fullmatch(config.wheelhouse):
+        yield "wheelhouse", f" = {config.wheelhouse!r}; it must be an absolute path on the node."
+
+
+def _software(config: ClusterConfig) -> Iterator[Problem]:
+    if not _IMAGE.fullmatch(config.image):
+        moving = " names a family, whose image changes under a running cluster" * (
+            "/family/" in config.image
+        )
+        yield (
+            "image",
+            f" = {config.image!r}{moving}; projects/PROJECT/global/images/NAME is needed. "
+            "`gcloud compute images list --project ubuntu-os-cloud` shows names.",
+        )
+    elif config.system() is None:
+        yield (
+            "imageSystem",
+            f" = 'auto', and the name of image {config.image!r} does not say what is on it. "
+            "pulumi config set imageSystem ubuntu-24.04, or debian-12",
+        )
+
+
+def _key(field: str) -> str:
+    first, *rest = field.split("_")
+    return first + "".join(word.capitalize() for word in rest)

@@ -1,0 +1,118 @@
+"""What the cluster costs: an hour, at most, and per million tokens. Refuses what is too dear."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infra.config import ClusterConfig
+from infra.measured import Speed
+from infra.prices import (
+    READ_ON,
+    disk_price,
+    external_address_price,
+    machine_price,
+    nat_price,
+)
+from payload.errors import BudgetError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Dollars an hour; None where a price is not known."""
+
+    nodes: tuple[float | None, ...]
+    """Each with its disk."""
+    shared: float
+    """NAT and external addresses."""
+    unknown: tuple[str, ...]
+    """What has no price here, in words."""
+
+    @property
+    def hourly_usd(self) -> float | None:
+        """Of the whole cluster."""
+        return None if self.unknown else sum(usd or 0.0 for usd in self.nodes) + self.shared
+
+    def most_usd(self, lifetime_s: int) -> float | None:
+        """What machines that all start now can cost until their limit ends them."""
+        return None if self.hourly_usd is None else self.hourly_usd * lifetime_s / 3600
+
+
+def cluster_cost(config: ClusterConfig, *, spot: bool | None = None) -> Cost:
+    """Of the settings; `spot` asks what they would cost with or without spot machines."""
+    spot = config.uses_spot() if spot is None else spot
+    machine = config.machine()
+    price = machine_price(machine, region=config.region, spot=spot)
+    kind = "spot" if spot else "on demand"
+    unknown = [f"{machine.name} {kind} in {config.region}"] if price is None else []
+    nodes: list[float | None] = []
+    for index in range(config.node_count):
+        gib = config.boot_disk_gb(index=index)
+        disk = disk_price(config.boot_disk_type(), gib=gib, region=config.region)
+        nodes.append(None if price is None or disk is None else price.usd + disk)
+    if disk_price(config.boot_disk_type(), gib=1, region=config.region) is None:
+        unknown.append(f"{config.boot_disk_type()} disks in {config.region}")
+    if config.tier1:
+        unknown.append("Tier_1 bandwidth")
+    if config.confidential:
+        unknown.append("confidential computing")
+    shared = nat_price(nodes=config.node_count) if config.egress == "nat" else 0.0
+    shared += external_address_price() if config.access_mode == "direct" else 0.0
+    return Cost(nodes=tuple(nodes), shared=shared, unknown=tuple(unknown))
+
+
+def price_of_cluster(config: ClusterConfig) -> Cost:
+    """What the cluster costs. Raises BudgetError when that is more than maxHourlyUsd.
+
+    With spot = auto, on-demand machines have to fit too: they are what comes next.
+    """
+    cost = cluster_cost(config)
+    cap = config.price_cap_usd()
+    if cap is None:
+        return cost
+    dearest = cluster_cost(config, spot=False) if config.spot == "auto" else cost
+    if dearest.hourly_usd is None:
+        raise BudgetError(
+            f"tileforge:maxHourlyUsd = {cap:g} cannot be kept: no price is known here of "
+            f"{', '.join(dearest.unknown)}. Look it up; to go on without a cap: "
+            "pulumi config set maxHourlyUsd none"
+        )
+    if dearest.hourly_usd > cap:
+        fallback = ", on demand after spot" if config.spot == "auto" else ""
+        raise BudgetError(
+            f"tileforge:maxHourlyUsd = {cap:g}, and {config.node_count} x {config.machine_type}"
+            f"{fallback} cost ${dearest.hourly_usd:.2f} an hour. Take fewer or smaller machines, "
+            f"or allow it: pulumi config set maxHourlyUsd {dearest.hourly_usd + 0.01:.2f}"
+        )
+    return cost
+
+
+def describe(config: ClusterConfig, cost: Cost, *, speed: Speed | None) -> str:
+    """The lines that `pulumi preview` prints."""
+    kind = "spot" if config.uses_spot() else "on demand"
+    what = f"{config.node_count} x {config.machine_type} {kind} in {config.zone}"
+    if cost.hourly_usd is None:
+        known = cost.shared + sum(usd or 0.0 for usd in cost.nodes)
+        return (
+            f"cost of {what}: not known, for want of a price of {', '.join(cost.unknown)}; "
+            f"the rest is ${known:.4f} an hour. Every machine ends after {config.max_lifetime}."
+        )
+    most = cost.most_usd(config.max_lifetime_s() or 0)
+    lines = [
+        f"cost of {what}: ${cost.hourly_usd:.4f} an hour, of which NAT and addresses "
+        f"${cost.shared:.4f}; traffic, flow logs and the bucket come on top",
+        f"at most ${most:.2f} until each machine's limit of {config.max_lifetime} ends it; a "
+        "machine that is made again begins anew",
+    ]
+    if speed is not None:
+        usd = usd_per_million_tokens(cost.hourly_usd, tokens_per_s=speed.tokens_per_s)
+        lines.append(
+            f"${usd:.4f} per million tokens at the {speed.tokens_per_s:,.0f} tokens/s of run "
+            f"{speed.run_id}"
+        )
+    lines.append(f"list prices read on {READ_ON}; infra/prices.py has their sources")
+    return "\n".join(lines)
+
+
+def usd_per_million_tokens(hourly_usd: float, *, tokens_per_s: float) -> float:
+    """Dollars for a million tokens of training."""
+    return hourly_usd / (tokens_per_s * 3600) * 1e6

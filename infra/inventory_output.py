@@ -1,0 +1,65 @@
+"""The cluster as the orchestrator wants it: payload.inventory's schema, as a stack output."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pulumi import Output
+
+from infra.cloud_init import NODE_USER
+from infra.config import ClusterConfig
+from infra.cost import Cost
+from infra.nodes import ClusterNodes, node_address, node_name
+from infra.storage import ResultsBucket, bucket_output
+from payload.inventory import Access, ClusterInventory, Node
+
+
+def inventory_output(
+    config: ClusterConfig, cost: Cost, *, nodes: ClusterNodes, results: ResultsBucket
+) -> Output[dict[str, Any]]:
+    """The stack's output `inventory`.
+
+    host_keys are empty: a node makes its keys when it boots and publishes them as guest attributes
+    (namespace `hostkeys`), from where the orchestrator reads them over Google's API.
+    """
+    return Output.all(nodes.head_external_address(), bucket_output(results)).apply(
+        lambda known: as_plain(
+            inventory_of(config, cost, head_external_address=known[0], bucket=known[1])
+        )
+    )
+
+
+def inventory_of(
+    config: ClusterConfig, cost: Cost, *, head_external_address: str | None, bucket: str | None
+) -> ClusterInventory:
+    """The inventory by the settings and by what only Google knew."""
+    machine = config.machine()
+    direct, os_login = config.access_mode == "direct", config.access_mode == "oslogin"
+    return ClusterInventory(
+        cluster=config.cluster,
+        source="pulumi",
+        ssh_user=config.os_login_user if os_login else NODE_USER,
+        access=Access(kind="direct") if direct else Access(kind="iap", project=config.project),
+        bucket=bucket,
+        nodes=tuple(
+            Node(
+                name=node_name(config, index),
+                address=node_address(index),
+                external_address=head_external_address if index == 0 else None,
+                zone=config.zone,
+                machine_type=machine.name,
+                physical_cores=machine.physical_cores,
+                numa_domains=machine.numa_domains,
+                memory_gib=machine.memory_gib,
+                hourly_usd=price,
+            )
+            for index, price in enumerate(cost.nodes)
+        ),
+    )
+
+
+def as_plain(inventory: ClusterInventory) -> dict[str, Any]:
+    """Lists and objects, as in inventory.json."""
+    plain: dict[str, Any] = json.loads(inventory.to_json())
+    return plain

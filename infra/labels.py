@@ -1,0 +1,24 @@
+"""Labels by which everything that costs can be found, and its end known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+CLUSTER = "tileforge-cluster"
+EXPIRES = "tileforge-expires"
+"""Unix seconds."""
+KEPT = "tileforge-kept"
+"""On what outlives `pulumi destroy` on purpose: the results bucket."""
+
+
+def cluster_labels(*, cluster: str, expires_unix: int, extra: dict[str, str]) -> dict[str, str]:
+    """Labels of a resource that costs or can leak."""
+    own = {CLUSTER: cluster, EXPIRES: str(expires_unix), "managed-by": "pulumi"}
+    return extra | own
+
+
+def last_expiry(labels: Sequence[dict[str, str] | None]) -> str:
+    """When the last of the machines with these labels has ended: ISO 8601, UTC."""
+    latest = max(int((found or {}).get(EXPIRES, "0")) for found in labels)
+    return datetime.fromtimestamp(latest, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,171 @@
+"""The cluster's own network: closed to the internet but for SSH, open between its own nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pulumi
+from pulumi import ComponentResource, Input, ResourceOptions
+from pulumi_gcp import compute
+
+SUBNET = "10.60.0.0/24"
+FIRST_HOST = 10
+"""The head's last number within the subnet; the workers' follow."""
+
+# ssh; where ranks meet (payload.orchestrate.local); the kernel's own range, which gloo and mpirun
+# take their ports from.
+NODE_PORTS = ("22", "20000-31999", "32768-60999")
+_EVERYWHERE = "0.0.0.0/0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkArgs:
+    """What a network is made from."""
+
+    cluster: str
+    region: str
+    mtu: int
+    flow_logs: bool
+    nat: bool
+    ssh_source: str
+    """Address range that SSH may come from."""
+    node_account: Input[str]
+    """E-mail of the nodes' service account: firewall rules are for nodes that run as it."""
+
+
+class ClusterNetwork(ComponentResource):
+    """VPC, subnet, router with NAT, and firewall."""
+
+    subnetwork_id: pulumi.Output[str]
+
+    def __init__(self, name: str, args: NetworkArgs, opts: ResourceOptions | None = None) -> None:
+        """Make them under `name`."""
+        super().__init__("tileforge:infra:ClusterNetwork", name, {}, opts)
+        self._args = args
+        self._child = ResourceOptions(parent=self)
+        network = compute.Network(
+            f"{args.cluster}-network",
+            name=f"{args.cluster}-network",
+            auto_create_subnetworks=False,
+            routing_mode="REGIONAL",
+            mtu=args.mtu,
+            opts=self._child,
+        )
+        subnetwork = self._subnetwork(network)
+        if args.nat:
+            self._nat(network, subnetwork)
+        self._ingress(network)
+        self._egress(network)
+        self.subnetwork_id = subnetwork.id
+        self.register_outputs({"subnetwork_id": self.subnetwork_id, "network_id": network.id})
+
+    def _subnetwork(self, network: compute.Network) -> compute.Subnetwork:
+        logs = compute.SubnetworkLogConfigArgs(
+            aggregation_interval="INTERVAL_10_MIN",
+            flow_sampling=0.1,
+            metadata="INCLUDE_ALL_METADATA",
+        )
+        return compute.Subnetwork(
+            f"{self._args.cluster}-subnet",
+            name=f"{self._args.cluster}-subnet",
+            network=network.id,
+            region=self._args.region,
+            ip_cidr_range=SUBNET,
+            private_ip_google_access=True,
+            log_config=logs if self._args.flow_logs else None,
+            opts=self._child,
+        )
+
+    def _nat(self, network: compute.Network, subnetwork: compute.Subnetwork) -> None:
+        router = compute.Router(
+            f"{self._args.cluster}-router",
+            name=f"{self._args.cluster}-router",
+            network=network.id,
+            region=self._args.region,
+            opts=self._child,
+        )
+        compute.RouterNat(
+            f"{self._args.cluster}-nat",
+            name=f"{self._args.cluster}-nat",
+            router=router.name,
+            region=self._args.region,
+            nat_ip_allocate_option="AUTO_ONLY",
+            source_subnetwork_ip_ranges_to_nat="LIST_OF_SUBNETWORKS",
+            subnetworks=[
+                compute.RouterNatSubnetworkArgs(
+                    name=subnetwork.id, source_ip_ranges_to_nats=["ALL_IP_RANGES"]
+                )
+            ],
+            log_config=compute.RouterNatLogConfigArgs(enable=True, filter="ERRORS_ONLY"),
+            opts=self._child,
+        )
+
+    def _ingress(self, network: compute.Network) -> None:
+        compute.Firewall(
+            f"{self._args.cluster}-allow-ssh",
+            name=f"{self._args.cluster}-allow-ssh",
+            description="SSH from the operator, or from Google's proxy for tunnels",
+            network=network.id,
+            direction="INGRESS",
+            source_ranges=[self._args.ssh_source],
+            target_service_accounts=[self._args.node_account],
+            allows=[compute.FirewallAllowArgs(protocol="tcp", ports=["22"])],
+            opts=self._child,
+        )
+        compute.Firewall(
+            f"{self._args.cluster}-allow-nodes",
+            name=f"{self._args.cluster}-allow-nodes",
+            description="Between the nodes: ssh, where ranks meet, gloo and mpirun",
+            network=network.id,
+            direction="INGRESS",
+            source_service_accounts=[self._args.node_account],
+            target_service_accounts=[self._args.node_account],
+            allows=_between_nodes(),
+            opts=self._child,
+        )
+
+    def _egress(self, network: compute.Network) -> None:
+        # 443: package indexes and Google's APIs, without NAT the APIs alone; 80: Ubuntu's mirrors,
+        # whose packages are signed.
+        web = ["80", "443"] if self._args.nat else ["443"]
+        self._allow_egress(
+            network, "web", [_EVERYWHERE], [compute.FirewallAllowArgs(protocol="tcp", ports=web)]
+        )
+        self._allow_egress(network, "nodes", [SUBNET], _between_nodes())
+        compute.Firewall(
+            f"{self._args.cluster}-deny-egress",
+            name=f"{self._args.cluster}-deny-egress",
+            description="Nothing else leaves",
+            network=network.id,
+            direction="EGRESS",
+            priority=65_534,
+            destination_ranges=[_EVERYWHERE],
+            denies=[compute.FirewallDenyArgs(protocol="all")],
+            opts=self._child,
+        )
+
+    def _allow_egress(
+        self,
+        network: compute.Network,
+        what: str,
+        to: list[str],
+        allows: list[compute.FirewallAllowArgs],
+    ) -> None:
+        compute.Firewall(
+            f"{self._args.cluster}-egress-{what}",
+            name=f"{self._args.cluster}-egress-{what}",
+            network=network.id,
+            direction="EGRESS",
+            priority=1000,
+            destination_ranges=to,
+            target_service_accounts=[self._args.node_account],
+            allows=allows,
+            opts=self._child,
+        )
+
+
+def _between_nodes() -> list[compute.FirewallAllowArgs]:
+    return [
+        compute.FirewallAllowArgs(protocol="tcp", ports=list(NODE_PORTS)),
+        compute.FirewallAllowArgs(protocol="icmp"),
+    ]

@@ -1,0 +1,198 @@
+"""The machines: plain instances, each with its disk, ended by Google when their time is up."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pulumi import ComponentResource, Input, Output, Resource, ResourceOptions
+from pulumi_gcp import compute
+
+from infra.config import ClusterConfig
+from infra.labels import EXPIRES
+from infra.network import FIRST_HOST, SUBNET
+from infra.scheduling import scheduling
+
+# A change of these makes the nodes anew. In place, Google would stop a machine, which sets the
+# clock of its run time back, and cloud-init would not run again.
+_MAKES_ANEW = (
+    *("machine_type", "spot", "max_lifetime", "disk_type", "disk_gb", "head_disk_gb", "image"),
+    *("threads_per_core", "tier1", "confidential", "kms_key", "access_mode", "compact_placement"),
+)
+# The console's SSH button writes ssh-keys (cluster-toolkit, pull request 316). The expiry is that
+# of the machine's own start; the program knows only of now.
+_LEFT_ALONE = (
+    'metadata["ssh-keys"]',
+    f'labels["{EXPIRES}"]',
+    f'bootDisk.initializeParams.labels["{EXPIRES}"]',
+)
+_BUCKET_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesArgs:
+    """What the nodes are made from."""
+
+    config: ClusterConfig
+    user_data: str
+    labels: dict[str, str]
+    subnetwork: Input[str]
+    service_account: Input[str]
+    after: tuple[Resource, ...]
+    """What has to be there before a node boots, and after it is gone: it installs packages through
+    NAT and the firewall."""
+
+
+class ClusterNodes(ComponentResource):
+    """All nodes, and the policy that places them close together."""
+
+    instances: list[compute.Instance]
+    """In the inventory's order; the first is the head."""
+
+    def __init__(self, name: str, args: NodesArgs, opts: ResourceOptions | None = None) -> None:
+        """Make them under `name`."""
+        super().__init__("tileforge:infra:ClusterNodes", name, {}, opts)
+        self._args = args
+        placement = self._placement() if args.config.is_compact() else None
+        trigger = replacement_trigger(args.config, args.user_data)
+        self.instances = [
+            self._instance(index, placement=placement, trigger=trigger)
+            for index in range(args.config.node_count)
+        ]
+        self.register_outputs(
+            {"names": [instance.name for instance in self.instances], "labels": self.labels()}
+        )
+
+    def head_external_address(self) -> Output[str | None]:
+        """The head's address on the internet; None where it has none."""
+        if self._args.config.access_mode != "direct":
+            return Output.from_input(None)
+        return self.instances[0].network_interfaces.apply(_external_address)
+
+    def labels(self) -> Output[list[dict[str, str] | None]]:
+        """Each instance's labels as they are recorded, the time of its end among them."""
+        return Output.all(*(instance.labels for instance in self.instances))
+
+    def _placement(self) -> compute.ResourcePolicy:
+        config = self._args.config
+        return compute.ResourcePolicy(
+            f"{config.cluster}-placement",
+            name=f"{config.cluster}-placement",
+            region=config.region,
+            group_placement_policy=compute.ResourcePolicyGroupPlacementPolicyArgs(
+                collocation="COLLOCATED"
+            ),
+            opts=ResourceOptions(parent=self),
+        )
+
+    def _instance(
+        self, index: int, *, placement: compute.ResourcePolicy | None, trigger: str
+    ) -> compute.Instance:
+        config = self._args.config
+        return compute.Instance(
+            node_name(config, index),
+            name=node_name(config, index),
+            zone=config.zone,
+            machine_type=config.machine_type,
+            boot_disk=self._boot_disk(index),
+            network_interfaces=[self._interface(index)],
+            network_performance_config=compute.InstanceNetworkPerformanceConfigArgs(
+                total_egress_bandwidth_tier="TIER_1"
+            )
+            if config.tier1
+            else None,
+            advanced_machine_features=compute.InstanceAdvancedMachineFeaturesArgs(
+                threads_per_core=config.threads_per_core
+            )
+            if config.machine().has_smt
+            else None,
+            scheduling=scheduling(config),
+            resource_policies=placement.self_link if placement else None,
+            metadata=self._metadata(),
+            labels=self._args.labels,
+            service_account=compute.InstanceServiceAccountArgs(
+                email=self._args.service_account, scopes=[_BUCKET_SCOPE]
+            ),
+            shielded_instance_config=compute.InstanceShieldedInstanceConfigArgs(
+                enable_secure_boot=True, enable_vtpm=True, enable_integrity_monitoring=True
+            ),
+            confidential_instance_config=compute.InstanceConfidentialInstanceConfigArgs(
+                confidential_instance_type="TDX"
+            )
+            if config.confidential
+            else None,
+            can_ip_forward=False,
+            deletion_protection=False,
+            opts=ResourceOptions(
+                parent=self,
+                depends_on=self._args.after,
+                delete_before_replace=True,
+                replacement_trigger=trigger,
+                ignore_changes=list(_LEFT_ALONE),
+            ),
+        )
+
+    def _boot_disk(self, index: int) -> compute.InstanceBootDiskArgs:
+        config = self._args.config
+        return compute.InstanceBootDiskArgs(
+            auto_delete=True,
+            kms_key_self_link=config.kms_key or None,
+            initialize_params=compute.InstanceBootDiskInitializeParamsArgs(
+                image=config.image,
+                type=config.boot_disk_type(),
+                size=config.boot_disk_gb(index=index),
+                labels=self._args.labels,
+            ),
+        )
+
+    def _interface(self, index: int) -> compute.InstanceNetworkInterfaceArgs:
+        # The head alone, and with direct access alone, has an address on the internet.
+        external = self._args.config.access_mode == "direct" and index == 0
+        return compute.InstanceNetworkInterfaceArgs(
+            subnetwork=self._args.subnetwork,
+            network_ip=node_address(index),
+            nic_type="GVNIC",
+            stack_type="IPV4_ONLY",
+            access_configs=[
+                compute.InstanceNetworkInterfaceAccessConfigArgs(network_tier="PREMIUM")
+            ]
+            if external
+            else [],
+        )
+
+    def _metadata(self) -> dict[str, Input[str]]:
+        os_login = self._args.config.access_mode == "oslogin"
+        return {
+            "user-data": self._args.user_data,
+            # Said outright: a project's setting would silently win over the cluster's own key.
+            "enable-oslogin": "TRUE" if os_login else "FALSE",
+            "block-project-ssh-keys": "TRUE",
+            "serial-port-enable": "FALSE",
+            # Where a node publishes its host keys.
+            "enable-guest-attributes": "TRUE",
+        }
+
+
+def node_name(config: ClusterConfig, index: int) -> str:
+    """Name of an instance, and of the node in the inventory."""
+    return f"{config.cluster}-node-{index}"
+
+
+def node_address(index: int) -> str:
+    """Its address within the network: known before it boots, and the same when it is made anew."""
+    return str(ipaddress.ip_network(SUBNET)[FIRST_HOST + index])
+
+
+def replacement_trigger(config: ClusterConfig, user_data: str) -> str:
+    """Changes when the nodes have to be made anew."""
+    values = [user_data, *(str(getattr(config, name)) for name in _MAKES_ANEW)]
+    return hashlib.sha256("\0".join(values).encode()).hexdigest()
+
+
+def _external_address(
+    interfaces: Sequence[compute.outputs.InstanceNetworkInterface],
+) -> str | None:
+    configs = interfaces[0].access_configs or []
+    return configs[0].nat_ip if configs else None

@@ -1,0 +1,19 @@
+"""Pulumi starts this folder: `pulumi preview --policy-pack infra/policy`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Serve the pack until Pulumi ends it."""
+    # Pulumi puts this folder in front, and the rules are in the repository's.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from infra.policy.pack import serve
+
+    serve()
+
+
+if __name__ == "__main__":
+    main()

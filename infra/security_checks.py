@@ -1,0 +1,291 @@
+"""What each security rule looks for in one resource: pure functions over plain inputs."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from infra.labels import CLUSTER, EXPIRES
+
+Resource = Mapping[str, Any]
+"""`type`, `name` and `inputs`, by Pulumi's names."""
+
+IAP_RANGE = "35.235.240.0/20"
+_ALLOWED_ROLES = frozenset({"roles/storage.objectUser"})
+_EVERYONE = frozenset({"allUsers", "allAuthenticatedUsers"})
+_WEB_PORTS = frozenset({"80", "443"})
+_NAMED_IMAGE = re.compile(r"(.*/)?projects/[^/]+/global/images/(?!family/)[^/]+")
+
+
+def default_network(resource: Resource) -> Iterator[str]:
+    """For the rule own-network."""
+    inputs = resource["inputs"]
+    named = [inputs.get("network"), inputs.get("subnetwork")]
+    for interface in inputs.get("networkInterfaces") or []:
+        named += [interface.get("network"), interface.get("subnetwork")]
+        if not interface.get("subnetwork"):
+            yield "an interface names no subnetwork, so it is in the default network"
+    if any(str(name).rpartition("/")[2] == "default" for name in named if name):
+        yield "is in the default network"
+
+
+def automatic_subnets(resource: Resource) -> Iterator[str]:
+    """For the rule custom-subnets."""
+    if resource["inputs"].get("autoCreateSubnetworks") is not False:
+        yield "makes subnets by itself; set autoCreateSubnetworks to false"
+
+
+def ssh_from_internet(resource: Resource) -> Iterator[str]:
+    """For the rule ssh-source."""
+    for source in _sources_into(resource, 22):
+        if source != IAP_RANGE and ipaddress.ip_network(source).num_addresses > 256:
+            yield f"lets SSH in from {source}"
+
+
+def ssh_not_from_proxy(resource: Resource) -> Iterator[str]:
+    """For the rule proxy-only."""
+    for source in _sources_into(resource, 22):
+        if source != IAP_RANGE:
+            yield f"lets SSH in from {source}, past Google's proxy"
+
+
+def rdp(resource: Resource) -> Iterator[str]:
+    """For the rule no-rdp."""
+    for source in _sources_into(resource, 3389):
+        yield f"lets RDP in from {source}"
+
+
+def flow_logs(resource: Resource) -> Iterator[str]:
+    """For the rule flow-logs."""
+    if not resource["inputs"].get("logConfig"):
+        yield "logs no flows"
+
+
+def wide_ingress(resource: Resource) -> Iterator[str]:
+    """For the rule narrow-ingress."""
+    if not _is_allow(resource, "INGRESS"):
+        return
+    inputs = resource["inputs"]
+    if any(ipaddress.ip_network(source).prefixlen == 0 for source in _ranges(inputs)):
+        yield "is open to the whole internet"
+    if not any(inputs.get(key) for key in ("sourceRanges", "sourceServiceAccounts", "sourceTags")):
+        yield "names no source, which means everywhere"
+    for allow in inputs["allows"]:
+        if allow["protocol"] not in ("tcp", "udp", "icmp"):
+            yield f"lets protocol {allow['protocol']} in"
+        elif allow["protocol"] != "icmp" and _is_all_ports(allow):
+            yield f"lets all ports of {allow['protocol']} in"
+
+
+def wide_egress(resource: Resource) -> Iterator[str]:
+    """For the rule narrow-egress."""
+    inputs = resource["inputs"]
+    if not _is_allow(resource, "EGRESS"):
+        return
+    ranges = inputs.get("destinationRanges") or ["0.0.0.0/0"]
+    if all(ipaddress.ip_network(text).is_private for text in ranges):
+        return
+    for allow in inputs["allows"]:
+        ports = set(allow.get("ports") or ["all"])
+        if allow["protocol"] != "tcp" or not ports <= _WEB_PORTS:
+            yield f"lets {allow['protocol']} {', '.join(sorted(ports))} out to {', '.join(ranges)}"
+
+
+def egress_not_denied(resources: Sequence[Resource]) -> Iterator[str]:
+    """Networks from which everything may leave, since no rule denies it."""
+    firewalls = [found["inputs"] for found in resources]
+    closed = {
+        inputs.get("network")
+        for inputs in firewalls
+        if inputs.get("direction") == "EGRESS"
+        and "0.0.0.0/0" in (inputs.get("destinationRanges") or [])
+        and any(deny["protocol"] == "all" for deny in inputs.get("denies") or [])
+        and not inputs.get("targetServiceAccounts")
+        and not inputs.get("targetTags")
+        and not inputs.get("disabled")
+    }
+    for network in sorted({str(inputs.get("network")) for inputs in firewalls} - closed):
+        yield f"network {network}: no rule denies egress to 0.0.0.0/0"
+
+
+def private_google_access(resource: Resource) -> Iterator[str]:
+    """For the rule private-google-access."""
+    if resource["inputs"].get("privateIpGoogleAccess") is not True:
+        yield "cannot reach Google's APIs without NAT; set privateIpGoogleAccess"
+
+
+def default_account(resource: Resource) -> Iterator[str]:
+    """For the rule own-account."""
+    email = (resource["inputs"].get("serviceAccount") or {}).get("email")
+    if not email or str(email).endswith("-compute@developer.gserviceaccount.com"):
+        yield "runs as the project's default service account"
+
+
+def full_scope(resource: Resource) -> Iterator[str]:
+    """For the rule narrow-scope."""
+    for scope in (resource["inputs"].get("serviceAccount") or {}).get("scopes") or []:
+        if scope.rpartition("/")[2] in ("cloud-platform", "cloud-platform.read-only", "compute"):
+            yield f"has tokens of scope {scope}"
+
+
+def roles(resource: Resource) -> Iterator[str]:
+    """For the rule least-roles."""
+    inputs = resource["inputs"]
+    role = inputs.get("role")
+    if _kind(resource) != "BucketIAMMember" or role not in _ALLOWED_ROLES:
+        yield f"gives {role or 'a whole policy'} by {_kind(resource)}"
+    for member in [inputs.get("member"), *(inputs.get("members") or [])]:
+        if member in _EVERYONE:
+            yield f"gives {role} to {member}"
+
+
+def metadata_is(key: str, wanted: str) -> Callable[[Resource], Iterator[str]]:
+    """A check that the machine's metadata has `key` with this value."""
+
+    def check(resource: Resource) -> Iterator[str]:
+        value = (resource["inputs"].get("metadata") or {}).get(key)
+        if str(value).upper() != wanted:
+            yield f"metadata {key} is {value!r}, not {wanted}"
+
+    return check
+
+
+def forwarding(resource: Resource) -> Iterator[str]:
+    """For the rule no-forwarding."""
+    if resource["inputs"].get("canIpForward"):
+        yield "forwards packets of others"
+
+
+def plain_disk_keys(resource: Resource) -> Iterator[str]:
+    """For the rule no-plain-disk-keys."""
+    inputs = resource["inputs"]
+    disks = [inputs.get("bootDisk") or {}, *(inputs.get("attachedDisks") or []), inputs]
+    for disk in disks:
+        for key in ("diskEncryptionKeyRaw", "diskEncryptionKeyRsa"):
+            if disk.get(key):
+                yield f"has {key} as text"
+
+
+def shielded(resource: Resource) -> Iterator[str]:
+    """For the rule shielded."""
+    settings = resource["inputs"].get("shieldedInstanceConfig") or {}
+    for key in ("enableSecureBoot", "enableVtpm", "enableIntegrityMonitoring"):
+        if settings.get(key) is not True:
+            yield f"{key} is off"
+
+
+def public_address(resource: Resource) -> Iterator[str]:
+    """For the rule no-public-address."""
+    for interface in resource["inputs"].get("networkInterfaces") or []:
+        if interface.get("accessConfigs") or interface.get("ipv6AccessConfigs"):
+            yield "has an address on the internet"
+
+
+def confidential(resource: Resource) -> Iterator[str]:
+    """For the rule confidential-whole."""
+    settings = resource["inputs"].get("confidentialInstanceConfig")
+    if not settings:
+        return
+    if settings.get("confidentialInstanceType") != "TDX":
+        yield f"is confidential by {settings.get('confidentialInstanceType')}, not by TDX"
+    if (resource["inputs"].get("scheduling") or {}).get("onHostMaintenance") != "TERMINATE":
+        yield "is confidential, and would be moved at host maintenance"
+
+
+def pinned_image(resource: Resource) -> Iterator[str]:
+    """For the rule pinned-image."""
+    parameters = (resource["inputs"].get("bootDisk") or {}).get("initializeParams") or {}
+    if not _NAMED_IMAGE.fullmatch(str(parameters.get("image"))):
+        yield f"boots {parameters.get('image')}, which is no named image"
+
+
+def private_bucket(resource: Resource) -> Iterator[str]:
+    """For the rule private-bucket."""
+    if resource["inputs"].get("uniformBucketLevelAccess") is not True:
+        yield "has access by object; set uniformBucketLevelAccess"
+    if resource["inputs"].get("publicAccessPrevention") != "enforced":
+        yield "can be made public; set publicAccessPrevention to enforced"
+
+
+def versioned_bucket(resource: Resource) -> Iterator[str]:
+    """For the rule versioned-bucket."""
+    inputs = resource["inputs"]
+    if (inputs.get("versioning") or {}).get("enabled") is not True:
+        yield "keeps nothing of what is overwritten"
+    conditions = [rule.get("condition") or {} for rule in inputs.get("lifecycleRules") or []]
+    if not any(condition.get("daysSinceNoncurrentTime") for condition in conditions):
+        yield "keeps old versions for ever"
+
+
+def secrets(resource: Resource) -> Iterator[str]:
+    """For the rule no-secrets."""
+    if "PRIVATE KEY" in json.dumps(resource["inputs"], default=str):
+        yield "holds a private key"
+
+
+def limited_life(resource: Resource) -> Iterator[str]:
+    """For the rule limited-life."""
+    scheduling = resource["inputs"].get("scheduling") or {}
+    if not (scheduling.get("maxRunDuration") or {}).get("seconds"):
+        yield "has no limit of its run time"
+    if scheduling.get("instanceTerminationAction") != "DELETE":
+        yield "is not deleted at its limit or when preempted"
+    if scheduling.get("automaticRestart") is not False:
+        yield "restarts by itself, which sets the clock of its run time back"
+
+
+def disk_goes_too(resource: Resource) -> Iterator[str]:
+    """For the rule disk-goes-too."""
+    if (resource["inputs"].get("bootDisk") or {}).get("autoDelete") is not True:
+        yield "leaves its disk behind"
+
+
+def labelled(resource: Resource) -> Iterator[str]:
+    """For the rule labelled."""
+    inputs = resource["inputs"]
+    places = {"": inputs.get("labels")}
+    if _kind(resource) == "Instance":
+        disk = (inputs.get("bootDisk") or {}).get("initializeParams") or {}
+        places["its disk "] = disk.get("labels")
+    for place, labels in places.items():
+        for label in (CLUSTER, EXPIRES):
+            if not (labels or {}).get(label):
+                yield f"{place}lacks the label {label}"
+
+
+def _kind(resource: Resource) -> str:
+    return str(resource["type"]).rpartition(":")[2]
+
+
+def _is_allow(resource: Resource, direction: str) -> bool:
+    inputs = resource["inputs"]
+    given = inputs.get("direction", "INGRESS")
+    return given == direction and bool(inputs.get("allows")) and not inputs.get("disabled")
+
+
+def _ranges(inputs: Mapping[str, Any]) -> list[str]:
+    return [str(source) for source in inputs.get("sourceRanges") or []]
+
+
+def _sources_into(resource: Resource, port: int) -> Iterator[str]:
+    """Address ranges from which this TCP port is open."""
+    if not _is_allow(resource, "INGRESS"):
+        return
+    for allow in resource["inputs"]["allows"]:
+        if allow["protocol"] in ("tcp", "all", "6") and _has_port(allow, port):
+            yield from _ranges(resource["inputs"])
+
+
+def _has_port(allow: Mapping[str, Any], port: int) -> bool:
+    for text in allow.get("ports") or ["0-65535"]:
+        first, _, last = str(text).partition("-")
+        if int(first) <= port <= int(last or first):
+            return True
+    return False
+
+
+def _is_all_ports(allow: Mapping[str, Any]) -> bool:
+    return all(_has_port(allow, port) for port in (1, 1024, 10_000, 65_535))

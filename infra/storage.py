@@ -1,0 +1,99 @@
+"""The results bucket, which outlives the cluster, and what the nodes may do in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pulumi
+from pulumi import ComponentResource, Input, Output, ResourceOptions
+from pulumi_gcp import storage
+
+from infra.labels import EXPIRES, KEPT
+
+ROLE = "roles/storage.objectUser"
+"""Read, write and delete objects; nothing about the bucket itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageArgs:
+    """What a bucket is made from."""
+
+    cluster: str
+    region: str
+    bucket: str
+    """`create`, `none`, or the name of one that exists."""
+    kms_key: str
+    """Empty: Google's own key."""
+    labels: dict[str, str]
+    node_account: Input[str]
+
+
+class ResultsBucket(ComponentResource):
+    """A bucket that is made, one that exists, or none."""
+
+    bucket: Output[str] | None
+
+    def __init__(self, name: str, args: StorageArgs, opts: ResourceOptions | None = None) -> None:
+        """Make it, and the nodes' right to its objects, under `name`."""
+        super().__init__("tileforge:infra:ResultsBucket", name, {}, opts)
+        self.bucket = self._bucket(args)
+        if self.bucket is not None:
+            storage.BucketIAMMember(
+                f"{args.cluster}-results-access",
+                bucket=self.bucket,
+                role=ROLE,
+                member=Output.concat("serviceAccount:", args.node_account),
+                opts=ResourceOptions(parent=self),
+            )
+        self.register_outputs({"bucket": self.bucket})
+
+    def _bucket(self, args: StorageArgs) -> Output[str] | None:
+        if args.bucket == "none":
+            return None
+        if args.bucket != "create":
+            return Output.from_input(args.bucket)
+        # Its name gets an ending of Pulumi's: a bucket that was kept does not stand in the way of
+        # the next one.
+        created = storage.Bucket(
+            f"{args.cluster}-results",
+            location=args.region,
+            uniform_bucket_level_access=True,
+            public_access_prevention="enforced",
+            force_destroy=False,
+            versioning=storage.BucketVersioningArgs(enabled=True),
+            lifecycle_rules=_lifecycle(),
+            encryption=_encryption(args.kms_key),
+            labels=args.labels | {KEPT: "true"},
+            opts=ResourceOptions(
+                parent=self,
+                protect=True,
+                retain_on_delete=True,
+                ignore_changes=[f'labels["{EXPIRES}"]'],
+            ),
+        )
+        return created.name
+
+
+def _lifecycle() -> list[storage.BucketLifecycleRuleArgs]:
+    """What was deleted or replaced goes after a week, and what was never finished after a day."""
+    return [
+        storage.BucketLifecycleRuleArgs(
+            action=storage.BucketLifecycleRuleActionArgs(type="Delete"),
+            condition=storage.BucketLifecycleRuleConditionArgs(
+                days_since_noncurrent_time=7, with_state="ARCHIVED"
+            ),
+        ),
+        storage.BucketLifecycleRuleArgs(
+            action=storage.BucketLifecycleRuleActionArgs(type="AbortIncompleteMultipartUpload"),
+            condition=storage.BucketLifecycleRuleConditionArgs(age=1),
+        ),
+    ]
+
+
+def _encryption(kms_key: str) -> storage.BucketEncryptionArgs | None:
+    return storage.BucketEncryptionArgs(default_kms_key_name=kms_key) if kms_key else None
+
+
+def bucket_output(results: ResultsBucket) -> pulumi.Output[str | None]:
+    """The bucket's name as an output, also when there is none."""
+    return Output.from_input(results.bucket)

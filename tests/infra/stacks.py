@@ -1,0 +1,177 @@
+"""The Pulumi program run to its end under mocks, with a record of every resource."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import runpy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from pulumi.runtime import mocks, rpc
+from pulumi.runtime.settings import set_root_resource
+from pulumi.runtime.stack import run_in_stack
+
+from infra.config import PROJECT
+
+ROOT = Path(__file__).resolve().parents[2]
+NOW_UNIX = 1_800_000_000
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDQC5oFuLD7OiNkh4CSiD2bpP7Kvt2AR4GIGfBKesYne operator"
+HEAD_ADDRESS = "203.0.113.9"
+
+Plain = dict[str, Any]
+
+CASES: dict[str, Plain] = {
+    "default": {},
+    "spot": {"spot": "true"},
+    "direct": {"accessMode": "direct", "operatorCidr": "198.51.100.7/32"},
+    "oslogin": {"accessMode": "oslogin", "osLoginUser": "ada_example_com"},
+    "no-nat": {"egress": "none", "wheelhouse": "/srv/wheels"},
+    "c4": {"machineType": "c4-highmem-48", "tier1": True, "maxHourlyUsd": "none"},
+    "h3": {"machineType": "h3-standard-88", "maxHourlyUsd": "none"},
+    "one-node": {"nodeCount": 1},
+    "sixteen-nodes": {"nodeCount": 16},
+    "bucket": {
+        "bucket": "create",
+        "kmsKey": "projects/p/locations/us-central1/keyRings/r/cryptoKeys/k",
+        "headDiskGb": 200,
+        "labels": ["owner=ada"],
+    },
+    "confidential": {"machineType": "c3-standard-8", "confidential": True, "maxHourlyUsd": "none"},
+}
+"""Settings of the stacks whose whole graphs are in tests/golden."""
+
+
+@dataclass
+class Recorded:
+    """What the program asked Pulumi for."""
+
+    resources: list[Plain] = field(default_factory=list)
+    """Each: type, name, parent, inputs, options; in an order that does not change."""
+    outputs: Plain = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+
+    def of_type(self, suffix: str) -> list[Plain]:
+        """Inputs of every resource whose type ends so, such as `Firewall`."""
+        return [
+            resource["inputs"]
+            for resource in self.resources
+            if resource["type"].rpartition(":")[2] == suffix
+        ]
+
+
+class _Cloud(mocks.Mocks):
+    """Answers as Google would, as far as the program looks at it."""
+
+    def new_resource(self, args: mocks.MockResourceArgs) -> tuple[str | None, Plain]:
+        state = dict(args.inputs)
+        if args.typ == "gcp:serviceaccount/account:Account":
+            state["email"] = f"{state['accountId']}@{state.get('project', 'p')}.example"
+        if args.typ == "gcp:storage/bucket:Bucket":
+            state["name"] = f"{args.name}-1a2b3c4"
+        if args.typ == "gcp:compute/instance:Instance":
+            for interface in state["networkInterfaces"]:
+                for config in interface.get("accessConfigs") or []:
+                    config["natIp"] = HEAD_ADDRESS
+        state["selfLink"] = f"https://example/{args.name}"
+        return f"{args.name}-id", state
+
+    def call(self, args: mocks.MockCallArgs) -> tuple[Plain, None]:
+        raise AssertionError(f"the program asks Google: {args.token}")
+
+
+class _Monitor(mocks.MockMonitor):
+    """Pulumi's own mock monitor, and a record of what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(_Cloud())
+        self.recorded: list[Plain] = []
+
+    def RegisterResource(self, request: Any) -> Any:  # noqa: N802  # Pulumi's name
+        answer = super().RegisterResource(request)  # type: ignore[no-untyped-call]
+        if request.type != "pulumi:pulumi:Stack":
+            self.recorded.append(
+                {
+                    "type": request.type,
+                    "name": request.name,
+                    "parent": request.parent.rpartition("::")[2],
+                    "inputs": _whole(rpc.deserialize_properties(request.object)),
+                    "options": _options(request),
+                }
+            )
+        return answer
+
+    def RegisterResourceOutputs(self, request: Any) -> Any:  # noqa: N802  # Pulumi's name
+        if "pulumi:pulumi:Stack" in request.urn:
+            self.outputs = _whole(rpc.deserialize_properties(request.outputs))
+        return super().RegisterResourceOutputs(request)  # type: ignore[no-untyped-call]
+
+    outputs: Plain = {}  # noqa: RUF012  # replaced, never changed
+
+
+def deploy(settings: Mapping[str, Any], *, folder: Path, stack: str = "dev") -> Recorded:
+    """Run the program's __main__.py with these settings in `folder`, an empty one.
+
+    Raises what the program raises.
+    """
+    key = folder / ".cluster" / stack / "id_ed25519.pub"
+    key.parent.mkdir(parents=True, exist_ok=True)
+    key.write_text(f"{KEY}\n", encoding="utf-8")
+    values = {"project": "my-project", "operatorPublicKeyFile": str(key)} | dict(settings)
+    environment = {"PULUMI_CONFIG": json.dumps(as_pulumi_hands_over(values))}
+    monitor, recorded = _Monitor(), Recorded()
+
+    def program() -> None:
+        runpy.run_path(str(ROOT / "__main__.py"), run_name="__main__")
+
+    async def run() -> None:
+        mocks.set_mocks(monitor.mocks, project=PROJECT, stack=stack, monitor=monitor)
+        # That has made a stack and ended it; run_in_stack, as in `pulumi up`, makes the real one.
+        set_root_resource(None)  # type: ignore[arg-type]
+        await run_in_stack(program)
+
+    with (
+        mock.patch.dict("os.environ", environment),
+        mock.patch("time.time", lambda: float(NOW_UNIX)),
+        mock.patch("pulumi.info", recorded.log.append),
+    ):
+        # What Pulumi remembers of a run goes with its context.
+        contextvars.Context().run(asyncio.run, run())
+    recorded.resources = sorted(monitor.recorded, key=lambda found: (found["type"], found["name"]))
+    recorded.outputs = monitor.outputs
+    return recorded
+
+
+def as_pulumi_hands_over(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings by their full keys; what is not text goes as JSON."""
+    return {
+        f"{PROJECT}:{key}": value if isinstance(value, str) else json.dumps(value)
+        for key, value in settings.items()
+    }
+
+
+def _options(request: Any) -> Plain:
+    """The options that decide what becomes of a resource later."""
+    found = {
+        "protect": request.protect,
+        "retainOnDelete": request.retainOnDelete,
+        "deleteBeforeReplace": request.deleteBeforeReplace,
+        "ignoreChanges": list(request.ignoreChanges),
+        "replacementTrigger": request.replacement_trigger.string_value,
+        "provider": request.provider.rpartition("::")[2],
+        "dependsOn": sorted(urn.rpartition("::")[2] for urn in request.dependencies),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _whole(value: Any) -> Any:
+    """Without the difference between 3.0, as it travels, and 3."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _whole(inner) for key, inner in sorted(value.items())}
+    return [_whole(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,212 @@
+"""The cluster's settings: the schema and the code agree, and what is wrong is said all at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from infra.config import KEYS, ClusterConfig, read_config
+from infra.machines import machine_type, machine_types
+from payload.errors import ConfigError
+from tests.infra.stacks import KEY, ROOT, as_pulumi_hands_over
+
+PULUMI: dict[str, Any] = yaml.safe_load((ROOT / "Pulumi.yaml").read_text(encoding="utf-8"))
+TYPES = {str: "string", int: "integer", bool: "boolean", tuple: "array"}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A project folder with the operator's key of the cluster `dev`."""
+    key = tmp_path / ".cluster/dev/id_ed25519.pub"
+    key.parent.mkdir(parents=True)
+    key.write_text(f"{KEY}\n", encoding="utf-8")
+    return tmp_path
+
+
+def read(root: Path, **settings: Any) -> ClusterConfig:
+    values = as_pulumi_hands_over({"project": "my-project"} | settings)
+    plain = {key.partition(":")[2]: value for key, value in values.items()}
+    return read_config(plain, stack="dev", root=root)[0]
+
+
+def test_the_schema_and_the_code_have_the_same_settings_types_and_defaults() -> None:
+    for key, field in KEYS.items():
+        default = field.default
+        declared = PULUMI["config"][key]
+        assert declared["type"] == TYPES[type(default)], key
+        assert declared["default"] == (list(default) if isinstance(default, tuple) else default)
+    assert set(PULUMI["config"]) == set(KEYS)
+
+
+def test_the_schema_keeps_to_what_pulumi_allows() -> None:
+    for key, declared in PULUMI["config"].items():
+        assert set(declared) <= {"type", "items", "default", "description"}, key
+        assert declared["type"] in {"string", "integer", "boolean", "array"}
+        assert len(declared["description"]) > 10
+    assert PULUMI["options"] == {"refresh": "always"}
+    assert PULUMI["runtime"]["options"] == {"toolchain": "pip", "virtualenv": ".venv"}
+
+
+def test_the_defaults_as_pulumi_hands_them_over_are_the_codes(root: Path) -> None:
+    defaults = {key: declared["default"] for key, declared in PULUMI["config"].items()}
+    config = read(root, **(defaults | {"project": "my-project"}))
+    assert config == ClusterConfig(cluster="dev", project="my-project")
+
+
+def test_the_default_disks_fit_a_new_projects_quota() -> None:
+    config = ClusterConfig()
+    sizes = [config.boot_disk_gb(index=index) for index in range(config.node_count)]
+    assert sum(sizes) <= 500
+
+
+# Settings, and what the message has to say: the key, its value, and what to do.
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"project": ""}, r"project = '' is no Google Cloud project id.*pulumi config set project"),
+    ({"cluster": "Dev"}, r"cluster = 'Dev'.*must be a lower-case letter"),
+    ({"cluster": "a" * 25}, r"cluster = 'a{25}'.*up to 23"),
+    ({"region": "Iowa"}, r"region = 'Iowa' is no region"),
+    ({"region": "us-east4"}, r"zones has 'us-central1-a', which is not in region us-east4.*--path"),
+    ({"zones": []}, r"zones is empty"),
+    ({"zones": "us-central1-a"}, r"zones = 'us-central1-a' is not a list of texts"),
+    ({"nodeCount": 0}, r"nodeCount = 0; from 1 to 64"),
+    ({"nodeCount": "three"}, r"nodeCount = 'three' is not a whole number"),
+    ({"machineType": "c3d-standard-8"}, r"c3d runs on AMD EPYC Genoa, which has no AMX"),
+    ({"machineType": "c4d-highmem-8"}, r"c4d runs on AMD EPYC Turin, which has no AMX"),
+    ({"machineType": "h4d-standard-192"}, r"h4d runs on AMD EPYC Turin, which has no AMX"),
+    ({"machineType": "n2-standard-8"}, r"n2 runs on Intel Cascade Lake or Ice Lake, which has no"),
+    ({"machineType": "c4a-standard-8"}, r"c4a runs on Google Axion \(Arm\)"),
+    (
+        {"machineType": "c3-standard-6"},
+        r"no such size.*c3-\{standard,highmem,highcpu\}-\{4,8,22,44",
+    ),
+    ({"machineType": "big"}, r"family 'big' is not known"),
+    ({"accessMode": "open"}, r"accessMode = 'open'\. Use one of: iap, direct, oslogin"),
+    ({"accessMode": "direct"}, r"operatorCidr = ''.*Use your own address"),
+    (
+        {"accessMode": "direct", "operatorCidr": "0.0.0.0/0"},
+        r"'0\.0\.0\.0/0' is the whole internet",
+    ),
+    ({"accessMode": "direct", "operatorCidr": "::/0"}, r"'::/0' is the whole internet"),
+    ({"accessMode": "direct", "operatorCidr": "2001:db8::1/128"}, r"the network has IPv4 only"),
+    ({"accessMode": "direct", "operatorCidr": "10.0.0.0/8"}, r"is more than 256 addresses"),
+    ({"accessMode": "direct", "operatorCidr": "10.0.0.1/24"}, r"has host bits set"),
+    ({"operatorCidr": "198.51.100.7/32"}, r"operatorCidr.*is for accessMode direct.*config rm"),
+    ({"accessMode": "oslogin"}, r"osLoginUser = ''.*describe-profile"),
+    ({"osLoginUser": "ada"}, r"osLoginUser = 'ada' is for accessMode oslogin alone"),
+    ({"spot": "maybe"}, r"spot = 'maybe'\. Use one of: false, true, auto"),
+    ({"spot": "true", "machineType": "h3-standard-88"}, r"no spot machines of h3-standard-88"),
+    ({"maxLifetime": "0h"}, r"maxLifetime = '0h'; use a time from 10m to 30d"),
+    ({"maxLifetime": "never"}, r"maxLifetime = 'never'.*no way to leave it out"),
+    ({"maxLifetime": "31d"}, r"maxLifetime = '31d'"),
+    ({"maxHourlyUsd": "cheap"}, r"maxHourlyUsd = 'cheap'; use dollars an hour"),
+    ({"maxHourlyUsd": "0"}, r"maxHourlyUsd = '0'"),
+    ({"diskType": "pd-standard"}, r"'pd-standard', which c3-highmem-8 does not boot from.*pd-ssd"),
+    (
+        {"diskType": "pd-balanced", "machineType": "c4-standard-8"},
+        r"Use auto or.*hyperdisk-balanced",
+    ),
+    ({"diskGb": 10}, r"diskGb = 10; from 30"),
+    ({"headDiskGb": 50}, r"headDiskGb = 50; use 0 for the same"),
+    ({"bucket": "gs://mine"}, r"bucket = 'gs://mine'\. Use none, create, or the name"),
+    ({"kmsKey": "my-key"}, r"kmsKey = 'my-key'; projects/P/locations"),
+    ({"threadsPerCore": 3}, r"threadsPerCore = 3\. Use one of: 1, 2"),
+    (
+        {"threadsPerCore": 2, "machineType": "h3-standard-88"},
+        r"h3-standard-88 has one thread a core",
+    ),
+    ({"mtu": 9000}, r"mtu = 9000; a network of Google's has 1300 to 8896"),
+    ({"compactPlacement": "yes"}, r"compactPlacement = 'yes' is not true or false"),
+    ({"tier1": True}, r"tier1 = true, which c3-highmem-8 \(8 vCPUs\) cannot have: C3 from 44"),
+    ({"tier1": True, "machineType": "c3-standard-22"}, r"c3-standard-22 \(22 vCPUs\) cannot have"),
+    ({"image": "projects/x/global/images/family/y"}, r"names a family, whose image changes under"),
+    ({"image": "ubuntu-2404"}, r"image = 'ubuntu-2404'; projects/PROJECT/global/images/NAME"),
+    ({"image": "projects/x/global/images/mine"}, r"imageSystem = 'auto', and the name of image"),
+    ({"confidential": True}, r"TDX is for c3-standard machines, not c3-highmem-8"),
+    ({"egress": "none"}, r"wheelhouse is empty, and with egress none.*package index"),
+    ({"egress": "some"}, r"egress = 'some'\. Use one of: nat, none"),
+    ({"wheelhouse": "wheels"}, r"wheelhouse = 'wheels'; it must be an absolute path"),
+    ({"labels": ["Owner=Ada"]}, r"labels has 'Owner=Ada'; key=value of lower-case"),
+    ({"labels": ["tileforge-cluster=x"]}, r"keys of tileforge and goog are taken"),
+    ({"nodecount": 3}, r"nodecount is no setting; remove it\. Known: accessMode, bucket"),
+    ({"operatorPublicKeyFile": "none.pub"}, r"none\.pub: No such file.*Make a key pair: mkdir"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD, ids=[str(settings) for settings, _ in BAD])
+def test_a_setting_that_cannot_be_used_is_refused(
+    root: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"1 problem.*\n.*tileforge:.*{message}"):
+        read(root, **settings)
+
+
+def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    wrong = {
+        "project": "",
+        "nodeCount": "many",
+        "machineType": "c3d-standard-8",
+        "maxLifetime": "",
+        "egress": "none",
+        "mtu": 1,
+        "typo": "x",
+    }
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, **wrong)
+    lines = str(caught.value).splitlines()
+    named = [line.strip().partition(" ")[0].strip(":") for line in lines[1:]]
+    assert sorted(named) == [
+        "tileforge:egress" if key == "egress" else f"tileforge:{key}"
+        for key in sorted([*(set(wrong) - {"egress"}), "operatorPublicKeyFile", "wheelhouse"])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("hello", "must begin with a key type"),
+        ("-----BEGIN OPENSSH " + "PRIVATE KEY-----", "this is a private key"),
+    ],
+)
+def test_a_key_file_without_a_public_key_is_refused(root: Path, text: str, message: str) -> None:
+    (root / ".cluster/dev/id_ed25519.pub").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(root)
+    assert "BEGIN" not in str(caught.value)
+
+
+GOOD: Mapping[str, dict[str, Any]] = {
+    "C4": {"machineType": "c4-highmem-48", "tier1": True},
+    "N4": {"machineType": "n4-standard-16"},
+    "H3": {"machineType": "h3-standard-88"},
+    "TDX": {"machineType": "c3-standard-8", "confidential": True},
+    "Debian": {"image": "projects/debian-cloud/global/images/debian-12-bookworm-v20260901"},
+    "own image": {"image": "projects/x/global/images/mine", "imageSystem": "ubuntu-24.04"},
+    "Tier_1": {"machineType": "c3-standard-44", "tier1": True},
+    "labels": {"labels": ["owner=ada", "cost-centre=7"]},
+    "no cap": {"maxHourlyUsd": "none"},
+}
+
+
+@pytest.mark.parametrize("settings", GOOD.values(), ids=GOOD)
+def test_what_can_be_had_is_accepted(root: Path, settings: dict[str, Any]) -> None:
+    assert read(root, **settings)
+
+
+@pytest.mark.parametrize("machine", machine_types(), ids=lambda machine: str(machine.name))
+def test_a_machine_has_whole_cores_in_each_domain(machine: Any) -> None:
+    assert machine_type(machine.name) == machine
+    assert machine.physical_cores % machine.numa_domains == 0
+
+
+def test_values_as_json_survive() -> None:
+    assert as_pulumi_hands_over({"zones": ["a"], "tier1": True, "nodeCount": 3}) == {
+        "tileforge:zones": json.dumps(["a"]),
+        "tileforge:tier1": "true",
+        "tileforge:nodeCount": "3",
+    }

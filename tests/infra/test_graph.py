@@ -1,0 +1,170 @@
+"""The whole program under Pulumi's mocks: what it makes for each kind of stack, word for word."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from copy import deepcopy
+from pathlib import Path
+
+import pulumi
+import pytest
+
+from infra.labels import CLUSTER, EXPIRES
+from payload.inventory import ClusterInventory
+from tests.golden_files import assert_golden
+from tests.infra.stacks import CASES, HEAD_ADDRESS, KEY, NOW_UNIX, Plain, Recorded, deploy
+
+
+@functools.cache
+def _deployed(case: str) -> Recorded:
+    with tempfile.TemporaryDirectory() as folder:
+        return deploy(CASES[case], folder=Path(folder))
+
+
+def deployed(case: str) -> Recorded:
+    """One of the stacks of `CASES`, run once."""
+    return deepcopy(_deployed(case))
+
+
+def without_texts(value: object) -> object:
+    """With what follows from long texts, which have tests of their own, by name alone."""
+    if isinstance(value, dict):
+        return {
+            key: f"({key})" if key in ("user-data", "replacementTrigger") else without_texts(inner)
+            for key, inner in value.items()
+        }
+    return [without_texts(inner) for inner in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_graph_word_for_word(case: str) -> None:
+    stack = deployed(case)
+    graph = {"resources": stack.resources, "outputs": stack.outputs, "log": stack.log}
+    assert_golden(f"stack.{case}.json", json.dumps(without_texts(graph), indent=1) + "\n")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_inventory_is_in_the_contracts_schema(case: str) -> None:
+    text = json.dumps(deployed(case).outputs["inventory"])
+    inventory = ClusterInventory.from_json(text, where="output")
+    settings = CASES[case]
+    assert len(inventory.nodes) == settings.get("nodeCount", 3)
+    assert inventory.source == "pulumi"
+    assert [node.host_keys for node in inventory.nodes] == [()] * len(inventory.nodes)
+
+
+def test_the_operator_reaches_a_private_head_through_googles_proxy() -> None:
+    access = deployed("default").outputs["inventory"]["access"]
+    assert access == {"kind": "iap", "project": "my-project"}
+
+
+def test_with_direct_access_the_head_alone_has_an_address_on_the_internet() -> None:
+    inventory = deployed("direct").outputs["inventory"]
+    assert inventory["access"] == {"kind": "direct"}
+    addresses = [node.get("external_address") for node in inventory["nodes"]]
+    assert addresses == [HEAD_ADDRESS, None, None]
+
+
+def test_with_os_login_the_user_is_the_operators_own_and_no_key_is_in_user_data() -> None:
+    stack = deployed("oslogin")
+    assert stack.outputs["inventory"]["ssh_user"] == "ada_example_com"
+    (text,) = {instance["metadata"]["user-data"] for instance in stack.of_type("Instance")}
+    assert KEY not in text and "AllowUsers ada_example_com" in text
+
+
+def test_the_cluster_expires_at_the_limit_of_its_machines() -> None:
+    stack = deployed("default")
+    assert stack.outputs["expires"] == "2027-01-15T20:00:00Z"
+    labels = [instance["labels"][EXPIRES] for instance in stack.of_type("Instance")]
+    assert set(labels) == {str(NOW_UNIX + 12 * 3600)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_has_no_labels_has_the_clusters_name_in_front(case: str) -> None:
+    for resource in deployed(case).resources:
+        inputs: Plain = resource["inputs"]
+        if "labels" in inputs:
+            assert inputs["labels"][CLUSTER] == "dev"
+        elif resource["type"].startswith("gcp:") and "IAM" not in resource["type"]:
+            assert (inputs.get("name") or inputs["accountId"]).startswith("dev-")
+
+
+def test_a_bucket_outlives_the_cluster() -> None:
+    stack = deployed("bucket")
+    (bucket,) = [r for r in stack.resources if r["type"].endswith(":Bucket")]
+    assert bucket["options"]["protect"] and bucket["options"]["retainOnDelete"]
+    assert bucket["inputs"]["forceDestroy"] is False
+    (access,) = stack.of_type("BucketIAMMember")
+    assert access["role"] == "roles/storage.objectUser"
+    assert stack.outputs["inventory"]["bucket"] == access["bucket"] == "dev-results-1a2b3c4"
+
+
+def test_an_existing_bucket_is_used_and_not_touched(tmp_path: Path) -> None:
+    stack = deploy({"bucket": "my-results"}, folder=tmp_path)
+    assert stack.of_type("Bucket") == []
+    assert stack.of_type("BucketIAMMember")[0]["bucket"] == "my-results"
+    assert stack.outputs["inventory"]["bucket"] == "my-results"
+
+
+def test_nodes_go_before_the_network_that_they_boot_through() -> None:
+    for resource in deployed("default").resources:
+        if resource["type"].endswith(":Instance"):
+            needs = resource["options"]["dependsOn"]
+            assert {"dev-nat", "dev-egress-web", "dev-placement", "dev-subnet"} <= set(needs)
+
+
+def triggers(tmp_path: Path, **settings: object) -> set[str]:
+    """What the nodes' replacement hangs on; all have the same."""
+    resources = deploy(settings, folder=tmp_path).resources
+    instances = [r for r in resources if r["type"].endswith(":Instance")]
+    return {instance["options"]["replacementTrigger"] for instance in instances}
+
+
+@pytest.mark.parametrize(
+    ("settings", "anew"),
+    [
+        ({"nodeCount": 5}, False),
+        ({"maxHourlyUsd": "20"}, False),
+        ({"labels": ["owner=ada"]}, False),
+        ({"flowLogs": False}, False),
+        ({"machineType": "c3-highmem-22"}, True),
+        ({"maxLifetime": "6h"}, True),
+        ({"spot": "true"}, True),
+        ({"wheelhouse": "/srv/wheels"}, True),
+        ({"diskGb": 120}, True),
+    ],
+)
+def test_nodes_are_made_anew_only_for_what_cannot_change_in_place(
+    tmp_path: Path, settings: Plain, anew: bool
+) -> None:
+    (before,) = triggers(tmp_path)
+    (after,) = triggers(tmp_path, **settings)
+    assert (before != after) is anew
+
+
+def test_a_later_run_leaves_the_machines_own_expiry_alone() -> None:
+    for resource in deployed("default").resources:
+        if resource["type"].endswith(":Instance"):
+            assert resource["options"]["ignoreChanges"] == [
+                'metadata["ssh-keys"]',
+                f'labels["{EXPIRES}"]',
+                f'bootDisk.initializeParams.labels["{EXPIRES}"]',
+            ]
+
+
+def test_what_is_too_dear_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(
+        pulumi.RunError, match=r"maxHourlyUsd = 1, and 3 x c3-highmem-8 cost \$1\.64"
+    ):
+        deploy({"maxHourlyUsd": "1"}, folder=tmp_path)
+
+
+def test_all_that_is_wrong_is_said_at_once_and_without_a_traceback(tmp_path: Path) -> None:
+    with pytest.raises(pulumi.RunError) as caught:
+        deploy({"project": "", "nodeCount": 0, "egress": "none", "spott": "x"}, folder=tmp_path)
+    message = str(caught.value)
+    assert "4 problem(s)" in message
+    for key in ("project", "nodeCount", "wheelhouse", "spott"):
+        assert f"tileforge:{key}" in message

@@ -1,0 +1,217 @@
+"""Every security rule: kept by the stacks, and able to fail."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from infra.security import EXCEPTIONS, RULES, findings
+from tests.infra.stacks import CASES, ROOT, Plain
+from tests.infra.test_graph import deployed
+
+Change = Callable[[list[Plain]], object]
+
+
+def first(resources: list[Plain], kind: str) -> Plain:
+    """Inputs of the first resource of the kind."""
+    found = next(r for r in resources if r["type"].rpartition(":")[2] == kind)
+    inputs: Plain = found["inputs"]
+    return inputs
+
+
+def firewall(resources: list[Plain], name: str) -> Plain:
+    """Inputs of a firewall rule."""
+    found = next(r for r in resources if r["name"] == name)
+    inputs: Plain = found["inputs"]
+    return inputs
+
+
+def of(kind: str, change: Callable[[Plain], object]) -> Change:
+    """A change of the first resource of the kind."""
+    return lambda resources: change(first(resources, kind))
+
+
+def ssh(**inputs: object) -> Change:
+    """A change of the rule that lets the operator in."""
+    return lambda resources: firewall(resources, "dev-allow-ssh").update(inputs)
+
+
+def metadata(**values: str) -> Change:
+    """Other metadata of the first machine."""
+    changed = {key.replace("_", "-"): value for key, value in values.items()}
+    return of("Instance", lambda inputs: inputs["metadata"].update(changed))
+
+
+def more(kind: str, **inputs: object) -> Change:
+    """One resource more."""
+    return lambda resources: resources.append({"type": kind, "name": "more", "inputs": inputs})
+
+
+WORLD = ["0.0.0.0/0"]
+
+# Each turns one thing off, in the bucket's stack with OS Login on (where every rule holds).
+MUTATIONS: list[tuple[str, Change]] = [
+    ("own-network", of("Subnetwork", lambda i: i.update(network="global/networks/default"))),
+    ("own-network", of("Instance", lambda i: i["networkInterfaces"][0].pop("subnetwork"))),
+    ("custom-subnets", of("Network", lambda i: i.update(autoCreateSubnetworks=True))),
+    ("custom-subnets", of("Network", lambda i: i.pop("autoCreateSubnetworks"))),
+    ("ssh-source", ssh(sourceRanges=WORLD)),
+    ("ssh-source", ssh(sourceRanges=["::/0"])),
+    ("ssh-source", ssh(sourceRanges=["35.0.0.0/8"], allows=[{"protocol": "tcp"}])),
+    ("ssh-source", ssh(sourceRanges=WORLD, allows=[{"protocol": "tcp", "ports": ["20-30"]}])),
+    ("no-rdp", ssh(allows=[{"protocol": "tcp", "ports": ["22", "3389"]}])),
+    ("flow-logs", of("Subnetwork", lambda i: i.pop("logConfig"))),
+    ("proxy-only", ssh(sourceRanges=["198.51.100.7/32"])),
+    ("narrow-ingress", ssh(sourceRanges=WORLD)),
+    ("narrow-ingress", ssh(allows=[{"protocol": "all"}])),
+    ("narrow-ingress", ssh(allows=[{"protocol": "tcp"}])),
+    ("narrow-ingress", ssh(allows=[{"protocol": "udp", "ports": ["0-65535"]}])),
+    ("narrow-ingress", ssh(sourceRanges=[])),
+    (
+        "narrow-egress",
+        lambda found: firewall(found, "dev-egress-web").update(allows=[{"protocol": "all"}]),
+    ),
+    (
+        "narrow-egress",
+        lambda found: firewall(found, "dev-egress-nodes").update(destinationRanges=WORLD),
+    ),
+    ("egress-denied", lambda found: firewall(found, "dev-deny-egress").update(disabled=True)),
+    ("egress-denied", lambda found: firewall(found, "dev-deny-egress").pop("denies")),
+    ("private-google-access", of("Subnetwork", lambda i: i.update(privateIpGoogleAccess=False))),
+    ("own-account", of("Instance", lambda i: i.pop("serviceAccount"))),
+    (
+        "own-account",
+        of(
+            "Instance",
+            lambda i: i["serviceAccount"].update(email="1-compute@developer.gserviceaccount.com"),
+        ),
+    ),
+    (
+        "narrow-scope",
+        of("Instance", lambda i: i["serviceAccount"].update(scopes=["x/auth/cloud-platform"])),
+    ),
+    ("least-roles", of("BucketIAMMember", lambda i: i.update(role="roles/storage.admin"))),
+    ("least-roles", of("BucketIAMMember", lambda i: i.update(member="allUsers"))),
+    ("least-roles", more("gcp:projects/iAMMember:IAMMember", role="roles/editor", member="x")),
+    ("no-project-keys", metadata(block_project_ssh_keys="FALSE")),
+    ("os-login", metadata(enable_oslogin="FALSE")),
+    ("no-serial-port", metadata(serial_port_enable="TRUE")),
+    ("no-forwarding", of("Instance", lambda i: i.update(canIpForward=True))),
+    (
+        "no-plain-disk-keys",
+        of("Instance", lambda i: i["bootDisk"].update(diskEncryptionKeyRaw="k")),
+    ),
+    ("shielded", of("Instance", lambda i: i["shieldedInstanceConfig"].update(enableVtpm=False))),
+    ("shielded", of("Instance", lambda i: i.pop("shieldedInstanceConfig"))),
+    (
+        "no-public-address",
+        of("Instance", lambda i: i["networkInterfaces"][0].update(accessConfigs=[{}])),
+    ),
+    (
+        "confidential-whole",
+        of(
+            "Instance",
+            lambda i: i.update(confidentialInstanceConfig={"confidentialInstanceType": "SEV"}),
+        ),
+    ),
+    (
+        "confidential-whole",
+        of(
+            "Instance",
+            lambda i: i.update(
+                confidentialInstanceConfig={"confidentialInstanceType": "TDX"},
+                scheduling=i["scheduling"] | {"onHostMaintenance": "MIGRATE"},
+            ),
+        ),
+    ),
+    (
+        "pinned-image",
+        of(
+            "Instance",
+            lambda i: i["bootDisk"]["initializeParams"].update(
+                image="projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts"
+            ),
+        ),
+    ),
+    ("private-bucket", of("Bucket", lambda i: i.update(uniformBucketLevelAccess=False))),
+    ("private-bucket", of("Bucket", lambda i: i.update(publicAccessPrevention="inherited"))),
+    ("versioned-bucket", of("Bucket", lambda i: i.update(versioning={"enabled": False}))),
+    ("versioned-bucket", of("Bucket", lambda i: i.pop("lifecycleRules"))),
+    ("no-secrets", metadata(note="-----BEGIN OPENSSH " + "PRIVATE KEY-----")),
+    ("host-keys-published", metadata(enable_guest_attributes="FALSE")),
+    ("limited-life", of("Instance", lambda i: i["scheduling"].pop("maxRunDuration"))),
+    ("limited-life", of("Instance", lambda i: i["scheduling"].update(automaticRestart=True))),
+    (
+        "limited-life",
+        of("Instance", lambda i: i["scheduling"].update(instanceTerminationAction="STOP")),
+    ),
+    ("disk-goes-too", of("Instance", lambda i: i["bootDisk"].update(autoDelete=False))),
+    ("labelled", of("Instance", lambda i: i["labels"].pop("tileforge-expires"))),
+    ("labelled", of("Bucket", lambda i: i.pop("labels"))),
+    ("labelled", of("Instance", lambda i: i["bootDisk"]["initializeParams"].pop("labels"))),
+]
+
+
+def clean() -> list[Plain]:
+    """Resources that break no rule."""
+    resources = deployed("bucket").resources
+    for resource in resources:
+        if resource["type"].endswith(":Instance"):
+            resource["inputs"]["metadata"]["enable-oslogin"] = "TRUE"
+    return resources
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stack_keeps_every_rule_but_the_documented_exceptions(case: str) -> None:
+    mode = CASES[case].get("accessMode", "iap")
+    assert set(findings(deployed(case).resources)) == EXCEPTIONS[mode]
+
+
+def test_with_os_login_nothing_is_found() -> None:
+    assert EXCEPTIONS["oslogin"] == frozenset()
+    assert EXCEPTIONS["iap"] == {"os-login"}
+    assert findings(clean()) == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "change"),
+    [pytest.param(rule, change, id=f"{rule}-{n}") for n, (rule, change) in enumerate(MUTATIONS)],
+)
+def test_a_rule_that_is_turned_off_is_reported(rule: str, change: Change) -> None:
+    resources = clean()
+    change(resources)
+    assert rule in findings(resources)
+
+
+def test_every_rule_has_been_seen_to_fail() -> None:
+    assert {rule.name for rule in RULES} == {name for name, _ in MUTATIONS}
+
+
+def test_a_finding_names_the_resource() -> None:
+    resources = clean()
+    metadata(serial_port_enable="TRUE")(resources)
+    assert findings(resources) == {
+        "no-serial-port": ["dev-node-0: metadata serial-port-enable is 'TRUE', not FALSE"]
+    }
+
+
+# The rows of the CIS benchmark, of checkov and of Trivy that speak of what the program makes.
+_ROWS = (
+    *("3.1", "3.2", "3.6", "3.7", "3.8", "3.10", "4.1", "4.2", "4.3", "4.4", "4.5", "4.6", "4.7"),
+    *("4.8", "4.9", "4.11", "4.12", "5.1", "5.2", "CKV_GCP_74", "CKV2_GCP_12", "GCP-0035"),
+    *("CKV_GCP_41", "CKV_GCP_78"),
+)
+
+
+@pytest.mark.parametrize("row", _ROWS)
+def test_every_row_of_the_benchmarks_has_a_rule(row: str) -> None:
+    named = " ".join(f"{rule.cis} {rule.tools}" for rule in RULES)
+    assert re.search(rf"(?<![\w.]){re.escape(row)}(?![\w.])", named)
+
+
+def test_every_rule_and_exception_is_in_the_security_page() -> None:
+    page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    for rule in RULES:
+        assert f"`{rule.name}`" in page
