@@ -24,13 +24,15 @@ class Cost:
     """Each with its disk."""
     shared: float
     """NAT and external addresses."""
+    known: float
+    """The parts whose price is known."""
     unknown: tuple[str, ...]
     """What has no price here, in words."""
 
     @property
     def hourly_usd(self) -> float | None:
         """Of the whole cluster."""
-        return None if self.unknown else sum(usd or 0.0 for usd in self.nodes) + self.shared
+        return None if self.unknown else self.known
 
     def most_usd(self, lifetime_s: int) -> float | None:
         """What machines that all start now can cost until their limit ends them."""
@@ -42,14 +44,14 @@ def cluster_cost(config: ClusterConfig, *, spot: bool | None = None) -> Cost:
     spot = config.uses_spot() if spot is None else spot
     machine = config.machine()
     price = machine_price(machine, region=config.region, spot=spot)
+    machines = 0.0 if price is None else price.usd * config.node_count
     kind = "spot" if spot else "on demand"
     unknown = [f"{machine.name} {kind} in {config.region}"] if price is None else []
-    nodes: list[float | None] = []
-    for index in range(config.node_count):
-        gib = config.boot_disk_gb(index=index)
-        disk = disk_price(config.boot_disk_type(), gib=gib, region=config.region)
-        nodes.append(None if price is None or disk is None else price.usd + disk)
-    if disk_price(config.boot_disk_type(), gib=1, region=config.region) is None:
+    disks = [
+        disk_price(config.boot_disk_type(), gib=config.boot_disk_gb(index=i), region=config.region)
+        for i in range(config.node_count)
+    ]
+    if None in disks:
         unknown.append(f"{config.boot_disk_type()} disks in {config.region}")
     if config.tier1:
         unknown.append("Tier_1 bandwidth")
@@ -57,7 +59,14 @@ def cluster_cost(config: ClusterConfig, *, spot: bool | None = None) -> Cost:
         unknown.append("confidential computing")
     shared = nat_price(nodes=config.node_count) if config.egress == "nat" else 0.0
     shared += external_address_price() if config.access_mode == "direct" else 0.0
-    return Cost(nodes=tuple(nodes), shared=shared, unknown=tuple(unknown))
+    return Cost(
+        nodes=tuple(
+            None if price is None or usd is None else round(price.usd + usd, 6) for usd in disks
+        ),
+        shared=shared,
+        known=round(machines + sum(usd or 0.0 for usd in disks) + shared, 6),
+        unknown=tuple(unknown),
+    )
 
 
 def price_of_cluster(config: ClusterConfig) -> Cost:
@@ -91,10 +100,10 @@ def describe(config: ClusterConfig, cost: Cost, *, speed: Speed | None) -> str:
     kind = "spot" if config.uses_spot() else "on demand"
     what = f"{config.node_count} x {config.machine_type} {kind} in {config.zone}"
     if cost.hourly_usd is None:
-        known = cost.shared + sum(usd or 0.0 for usd in cost.nodes)
         return (
             f"cost of {what}: not known, for want of a price of {', '.join(cost.unknown)}; "
-            f"the rest is ${known:.4f} an hour. Every machine ends after {config.max_lifetime}."
+            f"all else is ${cost.known:.4f} an hour; every machine ends after "
+            f"{config.max_lifetime}"
         )
     most = cost.most_usd(config.max_lifetime_s() or 0)
     lines = [

@@ -16,6 +16,9 @@ import yaml
 from infra.cloud_init import MAX_BYTES, BootstrapFiles, NodeBootstrap, render_user_data
 from payload.errors import ConfigError
 from tests.golden_files import assert_golden
+from tests.infra.stacks import KEY as STACK_KEY
+from tests.infra.stacks import deploy
+from tests.rig.prepared import node_user_data
 
 BOOTSTRAP = Path(__file__).resolve().parents[2] / "bootstrap"
 FILES = BootstrapFiles.load(BOOTSTRAP)
@@ -150,3 +153,26 @@ def test_nothing_secret_is_in_user_data() -> None:
         r"PRIVATE KEY|AKIA[0-9A-Z]{16}|AIza[\w-]{35}|gh[ps]_\w{36}|ya29\.|//\S+:\S+@"
     )
     assert secret.findall(everything) == []
+
+
+def test_the_machines_of_the_tests_boot_from_the_default_stacks_text(tmp_path: Path) -> None:
+    (stacks,) = {
+        instance["metadata"]["user-data"]
+        for instance in deploy({}, folder=tmp_path).of_type("Instance")
+    }
+    tests = node_user_data(STACK_KEY)
+    pairs = zip(stacks.splitlines(), tests.splitlines(), strict=True)
+    differing = {ours.strip().partition("=")[0] for ours, other in pairs if ours != other}
+    # libtcmalloc's name differs between Ubuntu and Debian; the wheels are in a folder.
+    assert differing == {"PACKAGES", "WHEELHOUSE"}
+
+
+def test_with_os_login_one_user_may_log_in_and_no_key_is_written() -> None:
+    node = replace(NODE, authorized_keys=(), os_login_user="ada_example_com")
+    text = render_user_data(node, FILES)
+    (user,) = read(text)["users"]
+    assert "ssh_authorized_keys" not in user
+    sshd = written_files(text)["/etc/ssh/sshd_config.d/10-tileforge.conf"].decode()
+    assert "AllowUsers ada_example_com\n" in sshd
+    with pytest.raises(ConfigError, match="os_login_user = 'a b'"):
+        render_user_data(replace(node, os_login_user="a b"), FILES)

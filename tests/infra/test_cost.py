@@ -23,20 +23,22 @@ CONFIG = ClusterConfig(cluster="dev", project="my-project")
 def test_the_default_cluster_is_machines_disks_and_nat() -> None:
     cost = cluster_cost(CONFIG)
     machines, disks, nat = 3 * 0.52923, 3 * 100 * 0.10 / 730, 3 * 0.0014 + 0.005
-    assert cost.hourly_usd == pytest.approx(machines + disks + nat)
-    assert cost.most_usd(12 * 3600) == pytest.approx(12 * (machines + disks + nat))
+    assert cost.hourly_usd == pytest.approx(machines + disks + nat, abs=1e-6)
+    assert cost.most_usd(12 * 3600) == pytest.approx(12 * (machines + disks + nat), abs=1e-4)
 
 
 def test_three_spot_machines_cost_a_sixth() -> None:
     spot = cluster_cost(replace(CONFIG, spot="true"))
-    assert spot.nodes[0] == pytest.approx(0.08501 + 100 * 0.10 / 730)
+    assert spot.nodes[0] == pytest.approx(0.08501 + 100 * 0.10 / 730, abs=1e-6)
 
 
 def test_a_head_with_a_larger_disk_and_an_address_costs_more() -> None:
     plain = cluster_cost(replace(CONFIG, egress="none")).hourly_usd
     direct = replace(CONFIG, egress="none", access_mode="direct", head_disk_gb=200)
     assert plain is not None
-    assert cluster_cost(direct).hourly_usd == pytest.approx(plain + 0.005 + 100 * 0.10 / 730)
+    assert cluster_cost(direct).hourly_usd == pytest.approx(
+        plain + 0.005 + 100 * 0.10 / 730, abs=2e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["c3-highmem-8", "c3-highmem-88", "c3-standard-176"])
@@ -79,6 +81,7 @@ def test_an_unknown_price_is_said() -> None:
     assert cost.hourly_usd is None and cost.most_usd(60) is None
     text = describe(config, cost, speed=None)
     assert "not known" in text and "h3-standard-88 on demand in us-central1" in text
+    assert "all else is $0.0092 an hour" in text
 
 
 def test_a_cap_that_cannot_be_kept_for_want_of_a_price_is_refused() -> None:
@@ -146,3 +149,12 @@ def test_the_speed_is_of_the_newest_finished_run_on_as_many_of_the_same_machines
 
 def test_without_a_run_there_is_no_speed(tmp_path: Path) -> None:
     assert last_measured_speed(tmp_path, machine_type="c3-highmem-8", node_count=3) is None
+
+
+def test_what_is_known_of_a_cluster_with_an_unknown_price_is_said_too() -> None:
+    config = replace(CONFIG, machine_type="c4-highmem-48", max_hourly_usd="none")
+    cost = price_of_cluster(config)
+    machines = 3 * (48 * 0.034650 + 372 * 0.003938)
+    assert cost.hourly_usd is None
+    assert cost.known == pytest.approx(machines + 3 * 0.0014 + 0.005, abs=1e-6)
+    assert cost.unknown == ("hyperdisk-balanced disks in us-central1",)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from infra.cloud_init import BootstrapFiles, NodeBootstrap, render_user_data
+from infra.bootstrap_values import node_bootstrap
+from infra.cloud_init import BootstrapFiles, render_user_data
+from infra.config import ClusterConfig
 from payload import __version__
 from tests.rig.cache import cached
 from tests.rig.host import RigError, run
@@ -27,11 +30,19 @@ _NOBODY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDQC5oFuLD7OiNkh4CSiD2bpP7Kvt2AR4
 _OF_ONE_MACHINE = ("var/lib/cloud", "var/lib/tileforge", "var/log", "home/trainer/.ssh")
 
 
-def node_user_data(public_key: str, *, extra_packages: tuple[str, ...] = ()) -> str:
-    """User-data that makes a machine of the rig ready for the owner of the key."""
-    node = NodeBootstrap(
-        authorized_keys=(public_key,),
-        version=__version__,
+def node_user_data(
+    public_key: str, *, extra_packages: tuple[str, ...] = (), os_login_user: str = ""
+) -> str:
+    """User-data that makes a machine of the rig ready for the owner of the key.
+
+    It is what `pulumi up` gives the nodes of a stack with default settings, but for Debian in
+    Ubuntu's place, wheels from a folder, and what a test asks for.
+    """
+    config = ClusterConfig(os_login_user=os_login_user)
+    keys = () if os_login_user else (public_key,)
+    node = node_bootstrap(config, authorized_keys=keys, version=__version__)
+    node = replace(
+        node,
         system="debian-12",
         extra_packages=extra_packages,
         wheelhouse=WHEELHOUSE_ON_MACHINE,

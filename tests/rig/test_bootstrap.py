@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from infra.cloud_init import STATE_FILE, NodeBootstrap, System, render_user_data
+from infra.cloud_init import STATE_FILE
 from payload import __version__
+from tests.infra.stacks import CASES, deploy
 from tests.rig import prepared
 from tests.rig.access import ssh
 from tests.rig.host import run
@@ -169,12 +170,12 @@ def test_a_failing_step_is_named_with_the_end_of_its_log(failed: Machine) -> Non
     assert not (failed.root / "opt/tileforge").exists()
 
 
-@pytest.mark.parametrize("system", ["debian-12", "ubuntu-24.04"])
-def test_cloud_init_finds_the_user_data_valid(
-    ready: Machine, operator_key: Path, system: System
+@pytest.mark.parametrize("case", ["default", "oslogin", "no-nat"])
+def test_cloud_init_finds_the_user_data_of_a_stack_valid(
+    ready: Machine, case: str, tmp_path: Path
 ) -> None:
-    node = NodeBootstrap(authorized_keys=(public(operator_key),), version="0.1.0", system=system)
-    text = render_user_data(node, FILES)
+    stack = deploy(CASES[case], folder=tmp_path)
+    text = stack.of_type("Instance")[0]["metadata"]["user-data"]
     (ready.root / "var/tmp/user-data").write_text(text, encoding="utf-8")
     schema = ["cloud-init", "schema", "--config-file", "/var/tmp/user-data"]
     assert "Valid cloud-config" in ready.exec(schema).stdout
@@ -191,9 +192,15 @@ def test_on_a_prepared_disk_a_machine_is_soon_ready_with_keys_of_its_own(
     operator_key: Path,
 ) -> None:
     text = node_user_data(public(operator_key))
-    with Rig([text, text], layers=[prepared.layer()], wheels=False) as rig:
+    os_login = node_user_data("", os_login_user="ada_example_com")
+    with Rig([text, text, os_login], layers=[prepared.layer()], wheels=False) as rig:
         states = rig.wait_for_bootstrap(timeout_s=60)
-        assert [state["ok"] for state in states.values()] == [True, True]
+        assert [state["ok"] for state in states.values()] == [True, True, True]
         assert rig.machines[0].host_keys() != rig.machines[1].host_keys()
         done = ssh(rig, rig.machines[1], "hostname; id -un", key=operator_key)
         assert done.stdout == "node-1\ntrainer\n", done.stderr
+        # Google's agent would make the user; that it alone may log in is decided before.
+        assert "allowusers ada_example_com\n" in rig.machines[2].exec(["sshd", "-T"]).stdout
+        assert (rig.machines[2].root / "var/lib/systemd/linger/ada_example_com").exists()
+        assert not (rig.machines[2].root / "home/trainer/.ssh/authorized_keys").exists()
+        assert "Permission denied" in ssh(rig, rig.machines[2], "true", key=operator_key).stderr
