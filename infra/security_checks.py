@@ -13,6 +13,8 @@ from infra.labels import CLUSTER, EXPIRES
 Resource = Mapping[str, Any]
 """`type`, `name` and `inputs`, by Pulumi's names."""
 
+NOT_KNOWN = "(known after up)"
+"""In place of a value that Google decides, in a preview."""
 IAP_RANGE = "35.235.240.0/20"
 _ALLOWED_ROLES = frozenset({"roles/storage.objectUser"})
 _EVERYONE = frozenset({"allUsers", "allAuthenticatedUsers"})
@@ -41,7 +43,8 @@ def automatic_subnets(resource: Resource) -> Iterator[str]:
 def ssh_from_internet(resource: Resource) -> Iterator[str]:
     """For the rule ssh-source."""
     for source in _sources_into(resource, 22):
-        if source != IAP_RANGE and ipaddress.ip_network(source).num_addresses > 256:
+        network = _network(source)
+        if source != IAP_RANGE and network and network.num_addresses > 256:
             yield f"lets SSH in from {source}"
 
 
@@ -69,15 +72,17 @@ def wide_ingress(resource: Resource) -> Iterator[str]:
     if not _is_allow(resource, "INGRESS"):
         return
     inputs = resource["inputs"]
-    if any(ipaddress.ip_network(source).prefixlen == 0 for source in _ranges(inputs)):
+    networks = [_network(source) for source in _ranges(inputs)]
+    if any(network and network.prefixlen == 0 for network in networks):
         yield "is open to the whole internet"
     if not any(inputs.get(key) for key in ("sourceRanges", "sourceServiceAccounts", "sourceTags")):
         yield "names no source, which means everywhere"
     for allow in inputs["allows"]:
-        if allow["protocol"] not in ("tcp", "udp", "icmp"):
-            yield f"lets protocol {allow['protocol']} in"
-        elif allow["protocol"] != "icmp" and _is_all_ports(allow):
-            yield f"lets all ports of {allow['protocol']} in"
+        protocol = _protocol(allow)
+        if protocol not in ("tcp", "udp", "icmp"):
+            yield f"lets protocol {protocol} in"
+        elif protocol != "icmp" and _is_all_ports(allow):
+            yield f"lets all ports of {protocol} in"
 
 
 def wide_egress(resource: Resource) -> Iterator[str]:
@@ -86,12 +91,13 @@ def wide_egress(resource: Resource) -> Iterator[str]:
     if not _is_allow(resource, "EGRESS"):
         return
     ranges = inputs.get("destinationRanges") or ["0.0.0.0/0"]
-    if all(ipaddress.ip_network(text).is_private for text in ranges):
+    networks = [_network(text) for text in ranges]
+    if all(network is None or network.is_private for network in networks):
         return
     for allow in inputs["allows"]:
-        ports = set(allow.get("ports") or ["all"])
-        if allow["protocol"] != "tcp" or not ports <= _WEB_PORTS:
-            yield f"lets {allow['protocol']} {', '.join(sorted(ports))} out to {', '.join(ranges)}"
+        ports, protocol = set(allow.get("ports") or ["all"]), _protocol(allow)
+        if protocol != "tcp" or not ports <= _WEB_PORTS:
+            yield f"lets {protocol} {', '.join(sorted(ports))} out to {', '.join(ranges)}"
 
 
 def egress_not_denied(resources: Sequence[Resource]) -> Iterator[str]:
@@ -102,7 +108,7 @@ def egress_not_denied(resources: Sequence[Resource]) -> Iterator[str]:
         for inputs in firewalls
         if inputs.get("direction") == "EGRESS"
         and "0.0.0.0/0" in (inputs.get("destinationRanges") or [])
-        and any(deny["protocol"] == "all" for deny in inputs.get("denies") or [])
+        and any(_protocol(deny) == "all" for deny in inputs.get("denies") or [])
         and not inputs.get("targetServiceAccounts")
         and not inputs.get("targetTags")
         and not inputs.get("disabled")
@@ -275,16 +281,28 @@ def _sources_into(resource: Resource, port: int) -> Iterator[str]:
     if not _is_allow(resource, "INGRESS"):
         return
     for allow in resource["inputs"]["allows"]:
-        if allow["protocol"] in ("tcp", "all", "6") and _has_port(allow, port):
+        if _protocol(allow) in ("tcp", "all", "6") and _has_port(allow, port):
             yield from _ranges(resource["inputs"])
 
 
 def _has_port(allow: Mapping[str, Any], port: int) -> bool:
     for text in allow.get("ports") or ["0-65535"]:
-        first, _, last = str(text).partition("-")
-        if int(first) <= port <= int(last or first):
+        ports = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", str(text))
+        if ports and int(ports[1]) <= port <= int(ports[2] or ports[1]):
             return True
     return False
+
+
+def _protocol(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("protocol", "all"))
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """The address range, or None for what is no range or not known yet."""
+    try:
+        return ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return None
 
 
 def _is_all_ports(allow: Mapping[str, Any]) -> bool:

@@ -40,5 +40,7 @@ def _price(instance: Resource) -> float | None:
     except ConfigError:
         return None
     price = machine_price(machine, region=region, spot=spot)
-    of_disk = disk_price(str(disk.get("type")), gib=int(disk.get("size") or 0), region=region)
+    size = disk.get("size")
+    gib = int(size) if isinstance(size, (int, float)) else 0
+    of_disk = disk_price(str(disk.get("type")), gib=gib, region=region) if gib else None
     return None if price is None or of_disk is None else price.usd + of_disk

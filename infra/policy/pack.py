@@ -21,7 +21,7 @@ from pulumi_policy.proxy import UnknownValueError
 
 from infra.policy.limits import number_of_nodes, too_dear
 from infra.security import RULES, Rule, applies
-from infra.security_checks import Resource
+from infra.security_checks import NOT_KNOWN, Resource
 
 _LEVELS = {"mandatory": EnforcementLevel.MANDATORY, "advisory": EnforcementLevel.ADVISORY}
 
@@ -46,7 +46,7 @@ def plain(resources: Sequence[PolicyResource]) -> list[Resource]:
 
 
 def known(value: Any) -> Any:
-    """Plain lists and dictionaries, with a word in place of what is known only after `up`."""
+    """Plain lists and dictionaries, with NOT_KNOWN for what is known only after `up`."""
     if isinstance(value, Mapping):
         return {key: _known_item(value, key) for key in value}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -58,7 +58,7 @@ def _known_item(container: Any, key: Any) -> Any:
     try:
         return known(container[key])
     except UnknownValueError:
-        return "(known after up)"
+        return NOT_KNOWN
 
 
 def _of_rule(rule: Rule) -> Policy:

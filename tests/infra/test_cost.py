@@ -16,6 +16,7 @@ from infra.machines import machine_type, machine_types
 from infra.measured import Speed, last_measured_speed
 from infra.prices import machine_price
 from payload.errors import BudgetError
+from tests.infra.stacks import ROOT
 
 CONFIG = ClusterConfig(cluster="dev", project="my-project")
 
@@ -158,3 +159,12 @@ def test_what_is_known_of_a_cluster_with_an_unknown_price_is_said_too() -> None:
     assert cost.hourly_usd is None
     assert cost.known == pytest.approx(machines + 3 * 0.0014 + 0.005, abs=1e-6)
     assert cost.unknown == ("hyperdisk-balanced disks in us-central1",)
+
+
+@pytest.mark.parametrize("spot", ["false", "true"])
+def test_the_figures_in_the_operating_page_are_these(spot: str) -> None:
+    page = (ROOT / "docs/operating.md").read_text(encoding="utf-8")
+    cost = cluster_cost(replace(CONFIG, spot=spot))
+    hourly, most = cost.hourly_usd, cost.most_usd(12 * 3600)
+    assert f"${hourly:.2f}" in page
+    assert f"${most:.2f}" in page

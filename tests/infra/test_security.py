@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from infra.security import EXCEPTIONS, RULES, findings
+from infra.security_checks import NOT_KNOWN
 from tests.infra.stacks import CASES, ROOT, Plain
 from tests.infra.test_graph import deployed
 
@@ -195,6 +197,25 @@ def test_a_finding_names_the_resource() -> None:
     assert findings(resources) == {
         "no-serial-port": ["dev-node-0: metadata serial-port-enable is 'TRUE', not FALSE"]
     }
+
+
+def leaves(value: object) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) within."""
+    if isinstance(value, (dict, list)):
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            yield value, key
+            yield from leaves(value[key])
+
+
+def test_a_value_that_is_not_known_yet_or_odd_upsets_no_rule() -> None:
+    for kind in ("Instance", "Firewall", "Subnetwork", "Network", "Bucket", "BucketIAMMember"):
+        for odd in (NOT_KNOWN, "", "10.0.0.1/8"):
+            for place in range(sum(1 for _ in leaves(first(clean(), kind)))):
+                resources = clean()
+                container, key = list(leaves(first(resources, kind)))[place]
+                if not isinstance(container[key], (dict, list)):
+                    container[key] = odd
+                    findings(resources)
 
 
 # The rows of the CIS benchmark, of checkov and of Trivy that speak of what the program makes.
