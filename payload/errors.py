@@ -58,6 +58,36 @@ class CheckpointError(ConfigError):
     """A checkpoint is missing, damaged or belongs to another model."""
 
 
+class QuotaError(TileforgeError):
+    """The project's quota is smaller than what the cluster needs."""
+
+    exit_code = ExitCode.QUOTA
+
+
+class CapacityError(TileforgeError):
+    """The cloud has no such machine free in the zone."""
+
+    exit_code = ExitCode.NO_CAPACITY
+
+
+class CloudAuthError(TileforgeError):
+    """The cloud, or Pulumi's backend, refuses these credentials, or there are none."""
+
+    exit_code = ExitCode.AUTH
+
+
+class CloudError(TileforgeError):
+    """The cloud's interface cannot be reached, or fails in a way that is not the user's."""
+
+    exit_code = ExitCode.PREFLIGHT
+
+
+class TeardownError(TileforgeError):
+    """Something is left in the cloud, or it cannot be shown that nothing is."""
+
+    exit_code = ExitCode.TEARDOWN
+
+
 class SshUnreachableError(TileforgeError):
     """A node does not answer on SSH, or the connection to it broke."""
 
@@ -131,6 +161,7 @@ class NodesError(TileforgeError):
 # explains what else is wrong with it, and with those behind it.
 _TELLING = (
     ExitCode.HOST_KEY,
+    ExitCode.AUTH,
     ExitCode.SSH_AUTH,
     ExitCode.SSH_UNREACHABLE,
     ExitCode.BOOTSTRAP,

@@ -44,6 +44,8 @@ class Node:
     memory_gib: float
     hourly_usd: float | None = None
     """Price of this node, or None when it is not known."""
+    instance_id: str | None = None
+    """The cloud's number of the machine: another one under the same name has another."""
 
     def cores_per_domain(self) -> int:
         """Physical cores in each NUMA domain."""
@@ -70,6 +72,8 @@ class ClusterInventory:
     nodes: tuple[Node, ...]
     bucket: str | None = None
     """Missing means None: an output of Pulumi has no nulls."""
+    project: str | None = None
+    """Google Cloud project that the nodes are in, or None when they are not in one."""
     schema_version: int = SCHEMA_VERSION
 
     @property

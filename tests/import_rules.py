@@ -59,6 +59,7 @@ RULES = {
         frozenset({"paramiko", "infra"}) | PULUMI,
     ),
 }
+GOOGLE_MODULE = PurePosixPath("payload/orchestrate/cloud/google.py")
 SSH_MODULE = PurePosixPath("payload/orchestrate/ssh.py")
 
 
@@ -169,6 +170,8 @@ def _allowed(module: str, *, area: str, path: PurePosixPath) -> bool:
         return False
     if top == "paramiko":
         return path == SSH_MODULE
+    if top == "google":
+        return path == GOOGLE_MODULE
     if rule.stdlib_only:
         return top in sys.stdlib_module_names
     return top not in rule.never

@@ -72,6 +72,9 @@ def test_the_contracts_import_without_any_installed_package() -> None:
         ("payload/launch/ranks.py", "from .. import train"),
         ("payload/launch/ranks.py", "import importlib\nx = importlib.import_module('torch')"),
         ("payload/orchestrate/run.py", "import paramiko"),
+        ("payload/orchestrate/run.py", "def f():\n    from google.cloud import compute_v1\n"),
+        ("payload/orchestrate/cloud/sweep.py", "import google.auth"),
+        ("infra/nodes.py", "import google.cloud.storage"),
         ("payload/orchestrate/ssh.py", "from torch import nn"),
         ("payload/orchestrate/run.py", "from payload.train.world import World"),
         ("payload/orchestrate/run.py", "import pulumi.automation"),
@@ -103,6 +106,7 @@ def test_the_checker_finds_what_the_table_forbids(path: str, source: str) -> Non
         ("payload/launch/ranks.py", "from payload.inventory import Node\nfrom . import files\n"),
         ("payload/orchestrate/ssh.py", "import paramiko\nfrom payload.launch import files\n"),
         ("payload/generate/x.py", "import torch\nfrom payload.train.model import GPT\n"),
+        ("payload/orchestrate/cloud/google.py", "def f():\n    import google.auth\n"),
         ("infra/nodes.py", "import pulumi\nfrom payload.inventory import Node\n"),
         (
             "payload/train/x.py",

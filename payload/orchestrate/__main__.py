@@ -1,4 +1,4 @@
-"""`python -m payload.orchestrate`: plan, preflight, run, attach, status, logs..."""
+"""`python -m payload.orchestrate`: plan, preflight, run, attach, status, logs, up, down..."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from payload.errors import TileforgeError
 from payload.orchestrate import inspect, start
+from payload.orchestrate.cloud.arguments import add_cloud_commands
 from payload.orchestrate.local import LocalAccess
 
 _INTERRUPTED = 130
@@ -37,7 +38,8 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | N
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m payload.orchestrate",
-        description="Plan, start and follow training runs. Results go to stdout, talk to stderr.",
+        description="Build clusters; plan, start and follow training runs. Results go to stdout, "
+        "talk to stderr.",
         epilog="Example: python -m payload.orchestrate run --config "
         "payload/configs/quickstart.toml",
     )
@@ -51,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_attach(commands)
     _add_stop(commands)
     _add_collect(commands)
+    add_cloud_commands(commands)
     return parser
 
 
@@ -204,7 +207,9 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 def _add_inventory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--inventory", metavar="local|FILE", help="the cluster (default: this machine)"
+        "--inventory",
+        metavar="stack[:NAME]|local|FILE",
+        help="the cluster (default: the selected Pulumi stack if it is up, else this machine)",
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from payload.errors import ConfigError
 from payload.inventory import ClusterInventory
 from payload.launch.ranks import Domain
+from payload.orchestrate.cloud.pulumi_cli import Pulumi
+from payload.orchestrate.cloud.stack import StackOutputs, default_stack, load_stack, read_outputs
 from payload.orchestrate.discovery import discover
 
 
@@ -35,7 +38,14 @@ class Chosen:
 
 def choose_inventory(argument: str | None) -> Chosen:
     """The one machine that `--inventory` names; without it, this machine. Raises ConfigError."""
-    chosen = load_cluster(argument)
+    if argument is None:
+        return _this_machine("this machine, the default")
+    if _is_stack(argument):
+        raise ConfigError(
+            f"--inventory {argument}: this command is for this machine. Use --inventory local; "
+            "preflight and run take a stack."
+        )
+    chosen = load_cluster(argument, env={})
     require_one_machine(chosen)
     return chosen
 
@@ -51,19 +61,40 @@ def require_one_machine(chosen: Chosen) -> None:
         )
 
 
-def load_cluster(argument: str | None) -> Chosen:
-    """The cluster that `--inventory` names; without it, this machine. Raises ConfigError."""
-    if argument is None or argument == "local":
-        machine = discover()
-        return Chosen(
-            inventory=machine.inventory(),
-            why="this machine, the default" if argument is None else "--inventory local",
-            domains={machine.name: machine.domains},
-        )
-    if argument == "stack" or argument.startswith("stack:"):
-        raise ConfigError(
-            f"--inventory {argument}: this release reads `local` and FILE only. Use --inventory "
-            "local, or name an inventory.json."
-        )
+def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> Chosen:
+    """The cluster that `--inventory` names; without it, the selected stack's or this machine.
+
+    A stack's machines are asked for their host keys. Raises ConfigError, and what `load_stack`
+    raises.
+    """
+    if argument == "local":
+        return _this_machine("--inventory local")
+    if argument is None:
+        found = default_stack(env, folder=Path.cwd())
+        if isinstance(found, str):
+            return _this_machine(f"this machine, the default: {found}")
+        return _of_stack(found, env, why="the selected Pulumi stack, the default")
+    if _is_stack(argument):
+        name = argument.partition(":")[2] if ":" in argument else None
+        outputs = read_outputs(Pulumi(env, folder=Path.cwd(), stack=name))
+        return _of_stack(outputs, env, why=f"--inventory {argument}")
     inventory = ClusterInventory.load(Path(argument))
     return Chosen(inventory=inventory, why=f"--inventory {argument}", domains={})
+
+
+def _is_stack(argument: str) -> bool:
+    return argument == "stack" or argument.startswith("stack:")
+
+
+def _this_machine(why: str) -> Chosen:
+    machine = discover()
+    return Chosen(inventory=machine.inventory(), why=why, domains={machine.name: machine.domains})
+
+
+def _of_stack(outputs: StackOutputs, env: Mapping[str, str], *, why: str) -> Chosen:
+    from payload.orchestrate.report import text_console  # which imports this module
+
+    talk = text_console(stderr=True)
+    talk.print(f"cluster {outputs.inventory.cluster} ({why}): looking for its machines")
+    inventory = load_stack(outputs, env, folder=Path.cwd(), say=talk.print)
+    return Chosen(inventory=inventory, why=f"{why}; {outputs.price_and_end()}", domains={})

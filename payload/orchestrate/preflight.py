@@ -52,7 +52,7 @@ def preflight(
     config_of: Callable[[], RunConfig],
 ) -> int:
     """Check the cluster that `--inventory` names, print a table, and return the exit code."""
-    chosen, config = load_cluster(arguments.inventory), config_of()
+    chosen, config = load_cluster(arguments.inventory, env=access.environment()), config_of()
     inventory = chosen.inventory
     text_console(stderr=True).print(chosen.headline())
     began = time.monotonic()

@@ -59,7 +59,7 @@ def attach(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         paths, mirrored = _copy_of(arguments)
         with opened(paths, mirrored, env=env) as run:
             return follow_to_the_end(run, arguments=arguments, talk=text_console(stderr=True))
-    inventory = load_cluster(arguments.inventory).inventory
+    inventory = load_cluster(arguments.inventory, env=env).inventory
     key = operator_key(inventory, given=arguments.ssh_key)
 
     def connect() -> Cluster:

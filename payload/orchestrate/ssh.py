@@ -39,6 +39,7 @@ _MARGIN_S = 5.0
 _NOTED_S = 1.0
 _CHUNK_BYTES = 64 * 2**10
 _TIMED_OUT = 124  # coreutils' timeout
+_NO_KEY = (paramiko.SSHException, paramiko.hostkeys.InvalidHostKey, ValueError)
 
 Stream: TypeAlias = socket.socket | paramiko.Channel | ProxyProcess
 """What a connection runs over: TCP, a channel through the head, or a proxy command."""
@@ -277,7 +278,7 @@ def _drain(receive: Callable[[int], bytes], sink: BinaryIO) -> None:
 def _host_keys(node: Node) -> Iterator[tuple[str, paramiko.PKey]]:
     for line in node.host_keys:
         entry = None
-        with contextlib.suppress(paramiko.SSHException, ValueError):
+        with contextlib.suppress(*_NO_KEY):
             entry = paramiko.hostkeys.HostKeyEntry.from_line(f"{node.name} {line}")
         if entry is None or entry.key is None:
             raise HostKeyError(

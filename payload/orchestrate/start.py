@@ -79,7 +79,7 @@ def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
 def run(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Start a run, or continue one, and follow it to its end."""
     talk = text_console(stderr=True)
-    chosen = load_cluster(arguments.inventory)
+    chosen = load_cluster(arguments.inventory, env=access.environment())
     talk.print(chosen.headline())
     if chosen.inventory.access.kind != "local":
         # paramiko takes half a second to import, which a local run does not need.

@@ -138,7 +138,9 @@ def test_a_host_key_of_another_type_is_not_the_inventory_s(
     assert isinstance(error_of(node.with_host_key(ecdsa), login), HostKeyError)
 
 
-@pytest.mark.parametrize("keys", [(), ("ssh-ed25519 AAAA",), ("nonsense AAAA",)])
+@pytest.mark.parametrize(
+    "keys", [(), ("ssh-ed25519 AAAA",), ("ssh-ed25519 A",), ("nonsense AAAA",)]
+)
 def test_without_a_usable_host_key_nobody_is_asked(keys: tuple[str, ...], login: Login) -> None:
     nobody = Node(name="n", address="127.0.0.2", host_keys=keys, physical_cores=1, memory_gib=1)
     assert error_of(nobody, login).exit_code == ExitCode.HOST_KEY

@@ -1,0 +1,112 @@
+"""The cloud's commands for the command line: up, doctor, sweep, down."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from payload.orchestrate.local import LocalAccess
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_cloud_commands(commands: Commands) -> None:
+    """Add them to the others."""
+    _add_up(commands)
+    _add_sweep(commands)
+    _add_down(commands)
+
+
+def _add_up(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "up",
+        help="build the cluster with Pulumi",
+        description="`pulumi preview` with its price, a question, `pulumi up`. When it fails, the "
+        "exit code says why: 11 quota, 12 no capacity, 13 credentials or permission.",
+    )
+    parser.set_defaults(command=_up, runs_dir=None)
+    _add_stack(parser)
+    parser.add_argument(
+        "--next-zone",
+        action="store_true",
+        help="without capacity, try the config's other zones in turn, and change the config",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only the preview")
+    _add_yes(parser)
+
+
+def _up(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    from payload.orchestrate.cloud.up import up
+
+    return up(arguments, access.environment())
+
+
+def _add_sweep(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "sweep",
+        help="look whether anything is left in the cloud",
+        description="List what a cluster has in the project, in all zones and regions: machines, "
+        "disks, snapshots, images, addresses, forwarding rules, policies, routers, firewall rules, "
+        "networks, buckets. Exit code 60 and the commands that remove it when something is there. "
+        "Without --cluster, what is left of clusters whose lifetime is over.",
+    )
+    parser.set_defaults(command=_sweep, runs_dir=None)
+    parser.add_argument("--cluster", metavar="NAME", help="(default: every expired cluster)")
+    _add_project(parser)
+    parser.add_argument(
+        "--keep-buckets", action="store_true", help="buckets may stay: they hold results"
+    )
+    parser.add_argument(
+        "--delete", action="store_true", help="remove what is left, but no bucket, after a question"
+    )
+    _add_yes(parser)
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+
+
+def _sweep(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    from payload.orchestrate.cloud.sweep import sweep
+
+    return sweep(arguments, access.environment())
+
+
+def _add_down(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "down",
+        help="bring results home, destroy the cluster, look that nothing is left",
+        description="Collect what is missing here of the cluster's runs, `pulumi destroy`, sweep. "
+        "Nothing is destroyed when a run cannot be collected or is going on. The results bucket "
+        "stays. Exit code 60 when something is left.",
+    )
+    parser.set_defaults(command=_down)
+    _add_stack(parser)
+    parser.add_argument("--cluster", metavar="NAME", help="for a stack without outputs")
+    _add_project(parser)
+    parser.add_argument(
+        "--without-collect", action="store_true", help="destroy results that are not here, too"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    parser.add_argument("--runs-dir", metavar="DIR", help="where runs are kept (default: runs)")
+    _add_yes(parser)
+
+
+def _down(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    from payload.orchestrate.cloud.down import down
+
+    return down(arguments, access.environment())
+
+
+def _add_stack(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--stack", metavar="NAME", help="(default: the selected Pulumi stack)")
+
+
+def _add_project(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--project",
+        metavar="ID",
+        help="(default: the cluster's, as far as this folder knows it, or GOOGLE_CLOUD_PROJECT)",
+    )
+
+
+def _add_yes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--yes", action="store_true", help="do not ask")

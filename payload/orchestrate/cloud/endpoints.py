@@ -1,0 +1,74 @@
+"""Where Google's interfaces are: at their public addresses, or where the user says. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+from payload.errors import ConfigError
+
+VARIABLE = "TILEFORGE_API_ENDPOINT"
+_SERVICE = "{service}"
+
+Service = Literal["compute", "storage", "serviceusage", "orgpolicy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """A URL for each service."""
+
+    template: str | None = None
+    """With `{service}` where the service's name goes; None for Google's public addresses."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Endpoints:
+        """What TILEFORGE_API_ENDPOINT says. Raises ConfigError."""
+        text = env.get(VARIABLE, "").rstrip("/")
+        if not text:
+            return cls()
+        problem = _problem(text)
+        if problem:
+            raise ConfigError(f"{VARIABLE} = {text!r}: {problem}")
+        return cls(template=text)
+
+    def url(self, service: Service) -> str:
+        """Scheme and host, without a slash at the end."""
+        if self.template is None:
+            return f"https://{service}.googleapis.com"
+        return self.template.replace(_SERVICE, service)
+
+    def is_loopback(self) -> bool:
+        """Whether it is a program on this machine, which is sent no credentials."""
+        return self.template is not None and _is_loopback(urlsplit(self.template).hostname or "")
+
+
+def _problem(text: str) -> str | None:
+    """Why the text cannot be used, or None."""
+    example = "such as https://{service}-mine.p.googleapis.com (Private Service Connect)"
+    try:
+        parts = urlsplit(text)
+        host = parts.hostname or ""
+        _ = parts.port  # raises when it is no number
+    except ValueError:
+        return f"it is not a URL. Give one {example}."
+    if parts.scheme not in ("http", "https") or not host:
+        return f"it is not a URL of scheme https. Give one {example}."
+    if parts.username is not None or parts.path or parts.query or parts.fragment:
+        return f"only scheme, host and port may be in it. Give one {example}."
+    if _is_loopback(host):
+        return None
+    if parts.scheme != "https":
+        return "credentials go over https only; http is for loopback addresses. Use https."
+    if _SERVICE not in host:
+        return f"{_SERVICE} is missing in it, for compute, storage, ... Give one {example}."
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,227 @@
+"""One project in Google Cloud: credentials, requests with patience, and refusals in plain words."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from payload.errors import CloudAuthError, CloudError, TileforgeError
+from payload.orchestrate.cloud.endpoints import Endpoints, Service
+
+_T = TypeVar("_T")
+REQUEST_S = 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 16.0
+_TRY_AGAIN = (429, 500, 502, 503, 504)
+_RATE_REASONS = frozenset({"rateLimitExceeded", "userRateLimitExceeded"})
+_DISABLED = re.compile(r"SERVICE_DISABLED|accessNotConfigured|has not been used in project")
+# The libraries put "GET https://...: " in front of what Google says.
+_REQUEST = re.compile(r"^[A-Z]+ https?://\S+: ")
+_API = re.compile(r"apis/api/([a-z.]+)/")
+_LOG_IN = "Log in: gcloud auth application-default login"
+
+
+class CloudMissingError(CloudError):
+    """What was asked for does not exist."""
+
+
+class Google:
+    """One project, seen through Google's client libraries; threads may share it.
+
+    The one module that imports them: they take more than a second, so only within functions.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        *,
+        endpoints: Endpoints,
+        patience_s: float = 60.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`patience_s` is how long one request is tried again while the cloud is busy."""
+        self.project = project
+        self._endpoints = endpoints
+        self._patience_s = patience_s
+        self._sleep = sleep
+        self._lock = threading.RLock()
+        self._failures = _failures()
+        self._credentials: Any = None
+        self._clients: dict[str, Any] = {}
+
+    def compute(self, kind: str) -> Any:
+        """Compute Engine's client for one kind of resource: "Instances", "Disks", ..."""
+        with self._lock, _quiet_imports():
+            from google.cloud import compute_v1
+
+            if kind not in self._clients:
+                self._clients[kind] = getattr(compute_v1, f"{kind}Client")(
+                    credentials=self._credentials_or_raise(),
+                    client_options={"api_endpoint": self._endpoints.url("compute")},
+                )
+            return self._clients[kind]
+
+    def storage(self) -> Any:
+        """Cloud Storage's client."""
+        with self._lock, _quiet_imports():
+            import google.cloud.storage as storage
+
+            if "storage" not in self._clients:
+                self._clients["storage"] = storage.Client(
+                    project=self.project,
+                    credentials=self._credentials_or_raise(),
+                    client_options={"api_endpoint": self._endpoints.url("storage")},
+                )
+            return self._clients["storage"]
+
+    def get_json(self, service: Service, path: str, *, what: str) -> Any:
+        """The JSON at `path` of a service that has no client library here."""
+        with self._lock, _quiet_imports():
+            from google.api_core import exceptions
+            from google.auth.transport.requests import AuthorizedSession
+
+            credentials = self._credentials_or_raise()
+            if "session" not in self._clients:
+                self._clients["session"] = AuthorizedSession(credentials)  # type: ignore[no-untyped-call]
+        session, url = self._clients["session"], self._endpoints.url(service) + path
+
+        def get() -> Any:
+            answer = session.get(url, timeout=REQUEST_S)
+            if answer.status_code >= 400:
+                raise exceptions.from_http_response(answer)  # type: ignore[no-untyped-call]
+            return answer.json()
+
+        return self.ask(what, get)
+
+    def ask(self, what: str, request: Callable[[], _T]) -> _T:
+        """What `request` returns; tried again while the cloud is busy or fails by itself.
+
+        `what` begins the messages. Raises CloudMissingError, CloudAuthError and CloudError.
+        """
+        ends, pause_s = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                return request()
+            except self._failures as error:
+                wait_s = _wait_s(error, pause_s)
+                if wait_s is None or time.monotonic() + wait_s > ends:
+                    raise self._explained(error, what) from None
+            self._sleep(wait_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def pages(self, what: str, method: Callable[..., Any], request: Any) -> Iterator[Any]:
+        """Every page of a list; each is asked for with the same patience."""
+        while True:
+            page = self.ask(what, lambda: method(request=request, retry=None, timeout=REQUEST_S))
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    def check_credentials(self) -> str:
+        """Whose credentials these are, in a word. Raises CloudAuthError."""
+        with self._lock, _quiet_imports():
+            credentials = self._credentials_or_raise()
+        return str(getattr(credentials, "service_account_email", None) or "application default")
+
+    def _credentials_or_raise(self) -> Any:
+        if self._credentials is None:
+            self._credentials = _anonymous() if self._endpoints.is_loopback() else _default()
+        return self._credentials
+
+    def _explained(self, error: Exception, what: str) -> TileforgeError:
+        from google.api_core import exceptions
+        from google.auth import exceptions as auth
+
+        said = _REQUEST.sub("", one_line(getattr(error, "message", None) or str(error)))
+        if isinstance(error, auth.RefreshError):
+            return CloudAuthError(f"{what}: these credentials are refused ({said}). {_LOG_IN}")
+        if isinstance(error, exceptions.NotFound):
+            return CloudMissingError(f"{what}: {said}")
+        if isinstance(error, exceptions.Unauthorized):
+            return CloudAuthError(f"{what}: these credentials are refused ({said}). {_LOG_IN}")
+        if isinstance(error, exceptions.Forbidden):
+            return CloudAuthError(f"{what}: {said} {self._permission_fix(error, said)}")
+        if isinstance(error, exceptions.GoogleAPICallError):
+            again = " Try again." if error.code in _TRY_AGAIN else ""
+            return CloudError(f"{what}: Google Cloud answers {error.code}: {said}{again}")
+        return CloudError(f"{what}: Google Cloud cannot be reached ({said}). See to the network.")
+
+    def _permission_fix(self, error: Any, said: str) -> str:
+        if not _DISABLED.search(f"{said} {error.errors} {getattr(error, 'details', '')}"):
+            return "Ask for a role that allows it, see docs/operating.md."
+        named = _API.search(said)
+        api = named.group(1) if named else "compute.googleapis.com"
+        return f"Enable it: gcloud services enable {api} --project={self.project}"
+
+
+def request_of(name: str, **fields: Any) -> Any:
+    """One of Compute Engine's request objects, by the name of its class."""
+    from google.cloud import compute_v1
+
+    return getattr(compute_v1, name)(**fields)
+
+
+def one_line(text: str, *, longest: int = 300) -> str:
+    """The text without line breaks, and not too much of it."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= longest else f"{flat[:longest]}..."
+
+
+@contextmanager
+def _quiet_imports() -> Iterator[None]:
+    """Keeps back what google.api_core says about Python's age, which no operator can act on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", message=".*without a quota project.*")
+        yield
+
+
+def _anonymous() -> Any:
+    from google.auth.credentials import AnonymousCredentials
+
+    return AnonymousCredentials()  # type: ignore[no-untyped-call]
+
+
+def _default() -> Any:
+    import google.auth
+    from google.auth.exceptions import DefaultCredentialsError
+
+    scopes = ["https://www.googleapis.com/auth/cloud-platform"]
+    try:
+        credentials, _ = google.auth.default(scopes=scopes)
+    except DefaultCredentialsError:
+        raise CloudAuthError(
+            f"there are no Google Cloud credentials on this machine. {_LOG_IN}"
+        ) from None
+    return credentials
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    with _quiet_imports():
+        import requests
+        from google.api_core import exceptions
+        from google.auth.exceptions import GoogleAuthError
+
+    return (exceptions.GoogleAPIError, GoogleAuthError, requests.RequestException)
+
+
+def _wait_s(error: Exception, pause_s: float) -> float | None:
+    """How long to wait before the next attempt, or None when another one is of no use."""
+    import requests
+    from google.api_core import exceptions
+    from google.auth.exceptions import TransportError
+
+    if isinstance(error, (requests.ConnectionError, requests.Timeout, TransportError)):
+        return pause_s
+    if not isinstance(error, exceptions.GoogleAPICallError):
+        return None
+    reasons = {entry.get("reason") for entry in error.errors if isinstance(entry, dict)}
+    if error.code not in _TRY_AGAIN and not reasons & _RATE_REASONS:
+        return None
+    asked = getattr(error.response, "headers", {}).get("Retry-After", "")
+    return max(float(asked), pause_s) if asked.isdigit() else pause_s

@@ -1,0 +1,223 @@
+"""Host keys of new machines, from where the machines publish them: their guest attributes.
+
+The answer comes over TLS from Google, to whom the operator is known: no key is trusted because a
+machine showed it first. cloud-init on the node writes them (DataSourceGCE.publish_host_keys).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from payload.errors import (
+    BootstrapError,
+    CloudAuthError,
+    ConfigError,
+    HostKeyError,
+    RankLostError,
+    TileforgeError,
+)
+from payload.inventory import ClusterInventory, Node
+from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
+from payload.orchestrate.fanout import all_or_raise, on_every_node
+from payload.results import write_whole
+
+DEADLINE_S = 180.0
+_POLL_S = 3.0
+_CACHE_VERSION = 1
+_GONE = ("STOPPING", "STOPPED", "TERMINATED", "SUSPENDING", "SUSPENDED")
+_UNWRITTEN = "of type 'Guest Attribute' was not found"
+_CONSTRAINT = "compute.disableGuestAttributesAccess"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    google: Google
+    known: Mapping[str, Node]
+    """What was pinned before, by node."""
+    ends: float
+    deadline_s: float
+    say: Callable[[str], None]
+    sleep: Callable[[float], None]
+
+    def pinned(self, node: Node) -> Node:
+        """The node with its machine's number and host keys."""
+        instance_id = self._instance_id(node)
+        before = self.known.get(node.name)
+        if before is not None and before.instance_id == instance_id and before.host_keys:
+            return replace(node, instance_id=instance_id, host_keys=before.host_keys)
+        if before is not None and before.instance_id != instance_id:
+            self.say(f"{node.name}: it is another machine than last time; its host keys are new")
+        keys = self._wait_for_keys(node)
+        return replace(node, instance_id=instance_id, host_keys=keys)
+
+    def _instance_id(self, node: Node) -> str:
+        request = request_of(
+            "GetInstanceRequest", project=self.google.project, zone=node.zone, instance=node.name
+        )
+        client = self.google.compute("Instances")
+        try:
+            found = self.google.ask(
+                node.name, lambda: client.get(request=request, retry=None, timeout=REQUEST_S)
+            )
+        except CloudMissingError:
+            raise _gone(node) from None
+        if found.status in _GONE:
+            raise RankLostError(
+                f"{node.name}: its machine is {found.status}, not running. Bring the cluster up to "
+                "date: python -m payload.orchestrate up"
+            )
+        return str(found.id)
+
+    def _wait_for_keys(self, node: Node) -> tuple[str, ...]:
+        has_told = False
+        while True:
+            keys = self._read_keys(node)
+            if keys:
+                if has_told:
+                    self.say(f"{node.name}: host keys are there")
+                return keys
+            if time.monotonic() + _POLL_S > self.ends:
+                raise BootstrapError(
+                    f"{node.name}: it has not published host keys within {self.deadline_s:g} s. "
+                    "See how far its boot is: gcloud compute instances get-serial-port-output "
+                    f"{node.name} --zone={node.zone} --project={self.google.project}"
+                )
+            if not has_told:
+                self.say(f"{node.name}: waiting for its host keys (it is booting)")
+                has_told = True
+            self.sleep(_POLL_S)
+
+    def _read_keys(self, node: Node) -> tuple[str, ...]:
+        """The keys, or none while the machine has written none."""
+        request = request_of(
+            "GetGuestAttributesInstanceRequest",
+            project=self.google.project,
+            zone=node.zone,
+            instance=node.name,
+            query_path="hostkeys/",
+        )
+        client = self.google.compute("Instances")
+        try:
+            answer = self.google.ask(
+                f"{node.name}: reading its guest attributes",
+                lambda: client.get_guest_attributes(request=request, retry=None, timeout=REQUEST_S),
+            )
+        except CloudMissingError as error:
+            if _UNWRITTEN in str(error):
+                return ()
+            raise _gone(node) from None
+        except TileforgeError as error:
+            if _is_disabled(str(error)):
+                raise CloudAuthError(
+                    f"{node.name}: guest attributes are switched off, so it cannot publish its "
+                    f"host keys. See to the organization policy {_CONSTRAINT} and to the "
+                    f"instance's metadata enable-guest-attributes. Google Cloud said: {error}"
+                ) from None
+            raise
+        return tuple(sorted(_key(node, item.key, item.value) for item in _items(answer)))
+
+
+def pin_host_keys(
+    inventory: ClusterInventory,
+    google: Google,
+    *,
+    cache: Path,
+    say: Callable[[str], None],
+    deadline_s: float = DEADLINE_S,
+    sleep: Callable[[float], None] = time.sleep,
+) -> ClusterInventory:
+    """The inventory with every node's host keys and machine number, all asked for at once.
+
+    What was pinned for the same machine before is in `cache`. Raises NodesError that names each
+    node: gone (41), without keys after `deadline_s` (30), or refused (13).
+    """
+    _check(inventory)
+    google.compute("Instances")  # once, before the threads
+    reader = _Reader(
+        google=google,
+        known=_read_cache(cache),
+        ends=time.monotonic() + deadline_s,
+        deadline_s=deadline_s,
+        say=say,
+        sleep=sleep,
+    )
+    outcomes = on_every_node(inventory.nodes, reader.pinned)
+    if all(isinstance(outcome, _GoneError) for outcome in outcomes.values()):
+        raise RankLostError(
+            f"cluster {inventory.cluster}: none of its {len(outcomes)} machine(s) exists any more "
+            "(past their lifetime, or removed). Build them anew: python -m payload.orchestrate up; "
+            "or remove the rest: python -m payload.orchestrate down"
+        )
+    pinned = all_or_raise(outcomes, what="reading host keys")
+    nodes = tuple(pinned[node.name] for node in inventory.nodes)
+    whole = replace(inventory, nodes=nodes)
+    _write_cache(cache, whole)
+    return whole
+
+
+class _GoneError(RankLostError):
+    pass
+
+
+def _gone(node: Node) -> _GoneError:
+    return _GoneError(
+        f"{node.name}: its machine does not exist any more (preempted, past its lifetime, or "
+        "removed). Make it anew: python -m payload.orchestrate up"
+    )
+
+
+def _is_disabled(message: str) -> bool:
+    lower = message.lower()
+    return _CONSTRAINT.lower() in lower or ("guest attributes" in lower and "disabled" in lower)
+
+
+def _items(answer: Any) -> list[Any]:
+    known = ("ssh-", "ecdsa-")
+    return [item for item in answer.query_value.items if item.value and item.key.startswith(known)]
+
+
+def _key(node: Node, kind: str, value: str) -> str:
+    """`type base64`. Raises HostKeyError: what a machine writes about itself may be anything."""
+    text = value.split()[0]
+    try:
+        blob = base64.b64decode(text, validate=True)
+    except binascii.Error:
+        blob = b""
+    # RFC 4253, section 6.6: the key begins with its type, as a string with its length before it.
+    begins = len(kind).to_bytes(4, "big") + kind.encode()
+    if not blob.startswith(begins) or len(blob) <= len(begins) or len(kind.split()) != 1:
+        raise HostKeyError(
+            f"{node.name}: it has published a host key that is none: {f'{kind} {text}'[:60]!r}. "
+            "Make the machine anew."
+        )
+    return f"{kind} {text}"
+
+
+def _check(inventory: ClusterInventory) -> None:
+    for node in inventory.nodes:
+        if node.zone is None:
+            raise ConfigError(f"inventory: {node.name} has no zone. Bring the stack up to date.")
+
+
+def _read_cache(path: Path) -> dict[str, Node]:
+    """What was pinned before; nothing when the file cannot be used."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw["schema_version"] != _CACHE_VERSION:
+            return {}
+        inventory = ClusterInventory.from_json(json.dumps(raw["inventory"]), where=str(path))
+    except (OSError, ValueError, KeyError, TypeError, TileforgeError):
+        return {}
+    return {node.name: node for node in inventory.nodes}
+
+
+def _write_cache(path: Path, inventory: ClusterInventory) -> None:
+    entry = {"schema_version": _CACHE_VERSION, "inventory": json.loads(inventory.to_json())}
+    write_whole(path, json.dumps(entry, indent=2))

@@ -1,0 +1,208 @@
+"""Lists and removes what is in a project, through Google's client libraries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from payload.errors import CloudAuthError, CloudError, TileforgeError
+from payload.orchestrate.cloud.google import (
+    REQUEST_S,
+    CloudMissingError,
+    Google,
+    one_line,
+    request_of,
+)
+from payload.orchestrate.cloud.resources import (
+    BUCKET,
+    KINDS,
+    Kind,
+    Resource,
+    in_order,
+    is_zone,
+    last_word,
+    parse_time,
+)
+
+_OPERATION_S = 300.0
+# Google holds the answer back for up to two minutes, until the operation is done.
+_WAIT_S = 150.0
+_PAGE = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """What was found, and where it was not possible to look."""
+
+    resources: Sequence[Resource]
+    blind: Sequence[str]
+    """Each a reason; empty when everything was seen."""
+
+
+def list_everything(google: Google) -> Listing:
+    """Everything of every kind in all zones, and every bucket.
+
+    Raises CloudAuthError when not even the first kind may be listed.
+    """
+    found: list[Resource] = []
+    blind: list[str] = []
+    # The first one alone: without credentials there is one error and not a dozen.
+    first, *others = [*KINDS, None]
+    found += _list(google, first, blind)
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        waiting = [pool.submit(_attempt, google, kind, blind) for kind in others]
+        for each in waiting:
+            found += each.result()
+    return Listing(resources=found, blind=blind)
+
+
+def remove(google: Google, resources: Sequence[Resource]) -> list[str]:
+    """Remove each, in order and to its end, but no bucket; returns what went wrong."""
+    failed = []
+    for resource in in_order(each for each in resources if each.kind != BUCKET):
+        try:
+            _remove(google, resource)
+        except CloudMissingError:
+            pass  # something else has removed it, which is as good
+        except TileforgeError as error:
+            failed.append(str(error))
+    return failed
+
+
+def _attempt(google: Google, kind: Kind | None, blind: list[str]) -> list[Resource]:
+    try:
+        return _list(google, kind, blind)
+    except (CloudError, CloudAuthError) as error:
+        blind.append(str(error))
+        return []
+
+
+def _list(google: Google, kind: Kind | None, blind: list[str]) -> list[Resource]:
+    if kind is None:
+        return list(_buckets(google))
+    return list(_aggregated(google, kind, blind) if kind.aggregated else _global(google, kind))
+
+
+def _aggregated(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resource]:
+    client = google.compute(kind.client)
+    request = request_of(
+        f"AggregatedList{kind.client}Request",
+        project=google.project,
+        max_results=_PAGE,
+        # Else one zone that is down makes the whole list fail.
+        return_partial_success=True,
+    )
+    what = f"listing {kind.gcloud}"
+    for page in google.pages(what, client.aggregated_list, request):
+        for place in page.unreachables:
+            blind.append(f"{what}: {last_word(place)} does not answer. Try again.")
+        for scope, listed in page.items.items():
+            for item in getattr(listed, _plural(kind)):
+                yield _resource(kind, item, location=last_word(scope))
+
+
+def _global(google: Google, kind: Kind) -> Iterator[Resource]:
+    client = google.compute(kind.client)
+    request = request_of(f"List{kind.client}Request", project=google.project, max_results=_PAGE)
+    for page in google.pages(f"listing {kind.gcloud}", client.list, request):
+        for item in page.items:
+            yield _resource(kind, item, location="global")
+
+
+def _resource(kind: Kind, item: Any, *, location: str) -> Resource:
+    labels = dict(item.labels) if kind.labelled else {}
+    network = last_word(_network(item)) or None
+    return Resource(
+        kind=kind.name,
+        name=item.name,
+        location=location,
+        labels=labels,
+        created_unix=parse_time(item.creation_timestamp),
+        network=None if kind.name == "network" else network,
+        status=str(item.status) or None if kind.name in ("instance", "disk") else None,
+    )
+
+
+def _network(item: Any) -> str:
+    interfaces = getattr(item, "network_interfaces", None)
+    if interfaces:
+        return str(interfaces[0].network)
+    return str(getattr(item, "network", "") or "")
+
+
+def _buckets(google: Google) -> Iterator[Resource]:
+    client = google.storage()
+    token: str | None = None
+
+    def next_page(token: str | None) -> tuple[list[Any], str | None]:
+        listed = client.list_buckets(
+            max_results=_PAGE, page_token=token, timeout=REQUEST_S, retry=None
+        )
+        buckets = list(next(listed.pages))
+        return buckets, listed.next_page_token
+
+    while True:
+        buckets, token = google.ask("listing buckets", partial(next_page, token))
+        for bucket in buckets:
+            created = bucket.time_created
+            yield Resource(
+                kind=BUCKET,
+                name=bucket.name,
+                location=(bucket.location or "global").lower(),
+                labels=dict(bucket.labels),
+                created_unix=created.timestamp() if created else None,
+            )
+        if not token:
+            return
+
+
+def _remove(google: Google, resource: Resource) -> None:
+    kind = next(kind for kind in KINDS if kind.name == resource.kind)
+    client_name, singular = kind.client, kind.singular
+    place, operations = {"project": google.project}, "Global"
+    if kind.aggregated and resource.location == "global":
+        client_name, singular = f"Global{client_name}", f"Global{singular}"
+    elif kind.aggregated:
+        operations = "Zone" if is_zone(resource.location) else "Region"
+        place[operations.lower()] = resource.location
+    request = request_of(
+        f"Delete{singular}Request", **place, **{_snake(kind.singular): resource.name}
+    )
+    client = google.compute(client_name)
+    what = f"removing {kind.name} {resource.name}"
+    operation = google.ask(
+        what, lambda: client.delete_unary(request=request, retry=None, timeout=REQUEST_S)
+    )
+    _see_to_its_end(google, operation, what=what, operations=operations, place=place)
+
+
+def _see_to_its_end(
+    google: Google, operation: Any, *, what: str, operations: str, place: dict[str, str]
+) -> None:
+    # Not client.delete(): what it returns asks the public address, whatever api_endpoint says
+    # (google-cloud-compute 1.48, _zone_operations_client).
+    client = google.compute(f"{operations}Operations")
+    request = request_of(f"Wait{operations}OperationRequest", operation=operation.name, **place)
+    ends = time.monotonic() + _OPERATION_S
+    while operation.status.name != "DONE":
+        if time.monotonic() > ends:
+            raise CloudError(f"{what}: it is not done after {_OPERATION_S:g} s. Look again later.")
+        operation = google.ask(
+            what, lambda: client.wait(request=request, retry=None, timeout=_WAIT_S)
+        )
+    said = [one_line(error.message) for error in operation.error.errors]
+    if said or operation.http_error_status_code:
+        raise CloudError(f"{what}: {' '.join(said) or operation.http_error_message}")
+
+
+def _plural(kind: Kind) -> str:
+    return _snake(kind.client)
+
+
+def _snake(name: str) -> str:
+    """`forwarding_rules` of ForwardingRules."""
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")

@@ -1,0 +1,236 @@
+"""What exists in a project: which cluster it belongs to, and the command that removes it. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from payload.errors import ConfigError
+
+CLUSTER_LABEL, EXPIRES_LABEL = "tileforge-cluster", "tileforge-expires"
+BUCKET = "bucket"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of resource in Compute Engine."""
+
+    name: str
+    """As people say it."""
+    client: str
+    """As the client library's classes are called: Instances, of InstancesClient."""
+    singular: str
+    """As the request classes are called: Instance, of DeleteInstanceRequest."""
+    aggregated: bool
+    """Whether it is in zones or regions."""
+    labelled: bool
+    """Whether it can have labels; else it is known by its name, `<cluster>-...`."""
+    gcloud: str
+    """Its commands, after `gcloud compute`."""
+
+
+# In the order in which they can be removed.
+KINDS = (
+    Kind(
+        name="instance",
+        client="Instances",
+        singular="Instance",
+        aggregated=True,
+        labelled=True,
+        gcloud="instances",
+    ),
+    Kind(
+        name="forwarding rule",
+        client="ForwardingRules",
+        singular="ForwardingRule",
+        aggregated=True,
+        labelled=True,
+        gcloud="forwarding-rules",
+    ),
+    Kind(
+        name="disk",
+        client="Disks",
+        singular="Disk",
+        aggregated=True,
+        labelled=True,
+        gcloud="disks",
+    ),
+    Kind(
+        name="snapshot",
+        client="Snapshots",
+        singular="Snapshot",
+        aggregated=False,
+        labelled=True,
+        gcloud="snapshots",
+    ),
+    Kind(
+        name="image",
+        client="Images",
+        singular="Image",
+        aggregated=False,
+        labelled=True,
+        gcloud="images",
+    ),
+    Kind(
+        name="resource policy",
+        client="ResourcePolicies",
+        singular="ResourcePolicy",
+        aggregated=True,
+        labelled=False,
+        gcloud="resource-policies",
+    ),
+    Kind(
+        name="router",
+        client="Routers",
+        singular="Router",
+        aggregated=True,
+        labelled=False,
+        gcloud="routers",
+    ),
+    Kind(
+        name="address",
+        client="Addresses",
+        singular="Address",
+        aggregated=True,
+        labelled=True,
+        gcloud="addresses",
+    ),
+    Kind(
+        name="firewall rule",
+        client="Firewalls",
+        singular="Firewall",
+        aggregated=False,
+        labelled=False,
+        gcloud="firewall-rules",
+    ),
+    Kind(
+        name="subnetwork",
+        client="Subnetworks",
+        singular="Subnetwork",
+        aggregated=True,
+        labelled=False,
+        gcloud="networks subnets",
+    ),
+    Kind(
+        name="network",
+        client="Networks",
+        singular="Network",
+        aggregated=False,
+        labelled=False,
+        gcloud="networks",
+    ),
+)
+_KIND_OF = {kind.name: kind for kind in KINDS}
+_ORDER = {name: place for place, name in enumerate([*_KIND_OF, BUCKET])}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resource:
+    """One thing in the project."""
+
+    kind: str
+    """A Kind's name, or BUCKET."""
+    name: str
+    location: str
+    """Zone, region, or `global`."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    created_unix: float | None = None
+    network: str | None = None
+    """Name of the network that it is in, where it is in one."""
+    status: str | None = None
+
+    def key(self) -> tuple[str, str, str]:
+        """What tells it from every other one."""
+        return (self.kind, self.location, self.name)
+
+    def expires_unix(self) -> float | None:
+        """When its cluster was meant to be gone, if its label says so."""
+        text = self.labels.get(EXPIRES_LABEL, "")
+        return float(text) if text.isdigit() else None
+
+    def removal(self, *, project: str) -> str:
+        """The command that removes it."""
+        if self.kind == BUCKET:
+            return shlex.join(["gcloud", "storage", "rm", "--recursive", f"gs://{self.name}"])
+        kind = _KIND_OF[self.kind]
+        words = ["gcloud", "compute", *kind.gcloud.split(), "delete", self.name]
+        if kind.aggregated:
+            words.append(self._where())
+        return shlex.join([*words, f"--project={project}", "--quiet"])
+
+    def _where(self) -> str:
+        if self.location == "global":
+            return "--global"
+        return f"--{'zone' if is_zone(self.location) else 'region'}={self.location}"
+
+
+def is_zone(location: str) -> bool:
+    """Whether it is a zone; that is a region with a letter: us-central1-a."""
+    return location.count("-") == 2
+
+
+def in_order(resources: Iterable[Resource]) -> list[Resource]:
+    """In the order in which they can be removed: a network goes after what is in it."""
+    return sorted(resources, key=lambda each: (_ORDER[each.kind], each.location, each.name))
+
+
+def by_cluster(
+    resources: Sequence[Resource], *, known: Collection[str] = ()
+) -> dict[str, list[Resource]]:
+    """Each cluster's resources; what belongs to none is left out.
+
+    A label decides. Without one it is the name, `<cluster>-...`, where the longest name of a
+    cluster wins: those that labels name, and `known`. What lies in a cluster's network, such as a
+    firewall rule that somebody added, belongs to it too.
+    """
+    labelled = {r.labels[CLUSTER_LABEL] for r in resources if CLUSTER_LABEL in r.labels}
+    names = sorted({*labelled, *known}, key=len, reverse=True)
+    owners = {r.key(): _owner(r, names) for r in resources}
+    networks = {r.name: owners[r.key()] for r in resources if r.kind == "network"}
+    found: dict[str, list[Resource]] = {}
+    for resource in resources:
+        owner = owners[resource.key()] or networks.get(resource.network or "")
+        if owner is not None:
+            found.setdefault(owner, []).append(resource)
+    return {name: in_order(found[name]) for name in sorted(found)}
+
+
+def _owner(resource: Resource, names: Sequence[str]) -> str | None:
+    label = resource.labels.get(CLUSTER_LABEL)
+    if label is not None:
+        return label
+    if resource.kind == BUCKET or _KIND_OF[resource.kind].labelled:
+        return None
+    return next((name for name in names if resource.name.startswith(f"{name}-")), None)
+
+
+def expiry_of(resources: Sequence[Resource]) -> float | None:
+    """When a cluster was meant to be gone: the latest that any of its labels says."""
+    times = [time for r in resources if (time := r.expires_unix()) is not None]
+    return max(times, default=None)
+
+
+def last_word(url: str | None) -> str:
+    """`us-central1-a` of a URL that ends with it."""
+    return (url or "").rpartition("/")[2]
+
+
+def parse_time(text: str | None) -> float | None:
+    """Unix time of an RFC 3339 text, or None."""
+    try:
+        return datetime.fromisoformat(text or "").timestamp()
+    except ValueError:
+        return None
+
+
+def check_cluster_name(name: str) -> str:
+    """The name, if labels can have it. Raises ConfigError."""
+    plain = name.isascii() and name.replace("-", "").isalnum() and name == name.lower()
+    if not (plain and name[0].isalpha() and len(name) <= 63):
+        raise ConfigError(
+            f"--cluster {name!r}: a cluster's name has up to 63 lower-case letters, digits and "
+            "hyphens, a letter first."
+        )
+    return name

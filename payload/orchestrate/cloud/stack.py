@@ -1,0 +1,174 @@
+"""A cluster from a Pulumi stack's outputs, and what is remembered of it once they are gone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from payload.errors import ConfigError
+from payload.inventory import ClusterInventory
+from payload.orchestrate.cloud.endpoints import Endpoints
+from payload.orchestrate.cloud.pulumi_cli import Pulumi, PulumiError
+from payload.results import write_whole
+
+_MEMORY_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackOutputs:
+    """What the cluster program exports."""
+
+    inventory: ClusterInventory
+    """Without host keys; `project` is filled in."""
+    project: str
+    region: str
+    hourly_usd: float | None
+    expires: str | None
+    """ISO 8601, UTC."""
+
+    def price_and_end(self) -> str:
+        """`$1.59/h until 2026-11-21 20:00 UTC`."""
+        price = "price unknown" if self.hourly_usd is None else f"${self.hourly_usd:.2f}/h"
+        if self.expires is None:
+            return price
+        return f"{price} until {datetime.fromisoformat(self.expires):%Y-%m-%d %H:%M} UTC"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remembered:
+    """What is known of a cluster after `pulumi destroy`, which takes the outputs with it."""
+
+    cluster: str
+    project: str
+    region: str
+    node_usd: Mapping[str, float | None]
+    """Dollars per hour by node."""
+
+
+def read_outputs(pulumi: Pulumi) -> StackOutputs:
+    """The stack's outputs. Raises PulumiError and ConfigError."""
+    outputs = pulumi.ask_json("stack", "output")
+    name = f"stack {pulumi.stack}" if pulumi.stack else "the selected stack"
+    if not isinstance(outputs, dict) or "inventory" not in outputs:
+        raise PulumiError(
+            f"{name} has no output `inventory`: nothing is up. Build the cluster: python -m "
+            "payload.orchestrate up",
+            "no stack",
+        )
+    raw = outputs["inventory"]
+    text = raw if isinstance(raw, str) else json.dumps(raw)
+    inventory = ClusterInventory.from_json(text, where=f"{name}: output inventory")
+    project = _text(outputs, "project", name)
+    return StackOutputs(
+        inventory=replace(inventory, project=project),
+        project=project,
+        region=_text(outputs, "region", name),
+        hourly_usd=_number(outputs.get("hourly_usd"), name),
+        expires=_time(outputs.get("expires"), name),
+    )
+
+
+def default_stack(env: Mapping[str, str], *, folder: Path) -> StackOutputs | str:
+    """The selected stack's outputs, or why there is none to be had.
+
+    A stack whose outputs cannot be used is an error and no reason to train elsewhere. Raises
+    ConfigError.
+    """
+    if not any((each / "Pulumi.yaml").is_file() for each in (folder, *folder.parents)):
+        return "no Pulumi project here"
+    try:
+        return read_outputs(Pulumi(env, folder=folder))
+    except PulumiError as error:
+        if error.trouble == "other":
+            raise ConfigError(f"{error} (or name the cluster: --inventory local)") from None
+        if error.trouble == "no stack":
+            return "no Pulumi stack is selected, or nothing is up in it"
+        return "Pulumi is " + error.trouble if error.trouble != "no project" else error.trouble
+
+
+def load_stack(
+    outputs: StackOutputs, env: Mapping[str, str], *, folder: Path, say: Callable[[str], None]
+) -> ClusterInventory:
+    """The stack's cluster with host keys that its machines have published.
+
+    Raises CloudAuthError, RankLostError, BootstrapError, CloudError.
+    """
+    from payload.orchestrate.cloud.google import Google
+    from payload.orchestrate.cloud.host_keys import pin_host_keys
+
+    remember(outputs, folder=folder)
+    google = Google(outputs.project, endpoints=Endpoints.from_env(env))
+    return pin_host_keys(
+        outputs.inventory,
+        google,
+        cache=cluster_folder(folder, outputs.inventory.cluster) / "host_keys.json",
+        say=say,
+    )
+
+
+def cluster_folder(folder: Path, cluster: str) -> Path:
+    """Where this machine keeps what belongs to a cluster; made if need be, for us alone."""
+    own = folder / ".cluster" / cluster
+    own.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return own
+
+
+def remember(outputs: StackOutputs, *, folder: Path) -> None:
+    """Keep what `sweep` needs when the outputs are gone."""
+    known = Remembered(
+        cluster=outputs.inventory.cluster,
+        project=outputs.project,
+        region=outputs.region,
+        node_usd={node.name: node.hourly_usd for node in outputs.inventory.nodes},
+    )
+    path = cluster_folder(folder, known.cluster) / "stack.json"
+    write_whole(path, json.dumps({"schema_version": _MEMORY_VERSION, **asdict(known)}, indent=2))
+
+
+def recall(folder: Path, cluster: str) -> Remembered | None:
+    """What was kept of a cluster, or None."""
+    path = folder / ".cluster" / cluster / "stack.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw.pop("schema_version") != _MEMORY_VERSION:
+            return None
+        return Remembered(**raw)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def remembered_clusters(folder: Path) -> list[Remembered]:
+    """Every cluster that this folder has seen come up."""
+    names = sorted(path.parent.name for path in (folder / ".cluster").glob("*/stack.json"))
+    return [known for name in names if (known := recall(folder, name)) is not None]
+
+
+def _text(outputs: Mapping[str, Any], key: str, name: str) -> str:
+    value = outputs.get(key)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(
+            f"{name}: output {key} is {value!r}; a name is needed. Bring the stack up to date: "
+            "pulumi up"
+        )
+    return value
+
+
+def _number(value: Any, name: str) -> float | None:
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{name}: output hourly_usd is {value!r}; a number or nothing is needed.")
+
+
+def _time(value: Any, name: str) -> str | None:
+    if value is None:
+        return None
+    try:
+        return datetime.fromisoformat(value).astimezone(UTC).isoformat()
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{name}: output expires is {value!r}; a time in ISO 8601 is needed."
+        ) from None

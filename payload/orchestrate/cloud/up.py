@@ -1,0 +1,107 @@
+"""`up`: `pulumi preview`, the operator's yes, `pulumi up`; a failure is named for what it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from payload.errors import CapacityError, ConfigError, ExitCode, TileforgeError
+from payload.orchestrate.cloud.failures import explain, find_stock_out
+from payload.orchestrate.cloud.pulumi_cli import Pulumi
+from payload.orchestrate.cloud.stack import read_outputs, remember
+from payload.orchestrate.cloud.sweep import confirm
+from payload.orchestrate.report import text_console
+
+
+def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Build the cluster, or bring it up to date."""
+    talk = text_console(stderr=True)
+    pulumi = Pulumi(env, folder=Path.cwd(), stack=arguments.stack)
+    _step(pulumi, "preview", say=talk.print)
+    if arguments.dry_run:
+        talk.print("dry run: nothing was built")
+        return ExitCode.OK
+    if not confirm("Build this?", assume_yes=arguments.yes):
+        talk.print("nothing was built")
+        return ExitCode.OK
+    _build(pulumi, next_zone=arguments.next_zone, talk=talk)
+    outputs = read_outputs(pulumi)
+    remember(outputs, folder=Path.cwd())
+    name = f"stack:{arguments.stack}" if arguments.stack else "stack"
+    talk.print(
+        f"cluster {outputs.inventory.cluster}: {len(outputs.inventory.nodes)} node(s), "
+        f"{outputs.price_and_end()}. Check it: python -m payload.orchestrate preflight --inventory "
+        f"{name}; remove it: python -m payload.orchestrate down"
+    )
+    return ExitCode.OK
+
+
+def settings(pulumi: Pulumi) -> dict[str, Any]:
+    """The stack's config by the keys' last part; the project's own keys before a provider's."""
+    raw = pulumi.ask_json("config")
+    if not isinstance(raw, dict):
+        raise ConfigError(f"`pulumi config --json` printed {raw!r}; an object is needed.")
+    known: dict[str, Any] = {}
+    # A provider's namespace is one word that stands for a package.
+    for key in sorted(raw, key=lambda key: not key.startswith("gcp:")):
+        entry = raw[key] if isinstance(raw[key], dict) else {}
+        known[key.rpartition(":")[2]] = entry.get("objectValue", entry.get("value"))
+    return known
+
+
+def text_list(value: Any) -> list[str]:
+    """A list from a config value, which may be JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            value = [value]
+    return [str(each) for each in value] if isinstance(value, list) else []
+
+
+def _build(pulumi: Pulumi, *, next_zone: bool, talk: Console) -> None:
+    """`pulumi up`; with `next_zone` again in each further zone of the config."""
+    zones = text_list(settings(pulumi).get("zones")) if next_zone else []
+    left = zones[1:]
+    while True:
+        status, output = pulumi.follow("up", "--yes", "--skip-preview", say=talk.print)
+        if status == 0:
+            return
+        stock_out = find_stock_out(output)
+        if stock_out is None or not left:
+            raise _failed(output, tried=zones[: len(zones) - len(left)])
+        # One that the error says has capacity goes first; else the order of the config.
+        zone = min(left, key=lambda each: (each not in stock_out.free, zones.index(each)))
+        left.remove(zone)
+        talk.print(f"{stock_out.describe()}\n--next-zone: the cluster goes to {zone} now")
+        _move(pulumi, zone, zones)
+
+
+def _move(pulumi: Pulumi, zone: str, zones: Sequence[str]) -> None:
+    """Put `zone` first in the stack's config."""
+    order = [zone, *(each for each in zones if each != zone)]
+    for place, name in enumerate(order):
+        pulumi.ask("config", "set", "--path", f"zones[{place}]", name)
+
+
+def _failed(output: str, *, tried: Sequence[str]) -> TileforgeError:
+    error = explain(output, what="pulumi up")
+    text = f"{error}"
+    if isinstance(error, CapacityError) and len(tried) > 1:
+        text = f"{error}. Zones of the config that were tried: {', '.join(tried)}"
+    failed = type(error)(
+        f"{text}. What was built before stays and is billed until its lifetime ends: look with "
+        "`pulumi stack output`, remove it with: python -m payload.orchestrate down"
+    )
+    return failed
+
+
+def _step(pulumi: Pulumi, word: str, *, say: Callable[[str], None]) -> None:
+    status, output = pulumi.follow(word, say=say)
+    if status != 0:
+        raise explain(output, what=f"pulumi {word}")

@@ -1,0 +1,103 @@
+"""A cloud with a cluster in it, a `pulumi` that knows it, and a project folder to work in."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from payload.orchestrate.cloud.endpoints import VARIABLE, Endpoints
+from payload.orchestrate.cloud.google import Google
+from tests.orchestrate.cloud.fake_pulumi import FakePulumi
+from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
+
+KEY = "AAAAC3NzaC1lZDI1NTE5AAAAIGhvc3Qga2V5IHRoYXQgdGhlIHRlc3RzIHBpbiwgMzJi"
+
+
+class Site:
+    """What an operator has: a project folder, `pulumi`, and a cloud."""
+
+    def __init__(self, folder: Path, cloud: CloudStandIn) -> None:
+        self.folder = folder
+        self.cloud = cloud
+        self.pulumi = FakePulumi(folder)
+        self.env = {"PATH": f"{self.pulumi.bin}", VARIABLE: cloud.url, "HOME": str(folder)}
+        self.sleeps: list[float] = []
+        (folder / "Pulumi.yaml").write_text("name: tileforge\nruntime: python\n")
+
+    def google(self, **more: Any) -> Google:
+        """The client of the project; waiting costs no time here."""
+        values = {"sleep": self.sleeps.append, **more}
+        return Google(PROJECT, endpoints=Endpoints.from_env(self.env), **values)
+
+    def build(self, *, cluster: str = "mine", nodes: int = 3, expires_in_s: float = 3600) -> None:
+        """What `pulumi up` leaves behind, in the cloud and as the stack's outputs."""
+        labels = {
+            "tileforge-cluster": cluster,
+            "tileforge-expires": str(int(time.time() + expires_in_s)),
+        }
+        names = [f"{cluster}-{i}" for i in range(nodes)]
+        for name in names:
+            self.cloud.add_node(name, labels=labels)
+            self.cloud.add("disks", name, place=ZONE, labels=labels)
+            self.cloud.guest_attributes[name] = {"ssh-ed25519": KEY}
+        network = f"{cluster}-network"
+        self.cloud.add("networks", network, place="global", labels={})
+        url = f"https://www.googleapis.com/compute/v1/projects/{PROJECT}/global/networks/{network}"
+        for kind, name, place in (
+            ("subnetworks", f"{cluster}-subnet", REGION),
+            ("routers", f"{cluster}-router", REGION),
+            ("firewalls", f"{cluster}-iap", "global"),
+        ):
+            self.cloud.add(kind, name, place=place, labels={}, network=url)
+        self.cloud.add("resourcePolicies", f"{cluster}-placement", place=REGION, labels={})
+        self.cloud.add_bucket(f"{cluster}-results", labels=labels)
+        self.pulumi.outputs(
+            inventory=inventory_output(cluster, names),
+            hourly_usd=1.5877,
+            expires="2026-11-22T08:00:00Z",
+            project=PROJECT,
+            region=REGION,
+        )
+
+
+def inventory_output(cluster: str, names: list[str], **more: Any) -> dict[str, Any]:
+    """The output `inventory`, with no host keys in it."""
+    return {
+        "schema_version": 1,
+        "cluster": cluster,
+        "source": "pulumi",
+        "ssh_user": "trainer",
+        "access": {"kind": "iap", "project": PROJECT},
+        "bucket": f"{cluster}-results",
+        "nodes": [
+            {
+                "name": name,
+                "address": f"10.0.0.{place + 2}",
+                "zone": ZONE,
+                "machine_type": "c3-highmem-8",
+                "physical_cores": 4,
+                "memory_gib": 64,
+                "hourly_usd": 0.52923,
+            }
+            for place, name in enumerate(names)
+        ],
+        **more,
+    }
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """An operator's project folder, which is the current one, with nothing up."""
+    monkeypatch.chdir(tmp_path)
+    with CloudStandIn() as cloud:
+        yield Site(tmp_path, cloud)
+
+
+def read_json(path: Path) -> Any:
+    """The document in a file."""
+    return json.loads(path.read_text(encoding="utf-8"))

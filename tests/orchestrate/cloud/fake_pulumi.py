@@ -1,0 +1,76 @@
+"""A program named `pulumi` for PATH, which prints what was recorded for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+_PROGRAM = """#!{python}
+import json, sys, time
+from pathlib import Path
+folder = Path({folder!r})
+words = [w for w in sys.argv[1:] if w not in ("--non-interactive", "--color", "never")]
+if "--stack" in words:
+    at = words.index("--stack")
+    stack = words[at + 1]
+    del words[at : at + 2]
+else:
+    stack = None
+with (folder / "calls.jsonl").open("a") as calls:
+    calls.write(json.dumps([stack, *words]) + "\\n")
+answers = json.loads((folder / "answers.json").read_text())
+for answer in answers:
+    if words[: len(answer["words"])] == answer["words"] and answer["times"] != 0:
+        answer["times"] -= 1
+        (folder / "answers.json").write_text(json.dumps(answers))
+        time.sleep(answer["takes_s"])
+        sys.stdout.write(answer["out"])
+        sys.stdout.flush()
+        sys.stderr.write(answer["err"])
+        sys.exit(answer["status"])
+sys.exit(f"error: the stand-in has no answer for {{words}}")
+"""
+
+
+class FakePulumi:
+    """The program, in a folder that goes first on PATH, and a project folder around it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bin = folder / "bin"
+        self.bin.mkdir(parents=True)
+        self._answers = self.bin / "answers.json"
+        self._answers.write_text("[]")
+        program = self.bin / "pulumi"
+        program.write_text(_PROGRAM.format(python=sys.executable, folder=str(self.bin)))
+        program.chmod(0o755)
+
+    def on(
+        self,
+        *words: str,
+        out: str = "",
+        err: str = "",
+        status: int = 0,
+        times: int = -1,
+        takes_s: float = 0.0,
+    ) -> None:
+        """What the command that begins with `words` prints, before what was said earlier."""
+        answer = {
+            "words": words,
+            "out": out,
+            "err": err,
+            "status": status,
+            "times": times,
+            "takes_s": takes_s,
+        }
+        self._answers.write_text(json.dumps([answer, *json.loads(self._answers.read_text())]))
+
+    def outputs(self, **values: Any) -> None:
+        """What the stack exports from now on."""
+        self.on("stack", "output", "--json", out=json.dumps(values, indent=2) + "\n")
+
+    def calls(self) -> list[list[str | None]]:
+        """The stack and the words of each call."""
+        path = self.bin / "calls.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,116 @@
+"""What Pulumi prints when the cloud refuses, and what it is taken for."""
+
+from __future__ import annotations
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.orchestrate.cloud.failures import explain, find_stock_out
+
+# As pulumi-gcp prints it; the provider passes on the operation's error and its details.
+PLAIN = """
+Diagnostics:
+  gcp:compute:Instance (mine-1):
+    error:   sdk-v2/provider2.go:572: sdk.helper_schema: Error waiting for instance to create: The \
+zone 'projects/acme-lab/zones/us-central1-a' does not have enough resources available to fulfill \
+the request. Try a different zone, or try again later.: provider=google-beta@10.2.0
+    error: 1 error occurred:
+"""
+DETAILS = """
+    error: Error waiting for instance to create: The zone \
+'projects/acme-lab/zones/us-central1-f' does not have enough resources available to fulfill the \
+request.  '(state:STOCKOUT, sub-state:STOCKOUT, resource type:compute)'.
+
+    A c3-highmem-8 VM instance is currently unavailable in the us-central1-f zone. Consider trying
+    your request in the us-central1-b, us-central1-a zone(s), which currently has capacity to
+    accommodate your request.
+"""
+CODES = """
+code: ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS
+errorDetails:
+- errorInfo:
+    domain: compute.googleapis.com
+    metadatas:
+      attachment: ''
+      vmType: c3-highmem-8
+      zone: us-central1-f
+      zonesAvailable: us-central1-c,us-central1-a
+    reason: resource_availability
+"""
+AS_QUOTA = """error: googleapi: Error 403: QUOTA_EXCEEDED: no resources, errorInfo: {"metadatas":
+{"zone": "us-west1-a", "zonesAvailable": "us-west1-b"}, "reason": "stockout"}"""
+OFFERED_NOWHERE = """Error waiting for instance to create: The zone
+'projects/acme-lab/zones/europe-west3-c' does not have enough resources available to fulfill the
+request. '(resource type:compute)'. A c3-highmem-8 VM instance is not supported in the
+europe-west3-c zone with your configuration."""
+
+
+@pytest.mark.parametrize(
+    ("output", "full", "free"),
+    [
+        (PLAIN, ["us-central1-a"], []),
+        (DETAILS, ["us-central1-f"], ["us-central1-b", "us-central1-a"]),
+        (CODES, ["us-central1-f"], ["us-central1-c", "us-central1-a"]),
+        (AS_QUOTA, ["us-west1-a"], ["us-west1-b"]),
+        (OFFERED_NOWHERE, ["europe-west3-c"], []),
+        (PLAIN + DETAILS, ["us-central1-a", "us-central1-f"], ["us-central1-b"]),
+        ("ZONE_RESOURCE_POOL_EXHAUSTED", [], []),
+    ],
+)
+def test_a_stock_out_names_zones_without_and_with_machines(
+    output: str, full: list[str], free: list[str]
+) -> None:
+    found = find_stock_out(output)
+    assert found is not None and (list(found.full), list(found.free)) == (full, free)
+    error = explain(output, what="pulumi up")
+    assert error.exit_code == ExitCode.NO_CAPACITY
+    assert all(zone in str(error) for zone in [*full, *free])
+    wanted = f"pulumi config set --path 'zones[0]' {free[0]} &&" if free else "up --next-zone"
+    assert wanted in str(error)
+    assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "words"),
+    [
+        (
+            "error: Error waiting for instance to create: Quota 'SSD_TOTAL_GB' exceeded.  Limit: "
+            "500.0 in region us-central1.",
+            ExitCode.QUOTA,
+            "quota SSD_TOTAL_GB is 500 in us-central1",
+        ),
+        (
+            "error: Quota 'CPUS_ALL_REGIONS' exceeded.  Limit: 32.0 globally.",
+            ExitCode.QUOTA,
+            "quota CPUS_ALL_REGIONS is 32 in all regions together",
+        ),
+        ("error: googleapi: Error 403: Quota exceeded for x", ExitCode.QUOTA, "Pulumi names above"),
+        (
+            "error: googleapi: Error 403: Compute Engine API has not been used in project 7 before "
+            "https://console.developers.google.com/apis/api/iap.googleapis.com/overview",
+            ExitCode.AUTH,
+            "gcloud services enable iap.googleapis.com",
+        ),
+        (
+            "error: could not find default credentials. See https://x",
+            ExitCode.AUTH,
+            "gcloud auth application-default login",
+        ),
+        (
+            "error: googleapi: Error 403: Required 'compute.networks.create' permission for "
+            "'projects/acme-lab', forbidden",
+            ExitCode.AUTH,
+            "compute.networks.create",
+        ),
+        (
+            "warning: x\nerror: infra.config: zones is empty; name one",
+            ExitCode.CONFIG,
+            "zones is empty; name one",
+        ),
+        ("", ExitCode.CONFIG, "Pulumi's output above says why"),
+    ],
+)
+def test_other_failures_keep_their_own_exit_code(output: str, status: ExitCode, words: str) -> None:
+    error = explain(output, what="pulumi up")
+    assert (error.exit_code, find_stock_out(output)) == (status, None)
+    assert words in str(error) and str(error).startswith("pulumi up: ")

@@ -1,0 +1,143 @@
+"""Requests to the cloud: patience, refusals in plain words, and where they may go."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from payload.errors import CloudAuthError, CloudError, ConfigError
+from payload.orchestrate.cloud.endpoints import Endpoints
+from payload.orchestrate.cloud.listing import list_everything
+from tests.orchestrate.cloud.conftest import Site
+from tests.orchestrate.cloud.standin import Fault
+from tests.test_architecture import ROOT
+
+INSTANCES = "aggregated/instances"
+
+
+def test_a_busy_cloud_is_given_the_time_that_it_asks_for(site: Site) -> None:
+    site.build()
+    site.cloud.faults += [
+        Fault(path=INSTANCES, status=429, headers={"Retry-After": "7"}),
+        Fault(path=INSTANCES, status=503, times=2),
+    ]
+    listing = list_everything(site.google())
+    assert (site.sleeps, listing.blind) == ([7.0, 2.0, 4.0], [])
+    assert sum(each.kind == "instance" for each in listing.resources) == 3
+
+
+def test_a_cloud_that_stays_busy_is_an_error_with_its_own_words(site: Site) -> None:
+    site.cloud.faults.append(Fault(path=INSTANCES, status=503, message="try later", times=99))
+    with pytest.raises(CloudError, match=r"listing instances: Google Cloud answers 503: .*later"):
+        list_everything(site.google(patience_s=0.0))
+    assert site.cloud.count(INSTANCES) == 1
+
+
+def test_a_rate_limit_that_comes_as_403_is_waited_for(site: Site) -> None:
+    site.cloud.faults.append(Fault(path=INSTANCES, status=403, reason="rateLimitExceeded"))
+    assert list_everything(site.google()).blind == []
+    assert site.sleeps == [1.0]
+
+
+def test_every_page_is_read_and_each_with_patience(site: Site) -> None:
+    site.build(nodes=7)
+    site.cloud.page_size = 3
+    site.cloud.faults.append(Fault(path=f"{INSTANCES}.*pageToken=3", status=500))
+    site.cloud.faults.append(Fault(path="storage/v1/b", status=502))
+    for number in range(4):
+        site.cloud.add_bucket(f"other-{number}", labels={})
+    listing = list_everything(site.google())
+    assert sum(each.kind == "instance" for each in listing.resources) == 7
+    assert sum(each.kind == "bucket" for each in listing.resources) == 5
+    assert site.cloud.count(INSTANCES) == 4
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "fix"),
+    [
+        (
+            "Compute Engine API has not been used in project 1 before or it is disabled. Enable it "
+            "by visiting https://console.developers.google.com/apis/api/compute.googleapis.com/x",
+            "accessNotConfigured",
+            "gcloud services enable compute.googleapis.com --project=acme-lab",
+        ),
+        (
+            "Required 'compute.instances.list' permission for 'projects/acme-lab'",
+            "forbidden",
+            "Ask for a role that allows it",
+        ),
+    ],
+)
+def test_a_refusal_says_what_to_do(site: Site, message: str, reason: str, fix: str) -> None:
+    site.cloud.faults.append(Fault(path=INSTANCES, status=403, message=message, reason=reason))
+    with pytest.raises(CloudAuthError) as caught:
+        list_everything(site.google())
+    assert message in str(caught.value) and fix in str(caught.value)
+
+
+def test_a_place_that_does_not_answer_is_not_taken_for_an_empty_one(site: Site) -> None:
+    site.cloud.unreachable = ["projects/acme-lab/zones/us-central1-f"]
+    assert any(
+        "us-central1-f does not answer" in each for each in list_everything(site.google()).blind
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("http://compute.example.org", "https only"),
+        ("http://127.0.0.1.example.org", "https only"),
+        ("ftp://{service}.example.org", "not a URL of scheme https"),
+        ("https://one.example.org", "{service} is missing"),
+        ("https://me:secret@{service}.example.org", "only scheme, host and port"),
+        ("https://{service}.example.org/compute/v1", "only scheme, host and port"),
+        ("https://{service}.example.org:x", "not a URL"),
+        ("compute.example.org", "not a URL"),
+        ("'; rm -rf /", "not a URL"),
+    ],
+)
+def test_an_endpoint_that_credentials_must_not_go_to_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Endpoints.from_env({"TILEFORGE_API_ENDPOINT": text})
+    assert message in str(caught.value)
+
+
+def test_an_endpoint_has_a_place_for_the_service() -> None:
+    named = Endpoints.from_env({"TILEFORGE_API_ENDPOINT": "https://{service}-a.p.googleapis.com/"})
+    assert named.url("storage") == "https://storage-a.p.googleapis.com"
+    assert Endpoints.from_env({}).url("compute") == "https://compute.googleapis.com"
+    assert not named.is_loopback() and not Endpoints().is_loopback()
+    assert Endpoints.from_env({"TILEFORGE_API_ENDPOINT": "http://[::1]:8080"}).is_loopback()
+
+
+def test_without_credentials_it_says_how_to_log_in(site: Site) -> None:
+    program = (
+        "from payload.orchestrate.__main__ import main; import os, sys; "
+        "sys.exit(main(['sweep', '--project', 'acme-lab'], os.environ))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=site.folder,
+        env={"HOME": str(site.folder), "PYTHONPATH": str(ROOT), "NO_GCE_CHECK": "true"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 13
+    assert "gcloud auth application-default login" in done.stderr
+    # Nor does Google's library get to speak about Python's age.
+    assert "Warning" not in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_commands_without_the_cloud_do_not_import_googles_libraries() -> None:
+    program = (
+        "import sys; from payload.orchestrate.__main__ import main; main(['list'], {}); "
+        "sys.exit(any(name.startswith(('google.cloud', 'google.api')) for name in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr

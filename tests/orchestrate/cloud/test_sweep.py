@@ -1,0 +1,187 @@
+"""`sweep`: whether anything is left, told from what belongs to somebody else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.cloud.pulumi_cli import Pulumi
+from payload.orchestrate.cloud.resources import Resource, by_cluster
+from payload.orchestrate.cloud.stack import read_outputs, remember
+from tests.orchestrate.cloud.conftest import Site
+from tests.orchestrate.cloud.standin import PROJECT, Fault
+
+Capture = pytest.CaptureFixture[str]
+LABELS = {"tileforge-cluster": "mine", "tileforge-expires": "1700000000"}
+
+
+def sweep(site: Site, *arguments: str) -> int:
+    return main(["sweep", "--project", PROJECT, *arguments], site.env)
+
+
+def test_nothing_left_is_said_and_is_exit_0(site: Site, capsys: Capture) -> None:
+    site.cloud.add("networks", "default", place="global", labels={})
+    site.cloud.add_node("somebody-elses", labels={})
+    site.cloud.add_bucket("mine-photos", labels={})
+    assert sweep(site, "--cluster", "mine") == ExitCode.OK
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "0 resources of cluster mine left in project acme-lab: looked for 12 kinds in all zones "
+        "and regions\n"
+    )
+
+
+def test_everything_left_is_listed_with_what_removes_it(site: Site, capsys: Capture) -> None:
+    site.build()
+    remember(read_outputs(Pulumi(site.env, folder=site.folder)), folder=site.folder)
+    site.cloud.add_node("other-0", labels={"tileforge-cluster": "mine-two"})
+    site.cloud.add("networks", "mine-two-network", place="global", labels={})
+    network = "https://x/global/networks/mine-network"
+    site.cloud.add("firewalls", "added-by-hand", place="global", labels={}, network=network)
+    for place in ("us-central1", "global"):
+        site.cloud.add("addresses", "mine-ip", place=place, labels=LABELS)
+        site.cloud.add("forwardingRules", "mine-rule", place=place, labels=LABELS)
+    site.cloud.add("snapshots", "before", place="global", labels=LABELS)
+    site.cloud.add("images", "baked", place="global", labels=LABELS)
+    # Without --project: this folder has seen the cluster come up.
+    assert main(["sweep", "--cluster", "mine"], site.env) == ExitCode.TEARDOWN
+    out, err = capsys.readouterr()
+    assert "other-0" not in out and "mine-two" not in out
+    rows = {tuple(line.split()[1:3]) for line in out.splitlines()[1:]}
+    assert {("instance", "mine-0"), ("disk", "mine-2"), ("bucket", "mine-results")} <= rows
+    assert "0.529" in out and "us-central1-a" in out and "0 min" in out
+    commands = [line.partition(": ")[2] for line in err.splitlines() if line.startswith("remove")]
+    assert commands[0] == (
+        "gcloud compute instances delete mine-0 --zone=us-central1-a --project=acme-lab --quiet"
+    )
+    for part in (
+        "addresses delete mine-ip --global",
+        "addresses delete mine-ip --region=us-central1",
+        "forwarding-rules delete mine-rule --global",
+        "firewall-rules delete added-by-hand --project",
+        "firewall-rules delete mine-iap --project",
+        "resource-policies delete mine-placement --region=us-central1",
+        "networks subnets delete mine-subnet --region=us-central1",
+        "snapshots delete before",
+        "images delete baked",
+        "gcloud storage rm --recursive gs://mine-results",
+    ):
+        assert any(part in command for command in commands), part
+    order = [command.split()[2] for command in commands]
+    assert order.index("routers") < order.index("firewall-rules") < order.index("networks")
+    assert commands[-2].startswith("gcloud compute networks delete mine-network")
+    last = err.splitlines()[-1]
+    assert last.startswith("error: 19 resource(s) of cluster mine left in project acme-lab, at le")
+    assert "$1.59/h" in last
+
+
+def test_without_a_name_only_what_has_expired_counts(site: Site, capsys: Capture) -> None:
+    site.build(cluster="new", nodes=1)
+    assert sweep(site) == ExitCode.OK
+    out, err = capsys.readouterr()
+    assert "expires in 60 min" in out or "expires in 1.0 h" in out
+    assert "0 resources of expired clusters left" in err
+    site.build(cluster="old", nodes=1, expires_in_s=-7200)
+    assert sweep(site) == ExitCode.TEARDOWN
+    out, err = capsys.readouterr()
+    assert "expired 2.0 h ago" in out
+    assert "delete old-0" in err and "delete old-network" in err and "new-" not in err
+
+
+def test_json_is_for_programs(site: Site, capsys: Capture) -> None:
+    site.cloud.add_node("mine-0", labels=LABELS)
+    site.cloud.add_bucket("mine-results", labels=LABELS)
+    assert sweep(site, "--cluster", "mine", "--keep-buckets", "--json") == ExitCode.TEARDOWN
+    document = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in document["left"]["mine"]] == ["mine-0"]
+    assert [each["name"] for each in document["kept"]] == ["mine-results"]
+
+
+def test_buckets_may_be_kept(site: Site, capsys: Capture) -> None:
+    site.cloud.add_bucket("mine-results", labels=LABELS)
+    assert sweep(site, "--cluster", "mine") == ExitCode.TEARDOWN
+    assert sweep(site, "--cluster", "mine", "--keep-buckets") == ExitCode.OK
+    out, err = capsys.readouterr()
+    assert "kept: it holds results" in out and "gs://mine-results" in err
+
+
+def test_what_could_not_be_seen_is_not_taken_for_gone(site: Site, capsys: Capture) -> None:
+    site.cloud.faults.append(
+        Fault(path="aggregated/routers", status=403, reason="forbidden", message="Required x")
+    )
+    assert sweep(site, "--cluster", "mine") == ExitCode.TEARDOWN
+    err = capsys.readouterr().err
+    assert "it is not shown that nothing is left: listing routers: Required x" in err
+
+
+def test_refused_altogether_is_a_matter_of_permission(site: Site, capsys: Capture) -> None:
+    site.cloud.faults.append(
+        Fault(path="compute", status=403, reason="forbidden", message="Required x", times=99)
+    )
+    assert sweep(site) == ExitCode.AUTH
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_delete_removes_all_but_buckets_and_tells_what_would_not_go(
+    site: Site, capsys: Capture
+) -> None:
+    site.build()
+    site.cloud.stuck["mine-network"] = "The network is already being used by 'x'"
+    # One is taken away by somebody else in between: that is as good.
+    site.cloud.faults.append(
+        Fault(method="DELETE", path="disks/mine-1", status=404, message="was not found")
+    )
+    site.cloud.drop("disks", "mine-1")
+    site.cloud.add("disks", "mine-1", place="us-central1-b", labels=LABELS)
+    site.cloud.faults.append(Fault(method="DELETE", path="instances/mine-0", status=503))
+    assert sweep(site, "--cluster", "mine", "--delete", "--yes") == ExitCode.TEARDOWN
+    out, err = capsys.readouterr()
+    assert "warning: removing network mine-network: The network is already being used by 'x'" in err
+    assert "mine-0" in out
+    left = {item["name"] for items in site.cloud.items.values() for item in items}
+    assert left == {"mine-network", "mine-1"}
+    assert [bucket["name"] for bucket in site.cloud.buckets] == ["mine-results"]
+    del site.cloud.stuck["mine-network"]
+    arguments = ("--cluster", "mine", "--delete", "--yes", "--keep-buckets")
+    assert sweep(site, *arguments) == ExitCode.OK
+    assert not any(site.cloud.items.values())
+
+
+def test_nothing_is_removed_without_a_yes(site: Site, capsys: Capture) -> None:
+    site.build()
+    assert sweep(site, "--cluster", "mine", "--delete") == ExitCode.USAGE
+    assert "repeat with --yes" in capsys.readouterr().err
+    assert site.cloud.count("^DELETE") == 0
+
+
+@pytest.mark.parametrize("name", ["", "Mine", "a b", "-x", "$(id)", "x" * 64, "ünï"])
+def test_a_name_that_no_label_can_have_is_refused(site: Site, capsys: Capture, name: str) -> None:
+    assert sweep(site, f"--cluster={name}") == ExitCode.CONFIG
+    assert "lower-case letters" in capsys.readouterr().err
+    assert site.cloud.requests == []
+
+
+def test_without_a_project_it_asks_for_one(site: Site, capsys: Capture) -> None:
+    assert main(["sweep"], site.env) == ExitCode.USAGE
+    assert "--project" in capsys.readouterr().err
+    assert main(["sweep"], site.env | {"GOOGLE_CLOUD_PROJECT": PROJECT}) == ExitCode.OK
+
+
+def test_the_longest_name_owns_what_has_no_label() -> None:
+    resources = [
+        Resource(kind="instance", name="x", location="z", labels={"tileforge-cluster": "a"}),
+        Resource(kind="instance", name="y", location="z", labels={"tileforge-cluster": "a-b"}),
+        Resource(kind="network", name="a-b-network", location="global"),
+        Resource(kind="network", name="a-network", location="global"),
+        Resource(kind="firewall rule", name="hand", location="global", network="a-b-network"),
+        Resource(kind="disk", name="a-disk", location="z"),
+    ]
+    owned = by_cluster(resources)
+    assert {name: [r.name for r in found] for name, found in owned.items()} == {
+        "a": ["x", "a-network"],
+        "a-b": ["y", "hand", "a-b-network"],
+    }

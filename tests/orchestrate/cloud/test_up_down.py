@@ -1,0 +1,210 @@
+"""`up` and `down`: what they make of Pulumi's answers, and that nothing is lost or left."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.inventory import Access
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.mirror import Mirrored, write_mirrored
+from payload.results import RunPaths
+from tests.launch.inventories import make_inventory
+from tests.orchestrate.cloud.conftest import KEY, Site
+from tests.orchestrate.cloud.standin import PROJECT
+from tests.orchestrate.cloud.test_failures import DETAILS, PLAIN
+from tests.supervise.planned import plan_stand_in
+
+Capture = pytest.CaptureFixture[str]
+
+
+def words(site: Site) -> list[str]:
+    return [" ".join(word for word in call if word) for call in site.pulumi.calls()]
+
+
+def test_up_shows_the_preview_builds_and_says_what_is_next(site: Site, capsys: Capture) -> None:
+    site.build()
+    site.pulumi.on("preview", out="     + 14 to create\n  hourly_usd: 1.59\n")
+    site.pulumi.on("up", out="     + 14 created\n")
+    assert main(["up", "--yes", "--stack", "dev"], site.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    assert err.index("14 to create") < err.index("14 created")
+    assert "cluster mine: 3 node(s), $1.59/h until 2026-11-22 08:00 UTC" in err
+    assert "--inventory stack:dev" in err
+    assert words(site) == ["dev preview", "dev up --yes --skip-preview", "dev stack output --json"]
+
+
+def test_up_builds_nothing_without_a_yes(site: Site, capsys: Capture) -> None:
+    site.pulumi.on("preview", out="+ 14 to create\n")
+    assert main(["up", "--dry-run"], site.env) == ExitCode.OK
+    assert main(["up"], site.env) == ExitCode.USAGE
+    assert "repeat with --yes" in capsys.readouterr().err
+    assert words(site) == ["preview", "preview"]
+
+
+def test_a_failing_preview_builds_nothing(site: Site, capsys: Capture) -> None:
+    site.pulumi.on("preview", out="error: maxHourlyUsd = 1 is less than 1.59\n", status=255)
+    assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
+    assert "error: pulumi preview: maxHourlyUsd = 1" in capsys.readouterr().err
+    assert words(site) == ["preview"]
+
+
+def test_up_without_capacity_is_exit_12_with_the_next_command(site: Site, capsys: Capture) -> None:
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out=DETAILS, status=255)
+    assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "no c3-highmem-8 is free in us-central1-f" in last
+    assert "pulumi config set --path 'zones[0]' us-central1-b && python -m" in last
+    assert "stays and is billed" in last and "payload.orchestrate down" in last
+
+
+def test_next_zone_moves_on_through_the_configs_zones(site: Site, capsys: Capture) -> None:
+    zones = ["us-central1-f", "us-central1-c", "us-central1-b"]
+    config = {"tileforge:zones": {"value": json.dumps(zones), "objectValue": zones}}
+    site.build()
+    site.pulumi.on("config", "--json", out=json.dumps(config))
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="done\n")
+    site.pulumi.on("up", out=PLAIN, status=255, times=1)
+    site.pulumi.on("up", out=DETAILS, status=255, times=1)
+    assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.OK
+    said = words(site)
+    assert said.count("up --yes --skip-preview") == 3
+    # b first, as the error says that it has machines; then what is left of the order.
+    firsts = [each for each in said if each.startswith("config set --path zones[0]")]
+    assert firsts == [f"config set --path zones[0] us-central1-{zone}" for zone in "bc"]
+    assert "the cluster goes to us-central1-b now" in capsys.readouterr().err
+
+
+def test_next_zone_ends_with_the_last_one(site: Site, capsys: Capture) -> None:
+    zones = ["us-central1-f", "us-central1-c"]
+    config = {"tileforge:zones": {"value": json.dumps(zones)}}
+    site.pulumi.on("config", "--json", out=json.dumps(config))
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out=PLAIN, status=255)
+    assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.NO_CAPACITY
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "tried: us-central1-f, us-central1-c" in last
+
+
+def destroys(site: Site, *, leaves: tuple[str, ...] = (), status: int = 0, out: str = "") -> None:
+    """From now on `pulumi destroy` takes everything but `leaves`, when it is called."""
+    site.pulumi.on("destroy", out=out or "destroyed\n", status=status)
+
+    def fake(method: str, target: str) -> None:
+        if any(call[1:2] == ["destroy"] for call in site.pulumi.calls()):
+            for items in site.cloud.items.values():
+                items[:] = [item for item in items if item["name"] in leaves]
+
+    site.cloud.before_each = fake
+
+
+def test_down_destroys_and_shows_that_nothing_is_left(site: Site, capsys: Capture) -> None:
+    site.build()
+    destroys(site)
+    assert main(["down", "--yes"], site.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    steps = ["1/3 collect: 0 run(s) brought home", "2/3 destroy: done", "3/3 sweep: clean"]
+    assert [line for line in err.splitlines() if line in steps] == steps
+    assert "kept with its results: gs://mine-results" in err
+    assert words(site) == ["stack output --json", "destroy --yes --skip-preview"]
+
+
+def test_down_with_something_left_is_exit_60(site: Site, capsys: Capture) -> None:
+    site.build()
+    destroys(site, leaves=("mine-1", "mine-network"))
+    assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN
+    out, err = capsys.readouterr()
+    assert "3/3 sweep: not clean" in err
+    assert "gcloud compute instances delete mine-1" in err
+    assert "error: 3 resource(s) of cluster mine left" in err
+    assert "mine-network" in out
+
+
+def test_a_destroy_that_fails_is_followed_by_the_sweep_all_the_same(
+    site: Site, capsys: Capture
+) -> None:
+    site.build()
+    destroys(site, status=255, out="error: update failed: resource is in use\n", leaves=("mine-0",))
+    assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN
+    err = capsys.readouterr().err
+    assert "2/3 destroy: FAILED: pulumi destroy: update failed" in err
+    assert "delete mine-0" in err
+
+
+def test_a_dry_run_of_down_changes_nothing(site: Site, capsys: Capture) -> None:
+    site.build()
+    assert main(["down", "--dry-run"], site.env) == ExitCode.OK
+    out, err = capsys.readouterr()
+    assert "mine-0" in out and "dry run: nothing was collected or destroyed" in err
+    assert words(site) == ["stack output --json"]
+    assert site.cloud.count("^(DELETE|POST)") == 0
+
+
+def make_run(site: Site, name: str, *, alive: bool) -> RunPaths:
+    """A local copy of a run on the cluster; nobody answers at its node's address."""
+    paths = plan_stand_in(site.folder / "runs" / name)
+    (node,) = make_inventory().nodes
+    node = replace(node, ssh_port=9, host_keys=(f"ssh-ed25519 {KEY}",))
+    inventory = replace(
+        make_inventory(),
+        cluster="mine",
+        ssh_user="trainer",
+        access=Access(kind="direct"),
+        nodes=(node,),
+    )
+    paths.inventory.write_text(inventory.to_json())
+    key = site.folder / "key"
+    write_mirrored(paths, Mirrored(alive=alive, seen_unix=time.time(), ssh_key=str(key)))
+    return paths
+
+
+def test_results_that_cannot_be_brought_home_stop_the_destroy(site: Site, capsys: Capture) -> None:
+    from tests.orchestrate.sshd import make_key
+
+    make_key(site.folder / "key")
+    site.build()
+    destroys(site)
+    make_run(site, "one", alive=True)
+    assert main(["down", "--yes"], site.env) == ExitCode.SSH_UNREACHABLE
+    err = capsys.readouterr().err
+    assert "1/3 collect: one" in err
+    assert "run one is not brought home, so nothing was destroyed" in err
+    assert "down --without-collect" in err
+    assert words(site) == ["stack output --json"]
+    assert main(["down", "--yes", "--without-collect"], site.env) == ExitCode.OK
+
+
+def test_runs_of_other_clusters_and_whole_ones_are_left_alone(site: Site, capsys: Capture) -> None:
+    site.build(cluster="other")
+    destroys(site)
+    make_run(site, "one", alive=True)
+    assert main(["down", "--yes"], site.env) == ExitCode.OK
+    assert "1/3 collect: nothing is missing here" in capsys.readouterr().err
+
+
+def test_a_stack_that_never_came_up_whole_can_be_taken_down(site: Site, capsys: Capture) -> None:
+    site.build(expires_in_s=-60)
+    site.pulumi.outputs()
+    config = {"tileforge:project": {"value": PROJECT}, "gcp:project": {"value": "another"}}
+    site.pulumi.on("config", "--json", out=json.dumps(config))
+    destroys(site, leaves=("mine-0",))
+    assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN
+    assert "instances delete mine-0" in capsys.readouterr().err
+    assert main(["down", "--yes", "--cluster", "mine"], site.env) == ExitCode.TEARDOWN
+
+
+def test_down_without_pulumi_or_with_another_name_does_nothing(site: Site, capsys: Capture) -> None:
+    assert main(["down", "--yes"], {**site.env, "PATH": "/nowhere"}) == ExitCode.CONFIG
+    site.build()
+    assert main(["down", "--yes", "--cluster", "other"], site.env) == ExitCode.CONFIG
+    assert "the stack's cluster is mine" in capsys.readouterr().err
+    assert not Path("runs").exists()
