@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 def add_cloud_commands(commands: Commands) -> None:
     """Add them to the others."""
+    _add_doctor(commands)
     _add_up(commands)
     _add_sweep(commands)
     _add_down(commands)
@@ -40,6 +41,34 @@ def _up(arguments: argparse.Namespace, access: LocalAccess) -> int:
     from payload.orchestrate.cloud.up import up
 
     return up(arguments, access.environment())
+
+
+def _add_doctor(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="check whether the project can hold the cluster",
+        description="Credentials, enabled APIs, quotas against need, machine and disk type in the "
+        "zones, organization policies: a table, and each fault with its fix. What the cluster "
+        "needs comes from the stack's config; flags go before it. Exit code 11 when a quota is too "
+        "small, 13 when something is not permitted or not enabled, 10 when a type is not offered.",
+    )
+    parser.set_defaults(command=_doctor, runs_dir=None)
+    _add_stack(parser)
+    _add_project(parser)
+    parser.add_argument("--machine-type", metavar="TYPE", help="of every node")
+    parser.add_argument("--node-count", type=int, metavar="COUNT", help="how many nodes")
+    parser.add_argument("--region", metavar="REGION")
+    parser.add_argument("--zone", action="append", metavar="ZONE", help="may be repeated")
+    parser.add_argument("--spot", action="store_true", help="spot machines")
+    parser.add_argument("--disk-type", metavar="TYPE", help="of every node's disk")
+    parser.add_argument("--disk-gb", type=int, metavar="GIB", help="size of every node's disk")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def _doctor(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    from payload.orchestrate.cloud.doctor import doctor
+
+    return doctor(arguments, access.environment())
 
 
 def _add_sweep(commands: Commands) -> None:

@@ -14,9 +14,9 @@ from payload.orchestrate.cloud.endpoints import Endpoints
 from payload.orchestrate.cloud.failures import explain
 from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.pulumi_cli import Pulumi, PulumiError
+from payload.orchestrate.cloud.settings import cluster_name, settings
 from payload.orchestrate.cloud.stack import read_outputs, remember
 from payload.orchestrate.cloud.sweep import conclude, confirm, look, project_of
-from payload.orchestrate.cloud.up import settings
 from payload.orchestrate.mirror import read_mirrored
 from payload.orchestrate.report import text_console
 from payload.orchestrate.runs import all_runs, newest_checkpoint
@@ -39,7 +39,7 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         return ExitCode.OK
     # Before anything is destroyed: without these the last step could not look.
     google.check_credentials()
-    if not confirm(f"Destroy cluster {cluster or '(all of the stack)'}?", assume_yes=arguments.yes):
+    if not confirm(f"Destroy cluster {cluster}?", assume_yes=arguments.yes):
         talk.print("nothing was destroyed")
         return ExitCode.OK
     for paths in runs:
@@ -53,17 +53,18 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _which(
     pulumi: Pulumi, arguments: argparse.Namespace, env: Mapping[str, str], *, folder: Path
-) -> tuple[str | None, str]:
-    """The cluster, where it is known, and its project."""
+) -> tuple[str, str]:
+    """The cluster and its project."""
     try:
         outputs = read_outputs(pulumi)
     except PulumiError as error:
         # A stack that failed half-way has no outputs, and is the one that must go.
         if error.trouble != "no stack" or "has no output" not in str(error):
             raise
-        configured = settings(pulumi).get("project")
-        given = arguments.project or (configured if isinstance(configured, str) else None)
-        return arguments.cluster, project_of(given, arguments.cluster, env, folder=folder)
+        known = settings(pulumi)
+        cluster = arguments.cluster or cluster_name(pulumi, known)
+        given = arguments.project or known.get("project")
+        return cluster, project_of(given, cluster, env, folder=folder)
     remember(outputs, folder=folder)
     cluster = outputs.inventory.cluster
     if arguments.cluster not in (None, cluster):
@@ -73,7 +74,7 @@ def _which(
 
 def _say_steps(
     runs: list[RunPaths],
-    cluster: str | None,
+    cluster: str,
     project: str,
     *,
     arguments: argparse.Namespace,
@@ -83,10 +84,10 @@ def _say_steps(
     first = "left out (--without-collect)" if arguments.without_collect else names
     talk.print(f"1/3 collect: {first}")
     talk.print("2/3 pulumi destroy: every machine, disk and network; the results bucket stays")
-    talk.print(f"3/3 sweep: look for what is left of {cluster or 'every cluster'} in {project}")
+    talk.print(f"3/3 sweep: look for what is left of {cluster} in {project}")
 
 
-def _uncollected(runs_dir: Path, cluster: str | None) -> list[RunPaths]:
+def _uncollected(runs_dir: Path, cluster: str) -> list[RunPaths]:
     """Runs of the cluster whose copy here lacks something, or that may still be going on."""
     found = []
     for paths in all_runs(runs_dir):
@@ -132,7 +133,7 @@ def _collect(paths: RunPaths, env: Mapping[str, str], *, talk: Console) -> None:
 
 def _sweep(
     google: Google,
-    cluster: str | None,
+    cluster: str,
     trouble: TileforgeError | None,
     *,
     folder: Path,

@@ -161,7 +161,8 @@ class Google:
 
 def request_of(name: str, **fields: Any) -> Any:
     """One of Compute Engine's request objects, by the name of its class."""
-    from google.cloud import compute_v1
+    with _quiet_imports():
+        from google.cloud import compute_v1
 
     return getattr(compute_v1, name)(**fields)
 

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from payload.errors import CapacityError, ConfigError, ExitCode, TileforgeError
+from payload.errors import CapacityError, ExitCode, TileforgeError
 from payload.orchestrate.cloud.failures import explain, find_stock_out
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
+from payload.orchestrate.cloud.settings import cluster_name, settings, text_list
 from payload.orchestrate.cloud.stack import read_outputs, remember
 from payload.orchestrate.cloud.sweep import confirm
+from payload.orchestrate.keys import make_operator_key, operator_key_path
 from payload.orchestrate.report import text_console
+from payload.results import write_whole
 
 
 def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Build the cluster, or bring it up to date."""
     talk = text_console(stderr=True)
     pulumi = Pulumi(env, folder=Path.cwd(), stack=arguments.stack)
+    known = settings(pulumi)
+    _make_key(pulumi, known, talk=talk)
     _step(pulumi, "preview", say=talk.print)
     if arguments.dry_run:
         talk.print("dry run: nothing was built")
@@ -29,7 +33,8 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     if not confirm("Build this?", assume_yes=arguments.yes):
         talk.print("nothing was built")
         return ExitCode.OK
-    _build(pulumi, next_zone=arguments.next_zone, talk=talk)
+    zones = text_list(known.get("zones")) if arguments.next_zone else []
+    _build(pulumi, zones, talk=talk)
     outputs = read_outputs(pulumi)
     remember(outputs, folder=Path.cwd())
     name = f"stack:{arguments.stack}" if arguments.stack else "stack"
@@ -41,33 +46,20 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     return ExitCode.OK
 
 
-def settings(pulumi: Pulumi) -> dict[str, Any]:
-    """The stack's config by the keys' last part; the project's own keys before a provider's."""
-    raw = pulumi.ask_json("config")
-    if not isinstance(raw, dict):
-        raise ConfigError(f"`pulumi config --json` printed {raw!r}; an object is needed.")
-    known: dict[str, Any] = {}
-    # A provider's namespace is one word that stands for a package.
-    for key in sorted(raw, key=lambda key: not key.startswith("gcp:")):
-        entry = raw[key] if isinstance(raw[key], dict) else {}
-        known[key.rpartition(":")[2]] = entry.get("objectValue", entry.get("value"))
-    return known
+def _make_key(pulumi: Pulumi, known: dict[str, Any], *, talk: Console) -> None:
+    """The operator's key, whose public half the cluster program reads, unless there is one."""
+    if known.get("operatorPublicKeyFile") or known.get("accessMode") == "oslogin":
+        return
+    path = operator_key_path(Path.cwd(), cluster=cluster_name(pulumi, known))
+    public = path.with_name(f"{path.name}.pub")
+    if not public.exists():
+        write_whole(public, f"{make_operator_key(path)}\n")
+        talk.print(f"made the key that opens the cluster: {path}")
 
 
-def text_list(value: Any) -> list[str]:
-    """A list from a config value, which may be JSON text."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError:
-            value = [value]
-    return [str(each) for each in value] if isinstance(value, list) else []
-
-
-def _build(pulumi: Pulumi, *, next_zone: bool, talk: Console) -> None:
-    """`pulumi up`; with `next_zone` again in each further zone of the config."""
-    zones = text_list(settings(pulumi).get("zones")) if next_zone else []
-    left = zones[1:]
+def _build(pulumi: Pulumi, zones: Sequence[str], *, talk: Console) -> None:
+    """`pulumi up`; without capacity again in each further one of `zones`."""
+    left = list(zones[1:])
     while True:
         status, output = pulumi.follow("up", "--yes", "--skip-preview", say=talk.print)
         if status == 0:

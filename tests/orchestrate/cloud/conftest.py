@@ -27,12 +27,23 @@ class Site:
         self.pulumi = FakePulumi(folder)
         self.env = {"PATH": f"{self.pulumi.bin}", VARIABLE: cloud.url, "HOME": str(folder)}
         self.sleeps: list[float] = []
+        self.configure(cluster="mine", project=PROJECT, zones=[ZONE])
         (folder / "Pulumi.yaml").write_text("name: tileforge\nruntime: python\n")
 
     def google(self, **more: Any) -> Google:
         """The client of the project; waiting costs no time here."""
         values = {"sleep": self.sleeps.append, **more}
         return Google(PROJECT, endpoints=Endpoints.from_env(self.env), **values)
+
+    def configure(self, **values: Any) -> None:
+        """What `pulumi config --json` prints from now on."""
+        document = {
+            f"tileforge:{key}": {"value": json.dumps(value), "objectValue": value}
+            if isinstance(value, list)
+            else {"value": str(value)}
+            for key, value in values.items()
+        }
+        self.pulumi.on("config", "--json", out=json.dumps(document))
 
     def build(self, *, cluster: str = "mine", nodes: int = 3, expires_in_s: float = 3600) -> None:
         """What `pulumi up` leaves behind, in the cloud and as the stack's outputs."""

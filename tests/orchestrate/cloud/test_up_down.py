@@ -24,7 +24,9 @@ Capture = pytest.CaptureFixture[str]
 
 
 def words(site: Site) -> list[str]:
-    return [" ".join(word for word in call if word) for call in site.pulumi.calls()]
+    """What Pulumi was told to do; the config is only read."""
+    told = [" ".join(word for word in call if word) for call in site.pulumi.calls()]
+    return [each for each in told if not each.endswith("config --json")]
 
 
 def test_up_shows_the_preview_builds_and_says_what_is_next(site: Site, capsys: Capture) -> None:
@@ -37,6 +39,10 @@ def test_up_shows_the_preview_builds_and_says_what_is_next(site: Site, capsys: C
     assert "cluster mine: 3 node(s), $1.59/h until 2026-11-22 08:00 UTC" in err
     assert "--inventory stack:dev" in err
     assert words(site) == ["dev preview", "dev up --yes --skip-preview", "dev stack output --json"]
+    # The program that Pulumi runs reads the public half of the key, so both are made before.
+    key = site.folder / ".cluster" / "mine" / "id_ed25519"
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert key.with_name("id_ed25519.pub").read_text().startswith("ssh-ed25519 AAAA")
 
 
 def test_up_builds_nothing_without_a_yes(site: Site, capsys: Capture) -> None:
@@ -66,9 +72,8 @@ def test_up_without_capacity_is_exit_12_with_the_next_command(site: Site, capsys
 
 def test_next_zone_moves_on_through_the_configs_zones(site: Site, capsys: Capture) -> None:
     zones = ["us-central1-f", "us-central1-c", "us-central1-b"]
-    config = {"tileforge:zones": {"value": json.dumps(zones), "objectValue": zones}}
     site.build()
-    site.pulumi.on("config", "--json", out=json.dumps(config))
+    site.configure(cluster="mine", zones=zones)
     site.pulumi.on("config", "set")
     site.pulumi.on("preview")
     site.pulumi.on("up", out="done\n")
@@ -85,8 +90,7 @@ def test_next_zone_moves_on_through_the_configs_zones(site: Site, capsys: Captur
 
 def test_next_zone_ends_with_the_last_one(site: Site, capsys: Capture) -> None:
     zones = ["us-central1-f", "us-central1-c"]
-    config = {"tileforge:zones": {"value": json.dumps(zones)}}
-    site.pulumi.on("config", "--json", out=json.dumps(config))
+    site.configure(cluster="mine", zones=json.dumps(zones))
     site.pulumi.on("config", "set")
     site.pulumi.on("preview")
     site.pulumi.on("up", out=PLAIN, status=255)
@@ -196,10 +200,11 @@ def test_a_stack_that_never_came_up_whole_can_be_taken_down(site: Site, capsys: 
     site.pulumi.outputs()
     config = {"tileforge:project": {"value": PROJECT}, "gcp:project": {"value": "another"}}
     site.pulumi.on("config", "--json", out=json.dumps(config))
+    # Without the key `cluster` the cluster has the stack's name.
+    site.pulumi.on("stack", "--show-name", out="my-org/tileforge/mine\n")
     destroys(site, leaves=("mine-0",))
     assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN
     assert "instances delete mine-0" in capsys.readouterr().err
-    assert main(["down", "--yes", "--cluster", "mine"], site.env) == ExitCode.TEARDOWN
 
 
 def test_down_without_pulumi_or_with_another_name_does_nothing(site: Site, capsys: Capture) -> None:

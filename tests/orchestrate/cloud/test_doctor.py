@@ -1,0 +1,198 @@
+"""`doctor`: what a project lacks for the cluster, with numbers and fixes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.cloud.need import need_of
+from tests.orchestrate.cloud.conftest import Site
+from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, Fault
+
+Capture = pytest.CaptureFixture[str]
+PLENTY = {"C3_CPUS": 100.0, "SSD_TOTAL_GB": 500.0, "IN_USE_ADDRESSES": 8.0, "INSTANCES": 24.0}
+
+
+@pytest.fixture
+def project(site: Site) -> Site:
+    """A project that the default cluster fits into, and a stack with its config."""
+    site.cloud.regions[REGION] = {
+        **{name: (limit, 0.0) for name, limit in PLENTY.items()},
+        "PREEMPTIBLE_CPUS": (0.0, 0.0),
+    }
+    site.cloud.project_quotas = {
+        "CPUS_ALL_REGIONS": (32.0, 4.0),
+        "NETWORKS": (5.0, 1.0),
+        "ROUTERS": (20.0, 0.0),
+    }
+    offer(site, ZONE)
+    configure(site)
+    return site
+
+
+def offer(site: Site, zone: str) -> None:
+    site.cloud.add("machineTypes", "c3-highmem-8", place=zone, labels={}, guestCpus=8)
+    site.cloud.add("diskTypes", "pd-balanced", place=zone, labels={})
+
+
+def configure(site: Site, **values: Any) -> None:
+    site.configure(**{"project": PROJECT, "zones": [ZONE], **values})
+
+
+def doctor(site: Site, *arguments: str) -> int:
+    return main(["doctor", *arguments], site.env)
+
+
+def test_a_project_that_fits_is_exit_0_with_every_number(project: Site, capsys: Capture) -> None:
+    assert doctor(project) == ExitCode.OK
+    out, err = capsys.readouterr()
+    assert "3 x c3-highmem-8 in us-central1-a, 300 GiB pd-balanced" in err
+    assert "nothing that was checked keeps the cluster from being built" in err
+    for words in (
+        "compute.googleapis.com",
+        "iap.googleapis.com",
+        "c3-highmem-8 in us-central1-a",
+        "offered, 8 vCPUs",
+        "24 needed, 100 free (limit 100, used 0)",
+        "24 needed, 28 free (limit 32, used 4)",
+        "300 needed, 500 free",
+        "policy compute.disableGuestAttributesAccess",
+    ):
+        assert words in out
+    assert "error" not in out and "unknown" not in out
+
+
+def test_a_quota_that_is_too_small_is_exit_11_with_how_much_to_ask_for(
+    project: Site, capsys: Capture
+) -> None:
+    project.cloud.regions[REGION]["SSD_TOTAL_GB"] = (500.0, 250.0)
+    assert doctor(project) == ExitCode.QUOTA
+    out, err = capsys.readouterr()
+    assert "300 needed, 250 free (limit 500, used 250). Ask for 550 at https://console" in out
+    assert "error: 1 of" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "metric", "amount"),
+    [
+        (("--node-count", "4"), "CPUS_ALL_REGIONS in all regions", "32 needed, 28 free"),
+        (("--disk-gb", "200"), "SSD_TOTAL_GB in us-central1", "600 needed, 500 free"),
+        (("--node-count", "30"), "INSTANCES in us-central1", "30 needed, 24 free"),
+    ],
+)
+def test_flags_go_before_the_config(
+    project: Site, capsys: Capture, flags: tuple[str, ...], metric: str, amount: str
+) -> None:
+    assert doctor(project, *flags) == ExitCode.QUOTA
+    assert f"error: {metric}: {amount}" in capsys.readouterr().out
+
+
+def test_spot_machines_use_their_own_quota_where_there_is_one(
+    project: Site, capsys: Capture
+) -> None:
+    assert doctor(project, "--spot") == ExitCode.OK
+    assert "PREEMPTIBLE" not in capsys.readouterr().out
+    project.cloud.regions[REGION]["PREEMPTIBLE_CPUS"] = (16.0, 0.0)
+    assert doctor(project, "--spot") == ExitCode.QUOTA
+    assert "PREEMPTIBLE_CPUS in us-central1: 24 needed, 16 free" in capsys.readouterr().out
+
+
+def test_a_quota_that_is_not_listed_is_unknown_and_not_ok(project: Site, capsys: Capture) -> None:
+    del project.cloud.regions[REGION]["C3_CPUS"]
+    assert doctor(project) == ExitCode.OK
+    assert "unknown: C3_CPUS in us-central1: 24 needed, the limit is not" in capsys.readouterr().out
+
+
+def test_a_type_that_the_first_zone_has_not_is_exit_10(project: Site, capsys: Capture) -> None:
+    configure(project, zones=["us-central1-b", ZONE])
+    assert doctor(project) == ExitCode.CONFIG
+    out = capsys.readouterr().out
+    assert "error: c3-highmem-8 in us-central1-b: not offered there" in out
+    configure(project, zones=[ZONE, "us-central1-b"])
+    assert doctor(project) == ExitCode.OK
+    assert "warning: pd-balanced in us-central1-b: not offered" in capsys.readouterr().out
+
+
+def test_what_is_off_or_forbidden_is_exit_13(project: Site, capsys: Capture) -> None:
+    project.cloud.services -= {"iap"}
+    project.cloud.policies = {
+        "compute.disableGuestAttributesAccess": True,
+        "compute.requireOsLogin": True,
+    }
+    project.cloud.regions[REGION]["C3_CPUS"] = (8.0, 0.0)
+    assert doctor(project) == ExitCode.AUTH
+    out = capsys.readouterr().out
+    assert "gcloud services enable iap.googleapis.com --project=acme-lab" in out
+    assert "nodes could not publish their host keys" in out
+    assert "the operator's key would be ignored" in out and "accessMode oslogin" in out
+    configure(project, accessMode="oslogin")
+    project.cloud.services |= {"iap"}
+    del project.cloud.policies["compute.disableGuestAttributesAccess"]
+    assert doctor(project) == ExitCode.QUOTA
+
+
+def test_a_project_that_refuses_ends_with_its_words(project: Site, capsys: Capture) -> None:
+    message = "Required 'compute.projects.get' permission for 'projects/acme-lab'"
+    fault = Fault(path="/compute/v1/projects/acme-lab", status=403, reason="forbidden")
+    fault.message, fault.times = message, 99
+    project.cloud.faults.append(fault)
+    assert doctor(project) == ExitCode.AUTH
+    assert message in capsys.readouterr().out
+
+
+def test_what_cannot_be_looked_at_does_not_hide_the_rest(project: Site, capsys: Capture) -> None:
+    project.cloud.faults += [
+        Fault(path="/v1/projects/acme-lab/services", status=403, reason="forbidden"),
+        Fault(path="disableGuestAttributesAccess", status=403, reason="forbidden"),
+        Fault(path=f"regions/{REGION}", status=404),
+    ]
+    assert doctor(project, "--json") == ExitCode.OK
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    unknown = [check["name"] for check in checks if check["outcome"] == "unknown"]
+    assert unknown == ["APIs", "quotas", "policy compute.disableGuestAttributesAccess"]
+    assert all(check["fix"] for check in checks if check["outcome"] == "unknown")
+
+
+def test_without_a_stack_it_checks_the_defaults(project: Site, capsys: Capture) -> None:
+    project.env["PATH"] = "/nowhere"
+    assert doctor(project, "--project", PROJECT) == ExitCode.OK
+    assert "defaults and flags, as not installed" in capsys.readouterr().err
+    assert doctor(project, "--project", PROJECT, "--stack", "dev") == ExitCode.CONFIG
+    assert doctor(project) == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("settings", "disk", "gib", "services"),
+    [
+        ({}, "pd-balanced", 300, ("compute", "iam", "iap")),
+        ({"machineType": "h3-standard-88"}, "hyperdisk-balanced", 300, ("compute", "iam", "iap")),
+        ({"headDiskGb": "400", "accessMode": "direct"}, "pd-balanced", 600, ("compute", "iam")),
+        (
+            {"bucket": "create", "diskType": "pd-ssd", "nodeCount": "1"},
+            "pd-ssd",
+            100,
+            ("compute", "iam", "iap", "storage"),
+        ),
+    ],
+)
+def test_the_need_follows_from_the_config(
+    settings: dict[str, str], disk: str, gib: int, services: tuple[str, ...]
+) -> None:
+    need = need_of(settings)
+    assert (need.disk_type, need.disk_gib, need.services()) == (disk, gib, services)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"spot": "maybe"}, "spot = 'maybe'"), ({"nodeCount": "three"}, "nodeCount = 'three'")],
+)
+def test_a_config_without_sense_is_refused(
+    project: Site, capsys: Capture, settings: dict[str, str], message: str
+) -> None:
+    configure(project, **settings)
+    assert doctor(project) == ExitCode.CONFIG
+    assert message in capsys.readouterr().err
