@@ -28,17 +28,18 @@ MEANINGS = {
     ExitCode.CONFIG: "a setting, the data or a checkpoint is wrong; nothing was started",
     ExitCode.QUOTA: "cloud quota is too small",
     ExitCode.NO_CAPACITY: "the cloud has no such machine free",
-    ExitCode.AUTH: "the cloud refuses these credentials",
+    ExitCode.AUTH: "the cloud, or Pulumi's backend, refuses these credentials, or there are none",
     ExitCode.SSH_UNREACHABLE: "a node does not answer on SSH",
     ExitCode.SSH_AUTH: "a node refuses the key",
     ExitCode.HOST_KEY: "a node shows another host key than expected",
     ExitCode.BOOTSTRAP: "an environment or a node could not be set up",
-    ExitCode.PREFLIGHT: "a machine is not fit for the run: launcher, port, memory or network",
+    ExitCode.PREFLIGHT: "a machine is not fit for the run (launcher, port, memory, network), or the "
+    "cloud's interface does not answer",
     ExitCode.TRAINING: "training itself failed, or the ranks' weights differ",
     ExitCode.RANK_LOST: "a rank died, or its node cannot be reached",
     ExitCode.HANG: "no rank made progress within the limit: one is stuck, or its node is frozen",
     ExitCode.BUDGET: "the run's cost or time limit was reached; it saved a checkpoint and stopped",
-    ExitCode.TEARDOWN: "something is left in the cloud",
+    ExitCode.TEARDOWN: "something is left in the cloud, or it is not shown that nothing is",
 }
 
 
