@@ -33,8 +33,8 @@ MEANINGS = {
     ExitCode.SSH_AUTH: "a node refuses the key",
     ExitCode.HOST_KEY: "a node shows another host key than expected",
     ExitCode.BOOTSTRAP: "an environment or a node could not be set up",
-    ExitCode.PREFLIGHT: "a machine is not fit for the run (launcher, port, memory, network), or the "
-    "cloud's interface does not answer",
+    ExitCode.PREFLIGHT: "a machine is not fit for the run (launcher, port, memory, network), or "
+    "the cloud's interface does not answer",
     ExitCode.TRAINING: "training itself failed, or the ranks' weights differ",
     ExitCode.RANK_LOST: "a rank died, or its node cannot be reached",
     ExitCode.HANG: "no rank made progress within the limit: one is stuck, or its node is frozen",

@@ -52,6 +52,9 @@ class Workplace:
     ) -> subprocess.Popen[str]:
         if command in ("run", "plan"):
             arguments = (*arguments, *self.settings())
+        if command == "run":
+            # Whoever runs the tests may have a stack that is up.
+            arguments = (*arguments, "--inventory", "local")
         return subprocess.Popen(
             [
                 *(sys.executable, "-m", "tests.orchestrate.cli", *stand_in, "--"),

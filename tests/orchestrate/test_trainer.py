@@ -37,6 +37,7 @@ def start(folder: Path, *settings: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "payload.orchestrate", "run", "--run-id", "one"),
+            *("--inventory", "local"),
             *("--runs-dir", str(folder / "runs")),
             *(word for setting in chosen for word in ("--set", setting)),
         ],

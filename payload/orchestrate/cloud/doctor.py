@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 from rich.table import Table
 
@@ -97,12 +98,10 @@ def exit_code(checks: Sequence[Check]) -> ExitCode:
 
 def _services(google: Google, need: Need) -> Iterator[Check]:
     try:
-        path = f"/v1/projects/{google.project}/services?filter=state:ENABLED&pageSize=200"
-        answer = google.get_json("serviceusage", path, what="listing enabled APIs")
+        names = _enabled(google)
     except TileforgeError as error:
         yield _unknown("APIs", error)
         return
-    names = {entry["config"]["name"] for entry in answer.get("services", [])}
     for service in need.services():
         api = f"{service}.googleapis.com"
         if api in names:
@@ -110,6 +109,19 @@ def _services(google: Google, need: Need) -> Iterator[Check]:
         else:
             fix = f"Enable it: gcloud services enable {api} --project={google.project}"
             yield _auth(api, "not enabled", fix)
+
+
+def _enabled(google: Google) -> set[str]:
+    path = f"/v1/projects/{google.project}/services?filter=state:ENABLED&pageSize=200"
+    names: set[str] = set()
+    token = ""
+    while True:
+        more = f"&pageToken={quote(token)}" if token else ""
+        answer = google.get_json("serviceusage", path + more, what="listing enabled APIs")
+        names |= {entry["config"]["name"] for entry in answer.get("services", [])}
+        token = answer.get("nextPageToken", "")
+        if not token:
+            return names
 
 
 def _offers(google: Google, need: Need) -> Iterator[Check]:

@@ -20,7 +20,11 @@ Trouble = Literal["not installed", "no project", "not logged in", "no stack", "o
 # Pulumi's own words; what each means and what to do.
 _COMPLAINTS: tuple[tuple[str, Trouble, str], ...] = (
     (r"no Pulumi\.yaml project file", "no project", "Go to the project's folder."),
-    (r"no stack selected", "no stack", "Choose one: pulumi stack select NAME"),
+    (
+        r"no stack selected",
+        "no stack",
+        "Choose one: pulumi stack select NAME; or make one: pulumi stack init NAME",
+    ),
     (r"no stack named", "no stack", "Look for its name: pulumi stack ls"),
     (
         r"PULUMI_ACCESS_TOKEN must be set|not logged in|pulumi login|invalid access token",

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from payload.errors import CapacityError, ExitCode, TileforgeError
+from payload.errors import CapacityError, ConfigError, ExitCode, TileforgeError
 from payload.orchestrate.cloud.failures import explain, find_stock_out
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
 from payload.orchestrate.cloud.settings import cluster_name, settings, text_list
@@ -25,6 +25,12 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     talk = text_console(stderr=True)
     pulumi = Pulumi(env, folder=Path.cwd(), stack=arguments.stack)
     known = settings(pulumi)
+    zones = text_list(known.get("zones")) if arguments.next_zone else []
+    if arguments.next_zone and len(zones) < 2:
+        raise ConfigError(
+            f"--next-zone: the config has {len(zones)} zone(s). Give more, in the order to try: "
+            "pulumi config set --path 'zones[1]' ZONE"
+        )
     _make_key(pulumi, known, talk=talk)
     _step(pulumi, "preview", say=talk.print)
     if arguments.dry_run:
@@ -33,7 +39,6 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     if not confirm("Build this?", assume_yes=arguments.yes):
         talk.print("nothing was built")
         return ExitCode.OK
-    zones = text_list(known.get("zones")) if arguments.next_zone else []
     _build(pulumi, zones, talk=talk)
     outputs = read_outputs(pulumi)
     remember(outputs, folder=Path.cwd())

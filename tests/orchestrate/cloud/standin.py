@@ -169,8 +169,9 @@ class CloudStandIn:
             case ["storage", "v1", "b"]:
                 return self._page(self.buckets, query, size=query.get("maxResults"))
             case ["v1", "projects", _, "services"]:
-                names = [{"config": {"name": f"{s}.googleapis.com"}} for s in self.services]
-                return {"services": names}
+                names = [{"config": {"name": f"{s}.googleapis.com"}} for s in sorted(self.services)]
+                page = self._page(names, query)
+                return {"services": page.pop("items"), **page}
             case ["v2", "projects", _, "policies", name]:
                 constraint = name.removesuffix(":getEffectivePolicy")
                 return {"spec": {"rules": [{"enforce": self.policies.get(constraint, False)}]}}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +16,7 @@ import pytest
 from payload.errors import ExitCode
 from payload.inventory import Access
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.keys import make_operator_key
 from payload.orchestrate.mirror import Mirrored, write_mirrored
 from payload.results import RunPaths
 from tests.launch.inventories import make_inventory
@@ -19,6 +24,8 @@ from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.orchestrate.cloud.standin import PROJECT
 from tests.orchestrate.cloud.test_failures import DETAILS, PLAIN
 from tests.supervise.planned import plan_stand_in
+from tests.test_architecture import ROOT
+from tests.waiting import DEADLINE_S, wait_until
 
 Capture = pytest.CaptureFixture[str]
 
@@ -99,6 +106,34 @@ def test_next_zone_ends_with_the_last_one(site: Site, capsys: Capture) -> None:
     assert "tried: us-central1-f, us-central1-c" in last
 
 
+def test_next_zone_needs_a_next_zone(site: Site, capsys: Capture) -> None:
+    site.configure(cluster="mine", zones=["us-central1-a"])
+    assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.CONFIG
+    assert "--next-zone: the config has 1 zone(s)" in capsys.readouterr().err
+    assert words(site) == []
+
+
+def test_an_interrupted_up_waits_for_pulumi_to_end(site: Site) -> None:
+    site.pulumi.on("preview", out="14 to create\n")
+    site.pulumi.on("up", takes_s=60.0)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "payload.orchestrate", "up", "--yes"],
+        cwd=site.folder,
+        env={**site.env, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        # As a shell's foreground job is: Ctrl-C goes to the group.
+        start_new_session=True,
+    )
+    wait_until(lambda: "up --yes --skip-preview" in words(site), what="pulumi up to begin")
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert "waiting for pulumi to end" in err and err.splitlines()[-1] == "interrupted"
+    # What pulumi said when it was interrupted has been passed on, so it had ended.
+    assert "KeyboardInterrupt" in err
+
+
 def destroys(site: Site, *, leaves: tuple[str, ...] = (), status: int = 0, out: str = "") -> None:
     """From now on `pulumi destroy` takes everything but `leaves`, when it is called."""
     site.pulumi.on("destroy", out=out or "destroyed\n", status=status)
@@ -172,9 +207,7 @@ def make_run(site: Site, name: str, *, alive: bool) -> RunPaths:
 
 
 def test_results_that_cannot_be_brought_home_stop_the_destroy(site: Site, capsys: Capture) -> None:
-    from tests.orchestrate.sshd import make_key
-
-    make_key(site.folder / "key")
+    make_operator_key(site.folder / "key")
     site.build()
     destroys(site)
     make_run(site, "one", alive=True)
