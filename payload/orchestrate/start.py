@@ -46,7 +46,7 @@ _START_TIMEOUT_S = 30.0
 def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Print what `run` would do."""
     talk, out = text_console(stderr=True), text_console(stderr=False)
-    chosen = load_cluster(arguments.inventory)
+    chosen = load_cluster(arguments.inventory, env=access.environment())
     talk.print(chosen.headline())
     config = config_of(arguments)
     try:

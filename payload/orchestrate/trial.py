@@ -65,7 +65,7 @@ def try_cluster(
     """
     inventory, code = chosen.inventory, this_code()
     outcomes = on_every_node(
-        inventory.nodes, lambda node: look(cluster.connect(node), code, venv=VENV, data="none")
+        inventory.nodes, lambda node: look(cluster.connect(node), code, venv=VENV)
     )
     refused = [*_not_looked_at(inventory, outcomes)]
     if refused:

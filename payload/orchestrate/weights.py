@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from payload.errors import ConfigError
-from payload.orchestrate.runs import newest_checkpoint
 from payload.results import RunPaths
 
 _CONFIG = "config.json"
@@ -50,7 +49,7 @@ def local_weights(init: str) -> Weights | None:
         return None
     folder = path
     if (path / "checkpoints").is_dir():
-        newest = newest_checkpoint(RunPaths(path))
+        newest = RunPaths(path).newest_checkpoint()
         if newest is None:
             raise ConfigError(f"model.init = {init!r}: the run has no checkpoint that is whole.")
         folder = newest

@@ -19,7 +19,7 @@ from payload.orchestrate.cloud.stack import read_outputs, remember
 from payload.orchestrate.cloud.sweep import conclude, confirm, look, project_of
 from payload.orchestrate.mirror import read_mirrored
 from payload.orchestrate.report import text_console
-from payload.orchestrate.runs import all_runs, newest_checkpoint
+from payload.orchestrate.runs import all_runs
 from payload.results import RunPaths, Summary, read_json
 
 
@@ -103,7 +103,7 @@ def _uncollected(runs_dir: Path, cluster: str) -> list[RunPaths]:
 
 def _is_whole(paths: RunPaths) -> bool:
     """Whether the run has ended and its last checkpoint is here."""
-    summary, checkpoint = read_json(Summary, paths.summary), newest_checkpoint(paths)
+    summary, checkpoint = read_json(Summary, paths.summary), paths.newest_checkpoint()
     if summary is None or checkpoint is None or summary.status == "running":
         return False
     return int(checkpoint.name.partition("_")[2]) >= summary.steps
