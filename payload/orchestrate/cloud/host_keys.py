@@ -163,7 +163,7 @@ def pin_host_keys(
 
 
 class _GoneError(RankLostError):
-    pass
+    """The instance is not there any more."""
 
 
 def _gone(node: Node) -> _GoneError:
