@@ -202,5 +202,6 @@ def test_on_a_prepared_disk_a_machine_is_soon_ready_with_keys_of_its_own(
         # Google's agent would make the user; that it alone may log in is decided before.
         assert "allowusers ada_example_com\n" in rig.machines[2].exec(["sshd", "-T"]).stdout
         assert (rig.machines[2].root / "var/lib/systemd/linger/ada_example_com").exists()
-        assert not (rig.machines[2].root / "home/trainer/.ssh/authorized_keys").exists()
+        keys = rig.machines[2].root / "home/trainer/.ssh/authorized_keys"
+        assert keys.read_text(encoding="utf-8").strip() == ""
         assert "Permission denied" in ssh(rig, rig.machines[2], "true", key=operator_key).stderr
