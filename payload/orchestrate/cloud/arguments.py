@@ -77,14 +77,17 @@ def _add_sweep(commands: Commands) -> None:
         help="look whether anything is left in the cloud",
         description="List what a cluster has in the project, in all zones and regions: machines, "
         "disks, snapshots, images, addresses, forwarding rules, policies, routers, firewall rules, "
-        "networks, buckets. Exit code 60 and the commands that remove it when something is there. "
-        "Without --cluster, what is left of clusters whose lifetime is over.",
+        "networks, buckets, but those with results that Pulumi keeps on purpose. Exit code 60 and "
+        "the commands that remove it when something is there. Without --cluster, what is left "
+        "of clusters whose lifetime is over.",
     )
     parser.set_defaults(command=_sweep, runs_dir=None)
     parser.add_argument("--cluster", metavar="NAME", help="(default: every expired cluster)")
     _add_project(parser)
     parser.add_argument(
-        "--keep-buckets", action="store_true", help="buckets may stay: they hold results"
+        "--keep-buckets",
+        action="store_true",
+        help="no bucket counts as left, not only those that Pulumi keeps on purpose",
     )
     parser.add_argument(
         "--delete", action="store_true", help="remove what is left, but no bucket, after a question"

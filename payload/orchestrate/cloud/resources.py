@@ -10,6 +10,8 @@ from datetime import datetime
 from payload.errors import ConfigError
 
 CLUSTER_LABEL, EXPIRES_LABEL = "tileforge-cluster", "tileforge-expires"
+KEPT_LABEL = "tileforge-kept"
+"""On what outlives `pulumi destroy` on purpose: the results bucket."""
 BUCKET = "bucket"
 
 

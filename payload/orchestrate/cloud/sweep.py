@@ -19,6 +19,7 @@ from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.listing import list_everything, remove
 from payload.orchestrate.cloud.resources import (
     BUCKET,
+    KEPT_LABEL,
     KINDS,
     Resource,
     by_cluster,
@@ -41,7 +42,7 @@ class Sweep:
     left: Mapping[str, Sequence[Resource]]
     """By cluster: what should not be there."""
     kept: Sequence[Resource] = ()
-    """Buckets that stay on purpose."""
+    """What stays on purpose: buckets."""
     living: Mapping[str, Sequence[Resource]] = field(default_factory=dict)
     """Clusters within their lifetime; only looked at when none was named."""
     blind: Sequence[str] = ()
@@ -133,7 +134,8 @@ def look(google: Google, cluster: str | None, *, folder: Path, keep_buckets: boo
     owned = by_cluster(listing.resources, known=names)
     if cluster is not None:
         owned = {name: found for name, found in owned.items() if name == cluster}
-    kept = [r for found in owned.values() for r in found if keep_buckets and r.kind == BUCKET]
+    buckets = [r for found in owned.values() for r in found if r.kind == BUCKET]
+    kept = [r for r in buckets if keep_buckets or KEPT_LABEL in r.labels]
     rest = {n: [r for r in found if r not in kept] for n, found in owned.items()}
     rest = {name: found for name, found in rest.items() if found}
     living = {

@@ -131,7 +131,7 @@ class CloudStandIn:
                 "kind": "storage#bucket",
                 "id": name,
                 "name": name,
-                "labels": labels,
+                "labels": dict(labels),
                 "location": "US-CENTRAL1",
                 "timeCreated": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.000Z}",
             }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
 from payload.errors import CloudAuthError, CloudError, ConfigError
-from payload.orchestrate.cloud.endpoints import Endpoints
+from payload.orchestrate.cloud.endpoints import VARIABLE, Endpoints
 from payload.orchestrate.cloud.listing import list_everything
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import Fault
@@ -33,6 +35,14 @@ def test_a_cloud_that_stays_busy_is_an_error_with_its_own_words(site: Site) -> N
     with pytest.raises(CloudError, match=r"listing instances: Google Cloud answers 503: .*later"):
         list_everything(site.google(patience_s=0.0))
     assert site.cloud.count(INSTANCES) == 1
+
+
+def test_a_cloud_that_cannot_be_reached_is_tried_again_and_then_an_error(site: Site) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers there
+        site.env[VARIABLE] = f"http://127.0.0.1:{holder.getsockname()[1]}"
+        with pytest.raises(CloudError, match="listing instances: Google Cloud cannot be reached"):
+            list_everything(site.google(patience_s=0.5, sleep=time.sleep))
 
 
 def test_a_rate_limit_that_comes_as_403_is_waited_for(site: Site) -> None:

@@ -107,6 +107,11 @@ def test_buckets_may_be_kept(site: Site, capsys: Capture) -> None:
     assert sweep(site, "--cluster", "mine", "--keep-buckets") == ExitCode.OK
     out, err = capsys.readouterr()
     assert "kept: it holds results" in out and "gs://mine-results" in err
+    site.cloud.buckets[0]["labels"]["tileforge-kept"] = "true"
+    assert sweep(site, "--cluster", "mine") == ExitCode.OK
+    assert "kept with its results: gs://mine-results" in capsys.readouterr().err
+    # Nor does it count without a name, though its cluster has expired.
+    assert sweep(site) == ExitCode.OK
 
 
 def test_what_could_not_be_seen_is_not_taken_for_gone(site: Site, capsys: Capture) -> None:
