@@ -49,15 +49,15 @@ class Google:
         self._patience_s = patience_s
         self._sleep = sleep
         self._lock = threading.RLock()
-        self._failures = _failures()
+        self._failures = _import()
         self._credentials: Any = None
         self._clients: dict[str, Any] = {}
 
     def compute(self, kind: str) -> Any:
         """Compute Engine's client for one kind of resource: "Instances", "Disks", ..."""
-        with self._lock, _quiet_imports():
-            from google.cloud import compute_v1
+        from google.cloud import compute_v1
 
+        with self._lock:
             if kind not in self._clients:
                 self._clients[kind] = getattr(compute_v1, f"{kind}Client")(
                     credentials=self._credentials_or_raise(),
@@ -67,9 +67,9 @@ class Google:
 
     def storage(self) -> Any:
         """Cloud Storage's client."""
-        with self._lock, _quiet_imports():
-            import google.cloud.storage as storage
+        import google.cloud.storage as storage
 
+        with self._lock:
             if "storage" not in self._clients:
                 self._clients["storage"] = storage.Client(
                     project=self.project,
@@ -80,10 +80,10 @@ class Google:
 
     def get_json(self, service: Service, path: str, *, what: str) -> Any:
         """The JSON at `path` of a service that has no client library here."""
-        with self._lock, _quiet_imports():
-            from google.api_core import exceptions
-            from google.auth.transport.requests import AuthorizedSession
+        from google.api_core import exceptions
+        from google.auth.transport.requests import AuthorizedSession
 
+        with self._lock:
             credentials = self._credentials_or_raise()
             if "session" not in self._clients:
                 self._clients["session"] = AuthorizedSession(credentials)  # type: ignore[no-untyped-call]
@@ -124,13 +124,14 @@ class Google:
 
     def check_credentials(self) -> str:
         """Whose credentials these are, in a word. Raises CloudAuthError."""
-        with self._lock, _quiet_imports():
+        with self._lock:
             credentials = self._credentials_or_raise()
         return str(getattr(credentials, "service_account_email", None) or "application default")
 
     def _credentials_or_raise(self) -> Any:
         if self._credentials is None:
-            self._credentials = _anonymous() if self._endpoints.is_loopback() else _default()
+            with _quiet():
+                self._credentials = _anonymous() if self._endpoints.is_loopback() else _default()
         return self._credentials
 
     def _explained(self, error: Exception, what: str) -> TileforgeError:
@@ -161,8 +162,7 @@ class Google:
 
 def request_of(name: str, **fields: Any) -> Any:
     """One of Compute Engine's request objects, by the name of its class."""
-    with _quiet_imports():
-        from google.cloud import compute_v1
+    from google.cloud import compute_v1
 
     return getattr(compute_v1, name)(**fields)
 
@@ -174,8 +174,11 @@ def one_line(text: str, *, longest: int = 300) -> str:
 
 
 @contextmanager
-def _quiet_imports() -> Iterator[None]:
-    """Keeps back what google.api_core says about Python's age, which no operator can act on."""
+def _quiet() -> Iterator[None]:
+    """Keeps back what google.api_core says about Python's age, which no operator can act on.
+
+    Not for threads: what is kept back is the whole process's.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", message=".*without a quota project.*")
@@ -202,8 +205,11 @@ def _default() -> Any:
     return credentials
 
 
-def _failures() -> tuple[type[Exception], ...]:
-    with _quiet_imports():
+def _import() -> tuple[type[Exception], ...]:
+    """Import all of them, before there are threads; returns what their requests can raise."""
+    with _quiet():
+        import google.cloud.compute_v1
+        import google.cloud.storage  # noqa: F401
         import requests
         from google.api_core import exceptions
         from google.auth.exceptions import GoogleAuthError
