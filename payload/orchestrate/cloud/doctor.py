@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -244,8 +245,7 @@ def _unknown(name: str, error: TileforgeError) -> Check:
 def _get(google: Google, kind: str, request: str, *, what: str, **fields: str) -> Any:
     client = google.compute(kind)
     asked = request_of(request, project=google.project, **fields)
-    get: Callable[[], Any] = lambda: client.get(request=asked, retry=None, timeout=REQUEST_S)  # noqa: E731
-    return google.ask(what, get)
+    return google.ask(what, partial(client.get, request=asked, retry=None, timeout=REQUEST_S))
 
 
 def _settings(arguments: argparse.Namespace, env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
@@ -256,7 +256,8 @@ def _settings(arguments: argparse.Namespace, env: Mapping[str, str]) -> tuple[di
         if arguments.stack is not None:
             raise
         return {}, f"defaults and flags, as {error.trouble}: no stack's config"
-    return known, f"config of stack {arguments.stack or 'that is selected'}, and flags"
+    stack = f"stack {arguments.stack}" if arguments.stack else "the selected stack"
+    return known, f"config of {stack}, and flags"
 
 
 def _with_flags(need: Need, arguments: argparse.Namespace) -> Need:

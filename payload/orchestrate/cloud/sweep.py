@@ -161,7 +161,8 @@ def conclude(found: Sweep, *, talk: Console) -> None:
     left = found.all_left()
     if left:
         for each in left:
-            talk.print(f"remove with: {each.removal(project=found.project)}")
+            note = "  # deletes the results in it" if each.kind == BUCKET else ""
+            talk.print(f"remove with: {each.removal(project=found.project)}{note}")
         usd = [price for each in left if (price := found.usd(each)) is not None]
         cost = f", at least ${sum(usd):.2f}/h" if usd else ""
         raise TeardownError(

@@ -93,7 +93,7 @@ def _failed(output: str, *, tried: Sequence[str]) -> TileforgeError:
         text = f"{error}. Zones of the config that were tried: {', '.join(tried)}"
     failed = type(error)(
         f"{text}. What was built before stays and is billed until its lifetime ends: look with "
-        "`pulumi stack output`, remove it with: python -m payload.orchestrate down"
+        "`pulumi stack`, remove it with: python -m payload.orchestrate down"
     )
     return failed
 
