@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,12 +21,29 @@ from tests.orchestrate.cluster.operating import (
     wait_for_a_step,
     wait_for_nobody,
 )
+from payload.orchestrate.cloud.endpoints import VARIABLE
+from tests.orchestrate.cloud.fake_pulumi import FakePulumi
+from tests.orchestrate.cloud.standin import PROJECT, REGION, CloudStandIn
 from tests.orchestrate.cluster.separate import SeparateNodes
 from tests.orchestrate.sshd import make_key
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 STEPS = 6
+
+
+def down(operator: Operator) -> tuple[int, str, list[str]]:
+    """`down`, as if the nodes were a Pulumi stack's: also what Pulumi was told to do."""
+    with CloudStandIn() as cloud:
+        pulumi = FakePulumi(operator.folder / "stack")
+        inventory = json.loads(operator.nodes.inventory.to_json())
+        pulumi.outputs(inventory=inventory, project=PROJECT, region=REGION)
+        pulumi.on("destroy")
+        path = f"{pulumi.bin}:{os.environ['PATH']}"
+        code, said = operator.do("down", "--yes", env={"PATH": path, VARIABLE: cloud.url})
+        told = [str(call[1]) for call in pulumi.calls()]
+    shutil.rmtree(operator.folder / "stack")
+    return code, said, told
 
 
 @pytest.fixture
@@ -77,6 +97,9 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     assert "run one is on this cluster, so nothing was started" in err
     code, said = operator.do("status")
     assert code == ExitCode.OK and "running" in said, said
+    code, said, told = down(operator)
+    assert code == ExitCode.CONFIG and "run one is going on, so nothing was destroyed" in said, said
+    assert told == ["stack"]
     code, said = operator.do("stop", "one")
     assert code == ExitCode.OK and "no process of it is left on any node" in said, said
     assert not operator.nodes.processes()
@@ -110,6 +133,13 @@ def test_attach_sees_a_run_to_its_end_after_the_operator_was_killed(operator: Op
     assert len(losses(operator.paths("one").root)) == 60
     assert summary(operator.paths("one").root)["status"] == "finished"
     wait_for_nobody(operator)
+    # What is missing here is brought home before anything is destroyed.
+    checkpoint = operator.paths("one").checkpoint(60)
+    shutil.rmtree(checkpoint)
+    code, said, told = down(operator)
+    assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
+    assert (checkpoint / "model.safetensors").exists()
+    assert told == ["stack", "destroy"]
 
 
 def test_a_second_ctrl_c_stops_the_run_with_a_checkpoint(operator: Operator) -> None:
