@@ -181,9 +181,13 @@ class Attempt:
         began = time.monotonic()
         left = {}
         for stream in self._streams:
-            silent = stream.sign().quiet_s >= SILENT_S
-            ends = began + (_SILENT_ANSWER_S if silent else _ANSWER_S)
-            found = stream.wait_ended(max(0.0, ends - time.monotonic()))
+            found = stream.wait_ended(0.0)
+            while found is None:
+                waited_s = time.monotonic() - began
+                silent = stream.sign().quiet_s >= SILENT_S
+                if waited_s > (_SILENT_ANSWER_S if silent else _ANSWER_S):
+                    break
+                found = stream.wait_ended(_TICK_S)
             if found is None or found:
                 left[stream.node.name] = found
         self._signs.look()
