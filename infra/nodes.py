@@ -166,7 +166,7 @@ class ClusterNodes(ComponentResource):
         os_login = self._args.config.access_mode == "oslogin"
         return {
             "user-data": self._args.user_data,
-            # Said outright: a project's setting would silently win over the cluster's own key.
+            # Said outright: else a setting of the project decides who may log in.
             "enable-oslogin": "TRUE" if os_login else "FALSE",
             "block-project-ssh-keys": "TRUE",
             "serial-port-enable": "FALSE",
