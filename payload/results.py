@@ -229,7 +229,8 @@ class RankProgress:
     pid: int
     step: int
     phase: str
-    """What it was about to do: start, step, eval, checkpoint, sync check, end."""
+    """What it was about to do: load, calibration, start (compiling too), step, eval, sync check,
+    checkpoint, end."""
     time_unix: float
     schema_version: int = SCHEMA_VERSION
 

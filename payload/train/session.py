@@ -36,11 +36,12 @@ def train(
     """
     with SummaryFile(paths, world) as summary:
         sign_of_life = SignOfLife(paths, world)
-        sign_of_life.tell(step=0, phase="start")
+        sign_of_life.tell(step=0, phase="load")
         require_engine(config.engine)
         config.batch.grad_accum_steps(world.world_size)
         data = TokenData.open(Path(config.data.dir), sequence_length=config.data.sequence_length)
         start = find_start(config, data, paths=paths, world=world)
+        sign_of_life.tell(step=0, phase="calibration")
         calibration = calibrate(world, _dtype_choice(config, start))
         summary.calibrated(peak_flops_per_s=calibration.peak_flops_per_s)
         outcome, wall_s = _train(
@@ -76,7 +77,6 @@ def _train(
     stop_requested: Callable[[], bool],
 ) -> tuple[Outcome, float]:
     resumed_at_step = start.state.step if start.state else 0
-    # Said anew, now that model and calibration are there.
     sign_of_life.tell(step=resumed_at_step, phase="start")
     if world.is_main:
         require_disk_space(config, start.model.shape, paths=paths)

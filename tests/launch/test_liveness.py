@@ -67,7 +67,7 @@ def test_slow_steps_raise_the_limit_tenfold_but_not_past_gloos(
     assert (verdict is not None) is hangs
 
 
-@pytest.mark.parametrize("phase", ["start", "checkpoint", "end"])
+@pytest.mark.parametrize("phase", ["load", "calibration", "start", "checkpoint", "end"])
 def test_what_cannot_be_looked_into_may_take_longer(phase: str) -> None:
     def after(quiet_s: float) -> Verdict | None:
         return look(sign(0, quiet_s=quiet_s, phase=phase), sign(1, quiet_s=quiet_s))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from payload.run_config import OptimizerSection, RunConfig, parse_run_config
+from payload.results import RunPaths
+from payload.run_config import OptimizerSection, RunConfig, load_run_config, parse_run_config
+from payload.train.metrics import SignOfLife
 from payload.train.optimizer import build_optimizers
+from payload.train.session import train
 from payload.train.trainer import Parts, Trainer
 from payload.train.world import World, as_rank_lost
 from tests.train.test_model import make_model
@@ -121,3 +125,31 @@ def test_gloos_complaints_about_a_vanished_peer_are_a_lost_rank(message: str) ->
         as_rank_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), world=world) is None
     )
     assert as_rank_lost(RuntimeError(message), world=ALONE) is None
+
+
+def test_a_rank_says_what_it_is_about_to_do(
+    tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, str]] = []
+    tell = SignOfLife.tell
+
+    def record(self: SignOfLife, *, step: int, phase: str) -> None:
+        told.append((step, phase))
+        tell(self, step=step, phase=phase)
+
+    monkeypatch.setattr(SignOfLife, "tell", record)
+    config = load_run_config(tiny_config, overrides=["train.steps=1", "schedule.warmup_steps=0"])
+    train(config, paths=RunPaths(tmp_path), world=ALONE, stop_requested=lambda: False)
+    assert list(dict.fromkeys(told)) == [
+        (0, "load"),
+        (0, "calibration"),
+        (0, "start"),
+        (0, "eval"),
+        (0, "step"),
+        (1, "sync check"),
+        (1, "checkpoint"),
+        (1, "eval"),
+        (1, "end"),
+    ]
+    # Once before, and after each pass or part.
+    assert told.count((1, "eval")) > 2 and told.count((1, "checkpoint")) > 2
