@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,14 @@ def read_mirrored(paths: RunPaths) -> Mirrored | None:
 def write_mirrored(paths: RunPaths, mirrored: Mirrored) -> None:
     """Replace mirror.json."""
     write_whole(paths.root / "mirror.json", json.dumps(asdict(mirrored), indent=2) + "\n")
+
+
+@contextmanager
+def alone(paths: RunPaths, what: str) -> Iterator[None]:
+    """Within it no other command of this machine brings `what` of the run here; waits for it."""
+    with (paths.root / f".{what}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def known_ends(paths: RunPaths) -> dict[str, tuple[int, str]]:

@@ -16,7 +16,7 @@ from payload.launch.environment import RUN_DIR
 from payload.launch.plan import LaunchPlan
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.fanout import all_or_raise, on_every_node
-from payload.orchestrate.mirror import Mirrored, known_ends, merge, write_mirrored
+from payload.orchestrate.mirror import Mirrored, alone, known_ends, merge, write_mirrored
 from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
 from payload.orchestrate.run_key import remove_run_key
 from payload.orchestrate.transfer import get, local_sha256
@@ -130,12 +130,16 @@ class RemoteRun:
         names = [name for name in names if not name.endswith(".partial")]
         if not names:
             return None
-        target = self.paths.checkpoints / names[-1]
+        with alone(self.paths, "checkpoint"):
+            return self._fetch(str(folder), names[-1])
+
+    def _fetch(self, folder: str, name: str) -> Path:
+        target = self.paths.checkpoints / name
         if (target / "manifest.json").exists():
             return target
-        partial = self.paths.checkpoints / f".{names[-1]}.collecting"
+        partial = self.paths.checkpoints / f".{name}.collecting"
         partial.mkdir(parents=True, exist_ok=True)
-        self._collect(str(folder / names[-1]), partial)
+        self._collect(f"{folder}/{name}", partial)
         partial.replace(target)
         for stale in self.paths.checkpoints.glob(".step_*.collecting"):
             shutil.rmtree(stale)  # of a checkpoint that is not the newest any more
@@ -163,8 +167,9 @@ class RemoteRun:
         get(head, str(self._run_dir / "plan.json"), self.paths.plan, timeout_s=_ACTION_S)
 
     def _read(self, node: Node) -> bool:
-        answer = self._act(node, action="read", known=known_ends(self.paths))
-        merge(self.paths, answer)
+        with alone(self.paths, "copy"):
+            answer = self._act(node, action="read", known=known_ends(self.paths))
+            merge(self.paths, answer)
         return bool(answer["alive"])
 
     def _left(self, *, kill: bool) -> dict[str, list[int]]:
