@@ -62,21 +62,21 @@ class Operator:
         """The copy of a run."""
         return RunPaths(self.folder / "runs" / run_id)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """An orchestrate command, on its own."""
+    def start(self, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """An orchestrate command, on its own; `env` is added to this process's."""
         python_path = f"{REPO}:{os.environ.get('PYTHONPATH', '')}"
         return subprocess.Popen(
             self._around([sys.executable, "-m", "payload.orchestrate", *arguments]),
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": python_path, **self._secrets},
+            env={**os.environ, "PYTHONPATH": python_path, **self._secrets, **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def do(self, *arguments: str) -> tuple[int, str]:
+    def do(self, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[int, str]:
         """An orchestrate command to its end: exit code, and all it said."""
-        return finish(self.start(*arguments))
+        return finish(self.start(*arguments, env=env))
 
     def on_cluster(self, command: str) -> list[str]:
         """A command's first words, with the cluster that it is for."""
@@ -96,7 +96,7 @@ class Operator:
         chosen = (*SETTINGS, f"data.dir={self.data}", *settings)
         return [word for setting in chosen for word in ("--set", setting)]
 
-    def wait_for_a_step(self, run_id: str) -> None:
+    def wait_for_a_step(self, run_id: str = "one") -> None:
         """Until the copy of the run has one."""
         metrics = self.paths(run_id).metrics
         wait_until(

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ExitCode
+from tests.orchestrate.cluster.operating import Operator
 from tests.orchestrate.cluster.separate import SeparateNodes
-from tests.orchestrate.operator import Operator
 
 STEPS = 6
 
@@ -54,11 +54,10 @@ class Trained:
     """Two nodes, and an operator who has trained run `far` on them to its end."""
 
     operator: Operator
-    nodes: SeparateNodes
 
     def on_head(self, name: str) -> Path:
         """A file of the run as the head has it."""
-        return self.nodes.home_of(0) / "tileforge" / "runs" / "far" / name
+        return self.operator.nodes.home_of(0) / "tileforge" / "runs" / "far" / name
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     """For tests that look at what a run leaves, here and there."""
     folder = tmp_path_factory.mktemp("trained")
     with SeparateNodes(folder, num_nodes=2) as nodes:
-        operator = Operator(folder, nodes.inventory, key=nodes.key)
+        operator = Operator(folder, nodes)
         code, said = operator.do(*operator.run_words("far", f"train.steps={STEPS}"))
         assert code == ExitCode.OK, said
-        yield Trained(operator=operator, nodes=nodes)
+        yield Trained(operator=operator)

@@ -54,7 +54,7 @@ def large(trained: Trained) -> Iterator[Path]:
 def test_a_checkpoint_of_500_mb_arrives_whole_through_two_interruptions(
     trained: Trained, large: Path
 ) -> None:
-    operator, nodes = trained.operator, trained.nodes
+    operator, nodes = trained.operator, trained.operator.nodes
     checkpoints = operator.paths("far").checkpoints
     partial = checkpoints / f".{NAME}.collecting" / "optimizer.safetensors.partial"
 

@@ -14,16 +14,15 @@ import pytest
 
 from payload.errors import ExitCode
 from payload.launch.plan import LaunchPlan
+from payload.orchestrate.cloud.endpoints import VARIABLE
 from tests.launching import losses, summary
+from tests.orchestrate.cloud.fake_pulumi import FakePulumi
+from tests.orchestrate.cloud.standin import PROJECT, REGION, CloudStandIn
 from tests.orchestrate.cluster.operating import (
     TIMEOUT_S,
     Operator,
-    wait_for_a_step,
     wait_for_nobody,
 )
-from payload.orchestrate.cloud.endpoints import VARIABLE
-from tests.orchestrate.cloud.fake_pulumi import FakePulumi
-from tests.orchestrate.cloud.standin import PROJECT, REGION, CloudStandIn
 from tests.orchestrate.cluster.separate import SeparateNodes
 from tests.orchestrate.sshd import make_key
 from tests.waiting import wait_until
@@ -84,7 +83,7 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     words = operator.run_words("one", "train.steps=100000", "train.checkpoint_every=0")
     first = operator.start(*words)
     metrics = operator.paths("one").metrics
-    wait_for_a_step(operator)
+    operator.wait_for_a_step()
     first.send_signal(signal.SIGKILL)
     first.communicate(timeout=TIMEOUT_S)
     # Once more: it is followed, not started.
@@ -125,7 +124,7 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
 def test_attach_sees_a_run_to_its_end_after_the_operator_was_killed(operator: Operator) -> None:
     words = operator.run_words("one", "train.steps=60", "train.checkpoint_every=0")
     first = operator.start(*words)
-    wait_for_a_step(operator)
+    operator.wait_for_a_step()
     first.send_signal(signal.SIGKILL)
     first.communicate(timeout=TIMEOUT_S)
     code, said = operator.do("attach")
@@ -145,7 +144,7 @@ def test_attach_sees_a_run_to_its_end_after_the_operator_was_killed(operator: Op
 def test_a_second_ctrl_c_stops_the_run_with_a_checkpoint(operator: Operator) -> None:
     words = operator.run_words("one", "train.steps=100000", "train.checkpoint_every=0")
     process = operator.start(*words)
-    wait_for_a_step(operator)
+    operator.wait_for_a_step()
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     while "detaching; Ctrl-C again" not in process.stderr.readline():

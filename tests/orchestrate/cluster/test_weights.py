@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 
 
 def test_a_checkpoint_here_is_brought_to_the_head_once_and_trained_on(trained: Trained) -> None:
-    operator, nodes = trained.operator, trained.nodes
+    operator, nodes = trained.operator, trained.operator.nodes
     far = operator.paths("far")
     settings = ("train.steps=1", f"model.init={far.root}")
     code, said = operator.do(*operator.run_words("more", *settings))
