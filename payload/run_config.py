@@ -150,6 +150,9 @@ class EngineSection:
     """`ipex` needs the extra `intel`."""
     compile: bool = False
     """Pass the model through torch.compile; needs a C++ compiler on every node."""
+    kernels: Literal["auto", "off"] = "auto"
+    """auto: the project's own kernels where they can be built, but not with `compile` or `ipex`.
+    `off`: stock torch alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

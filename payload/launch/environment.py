@@ -97,15 +97,21 @@ def common_environment(
     }
     if python_path:
         variables["PYTHONPATH"] = python_path
-    if malloc == "tuned":
-        variables["GLIBC_TUNABLES"] = _TUNED
-    if malloc == "tcmalloc":
-        assert tcmalloc, "preflight finds the library before a plan is made"
-        variables["LD_PRELOAD"] = tcmalloc
+    variables |= malloc_environment(malloc, tcmalloc=tcmalloc)
     if oversubscribed:
         # libgomp's threads spin after each parallel region, on a core that another rank needs.
         variables["OMP_WAIT_POLICY"] = "passive"
     return variables
+
+
+def malloc_environment(malloc: Malloc, *, tcmalloc: str | None = None) -> dict[str, str]:
+    """What makes a process that is started with it allocate as `malloc` says."""
+    if malloc == "tuned":
+        return {"GLIBC_TUNABLES": _TUNED}
+    if malloc == "tcmalloc":
+        assert tcmalloc, "preflight finds the library before a plan is made"
+        return {"LD_PRELOAD": tcmalloc}
+    return {}
 
 
 def rank_environment(

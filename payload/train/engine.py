@@ -9,6 +9,7 @@ import torch
 from payload.errors import ConfigError
 from payload.run_config import EngineSection
 from payload.train.calibration import Dtype
+from payload.train.kernels.kernels import find_kernels
 from payload.train.model import GPT
 from payload.train.optimizer import Optimizers
 
@@ -53,4 +54,9 @@ def engage(
         )
     if settings.compile:
         engaged.compile()
+    if settings.kernels == "auto" and settings.kind == "native" and not settings.compile:
+        # A compiler would break the graph at each of them.
+        model.kernels = find_kernels()
+        for optimizer in optimizers.members:
+            optimizer.register_step_post_hook(model.kernels.weights_changed)
     return engaged

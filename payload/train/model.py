@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from payload.data.blocks import IGNORED_TARGET
 from payload.model_shape import ModelShape
+from payload.train.kernels.kernels import Kernels
 
 Activation = Literal["gelu_new", "gelu"]
 """Hugging Face's names: GPT-2's tanh approximation, and the exact function."""
@@ -125,6 +126,8 @@ class GPT(nn.Module):
         self.shape = shape
         self.activation = activation
         self.dropout = dropout
+        self.kernels: Kernels | None = None
+        """A faster way for a pass without caches; none = the plain modules, the reference."""
         self.wte = nn.Embedding(shape.vocab_size, shape.n_embd)
         self.wpe = nn.Embedding(shape.sequence_length, shape.n_embd)
         self.h = nn.ModuleList(
@@ -153,6 +156,10 @@ class GPT(nn.Module):
         start = caches[0].num_tokens() if caches else 0
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.wte(tokens) + self.wpe(positions)
+        if self.kernels is not None and caches is None:
+            fast = self.kernels.layers(self, x)
+            if fast is not None:
+                return fast
         x = functional.dropout(x, self.dropout, self.training)
         for i, block in enumerate(self.h):
             x = block(x, caches[i] if caches else None)
@@ -165,6 +172,8 @@ class GPT(nn.Module):
 
     def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy of every target, (B, T) fp32; 0 where the target is `IGNORED_TARGET`."""
+        if self.kernels is not None:
+            return self.kernels.token_losses(self.hidden(tokens), self.wte.weight, targets)
         logits = self.logits(self.hidden(tokens))
         losses = functional.cross_entropy(
             logits.flatten(0, 1).float(),
@@ -179,6 +188,8 @@ class GPT(nn.Module):
 
         Raises nothing on its own; tokens and targets are (B, T) int64 within the vocabulary.
         """
+        if self.kernels is not None:
+            return self.kernels.mean_loss(self.hidden(tokens), self.wte.weight, targets)
         logits = self.logits(self.hidden(tokens))
         return functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET

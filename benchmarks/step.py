@@ -1,0 +1,201 @@
+"""The training step: this project's, and its peers', in turn and with the same allocator settings.
+
+    python -m benchmarks.step --model gpt2 --micro-batch-size 4 --steps 6 --eager --nanogpt CHECKOUT
+
+A step is every pass, clipping and the optimizer's update, on random tokens. Each contender is a
+process of its own; the first step of each warms up and is not counted, the median of the others is
+what is reported. `--rounds` repeats the whole turn. A table goes to stderr, one JSON object to
+stdout. Peers are run as they are, from the folders given, with autocast to bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from payload.launch.environment import malloc_environment
+from payload.model_shape import PRESETS, ModelShape
+
+REPO = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class _Contender:
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure all in turn, print."""
+    arguments = _parser().parse_args(argv)
+    if (arguments.intel_module is None) != (arguments.ipex_python is None):
+        print("error: --intel-module and --ipex-python belong together.", file=sys.stderr)
+        return 2
+    contenders = _contenders(arguments)
+    found: dict[str, list[dict[str, Any]]] = {each.name: [] for each in contenders}
+    for _ in range(arguments.rounds):
+        for each in contenders:
+            found[each.name].append(_run(each))
+            print(f"{each.name}: {_seconds(found[each.name][-1])} s", file=sys.stderr)
+    result = _summarise(found, arguments)
+    _print_table(result)
+    print(json.dumps(result))
+    return 0
+
+
+def _contenders(arguments: argparse.Namespace) -> list[_Contender]:
+    work = {
+        "model": arguments.model,
+        "micro_batch_size": arguments.micro_batch_size,
+        "accumulation": arguments.accumulation,
+        "sequence_length": arguments.sequence_length,
+        "dtype": arguments.dtype,
+        "steps": arguments.steps,
+    }
+    tuned = malloc_environment("tuned")
+    ours = [sys.executable, "-m", "benchmarks.step_ours"]
+    peer = str(REPO / "benchmarks" / "step_peer.py")
+    sizes = _peer_sizes(PRESETS[arguments.model])
+    found = [_Contender("tileforge", [*ours, json.dumps(work | {"kernels": "auto"})], tuned)]
+    if arguments.eager:
+        found.append(_Contender("eager", [*ours, json.dumps(work | {"kernels": "off"})], tuned))
+    if arguments.nanogpt:
+        asked = {"folder": str(arguments.nanogpt.resolve()), "ipex": False, "sizes": sizes}
+        command = [sys.executable, peer, json.dumps(work | asked)]
+        found.append(_Contender("nanogpt", command, tuned))
+    if arguments.intel_module:
+        asked = {"folder": str(arguments.intel_module.resolve()), "ipex": True, "sizes": sizes}
+        command = [str(arguments.ipex_python), peer, json.dumps(work | asked)]
+        # The module's own instructions preload tcmalloc.
+        preload = {"LD_PRELOAD": arguments.tcmalloc} if arguments.tcmalloc else {}
+        found.append(_Contender("intel", command, preload))
+    return found
+
+
+def _peer_sizes(shape: ModelShape) -> dict[str, int]:
+    return {
+        "n_layer": shape.n_layer,
+        "n_head": shape.n_head,
+        "n_embd": shape.n_embd,
+        "vocab_size": shape.vocab_size,
+    }
+
+
+def _run(contender: _Contender) -> dict[str, Any]:
+    """One process from its start to its report."""
+    done = subprocess.run(
+        contender.command,
+        env=os.environ | contender.environment,
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"error: {contender.name} ended with status {done.returncode}.")
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+def _seconds(report: dict[str, Any]) -> str:
+    return " ".join(f"{step:.2f}" for step in report["step_s"])
+
+
+def _summarise(
+    found: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace
+) -> dict[str, object]:
+    tokens = arguments.micro_batch_size * arguments.accumulation * arguments.sequence_length
+    steps = {
+        name: [step for report in reports for step in report["step_s"][1:]]
+        for name, reports in found.items()
+    }
+    median = {name: statistics.median(seconds) for name, seconds in steps.items()}
+    ours = found["tileforge"]
+    peak = max(report["peak_flops_per_s"] for report in ours)
+    shape = replace(PRESETS[arguments.model], sequence_length=arguments.sequence_length)
+    flops = shape.flops_per_token() * tokens
+    rss = {name: max(r["peak_rss_bytes"] for r in reports) for name, reports in found.items()}
+    peers = [name for name in found if name != "tileforge"]
+    estimate = ours[0]["estimated_bytes"]
+    return {
+        "benchmark": "step",
+        "model": arguments.model,
+        "micro_batch_size": arguments.micro_batch_size,
+        "accumulation": arguments.accumulation,
+        "sequence_length": arguments.sequence_length,
+        "dtype": arguments.dtype,
+        "steps": len(steps["tileforge"]),
+        "tokens_per_s": round(tokens / median["tileforge"], 1),
+        "mfu": round(flops / median["tileforge"] / peak, 4),
+        "peak_flops_per_s": round(peak),
+        **{f"ratio_vs_{name}": round(median[name] / median["tileforge"], 3) for name in peers},
+        **{
+            f"best_ratio_vs_{name}": round(min(steps[name]) / min(steps["tileforge"]), 3)
+            for name in peers
+        },
+        "step_s": {name: [round(each, 3) for each in seconds] for name, seconds in steps.items()},
+        "peak_rss_bytes": rss,
+        **{f"memory_vs_{name}": round(rss["tileforge"] / rss[name], 3) for name in peers},
+        "estimated_bytes": estimate,
+        "estimate_error": round(estimate / rss["tileforge"] - 1, 3),
+        "last_loss": {name: reports[0]["last_loss"] for name, reports in found.items()},
+        "versions": {name: reports[0]["versions"] for name, reports in found.items()},
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {_cpu_name()}",
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    tokens = result["micro_batch_size"] * result["accumulation"] * result["sequence_length"]
+    print(f"{'':<12}{'s a step':>10}{'best':>8}{'tokens/s':>10}{'peak GB':>9}", file=sys.stderr)
+    for name, seconds in result["step_s"].items():
+        middle = statistics.median(seconds)
+        rss = result["peak_rss_bytes"][name] / 1e9
+        print(
+            f"{name:<12}{middle:>10.2f}{min(seconds):>8.2f}{tokens / middle:>10.0f}{rss:>9.2f}",
+            file=sys.stderr,
+        )
+    print(
+        f"MFU {result['mfu']:.1%} of {result['peak_flops_per_s'] / 1e12:.2f} TFLOP/s; memory "
+        f"estimate off by {result['estimate_error']:+.1%}",
+        file=sys.stderr,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
+    parser.add_argument("--model", choices=sorted(PRESETS), default="gpt2")
+    parser.add_argument("--micro-batch-size", type=int, default=4, metavar="SEQUENCES")
+    parser.add_argument("--accumulation", type=int, default=1, metavar="PASSES")
+    parser.add_argument("--sequence-length", type=int, default=1024, metavar="TOKENS")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--steps", type=int, default=6, help="of each process; the first warms up")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of all contenders")
+    parser.add_argument("--eager", action="store_true", help="this project with kernels off, too")
+    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT")
+    parser.add_argument("--intel-module", type=Path, metavar="DIR", help="with its model.py")
+    parser.add_argument("--ipex-python", type=Path, metavar="FILE", help="see make setup-ipex")
+    parser.add_argument("--tcmalloc", metavar="FILE", help="libtcmalloc.so for Intel's module")
+    parser.add_argument("--json", action="store_true", help="what is done anyway")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""One process of `benchmarks.step`: this project's step, from the trainer's own parts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import sys
+import time
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from payload.model_shape import PRESETS
+from payload.run_config import EngineSection, OptimizerSection
+from payload.train.calibration import calibrate
+from payload.train.engine import engage
+from payload.train.model import GPT
+from payload.train.optimizer import build_optimizers
+from payload.train.world import World
+
+
+def main(work: dict[str, Any]) -> None:
+    """Take the steps, and print one JSON object."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    torch.manual_seed(1)
+    shape = replace(PRESETS[work["model"]], sequence_length=work["sequence_length"])
+    dtype = work["dtype"]
+    alone = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
+    calibration = calibrate(alone, dtype)
+    model = GPT(shape)
+    optimizers = build_optimizers(model, OptimizerSection())
+    settings = EngineSection(kernels=work["kernels"])
+    engaged = engage(model, optimizers, settings=settings, dtype=dtype)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if dtype == "bf16" else "no")
+    trained = accelerator.prepare(engaged).train()
+    passes, micro = work["accumulation"], work["micro_batch_size"]
+    batch = torch.randint(shape.vocab_size, (micro, work["sequence_length"] + 1))
+    step_s, loss = [], torch.zeros(())
+    for _ in range(work["steps"]):
+        started_s = time.perf_counter()
+        for _ in range(passes):
+            loss = trained(batch[:, :-1], batch[:, 1:])
+            accelerator.backward(loss / passes)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizers.step()
+        step_s.append(time.perf_counter() - started_s)
+    report = {
+        "step_s": step_s,
+        "last_loss": loss.item(),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "estimated_bytes": shape.memory_bytes(micro_batch_size=micro, dtype=dtype),
+        "peak_flops_per_s": calibration.peak_flops_per_s,
+        "versions": {"torch": version("torch"), "tileforge": version_of_code()},
+    }
+    print(json.dumps(report))
+
+
+def version_of_code() -> str:
+    """This project's, installed or not."""
+    from payload import __version__
+
+    return __version__
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

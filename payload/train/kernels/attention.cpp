@@ -1,0 +1,328 @@
+// Causal self-attention, forward and backward, in bf16 with fp32 sums.
+//
+// Products are oneDNN's brgemm as torch exports it, which takes AMX or AVX-512 by itself. A task is
+// one head of one sequence, whose blocks stay in the core's L2 cache. Scores are kept transposed
+// (keys x queries) in the backward pass: so the probabilities and their gradients are left operands
+// as they are, and what belongs to a query lies along a row.
+#include "common.h"
+
+namespace c10 {
+struct BFloat16;
+}
+namespace at::native::cpublas {
+// ATen/native/CPUBlas.h of torch 2.13; the right operand has pairs of rows interleaved ("VNNI").
+void brgemm(int64_t m, int64_t n, int64_t k, int64_t ld_a, int64_t ld_b, int64_t ld_c,
+            bool add_c, const c10::BFloat16* a, const c10::BFloat16* b, float* c, bool is_vnni);
+void brgemm_release(bool is_vnni);
+}  // namespace at::native::cpublas
+
+namespace {
+
+constexpr int64_t kBlock = 128;
+
+void product(int64_t m, int64_t n, int64_t k, const bf16* a, int64_t ld_a, const bf16* b,
+             int64_t ld_b, float* c, int64_t ld_c, bool add) {
+  at::native::cpublas::brgemm(m, n, k, ld_a, ld_b, ld_c, add,
+                              reinterpret_cast<const c10::BFloat16*>(a),
+                              reinterpret_cast<const c10::BFloat16*>(b), c, true);
+}
+
+// (rows, width) to the right operand (rows x width): pairs of rows interleaved, zeros below.
+void pack_rows(const bf16* from, int64_t stride, int64_t rows, int64_t width, bf16* to) {
+  for (int64_t row = 0; row < kBlock; row += 2) {
+    const bf16* first = from + row * stride;
+    const bf16* second = first + stride;
+    bf16* out = to + row * width;
+    if (row + 1 < rows) {
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) {
+        out[2 * i] = first[i];
+        out[2 * i + 1] = second[i];
+      }
+    } else {
+      for (int64_t i = 0; i < width; ++i) {
+        out[2 * i] = row < rows ? first[i] : 0;
+        out[2 * i + 1] = 0;
+      }
+    }
+  }
+}
+
+// (rows, width) to the right operand (width x rows), its columns padded with zeros to a block. A
+// pair of it is one 32-bit word of the source: this is a transpose of words.
+void pack_columns(const bf16* from, int64_t stride, int64_t rows, int64_t width, bf16* to) {
+  auto* words = reinterpret_cast<uint32_t*>(to);
+  const int64_t pairs = width / 2;
+  for (int64_t first = 0; first < kBlock; first += 16) {
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+      uint32_t column[16];
+      for (int64_t i = 0; i < 16; ++i) {
+        column[i] = 0;
+        if (first + i < rows) {
+          std::memcpy(&column[i], from + (first + i) * stride + 2 * pair, sizeof(uint32_t));
+        }
+      }
+      std::memcpy(words + pair * kBlock + first, column, sizeof(column));
+    }
+  }
+}
+
+// (rows, width) to (width, kBlock), zeros to the right: a left operand.
+void transpose(const bf16* from, int64_t stride, int64_t rows, int64_t width, bf16* to) {
+  for (int64_t first = 0; first < kBlock; first += 16) {
+    for (int64_t column = 0; column < width; ++column) {
+      for (int64_t i = first; i < first + 16; ++i) {
+        to[column * kBlock + i] = i < rows ? from[i * stride + column] : bf16{0};
+      }
+    }
+  }
+}
+
+struct Shape {
+  int64_t batch, length, heads, width;
+  int64_t blocks() const { return (length + kBlock - 1) / kBlock; }
+  int64_t rows(int64_t block) const { return std::min(kBlock, length - block * kBlock); }
+  int64_t stride() const { return heads * width; }
+};
+
+void forward_head(const Shape& s, const bf16* query, const bf16* key, const bf16* value, bf16* out,
+                  float* lse, float scale, Scratch& scratch) {
+  const int64_t blocks = s.blocks(), width = s.width, in_stride = 3 * s.stride();
+  const int64_t block_size = kBlock * width;
+  auto* keys = scratch.take<bf16>(blocks * block_size);
+  auto* values = scratch.take<bf16>(blocks * block_size);
+  auto* scores = scratch.take<float>(kBlock * kBlock);
+  auto* shares = scratch.take<bf16>(kBlock * kBlock);
+  auto* sums = scratch.take<float>(block_size);
+  float highest[kBlock], total[kBlock];
+  for (int64_t j = 0; j < blocks; ++j) {
+    const int64_t at = j * kBlock * in_stride;
+    pack_columns(key + at, in_stride, s.rows(j), width, keys + j * block_size);
+    pack_rows(value + at, in_stride, s.rows(j), width, values + j * block_size);
+  }
+  for (int64_t i = 0; i < blocks; ++i) {
+    const int64_t rows = s.rows(i);
+    std::fill_n(highest, kBlock, -std::numeric_limits<float>::infinity());
+    std::fill_n(total, kBlock, 0.0f);
+    for (int64_t j = 0; j <= i; ++j) {
+      product(rows, kBlock, width, query + i * kBlock * in_stride, in_stride,
+              keys + j * block_size, kBlock, scores, kBlock, false);
+      for (int64_t row = 0; row < rows; ++row) {
+        float* score = scores + row * kBlock;
+        bf16* share = shares + row * kBlock;
+        const int64_t seen = i == j ? row + 1 : kBlock;
+        float top = highest[row] / scale;
+#pragma omp simd reduction(max : top)
+        for (int64_t k = 0; k < seen; ++k) top = std::max(top, score[k]);
+        top *= scale;
+        for (int64_t k = seen; k < kBlock; ++k) score[k] = -1e30f;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t k = 0; k < kBlock; ++k) {
+          score[k] = exp_fast(score[k] * scale - top);
+          sum += score[k];
+        }
+        round_all(score, kBlock, share);
+        const float keep = j ? exp_fast(highest[row] - top) : 0.0f;
+        highest[row] = top;
+        total[row] = total[row] * keep + sum;
+        if (j && keep != 1.0f) {
+          float* row_sums = sums + row * width;
+#pragma omp simd
+          for (int64_t k = 0; k < width; ++k) row_sums[k] *= keep;
+        }
+      }
+      product(rows, width, kBlock, shares, kBlock, values + j * block_size, width, sums, width,
+              j > 0);
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      const float factor = 1.0f / total[row];
+      bf16* to = out + (i * kBlock + row) * s.stride();
+      const float* from = sums + row * width;
+      fill(width, to, [=](int64_t k) { return from[k] * factor; });
+      lse[i * kBlock + row] = highest[row] + std::log(total[row]);
+    }
+  }
+}
+
+struct Packed {
+  bf16 *rows, *columns;
+};
+
+// One block of keys against one of queries: from the transposed scores and their gradient before
+// softmax to probabilities and to the scores' gradient, the latter also as a right operand.
+void differentiate(int64_t rows, bool diagonal, const float* scores, const float* grad_shares,
+                   const float* lse, const float* delta, float scale, bf16* shares,
+                   bf16* grad_scores, bf16* grad_pairs) {
+  float exact[2 * kBlock];
+  for (int64_t row = 0; row < kBlock; ++row) {
+    bf16* share = shares + row * kBlock;
+    bf16* grad = grad_scores + row * kBlock;
+    if (row < rows) {
+      const int64_t first = diagonal ? row : 0;
+      const float* score = scores + row * kBlock;
+      const float* grad_share = grad_shares + row * kBlock;
+#pragma omp simd
+      for (int64_t k = 0; k < kBlock; ++k) {
+        float p = exp_fast(score[k] * scale - lse[k]);
+        p = k < first ? 0.0f : p;
+        exact[k] = p;
+        exact[kBlock + k] = p * (grad_share[k] - delta[k]) * scale;
+      }
+      round_all(exact, kBlock, share);
+      round_all(exact + kBlock, kBlock, grad);
+    } else {
+      std::fill_n(share, kBlock, bf16{0});
+      std::fill_n(grad, kBlock, bf16{0});
+    }
+    if (row % 2) {
+      const bf16* above = grad - kBlock;
+      bf16* pairs = grad_pairs + (row - 1) * kBlock;
+#pragma omp simd
+      for (int64_t k = 0; k < kBlock; ++k) {
+        pairs[2 * k] = above[k];
+        pairs[2 * k + 1] = grad[k];
+      }
+    }
+  }
+}
+
+void store(const float* from, int64_t rows, int64_t width, bf16* to, int64_t stride) {
+  for (int64_t row = 0; row < rows; ++row) round_all(from + row * width, width, to + row * stride);
+}
+
+void backward_head(const Shape& s, const bf16* query, const bf16* key, const bf16* value,
+                   const bf16* out, const bf16* grad_out, const float* lse_of, bf16* grad_query,
+                   bf16* grad_key, bf16* grad_value, float scale, Scratch& scratch) {
+  const int64_t blocks = s.blocks(), width = s.width, stride = s.stride(), in_stride = 3 * stride;
+  const int64_t block_size = kBlock * width;
+  Packed queries{scratch.take<bf16>(blocks * block_size), scratch.take<bf16>(blocks * block_size)};
+  Packed grads{scratch.take<bf16>(blocks * block_size), scratch.take<bf16>(blocks * block_size)};
+  auto* lse = scratch.take<float>(blocks * kBlock);
+  auto* delta = scratch.take<float>(blocks * kBlock);
+  auto* query_sums = scratch.take<float>(blocks * block_size);  // (width, kBlock) a block
+  auto* key_sums = scratch.take<float>(block_size);
+  auto* value_sums = scratch.take<float>(block_size);
+  auto* key_columns = scratch.take<bf16>(block_size);
+  auto* scores = scratch.take<float>(kBlock * kBlock);
+  auto* grad_shares = scratch.take<float>(kBlock * kBlock);
+  auto* shares = scratch.take<bf16>(kBlock * kBlock);
+  auto* grad_scores = scratch.take<bf16>(kBlock * kBlock);
+  auto* grad_pairs = scratch.take<bf16>(kBlock * kBlock);
+  for (int64_t i = 0; i < blocks; ++i) {
+    const bf16* grad = grad_out + i * kBlock * stride;
+    const bf16* from = query + i * kBlock * in_stride;
+    pack_rows(from, in_stride, s.rows(i), width, queries.rows + i * block_size);
+    pack_columns(from, in_stride, s.rows(i), width, queries.columns + i * block_size);
+    pack_rows(grad, stride, s.rows(i), width, grads.rows + i * block_size);
+    pack_columns(grad, stride, s.rows(i), width, grads.columns + i * block_size);
+    for (int64_t row = 0; row < kBlock; ++row) {
+      const int64_t position = i * kBlock + row;
+      float sum = 0;
+      if (row < s.rows(i)) {
+        const bf16* left = grad_out + position * stride;
+        const bf16* right = out + position * stride;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t k = 0; k < width; ++k) sum += to_float(left[k]) * to_float(right[k]);
+      }
+      delta[position] = sum;
+      // A query past the end gets no share: exp(-large).
+      lse[position] = row < s.rows(i) ? lse_of[position] : 1e30f;
+    }
+  }
+  for (int64_t j = 0; j < blocks; ++j) {
+    const int64_t rows = s.rows(j), at = j * kBlock * in_stride;
+    transpose(key + at, in_stride, rows, width, key_columns);
+    for (int64_t i = j; i < blocks; ++i) {
+      product(rows, kBlock, width, key + at, in_stride, queries.columns + i * block_size, kBlock,
+              scores, kBlock, false);
+      product(rows, kBlock, width, value + at, in_stride, grads.columns + i * block_size, kBlock,
+              grad_shares, kBlock, false);
+      differentiate(rows, i == j, scores, grad_shares, lse + i * kBlock, delta + i * kBlock, scale,
+                    shares, grad_scores, grad_pairs);
+      product(rows, width, kBlock, shares, kBlock, grads.rows + i * block_size, width, value_sums,
+              width, i > j);
+      product(rows, width, kBlock, grad_scores, kBlock, queries.rows + i * block_size, width,
+              key_sums, width, i > j);
+      product(width, kBlock, kBlock, key_columns, kBlock, grad_pairs, kBlock,
+              query_sums + i * block_size, kBlock, j > 0);
+    }
+    store(key_sums, rows, width, grad_key + at, in_stride);
+    store(value_sums, rows, width, grad_value + at, in_stride);
+  }
+  for (int64_t i = 0; i < blocks; ++i) {
+    const float* sums = query_sums + i * block_size;
+    for (int64_t row = 0; row < s.rows(i); ++row) {
+      bf16* to = grad_query + (i * kBlock + row) * in_stride;
+      for (int64_t k = 0; k < width; ++k) to[k] = to_bf16(sums[k * kBlock + row]);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Whether brgemm works here in bf16: 1, 0 when this CPU has none, as torch says by throwing.
+int tileforge_has_brgemm() {
+  alignas(64) bf16 left[32 * 32], right[32 * 32];
+  alignas(64) float sums[32 * 32];
+  for (int i = 0; i < 32 * 32; ++i) left[i] = right[i] = to_bf16(1.0f);
+  try {
+    product(32, 32, 32, left, 32, right, 32, sums, 32, false);
+    at::native::cpublas::brgemm_release(true);
+  } catch (...) {
+    return 0;
+  }
+  for (float sum : sums) {
+    if (sum != 32.0f) return 0;
+  }
+  return 1;
+}
+
+// qkv (batch, length, 3, heads, width) to out (batch, length, heads, width) and the logarithm of
+// each query's softmax sum, lse (batch, heads, length).
+void tileforge_attention_forward(const bf16* qkv, bf16* out, float* lse, int64_t batch,
+                                 int64_t length, int64_t heads, int64_t width, int threads) {
+  const Shape s{batch, length, heads, width};
+  const float scale = 1.0f / std::sqrt(static_cast<float>(width));
+#pragma omp parallel num_threads(threads)
+  {
+    Scratch scratch;
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < batch * heads; ++task) {
+      const int64_t b = task / heads, h = task % heads;
+      const bf16* in = qkv + b * length * 3 * s.stride() + h * width;
+      scratch.reset();
+      forward_head(s, in, in + s.stride(), in + 2 * s.stride(),
+                   out + b * length * s.stride() + h * width, lse + task * length, scale, scratch);
+    }
+    at::native::cpublas::brgemm_release(true);
+  }
+}
+
+// grad_qkv from the forward pass's in- and outputs and grad_out (batch, length, heads, width).
+void tileforge_attention_backward(const bf16* qkv, const bf16* out, const float* lse,
+                                  const bf16* grad_out, bf16* grad_qkv, int64_t batch,
+                                  int64_t length, int64_t heads, int64_t width, int threads) {
+  const Shape s{batch, length, heads, width};
+  const float scale = 1.0f / std::sqrt(static_cast<float>(width));
+#pragma omp parallel num_threads(threads)
+  {
+    Scratch scratch;
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < batch * heads; ++task) {
+      const int64_t b = task / heads, h = task % heads;
+      const int64_t in_at = b * length * 3 * s.stride() + h * width;
+      const int64_t at = b * length * s.stride() + h * width;
+      const bf16* in = qkv + in_at;
+      bf16* grad_in = grad_qkv + in_at;
+      scratch.reset();
+      backward_head(s, in, in + s.stride(), in + 2 * s.stride(), out + at, grad_out + at,
+                    lse + task * length, grad_in, grad_in + s.stride(), grad_in + 2 * s.stride(),
+                    scale, scratch);
+    }
+    at::native::cpublas::brgemm_release(true);
+  }
+}
+}

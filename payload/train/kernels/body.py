@@ -1,0 +1,171 @@
+"""GPT-2's layers in bf16, as autograd functions over the kernels.
+
+The residual stream is fp32, products and what is between them are bf16, sums are fp32: what
+autocast does, in fewer passes. B batch, T tokens, C width, H heads, N = B x T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from payload.train.kernels.library import Library
+from payload.train.kernels.low_precision import Bf16Copies
+
+if TYPE_CHECKING:
+    from payload.train.model import GPT, MLP, Attention, Block
+
+_Grads = tuple[Tensor | None, ...]
+
+
+def layers(model: GPT, x: Tensor, *, library: Library, copies: Bf16Copies) -> Tensor:
+    """From the embeddings' sum (B, T, C) fp32 to the final norm's output, bf16."""
+    sizes = (x.shape[0], x.shape[1])
+    total, added = x.flatten(0, 1), None
+    for block in cast("Iterable[Block]", model.h):
+        total, normed = _add_norm(total, added, block.ln_1, library)
+        added = _attention(normed, block.attn, sizes, library, copies)
+        total, normed = _add_norm(total, added, block.ln_2, library)
+        added = _mlp(normed, block.mlp, library, copies)
+    _, normed = _add_norm(total, added, model.ln_f, library)
+    return normed.view(x.shape)
+
+
+def _add_norm(
+    x: Tensor, added: Tensor | None, norm: nn.LayerNorm, library: Library
+) -> tuple[Tensor, Tensor]:
+    made = _AddNorm.apply(x, added, norm.weight, norm.bias, norm.eps, library)  # type: ignore[no-untyped-call]
+    return cast("tuple[Tensor, Tensor]", made)
+
+
+def _attention(
+    x: Tensor, module: Attention, sizes: tuple[int, int], library: Library, copies: Bf16Copies
+) -> Tensor:
+    weights = _weights(module.c_attn, module.c_proj)
+    heads = (*sizes, module.n_head)
+    made = _Attention.apply(x, *weights, *map(copies.of, weights), heads, library)  # type: ignore[no-untyped-call]
+    return cast(Tensor, made)
+
+
+def _mlp(x: Tensor, module: MLP, library: Library, copies: Bf16Copies) -> Tensor:
+    weights = _weights(module.c_fc, module.c_proj)
+    made = _Mlp.apply(x, *weights, *map(copies.of, weights), library)  # type: ignore[no-untyped-call]
+    return cast(Tensor, made)
+
+
+def _weights(first: nn.Linear, second: nn.Linear) -> tuple[Tensor | None, ...]:
+    return first.weight, first.bias, second.weight, second.bias
+
+
+class _AddNorm(torch.autograd.Function):
+    """The residual sum, and its layer norm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        added: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        library: Library,
+    ) -> tuple[Tensor, Tensor]:
+        total, normed, mean, rstd = library.add_norm_forward(x, added, weight, bias, eps=eps)
+        ctx.save_for_backward(total, mean, rstd, weight)
+        ctx.library, ctx.adds, ctx.has_bias = library, added is not None, bias is not None
+        ctx.set_materialize_grads(False)
+        # Autograd wants an output that is an input to be another tensor.
+        return total if added is not None else total.view_as(total), normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor | None, grad_normed: Tensor) -> _Grads:
+        *saved, weight = ctx.saved_tensors
+        grad_x, grad_added, grad_weight, grad_bias = ctx.library.add_norm_backward(
+            tuple(saved), weight, grad_total, grad_normed, adds=ctx.adds
+        )
+        return grad_x, grad_added, grad_weight, grad_bias if ctx.has_bias else None, None, None
+
+
+class _Attention(torch.autograd.Function):
+    """Queries, keys and values, attention, and the projection back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_in: Tensor,
+        bias_in: Tensor | None,
+        weight_out: Tensor,
+        bias_out: Tensor | None,
+        cast_in: Tensor,
+        cast_bias_in: Tensor | None,
+        cast_out: Tensor,
+        cast_bias_out: Tensor | None,
+        heads: tuple[int, int, int],
+        library: Library,
+    ) -> Tensor:
+        batch, length, n_head = heads
+        qkv = functional.linear(x, cast_in, cast_bias_in)
+        qkv = qkv.view(batch, length, 3, n_head, -1)
+        mixed, log_sums = library.attention_forward(qkv)
+        ctx.save_for_backward(x, qkv, mixed, log_sums, cast_in, cast_out)
+        ctx.library, ctx.has_bias = library, bias_in is not None
+        return functional.linear(mixed.view_as(x), cast_out, cast_bias_out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> _Grads:
+        x, qkv, mixed, log_sums, cast_in, cast_out = ctx.saved_tensors
+        grad_weight_out = torch.mm(grad.t(), mixed.view_as(x)).float()
+        grad_mixed = torch.mm(grad, cast_out).view_as(mixed)
+        grad_qkv = ctx.library.attention_backward(qkv, mixed, log_sums, grad_mixed)
+        grad_in = grad_qkv.view(len(x), -1)
+        biases = (_summed(grad_in), _summed(grad)) if ctx.has_bias else (None, None)
+        grad_weight_in = torch.mm(grad_in.t(), x).float()
+        weights = (grad_weight_in, biases[0], grad_weight_out, biases[1])
+        return torch.mm(grad_in, cast_in), *weights, None, None, None, None, None, None
+
+
+class _Mlp(torch.autograd.Function):
+    """Two products with GELU between; GELU's output is made again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_up: Tensor,
+        bias_up: Tensor | None,
+        weight_down: Tensor,
+        bias_down: Tensor | None,
+        cast_up: Tensor,
+        cast_bias_up: Tensor | None,
+        cast_down: Tensor,
+        cast_bias_down: Tensor | None,
+        library: Library,
+    ) -> Tensor:
+        wide = functional.linear(x, cast_up, cast_bias_up)
+        ctx.save_for_backward(x, wide, cast_up, cast_down)
+        ctx.library, ctx.has_bias = library, bias_up is not None
+        return functional.linear(library.gelu_forward(wide), cast_down, cast_bias_down)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> _Grads:
+        x, wide, cast_up, cast_down = ctx.saved_tensors
+        grad_wide = torch.mm(grad, cast_down)
+        gelu = ctx.library.gelu_backward(wide, grad_wide)
+        grad_down = torch.mm(grad.t(), gelu).float()
+        biases = (_summed(grad_wide), _summed(grad)) if ctx.has_bias else (None, None)
+        grad_up = torch.mm(grad_wide.t(), x).float()
+        weights = (grad_up, biases[0], grad_down, biases[1])
+        return torch.mm(grad_wide, cast_up), *weights, None, None, None, None, None
+
+
+def _summed(grad: Tensor) -> Tensor:
+    return grad.sum(dim=0, dtype=torch.float32)

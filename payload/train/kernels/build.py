@@ -1,0 +1,99 @@
+"""The kernels' library: compiled once for this source, torch and CPU, and kept."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+from payload.train.kernels.unavailable import KernelsUnavailableError
+
+SOURCES = ("attention.cpp", "pointwise.cpp")
+_HEADERS = ("common.h",)
+COMPILERS = ("g++", "clang++")
+
+# No errno and no traps, or the compiler may not vectorise; NaN and infinity keep their meaning.
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+)
+# Two seconds on the development machine, longer where many ranks start at once.
+_TIMEOUT_S = 300
+
+
+def built_library(cache: Path) -> Path:
+    """The shared library, from `cache` or built there now. Raises KernelsUnavailableError.
+
+    Several processes may ask at once: one builds, the others wait for it.
+    """
+    if platform.system() != "Linux":
+        raise KernelsUnavailableError(f"they are for Linux, this is {platform.system()}")
+    library = cache / f"kernels-{_fingerprint()}.so"
+    if library.exists():
+        return library
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with (cache / "build.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                _compile(library)
+    except OSError as error:
+        raise KernelsUnavailableError(f"{cache} cannot be written: {error.strerror}") from None
+    return library
+
+
+def _compile(library: Path) -> None:
+    """Write the library beside its name, then rename it: it is whole or absent."""
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise KernelsUnavailableError("this machine has no C++ compiler (apt-get install g++)")
+    here, torch_libraries = Path(__file__).parent, Path(torch.__file__).parent / "lib"
+    partial = library.with_suffix(f".{os.getpid()}.partial")
+    command = [compiler, *_FLAGS, *(str(here / name) for name in SOURCES), "-o", str(partial)]
+    # Torch's libraries are in the process by then: no path to them is needed at run time.
+    command += [f"-L{torch_libraries}", "-ltorch_cpu", "-lc10"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+        if done.returncode:
+            lines = done.stderr.strip().splitlines()
+            reason = next((line for line in lines if "error" in line), "no reason given")
+            raise KernelsUnavailableError(f"{compiler} failed: {reason}")
+        partial.replace(library)
+    except subprocess.TimeoutExpired:
+        raise KernelsUnavailableError(f"{compiler} took over {_TIMEOUT_S} s") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _fingerprint() -> str:
+    """Of all that the machine code depends on; home folders are shared by unlike machines."""
+    digest = hashlib.sha256()
+    for name in (*SOURCES, *_HEADERS):
+        digest.update((Path(__file__).parent / name).read_bytes())
+    digest.update(" ".join((*_FLAGS, torch.__version__, platform.machine())).encode())
+    digest.update("".join(_cpu_description()).encode())
+    return digest.hexdigest()[:20]
+
+
+def _cpu_description() -> list[str]:
+    """The first CPU's model and instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    first = lines[: lines.index("")] if "" in lines else lines
+    return [line for line in first if line.startswith(("model", "flags", "Features"))]

@@ -1,0 +1,116 @@
+// What the kernels share: bf16 in and out of fp32, an exp that the compiler vectorises, scratch.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+// The bits of a bfloat16, which is the upper half of a float.
+using bf16 = uint16_t;
+
+inline float to_float(bf16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+inline float to_float(float value) { return value; }
+
+// Rounds to nearest, ties to even, as torch does; NaN stays NaN.
+inline bf16 to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return static_cast<bf16>(value != value ? 0x7fc0 : rounded);
+}
+
+// exp, within 2 units in the last place; below -87 it is 1e-38, which counts as nothing beside 1.
+// NaN stays NaN. Not libm's: the compiler would call it number by number.
+inline float exp_fast(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  x = x > 88.0f ? 88.0f : x;
+  const float shifted = x * 1.44269504089f + 12582912.0f;  // 1.5 x 2^23: the integer part in the low bits
+  const float whole = shifted - 12582912.0f;
+  float r = x - whole * 0.693145751953125f;
+  r = r - whole * 1.42860677e-6f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  uint32_t bits, power;
+  std::memcpy(&bits, &p, sizeof(bits));
+  std::memcpy(&power, &shifted, sizeof(power));
+  bits += power << 23;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+inline void round_all(const float* from, int64_t count, bf16* to) {
+  int64_t i = 0;
+#ifdef __AVX512BF16__
+  for (; i + 16 <= count; i += 16) {
+    const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(from + i));
+    std::memcpy(to + i, &rounded, sizeof(rounded));
+  }
+#endif
+  for (; i < count; ++i) to[i] = to_bf16(from[i]);
+}
+
+// to[i] = value(i), rounded: a piece at a time, since the compiler cannot use the instruction that
+// rounds sixteen numbers by itself, and twice six others in its place cost half of a pass.
+template <typename Value>
+inline void fill(int64_t count, bf16* to, Value value) {
+  constexpr int64_t kAtOnce = 256;
+  float piece[kAtOnce];
+  for (int64_t first = 0; first < count; first += kAtOnce) {
+    const int64_t size = std::min(kAtOnce, count - first);
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) piece[i] = value(first + i);
+    round_all(piece, size, to + first);
+  }
+}
+template <typename Value>
+inline void fill(int64_t count, float* to, Value value) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) to[i] = value(i);
+}
+
+// Memory of one thread's task, aligned to cache lines and reused from task to task.
+class Scratch {
+ public:
+  ~Scratch() {
+    for (auto& piece : pieces_) std::free(piece.memory);
+  }
+  void reset() { next_ = 0; }
+  template <typename T>
+  T* take(int64_t count) {
+    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+    if (next_ == pieces_.size()) pieces_.push_back({});
+    auto& piece = pieces_[next_++];
+    if (piece.bytes < bytes) {
+      std::free(piece.memory);
+      piece = {std::aligned_alloc(64, bytes), bytes};
+      if (!piece.memory) throw std::bad_alloc();
+    }
+    return static_cast<T*>(piece.memory);
+  }
+
+ private:
+  struct Piece {
+    void* memory = nullptr;
+    size_t bytes = 0;
+  };
+  std::vector<Piece> pieces_;
+  size_t next_ = 0;
+};

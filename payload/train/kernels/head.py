@@ -1,0 +1,118 @@
+"""The vocabulary head and its loss, without a second copy of the logits.
+
+One buffer of logits in the products' dtype serves chunk after chunk of tokens; each chunk's logits
+are overwritten by their gradient, from which both products of the backward pass are made at once.
+N tokens, C width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from payload.data.blocks import IGNORED_TARGET
+from payload.train.kernels.library import Library
+
+CHUNK_TOKENS = 2048
+"""Tokens whose logits exist at once: 206 MB of bf16 with GPT-2's vocabulary."""
+
+# Rows of which the pure torch pass holds fp32 copies at once.
+_ROWS = 128
+# Rows of logits begin at cache lines: products are faster than with GPT-2's odd 50257.
+_ALIGNED = 64
+
+
+def mean_loss(
+    hidden: Tensor, weight: Tensor, cast_weight: Tensor, targets: Tensor, library: Library | None
+) -> Tensor:
+    """Mean cross entropy of `hidden` (N, C) against `targets` (N,), a scalar fp32.
+
+    `cast_weight` is `weight` (V, C) in the dtype of `hidden`, in which products are made.
+    """
+    loss = _MeanLoss.apply(hidden, weight, cast_weight, targets, library)  # type: ignore[no-untyped-call]
+    return cast(Tensor, loss)
+
+
+def token_losses(
+    hidden: Tensor, cast_weight: Tensor, targets: Tensor, library: Library | None
+) -> Tensor:
+    """Cross entropy of each target, (N,) fp32; 0 where it is `IGNORED_TARGET`. No gradients."""
+    buffer = _buffer(hidden, vocabulary=cast_weight.shape[0])
+    losses = torch.empty(len(targets))
+    for start in range(0, len(targets), CHUNK_TOKENS):
+        chunk = slice(start, start + CHUNK_TOKENS)
+        logits = torch.mm(hidden[chunk], cast_weight.t(), out=buffer[: len(targets[chunk])])
+        losses[chunk] = _cross_entropy(logits, targets[chunk], None, library)
+    return losses
+
+
+class _MeanLoss(torch.autograd.Function):
+    """Gradients are made in the forward pass, where the logits are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        cast_weight: Tensor,
+        targets: Tensor,
+        library: Library | None,
+    ) -> Tensor:
+        count = int((targets != IGNORED_TARGET).sum())
+        buffer = _buffer(hidden, vocabulary=weight.shape[0])
+        losses = torch.empty(len(targets))
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight: Tensor | None = None
+        for start in range(0, len(targets), CHUNK_TOKENS):
+            chunk = slice(start, start + CHUNK_TOKENS)
+            rows = hidden[chunk]
+            logits = torch.mm(rows, cast_weight.t(), out=buffer[: len(rows)])
+            losses[chunk] = _cross_entropy(logits, targets[chunk], 1 / max(count, 1), library)
+            torch.mm(logits, cast_weight, out=grad_hidden[chunk])
+            part = torch.mm(logits.t(), rows)
+            grad_weight = part.float() if grad_weight is None else grad_weight.add_(part)
+        assert grad_weight is not None
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        # Without a target the mean is 0 / 0, as it is in torch.
+        return (losses.sum(dtype=torch.float64) / count).float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scale = float(grad)
+        if scale != 1:
+            # Made in the forward pass for this one backward pass, so they may be changed.
+            grad_hidden, grad_weight = grad_hidden.mul_(scale), grad_weight.mul_(scale)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _buffer(hidden: Tensor, *, vocabulary: int) -> Tensor:
+    rows = min(len(hidden), CHUNK_TOKENS)
+    stride = -(-vocabulary // _ALIGNED) * _ALIGNED
+    return hidden.new_empty(rows, stride)[:, :vocabulary]
+
+
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, grad_scale: float | None, library: Library | None
+) -> Tensor:
+    """Loss of each row, fp32; with a scale, `logits` become their gradient times it."""
+    if library is not None:
+        return library.cross_entropy(logits, targets, grad_scale=grad_scale)
+    losses = torch.empty(len(targets))
+    for start in range(0, len(targets), _ROWS):
+        rows = slice(start, start + _ROWS)
+        values, wanted = logits[rows].float(), targets[rows].unsqueeze(1)
+        is_ignored = wanted == IGNORED_TARGET
+        wanted = wanted.masked_fill(is_ignored, 0)
+        log_shares = values.log_softmax(dim=1)
+        found = log_shares.gather(1, wanted).masked_fill(is_ignored, 0)
+        losses[rows] = -found.squeeze(1)
+        if grad_scale is not None:
+            grad = log_shares.exp_()
+            grad.scatter_add_(1, wanted, torch.full_like(found, -1))
+            logits[rows] = grad.mul_(grad_scale).masked_fill_(is_ignored, 0)
+    return losses

@@ -1,0 +1,83 @@
+"""What the model asks for: the parts of a pass that have a faster way than the reference."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from payload.train.kernels import body, head
+from payload.train.kernels.library import Library, load_library
+from payload.train.kernels.low_precision import Bf16Copies
+from payload.train.kernels.unavailable import KernelsUnavailableError
+
+if TYPE_CHECKING:
+    from payload.train.model import GPT
+
+log = logging.getLogger(__name__)
+
+
+class Kernels:
+    """A faster way for a model's passes. Without a library, what pure torch can do of it."""
+
+    def __init__(self, library: Library | None) -> None:
+        self._library = library
+        self._copies = Bf16Copies()
+
+    def weights_changed(self, *_: object) -> None:
+        """Forget what was derived from the weights; a hook for optimizers."""
+        self._copies.drop()
+
+    def layers(self, model: GPT, x: Tensor) -> Tensor | None:
+        """From the embeddings to the final norm's output; None where the reference has to do it.
+
+        That is in fp32, for dropout, whose masks the reference draws, and for the exact GELU.
+        """
+        library = self._library
+        if library is None or not library.has_attention or not _is_bf16():
+            return None
+        if model.dropout or model.activation != "gelu_new":
+            return None
+        if model.shape.n_embd // model.shape.n_head % 2:
+            return None
+        with torch.autocast("cpu", enabled=False):
+            return body.layers(model, x, library=library, copies=self._copies)
+
+    def mean_loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy of (B, T, C) against (B, T), a scalar."""
+        hidden, cast_weight = self._cast(hidden, weight)
+        flat = (hidden.flatten(0, 1), weight, cast_weight, targets.flatten())
+        with torch.autocast("cpu", enabled=False):
+            return head.mean_loss(*flat, self._library)
+
+    def token_losses(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy of every target, (B, T) fp32; 0 where it is ignored. No gradients."""
+        hidden, cast_weight = self._cast(hidden, weight)
+        flat = (hidden.flatten(0, 1), cast_weight, targets.flatten())
+        with torch.autocast("cpu", enabled=False), torch.no_grad():
+            return head.token_losses(*flat, self._library).view_as(targets)
+
+    def _cast(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        if _is_bf16():
+            copy = self._copies.of(weight)
+            assert copy is not None
+            return hidden.to(torch.bfloat16), copy
+        return hidden, weight.detach()
+
+
+def _is_bf16() -> bool:
+    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
+def find_kernels() -> Kernels:
+    """The kernels of this machine, built if need be; what is missing is said and done without."""
+    try:
+        library = load_library()
+    except KernelsUnavailableError as error:
+        log.info(f"kernels   none: {error}; stock torch instead, which is slower")
+        return Kernels(None)
+    if not library.has_attention:
+        log.info("kernels   this CPU has no bf16 products for blocks: the loss only")
+    return Kernels(library)

@@ -1,0 +1,141 @@
+"""The built library's functions, on tensors. Each checks that the sizes fit: C++ does not."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from payload.data.blocks import IGNORED_TARGET
+from payload.train.kernels.build import built_library
+from payload.train.kernels.unavailable import KernelsUnavailableError
+
+_NORM_ROWS = 64
+"""Rows for which the norm's backward pass gives one part of its weights' gradients."""
+
+_POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+_SIGNATURES: dict[str, list[type]] = {
+    "attention_forward": [*[_POINTER] * 3, *[_SIZE] * 4, _INT],
+    "attention_backward": [*[_POINTER] * 5, *[_SIZE] * 4, _INT],
+    "cross_entropy_bf16": [_POINTER, *[_SIZE] * 3, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
+    "cross_entropy_fp32": [_POINTER, *[_SIZE] * 3, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
+    "gelu_forward": [*[_POINTER] * 2, _SIZE, _INT],
+    "gelu_backward": [*[_POINTER] * 3, _SIZE, _INT],
+    "add_norm_forward": [*[_POINTER] * 4, _FLOAT, *[_POINTER] * 4, *[_SIZE] * 2, _INT],
+    "add_norm_backward": [*[_POINTER] * 10, *[_SIZE] * 2, _INT],
+}
+
+
+class Library:
+    """The kernels, as loaded. Threads are torch's at the call."""
+
+    def __init__(self, path: Path) -> None:
+        """Load what `built_library` built. Raises KernelsUnavailableError."""
+        try:
+            self._functions = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelsUnavailableError(f"{path} cannot be loaded: {error}") from None
+        for name, types in _SIGNATURES.items():
+            function = getattr(self._functions, f"tileforge_{name}")
+            function.argtypes, function.restype = types, None
+        self.has_attention: bool = bool(self._functions.tileforge_has_brgemm())
+        """Whether this CPU multiplies bf16 blocks; else attention is torch's own."""
+
+    def attention_forward(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Causal attention: qkv (B, T, 3, H, D) bf16 to (B, T, H, D), and (B, H, T) log sums."""
+        batch, length, three, heads, width = qkv.shape
+        assert three == 3 and width % 2 == 0
+        out = qkv.new_empty(batch, length, heads, width)
+        log_sums = torch.empty(batch, heads, length)
+        self._call("attention_forward", qkv, out, log_sums, batch, length, heads, width)
+        return out, log_sums
+
+    def attention_backward(
+        self, qkv: Tensor, out: Tensor, log_sums: Tensor, grad_out: Tensor
+    ) -> Tensor:
+        """The gradient of qkv; `out` and `log_sums` are the forward pass's."""
+        batch, length, _, heads, width = qkv.shape
+        assert out.shape == grad_out.shape == (batch, length, heads, width)
+        grad = torch.empty_like(qkv)
+        sizes = (batch, length, heads, width)
+        self._call("attention_backward", qkv, out, log_sums, grad_out, grad, *sizes)
+        return grad
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor, *, grad_scale: float | None) -> Tensor:
+        """Loss of each row, fp32; with a scale, `logits` become their gradient times it.
+
+        `logits` are (N, V) bf16 or fp32; rows may lie apart, what is between them stays.
+        """
+        rows, vocabulary = logits.shape
+        assert logits.stride(1) == 1 and targets.shape == (rows,)
+        losses = torch.empty(rows)
+        name = "cross_entropy_bf16" if logits.dtype == torch.bfloat16 else "cross_entropy_fp32"
+        sizes = (rows, vocabulary, logits.stride(0))
+        scale = 0.0 if grad_scale is None else grad_scale
+        with_grad = int(grad_scale is not None)
+        self._call(
+            name, logits, *sizes, targets.contiguous(), IGNORED_TARGET, scale, with_grad, losses
+        )
+        return losses
+
+    def gelu_forward(self, x: Tensor) -> Tensor:
+        """GPT-2's tanh form, bf16."""
+        y = torch.empty_like(x)
+        self._call("gelu_forward", x, y, x.numel())
+        return y
+
+    def gelu_backward(self, x: Tensor, grad: Tensor) -> Tensor:
+        """The output anew; `grad`, of the output, becomes the gradient of `x` in its place."""
+        assert x.shape == grad.shape
+        y = torch.empty_like(x)
+        self._call("gelu_backward", x, grad, y, x.numel())
+        return y
+
+    def add_norm_forward(
+        self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x (N, C) fp32 plus `added` bf16, its norm in bf16, and each row's mean and 1 / std."""
+        rows, width = x.shape
+        total = x if added is None else torch.empty_like(x)
+        normed = torch.empty(rows, width, dtype=torch.bfloat16)
+        mean, rstd = torch.empty(rows), torch.empty(rows)
+        tensors = (total, normed, mean, rstd)
+        self._call("add_norm_forward", x, added, weight, bias, eps, *tensors, rows, width)
+        return tensors
+
+    def add_norm_backward(
+        self,
+        saved: tuple[Tensor, Tensor, Tensor],
+        weight: Tensor,
+        grad_total: Tensor | None,
+        grad_normed: Tensor,
+        *,
+        adds: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Gradients of x, `added` (when `adds`), weight and bias; `saved` is total, mean, rstd."""
+        rows, width = saved[0].shape
+        grad_x = torch.empty(rows, width)
+        grad_added = torch.empty(rows, width, dtype=torch.bfloat16) if adds else None
+        parts = torch.empty(2, -(-rows // _NORM_ROWS), width)
+        grads = (grad_total, grad_normed, grad_x, grad_added, parts[0], parts[1])
+        self._call("add_norm_backward", *saved, weight, *grads, rows, width)
+        weight_grad, bias_grad = parts.sum(dim=1)
+        return grad_x, grad_added, weight_grad, bias_grad
+
+    def _call(self, name: str, *arguments: Tensor | float | None) -> None:
+        pointers: list[float | None] = []
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                assert argument.is_contiguous() or name.startswith("cross_entropy")
+                pointers.append(argument.data_ptr())
+            else:
+                pointers.append(argument)
+        getattr(self._functions, f"tileforge_{name}")(*pointers, torch.get_num_threads())
+
+
+def load_library() -> Library:
+    """Build if needed, and load. Raises KernelsUnavailableError."""
+    return Library(built_library(Path.home() / ".cache" / "tileforge" / "kernels"))

@@ -1,0 +1,28 @@
+"""bf16 copies of the parameters, made once for each value that they have."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Bf16Copies:
+    """Autocast makes its copies in every pass; these last until the next update."""
+
+    def __init__(self) -> None:
+        self._copies: dict[Tensor, Tensor] = {}
+
+    def of(self, parameter: Tensor | None) -> Tensor | None:
+        """The parameter in bf16."""
+        if parameter is None:
+            return None
+        copy = self._copies.get(parameter)
+        if copy is None:
+            # What is made within an evaluation has to serve the next backward pass as well.
+            with torch.inference_mode(False), torch.no_grad():
+                copy = self._copies[parameter] = parameter.to(torch.bfloat16)
+        return copy
+
+    def drop(self) -> None:
+        """The parameters change: make them anew when they are next asked for."""
+        self._copies.clear()

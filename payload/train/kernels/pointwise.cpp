@@ -1,0 +1,198 @@
+// The passes between the matrix products, each over its data once: the loss with its gradient, GELU,
+// and the residual sum with the norm that follows it. Sums are fp32. Results do not depend on the
+// number of threads.
+#include "common.h"
+
+namespace {
+
+// Rows whose share of a norm's weight gradient is summed by one task.
+constexpr int64_t kNormRows = 64;
+
+template <typename T>
+void cross_entropy_row(T* logits, int64_t vocabulary, int64_t target, int64_t ignored,
+                       float grad_scale, bool with_grad, float* loss) {
+  if (target == ignored) {
+    *loss = 0.0f;
+    if (with_grad) std::fill_n(logits, vocabulary, T{0});
+    return;
+  }
+  float top = -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < vocabulary; ++i) top = std::max(top, to_float(logits[i]));
+  // Eight sums, or fifty thousand numbers' rounding errors would add up.
+  constexpr int64_t kPart = 8192;
+  double sum = 0;
+  for (int64_t first = 0; first < vocabulary; first += kPart) {
+    const int64_t end = std::min(vocabulary, first + kPart);
+    float part = 0;
+#pragma omp simd reduction(+ : part)
+    for (int64_t i = first; i < end; ++i) part += exp_fast(to_float(logits[i]) - top);
+    sum += part;
+  }
+  const float log_sum = static_cast<float>(std::log(sum));
+  const float target_logit = to_float(logits[target]);
+  *loss = log_sum + (top - target_logit);
+  if (!with_grad) return;
+  const float factor = static_cast<float>(grad_scale / sum);
+  fill(vocabulary, logits, [=](int64_t i) { return exp_fast(to_float(logits[i]) - top) * factor; });
+  const float share = exp_fast(target_logit - top) / static_cast<float>(sum);
+  fill(1, logits + target, [=](int64_t) { return (share - 1.0f) * grad_scale; });
+}
+
+template <typename T>
+void cross_entropy(T* logits, int64_t rows, int64_t vocabulary, int64_t stride,
+                   const int64_t* targets, int64_t ignored, float grad_scale, int with_grad,
+                   float* losses, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    cross_entropy_row(logits + row * stride, vocabulary, targets[row], ignored, grad_scale,
+                      with_grad != 0, losses + row);
+  }
+}
+
+// GPT-2's tanh form is x times the logistic function of 2u.
+struct Gelu {
+  float logistic, slope;
+  explicit Gelu(float x) {
+    constexpr float kTwice = 1.5957691216057308f;  // 2 sqrt(2 / pi)
+    const float square = x * x;
+    const float u2 = kTwice * x * (1.0f + 0.044715f * square);
+    logistic = 1.0f / (1.0f + exp_fast(-u2));
+    slope = kTwice * (1.0f + 3 * 0.044715f * square);
+  }
+};
+
+constexpr int64_t kPiece = 1024;
+
+}  // namespace
+
+extern "C" {
+
+// Loss of each row, log(sum(exp(logits))) - logits[target]; 0 where the target is `ignored`. With
+// `with_grad` the logits are overwritten by their gradient times `grad_scale`.
+void tileforge_cross_entropy_bf16(bf16* logits, int64_t rows, int64_t vocabulary, int64_t stride,
+                                  const int64_t* targets, int64_t ignored, float grad_scale,
+                                  int with_grad, float* losses, int threads) {
+  cross_entropy(logits, rows, vocabulary, stride, targets, ignored, grad_scale, with_grad, losses,
+                threads);
+}
+void tileforge_cross_entropy_fp32(float* logits, int64_t rows, int64_t vocabulary, int64_t stride,
+                                  const int64_t* targets, int64_t ignored, float grad_scale,
+                                  int with_grad, float* losses, int threads) {
+  cross_entropy(logits, rows, vocabulary, stride, targets, ignored, grad_scale, with_grad, losses,
+                threads);
+}
+
+void tileforge_gelu_forward(const bf16* x, bf16* y, int64_t count, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t first = 0; first < count; first += kPiece) {
+    const int64_t end = std::min(count, first + kPiece);
+    fill(end - first, y + first, [=](int64_t i) {
+      const float in = to_float(x[first + i]);
+      return in * Gelu(in).logistic;
+    });
+  }
+}
+
+// grad, of the output, becomes that of the input; y is what the forward pass gave, made anew.
+void tileforge_gelu_backward(const bf16* x, bf16* grad, bf16* y, int64_t count, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t first = 0; first < count; first += kPiece) {
+    const int64_t size = std::min(count - first, kPiece);
+    float out[kPiece], slope[kPiece];
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) {
+      const float in = to_float(x[first + i]);
+      const Gelu gelu(in);
+      out[i] = in * gelu.logistic;
+      slope[i] = to_float(grad[first + i]) *
+                 (gelu.logistic + out[i] * (1.0f - gelu.logistic) * gelu.slope);
+    }
+    round_all(out, size, y + first);
+    round_all(slope, size, grad + first);
+  }
+}
+
+// sum = x + added, normed = (sum - mean) * rstd * weight + bias, row by row. `added` and `bias` may
+// be null; without `added`, `sum` is not written and may be null.
+void tileforge_add_norm_forward(const float* x, const bf16* added, const float* weight,
+                                const float* bias, float eps, float* sum, bf16* normed,
+                                float* mean, float* rstd, int64_t rows, int64_t width,
+                                int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* in = x + row * width;
+    if (added) {
+      const bf16* plus = added + row * width;
+      float* to = sum + row * width;
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) to[i] = in[i] + to_float(plus[i]);
+      in = to;
+    }
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < width; ++i) total += in[i];
+    const float middle = total / width;
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < width; ++i) squares += (in[i] - middle) * (in[i] - middle);
+    const float factor = 1.0f / std::sqrt(squares / width + eps);
+    mean[row] = middle;
+    rstd[row] = factor;
+    bf16* to = normed + row * width;
+    if (bias) {
+      fill(width, to,
+           [=](int64_t i) { return (in[i] - middle) * factor * weight[i] + bias[i]; });
+    } else {
+      fill(width, to, [=](int64_t i) { return (in[i] - middle) * factor * weight[i]; });
+    }
+  }
+}
+
+// grad_x = grad_sum + the norm's own; grad_added is the same in bf16. `grad_sum` and `grad_added`
+// may be null. The weight's and bias's gradients come as one part for each 64 rows, (parts, width).
+void tileforge_add_norm_backward(const float* sum, const float* mean, const float* rstd,
+                                 const float* weight, const float* grad_sum,
+                                 const bf16* grad_normed, float* grad_x, bf16* grad_added,
+                                 float* weight_parts, float* bias_parts, int64_t rows,
+                                 int64_t width, int threads) {
+  const int64_t parts = (rows + kNormRows - 1) / kNormRows;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t part = 0; part < parts; ++part) {
+    float* weight_grad = weight_parts + part * width;
+    float* bias_grad = bias_parts + part * width;
+    std::fill_n(weight_grad, width, 0.0f);
+    std::fill_n(bias_grad, width, 0.0f);
+    const int64_t end = std::min(rows, (part + 1) * kNormRows);
+    for (int64_t row = part * kNormRows; row < end; ++row) {
+      const float* in = sum + row * width;
+      const bf16* grad = grad_normed + row * width;
+      const float middle = mean[row], factor = rstd[row];
+      float plain = 0, along = 0;
+#pragma omp simd reduction(+ : plain, along)
+      for (int64_t i = 0; i < width; ++i) {
+        const float standard = (in[i] - middle) * factor;
+        const float g = to_float(grad[i]);
+        weight_grad[i] += g * standard;
+        bias_grad[i] += g;
+        plain += g * weight[i];
+        along += g * weight[i] * standard;
+      }
+      plain /= width;
+      along /= width;
+      const float* through = grad_sum ? grad_sum + row * width : nullptr;
+      float* to = grad_x + row * width;
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) {
+        const float standard = (in[i] - middle) * factor;
+        to[i] = factor * (to_float(grad[i]) * weight[i] - plain - standard * along);
+      }
+      if (through) {
+#pragma omp simd
+        for (int64_t i = 0; i < width; ++i) to[i] += through[i];
+      }
+      if (grad_added) round_all(to, width, grad_added + row * width);
+    }
+  }
+}
+}

@@ -1,0 +1,375 @@
+"""The kernels against torch's own operations: results and gradients, odd sizes, any threads."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from payload.data.blocks import IGNORED_TARGET
+from payload.run_config import EngineSection, OptimizerSection
+from payload.train.engine import engage
+from payload.train.kernels import head
+from payload.train.kernels.build import built_library
+from payload.train.kernels.kernels import Kernels
+from payload.train.kernels.library import Library
+from payload.train.kernels.unavailable import KernelsUnavailableError
+from payload.train.model import GPT
+from payload.train.optimizer import build_optimizers
+from tests.launching import losses, rank_env, run, train_program
+from tests.train.test_model import make_model, tokens
+
+BF16 = torch.bfloat16
+# One rounding to bf16 is at most 0.4 %, 0.2 % on average over many numbers.
+ONE_ROUNDING = 4e-3
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return Library(built_library(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def error(ours: Tensor, true: Tensor) -> float:
+    """Norm of the difference over the true values' norm."""
+    distance = (ours.double() - true.double()).norm()
+    return float(distance / true.double().norm().clamp_min(1e-30))
+
+
+def random(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "width"),
+    [(1, 1, 1, 2), (2, 2, 1, 6), (2, 37, 3, 16), (1, 128, 2, 64), (1, 129, 1, 80), (2, 300, 2, 64)],
+)
+def test_attention_and_its_gradient_are_those_of_torch(
+    library: Library, threads: int, batch: int, length: int, heads: int, width: int
+) -> None:
+    assert library.has_attention
+    qkv = random(batch, length, 3, heads, width).to(BF16)
+    grad_out = random(batch, length, heads, width, seed=1).to(BF16)
+    leaf = qkv.double().requires_grad_()
+    query, key, value = (part.transpose(1, 2) for part in leaf.unbind(2))
+    true = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    true = true.transpose(1, 2)
+    torch.autograd.backward(true, grad_out.double())
+
+    out, log_sums = library.attention_forward(qkv)
+    grad = library.attention_backward(qkv, out, log_sums, grad_out)
+
+    assert error(out, true.detach()) < ONE_ROUNDING
+    assert leaf.grad is not None
+    # Probabilities, their gradients and the result: three roundings.
+    if length > 1:
+        assert error(grad, leaf.grad) < 2 * ONE_ROUNDING
+    assert error(grad[:, :, 2], leaf.grad[:, :, 2]) < 2 * ONE_ROUNDING
+
+
+def test_large_scores_neither_overflow_nor_vanish(library: Library) -> None:
+    qkv = (random(1, 200, 3, 2, 32) * 30).to(BF16)
+    query, key, value = (part.transpose(1, 2).double() for part in qkv.unbind(2))
+    true = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    out, log_sums = library.attention_forward(qkv)
+    assert error(out, true.transpose(1, 2)) < ONE_ROUNDING
+    grad = library.attention_backward(qkv, out, log_sums, torch.ones_like(out))
+    assert bool(grad.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("with_library", [True, False])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 2), (5, 301), (131, 9001)])
+def test_the_loss_and_its_gradient_are_those_of_torch(
+    library: Library,
+    threads: int,
+    dtype: torch.dtype,
+    with_library: bool,
+    rows: int,
+    vocabulary: int,
+) -> None:
+    apart = random(rows, vocabulary + 7).mul(5).to(dtype)
+    logits = apart[:, :vocabulary]
+    targets = torch.arange(rows) % vocabulary
+    targets[3::4] = IGNORED_TARGET
+    leaf = logits.double().requires_grad_()
+    true = functional.cross_entropy(leaf, targets, ignore_index=IGNORED_TARGET, reduction="none")
+    torch.autograd.backward(true.sum() * 0.25)
+    beyond = apart[:, vocabulary:].clone()
+
+    chosen = library if with_library else None
+    plain = head._cross_entropy(logits.clone(), targets, None, chosen)
+    found = head._cross_entropy(logits, targets, 0.25, chosen)
+
+    assert torch.equal(plain, found)
+    # Losses are up to 30, whose last bit in fp32 is 2e-6.
+    assert float((found.double() - true.detach()).abs().max()) < 1e-5
+    assert leaf.grad is not None
+    if dtype == BF16:
+        assert error(logits, leaf.grad) < ONE_ROUNDING
+    else:
+        assert float((logits.double() - leaf.grad).abs().max()) < 1e-6
+    assert torch.equal(apart[:, vocabulary:], beyond)
+
+
+@pytest.mark.parametrize("count", [1, 15, 5000])
+def test_gelu_and_its_gradient_are_those_of_torch(
+    library: Library, threads: int, count: int
+) -> None:
+    x = random(count).mul(4).to(BF16)
+    x[0] = -30.0
+    grad = random(count, seed=1).to(BF16)
+    leaf = x.double().requires_grad_()
+    true = functional.gelu(leaf, approximate="tanh")
+    torch.autograd.backward(true, grad.double())
+
+    found = library.gelu_forward(x)
+    again = library.gelu_backward(x, grad)
+
+    assert torch.equal(found, again)
+    assert leaf.grad is not None
+    if count > 1:
+        assert error(found, true.detach()) < ONE_ROUNDING
+        assert error(grad, leaf.grad) < ONE_ROUNDING
+    assert float(found[0]) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize(("rows", "width"), [(1, 2), (63, 33), (130, 768)])
+def test_the_residual_sum_and_its_norm_are_those_of_torch(
+    library: Library, threads: int, rows: int, width: int, adds: bool, bias: bool
+) -> None:
+    x = random(rows, width)
+    added = random(rows, width, seed=1).to(BF16) if adds else None
+    weight, offset = random(width, seed=2), random(width, seed=3) if bias else None
+    grad_total = random(rows, width, seed=4) if adds else None
+    grad_normed = random(rows, width, seed=5).to(BF16)
+    leaf = x.double() + (added.double() if added is not None else 0)
+    leaf.requires_grad_()
+    scale = weight.double().requires_grad_()
+    shift = offset.double().requires_grad_() if offset is not None else None
+    true = functional.layer_norm(leaf, (width,), scale, shift, eps=1e-5)
+    torch.autograd.backward(true, grad_normed.double())
+    assert leaf.grad is not None and scale.grad is not None
+
+    total, normed, mean, rstd = library.add_norm_forward(x, added, weight, offset, eps=1e-5)
+    grad_x, grad_added, grad_weight, grad_bias = library.add_norm_backward(
+        (total, mean, rstd), weight, grad_total, grad_normed, adds=adds
+    )
+
+    # Two numbers a row: the norm is +1 or -1, and its gradient a difference of equals.
+    exact = 1e-5 if width > 2 else 1e-2
+    assert error(total, leaf.detach()) < 1e-6
+    assert error(normed, true.detach()) < ONE_ROUNDING
+    whole = leaf.grad + (grad_total.double() if grad_total is not None else 0)
+    assert float((grad_x.double() - whole).abs().max()) < exact * 10
+    assert error(grad_weight, scale.grad) < exact
+    assert error(grad_bias, grad_normed.double().sum(0)) < 1e-5
+    if grad_added is not None:
+        assert torch.equal(grad_added, grad_x.to(BF16))
+
+
+@pytest.mark.parametrize("with_library", [True, False])
+def test_the_head_gives_the_reference_s_loss_and_gradients_chunk_by_chunk(
+    library: Library, with_library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 17)
+    model = make_model()
+    batch = tokens(2, 40)
+    targets = batch.clone()
+    targets[0, :9] = IGNORED_TARGET
+    expected = loss_and_gradients(model, batch, targets, nullcontext)
+    model.kernels = Kernels(library if with_library else None)
+    found = loss_and_gradients(model, batch, targets, nullcontext)
+    assert_close(found, expected, bound=1e-5)
+    token_losses = model.token_losses(batch, targets)
+    assert not token_losses[0, :9].any()
+    count = (targets != IGNORED_TARGET).sum()
+    assert float(token_losses.sum() / count) == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("length", [1, 48])
+def test_a_pass_in_bf16_is_as_near_to_fp32_as_the_reference_s(
+    library: Library, threads: int, bias: bool, length: int
+) -> None:
+    model = make_model(bias=bias)
+    batch, targets = tokens(3, length), tokens(3, length).flip(0)
+    exact = loss_and_gradients(model, batch, targets, nullcontext)
+    reference = loss_and_gradients(model, batch, targets, bf16)
+    model.kernels = Kernels(library)
+    ours = loss_and_gradients(model, batch, targets, bf16)
+    assert ours[0] == pytest.approx(exact[0], rel=2e-3)
+    for name, true in exact[1].items():
+        near = error(reference[1][name], true)
+        # One token sees only itself: the gradients of its query and key are rounding alone.
+        if not (length == 1 and "c_attn" in name):
+            assert error(ours[1][name], true) < 1.5 * near + 1e-3, name
+
+
+def test_a_pass_gives_the_same_bits_with_any_number_of_threads(library: Library) -> None:
+    qkv = random(2, 150, 3, 2, 32).to(BF16)
+    before, seen = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            out, log_sums = library.attention_forward(qkv)
+            seen.append((out, library.attention_backward(qkv, out, log_sums, out)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_fifty_steps_train_as_the_reference_does(library: Library) -> None:
+    """In bf16 within 0.2 %, half of one rounding."""
+    exact = curve(None, nullcontext)
+    assert curve(Kernels(library), nullcontext) == pytest.approx(exact, rel=1e-5)
+    assert curve(Kernels(library), bf16) == pytest.approx(curve(None, bf16), rel=2e-3)
+    assert exact[-1] < exact[0] - 1
+
+
+def curve(
+    kernels: Kernels | None, precision: Callable[[], AbstractContextManager[object]]
+) -> list[float]:
+    """Losses of fifty steps of a small model."""
+    model, found, before = make_model(), [], torch.get_num_threads()
+    torch.set_num_threads(1)
+    optimizers = build_optimizers(model, OptimizerSection(lr=3e-4))
+    if kernels is not None:
+        model.kernels = kernels
+        for optimizer in optimizers.members:
+            optimizer.register_step_post_hook(kernels.weights_changed)
+    for step in range(50):
+        batch = tokens(2, 48).roll(step % 3, dims=1)
+        with precision():
+            loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        optimizers.step()
+        found.append(loss.item())
+    torch.set_num_threads(before)
+    return found
+
+
+def test_the_engine_uses_kernels_only_where_it_says(
+    monkeypatch: pytest.MonkeyPatch, library: Library
+) -> None:
+    monkeypatch.setattr("payload.train.engine.find_kernels", lambda: Kernels(library))
+    for settings, expected in [
+        (EngineSection(), True),
+        (EngineSection(kernels="off"), False),
+        (EngineSection(compile=True), False),
+    ]:
+        model = make_model()
+        optimizers = build_optimizers(model, OptimizerSection())
+        engage(model, optimizers, settings=settings, dtype="bf16")
+        assert (model.kernels is not None) is expected
+
+
+def test_without_a_compiler_the_reason_says_how_to_get_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(KernelsUnavailableError, match=r"no C\+\+ compiler \(apt-get install g"):
+        built_library(tmp_path / "cache")
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_compiler(tmp_path / "bin", "echo 'x.cpp:1: error: no such thing' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin")
+    with pytest.raises(KernelsUnavailableError, match=r"g\+\+ failed: x.cpp:1: error: no such"):
+        built_library(tmp_path / "cache")
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["build.lock"]
+
+
+def test_of_many_that_ask_at_once_one_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.which("g++")
+    count = tmp_path / "count"
+    fake_compiler(tmp_path / "bin", f'echo built >> "{count}"; exec {real} "$@"')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    with ThreadPoolExecutor(4) as pool:
+        built = set(pool.map(built_library, [tmp_path / "cache"] * 4))
+    assert len(built) == 1
+    assert Library(built.pop()).has_attention
+    assert count.read_text() == "built\n"
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KernelsUnavailableError, match=r"file/cache cannot be written"):
+        built_library(tmp_path / "file" / "cache")
+
+
+@pytest.mark.ranks
+def test_the_trainer_trains_the_same_without_a_compiler(tmp_path: Path, tiny_config: Path) -> None:
+    for name, path in (("with", os.environ["PATH"]), ("without", str(tmp_path))):
+        environment = rank_env(HOME=str(tmp_path / f"home_{name}"), PATH=path)
+        program = train_program(
+            tmp_path / name, tiny_config, "precision.dtype=bf16", "train.steps=5"
+        )
+        result = run([sys.executable, *program], env=environment)
+        assert result.returncode == 0, result.stderr
+        assert ("kernels   none: this machine has no C++ compiler" in result.stderr) is (
+            name == "without"
+        )
+    assert losses(tmp_path / "without") == pytest.approx(losses(tmp_path / "with"), rel=2e-3)
+
+
+def bf16() -> torch.autocast:
+    return torch.autocast("cpu", dtype=BF16)
+
+
+def loss_and_gradients(
+    model: GPT,
+    batch: Tensor,
+    targets: Tensor,
+    precision: Callable[[], AbstractContextManager[object]],
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and half of its gradients, as of two passes a step."""
+    trained = copy.deepcopy(model) if model.kernels is None else model
+    trained.zero_grad()
+    with precision():
+        loss = trained(batch, targets)
+    (loss / 2).backward()
+    found = {name: p.grad for name, p in trained.named_parameters() if p.grad is not None}
+    assert len(found) == len(list(trained.parameters()))
+    return loss.item(), found
+
+
+def assert_close(
+    found: tuple[float, dict[str, Tensor]],
+    expected: tuple[float, dict[str, Tensor]],
+    *,
+    bound: float,
+) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=bound)
+    for name, true in expected[1].items():
+        assert error(found[1][name], true) < bound, name
+
+
+def fake_compiler(folder: Path, script: str) -> None:
+    """A `g++` of the test's own."""
+    folder.mkdir()
+    (folder / "g++").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "g++").chmod(0o755)
