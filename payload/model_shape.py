@@ -15,6 +15,12 @@ TYPICAL_MFU = 0.35
 runs had 27 to 42 % on two AVX-512 cores (2026-11-21); on AMX it was not measured. Each step says
 its own."""
 
+LOGITS_TOKENS = 2048
+"""Tokens whose logits the kernels' head has at once: 206 MB of bf16 with GPT-2's vocabulary."""
+
+# Python, torch, accelerate and their threads' stacks, on the development machine.
+_PROCESS_BYTES = 400 * 2**20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -50,18 +56,30 @@ class ModelShape:
         multiplying = self.num_params() - self.sequence_length * self.n_embd
         return 6 * multiplying + 12 * self.n_layer * self.n_embd * self.sequence_length
 
-    def memory_bytes(self, *, micro_batch_size: int, dtype: Literal["bf16", "fp32"]) -> int:
+    def memory_bytes(
+        self, *, micro_batch_size: int, dtype: Literal["bf16", "fp32"], kernels: bool, alone: bool
+    ) -> int:
         """Estimate of a training rank's peak memory, the interpreter and torch included.
 
-        fp32 weights, gradients, DDP's gradient buckets and two AdamW moments are 20 bytes a
-        parameter. A layer keeps about 18 widths a token for its backward pass. The head's 16 bytes
-        a logit are the log-softmax and its two gradients in fp32, and the logits' own.
+        The peak is where the forward pass ends. Weights and two AdamW moments are fp32, 12 bytes a
+        parameter; with other ranks DDP keeps its gradient buckets besides, 4 more. With `kernels`
+        a layer keeps 28 bytes a number of its width for its backward pass in bf16 (the residual
+        stream twice in fp32, and 10 widths in bf16), and the logits are those of one chunk.
         """
         size = 2 if dtype == "bf16" else 4
         tokens = micro_batch_size * self.sequence_length
-        layers = tokens * self.n_layer * 18 * self.n_embd * size
-        head = tokens * self.vocab_size * 16
-        return self.num_params() * 20 + layers + head + 600 * 2**20
+        held = self.num_params() * (12 if alone else 16) + _PROCESS_BYTES
+        if not kernels:
+            # 18 widths a layer; a logit is 16 bytes: log-softmax and two gradients in fp32, itself.
+            layers = tokens * self.n_layer * 18 * self.n_embd * size
+            return held + layers + tokens * self.vocab_size * 16
+        widths = 28 if dtype == "bf16" else 72
+        layers = tokens * self.n_layer * widths * self.n_embd
+        logits = min(tokens, LOGITS_TOKENS) * self.vocab_size * size
+        head = self.vocab_size * self.n_embd * 4
+        copies = self.num_params() * 2 if dtype == "bf16" else 0
+        ending = 0 if not alone else self.num_params() * 4
+        return held + copies + max(layers + logits + head, ending)
 
 
 PRESETS = {

@@ -154,6 +154,10 @@ class EngineSection:
     """auto: the project's own kernels where they can be built, but not with `compile` or `ipex`.
     `off`: stock torch alone."""
 
+    def wants_kernels(self) -> bool:
+        """Whether `kernels` applies to this engine."""
+        return self.kernels == "auto" and self.kind == "native" and not self.compile
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedSection:

@@ -57,6 +57,8 @@ def work_out(
         memory_bytes_per_rank=shape.memory_bytes(
             micro_batch_size=config.batch.micro_batch_size,
             dtype="fp32" if config.precision.dtype == "fp32" else "bf16",
+            kernels=config.engine.wants_kernels() and not config.model.dropout,
+            alone=world_size == 1,
         ),
         grad_bytes=grad_bytes,
         sync_s=sends_per_byte(world_size) * grad_bytes / link_bytes_per_s,

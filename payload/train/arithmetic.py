@@ -21,7 +21,12 @@ def describe(
     batch, tokens = config.batch, config.tokens_per_step()
     accumulation = batch.grad_accum_steps(world.world_size)
     all_tokens = tokens * config.train.steps
-    memory = shape.memory_bytes(micro_batch_size=batch.micro_batch_size, dtype=calibration.dtype)
+    memory = shape.memory_bytes(
+        micro_batch_size=batch.micro_batch_size,
+        dtype=calibration.dtype,
+        kernels=config.engine.wants_kernels() and not config.model.dropout,
+        alone=world.world_size == 1,
+    )
     return [
         f"model     {shape.num_params() / 1e6:.1f}M parameters: {shape.n_layer} layers, "
         f"{shape.n_head} heads, width {shape.n_embd}, context {shape.sequence_length}",

@@ -54,8 +54,7 @@ def engage(
         )
     if settings.compile:
         engaged.compile()
-    if settings.kernels == "auto" and settings.kind == "native" and not settings.compile:
-        # A compiler would break the graph at each of them.
+    if settings.wants_kernels():
         model.kernels = find_kernels()
         for optimizer in optimizers.members:
             optimizer.register_step_post_hook(model.kernels.weights_changed)
