@@ -151,6 +151,12 @@ def test_gelu_and_its_gradient_are_those_of_torch(
     assert float(found[0]) == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (64, 33), (131, 768)])
+def test_rows_are_summed_in_fp32(library: Library, threads: int, rows: int, width: int) -> None:
+    x = random(rows, width).to(BF16)
+    assert float((library.sum_rows(x).double() - x.double().sum(0)).abs().max()) < 1e-4
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize(("rows", "width"), [(1, 2), (63, 33), (130, 768)])

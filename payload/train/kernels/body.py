@@ -126,7 +126,7 @@ class _Attention(torch.autograd.Function):
         grad_mixed = torch.mm(grad, cast_out).view_as(mixed)
         grad_qkv = ctx.library.attention_backward(qkv, mixed, log_sums, grad_mixed)
         grad_in = grad_qkv.view(len(x), -1)
-        biases = (_summed(grad_in), _summed(grad)) if ctx.has_bias else (None, None)
+        biases = _bias_gradients(ctx, grad_in, grad)
         grad_weight_in = torch.mm(grad_in.t(), x).float()
         weights = (grad_weight_in, biases[0], grad_weight_out, biases[1])
         return torch.mm(grad_in, cast_in), *weights, None, None, None, None, None, None
@@ -161,11 +161,13 @@ class _Mlp(torch.autograd.Function):
         grad_wide = torch.mm(grad, cast_down)
         gelu = ctx.library.gelu_backward(wide, grad_wide)
         grad_down = torch.mm(grad.t(), gelu).float()
-        biases = (_summed(grad_wide), _summed(grad)) if ctx.has_bias else (None, None)
+        biases = _bias_gradients(ctx, grad_wide, grad)
         grad_up = torch.mm(grad_wide.t(), x).float()
         weights = (grad_up, biases[0], grad_down, biases[1])
         return torch.mm(grad_wide, cast_up), *weights, None, None, None, None, None
 
 
-def _summed(grad: Tensor) -> Tensor:
-    return grad.sum(dim=0, dtype=torch.float32)
+def _bias_gradients(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    if not ctx.has_bias:
+        return None, None
+    return ctx.library.sum_rows(first), ctx.library.sum_rows(second)

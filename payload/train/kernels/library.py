@@ -12,8 +12,8 @@ from payload.data.blocks import IGNORED_TARGET
 from payload.train.kernels.build import built_library
 from payload.train.kernels.unavailable import KernelsUnavailableError
 
-_NORM_ROWS = 64
-"""Rows for which the norm's backward pass gives one part of its weights' gradients."""
+_SUM_ROWS = 64
+"""Rows for which a sum over rows has one part."""
 
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
@@ -24,6 +24,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "cross_entropy_fp32": [_POINTER, *[_SIZE] * 3, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
     "gelu_forward": [*[_POINTER] * 2, _SIZE, _INT],
     "gelu_backward": [*[_POINTER] * 3, _SIZE, _INT],
+    "sum_rows": [*[_POINTER] * 2, *[_SIZE] * 2, _INT],
     "add_norm_forward": [*[_POINTER] * 4, _FLOAT, *[_POINTER] * 4, *[_SIZE] * 2, _INT],
     "add_norm_backward": [*[_POINTER] * 10, *[_SIZE] * 2, _INT],
 }
@@ -94,6 +95,13 @@ class Library:
         self._call("gelu_backward", x, grad, y, x.numel())
         return y
 
+    def sum_rows(self, x: Tensor) -> Tensor:
+        """The sum of the rows of x (N, C) bf16, fp32: torch would widen all of x first."""
+        rows, width = x.shape
+        parts = torch.empty(-(-rows // _SUM_ROWS), width)
+        self._call("sum_rows", x, parts, rows, width)
+        return parts.sum(dim=0)
+
     def add_norm_forward(
         self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -119,7 +127,7 @@ class Library:
         rows, width = saved[0].shape
         grad_x = torch.empty(rows, width)
         grad_added = torch.empty(rows, width, dtype=torch.bfloat16) if adds else None
-        parts = torch.empty(2, -(-rows // _NORM_ROWS), width)
+        parts = torch.empty(2, -(-rows // _SUM_ROWS), width)
         grads = (grad_total, grad_normed, grad_x, grad_added, parts[0], parts[1])
         self._call("add_norm_backward", *saved, weight, *grads, rows, width)
         weight_grad, bias_grad = parts.sum(dim=1)

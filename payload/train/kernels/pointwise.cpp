@@ -5,8 +5,8 @@
 
 namespace {
 
-// Rows whose share of a norm's weight gradient is summed by one task.
-constexpr int64_t kNormRows = 64;
+// Rows whose share of a sum over rows is one task's.
+constexpr int64_t kSumRows = 64;
 
 template <typename T>
 void cross_entropy_row(T* logits, int64_t vocabulary, int64_t target, int64_t ignored,
@@ -113,6 +113,22 @@ void tileforge_gelu_backward(const bf16* x, bf16* grad, bf16* y, int64_t count, 
   }
 }
 
+// Sums over rows, one part for each 64 of them, (parts, width): a bias's gradient.
+void tileforge_sum_rows(const bf16* x, float* parts_of, int64_t rows, int64_t width, int threads) {
+  const int64_t parts = (rows + kSumRows - 1) / kSumRows;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t part = 0; part < parts; ++part) {
+    float* sums = parts_of + part * width;
+    std::fill_n(sums, width, 0.0f);
+    const int64_t end = std::min(rows, (part + 1) * kSumRows);
+    for (int64_t row = part * kSumRows; row < end; ++row) {
+      const bf16* in = x + row * width;
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) sums[i] += to_float(in[i]);
+    }
+  }
+}
+
 // sum = x + added, normed = (sum - mean) * rstd * weight + bias, row by row. `added` and `bias` may
 // be null; without `added`, `sum` is not written and may be null.
 void tileforge_add_norm_forward(const float* x, const bf16* added, const float* weight,
@@ -156,15 +172,15 @@ void tileforge_add_norm_backward(const float* sum, const float* mean, const floa
                                  const bf16* grad_normed, float* grad_x, bf16* grad_added,
                                  float* weight_parts, float* bias_parts, int64_t rows,
                                  int64_t width, int threads) {
-  const int64_t parts = (rows + kNormRows - 1) / kNormRows;
+  const int64_t parts = (rows + kSumRows - 1) / kSumRows;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t part = 0; part < parts; ++part) {
     float* weight_grad = weight_parts + part * width;
     float* bias_grad = bias_parts + part * width;
     std::fill_n(weight_grad, width, 0.0f);
     std::fill_n(bias_grad, width, 0.0f);
-    const int64_t end = std::min(rows, (part + 1) * kNormRows);
-    for (int64_t row = part * kNormRows; row < end; ++row) {
+    const int64_t end = std::min(rows, (part + 1) * kSumRows);
+    for (int64_t row = part * kSumRows; row < end; ++row) {
       const float* in = sum + row * width;
       const bf16* grad = grad_normed + row * width;
       const float middle = mean[row], factor = rstd[row];
