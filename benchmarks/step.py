@@ -4,7 +4,9 @@
 
 A step is every pass, clipping and the optimizer's update, on random tokens. Each contender is a
 process of its own; the first step of each warms up and is not counted, the median of the others is
-what is reported. `--rounds` repeats the whole turn. A table goes to stderr, one JSON object to
+what is reported. `--rounds` repeats the whole turn. On a machine that others use as well,
+`--threads 1` and the processors' time of a step (`cpu_ratio_vs_...`) say more than the clock: a
+thread that waits its turn does not count. A table goes to stderr, one JSON object to
 stdout. Peers are run as they are, from the folders given, with autocast to bf16.
 """
 
@@ -46,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
     for _ in range(arguments.rounds):
         for each in contenders:
             found[each.name].append(_run(each))
-            print(f"{each.name}: {_seconds(found[each.name][-1])} s", file=sys.stderr)
+            last = found[each.name][-1]
+            print(f"{each.name}: {_seconds(last)} s, {_gigabytes(last)}", file=sys.stderr)
     result = _summarise(found, arguments)
     _print_table(result)
     print(json.dumps(result))
@@ -54,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _contenders(arguments: argparse.Namespace) -> list[_Contender]:
+    threads = {"OMP_NUM_THREADS": str(arguments.threads)} if arguments.threads else {}
     work = {
         "model": arguments.model,
         "micro_batch_size": arguments.micro_batch_size,
@@ -62,7 +66,7 @@ def _contenders(arguments: argparse.Namespace) -> list[_Contender]:
         "dtype": arguments.dtype,
         "steps": arguments.steps,
     }
-    tuned = malloc_environment("tuned")
+    tuned = malloc_environment("tuned") | threads
     ours = [sys.executable, "-m", "benchmarks.step_ours"]
     peer = str(REPO / "benchmarks" / "step_peer.py")
     sizes = _peer_sizes(PRESETS[arguments.model])
@@ -78,7 +82,7 @@ def _contenders(arguments: argparse.Namespace) -> list[_Contender]:
         command = [str(arguments.ipex_python), peer, json.dumps(work | asked)]
         # The module's own instructions preload tcmalloc.
         preload = {"LD_PRELOAD": arguments.tcmalloc} if arguments.tcmalloc else {}
-        found.append(_Contender("intel", command, preload))
+        found.append(_Contender("intel", command, preload | threads))
     return found
 
 
@@ -111,14 +115,16 @@ def _seconds(report: dict[str, Any]) -> str:
     return " ".join(f"{step:.2f}" for step in report["step_s"])
 
 
+def _gigabytes(report: dict[str, Any]) -> str:
+    return f"{report['peak_rss_bytes'] / 1e9:.2f} GB"
+
+
 def _summarise(
     found: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace
 ) -> dict[str, object]:
     tokens = arguments.micro_batch_size * arguments.accumulation * arguments.sequence_length
-    steps = {
-        name: [step for report in reports for step in report["step_s"][1:]]
-        for name, reports in found.items()
-    }
+    steps, cpu = _after_warm_up(found, "step_s"), _after_warm_up(found, "cpu_s")
+    cpu_median = {name: statistics.median(seconds) for name, seconds in cpu.items()}
     median = {name: statistics.median(seconds) for name, seconds in steps.items()}
     ours = found["tileforge"]
     peak = max(report["peak_flops_per_s"] for report in ours)
@@ -140,10 +146,15 @@ def _summarise(
         "peak_flops_per_s": round(peak),
         **{f"ratio_vs_{name}": round(median[name] / median["tileforge"], 3) for name in peers},
         **{
+            f"cpu_ratio_vs_{name}": round(cpu_median[name] / cpu_median["tileforge"], 3)
+            for name in peers
+        },
+        **{
             f"best_ratio_vs_{name}": round(min(steps[name]) / min(steps["tileforge"]), 3)
             for name in peers
         },
         "step_s": {name: [round(each, 3) for each in seconds] for name, seconds in steps.items()},
+        "cpu_s": {name: [round(each, 3) for each in seconds] for name, seconds in cpu.items()},
         "peak_rss_bytes": rss,
         **{f"memory_vs_{name}": round(rss["tileforge"] / rss[name], 3) for name in peers},
         "estimated_bytes": estimate,
@@ -151,6 +162,13 @@ def _summarise(
         "last_loss": {name: reports[0]["last_loss"] for name, reports in found.items()},
         "versions": {name: reports[0]["versions"] for name, reports in found.items()},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {_cpu_name()}",
+    }
+
+
+def _after_warm_up(found: dict[str, list[dict[str, Any]]], key: str) -> dict[str, list[float]]:
+    return {
+        name: [step for report in reports for step in report[key][1:]]
+        for name, reports in found.items()
     }
 
 
@@ -164,12 +182,16 @@ def _cpu_name() -> str:
 
 def _print_table(result: dict[str, Any]) -> None:
     tokens = result["micro_batch_size"] * result["accumulation"] * result["sequence_length"]
-    print(f"{'':<12}{'s a step':>10}{'best':>8}{'tokens/s':>10}{'peak GB':>9}", file=sys.stderr)
+    print(
+        f"{'':<12}{'s a step':>10}{'best':>8}{'CPU s':>8}{'tokens/s':>10}{'peak GB':>9}",
+        file=sys.stderr,
+    )
     for name, seconds in result["step_s"].items():
         middle = statistics.median(seconds)
         rss = result["peak_rss_bytes"][name] / 1e9
         print(
-            f"{name:<12}{middle:>10.2f}{min(seconds):>8.2f}{tokens / middle:>10.0f}{rss:>9.2f}",
+            f"{name:<12}{middle:>10.2f}{min(seconds):>8.2f}"
+            f"{statistics.median(result['cpu_s'][name]):>8.2f}{tokens / middle:>10.0f}{rss:>9.2f}",
             file=sys.stderr,
         )
     print(
@@ -188,6 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--steps", type=int, default=6, help="of each process; the first warms up")
     parser.add_argument("--rounds", type=int, default=1, help="turns of all contenders")
+    parser.add_argument("--threads", type=int, metavar="COUNT", help="default: torch's own choice")
     parser.add_argument("--eager", action="store_true", help="this project with kernels off, too")
     parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT")
     parser.add_argument("--intel-module", type=Path, metavar="DIR", help="with its model.py")

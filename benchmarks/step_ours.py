@@ -39,17 +39,19 @@ def main(work: dict[str, Any]) -> None:
     trained = accelerator.prepare(engaged).train()
     passes, micro = work["accumulation"], work["micro_batch_size"]
     batch = torch.randint(shape.vocab_size, (micro, work["sequence_length"] + 1))
-    step_s, loss = [], torch.zeros(())
+    step_s, cpu_s, loss = [], [], torch.zeros(())
     for _ in range(work["steps"]):
-        started_s = time.perf_counter()
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
         for _ in range(passes):
             loss = trained(batch[:, :-1], batch[:, 1:])
             accelerator.backward(loss / passes)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizers.step()
         step_s.append(time.perf_counter() - started_s)
+        cpu_s.append(time.process_time() - started_cpu_s)
     report = {
         "step_s": step_s,
+        "cpu_s": cpu_s,
         "last_loss": loss.item(),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "estimated_bytes": shape.memory_bytes(

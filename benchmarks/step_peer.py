@@ -34,9 +34,9 @@ def main(work: dict[str, Any]) -> None:
         dtype = torch.bfloat16 if is_bf16 else torch.float32
         model, optimizer = ipex.optimize(model, optimizer=optimizer, dtype=dtype, level="O1")
     batch = torch.randint(sizes["vocab_size"], (work["micro_batch_size"], length + 1))
-    step_s, loss = [], torch.zeros(())
+    step_s, cpu_s, loss = [], [], torch.zeros(())
     for _ in range(work["steps"]):
-        started_s = time.perf_counter()
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
         for _ in range(work["accumulation"]):
             with _precision(is_bf16):
                 _, loss = model(batch[:, :-1], batch[:, 1:].contiguous())
@@ -46,8 +46,10 @@ def main(work: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step_s.append(time.perf_counter() - started_s)
+        cpu_s.append(time.process_time() - started_cpu_s)
     report = {
         "step_s": step_s,
+        "cpu_s": cpu_s,
         "last_loss": loss.item() * work["accumulation"],
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "versions": versions,
