@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from payload.data.blocks import IGNORED_TARGET
+from payload.model_shape import PRESETS
 from payload.run_config import EngineSection, OptimizerSection
 from payload.train.engine import engage
 from payload.train.kernels import head
@@ -35,8 +35,13 @@ ONE_ROUNDING = 4e-3
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    return Library(built_library(tmp_path_factory.mktemp("cache")))
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built_library(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def library(built: Path) -> Library:
+    return Library(built)
 
 
 @pytest.fixture(params=[1, 3])
@@ -308,16 +313,16 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
 
 
 def test_of_many_that_ask_at_once_one_builds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: Path
 ) -> None:
-    real = shutil.which("g++")
     count = tmp_path / "count"
-    fake_compiler(tmp_path / "bin", f'echo built >> "{count}"; exec {real} "$@"')
+    find_output = 'while [ "$1" != -o ]; do shift; done'
+    fake_compiler(tmp_path / "bin", f'echo built >> "{count}"; {find_output}; cp "{built}" "$2"')
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     with ThreadPoolExecutor(4) as pool:
-        built = set(pool.map(built_library, [tmp_path / "cache"] * 4))
-    assert len(built) == 1
-    assert Library(built.pop()).has_attention
+        found = set(pool.map(built_library, [tmp_path / "cache"] * 4))
+    assert len(found) == 1
+    assert found.pop().read_bytes() == built.read_bytes()
     assert count.read_text() == "built\n"
 
 
@@ -325,6 +330,17 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(KernelsUnavailableError, match=r"file/cache cannot be written"):
         built_library(tmp_path / "file" / "cache")
+
+
+def test_the_estimate_has_one_chunk_of_logits_however_large_the_batch() -> None:
+    shape = PRESETS["gpt2"]
+    small, large = (
+        shape.memory_bytes(micro_batch_size=size, dtype="bf16", kernels=True, alone=True)
+        for size in (4, 8)
+    )
+    # 28 bytes for each number of twelve layers' width: no logits among what the batch adds.
+    assert large - small == 4 * 1024 * 12 * 28 * 768
+    assert large < shape.memory_bytes(micro_batch_size=8, dtype="bf16", kernels=False, alone=True)
 
 
 @pytest.mark.ranks
