@@ -15,12 +15,6 @@ TYPICAL_MFU = 0.35
 runs had 27 to 42 % on two AVX-512 cores (2026-11-21); on AMX it was not measured. Each step says
 its own."""
 
-LOGITS_TOKENS = 2048
-"""Tokens whose logits the kernels' head has at once: 206 MB of bf16 with GPT-2's vocabulary."""
-
-# Python, torch, accelerate and their threads' stacks, on the development machine.
-_PROCESS_BYTES = 400 * 2**20
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -81,6 +75,12 @@ class ModelShape:
         ending = 0 if not alone else self.num_params() * 4
         return held + copies + max(layers + logits + head, ending)
 
+
+LOGITS_TOKENS = 2048
+"""Tokens whose logits the kernels' head has at once: 206 MB of bf16 with GPT-2's vocabulary."""
+
+# Python, torch, accelerate and their threads' stacks, on the development machine.
+_PROCESS_BYTES = 400 * 2**20
 
 PRESETS = {
     # `tiny` trains in minutes on two cores; the others are the GPT-2 family,
