@@ -130,6 +130,8 @@ def _summarise(
     peak = max(report["peak_flops_per_s"] for report in ours)
     shape = replace(PRESETS[arguments.model], sequence_length=arguments.sequence_length)
     flops = shape.flops_per_token() * tokens
+    # Above 1 something disturbed the calibration: no figure, as in the trainer.
+    mfu = flops / median["tileforge"] / peak
     rss = {name: max(r["peak_rss_bytes"] for r in reports) for name, reports in found.items()}
     peers = [name for name in found if name != "tileforge"]
     estimate = ours[0]["estimated_bytes"]
@@ -142,7 +144,7 @@ def _summarise(
         "dtype": arguments.dtype,
         "steps": len(steps["tileforge"]),
         "tokens_per_s": round(tokens / median["tileforge"], 1),
-        "mfu": round(flops / median["tileforge"] / peak, 4),
+        "mfu": round(mfu, 4) if mfu <= 1 else None,
         "peak_flops_per_s": round(peak),
         **{f"ratio_vs_{name}": round(median[name] / median["tileforge"], 3) for name in peers},
         **{
@@ -194,8 +196,9 @@ def _print_table(result: dict[str, Any]) -> None:
             f"{statistics.median(result['cpu_s'][name]):>8.2f}{tokens / middle:>10.0f}{rss:>9.2f}",
             file=sys.stderr,
         )
+    mfu = "unknown" if result["mfu"] is None else f"{result['mfu']:.1%}"
     print(
-        f"MFU {result['mfu']:.1%} of {result['peak_flops_per_s'] / 1e12:.2f} TFLOP/s; memory "
+        f"MFU {mfu} of {result['peak_flops_per_s'] / 1e12:.2f} TFLOP/s; memory "
         f"estimate off by {result['estimate_error']:+.1%}",
         file=sys.stderr,
     )
