@@ -68,7 +68,7 @@ inline void round_all(const float* from, int64_t count, bf16* to) {
 }
 
 // to[i] = value(i), rounded: a piece at a time, since the compiler cannot use the instruction that
-// rounds sixteen numbers by itself, and twice six others in its place cost half of a pass.
+// rounds sixteen numbers by itself, and the others in its place cost a quarter of a pass.
 template <typename Value>
 inline void fill(int64_t count, bf16* to, Value value) {
   constexpr int64_t kAtOnce = 256;
