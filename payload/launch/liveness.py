@@ -76,8 +76,13 @@ def find_trouble(
     if lost and quiet_s >= max(LOST_S, 2 * (pace.median_step_s or 0.0)):
         return lost_nodes(lost)
     silent = [sign for sign in nodes if sign.quiet_s >= SILENT_S]
-    patient = len(ranks) < world_size or any(sign.phase in _LONG_PHASES for sign in ranks)
-    limit_s = hang_limit_s(pace, patient=patient and not silent)
+    # A node tells that it is there whatever its ranks are at, so its silence needs no patience.
+    patient = not silent and (
+        pace.median_step_s is None
+        or len(ranks) < world_size
+        or any(sign.phase in _LONG_PHASES for sign in ranks)
+    )
+    limit_s = hang_limit_s(pace, patient=patient)
     if quiet_s < limit_s:
         return None
     told = f"no rank made progress for {quiet_s:.0f} s (limit {limit_s:.0f} s)"
@@ -88,9 +93,9 @@ def find_trouble(
 
 def hang_limit_s(pace: Pace, *, patient: bool) -> float:
     """How long no rank may make progress."""
-    if patient or pace.median_step_s is None:
+    if patient:
         return pace.longest_s
-    return min(max(pace.hang_timeout_s, 10 * pace.median_step_s), pace.longest_s)
+    return min(max(pace.hang_timeout_s, 10 * (pace.median_step_s or 0.0)), pace.longest_s)
 
 
 def lost_nodes(signs: Sequence[NodeSign]) -> Verdict:

@@ -110,3 +110,14 @@ def test_a_step_longer_than_that_is_waited_for_twice() -> None:
     slow = replace(PACE, median_step_s=40.0)
     assert look(sign(0, quiet_s=70.0), sign(1, quiet_s=70.0), node=gone, pace=slow) is None
     assert look(sign(0, quiet_s=81.0), sign(1, quiet_s=81.0), node=gone, pace=slow) is not None
+
+
+@pytest.mark.parametrize("phase", ["start", "step", "checkpoint"])
+def test_a_silent_node_gets_no_patience_whatever_the_ranks_are_at(phase: str) -> None:
+    silent = replace(ALIVE, quiet_s=130.0)
+    early = replace(PACE, median_step_s=None)
+    ranks = [sign(0, quiet_s=130.0, step=0, phase=phase)]
+    assert look(*ranks, pace=early) is None
+    verdict = look(*ranks, node=silent, pace=early)
+    assert verdict is not None and verdict.exit_code is ExitCode.HANG
+    assert "node-1" in str(verdict.error)

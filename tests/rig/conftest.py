@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from payload.orchestrate.keys import make_operator_key, operator_key_path
+from payload.orchestrate.remote.probe import numa_domains, physical_cores
+from tests.left_out import leave_out
+from tests.orchestrate.operator import Operator
 from tests.rig import prepared
 from tests.rig.host import missing
+from tests.rig.leftovers import CANARIES
+from tests.rig.machine import Machine
 from tests.rig.prepared import node_user_data
 from tests.rig.rig import Rig
-
-_NOT_RUN = pytest.StashKey[str]()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what boots machines where none can be booted."""
     problem = missing()
-    rig = [item for item in items if item.get_closest_marker("rig")]
-    if problem and rig:
-        config.hook.pytest_deselected(items=rig)
-        items[:] = [item for item in items if item not in rig]
-        config.stash[_NOT_RUN] = f"NOT RUN: {len(rig)} tests that boot machines: {problem}."
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    note = config.stash.get(_NOT_RUN, None)
-    if note:
-        terminalreporter.section("tests/rig", yellow=True, bold=True)
-        terminalreporter.write_line(note, yellow=True, bold=True)
+    if problem:
+        rig = [item for item in items if item.get_closest_marker("rig")]
+        leave_out(config, items, rig, folder="tests/rig", why=f"that boot machines: {problem}.")
 
 
 @pytest.fixture(scope="session")
@@ -66,3 +60,22 @@ def from_nothing(operator_key: Path) -> Iterator[Rig]:
         if states["node-1"]["ok"]:
             prepared.keep(rig.machines[1])
         yield rig
+
+
+@pytest.fixture(scope="session")
+def machines(from_nothing: Rig) -> list[Machine]:
+    """The head and two workers, made ready by nothing but their own bootstrap."""
+    return from_nothing.machines[:3]
+
+
+@pytest.fixture(scope="session")
+def operator(from_nothing: Rig, operator_folder: Path, operator_key: Path) -> Operator:
+    """Has the cluster's key, and tokens in the environment."""
+    found = from_nothing.inventory(physical_cores=physical_cores() or 1)
+    nodes = tuple(replace(node, numa_domains=numa_domains() or 1) for node in found.nodes[:3])
+    return Operator(
+        operator_folder,
+        replace(found, cluster="rig", nodes=nodes),
+        around=from_nothing.operator_argv,
+        secrets=CANARIES,
+    )

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from payload.errors import ExitCode
-from payload.orchestrate.remote.probe import numa_domains, physical_cores
 from tests.launching import losses, metrics, summary
 from tests.orchestrate.operator import Operator, finish
+from tests.rig.leftovers import CANARIES, HOME, assert_nothing_is_left, marked
 from tests.rig.machine import Machine
-from tests.rig.rig import Rig
 from tests.rig.sweep import (
     files_in,
     files_on,
@@ -24,20 +21,12 @@ from tests.rig.sweep import (
     processes_of,
     writable_by_others,
 )
-from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 
 STEPS = 6
 ENDLESS = ("train.steps=100000", "train.checkpoint_every=0")
-HOME = "home/trainer"
 OPERATOR_KEY = ".cluster/rig/id_ed25519"
-# What a person's shell may have, and no node is told.
-CANARIES = {
-    "HF_TOKEN": "hf_canary7Qm2xWvT",
-    "GOOGLE_APPLICATION_CREDENTIALS": "/nowhere/canary4Zr9.json",
-    "AWS_SECRET_ACCESS_KEY": "canaryUe83LkPd",
-}
 HOST_KEYS = tuple(f"etc/ssh/ssh_host_{kind}_key" for kind in ("ecdsa", "ed25519"))
 # Some of what the search must have seen.
 SWEPT = (
@@ -51,54 +40,6 @@ SWEPT = (
     f"{HOME}/tileforge/runs/one/inventory.json",
     f"{HOME}/tileforge/runs/one/plan.json",
 )
-# The account's own services, which it has without us.
-_SERVICES = ("/lib/systemd/systemd --user", "(sd-pam)")
-
-
-@pytest.fixture(scope="module")
-def machines(from_nothing: Rig) -> list[Machine]:
-    """The head and two workers, made ready by nothing but their own bootstrap."""
-    return from_nothing.machines[:3]
-
-
-@pytest.fixture(scope="module")
-def operator(from_nothing: Rig, operator_folder: Path, operator_key: Path) -> Operator:
-    """Has the cluster's key, and tokens in the environment."""
-    found = from_nothing.inventory(physical_cores=physical_cores() or 1)
-    nodes = tuple(replace(node, numa_domains=numa_domains() or 1) for node in found.nodes[:3])
-    return Operator(
-        operator_folder,
-        replace(found, cluster="rig", nodes=nodes),
-        around=from_nothing.operator_argv,
-        secrets=CANARIES,
-    )
-
-
-def is_quiet(machine: Machine) -> bool:
-    """Whether the account has no process but those that it has anyway."""
-    mine = [process for process in processes_of(machine) if process.user == "trainer"]
-    return all(process.command in _SERVICES for process in mine)
-
-
-def marked(machine: Machine) -> list[str]:
-    """Processes that belong to a run, whoever has them."""
-    words = ("payload", "mpirun", "hydra")
-    found = []
-    for process in processes_of(machine):
-        if b"TILEFORGE_" in process.environment or any(word in process.command for word in words):
-            found.append(process.command)
-    return found
-
-
-def assert_nothing_is_left(machines: list[Machine], operator_key: Path) -> None:
-    """No process of a run, no key of one, no session."""
-    for machine in machines:
-        assert not marked(machine)
-        wait_until(partial(is_quiet, machine), what=f"{machine.name}: end of the last session")
-        ssh = machine.root / HOME / ".ssh"
-        public = operator_key.with_suffix(".pub").read_text(encoding="ascii")
-        assert (ssh / "authorized_keys").read_text(encoding="ascii").strip() == public.strip()
-        assert not [path for path in (ssh / "tileforge").rglob("*") if path.is_file()]
 
 
 def test_three_machines_from_nothing_train_what_one_machine_trains(

@@ -1,0 +1,98 @@
+"""What becomes of runs and of preflight when a machine, or its link, is not what it was."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.results import RunState, read_json
+from tests.launching import metrics
+from tests.orchestrate.operator import TIMEOUT_S, Operator
+from tests.rig.leftovers import HOME, marked
+from tests.rig.machine import Machine
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.rig, pytest.mark.timeout(900)]
+
+HANG_S = 9.0
+ENDLESS = (
+    "train.steps=100000",
+    "train.checkpoint_every=0",
+    "limits.max_restarts=0",
+    f"limits.hang_timeout_s={HANG_S}",
+)
+
+
+def start_run(operator: Operator, machines: list[Machine], run_id: str) -> None:
+    """Start a run that ends by no fault of its own, and wait for a step of it on the head."""
+    code, said = operator.do(*operator.run_words(run_id, *ENDLESS), "--quick", "--detach")
+    assert code == ExitCode.OK, said
+    there = machines[0].root / HOME / "tileforge/runs" / run_id
+    wait_until(
+        lambda: (there / "metrics.jsonl").exists() and bool(metrics(there)),
+        what=f"the first step of {run_id}",
+        timeout_s=TIMEOUT_S,
+    )
+
+
+def wait_for_the_verdict(machines: list[Machine], run_id: str) -> tuple[RunState, float]:
+    """The state that the head gives the run in the end, and how long that took."""
+    path = machines[0].root / HOME / "tileforge/runs" / run_id / "state.json"
+
+    def state() -> RunState:
+        found = read_json(RunState, path)
+        assert found is not None
+        return found
+
+    began_s = time.monotonic()
+    wait_until(lambda: state().exit_class is not None, what="the end", timeout_s=TIMEOUT_S)
+    return state(), time.monotonic() - began_s
+
+
+def test_a_link_of_1_mbit_per_s_is_a_warning_with_the_time_it_costs_a_step(
+    operator: Operator, machines: list[Machine]
+) -> None:
+    machines[2].limit(mbit_per_s=1)
+    try:
+        code, said = operator.do(*operator.on_cluster("preflight"))
+    finally:
+        machines[2].unlimit()
+    assert code == ExitCode.OK, said
+    words = " ".join(said.split())
+    assert "node-2: its link is slow" in words and "of synchronisation a step" in words, said
+
+
+def test_a_frozen_machine_is_42_by_its_name_within_30_s_of_the_limit(
+    operator: Operator, machines: list[Machine]
+) -> None:
+    start_run(operator, machines, "frozen")
+    machines[2].freeze()
+    try:
+        state, took_s = wait_for_the_verdict(machines, "frozen")
+        assert not marked(machines[0]) and not marked(machines[1])
+    finally:
+        machines[2].thaw()
+    assert state.exit_class == "hang", state
+    assert "node-2" in str(state.error) and "node-1" not in str(state.error), state
+    assert took_s < HANG_S + 30
+    code, said = operator.do("attach", "frozen")
+    assert code == ExitCode.HANG and "node-2" in said, said
+    wait_until(lambda: not marked(machines[2]), what="all processes on node-2 to end")
+
+
+def test_a_killed_machine_is_41_by_its_name(operator: Operator, machines: list[Machine]) -> None:
+    start_run(operator, machines, "killed")
+    machines[2].kill()
+    try:
+        state, _ = wait_for_the_verdict(machines, "killed")
+        assert state.exit_class == "rank_lost", state
+        assert "node-2 cannot be reached" in str(state.error), state
+        code, said = operator.do("attach", "killed")
+        assert code == ExitCode.RANK_LOST and "node-2" in said, said
+        assert not marked(machines[0]) and not marked(machines[1])
+    finally:
+        machines[2].restore_link()
+        machines[2].start()
+        machines[2].wait_for_ssh()
