@@ -45,7 +45,9 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     for paths in runs:
         _collect(paths, env, talk=talk)
     talk.print(f"1/3 collect: {len(runs)} run(s) brought home")
-    status, output = pulumi.follow("destroy", "--yes", "--skip-preview", say=talk.print)
+    # A results bucket is protected: without the flag nothing at all would be destroyed.
+    words = ("destroy", "--yes", "--skip-preview", "--exclude-protected")
+    status, output = pulumi.follow(*words, say=talk.print)
     trouble = explain(output, what="pulumi destroy") if status else None
     talk.print("2/3 destroy: " + (f"FAILED: {trouble}" if trouble else "done"))
     return _sweep(google, cluster, trouble, folder=folder, talk=talk)

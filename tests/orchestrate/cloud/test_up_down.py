@@ -154,7 +154,10 @@ def test_down_destroys_and_shows_that_nothing_is_left(site: Site, capsys: Captur
     steps = ["1/3 collect: 0 run(s) brought home", "2/3 destroy: done", "3/3 sweep: clean"]
     assert [line for line in err.splitlines() if line in steps] == steps
     assert "kept with its results: gs://mine-results" in err
-    assert words(site) == ["stack output --json", "destroy --yes --skip-preview"]
+    assert words(site) == [
+        "stack output --json",
+        "destroy --yes --skip-preview --exclude-protected",
+    ]
 
 
 def test_down_with_something_left_is_exit_60(site: Site, capsys: Capture) -> None:
