@@ -82,7 +82,7 @@ def _make_seed_weights(folder: Path, *, vocab_size: int) -> Path:
     save_hf(model, folder / "seed")
     torch.save(
         {
-            "model": _nanogpt_state(model),
+            "model": nanogpt_state(model),
             "model_args": {
                 "n_layer": model.shape.n_layer,
                 "n_head": model.shape.n_head,
@@ -100,7 +100,8 @@ def _make_seed_weights(folder: Path, *, vocab_size: int) -> Path:
     return folder / "seed"
 
 
-def _nanogpt_state(model: GPT) -> dict[str, torch.Tensor]:
+def nanogpt_state(model: GPT) -> dict[str, torch.Tensor]:
+    """The model's weights under nanoGPT's names."""
     state = {f"transformer.{name}": value for name, value in model.state_dict().items()}
     return {**state, "lm_head.weight": model.wte.weight.detach()}
 
