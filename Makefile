@@ -14,6 +14,8 @@ RUN_ID := $(RUN_ID)
 CONFIG ?= payload/configs/quickstart.toml
 # More arguments for pytest, orchestrate run or a benchmark: make test ARGS="-k resume -x"
 ARGS ?=
+# Tests that run side by side; many wait for machines or processes most of their time.
+WORKERS ?= 2
 UPGRADE ?=
 BENCH ?= prepare
 
@@ -37,7 +39,7 @@ data: setup-run  ## tokenize the quickstart's text, the Python standard library'
 
 test: setup test-packages  ## set up if needed, then every test that needs no cloud
 	@echo "not in this run: tests/ipex, which needs torch 2.8 in an environment of its own (make test-ipex)"
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder $(ARGS)
 
 test-packages:  ## as root on Debian or Ubuntu: install what tests start besides
 	@bash tests/install_packages.sh $(TEST_PACKAGES)

@@ -1,13 +1,16 @@
-"""Fixtures that several folders share."""
+"""Fixtures that several folders share; which tests run side by side; what was left out."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.data_folders import make_data_folder
+from tests.groups import GroupScheduling, place_of
 from tests.launching import TINY_RUN
+from tests.left_out import notes
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +25,36 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Pa
     path = tmp_path_factory.mktemp("config") / "tiny.toml"
     path.write_text(TINY_RUN.format(data=tiny_data), encoding="utf-8")
     return path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest groups begin first."""
+    items.sort(key=lambda item: place_of(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    """With several workers, each gets whole groups."""
+    return GroupScheduling(config, log)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist sends what it has left out."""
+    output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = notes(session.config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take it from the worker."""
+    notes(node.config).update(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """What was left out, at the end, where it is seen."""
+    for folder, note in sorted(notes(config).items()):
+        terminalreporter.section(folder, yellow=True, bold=True)
+        terminalreporter.write_line(note, yellow=True, bold=True)

@@ -11,35 +11,26 @@ from shutil import which
 import pytest
 
 from payload.orchestrate.ssh_settings import Deadlines, Login
+from tests.left_out import leave_out
 from tests.orchestrate.sshd import SSHD, USER, Sshd, make_key
 
 StartSshd = Callable[..., Sshd]
-_NOT_RUN = pytest.StashKey[str]()
 SHORT = Deadlines(connect_s=3.0, handshake_s=3.0, auth_s=3.0)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what starts an sshd where there is none."""
-    marked = [item for item in items if item.get_closest_marker("sshd")]
     # On other systems the loopback interface has one address only.
-    if marked and not (sys.platform == "linux" and SSHD.exists() and which("ssh-keygen")):
-        config.hook.pytest_deselected(items=marked)
-        items[:] = [item for item in items if item not in marked]
-        config.stash[_NOT_RUN] = (
-            f"NOT RUN: {len(marked)} tests that start an SSH server: they need Linux with {SSHD} "
-            "and ssh-keygen (apt-get install openssh-server openssh-client)."
+    if not (sys.platform == "linux" and SSHD.exists() and which("ssh-keygen")):
+        leave_out(
+            config,
+            items,
+            [item for item in items if item.get_closest_marker("sshd")],
+            folder="tests/orchestrate",
+            why=f"that start an SSH server: they need Linux with {SSHD} and ssh-keygen (apt-get "
+            "install openssh-server openssh-client).",
         )
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """What was left out, at the end, where it is seen."""
-    note = config.stash.get(_NOT_RUN, None)
-    if note:
-        terminalreporter.section("tests/orchestrate", yellow=True, bold=True)
-        terminalreporter.write_line(note, yellow=True, bold=True)
 
 
 @pytest.fixture(scope="session")

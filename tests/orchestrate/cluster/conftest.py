@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ExitCode
+from tests.left_out import leave_out
 from tests.orchestrate.cluster.operating import Operator
 from tests.orchestrate.cluster.separate import SeparateNodes
 
 STEPS = 6
 
-_NOT_RUN = pytest.StashKey[str]()
 _UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "true")
 
 
@@ -25,11 +25,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out this folder's tests unless root may make namespaces."""
     mine = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
     if mine and not _can_make_nodes():
-        config.hook.pytest_deselected(items=mine)
-        items[:] = [item for item in items if item not in mine]
-        config.stash[_NOT_RUN] = (
-            f"NOT RUN: {len(mine)} tests of runs over several nodes: they need root on Linux with "
-            "the right to make mount and process namespaces."
+        leave_out(
+            config,
+            items,
+            mine,
+            folder="tests/orchestrate/cluster",
+            why="of runs over several nodes: they need root on Linux with the right to make mount "
+            "and process namespaces.",
         )
 
 
@@ -37,16 +39,6 @@ def _can_make_nodes() -> bool:
     if sys.platform != "linux" or os.geteuid() != 0:
         return False
     return subprocess.run(_UNSHARE, check=False).returncode == 0
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """What was left out, at the end, where it is seen."""
-    note = config.stash.get(_NOT_RUN, None)
-    if note:
-        terminalreporter.section("tests/orchestrate/cluster", yellow=True, bold=True)
-        terminalreporter.write_line(note, yellow=True, bold=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
