@@ -10,6 +10,9 @@ from payload.launch.outcome import Verdict
 
 SILENT_S = 8.0
 """A node that has sent nothing for so long is silent; it sends something every second."""
+FROZEN_S = 15.0
+"""After so long without a word a new connection was tried, and its end is known: a silent node that
+takes one is frozen, one that does not is on its way to be lost."""
 LOST_S = 12.0
 """A node that takes no connection for so long is lost, unless the run goes on all the same."""
 
@@ -87,7 +90,8 @@ def find_trouble(
         return None
     told = f"no rank made progress for {quiet_s:.0f} s (limit {limit_s:.0f} s)"
     if silent:
-        return frozen_nodes(silent, after=told)
+        frozen = [s for s in silent if s.quiet_s >= FROZEN_S and s.unreachable_s is None]
+        return frozen_nodes(frozen, after=told) if frozen else None
     return _stuck_ranks(ranks, world_size=world_size, told=told)
 
 

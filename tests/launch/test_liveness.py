@@ -121,3 +121,16 @@ def test_a_silent_node_gets_no_patience_whatever_the_ranks_are_at(phase: str) ->
     verdict = look(*ranks, node=silent, pace=early)
     assert verdict is not None and verdict.exit_code is ExitCode.HANG
     assert "node-1" in str(verdict.error)
+
+
+def test_a_silent_node_is_not_called_frozen_before_it_is_known_whether_it_can_be_reached() -> None:
+    pace = replace(PACE, hang_timeout_s=9.0, median_step_s=0.1)
+    ranks = [sign(0, quiet_s=10.0), sign(1, quiet_s=10.0)]
+    assert look(*ranks, node=replace(ALIVE, quiet_s=10.0), pace=pace) is None
+    ranks = [sign(0, quiet_s=16.0), sign(1, quiet_s=16.0)]
+    gone = NodeSign(node="node-1", quiet_s=16.0, unreachable_s=5.0)
+    assert look(*ranks, node=gone, pace=pace) is None
+    lost = look(*ranks, node=replace(gone, unreachable_s=LOST_S), pace=pace)
+    assert lost is not None and lost.exit_code is ExitCode.RANK_LOST
+    frozen = look(*ranks, node=replace(ALIVE, quiet_s=16.0), pace=pace)
+    assert frozen is not None and frozen.exit_code is ExitCode.HANG
