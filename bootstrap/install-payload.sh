@@ -254,7 +254,8 @@ announce_cuda() {
     [[ ! -t 2 ]] || sleep 10
     need_disk_gb 9 "for the CUDA build of torch"
     say "installing $torch, CUDA build"
-    pip_install --constraint <(requirements | grep -v '^torch==') "$torch" ||
+    # A constraint may not name a package's extras.
+    pip_install --constraint <(requirements | grep -v '^torch==' | sed 's/\[[^]]*\]//') "$torch" ||
         fail "pip could not install $torch; what it said is above."
 }
 

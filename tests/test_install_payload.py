@@ -150,7 +150,10 @@ def test_a_cuda_build_is_announced_with_its_size_before_it_is_installed(tmp_path
     cuda = make_wheel(links, "nvidia_cublas", "13.0")
     with zipfile.ZipFile(cuda, "a") as wheel:
         wheel.writestr("weight.bin", os.urandom(60_000_000))
-    lock = write_lock(tmp_path, "torch==2.13.0  # train", "filelock==4.0  # train")
+    make_wheel(links, "api", "1.0")
+    lock = write_lock(
+        tmp_path, "torch==2.13.0  # train", "filelock==4.0  # train", "api[grpc]==1.0  # train"
+    )
     done = install(
         "--lock",
         lock,
@@ -163,6 +166,7 @@ def test_a_cuda_build_is_announced_with_its_size_before_it_is_installed(tmp_path
         PIP_FIND_LINKS=str(links),
     )
     assert done.returncode == 0, done.stderr
+    assert "api==1.0" in installed(tmp_path / ".venv")
     lines = done.stderr.splitlines()
     (note,) = [i for i, line in enumerate(lines) if "only as a CUDA build: 2 packages, 0.1" in line]
     (act,) = [i for i, line in enumerate(lines) if "installing torch==2.13.0, CUDA build" in line]
