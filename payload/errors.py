@@ -134,12 +134,6 @@ class RankLostError(TileforgeError):
     exit_code = ExitCode.RANK_LOST
 
 
-class HangError(TileforgeError):
-    """A rank made no progress within its limit."""
-
-    exit_code = ExitCode.HANG
-
-
 class BudgetError(TileforgeError):
     """The run's cost or lifetime limit was reached."""
 

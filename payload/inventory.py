@@ -47,10 +47,6 @@ class Node:
     instance_id: str | None = None
     """The cloud's number of the machine: another one under the same name has another."""
 
-    def cores_per_domain(self) -> int:
-        """Physical cores in each NUMA domain."""
-        return self.physical_cores // self.numa_domains
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:

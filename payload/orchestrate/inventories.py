@@ -36,20 +36,6 @@ class Chosen:
         )
 
 
-def choose_inventory(argument: str | None) -> Chosen:
-    """The one machine that `--inventory` names; without it, this machine. Raises ConfigError."""
-    if argument is None:
-        return _this_machine("this machine, the default")
-    if _is_stack(argument):
-        raise ConfigError(
-            f"--inventory {argument}: this command is for this machine. Use --inventory local; "
-            "preflight and run take a stack."
-        )
-    chosen = load_cluster(argument, env={})
-    require_one_machine(chosen)
-    return chosen
-
-
 def require_one_machine(chosen: Chosen) -> None:
     """Raises ConfigError when the inventory is not of one node of access kind `local`."""
     inventory = chosen.inventory

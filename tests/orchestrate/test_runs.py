@@ -16,7 +16,7 @@ from payload.launch.ranks import place_ranks
 from payload.model_shape import PRESETS
 from payload.orchestrate.checks import check_data, memory_warning
 from payload.orchestrate.follow import Tail
-from payload.orchestrate.inventories import choose_inventory
+from payload.orchestrate.inventories import load_cluster, require_one_machine
 from payload.orchestrate.live import describe_step, duration
 from payload.orchestrate.runs import all_runs, create_run, find_run, new_run_id, view_run
 from payload.results import RunPaths, RunState, write_json
@@ -111,21 +111,18 @@ def test_an_ended_run_says_what_it_said(tmp_path: Path) -> None:
     assert view_run(paths, now_unix=time.time()).status == "stopped"
 
 
-def test_what_works_on_this_machine_alone_takes_no_stack() -> None:
-    with pytest.raises(ConfigError, match="this command is for this machine"):
-        choose_inventory("stack:dev")
-
-
-def test_an_inventory_of_machines_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_machines_elsewhere_are_not_taken_for_this_one(tmp_path: Path) -> None:
     path = tmp_path / "inventory.json"
     path.write_text(make_inventory(num_nodes=2).to_json())
     with pytest.raises(ConfigError, match="2 node"):
-        choose_inventory(str(path))
+        require_one_machine(load_cluster(str(path), env={}))
     path.write_text(make_inventory().to_json().replace('"kind": "local"', '"kind": "iap"'))
     with pytest.raises(ConfigError, match="access kind 'iap'"):
-        choose_inventory(str(path))
+        require_one_machine(load_cluster(str(path), env={}))
     path.write_text(make_inventory().to_json())
-    assert choose_inventory(str(path)).inventory.head.name == "node-0"
+    chosen = load_cluster(str(path), env={})
+    require_one_machine(chosen)
+    assert chosen.inventory.head.name == "node-0"
 
 
 def make_data(folder: Path, **changes: object) -> Path:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from payload.orchestrate.inventories import choose_inventory
+from payload.orchestrate.inventories import load_cluster
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.planning import plan_run
 from payload.results import RankProgress, RunPaths, RunState, read_json
@@ -57,7 +57,7 @@ def plan_stand_in(
         plan_run(
             RunPaths(root),
             config=config,
-            chosen=choose_inventory("local"),
+            chosen=load_cluster("local", env={}),
             access=access,
             vocab_size=50257,
             work_dir=REPO,

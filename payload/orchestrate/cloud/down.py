@@ -20,7 +20,7 @@ from payload.orchestrate.cloud.sweep import conclude, confirm, look, project_of
 from payload.orchestrate.mirror import read_mirrored
 from payload.orchestrate.report import text_console
 from payload.orchestrate.runs import all_runs
-from payload.results import RunPaths, Summary, read_json
+from payload.results import RunPaths, Summary, checkpoint_step, read_json
 
 
 def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -108,7 +108,7 @@ def _is_whole(paths: RunPaths) -> bool:
     summary, checkpoint = read_json(Summary, paths.summary), paths.newest_checkpoint()
     if summary is None or checkpoint is None or summary.status == "running":
         return False
-    return int(checkpoint.name.partition("_")[2]) >= summary.steps
+    return checkpoint_step(checkpoint) >= summary.steps
 
 
 def _collect(paths: RunPaths, env: Mapping[str, str], *, talk: Console) -> None:
