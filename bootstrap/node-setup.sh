@@ -86,16 +86,38 @@ has_package() {
     [[ $(dpkg-query --show --showformat '${Status}' "$1" 2>/dev/null) == "install ok installed" ]]
 }
 
+# has_one_of NAME|NAME: systems have different names for the same package.
+has_one_of() {
+    local name
+    for name in ${1//|/ }; do
+        if has_package "$name"; then return; fi
+    done
+    return 1
+}
+
+# Prints the first of the names that this system's package lists have.
+known_of() {
+    local name
+    for name in ${1//|/ }; do
+        if apt-cache show "$name" >/dev/null 2>&1; then break; fi
+    done
+    printf '%s\n' "$name"
+}
+
 step_packages() {
-    local package missing=()
-    for package in $PACKAGES; do
-        has_package "$package" || missing+=("$package")
+    local names package missing=() chosen=()
+    for names in $PACKAGES; do
+        has_one_of "$names" || missing+=("$names")
     done
     ((${#missing[@]})) || return 0
-    say "installing ${missing[*]}"
     pause_apt_jobs
     update_lists
-    apt_get install -y "${missing[@]}"
+    for names in "${missing[@]}"; do
+        package=$(known_of "$names")
+        chosen+=("$package")
+    done
+    say "installing ${chosen[*]}"
+    apt_get install -y "${chosen[@]}"
     resume_apt_jobs
 }
 

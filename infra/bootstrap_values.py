@@ -10,12 +10,9 @@ def node_bootstrap(
     config: ClusterConfig, *, authorized_keys: tuple[str, ...], version: str
 ) -> NodeBootstrap:
     """What every node of the cluster is to become."""
-    system = config.system()
-    assert system, "the settings were checked"
     return NodeBootstrap(
         authorized_keys=authorized_keys,
         version=version,
-        system=system,
         wheelhouse=config.wheelhouse or None,
         os_login_user=config.os_login_user or None,
     )

@@ -16,13 +16,10 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal, get_args
 
 import jinja2
 
 from payload.errors import ConfigError
-
-System = Literal["debian-12", "ubuntu-24.04"]
 
 STATE_FILE = "/var/lib/tileforge/bootstrap.json"
 NODE_USER = "trainer"
@@ -32,8 +29,10 @@ MAX_BYTES = 256 * 1024
 
 _SCRIPTS = PurePosixPath("/usr/local/lib/tileforge")
 # python3-dev and g++ are for torch.compile, which builds C++ against Python.h.
-_PACKAGES = ("g++", "iproute2", "numactl", "openssh-client", "python3-dev", "python3-venv")
-_TCMALLOC = {"debian-12": "libtcmalloc-minimal4", "ubuntu-24.04": "libtcmalloc-minimal4t64"}
+_PACKAGES = (
+    *("g++", "iproute2", "numactl", "openssh-client", "python3-dev", "python3-venv"),
+    "libtcmalloc-minimal4t64|libtcmalloc-minimal4",  # Ubuntu 24.04's name, and Debian 12's
+)
 
 _KEY_TYPES = (
     *("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521"),
@@ -55,7 +54,6 @@ class NodeBootstrap:
     only where an OS Login user may log in instead."""
     version: str
     """The payload's version, for the state file."""
-    system: System = "ubuntu-24.04"
     extras: str = "train"
     """Which of the lock's packages the node gets, as for install-payload.sh."""
     extra_packages: tuple[str, ...] = ()
@@ -73,8 +71,8 @@ class NodeBootstrap:
         return self.os_login_user or NODE_USER
 
     def packages(self) -> tuple[str, ...]:
-        """Debian packages that the node gets."""
-        return tuple(sorted({*_PACKAGES, _TCMALLOC[self.system], *self.extra_packages}))
+        """Debian packages that the node gets; of names between bars the first that it knows."""
+        return tuple(sorted({*_PACKAGES, *self.extra_packages}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +161,6 @@ def _packed(content: bytes) -> str:
 
 
 def _check(node: NodeBootstrap) -> None:
-    if node.system not in get_args(System):
-        raise ConfigError(f"system = {node.system!r}. Use one of: {', '.join(get_args(System))}.")
     if not node.authorized_keys and not node.os_login_user:
         raise ConfigError("authorized_keys is empty: nobody could log in. Give a public key.")
     if node.os_login_user:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pulumi
 from pulumi.runtime.config import CONFIG, get_config_env
 
-from infra.cloud_init import System, key_problem
+from infra.cloud_init import key_problem
 from infra.config_checks import problems
 from infra.machines import MachineType, machine_type
 from payload.errors import ConfigError
@@ -22,7 +21,6 @@ PROJECT = "tileforge"
 """Pulumi project: the namespace of the settings."""
 
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
-_SYSTEM_OF_IMAGE = {"ubuntu-2404": "ubuntu-24.04", "debian-12": "debian-12"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +49,6 @@ class ClusterConfig:
     compact_placement: bool = True
     tier1: bool = False
     image: str = "projects/ubuntu-os-cloud/global/images/ubuntu-2404-noble-amd64-v20260918"
-    image_system: str = "auto"
     kms_key: str = ""
     confidential: bool = False
     egress: str = "nat"
@@ -92,14 +89,6 @@ class ClusterConfig:
     def is_compact(self) -> bool:
         """Whether the nodes are placed close together: one node has nobody to be close to."""
         return self.compact_placement and self.node_count > 1
-
-    def system(self) -> System | None:
-        """Operating system on the image, or None where its name does not say."""
-        if self.image_system != "auto":
-            return typing.cast(System, self.image_system)
-        name = self.image.rpartition("/")[2]
-        found = (system for prefix, system in _SYSTEM_OF_IMAGE.items() if name.startswith(prefix))
-        return typing.cast(System | None, next(found, None))
 
     def ssh_source(self) -> str:
         """Where SSH to the nodes may come from, as an address range."""

@@ -35,7 +35,6 @@ _CHOICES = {
     "spot": ("false", "true", "auto"),
     "threads_per_core": (1, 2),
     "egress": ("nat", "none"),
-    "image_system": ("auto", "ubuntu-24.04", "debian-12"),
 }
 
 Problem = tuple[str, str]
@@ -223,12 +222,6 @@ def _software(config: ClusterConfig) -> Iterator[Problem]:
             "image",
             f" = {config.image!r}{moving}; projects/PROJECT/global/images/NAME is needed. "
             "`gcloud compute images list --project ubuntu-os-cloud` shows names.",
-        )
-    elif config.system() is None:
-        yield (
-            "imageSystem",
-            f" = 'auto', and the name of image {config.image!r} does not say what is on it. "
-            "pulumi config set imageSystem ubuntu-24.04, or debian-12",
         )
 
 

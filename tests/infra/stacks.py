@@ -113,14 +113,16 @@ class _Monitor(mocks.MockMonitor):
     outputs: Plain = {}  # noqa: RUF012  # replaced, never changed
 
 
-def deploy(settings: Mapping[str, Any], *, folder: Path, stack: str = "dev") -> Recorded:
+def deploy(
+    settings: Mapping[str, Any], *, folder: Path, stack: str = "dev", public_key: str = KEY
+) -> Recorded:
     """Run the program's __main__.py with these settings in `folder`, an empty one.
 
     Raises what the program raises.
     """
     key = folder / ".cluster" / stack / "id_ed25519.pub"
     key.parent.mkdir(parents=True, exist_ok=True)
-    key.write_text(f"{KEY}\n", encoding="utf-8")
+    key.write_text(f"{public_key}\n", encoding="utf-8")
     values = {"project": "my-project", "operatorPublicKeyFile": str(key)} | dict(settings)
     environment = {"PULUMI_CONFIG": json.dumps(as_pulumi_hands_over(values))}
     monitor, recorded = _Monitor(), Recorded()

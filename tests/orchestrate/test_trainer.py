@@ -48,27 +48,11 @@ def start(folder: Path, *settings: str) -> subprocess.Popen[str]:
     )
 
 
-def test_two_ranks_train_one_model(tmp_path: Path) -> None:
-    process = start(tmp_path, "train.steps=3")
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, err
-    paths = RunPaths(tmp_path / "runs" / "one")
-    summary = read_json(Summary, paths.summary)
-    assert summary is not None
-    assert (summary.status, summary.world_size, summary.steps) == ("finished", 2, 3)
-    assert summary.ranks_identical
-    assert f"checkpoint       {paths.checkpoint(3)}" in out
-    assert not processes_of(paths.root)
-
-
-@pytest.mark.parametrize("backend", ["ccl", "nccl"])
-def test_a_backend_that_is_not_here_is_refused_in_the_ranks_own_words(
-    tmp_path: Path, backend: str
-) -> None:
-    process = start(tmp_path, f"distributed.backend={backend}")
+def test_a_backend_that_is_not_here_is_refused_in_the_ranks_own_words(tmp_path: Path) -> None:
+    process = start(tmp_path, "distributed.backend=nccl")
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == ExitCode.CONFIG
-    assert f"distributed.backend = '{backend}'" in err
+    assert "distributed.backend = 'nccl'" in err
 
 
 def test_a_step_of_many_passes_is_left_when_the_run_is_stopped(tmp_path: Path) -> None:
@@ -120,15 +104,16 @@ def test_a_stopped_rank_is_a_hang_and_the_run_goes_on_from_its_checkpoint(tmp_pa
     paths = RunPaths(tmp_path / "runs" / "one")
     pids = wait_for_steps(paths, step=12, timeout_s=TIMEOUT_S)
     os.kill(pids[1], signal.SIGSTOP)
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
+    assert f"checkpoint       {paths.checkpoint(150)}" in out
     assert "no rank made progress for" in err and "stopped by a signal: rank 1 on" in err
     assert ". Going on from checkpoint step_000" in err and "(restart 1 of 3)" in err
     summary, state = read_json(Summary, paths.summary), read_json(RunState, paths.state)
     assert summary is not None and state is not None
     assert (summary.status, summary.steps, summary.restarts) == ("finished", 150, 1)
     assert (state.attempt, state.status) == (2, "finished")
-    assert summary.ranks_identical
+    assert (summary.world_size, summary.ranks_identical) == (2, True)
     steps = [row["step"] for row in read_metrics(paths.metrics) if "loss" in row]
     assert steps == list(range(1, 151))
     assert not processes_of(paths.root)

@@ -18,6 +18,7 @@ from tests.rig.leftovers import CANARIES
 from tests.rig.machine import Machine
 from tests.rig.prepared import node_user_data
 from tests.rig.rig import Rig
+from tests.rig.wheelhouse import WHEELHOUSE_ON_MACHINE
 
 
 @pytest.hookimpl(trylast=True)
@@ -48,14 +49,15 @@ def operator_key(operator_folder: Path) -> Path:
 def from_nothing(operator_key: Path) -> Iterator[Rig]:
     """Four machines that boot for the first time from the image, with nothing prepared.
 
-    The first three become ready; node-3 is asked for a package that does not exist. The tests
-    leave them as they find them.
+    The first three become ready: two from the default stack's own text, node-2 from a wheelhouse
+    and with no package index. node-3 is asked for a package that does not exist. The tests leave
+    them as they find them.
     """
     public = operator_key.with_suffix(".pub").read_text(encoding="ascii")
-    good, broken = (
-        node_user_data(public, extra_packages=more) for more in ((), ("no-such-package",))
-    )
-    with Rig([good, good, good, broken]) as rig:
+    default = node_user_data(public)
+    wheels = node_user_data(public, wheelhouse=WHEELHOUSE_ON_MACHINE)
+    broken = node_user_data(public, extra_packages=("no-such-package",))
+    with Rig([default, default, wheels, broken], without_index=[2]) as rig:
         states = rig.wait_for_bootstrap(timeout_s=900)
         if states["node-1"]["ok"]:
             prepared.keep(rig.machines[1])

@@ -30,7 +30,9 @@ _SOURCES = f"deb [trusted=yes] file:{PACKAGES_ON_MACHINE} ./\n"
 
 def root_image() -> Path:
     """Folder with `root` and `packages`; the first call takes two minutes and the network."""
-    offered = NodeBootstrap(authorized_keys=(), version="", system="debian-12").packages()
+    wanted = NodeBootstrap(authorized_keys=(), version="").packages()
+    # Of several names Debian's is the last.
+    offered = tuple(names.rpartition("|")[2] for names in wanted)
     recipe = (SUITE, *_BASE, *offered, _CLOUD_CFG, _SOURCES, "1")
     return cached("image", recipe=recipe, build=lambda folder: _build(folder, offered))
 

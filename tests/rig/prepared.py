@@ -21,7 +21,7 @@ from tests.rig.host import RigError, run
 from tests.rig.image import root_image
 from tests.rig.machine import Machine
 from tests.rig.rig import ROOT, Rig
-from tests.rig.wheelhouse import WHEELHOUSE_ON_MACHINE, wheelhouse
+from tests.rig.wheelhouse import wheelhouse
 
 FILES = BootstrapFiles.load(ROOT / "bootstrap")
 
@@ -31,23 +31,21 @@ _OF_ONE_MACHINE = ("var/lib/cloud", "var/lib/tileforge", "var/log", "home/traine
 
 
 def node_user_data(
-    public_key: str, *, extra_packages: tuple[str, ...] = (), os_login_user: str = ""
+    public_key: str,
+    *,
+    extra_packages: tuple[str, ...] = (),
+    os_login_user: str = "",
+    wheelhouse: str = "",
 ) -> str:
     """User-data that makes a machine of the rig ready for the owner of the key.
 
-    It is what `pulumi up` gives the nodes of a stack with default settings, but for Debian in
-    Ubuntu's place, wheels from a folder, and what a test asks for.
+    With a key alone it is, word for word, what `pulumi up` gives the nodes of a stack with
+    default settings.
     """
-    config = ClusterConfig(os_login_user=os_login_user)
+    config = ClusterConfig(os_login_user=os_login_user, wheelhouse=wheelhouse)
     keys = () if os_login_user else (public_key,)
     node = node_bootstrap(config, authorized_keys=keys, version=__version__)
-    node = replace(
-        node,
-        system="debian-12",
-        extra_packages=extra_packages,
-        wheelhouse=WHEELHOUSE_ON_MACHINE,
-    )
-    return render_user_data(node, FILES)
+    return render_user_data(replace(node, extra_packages=extra_packages), FILES)
 
 
 def layer() -> Path:

@@ -7,7 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ from tests.rig.host import RigError, missing, wait_until
 from tests.rig.image import PACKAGES_ON_MACHINE, root_image
 from tests.rig.machine import Machine
 from tests.rig.network import Link, address_of, joined, make_operator_network
-from tests.rig.wheelhouse import WHEELHOUSE_ON_MACHINE, wheelhouse
+from tests.rig.wheelhouse import PIP_CONF, WHEELHOUSE_ON_MACHINE, wheelhouse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,10 +40,13 @@ class Rig(AbstractContextManager["Rig"]):
         layers: Sequence[Path] = (),
         disk_mib: int | None = None,
         wheels: bool = True,
+        without_index: Collection[int] = (),
     ) -> None:
         """`layers`: what lies over the image, as `prepared.layer()`; `wheels`: with wheelhouse.
 
         `disk_mib`: what each machine can write, in the host's memory; None is the host's disk.
+        `without_index`: machines whose pip finds nothing by itself; that of the others takes the
+        wheelhouse for its package index.
         """
         self.user_data = list(user_data)
         self.name = f"tfrig-{secrets.token_hex(3)}"
@@ -51,6 +54,7 @@ class Rig(AbstractContextManager["Rig"]):
         self._layers = layers
         self._disk_mib = disk_mib
         self._wheels = wheels
+        self._without_index = without_index
         self._reaper: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Rig:
@@ -67,10 +71,12 @@ class Rig(AbstractContextManager["Rig"]):
         try:
             make_operator_network(self.name)
             self._make_machines(folder, binds=tuple(binds))
-            for machine, user_data in zip(self.machines, self.user_data, strict=True):
-                layers = [*self._layers, image / "root"]
+            for index, machine in enumerate(self.machines):
+                layers, user_data = [*self._layers, image / "root"], self.user_data[index]
                 hosts = self._hosts()
                 machine.mount(layers, user_data=user_data, hosts=hosts, disk_mib=self._disk_mib)
+                if self._wheels and index not in self._without_index:
+                    (machine.root / "etc/pip.conf").write_text(PIP_CONF, encoding="ascii")
                 machine.power_on()
             for machine in self.machines:
                 machine.wait_for_systemd()

@@ -82,10 +82,13 @@ def test_a_frozen_machine_is_42_by_its_name_within_30_s_of_the_limit(
     finally:
         machines[2].thaw()
     assert state.exit_class == "hang", state
-    assert "node-2" in str(state.error) and "node-1" not in str(state.error), state
-    assert took_s < HANG_S + 30
+    error = str(state.error)
+    assert "node frozen, it takes connections but does not answer: node-2" in error
+    assert "node-2 does not answer, so the run's processes there could not be ended" in error
+    assert "node-1" not in error, state
+    assert HANG_S - 2 < took_s < HANG_S + 30
     code, said = operator.do("attach", "frozen")
-    assert code == ExitCode.HANG and "node-2" in said, said
+    assert code == ExitCode.HANG and error in said, said
     wait_for_nobody(machines[2:])
 
 

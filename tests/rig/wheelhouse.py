@@ -13,6 +13,8 @@ from tests.rig.host import run
 
 LOCK = Path(__file__).resolve().parents[2] / "bootstrap" / "requirements.lock"
 WHEELHOUSE_ON_MACHINE = "/srv/wheelhouse"
+PIP_CONF = f"[install]\nno-index = true\nfind-links = {WHEELHOUSE_ON_MACHINE}\n"
+"""pip's settings on a machine that takes the folder for its package index."""
 
 _PYTHON = {"python_version": "3.11", "python_full_version": "3.11.2"}
 """Debian 12's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -137,35 +138,45 @@ def test_a_damaged_checkpoint_never_costs_the_one_just_written(tmp_path: Path) -
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
-    """kill -9 at seven moments of a writer that saves one checkpoint after the other."""
-    for attempt in range(7):
-        folder = tmp_path / str(attempt)
-        writer = subprocess.Popen(
-            [sys.executable, "-c", _WRITER, str(folder)],
-            env=rank_env(),
-            cwd=REPO,
-            stdout=subprocess.PIPE,
-        )
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"first checkpoint written\n"
+    """kill -9 at seven moments of writers that save one checkpoint after the other."""
+    attempts = range(7)
+    forker = subprocess.Popen(
+        [sys.executable, "-c", _WRITERS, *(str(tmp_path / str(attempt)) for attempt in attempts)],
+        env=rank_env(),
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert forker.stdout is not None
+    for attempt in attempts:
+        pid = int(forker.stdout.readline())
         time.sleep(0.007 * attempt)
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-        found = checkpoint_folders(folder)
+        os.kill(pid, signal.SIGKILL)
+        assert forker.stdout.readline() == "ended by signal 9\n"
+        found = checkpoint_folders(tmp_path / str(attempt))
         assert found
         assert [problem for path in found for problem in manifest_problems(path)] == []
+    assert forker.wait(30) == 0
 
 
-_WRITER = """
-import sys
+# One writer after the other, each a process; importing torch once for all of them saves half a
+# minute. Each tells its id once its first checkpoint is there.
+_WRITERS = """
+import os, sys
 from pathlib import Path
 from tests.train.test_checkpoint import save, trained_optimizers
 
-folder, optimizers = Path(sys.argv[1]), trained_optimizers()
-for step in range(1, 10_000):
-    save(folder / f"step_{step:08d}", optimizers)
-    if step == 1:
-        print("first checkpoint written", flush=True)
+optimizers = trained_optimizers()
+for folder in sys.argv[1:]:
+    pid = os.fork()
+    if not pid:
+        for step in range(1, 10_000):
+            save(Path(folder) / f"step_{step:08d}", optimizers)
+            if step == 1:
+                print(os.getpid(), flush=True)
+        os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    print(f"ended by signal {os.WTERMSIG(status)}", flush=True)
 """
 
 

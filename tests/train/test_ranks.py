@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,87 +32,108 @@ from tests.launching import (
 pytestmark = pytest.mark.ranks
 
 
-def test_losses_do_not_depend_on_how_many_ranks_share_the_batch(
-    tmp_path: Path, tiny_config: Path
-) -> None:
-    runs = {ranks: tmp_path / f"ranks_{ranks}" for ranks in (1, 2, 4)}
-    for ranks, folder in runs.items():
-        train(folder, tiny_config, num_ranks=ranks)
-    alone = losses(runs[1])
+Trained = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Trained:
+    """`trained(num_ranks, *overrides)`: the folder of 20 steps, run once and not to be changed."""
+
+    @functools.cache
+    def folder_of(num_ranks: int, *overrides: str) -> Path:
+        folder = tmp_path_factory.mktemp("trained") / "run"
+        train(folder, tiny_config, *overrides, num_ranks=num_ranks)
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Trained:
+    """`killed(*overrides)`: two ranks' run with a rank killed after step 10, not to be changed."""
+
+    @functools.cache
+    def folder_of(*overrides: str) -> Path:
+        folder = tmp_path_factory.mktemp("killed") / "run"
+        _train_and_kill(folder, tiny_config, *overrides, after_step=10)
+        return folder
+
+    return folder_of
+
+
+def test_losses_do_not_depend_on_how_many_ranks_share_the_batch(trained: Trained) -> None:
+    alone = losses(trained(1))
     assert len(alone) == 20
     for ranks in (2, 4):
-        assert losses(runs[ranks]) == pytest.approx(alone, rel=1e-5)
-        assert summary(runs[ranks])["world_size"] == ranks
-        assert summary(runs[ranks])["ranks_identical"] is True
-        assert evaluations(runs[ranks]) == pytest.approx(evaluations(runs[1]), rel=1e-5)
+        assert losses(trained(ranks)) == pytest.approx(alone, rel=1e-5)
+        assert summary(trained(ranks))["world_size"] == ranks
+        assert summary(trained(ranks))["ranks_identical"] is True
+        assert evaluations(trained(ranks)) == pytest.approx(evaluations(trained(1)), rel=1e-5)
 
 
 def test_a_compiled_model_trains_as_the_plain_one_does(tmp_path: Path, tiny_config: Path) -> None:
-    train(tmp_path / "plain", tiny_config, "train.steps=5")
-    train(tmp_path / "compiled", tiny_config, "train.steps=5", "engine.compile=true")
+    settings = ("train.steps=5", "model.n_layer=1")
+    train(tmp_path / "plain", tiny_config, *settings)
+    train(tmp_path / "compiled", tiny_config, *settings, "engine.compile=true")
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
 
 
 def test_torchrun_and_one_process_alone_give_what_mpirun_gives(
-    tmp_path: Path, tiny_config: Path
+    tmp_path: Path, tiny_config: Path, trained: Trained
 ) -> None:
-    train(tmp_path / "mpirun", tiny_config, num_ranks=2)
-    train(tmp_path / "alone", tiny_config)
-    result = run(torchrun(2, *train_program(tmp_path / "torchrun", tiny_config)))
+    result = run(torchrun(2, *train_program(tmp_path, tiny_config)))
     assert result.returncode == 0, result.stderr
-    assert losses(tmp_path / "torchrun") == losses(tmp_path / "mpirun")
-    assert losses(tmp_path / "alone") == pytest.approx(losses(tmp_path / "mpirun"), rel=1e-5)
+    assert losses(tmp_path) == losses(trained(2))
+    assert losses(trained(1)) == pytest.approx(losses(trained(2)), rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_ten_steps_killed_and_resumed_end_bitwise_where_twenty_in_one_go_do(
-    tmp_path: Path, tiny_config: Path, dtype: str
+    tmp_path: Path, tiny_config: Path, trained: Trained, killed: Trained, dtype: str
 ) -> None:
     settings = (f"precision.dtype={dtype}", "model.dropout=0.1")
-    train(tmp_path / "whole", tiny_config, *settings, num_ranks=2)
-    broken = tmp_path / "broken"
-    _train_and_kill(broken, tiny_config, *settings, after_step=10)
+    broken = shutil.copytree(killed(*settings), tmp_path / "broken")
     train(broken, tiny_config, *settings, num_ranks=2)
-    assert losses(broken) == losses(tmp_path / "whole")
-    _assert_same_checkpoint(broken, tmp_path / "whole")
-
-
-def test_three_ranks_resume_bitwise_with_gradients_in_several_buckets(
-    tmp_path: Path, tiny_config: Path
-) -> None:
-    """DDP's buckets decide in which order gloo adds; at a width of 256 there are several."""
-    settings = ("model.n_embd=256", "batch.global_batch_size=6", "batch.micro_batch_size=1")
-    train(tmp_path / "whole", tiny_config, *settings, num_ranks=3)
-    train(tmp_path / "halves", tiny_config, *settings, "train.steps=10", num_ranks=3)
-    train(tmp_path / "halves", tiny_config, *settings, num_ranks=3)
-    _assert_same_checkpoint(tmp_path / "halves", tmp_path / "whole")
-
-
-def test_muon_resumes_bitwise_too(tmp_path: Path, tiny_config: Path) -> None:
-    settings = ("optimizer.name=muon", "schedule.kind=constant")
-    train(tmp_path / "whole", tiny_config, *settings)
-    train(tmp_path / "halves", tiny_config, *settings, "train.steps=10")
-    train(tmp_path / "halves", tiny_config, *settings)
-    _assert_same_checkpoint(tmp_path / "halves", tmp_path / "whole")
+    assert losses(broken) == losses(trained(2, *settings))
+    _assert_same_checkpoint(broken, trained(2, *settings))
 
 
 def test_a_resume_on_another_number_of_ranks_goes_on_with_the_same_losses(
-    tmp_path: Path, tiny_config: Path
+    tmp_path: Path, tiny_config: Path, trained: Trained, killed: Trained
 ) -> None:
-    train(tmp_path / "whole", tiny_config, num_ranks=1)
-    _train_and_kill(tmp_path / "broken", tiny_config, after_step=10)
-    train(tmp_path / "broken", tiny_config, num_ranks=4)
-    assert losses(tmp_path / "broken") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    settings = ("precision.dtype=fp32", "model.dropout=0.1")
+    broken = shutil.copytree(killed(*settings), tmp_path / "broken")
+    train(broken, tiny_config, *settings, num_ranks=4)
+    assert losses(broken) == pytest.approx(losses(trained(2, *settings)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        # DDP's buckets decide in which order gloo adds; at a width of 256 there are several.
+        (3, ("model.n_embd=256", "batch.global_batch_size=6", "batch.micro_batch_size=1")),
+        (1, ("optimizer.name=muon", "schedule.kind=constant")),
+    ],
+    ids=["three ranks with several buckets", "muon"],
+)
+def test_from_the_middle_a_run_ends_bitwise_as_it_did(
+    tmp_path: Path, tiny_config: Path, trained: Trained, num_ranks: int, settings: tuple[str, ...]
+) -> None:
+    whole = trained(num_ranks, *settings)
+    half = shutil.copytree(whole, tmp_path / "half")
+    shutil.rmtree(half / "checkpoints" / "step_00000020")
+    train(half, tiny_config, *settings, num_ranks=num_ranks)
+    assert losses(half) == losses(whole)
+    _assert_same_checkpoint(half, whole)
 
 
 def test_gradients_that_travel_as_bf16_give_nearly_the_same_losses_and_one_model(
-    tmp_path: Path, tiny_config: Path
+    trained: Trained,
 ) -> None:
-    train(tmp_path / "fp32", tiny_config, num_ranks=2)
-    train(tmp_path / "bf16", tiny_config, "distributed.grad_dtype=bf16", num_ranks=2)
-    assert losses(tmp_path / "bf16") != losses(tmp_path / "fp32")
-    assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "fp32"), rel=1e-2)
-    assert summary(tmp_path / "bf16")["ranks_identical"] is True
+    with_bf16 = trained(2, "distributed.grad_dtype=bf16")
+    assert losses(with_bf16) != losses(trained(2))
+    assert losses(with_bf16) == pytest.approx(losses(trained(2)), rel=1e-2)
+    assert summary(with_bf16)["ranks_identical"] is True
 
 
 def test_sigterm_to_one_rank_saves_and_stops_all(tmp_path: Path, tiny_config: Path) -> None:

@@ -46,6 +46,8 @@ class Trained:
     """Two nodes, and an operator who has trained run `far` on them to its end."""
 
     operator: Operator
+    said: str
+    """What the operator read meanwhile."""
 
     def on_head(self, name: str) -> Path:
         """A file of the run as the head has it."""
@@ -58,6 +60,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     folder = tmp_path_factory.mktemp("trained")
     with SeparateNodes(folder, num_nodes=2) as nodes:
         operator = Operator(folder, nodes)
-        code, said = operator.do(*operator.run_words("far", f"train.steps={STEPS}"))
+        words = operator.run_words("far", f"train.steps={STEPS}")
+        words.remove("--quick")
+        code, said = operator.do(*words)
         assert code == ExitCode.OK, said
-        yield Trained(operator=operator)
+        yield Trained(operator=operator, said=said)

@@ -18,6 +18,7 @@ from payload.orchestrate.cloud.endpoints import VARIABLE
 from tests.launching import losses, summary
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, CloudStandIn
+from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.cluster.operating import (
     TIMEOUT_S,
     Operator,
@@ -28,7 +29,6 @@ from tests.orchestrate.sshd import make_key
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
-STEPS = 6
 
 
 def down(operator: Operator) -> tuple[int, str, list[str]]:
@@ -51,12 +51,9 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
         yield Operator(tmp_path, nodes)
 
 
-def test_two_nodes_train_what_one_machine_trains(operator: Operator) -> None:
-    words = operator.run_words("far", f"train.steps={STEPS}")
-    words.remove("--quick")
-    code, said = operator.do(*words)
-    assert code == ExitCode.OK and "all-reduce over 2 ranks: " in said, said
-    far = operator.paths("far")
+def test_two_nodes_train_what_one_machine_trains(trained: Trained) -> None:
+    operator, far = trained.operator, trained.operator.paths("far")
+    assert "all-reduce over 2 ranks: " in trained.said
     numbers = LaunchPlan.load(far.plan).arithmetic
     assert numbers.compute_s is not None and numbers.compute_s > 0
     result = summary(far.root)
@@ -77,6 +74,17 @@ def test_two_nodes_train_what_one_machine_trains(operator: Operator) -> None:
     folders = [operator.folder / "runs", operator.nodes.folder / "node-0" / "home" / "tileforge"]
     written = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     assert len(written) > 50 and not [path for path in written if private in path.read_bytes()]
+
+
+def test_what_is_missing_here_is_brought_home_before_anything_is_destroyed(
+    trained: Trained,
+) -> None:
+    checkpoint = trained.operator.paths("far").checkpoint(STEPS)
+    shutil.rmtree(checkpoint)
+    code, said, told = down(trained.operator)
+    assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
+    assert (checkpoint / "model.safetensors").exists()
+    assert told == ["stack", "destroy"]
 
 
 def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Operator) -> None:
@@ -119,26 +127,6 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     code, said = operator.do("stop", "one", "--force")
     assert code == ExitCode.OK and "no process of it is left on any node" in said, said
     assert not operator.nodes.processes()
-
-
-def test_attach_sees_a_run_to_its_end_after_the_operator_was_killed(operator: Operator) -> None:
-    words = operator.run_words("one", "train.steps=60", "train.checkpoint_every=0")
-    first = operator.start(*words)
-    operator.wait_for_a_step()
-    first.send_signal(signal.SIGKILL)
-    first.communicate(timeout=TIMEOUT_S)
-    code, said = operator.do("attach")
-    assert code == ExitCode.OK, said
-    assert len(losses(operator.paths("one").root)) == 60
-    assert summary(operator.paths("one").root)["status"] == "finished"
-    wait_for_nobody(operator)
-    # What is missing here is brought home before anything is destroyed.
-    checkpoint = operator.paths("one").checkpoint(60)
-    shutil.rmtree(checkpoint)
-    code, said, told = down(operator)
-    assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
-    assert (checkpoint / "model.safetensors").exists()
-    assert told == ["stack", "destroy"]
 
 
 def test_a_second_ctrl_c_stops_the_run_with_a_checkpoint(operator: Operator) -> None:
