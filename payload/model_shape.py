@@ -56,9 +56,10 @@ class ModelShape:
         """Estimate of a training rank's peak memory, the interpreter and torch included.
 
         The peak is where the forward pass ends. Weights and two AdamW moments are fp32, 12 bytes a
-        parameter; with other ranks DDP keeps its gradient buckets besides, 4 more. With `kernels`
-        a layer keeps 28 bytes a number of its width for its backward pass in bf16 (the residual
-        stream twice in fp32, and 10 widths in bf16), and the logits are those of one chunk.
+        parameter; with other ranks the buckets of their exchange stay besides, 4 more. With
+        `kernels` a layer keeps 28 bytes a number of its width for its backward pass in bf16 (the
+        residual stream twice in fp32, and 10 widths in bf16), and the logits are those of one
+        chunk.
         """
         size = 2 if dtype == "bf16" else 4
         tokens = micro_batch_size * self.sequence_length

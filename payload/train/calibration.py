@@ -20,11 +20,11 @@ Dtype = Literal["bf16", "fp32"]
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-# The large product is the one that AMX needs to reach its peak; the small one takes 5 ms at 0.4
+# The large product is the one that AMX needs to reach its peak; the small one takes 10 ms at 0.2
 # TFLOP/s, so that on a busy machine some of many fall between two interruptions.
 _GEMM_SIZES = (1024, 2048)
-_GEMM_BUDGET_S = 0.4
-# 0.2 TFLOP/s: below, one large product takes longer than a short round.
+_GEMM_BUDGET_S = 0.2
+# 0.2 TFLOP/s: below, one large product takes longer than a short round, and is no faster.
 _FAST_PRODUCT_S = 0.01
 # bf16 rounds; it has to be worth it.
 _BF16_MIN_GAIN = 1.1
@@ -52,35 +52,41 @@ def calibrate(world: World, choice: DtypeChoice) -> Calibration:
     """Measure, and choose the dtype. Every rank gets the same answer."""
     world.barrier()
     dtypes: tuple[Dtype, ...] = ("bf16", "fp32") if choice == "auto" else (choice,)
-    measured = torch.tensor([_gemm_flops_per_s(TORCH_DTYPES[dtype]) for dtype in dtypes])
-    peaks = dict(zip(dtypes, world.sum(measured.double()).tolist(), strict=True))
-    dtype, reason = _choose(choice, peaks)
+    speeds = {dtype: _gemm_flops_per_s(dtype, _GEMM_SIZES[0]) for dtype in dtypes}
+    dtype, reason = _choose(choice, _summed(world, speeds))
+    peak = speeds[dtype]
+    if 2 * _GEMM_SIZES[0] ** 3 / peak < _FAST_PRODUCT_S:
+        peak = max(peak, _gemm_flops_per_s(dtype, _GEMM_SIZES[1]))
     return Calibration(
         dtype=dtype,
         reason=reason,
-        peak_flops_per_s=peaks[dtype],
+        peak_flops_per_s=_summed(world, {dtype: peak})[dtype],
         all_reduce_bytes_per_s=(
             measure_exchange(world).bytes_per_s() if world.world_size > 1 else None
         ),
     )
 
 
-def _choose(choice: DtypeChoice, peaks: dict[Dtype, float]) -> tuple[Dtype, str]:
+def _summed(world: World, speeds: dict[Dtype, float]) -> dict[Dtype, float]:
+    """Over all ranks."""
+    values = torch.tensor(list(speeds.values()), dtype=torch.float64)
+    return dict(zip(speeds, world.sum(values).tolist(), strict=True))
+
+
+def _choose(choice: DtypeChoice, speeds: dict[Dtype, float]) -> tuple[Dtype, str]:
     if choice != "auto":
         return choice, "as configured"
-    gain = peaks["bf16"] / peaks["fp32"]
+    gain = speeds["bf16"] / speeds["fp32"]
     compared = f"bf16 products run at {gain:.1f}x the speed of fp32 here"
     if gain >= _BF16_MIN_GAIN:
         return "bf16", compared
     return "fp32", f"{compared}, not worth the rounding"
 
 
-def _gemm_flops_per_s(dtype: torch.dtype) -> float:
+def _gemm_flops_per_s(dtype: Dtype, size: int) -> float:
     """The best of many square products: the peak, not the average under noise."""
-    return max(
-        2 * size**3 / _best_product_s(*_factors(size, dtype), budget_s=_GEMM_BUDGET_S)
-        for size in _GEMM_SIZES
-    )
+    best_s = _best_product_s(*_factors(size, TORCH_DTYPES[dtype]), budget_s=_GEMM_BUDGET_S)
+    return 2 * size**3 / best_s
 
 
 def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dict[Dtype, float]:

@@ -1,52 +1,80 @@
-"""How gradients become one: DDP's buckets, summed over ranks while the backward pass goes on."""
+"""How gradients become one: buckets, summed over ranks while the backward pass goes on."""
 
-# No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
+from __future__ import annotations
 
 import time
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedDataParallelKwargs
-from torch._C._distributed_c10d import GradBucket
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
 from payload.run_config import DistributedSection
-
-# Gradients live in the buckets, one copy less; nothing reads them between buckets.
-DDP_SETTINGS = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+from payload.train.buckets import Bucket, make_buckets
+from payload.train.world import World
 
 
 class GradientExchange:
-    """DDP's communication hook: averages a bucket, in fp32 or bf16, and keeps time.
+    """Averages the gradients of all ranks, in fp32 or bf16; alone it does nothing.
 
-    torch's own bf16 hook is refused on CPU, though gloo sums bf16: the check is for NCCL
-    (torch 2.13, nn/parallel/distributed.py, `_check_comm_hook`).
+    Not torch's DDP: it imports torch.compile's machinery, over a second of CPU time a rank, and
+    regroups its buckets after the first pass, which makes a resumed run round differently unless it
+    spends a pass on that. Buckets are the same on all ranks and start in one order.
     """
 
-    def __init__(self, settings: DistributedSection) -> None:
+    def __init__(self, settings: DistributedSection, world: World) -> None:
         self._as_bf16 = settings.grad_dtype == "bf16"
-        self._last_bucket_s = 0.0
+        self._world = world
+        self._buckets: list[Bucket] = []
+        self._owner: dict[Tensor, Bucket] = {}
+        self._full: set[Bucket] = set()
+        self._under_way: list[tuple[Bucket, Tensor, Any]] = []
+        self._is_last_pass = False
 
-    def attach(self, model: torch.nn.Module) -> None:
-        """Use this exchange for `model` if it is a DDP module; alone there is nothing to sum."""
-        if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(None, self._average)
+    def attach(self, model: nn.Module) -> None:
+        """Give every rank rank 0's parameters, and average what `model` will learn."""
+        if self._world.world_size == 1:
+            return
+        for parameter in model.parameters():
+            dist.broadcast(parameter.detach(), src=0)
+        self._buckets = make_buckets(model.parameters())
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                self._owner[parameter] = bucket
+                parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
 
-    def exposed_time_s(self, *, backward_done_s: float) -> float:
-        """How long the backward pass that ended then had waited for its last bucket."""
-        return max(0.0, backward_done_s - self._last_bucket_s) if self._last_bucket_s else 0.0
+    def begin(self) -> None:
+        """The coming backward pass is the last of its step: its gradients are to be averaged."""
+        self._is_last_pass = True
 
-    def _average(self, _state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
-        sent = buffer.to(torch.bfloat16) if self._as_bf16 else buffer
-        sent.div_(dist.get_world_size())
-        work = cast(Any, dist.all_reduce(sent, async_op=True))
-        if bucket.is_last():
-            self._last_bucket_s = time.perf_counter()
+    def finish(self) -> float:
+        """Put the averages in the gradients' place; return the seconds that this waited.
 
-        def _received(done: torch.futures.Future[Any]) -> torch.Tensor:
-            summed = done.value()[0]
-            return buffer.copy_(summed) if self._as_bf16 else cast(torch.Tensor, summed)
+        Raises RuntimeError when another rank vanished.
+        """
+        began_s = time.perf_counter()
+        for bucket, sent, work in self._under_way:
+            work.wait()
+            if sent is not bucket.flat:
+                bucket.flat.copy_(sent)
+        for bucket in self._buckets:
+            bucket.reset()
+        self._full.clear()
+        self._under_way.clear()
+        self._is_last_pass = False
+        return time.perf_counter() - began_s if self._buckets else 0.0
 
-        return cast("torch.futures.Future[torch.Tensor]", work.get_future().then(_received))
+    def _take(self, parameter: Tensor) -> None:
+        if self._is_last_pass and self._owner[parameter].take(parameter):
+            self._full.add(self._owner[parameter])
+            self._send_in_order()
+
+    def _send_in_order(self) -> None:
+        """gloo adds up what comes at the same turn, so a full bucket waits for those before it."""
+        while len(self._under_way) < len(self._buckets):
+            bucket = self._buckets[len(self._under_way)]
+            if bucket not in self._full:
+                return
+            sent = bucket.flat.to(torch.bfloat16) if self._as_bf16 else bucket.flat
+            sent.div_(self._world.world_size)
+            self._under_way.append((bucket, sent, dist.all_reduce(sent, async_op=True)))

@@ -45,6 +45,20 @@ class LayerCache:
         return 0 if self.keys is None else self.keys.shape[2]
 
 
+class Linear(nn.Linear):
+    """torch's, without its own random weights: `GPT` sets all. GPT-2's take torch a second."""
+
+    def reset_parameters(self) -> None:
+        """Leave the weights as the memory is."""
+
+
+class Embedding(nn.Embedding):
+    """The same for embeddings."""
+
+    def reset_parameters(self) -> None:
+        """Leave the weights as the memory is."""
+
+
 class Attention(nn.Module):
     """Causal self-attention over all heads at once."""
 
@@ -52,8 +66,8 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head = shape.n_head
         self.dropout = dropout
-        self.c_attn = nn.Linear(shape.n_embd, 3 * shape.n_embd, bias=shape.bias)
-        self.c_proj = nn.Linear(shape.n_embd, shape.n_embd, bias=shape.bias)
+        self.c_attn = Linear(shape.n_embd, 3 * shape.n_embd, bias=shape.bias)
+        self.c_proj = Linear(shape.n_embd, shape.n_embd, bias=shape.bias)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         """(B, T, C) to (B, T, C)."""
@@ -90,8 +104,8 @@ class MLP(nn.Module):
         super().__init__()
         self.dropout = dropout
         self.approximate = "tanh" if activation == "gelu_new" else "none"
-        self.c_fc = nn.Linear(shape.n_embd, 4 * shape.n_embd, bias=shape.bias)
-        self.c_proj = nn.Linear(4 * shape.n_embd, shape.n_embd, bias=shape.bias)
+        self.c_fc = Linear(shape.n_embd, 4 * shape.n_embd, bias=shape.bias)
+        self.c_proj = Linear(4 * shape.n_embd, shape.n_embd, bias=shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
@@ -117,10 +131,15 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model. Weights are random, as GPT-2's were before training."""
+    """The model. Weights are random, as GPT-2's were before training, or for the caller to set."""
 
     def __init__(
-        self, shape: ModelShape, *, dropout: float = 0.0, activation: Activation = "gelu_new"
+        self,
+        shape: ModelShape,
+        *,
+        dropout: float = 0.0,
+        activation: Activation = "gelu_new",
+        random: bool = True,
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -128,13 +147,14 @@ class GPT(nn.Module):
         self.dropout = dropout
         self.kernels: Kernels | None = None
         """A faster way for a pass without caches; none = the plain modules, the reference."""
-        self.wte = nn.Embedding(shape.vocab_size, shape.n_embd)
-        self.wpe = nn.Embedding(shape.sequence_length, shape.n_embd)
+        self.wte = Embedding(shape.vocab_size, shape.n_embd)
+        self.wpe = Embedding(shape.sequence_length, shape.n_embd)
         self.h = nn.ModuleList(
             Block(shape, dropout=dropout, activation=activation) for _ in range(shape.n_layer)
         )
         self.ln_f = nn.LayerNorm(shape.n_embd, eps=_NORM_EPS, bias=shape.bias)
-        self._initialise()
+        if random:
+            self._initialise()
 
     def _initialise(self) -> None:
         # The paper scales the projections into the residual stream by one over the square root of

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from payload.errors import CheckpointError, ConfigError
-from payload.run_config import OptimizerSection
+from payload.run_config import EngineSection, OptimizerSection
+from payload.train.eager import eager
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,15 @@ class Optimizers:
             owners[parameter].state[parameter][key] = value.clone()
 
 
-def build_optimizers(model: nn.Module, settings: OptimizerSection) -> Optimizers:
+def build_optimizers(
+    model: nn.Module, settings: OptimizerSection, engine: EngineSection | None = None
+) -> Optimizers:
     """AdamW for all parameters, or Muon for the layers' matrices and AdamW for the rest.
 
-    Weight decay is for matrices and embeddings; norms and biases have none.
+    Weight decay is for matrices and embeddings; norms and biases have none. Engines that change
+    torch's own classes need those themselves.
     """
+    stock = engine is not None and (engine.compile or engine.kind != "native")
     hidden, matrices, vectors = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
@@ -82,7 +87,7 @@ def build_optimizers(model: nn.Module, settings: OptimizerSection) -> Optimizers
             hidden.append(parameter)
         else:
             matrices.append(parameter)
-    adamw = torch.optim.AdamW(
+    adamw = (torch.optim.AdamW if stock else eager(torch.optim.AdamW))(
         [
             {"params": matrices, "weight_decay": settings.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -93,10 +98,12 @@ def build_optimizers(model: nn.Module, settings: OptimizerSection) -> Optimizers
     )
     if settings.name == "adamw":
         return Optimizers(model, (adamw,))
-    return Optimizers(model, (_muon(hidden, settings), adamw))
+    return Optimizers(model, (_muon(hidden, settings, stock=stock), adamw))
 
 
-def _muon(hidden: list[nn.Parameter], settings: OptimizerSection) -> torch.optim.Optimizer:
+def _muon(
+    hidden: list[nn.Parameter], settings: OptimizerSection, *, stock: bool
+) -> torch.optim.Optimizer:
     if not hasattr(torch.optim, "Muon"):
         raise ConfigError(
             f"optimizer.name = 'muon' needs torch 2.9 or newer; this is {torch.__version__}. Use "
@@ -104,7 +111,7 @@ def _muon(hidden: list[nn.Parameter], settings: OptimizerSection) -> torch.optim
         )
     # match_rms_adamw scales Muon's update to the size of AdamW's, so that one lr serves both
     # (Moonshot, https://arxiv.org/abs/2502.16982, section 2.2).
-    return torch.optim.Muon(
+    return (torch.optim.Muon if stock else eager(torch.optim.Muon))(
         hidden,
         lr=settings.lr,
         weight_decay=settings.weight_decay,

@@ -15,7 +15,7 @@ from payload.run_config import DtypeChoice, RunConfig
 from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration, calibrate
 from payload.train.engine import engage, require_engine
-from payload.train.gradients import DDP_SETTINGS, GradientExchange
+from payload.train.gradients import GradientExchange
 from payload.train.metrics import MetricsFile, SignOfLife
 from payload.train.optimizer import build_optimizers
 from payload.train.setup import Start, find_start, require_disk_space, restore_optimizer
@@ -122,17 +122,16 @@ def _assemble(
     sign_of_life: SignOfLife,
     stop_requested: Callable[[], bool],
 ) -> Parts:
-    """Wrap the model: engine, then DDP, which gives every rank rank 0's parameters."""
-    optimizers = build_optimizers(start.model, config.optimizer)
+    """Wrap the model, and give every rank rank 0's parameters and optimizer state."""
+    optimizers = build_optimizers(start.model, config.optimizer, config.engine)
     engaged = engage(start.model, optimizers, settings=config.engine, dtype=calibration.dtype)
     accelerator = Accelerator(
-        cpu=True,
-        mixed_precision="bf16" if calibration.dtype == "bf16" else "no",
-        kwargs_handlers=[DDP_SETTINGS],
+        cpu=True, mixed_precision="bf16" if calibration.dtype == "bf16" else "no"
     )
-    trained = accelerator.prepare(engaged)
-    exchange = GradientExchange(config.distributed)
-    exchange.attach(trained)
+    # evaluation_mode: precision alone, no DDP; see GradientExchange, which does its work.
+    trained = accelerator.prepare_model(engaged, device_placement=False, evaluation_mode=True)
+    exchange = GradientExchange(config.distributed, world)
+    exchange.attach(start.model)
     restore_optimizer(optimizers, start, world=world)
     return Parts(
         config=config,

@@ -60,7 +60,7 @@ class Start:
 def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: World) -> Start:
     """Build the model: from the run's newest checkpoint, else from `model.init`.
 
-    Rank 0 reads files; the others get sizes here and values when DDP wraps the model.
+    Rank 0 reads files; the others get sizes here and values with the exchange of gradients.
     """
     checkpoint = newest_checkpoint(paths.checkpoints) if world.is_main else None
     resumes = world.broadcast(checkpoint is not None)
@@ -103,7 +103,7 @@ def require_disk_space(config: RunConfig, shape: ModelShape, *, paths: RunPaths)
 
 
 def _loaded_model(source: str, config: RunConfig, *, world: World) -> GPT:
-    """Rank 0 loads; the others build the same sizes and are filled by DDP."""
+    """Rank 0 loads; the others build the same sizes, to be filled later."""
     model = None
     if world.is_main:
         model = load_hf(_checkpoint_source(source), dropout=config.model.dropout)
@@ -113,7 +113,9 @@ def _loaded_model(source: str, config: RunConfig, *, world: World) -> GPT:
     assert isinstance(described, tuple)
     sizes, activation = described
     if model is None:
-        model = GPT(ModelShape(**sizes), dropout=config.model.dropout, activation=activation)
+        model = GPT(
+            ModelShape(**sizes), dropout=config.model.dropout, activation=activation, random=False
+        )
     return model
 
 

@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +48,7 @@ class Parts:
     model: GPT
     """The plain model: its parameters are the ones that `trained` trains."""
     trained: torch.nn.Module
-    """The model as the engine and DDP wrapped it."""
+    """The model as the engine and Accelerate's precision wrapped it."""
     optimizers: Optimizers
     exchange: GradientExchange
     metrics: MetricsFile | None
@@ -89,7 +88,6 @@ class Trainer:
     def run(self, *, evaluate_first: bool) -> Outcome:
         """The loop. Raises TrainingError, RanksDifferError; RuntimeError when a peer vanished."""
         train = self._parts.config.train
-        self._settle_buckets()
         stopping = evaluate_first and self._evaluate()
         while self._step < train.steps and not stopping:
             self._parts.sign_of_life.tell(step=self._step, phase="step")
@@ -120,25 +118,6 @@ class Trainer:
         size, world = self._batch.micro_batch_size, self._parts.world
         first = self._next_sample + (micro_step * world.world_size + world.rank) * size
         return np.arange(first, first + size, dtype=np.int64)
-
-    def _settle_buckets(self) -> None:
-        """One pass whose gradients are thrown away, before the first step of every start.
-
-        DDP regroups its buckets after the first backward pass it sees. With three ranks and more,
-        the grouping decides in which order gloo adds the ranks' numbers, so a resumed run, whose
-        first pass comes later, would round differently from an unbroken one.
-        """
-        parts = self._parts
-        if parts.world.world_size == 1:
-            return
-        parts.sign_of_life.tell(step=self._step, phase="start")
-        started_s = time.perf_counter()
-        tokens, targets = parts.data.train.gather(self._order.blocks(self.samples(0)))
-        parts.accelerator.backward(parts.trained(tokens, targets))
-        parts.optimizers.zero_grad()
-        log.info(
-            f"warm-up   one pass with its synchronisation: {time.perf_counter() - started_s:.2f} s"
-        )
 
     def _train_step(self) -> bool:
         """One update, or none when a rank is asked to stop before it. Returns whether one was."""
@@ -193,21 +172,19 @@ class Trainer:
                 # Masks follow from the sample, not from what ran before: resume is exact.
                 torch.manual_seed(parts.config.run.seed * 1_000_003 + int(samples[0]))
             last = micro_step == self._accumulation - 1
-            # no_sync has to cover the forward pass too: DDP decides there what backward will do.
-            with nullcontext() if last else parts.accelerator.no_sync(parts.trained):
-                loss = parts.trained(tokens, targets)
-                parts.accelerator.backward(loss / self._accumulation)
+            loss = parts.trained(tokens, targets)
+            if last:
+                parts.exchange.begin()
+            parts.accelerator.backward(loss / self._accumulation)
             total += loss.detach().double() / self._accumulation
             if not last and self._stop_agreed(phase="step"):
                 return None
-        sync_time_s = parts.exchange.exposed_time_s(backward_done_s=time.perf_counter())
-        return total, data_time_s, sync_time_s
+        return total, data_time_s, parts.exchange.finish()
 
     def _clip(self) -> float:
         """Gradient norm before clipping."""
         limit = self._parts.config.optimizer.grad_clip or math.inf
-        norm = self._parts.accelerator.clip_grad_norm_(self._parts.model.parameters(), limit)
-        return float(norm)
+        return float(torch.nn.utils.clip_grad_norm_(self._parts.model.parameters(), limit))
 
     def _agree(self, loss: torch.Tensor) -> tuple[float, bool]:
         """Mean loss over ranks, and whether one of them was asked to stop: the same on all."""

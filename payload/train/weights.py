@@ -69,7 +69,7 @@ def load_hf(source: str, *, dropout: float = 0.0) -> GPT:
         vocab_size=_size(config, "vocab_size", folder),
         bias=bias,
     )
-    model = GPT(shape, dropout=dropout, activation=_activation(config, folder))
+    model = GPT(shape, dropout=dropout, activation=_activation(config, folder), random=False)
     _assign(model, tensors, folder=folder)
     return model
 
@@ -96,6 +96,7 @@ def crop_sequence_length(model: GPT, sequence_length: int) -> GPT:
         ),
         dropout=model.dropout,
         activation=model.activation,
+        random=False,
     )
     state = model.state_dict()
     state["wpe.weight"] = state["wpe.weight"][:sequence_length].clone()

@@ -37,12 +37,18 @@ Trained = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Trained:
-    """`trained(num_ranks, *overrides)`: the folder of 20 steps, run once and not to be changed."""
+    """`trained(num_ranks, *overrides)`: the folder of 20 steps, run once and not to be changed.
+
+    `stderr` beside it says what the ranks imported.
+    """
 
     @functools.cache
     def folder_of(num_ranks: int, *overrides: str) -> Path:
         folder = tmp_path_factory.mktemp("trained") / "run"
-        train(folder, tiny_config, *overrides, num_ranks=num_ranks)
+        program = train_program(folder, tiny_config, *overrides)
+        result = run(mpirun(num_ranks, *program), env=rank_env(PYTHONPROFILEIMPORTTIME="1"))
+        assert result.returncode == 0, result.stderr
+        folder.with_name("stderr").write_text(result.stderr, encoding="utf-8")
         return folder
 
     return folder_of
@@ -69,6 +75,13 @@ def test_losses_do_not_depend_on_how_many_ranks_share_the_batch(trained: Trained
         assert summary(trained(ranks))["world_size"] == ranks
         assert summary(trained(ranks))["ranks_identical"] is True
         assert evaluations(trained(ranks)) == pytest.approx(evaluations(trained(1)), rel=1e-5)
+
+
+def test_a_rank_that_compiles_nothing_does_not_load_the_compiler(trained: Trained) -> None:
+    lines = trained(2).with_name("stderr").read_text(encoding="utf-8").splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if "import time:" in line}
+    assert "torch" in imported
+    assert not {"torch._dynamo", "sympy", "transformers"} & imported
 
 
 def test_a_compiled_model_trains_as_the_plain_one_does(tmp_path: Path, tiny_config: Path) -> None:
@@ -110,7 +123,7 @@ def test_a_resume_on_another_number_of_ranks_goes_on_with_the_same_losses(
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
     [
-        # DDP's buckets decide in which order gloo adds; at a width of 256 there are several.
+        # Buckets decide in which order gloo adds; at a width of 256 there are several.
         (3, ("model.n_embd=256", "batch.global_batch_size=6", "batch.micro_batch_size=1")),
         (1, ("optimizer.name=muon", "schedule.kind=constant")),
     ],

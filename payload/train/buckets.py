@@ -1,0 +1,59 @@
+"""Gradients in buckets: what travels together between the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+# The first is small, so that the exchange begins soon after the backward pass; DDP's sizes.
+_FIRST_BYTES = 2**20
+_BYTES = 25 * 2**20
+
+
+class Bucket:
+    """Neighbouring parameters, and one flat tensor for their gradients."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+        self.flat = torch.zeros(sum(each.numel() for each in parameters))
+        parts = torch.split(self.flat, [each.numel() for each in parameters])
+        self._views = {
+            parameter: part.view_as(parameter)
+            for parameter, part in zip(parameters, parts, strict=True)
+        }
+        self._missing = len(parameters)
+
+    def take(self, parameter: Tensor) -> bool:
+        """Move a parameter's gradient here; whether it was the last one missing."""
+        assert parameter.grad is not None
+        view = self._views[parameter]  # type: ignore[index]
+        if parameter.grad is not view:
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        self._missing -= 1
+        return self._missing == 0
+
+    def reset(self) -> None:
+        """Every gradient is missing again."""
+        assert self._missing == 0, "a parameter had no gradient in this pass"
+        self._missing = len(self.parameters)
+
+
+def make_buckets(parameters: Iterable[nn.Parameter]) -> list[Bucket]:
+    """All parameters, in the order in which a backward pass finishes them: the last one first."""
+    return [Bucket(group) for group in _groups(reversed(list(parameters)))]
+
+
+def _groups(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    group: list[nn.Parameter] = []
+    limit, size = _FIRST_BYTES, 0
+    for parameter in parameters:
+        group.append(parameter)
+        size += parameter.numel() * 4
+        if size >= limit:
+            yield group
+            group, limit, size = [], _BYTES, 0
+    if group:
+        yield group
