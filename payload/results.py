@@ -182,6 +182,10 @@ class Summary:
     mfu: float | None = None
     peak_flops_per_s: float | None = None
     """Sum over all ranks of what a matrix product reached, or None."""
+    ready_unix: float | None = None
+    """When the last start came to its first step, or evaluation, by rank 0's clock."""
+    start_s: dict[str, float] = field(default_factory=dict)
+    """What rank 0 did from its birth until then, and how long each part took."""
     ranks_identical: bool = False
     """True only if the last check, after the last step, found all ranks' parameters equal."""
     restarts: int = 0

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -100,7 +101,8 @@ def follow_run(
                 break
             if asks.count > heeded:
                 heeded = _pass_on(supervisor, live, heeded=heeded)
-            time.sleep(_TICK_S)
+            with suppress(subprocess.TimeoutExpired):
+                supervisor.wait(_TICK_S)
         if log_tail.rest():
             live.say(log_tail.rest())
 

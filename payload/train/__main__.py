@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Never
 from payload.errors import ExitCode, TileforgeError, TrainingError, UsageError
 from payload.results import RunPaths, write_whole
 from payload.run_config import RunConfig, load_run_config
+from payload.train.start_clock import StartClock
 
 if TYPE_CHECKING:
     from payload.train.world import World
@@ -32,6 +33,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> ExitCode:
     arguments = _parser().parse_args(argv)
     stop = StopSignal()
     config = _load_config(arguments)
+    clock = StartClock()
     _set_up_logging(env)
     # torch takes seconds to import; a wrong config should not cost them.
     from payload.train.session import train
@@ -40,12 +42,14 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> ExitCode:
     world = last_words.world = World.from_env(env)
     last_words.paths = RunPaths(arguments.run_dir) if arguments.run_dir else None
     logging.getLogger().setLevel(logging.INFO if world.is_main else logging.WARNING)
+    clock.lap("imports")
     world.join(config.distributed)
     run_dir = arguments.run_dir or world.broadcast(_new_run_dir(config))
+    clock.lap("group")
     paths = last_words.paths = RunPaths(Path(str(run_dir)))
     if world.is_main:
         write_whole(paths.config, config.to_toml())
-    outcome = train(config, paths=paths, world=world, stop_requested=stop.requested)
+    outcome = train(config, paths=paths, world=world, stop_requested=stop.requested, clock=clock)
     world.leave()
     if world.is_main:
         ended = "stopped" if outcome.stopped else "finished"

@@ -23,7 +23,7 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.
 # The large product is the one that AMX needs to reach its peak; the small one takes 10 ms at 0.2
 # TFLOP/s, so that on a busy machine some of many fall between two interruptions.
 _GEMM_SIZES = (1024, 2048)
-_GEMM_BUDGET_S = 0.2
+_GEMM_BUDGET_S = 0.15
 # 0.2 TFLOP/s: below, one large product takes longer than a short round, and is no faster.
 _FAST_PRODUCT_S = 0.01
 # bf16 rounds; it has to be worth it.

@@ -19,6 +19,7 @@ from payload.train.gradients import GradientExchange
 from payload.train.metrics import MetricsFile, SignOfLife
 from payload.train.optimizer import build_optimizers
 from payload.train.setup import Start, find_start, require_disk_space, restore_optimizer
+from payload.train.start_clock import StartClock
 from payload.train.summary import SummaryFile
 from payload.train.trainer import Outcome, Parts, Trainer
 from payload.train.world import World
@@ -27,7 +28,12 @@ log = logging.getLogger(__name__)
 
 
 def train(
-    config: RunConfig, *, paths: RunPaths, world: World, stop_requested: Callable[[], bool]
+    config: RunConfig,
+    *,
+    paths: RunPaths,
+    world: World,
+    stop_requested: Callable[[], bool],
+    clock: StartClock,
 ) -> Outcome:
     """Train on this rank from the run's newest checkpoint, or from the start.
 
@@ -40,9 +46,12 @@ def train(
         require_engine(config.engine)
         config.batch.grad_accum_steps(world.world_size)
         data = TokenData.open(Path(config.data.dir), sequence_length=config.data.sequence_length)
+        clock.lap("data")
         start = find_start(config, data, paths=paths, world=world)
+        clock.lap("model")
         sign_of_life.tell(step=0, phase="calibration")
         calibration = calibrate(world, _dtype_choice(config, start))
+        clock.lap("calibration")
         summary.calibrated(peak_flops_per_s=calibration.peak_flops_per_s)
         outcome, wall_s = _train(
             config,
@@ -53,6 +62,8 @@ def train(
             calibration=calibration,
             sign_of_life=sign_of_life,
             stop_requested=stop_requested,
+            clock=clock,
+            summary=summary,
         )
         summary.end("stopped" if outcome.stopped else "finished", wall_s=wall_s)
     return outcome
@@ -75,6 +86,8 @@ def _train(
     calibration: Calibration,
     sign_of_life: SignOfLife,
     stop_requested: Callable[[], bool],
+    clock: StartClock,
+    summary: SummaryFile,
 ) -> tuple[Outcome, float]:
     resumed_at_step = start.state.step if start.state else 0
     sign_of_life.tell(step=resumed_at_step, phase="start")
@@ -101,11 +114,13 @@ def _train(
             metrics=metrics,
             sign_of_life=sign_of_life,
             stop_requested=stop_requested,
+            clock=clock,
         )
         trainer = Trainer(parts, start=start.state)
-        outcome = trainer.run(
-            evaluate_first=bool(world.broadcast(_lacks_evaluation(config, paths, resumed_at_step)))
-        )
+        evaluate_first = bool(world.broadcast(_lacks_evaluation(config, paths, resumed_at_step)))
+        log.info(clock.line())
+        summary.ready(clock.seconds)
+        outcome = trainer.run(evaluate_first=evaluate_first)
         sign_of_life.tell(step=outcome.step, phase="end")
     return outcome, trainer.wall_s()
 
@@ -121,6 +136,7 @@ def _assemble(
     metrics: MetricsFile | None,
     sign_of_life: SignOfLife,
     stop_requested: Callable[[], bool],
+    clock: StartClock,
 ) -> Parts:
     """Wrap the model, and give every rank rank 0's parameters and optimizer state."""
     optimizers = build_optimizers(start.model, config.optimizer, config.engine)
@@ -130,9 +146,11 @@ def _assemble(
     )
     # evaluation_mode: precision alone, no DDP; see GradientExchange, which does its work.
     trained = accelerator.prepare_model(engaged, device_placement=False, evaluation_mode=True)
+    clock.lap("kernels")
     exchange = GradientExchange(config.distributed, world)
     exchange.attach(start.model)
     restore_optimizer(optimizers, start, world=world)
+    clock.lap("weights")
     return Parts(
         config=config,
         world=world,

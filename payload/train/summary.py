@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -61,6 +62,12 @@ class SummaryFile:
     def calibrated(self, *, peak_flops_per_s: float) -> None:
         """Note the measured peak."""
         self._summary = replace(self._summary, peak_flops_per_s=peak_flops_per_s)
+        self._write()
+
+    def ready(self, start_s: Mapping[str, float]) -> None:
+        """Note what the start consisted of; training begins."""
+        rounded = {part: round(seconds, 3) for part, seconds in start_s.items()}
+        self._summary = replace(self._summary, ready_unix=time.time(), start_s=rounded)
         self._write()
 
     def end(self, status: RunStatus, *, wall_s: float) -> None:

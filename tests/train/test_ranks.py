@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 from torch import equal
 
+from payload.train.start_clock import process_age_s
 from tests.launching import (
     DEADLINE_S,
     evaluations,
@@ -75,6 +77,20 @@ def test_losses_do_not_depend_on_how_many_ranks_share_the_batch(trained: Trained
         assert summary(trained(ranks))["world_size"] == ranks
         assert summary(trained(ranks))["ranks_identical"] is True
         assert evaluations(trained(ranks)) == pytest.approx(evaluations(trained(1)), rel=1e-5)
+
+
+def test_a_run_says_what_its_start_consisted_of(trained: Trained) -> None:
+    start_s = summary(trained(2))["start_s"]
+    assert list(start_s)[:4] == ["imports", "group", "data", "model"]
+    assert min(start_s.values()) >= 0
+    said = trained(2).with_name("stderr").read_text(encoding="utf-8").splitlines()
+    (line,) = (line for line in said if line.startswith("ready in "))
+    assert line.startswith(f"ready in {sum(start_s.values()):.1f} s: imports")
+
+
+def test_a_start_counts_from_the_birth_of_its_process() -> None:
+    born_unix = psutil.Process().create_time()
+    assert process_age_s() == pytest.approx(time.time() - born_unix, abs=1.5)
 
 
 def test_a_rank_that_compiles_nothing_does_not_load_the_compiler(trained: Trained) -> None:

@@ -15,6 +15,7 @@ from payload.run_config import OptimizerSection, RunConfig, load_run_config, par
 from payload.train.metrics import SignOfLife
 from payload.train.optimizer import build_optimizers
 from payload.train.session import train
+from payload.train.start_clock import StartClock
 from payload.train.trainer import Parts, Trainer
 from payload.train.world import World, as_rank_lost
 from tests.train.test_model import make_model
@@ -139,7 +140,13 @@ def test_a_rank_says_what_it_is_about_to_do(
 
     monkeypatch.setattr(SignOfLife, "tell", record)
     config = load_run_config(tiny_config, overrides=["train.steps=1", "schedule.warmup_steps=0"])
-    train(config, paths=RunPaths(tmp_path), world=ALONE, stop_requested=lambda: False)
+    train(
+        config,
+        paths=RunPaths(tmp_path),
+        world=ALONE,
+        stop_requested=lambda: False,
+        clock=StartClock(),
+    )
     assert list(dict.fromkeys(told)) == [
         (0, "load"),
         (0, "calibration"),

@@ -1,0 +1,36 @@
+"""Where the time of a start goes, from this process's birth to the first step."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+class StartClock:
+    """Seconds of each part of a start, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last_s = time.perf_counter() - process_age_s()
+
+    def lap(self, part: str) -> None:
+        """What was done since the last lap was `part`."""
+        now_s = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now_s - self._last_s
+        self._last_s = now_s
+
+    def line(self) -> str:
+        """`ready in 6.2 s: imports 3.1, group 0.3, ...`."""
+        parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.seconds.items())
+        return f"ready in {sum(self.seconds.values()):.1f} s: {parts}"
+
+
+def process_age_s() -> float:
+    """Since this process began, to a hundredth; 0 where the kernel does not say (not Linux)."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
+    except (OSError, AttributeError):
+        return 0.0
