@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from payload.model_shape import TYPICAL_MFU, ModelShape
 from payload.run_config import RunConfig
+from payload.step_time import Network, gradient_bytes, run_step_time
 
 # gloo's all-reduce of 32 MB of fp32 between two ranks over loopback: gradient bytes over time, on
 # two busy cores of the development machine; torchft PR #199 has 15-19 Gbit/s for 4-40 MB.
@@ -30,6 +31,9 @@ class Arithmetic:
     compute_s: float | None = None
     """Predicted time of one step's products, at the typical share of a peak that was measured; None
     without a measurement."""
+    step_s: float | None = None
+    """Predicted time of a step, with what the backward pass does not hide of the exchange; None
+    like the one before."""
 
 
 def work_out(
@@ -46,8 +50,13 @@ def work_out(
     all ranks together. Raises ConfigError when the batch does not divide.
     """
     tokens = config.tokens_per_step()
-    grad_bytes = shape.num_params() * (2 if config.distributed.grad_dtype == "bf16" else 4)
+    grad_bytes = gradient_bytes(shape, config.distributed)
     flops = tokens * shape.flops_per_token()
+    compute_s = flops / (peak_flops_per_s * TYPICAL_MFU) if peak_flops_per_s else None
+    network = Network(ranks=world_size, bytes_per_s=link_bytes_per_s)
+    step_s = None
+    if compute_s is not None:
+        step_s = run_step_time(config, shape, compute_s=compute_s, network=network).total_s()
     return Arithmetic(
         params=shape.num_params(),
         flops_per_step=flops,
@@ -61,11 +70,7 @@ def work_out(
             alone=world_size == 1,
         ),
         grad_bytes=grad_bytes,
-        sync_s=sends_per_byte(world_size) * grad_bytes / link_bytes_per_s,
-        compute_s=flops / (peak_flops_per_s * TYPICAL_MFU) if peak_flops_per_s else None,
+        sync_s=network.all_reduce_s(grad_bytes),
+        compute_s=compute_s,
+        step_s=step_s,
     )
-
-
-def sends_per_byte(world_size: int) -> float:
-    """How often a ring all-reduce sends each byte of the gradients: 2 (N-1)/N times."""
-    return 2 * (world_size - 1) / world_size

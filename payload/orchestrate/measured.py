@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from payload.inventory import ClusterInventory
-from payload.launch.arithmetic import sends_per_byte
 from payload.results import write_whole
 from payload.run_config import DtypeChoice
+from payload.step_time import sends_per_byte
 
 SCHEMA_VERSION = 1
 

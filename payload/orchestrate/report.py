@@ -73,6 +73,10 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
     if numbers.compute_s is not None:
         share = f"{TYPICAL_MFU:.0%} of the measured peak"
         computing.append(f"computing        about {numbers.compute_s:.3g} s a step, at {share}")
+    whole = []
+    if numbers.step_s is not None:
+        hidden = ", with what the backward pass does not hide" if plan.world_size > 1 else ""
+        whole.append(f"step             about {numbers.step_s:.3g} s{hidden}")
     return [
         f"parameters       {numbers.params:,}",
         f"tokens per step  {numbers.tokens_per_step:,} ({numbers.tokens_total:,} in the run)",
@@ -82,6 +86,7 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
         f"memory           about {numbers.memory_bytes_per_rank / _GIB:.1f} GiB a rank",
         *computing,
         f"synchronisation  {sync}",
+        *whole,
     ]
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from payload.inventory import Node
-from payload.launch.arithmetic import sends_per_byte
 from payload.model_shape import TYPICAL_MFU, ModelShape
 from payload.orchestrate.findings import Finding
 from payload.orchestrate.measured import BF16_MIN_GAIN, Measured
 from payload.run_config import RunConfig
+from payload.step_time import Network, run_step_time
 
 _SLOW_NODE_SHARE = 0.8
 _SLOW_LINK_SHARE = 0.5
@@ -28,19 +28,24 @@ class Prediction:
     sync_s: float
     """If nothing of it overlapped; 0 with one rank."""
     compute_s: float
+    step_s: float
+    """With what the backward pass does not hide of the synchronisation."""
 
 
 def predict(config: RunConfig, shape: ModelShape, measured: Measured) -> Prediction:
     """Times of one step."""
     link = measured.link_bytes_per_s()
-    grad_bytes = shape.num_params() * (2 if config.distributed.grad_dtype == "bf16" else 4)
     flops = config.tokens_per_step() * shape.flops_per_token()
-    peak = measured.peak_flops_per_s(config.precision.dtype)
+    compute_s = flops / (measured.peak_flops_per_s(config.precision.dtype) * TYPICAL_MFU)
+    # One rank has no link.
+    network = Network(ranks=measured.world_size, bytes_per_s=link or 1.0)
+    step = run_step_time(config, shape, compute_s=compute_s, network=network)
     return Prediction(
         what=f"{shape.num_params() / 1e6:.3g}M parameters, {config.batch.global_batch_size} "
         f"sequences of {config.data.sequence_length} tokens a step",
-        sync_s=sends_per_byte(measured.world_size) * grad_bytes / link if link else 0.0,
-        compute_s=flops / (peak * TYPICAL_MFU),
+        sync_s=step.exchange_s,
+        compute_s=compute_s,
+        step_s=step.total_s(),
     )
 
 
@@ -56,7 +61,7 @@ def summary(measured: Measured, prediction: Prediction) -> str:
         f"all-reduce over {measured.world_size} ranks: {bits_text(link)} each way, "
         f"{measured.latency_s * 1e3:.1f} ms; predicted for {prediction.what}: "
         f"{_seconds(prediction.sync_s)} of synchronisation beside "
-        f"{_seconds(prediction.compute_s)} of computing"
+        f"{_seconds(prediction.compute_s)} of computing, {_seconds(prediction.step_s)} a step"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from payload.data.blocks import TokenData
 from payload.model_shape import TYPICAL_MFU, ModelShape
 from payload.run_config import RunConfig
+from payload.step_time import Network, gradient_bytes, run_step_time, sends_per_byte
 from payload.train.calibration import Calibration
 from payload.train.world import World
 
@@ -40,26 +41,32 @@ def describe(
         f"precision {calibration.dtype} ({calibration.reason}); peak "
         f"{calibration.peak_flops_per_s / 1e12:.2f} TFLOP/s measured over all ranks",
         f"memory    about {memory / 2**30:.1f} GiB a rank",
-        *_predictions(config, shape=shape, calibration=calibration),
+        *_predictions(config, shape=shape, world=world, calibration=calibration),
     ]
 
 
-def _predictions(config: RunConfig, *, shape: ModelShape, calibration: Calibration) -> list[str]:
-    """Time for computing and for synchronisation; what of the two overlaps is not foreseen."""
+def _predictions(
+    config: RunConfig, *, shape: ModelShape, world: World, calibration: Calibration
+) -> list[str]:
+    """Time for computing and for synchronisation, and of a step with both."""
     step_flops = config.tokens_per_step() * shape.flops_per_token()
     compute_s = step_flops / (calibration.peak_flops_per_s * TYPICAL_MFU)
-    speed, sync_s = calibration.all_reduce_bytes_per_s, 0.0
+    speed, step_s = calibration.all_reduce_bytes_per_s, compute_s
     sync = "sync      nothing to exchange with one rank"
     if speed is not None:
-        grad_bytes = shape.num_params() * (2 if config.distributed.grad_dtype == "bf16" else 4)
-        sync_s = grad_bytes / speed
+        link = speed * sends_per_byte(world.world_size)
+        network = Network(ranks=world.world_size, bytes_per_s=link)
+        step = run_step_time(config, shape, compute_s=compute_s, network=network)
+        step_s = step.total_s()
+        megabytes = gradient_bytes(shape, config.distributed) / 1e6
         sync = (
-            f"sync      {sync_s:.2f} s a step: {grad_bytes / 1e6:.0f} MB of gradients at "
-            f"{speed / 1e9:.2f} GB/s, partly hidden behind the backward pass"
+            f"sync      {step.exchange_s:.2f} s a step: {megabytes:.0f} MB of gradients at "
+            f"{speed / 1e9:.2f} GB/s; {step.exchange_s - step.exposed_s:.2f} s of it behind the "
+            "backward pass"
         )
-    minutes = (compute_s + sync_s) * config.train.steps / 60
     return [
         sync,
-        f"predicted {compute_s:.2f} s a step of computing, at {TYPICAL_MFU:.0%} of the peak: "
-        f"about {minutes:.1f} min without evaluation",
+        f"predicted {step_s:.2f} s a step, {compute_s:.2f} s of it computing, at "
+        f"{TYPICAL_MFU:.0%} of the peak: about {step_s * config.train.steps / 60:.1f} min without "
+        "evaluation",
     ]

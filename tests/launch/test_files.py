@@ -145,6 +145,21 @@ def test_arithmetic_of_gpt2_on_three_nodes() -> None:
     assert (
         work_out(config, shape=shape_of(config), world_size=1, link_bytes_per_s=2e9).sync_s == 0.0
     )
+    assert (numbers.compute_s, numbers.step_s) == (None, None)
+
+
+def test_a_step_is_predicted_where_the_peak_was_measured() -> None:
+    config = parse_run_config("[batch]\nglobal_batch_size = 96", where="test")
+    numbers = work_out(
+        config,
+        shape=shape_of(config),
+        world_size=3,
+        link_bytes_per_s=2e9,
+        peak_flops_per_s=12e12,
+    )
+    assert numbers.compute_s is not None and numbers.step_s is not None
+    # A ring of 3 sends 4/3 of the last bucket, the embedding's 176 MB, after the backward pass.
+    assert numbers.step_s - numbers.compute_s == pytest.approx(0.118, abs=1e-3)
 
 
 def test_a_batch_that_does_not_divide_names_those_that_do() -> None:

@@ -92,6 +92,8 @@ def test_a_prediction_is_the_plan_s_own_arithmetic() -> None:
     measured = make_measured(all_reduce=2e9 * 3 / 4)
     prediction = predict(CONFIG, GPT2, measured)
     assert prediction.sync_s == pytest.approx(0.332, abs=1e-3)
+    # The last bucket, the embedding's 176 MB, is not hidden.
+    assert prediction.step_s - prediction.compute_s == pytest.approx(0.118, abs=1e-3)
     flops = 32 * 1024 * GPT2.flops_per_token()
     assert prediction.compute_s == pytest.approx(flops / (12e12 * 0.35))
     half = parse_run_config("[distributed]\ngrad_dtype = 'bf16'", where="test")

@@ -1,0 +1,167 @@
+"""How long a step takes, on how many ranks and over which network: the one model. Pure arithmetic.
+
+`plan`, `preflight`, the trainer's start and `benchmarks.scaling` all ask it; docs/scaling.md has
+its terms, its fit to measurements and its errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from payload.model_shape import ModelShape
+from payload.run_config import DistributedSection, RunConfig
+
+BACKWARD_SHARE = 2 / 3
+"""Of a pass: for every product of the forward pass, the backward pass has two."""
+
+# torch's DDP: the first bucket is closed at 1 MiB so that the exchange begins early, the others at
+# 25 MiB, each with the parameter that takes it there (torch 2.13, nn/parallel/distributed.py).
+_FIRST_BUCKET_BYTES = 2**20
+_BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What the ranks exchange gradients over, in a ring."""
+
+    ranks: int
+    bytes_per_s: float
+    """What a rank sends while it receives as much; the slowest link's, since all wait for it."""
+    latency_s: float = 0.0
+    """Of one of a ring's rounds. 0 where `bytes_per_s` was measured on all-reduces of about a
+    bucket's size, since it is part of it then."""
+    busy_s_per_byte: float = 0.0
+    """Computing time that a rank loses for each byte that it sends."""
+    convert_s_per_number: float = 0.0
+    """Computing time that a rank loses for each gradient that travels as bf16."""
+
+    def all_reduce_s(self, num_bytes: float) -> float:
+        """Time until all ranks have the sum of `num_bytes` of each."""
+        rounds = 2 * (self.ranks - 1)
+        return rounds * self.latency_s + sends_per_byte(self.ranks) * num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Gradients that are exchanged together."""
+
+    numbers: int
+    ready: float
+    """Share of the backward pass after which they are there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """One step's parts, in seconds."""
+
+    compute_s: float
+    """What the step takes a rank that exchanges nothing."""
+    exchange_s: float
+    """All buckets' all-reduces, one after the other."""
+    exposed_s: float
+    """What of it comes after the backward pass: the step waits for it."""
+    busy_s: float
+    """Computing that the exchange delays while it is hidden."""
+
+    def total_s(self) -> float:
+        """The whole step."""
+        return self.compute_s + self.exposed_s + self.busy_s
+
+    def efficiency(self) -> float:
+        """Of weak scaling: a rank's step without the others, over its step with them."""
+        return self.compute_s / self.total_s()
+
+
+def sends_per_byte(ranks: int) -> float:
+    """How often a ring all-reduce sends each byte of the gradients: 2 (N-1)/N times."""
+    return 2 * (ranks - 1) / ranks
+
+
+def gradient_bytes(shape: ModelShape, settings: DistributedSection) -> int:
+    """What each rank gives into the exchange in a step."""
+    return shape.num_params() * bytes_per_gradient(settings)
+
+
+def bytes_per_gradient(settings: DistributedSection) -> int:
+    """Of one number, as it travels."""
+    return 2 if settings.grad_dtype == "bf16" else 4
+
+
+def buckets(shape: ModelShape) -> tuple[Bucket, ...]:
+    """The exchange's buckets, in the order in which the backward pass fills them.
+
+    The last one holds the token embedding: it is the output head too, so that its gradient is the
+    first to begin and the last to be whole.
+    """
+    head = 6 * shape.vocab_size * shape.n_embd / shape.flops_per_token()
+    found: list[Bucket] = []
+    held, matrices = 0, 0
+    for numbers, is_matrix in _parameters(shape):
+        held += numbers
+        matrices += numbers * is_matrix
+        limit = _BUCKET_BYTES if found else _FIRST_BUCKET_BYTES
+        if held * 4 >= limit:
+            ready = head + (1 - head) * matrices / shape.num_matrix_params()
+            found.append(Bucket(numbers=held, ready=ready))
+            held = 0
+    embeddings = (shape.sequence_length + shape.vocab_size) * shape.n_embd
+    found.append(Bucket(numbers=held + embeddings, ready=1.0))
+    return tuple(found)
+
+
+def step_time(
+    shape: ModelShape,
+    *,
+    compute_s: float,
+    accumulation: int,
+    bytes_per_number: int,
+    network: Network,
+) -> StepTime:
+    """The step of a rank that computes for `compute_s` in `accumulation` passes.
+
+    Ranks exchange during the last pass's backward. A bucket's all-reduce begins when it is full and
+    the one before is done; what is not done when the backward pass ends is waited for.
+    """
+    if network.ranks == 1:
+        return StepTime(compute_s=compute_s, exchange_s=0.0, exposed_s=0.0, busy_s=0.0)
+    backward_s = compute_s / accumulation * BACKWARD_SHARE
+    done_s = exchange_s = 0.0
+    for bucket in buckets(shape):
+        took_s = network.all_reduce_s(bucket.numbers * bytes_per_number)
+        exchange_s += took_s
+        done_s = max(done_s, bucket.ready * backward_s) + took_s
+    exposed_s = max(0.0, done_s - backward_s)
+    sent = sends_per_byte(network.ranks) * shape.num_params() * bytes_per_number
+    busy_s = network.busy_s_per_byte * sent * (1 - exposed_s / exchange_s)
+    if bytes_per_number < 4:
+        busy_s += network.convert_s_per_number * shape.num_params()
+    return StepTime(compute_s=compute_s, exchange_s=exchange_s, exposed_s=exposed_s, busy_s=busy_s)
+
+
+def run_step_time(
+    config: RunConfig, shape: ModelShape, *, compute_s: float, network: Network
+) -> StepTime:
+    """A step of the run `config`, which takes `compute_s` of computing on these ranks."""
+    per_pass = config.batch.micro_batch_size * network.ranks
+    return step_time(
+        shape,
+        compute_s=compute_s,
+        accumulation=max(1, config.batch.global_batch_size // per_pass),
+        bytes_per_number=bytes_per_gradient(config.distributed),
+        network=network,
+    )
+
+
+def _parameters(shape: ModelShape) -> Iterator[tuple[int, bool]]:
+    """Sizes in the order in which gradients are whole, up to the embeddings; is it a matrix?"""
+    width, has_bias = shape.n_embd, int(shape.bias)
+    norm = (width * (1 + has_bias), False)
+    yield norm
+    for _ in range(shape.n_layer):
+        for rows, columns in ((4, 1), (1, 4), (1, 1), (1, 3)):
+            if (rows, columns) == (1, 1):
+                yield norm
+            yield width * columns * has_bias, False
+            yield rows * columns * width**2, True
+        yield norm

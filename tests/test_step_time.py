@@ -1,0 +1,166 @@
+"""The model of a step's time: by hand where it can be, at its limits, and against DDP itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from payload.model_shape import PRESETS, ModelShape
+from payload.run_config import parse_run_config
+from payload.step_time import (
+    BACKWARD_SHARE,
+    Network,
+    StepTime,
+    buckets,
+    run_step_time,
+    sends_per_byte,
+    step_time,
+)
+
+GPT2 = PRESETS["gpt2"]
+# One layer of width 2 and no bias: 48 matrix numbers, three norms of 2, 10 + 4 embeddings of 2.
+SMALL = ModelShape(n_layer=1, n_head=1, n_embd=2, sequence_length=4, vocab_size=10, bias=False)
+
+
+def of_gpt2(
+    *,
+    ranks: int = 2,
+    gbit_per_s: float = 16.0,
+    compute_s: float = 12.0,
+    number: int = 4,
+    **more: float,
+) -> StepTime:
+    network = Network(ranks=ranks, bytes_per_s=gbit_per_s / 8 * 1e9, **more)
+    return step_time(
+        GPT2, compute_s=compute_s, accumulation=4, bytes_per_number=number, network=network
+    )
+
+
+def test_a_ring_sends_each_byte_twice_but_for_a_rank_s_own_share() -> None:
+    assert [sends_per_byte(ranks) for ranks in (1, 2, 4)] == [0.0, 1.0, 1.5]
+    network = Network(ranks=4, bytes_per_s=1e9, latency_s=1e-3)
+    assert network.all_reduce_s(2e9) == pytest.approx(6 * 1e-3 + 3.0)
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    alone = of_gpt2(ranks=1, latency_s=1.0, busy_s_per_byte=1.0)
+    assert alone == StepTime(compute_s=12.0, exchange_s=0.0, exposed_s=0.0, busy_s=0.0)
+    assert (alone.total_s(), alone.efficiency()) == (12.0, 1.0)
+
+
+def test_what_one_bucket_alone_costs_is_all_exposed() -> None:
+    # 82 numbers make one bucket, which is full when the backward pass ends.
+    (bucket,) = buckets(SMALL)
+    assert (bucket.numbers, bucket.ready) == (SMALL.num_params(), 1.0) == (82, 1.0)
+    network = Network(ranks=2, bytes_per_s=82.0, latency_s=0.25)
+    step = step_time(SMALL, compute_s=6.0, accumulation=2, bytes_per_number=4, network=network)
+    # Two rounds of a quarter second, and 328 bytes at 82 a second.
+    assert step.exchange_s == step.exposed_s == pytest.approx(0.5 + 4.0)
+    assert step.total_s() == pytest.approx(10.5)
+    assert step.efficiency() == pytest.approx(6.0 / 10.5)
+
+
+def test_a_fast_network_leaves_the_last_bucket_exposed_and_hides_the_others() -> None:
+    last = buckets(GPT2)[-1].numbers * 4
+    step = of_gpt2(busy_s_per_byte=1e-9)
+    assert step.exposed_s == pytest.approx(last / 2e9)
+    assert step.exchange_s == pytest.approx(GPT2.num_params() * 4 / 2e9)
+    # Only what is hidden takes time from computing.
+    assert step.busy_s == pytest.approx((GPT2.num_params() * 4 - last) * 1e-9)
+
+
+def test_a_slow_network_exposes_all_but_what_fits_behind_the_backward_pass() -> None:
+    first = buckets(GPT2)[0]
+    step = of_gpt2(gbit_per_s=0.1)
+    backward_s = 12.0 / 4 * BACKWARD_SHARE
+    hidden_s = backward_s * (1 - first.ready)
+    assert step.exposed_s == pytest.approx(step.exchange_s - hidden_s)
+
+
+def test_bf16_halves_what_travels_and_costs_its_conversion() -> None:
+    whole, half = of_gpt2(), of_gpt2(number=2, convert_s_per_number=1e-9)
+    assert half.exchange_s == pytest.approx(whole.exchange_s / 2)
+    assert half.busy_s == pytest.approx(GPT2.num_params() * 1e-9)
+
+
+def test_more_bandwidth_fewer_ranks_and_less_latency_are_never_slower() -> None:
+    by_rate = [of_gpt2(gbit_per_s=rate).total_s() for rate in (0.1, 0.3, 1, 3, 10, 30, 100)]
+    assert by_rate == sorted(by_rate, reverse=True)
+    by_ranks = [of_gpt2(ranks=ranks, latency_s=1e-4).total_s() for ranks in (1, 2, 3, 16, 64)]
+    assert by_ranks == sorted(by_ranks)
+    by_latency = [of_gpt2(latency_s=latency).total_s() for latency in (0, 1e-4, 1e-3)]
+    assert by_latency == sorted(by_latency)
+    # Without an end to bandwidth and with nothing to do for it, the exchange is free.
+    assert of_gpt2(gbit_per_s=1e9).total_s() == pytest.approx(12.0)
+
+
+def test_a_run_s_passes_are_those_of_its_batch_on_these_ranks() -> None:
+    config = parse_run_config(
+        "[batch]\nglobal_batch_size = 32\nmicro_batch_size = 4\n"
+        "[distributed]\ngrad_dtype = 'bf16'\n",
+        where="test",
+    )
+    network = Network(ranks=2, bytes_per_s=1.25e8)
+    assert run_step_time(config, GPT2, compute_s=12.0, network=network) == of_gpt2(
+        gbit_per_s=1.0, number=2
+    )
+
+
+@pytest.mark.parametrize("preset", ["tiny", "gpt2"])
+def test_buckets_hold_every_number_once_and_fill_in_order(preset: str) -> None:
+    for bias in (True, False):
+        shape = replace(PRESETS[preset], bias=bias)
+        found = buckets(shape)
+        assert sum(bucket.numbers for bucket in found) == shape.num_params()
+        shares = [bucket.ready for bucket in found]
+        assert shares == sorted(shares) and shares[-1] == 1.0
+
+
+def test_buckets_are_those_that_ddp_makes() -> None:
+    """At a width where each layer fills one: sizes as DDP's own hook sees them."""
+    shape = ModelShape(n_layer=3, n_head=2, n_embd=768, sequence_length=8, vocab_size=64)
+    done = subprocess.run(
+        [sys.executable, "-c", _BUCKETS_OF_DDP],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+        timeout=120,
+    )
+    sizes = [int(word) for word in done.stdout.split()]
+    assert sizes == [bucket.numbers for bucket in buckets(shape)]
+
+
+_BUCKETS_OF_DDP = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from payload.model_shape import ModelShape
+from payload.run_config import DistributedSection
+from payload.train.gradients import DDP_SETTINGS, GradientExchange
+from payload.train.model import GPT
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+shape = ModelShape(n_layer=3, n_head=2, n_embd=768, sequence_length=8, vocab_size=64)
+model = DistributedDataParallel(GPT(shape), **DDP_SETTINGS.to_kwargs())
+seen = []
+
+class Watched(GradientExchange):
+    def _average(
+        self, state: object, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        seen.append(bucket.buffer().numel())
+        return super()._average(state, bucket)
+
+Watched(DistributedSection()).attach(model)
+tokens = torch.zeros(1, 4, dtype=torch.int64)
+for _ in range(2):
+    seen.clear()
+    model(tokens, tokens).backward()
+print(*seen)
+dist.destroy_process_group()
+"""

@@ -1,0 +1,50 @@
+"""What the trainer says of a run before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from payload.data.blocks import TokenData
+from payload.model_shape import PRESETS
+from payload.run_config import parse_run_config
+from payload.train.arithmetic import describe
+from payload.train.calibration import Calibration
+from payload.train.world import World
+
+
+def lines_with(ranks: int, tiny_data: Path) -> dict[str, str]:
+    config = parse_run_config("[data]\nsequence_length = 32\n[train]\nsteps = 60", where="test")
+    world = World(rank=0, world_size=ranks, local_rank=0, local_world_size=1, node="here")
+    found = describe(
+        config,
+        shape=PRESETS["gpt2"],
+        data=TokenData.open(tiny_data, sequence_length=32),
+        world=world,
+        calibration=Calibration(
+            dtype="bf16",
+            reason="as configured",
+            peak_flops_per_s=1e11 * ranks,
+            all_reduce_bytes_per_s=1e9 if ranks > 1 else None,
+        ),
+    )
+    return {line.partition(" ")[0]: line for line in found}
+
+
+def test_a_step_is_predicted_with_what_the_backward_pass_does_not_hide(tiny_data: Path) -> None:
+    lines = lines_with(2, tiny_data)
+    # 498 MB of gradients, of which the last bucket's 176 MB cannot be hidden.
+    assert lines["sync"] == (
+        "sync      0.50 s a step: 498 MB of gradients at 1.00 GB/s; 0.32 s of it behind the "
+        "backward pass"
+    )
+    # 0.8757 TFLOP at 35 % of 0.2 TFLOP/s, and 0.176 s.
+    assert lines["predicted"] == (
+        "predicted 12.69 s a step, 12.51 s of it computing, at 35% of the peak: about 12.7 min "
+        "without evaluation"
+    )
+
+
+def test_one_rank_has_nothing_to_exchange(tiny_data: Path) -> None:
+    lines = lines_with(1, tiny_data)
+    assert lines["sync"] == "sync      nothing to exchange with one rank"
+    assert lines["predicted"].startswith("predicted 25.02 s a step, 25.02 s of it computing, ")
