@@ -1,0 +1,290 @@
+"""The arithmetic of `benchmarks.scaling`: medians, efficiencies, the fit, predictions. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from payload.model_shape import PRESETS, ModelShape
+from payload.step_time import Network, StepTime, sends_per_byte, step_time
+
+Record = Mapping[str, Any]
+"""One measurement, as `benchmarks.scaling_runs.measure` returns it."""
+
+PREDICTED_NODES = (3, 16, 64)
+PREDICTED_GBIT_PER_S = (10.0, 16.0, 23.0, 32.0)
+PREDICTED_DELAY_S = 1e-4
+"""Of a message on its way; namespaces have none to speak of, a cloud's network has."""
+PREDICTED_SPEEDS = (1, 10, 30)
+"""How many times as fast as here a rank computes."""
+
+# Above, the processors and not the cable set the pace here.
+_MOST_OF_LOOPBACK = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """What is fitted."""
+
+    link_share: float
+    """Of a cable's rate, what gradients get."""
+    latency_s: float
+    """Of one of a ring's rounds."""
+    loopback_bytes_per_s: float
+    """What a rank sends at most while it receives as much: the work of one core for it."""
+    busy_s_per_byte: float
+    convert_s_per_number: float
+
+    def network(self, *, ranks: int, gbit_per_s: float | None, delay_s: float = 0.0) -> Network:
+        """`ranks` in a ring with a cable of that rate each, or on one machine."""
+        bytes_per_s = self.loopback_bytes_per_s
+        if gbit_per_s is not None:
+            bytes_per_s = min(bytes_per_s, self.link_share * gbit_per_s * 1e9 / 8)
+        return Network(
+            ranks=ranks,
+            bytes_per_s=bytes_per_s,
+            latency_s=self.latency_s + delay_s,
+            busy_s_per_byte=self.busy_s_per_byte,
+            convert_s_per_number=self.convert_s_per_number,
+        )
+
+
+def step_medians(records: Sequence[Record]) -> dict[str, dict[str, float]]:
+    """By arrangement and what differs besides: the median step and wait for the exchange."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if "step_s" in record:
+            found.setdefault(label(record), []).append(record)
+    return {
+        name: {
+            "step_s": statistics.median(_all(of_name, "step_s")),
+            "sync_s": statistics.median(_all(of_name, "sync_s")),
+            "steps": len(_all(of_name, "step_s")),
+        }
+        for name, of_name in found.items()
+    }
+
+
+def efficiencies(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """By arrangement of two ranks: the step of one rank over theirs.
+
+    `vs_alone`: the one rank has the machine's memory and cache for itself. `vs_side_by_side`: it
+    shares them with another one that it exchanges nothing with, so what is lost is the exchange.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name, times in medians.items():
+        if name in _BASES:
+            continue
+        for base, key in _BASES.items():
+            if base in medians:
+                share = medians[base]["step_s"] / times["step_s"]
+                found.setdefault(name, {})[key] = round(share, 4)
+    return found
+
+
+_BASES = {"alone": "vs_alone", "side-by-side": "vs_side_by_side"}
+
+
+def label(record: Record) -> str:
+    """The arrangement, with what is not the default."""
+    extra = "+bf16" if record["grad_dtype"] == "bf16" else ""
+    several = record["connections"]
+    return str(record["arrangement"]) + extra + (f"+{several} connections" if several > 1 else "")
+
+
+def fit(records: Sequence[Record]) -> Constants:
+    """Constants from the exchanges among `records`. Raises ValueError when some are missing.
+
+    A limited exchange takes `rounds x latency + sends x bytes / (share x rate)`: latency and share
+    by least squares of relative errors. The others are medians, of exchanges on one machine.
+    """
+    plain = [record for record in exchanges(records) if record["connections"] == 1]
+    here = [each for each in plain if each["gbit_per_s"] is None and each["grad_dtype"] == "fp32"]
+    if not here:
+        raise ValueError("no exchange on one machine was measured (exchange:2)")
+    rough = statistics.median(_sent_bytes(each) / _took_s(each) for each in here)
+    limited = [
+        each
+        for each in plain
+        if each["gbit_per_s"] is not None
+        and each["gbit_per_s"] / 8 * 1e9 < _MOST_OF_LOOPBACK * rough
+    ]
+    if len(limited) < 2:
+        raise ValueError("fewer than two exchanges over slow cables were measured (exchange:2:1)")
+    latency_s, per_share = _least_squares(
+        [(_rounds(each) / _took_s(each), _ideal_s(each) / _took_s(each)) for each in limited]
+    )
+    latency_s = max(0.0, latency_s)
+    speeds = [_sent_bytes(each) / (_took_s(each) - _rounds(each) * latency_s) for each in here]
+    converted = [each["convert_s"] / each["numbers"] for each in exchanges(records)]
+    return Constants(
+        link_share=1 / per_share,
+        latency_s=latency_s,
+        loopback_bytes_per_s=statistics.median(speeds),
+        busy_s_per_byte=statistics.median(
+            statistics.median(each["cpu_s"]) / _sent_bytes(each) for each in here
+        ),
+        convert_s_per_number=statistics.median(converted),
+    )
+
+
+def exchanges(records: Sequence[Record]) -> list[Record]:
+    """Those that are exchanges alone."""
+    return [record for record in records if "took_s" in record]
+
+
+def points(records: Sequence[Record], constants: Constants) -> list[dict[str, Any]]:
+    """Every measured point with what the model says, and the model's relative error.
+
+    A step's computing time is the one measured side by side, where the ranks share memory as well.
+    """
+    found: list[dict[str, Any]] = []
+    for name, of_name in _by_label(exchanges(records)).items():
+        network = constants.network(ranks=of_name[0]["ranks"], gbit_per_s=of_name[0]["gbit_per_s"])
+        per_bucket = _bytes(of_name[0]) / of_name[0]["buckets"]
+        predicted = of_name[0]["buckets"] * network.all_reduce_s(per_bucket)
+        measured = statistics.median(_all(of_name, "took_s"))
+        found.append(_point(name, "exchange_s", measured=measured, predicted=predicted))
+    medians = step_medians(records)
+    compute_s = medians.get("side-by-side", {}).get("step_s")
+    if compute_s is None:
+        return found
+    for name, of_name in _by_label([each for each in records if "step_s" in each]).items():
+        if of_name[0]["ranks"] == 1:
+            continue
+        step = _step(of_name[0], constants, compute_s=compute_s)
+        times = medians[name]
+        found += [
+            _point(name, "step_s", measured=times["step_s"], predicted=step.total_s()),
+            _point(name, "sync_s", measured=times["sync_s"], predicted=step.exposed_s),
+        ]
+    return found
+
+
+def predictions(records: Sequence[Record], constants: Constants) -> list[dict[str, Any]]:
+    """Steps of one rank a node at the documented bandwidths, and of faster nodes."""
+    side_by_side = [record for record in records if record["arrangement"] == "side-by-side"]
+    if not side_by_side:
+        return []
+    compute_s = step_medians(side_by_side)["side-by-side"]["step_s"]
+    work = side_by_side[0]
+    found = []
+    for faster in PREDICTED_SPEEDS:
+        for dtype in ("fp32", "bf16"):
+            for nodes in PREDICTED_NODES:
+                for gbit in PREDICTED_GBIT_PER_S:
+                    record = {**work, "ranks": nodes, "gbit_per_s": gbit, "grad_dtype": dtype}
+                    step = _step(
+                        record,
+                        constants,
+                        compute_s=compute_s / faster,
+                        delay_s=PREDICTED_DELAY_S,
+                        faster=faster,
+                    )
+                    found.append(
+                        {
+                            "computes_times_as_fast": faster,
+                            "grad_dtype": dtype,
+                            "nodes": nodes,
+                            "gbit_per_s": gbit,
+                            **{key: round(value, 4) for key, value in asdict(step).items()},
+                            "step_s": round(step.total_s(), 4),
+                            "efficiency": round(step.efficiency(), 4),
+                        }
+                    )
+    return found
+
+
+def shape_of(record: Record) -> ModelShape:
+    """The model that was trained."""
+    return replace(PRESETS[record["model"]], sequence_length=record["sequence_length"])
+
+
+def _step(
+    record: Record,
+    constants: Constants,
+    *,
+    compute_s: float,
+    delay_s: float = 0.0,
+    faster: float = 1.0,
+) -> StepTime:
+    """On processors that are `faster`, the exchange's own work takes as much less."""
+    own = replace(
+        constants,
+        loopback_bytes_per_s=constants.loopback_bytes_per_s * faster,
+        busy_s_per_byte=constants.busy_s_per_byte / faster,
+        convert_s_per_number=constants.convert_s_per_number / faster,
+    )
+    return step_time(
+        shape_of(record),
+        compute_s=compute_s,
+        accumulation=record["accumulation"],
+        bytes_per_number=_number_bytes(record),
+        network=own.network(
+            ranks=record["ranks"], gbit_per_s=record["gbit_per_s"], delay_s=delay_s
+        ),
+    )
+
+
+def _point(name: str, what: str, *, measured: float, predicted: float) -> dict[str, Any]:
+    return {
+        "point": name,
+        "what": what,
+        "measured": round(measured, 4),
+        "predicted": round(predicted, 4),
+        "error": round(predicted / measured - 1, 4) if measured else None,
+    }
+
+
+def _by_label(records: Sequence[Record]) -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(label(record), []).append(record)
+    return found
+
+
+def _all(records: Sequence[Record], key: str) -> list[float]:
+    return [value for record in records for value in record[key]]
+
+
+def _took_s(record: Record) -> float:
+    return float(statistics.median(record["took_s"]))
+
+
+def _number_bytes(record: Record) -> int:
+    return 2 if record["grad_dtype"] == "bf16" else 4
+
+
+def _bytes(record: Record) -> int:
+    return int(record["numbers"]) * _number_bytes(record)
+
+
+def _sent_bytes(record: Record) -> float:
+    return sends_per_byte(record["ranks"]) * _bytes(record)
+
+
+def _rounds(record: Record) -> int:
+    """Of the ring, over all buckets."""
+    return int(record["buckets"]) * 2 * (int(record["ranks"]) - 1)
+
+
+def _ideal_s(record: Record) -> float:
+    """Over the cable at its full rate, without latency."""
+    return _sent_bytes(record) * 8 / (float(record["gbit_per_s"]) * 1e9)
+
+
+def _least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The pair (x, y) for which x a + y b comes nearest to 1 in all rows (a, b)."""
+    aa, ab, bb = (
+        sum(a * a for a, _ in rows),
+        sum(a * b for a, b in rows),
+        sum(b * b for _, b in rows),
+    )
+    to_a, to_b = sum(a for a, _ in rows), sum(b for _, b in rows)
+    determinant = aa * bb - ab * ab
+    if determinant <= 1e-12 * aa * bb:
+        # All rows say the same: the rate alone.
+        return 0.0, to_b / bb
+    return (to_a * bb - to_b * ab) / determinant, (to_b * aa - to_a * ab) / determinant

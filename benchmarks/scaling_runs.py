@@ -1,0 +1,271 @@
+"""What `benchmarks.scaling` starts: trainers and exchanges under mpirun, each rank on one core."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.scaling_hosts import REPO, Hosts
+from payload.launch.environment import (
+    Rendezvous,
+    common_environment,
+    launcher_environment,
+    local_mpirun_environment,
+    rank_environment,
+)
+from payload.launch.ranks import Rank
+from payload.model_shape import PRESETS
+from payload.orchestrate.local import LocalAccess
+from payload.results import RunPaths, read_metrics
+from payload.step_time import buckets
+
+_TIMEOUT_S = 900
+_PORT_OF_HOSTS = 29400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What each rank trains."""
+
+    model: str
+    data: str
+    micro_batch_size: int
+    accumulation: int
+    sequence_length: int
+    dtype: str
+    grad_dtype: str
+    connections: int
+    steps: int
+    """Counted ones; one to warm up comes before."""
+
+    def config(self, ranks: int) -> str:
+        """run.toml."""
+        batch = self.micro_batch_size * self.accumulation * ranks
+        sections: dict[str, dict[str, object]] = {
+            "data": {"dir": self.data, "sequence_length": self.sequence_length},
+            "model": {"preset": self.model},
+            "batch": {"global_batch_size": batch, "micro_batch_size": self.micro_batch_size},
+            "precision": {"dtype": self.dtype},
+            "distributed": {"grad_dtype": self.grad_dtype},
+            "train": {
+                "steps": self.steps + 1,
+                "eval_every": 0,
+                "eval_tokens": 1,
+                "checkpoint_every": 0,
+                "keep_checkpoints": 1,
+                "sync_check_every": 0,
+            },
+        }
+        lines = []
+        for section, keys in sections.items():
+            lines.append(f"[{section}]")
+            lines += [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
+        return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """Where ranks run: `alone`, `side-by-side`, `loopback`, `hosts:GBIT`, `exchange:RANKS[:GBIT]`.
+
+    `side-by-side` is two runs of one rank each that have nothing to do with each other.
+    """
+
+    name: str
+    ranks: int
+    gbit_per_s: float | None
+    """Of each host's cable, each way; None = one machine."""
+    exchanges_only: bool = False
+
+    @classmethod
+    def parse(cls, name: str) -> Arrangement:
+        """Raises ValueError."""
+        kind, *numbers = name.split(":")
+        if kind == "exchange" and len(numbers) in (1, 2) and int(numbers[0]) > 1:
+            gbit = float(numbers[1]) if len(numbers) == 2 else None
+            return cls(name=name, ranks=int(numbers[0]), gbit_per_s=gbit, exchanges_only=True)
+        if kind == "hosts" and len(numbers) == 1:
+            return cls(name=name, ranks=2, gbit_per_s=float(numbers[0]))
+        ranks = {"alone": 1, "side-by-side": 1, "loopback": 2}
+        if numbers or kind not in ranks:
+            raise ValueError(name)
+        return cls(name=name, ranks=ranks[kind], gbit_per_s=None)
+
+
+def measure(arrangement: Arrangement, work: Work) -> dict[str, Any]:
+    """One record: what was run, and the times of its steps or of its exchanges."""
+    load = os.getloadavg()[0]
+    network = (
+        Hosts(arrangement.ranks, gbit_per_s=arrangement.gbit_per_s)
+        if arrangement.gbit_per_s is not None
+        else nullcontext()
+    )
+    with tempfile.TemporaryDirectory(prefix="tileforge-scaling-") as folder, network as hosts:
+        if arrangement.exchanges_only:
+            found = _exchange(arrangement, work, hosts=hosts, folder=Path(folder))
+        elif arrangement.name == "side-by-side":
+            found = _train(work, [[0], [1]], hosts=None, folder=Path(folder))
+        else:
+            cores = [list(range(arrangement.ranks))]
+            found = _train(work, cores, hosts=hosts, folder=Path(folder))
+    return {
+        "arrangement": arrangement.name,
+        "ranks": arrangement.ranks,
+        "gbit_per_s": arrangement.gbit_per_s,
+        "model": work.model,
+        "micro_batch_size": work.micro_batch_size,
+        "accumulation": work.accumulation,
+        "sequence_length": work.sequence_length,
+        "dtype": work.dtype,
+        "grad_dtype": work.grad_dtype,
+        "connections": work.connections,
+        "load_before": round(load, 2),
+        **found,
+    }
+
+
+def _train(
+    work: Work, runs: Sequence[Sequence[int]], *, hosts: Hosts | None, folder: Path
+) -> dict[str, Any]:
+    """One run for each list of cores, all at once; rank 0's steps but the first, of all runs."""
+    started = []
+    with _ended() as processes:
+        for index, cores in enumerate(runs):
+            run_dir = folder / f"run-{index}"
+            config = folder / f"run-{index}.toml"
+            config.write_text(work.config(len(cores)), encoding="utf-8")
+            words = ["-m", "payload.train", "--config", str(config), "--run-dir", str(run_dir)]
+            process = _start(words, cores, run_dir=run_dir, work=work, hosts=hosts, folder=folder)
+            processes.append(process)
+            started.append((process, run_dir))
+        rows = []
+        for process, run_dir in started:
+            _finish(process)
+            of_run = [row for row in read_metrics(RunPaths(run_dir).metrics) if "loss" in row]
+            rows += [row for row in of_run if row["step"] > 1]
+    return {
+        "step_s": [round(row["step_time_s"], 4) for row in rows],
+        "sync_s": [round(row["sync_time_s"], 4) for row in rows],
+        "last_loss": rows[-1]["loss"],
+    }
+
+
+def _exchange(
+    arrangement: Arrangement, work: Work, *, hosts: Hosts | None, folder: Path
+) -> dict[str, Any]:
+    """The gradients' all-reduces alone, all of a step begun at once."""
+    numbers = [bucket.numbers for bucket in buckets(PRESETS[work.model])]
+    asked = {"numbers": numbers, "dtype": work.grad_dtype, "rounds": work.steps}
+    words = ["-m", "benchmarks.scaling_exchange", json.dumps(asked)]
+    cores = [rank % (os.cpu_count() or 1) for rank in range(arrangement.ranks)]
+    with _ended() as processes:
+        process = _start(words, cores, run_dir=folder, work=work, hosts=hosts, folder=folder)
+        processes.append(process)
+        found: dict[str, Any] = json.loads(_finish(process).splitlines()[-1])
+    return {"buckets": len(numbers), "numbers": sum(numbers), **found}
+
+
+def _start(
+    words: Sequence[str],
+    cores: Sequence[int],
+    *,
+    run_dir: Path,
+    work: Work,
+    hosts: Hosts | None,
+    folder: Path,
+) -> subprocess.Popen[str]:
+    """mpirun with one rank a core, with the environment that a plan gives its ranks."""
+    access = LocalAccess(os.environ)
+    addresses = hosts.addresses if hosts else ["127.0.0.1"] * len(cores)
+    nodes = [f"host-{index}" if hosts else "host-0" for index in range(len(cores))]
+    interface = hosts.interface if hosts else "lo"
+    # Several times the interface: as many connections to each other rank.
+    several = dict.fromkeys(nodes, ",".join([interface] * work.connections))
+    common = common_environment(
+        run_id=run_dir.name,
+        run_dir=str(run_dir),
+        rendezvous=Rendezvous(
+            address=addresses[0],
+            port=_PORT_OF_HOSTS if hosts else _free_port(access),
+            interfaces=several,
+        ),
+        malloc="tuned",
+        tcmalloc=None,
+        oversubscribed=False,
+        python_path=str(REPO),
+    )
+    argv = [*(hosts.enter(0) if hosts else []), access.mpirun()]
+    argv += [word for item in sorted(common.items()) for word in ("-genv", *item)]
+    for index, core in enumerate(cores):
+        rank = Rank(
+            rank=index,
+            node=nodes[index],
+            node_rank=index if hosts else 0,
+            local_rank=0 if hosts else index,
+            numa_domain=None,
+            cores=(core,),
+            threads=1,
+        )
+        ranks_per_node = 1 if hosts else len(cores)
+        own = rank_environment(
+            rank, world_size=len(cores), ranks_per_node=ranks_per_node, interfaces=several
+        )
+        argv += [":"] if index else []
+        argv += ["-host", addresses[index]] if hosts else []
+        argv += ["-n", "1", *(word for item in sorted(own.items()) for word in ("-env", *item))]
+        argv += ["taskset", "--cpu-list", str(core), sys.executable, *words]
+    settings = local_mpirun_environment(interface) | (_by_exec(hosts, folder) if hosts else {})
+    return subprocess.Popen(
+        argv,
+        env=launcher_environment(os.environ, settings),
+        cwd=REPO,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _by_exec(hosts: Hosts, folder: Path) -> dict[str, str]:
+    program = hosts.write_ssh(folder / "enter")
+    return {"I_MPI_HYDRA_BOOTSTRAP": "ssh", "I_MPI_HYDRA_BOOTSTRAP_EXEC": str(program)}
+
+
+def _free_port(access: LocalAccess) -> int:
+    with access.reserve_port() as holder:
+        return int(holder.getsockname()[1])
+
+
+def _finish(process: subprocess.Popen[str]) -> str:
+    """What it printed. Raises SystemExit with its end when it failed."""
+    said, _ = process.communicate(timeout=_TIMEOUT_S)
+    if process.returncode:
+        tail = "\n".join(said.splitlines()[-15:])
+        raise SystemExit(f"error: a run ended with status {process.returncode}:\n{tail}")
+    return said
+
+
+@contextmanager
+def _ended() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes put into the list are ended with the block, with all that they started here."""
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()

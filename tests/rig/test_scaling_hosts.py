@@ -1,0 +1,57 @@
+"""The scaling benchmark's hosts: two that reach each other, and nothing left of them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.rig.host import pids_in_network, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+NETWORKS = Path("/run/netns")
+
+# One host reaches the other, as mpirun would; then this process waits to be killed.
+_PROGRAM = """
+import subprocess, sys, tempfile
+from pathlib import Path
+from benchmarks.scaling_hosts import Hosts
+
+with Hosts(2, gbit_per_s=1.0) as hosts, tempfile.TemporaryDirectory() as folder:
+    ssh = hosts.write_ssh(Path(folder) / "enter")
+    asked = [ssh, "-x", "-q", hosts.addresses[1], "ip", "-o", "-4", "addr;", "tc", "qdisc"]
+    said = subprocess.run(asked, check=True, capture_output=True, text=True).stdout
+    assert hosts.addresses[1] in said and "rate 1Gbit" in said, said
+    sleeping = subprocess.Popen([*hosts.enter(0), "sleep", "1000"])
+    print(hosts.name, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_hosts_reach_each_other_and_are_gone_with_the_benchmark_however_it_ends() -> None:
+    for end in (None, signal.SIGKILL, signal.SIGINT):
+        program = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert program.stdout is not None
+        name = program.stdout.readline().strip()
+        assert name.startswith("tfscale-"), "the hosts were not made"
+        head = f"{name}-10.77.0.11"
+        wait_until(lambda head=head: bool(pids_in_network(head)), what="sleep", timeout_s=10)  # type: ignore[misc]
+        if end is None:
+            program.communicate()
+            assert program.returncode == 0
+        else:
+            program.send_signal(end)
+            program.communicate()
+        wait_until(
+            lambda name=name: not list(NETWORKS.glob(f"{name}*")),  # type: ignore[misc]
+            what=f"end of {name}",
+            timeout_s=30,
+        )
