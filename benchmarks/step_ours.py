@@ -34,7 +34,7 @@ def main(work: dict[str, Any]) -> None:
     model = GPT(shape)
     optimizers = build_optimizers(model, OptimizerSection())
     settings = EngineSection(kernels=work["kernels"])
-    engaged = engage(model, optimizers, settings=settings, dtype=dtype)
+    engaged = engage(model, optimizers, settings=settings, world=alone)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if dtype == "bf16" else "no")
     trained = accelerator.prepare(engaged).train()
     passes, micro = work["accumulation"], work["micro_batch_size"]
@@ -45,7 +45,7 @@ def main(work: dict[str, Any]) -> None:
         for _ in range(passes):
             loss = trained(batch[:, :-1], batch[:, 1:])
             accelerator.backward(loss / passes)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizers.clip(1.0)
         optimizers.step()
         step_s.append(time.perf_counter() - started_s)
         cpu_s.append(time.process_time() - started_cpu_s)

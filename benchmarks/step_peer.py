@@ -32,7 +32,9 @@ def main(work: dict[str, Any]) -> None:
         ipex: Any = importlib.import_module("intel_extension_for_pytorch")
         versions["intel_extension_for_pytorch"] = ipex.__version__
         dtype = torch.bfloat16 if is_bf16 else torch.float32
-        model, optimizer = ipex.optimize(model, optimizer=optimizer, dtype=dtype, level="O1")
+        model, optimizer = ipex.optimize(
+            model, optimizer=optimizer, dtype=dtype, inplace=True, level="O1"
+        )
     batch = torch.randint(sizes["vocab_size"], (work["micro_batch_size"], length + 1))
     step_s, cpu_s, loss = [], [], torch.zeros(())
     for _ in range(work["steps"]):

@@ -8,10 +8,10 @@ import torch
 
 from payload.errors import ConfigError
 from payload.run_config import EngineSection
-from payload.train.calibration import Dtype
 from payload.train.kernels.kernels import find_kernels
 from payload.train.model import GPT
 from payload.train.optimizer import Optimizers
+from payload.train.world import World
 
 INTEL_INSTALL = (
     "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0, in an environment of its own"
@@ -38,7 +38,7 @@ def require_engine(settings: EngineSection) -> None:
 
 
 def engage(
-    model: GPT, optimizers: Optimizers, *, settings: EngineSection, dtype: Dtype
+    model: GPT, optimizers: Optimizers, *, settings: EngineSection, world: World
 ) -> torch.nn.Module:
     """The module to train in place of `model`; parameters stay the same tensors, in fp32.
 
@@ -58,4 +58,8 @@ def engage(
         model.kernels = find_kernels()
         for optimizer in optimizers.members:
             optimizer.register_step_post_hook(model.kernels.weights_changed)
+        # It rounds otherwise than torch's update, and all ranks have to come to the same weights.
+        have_it = world.sum(torch.tensor(float(model.kernels.has_update)))
+        if have_it == world.world_size:
+            optimizers.kernels = model.kernels
     return engaged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +11,19 @@ from torch import Tensor, nn
 from payload.errors import CheckpointError, ConfigError
 from payload.run_config import EngineSection, OptimizerSection
 from payload.train.eager import eager
+from payload.train.kernels.kernels import Kernels
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Optimizers:
     """Every parameter of `model` is in exactly one of `members`."""
 
     model: nn.Module
     members: tuple[torch.optim.Optimizer, ...]
+    kernels: Kernels | None = None
+    """What clips and does AdamW's update in one pass over memory; none = torch's own."""
+    _grad_scale: float = field(default=1.0, init=False)
+    """What the coming update has still to multiply gradients by."""
 
     def set_lr(self, lr: float) -> None:
         """Use this learning rate from the next update on."""
@@ -26,11 +31,35 @@ class Optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
+    def clip(self, limit: float) -> float:
+        """Bring the norm of all gradients down to `limit` in the coming update; return the norm."""
+        if self.kernels is None:
+            return float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        gradients = (parameter.grad for parameter in self.model.parameters())
+        norm = self.kernels.norm([each for each in gradients if each is not None])
+        scale = limit / (norm + 1e-6)
+        # Not min(), which would make 1 of NaN.
+        self._grad_scale = 1.0 if scale > 1 else scale
+        return norm
+
     def step(self) -> None:
         """One update of all parameters, after which no gradients are left."""
         for optimizer in self.members:
-            optimizer.step()
+            if self.kernels is not None and isinstance(optimizer, torch.optim.AdamW):
+                self.kernels.adamw(optimizer, grad_scale=self._grad_scale)
+            else:
+                self._scale_gradients(optimizer)
+                optimizer.step()
+        self._grad_scale = 1.0
         self.zero_grad()
+
+    def _scale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._grad_scale == 1:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self._grad_scale)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

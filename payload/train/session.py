@@ -140,7 +140,7 @@ def _assemble(
 ) -> Parts:
     """Wrap the model, and give every rank rank 0's parameters and optimizer state."""
     optimizers = build_optimizers(start.model, config.optimizer, config.engine)
-    engaged = engage(start.model, optimizers, settings=config.engine, dtype=calibration.dtype)
+    engaged = engage(start.model, optimizers, settings=config.engine, world=world)
     accelerator = Accelerator(
         cpu=True, mixed_precision="bf16" if calibration.dtype == "bf16" else "no"
     )

@@ -183,8 +183,7 @@ class Trainer:
 
     def _clip(self) -> float:
         """Gradient norm before clipping."""
-        limit = self._parts.config.optimizer.grad_clip or math.inf
-        return float(torch.nn.utils.clip_grad_norm_(self._parts.model.parameters(), limit))
+        return self._parts.optimizers.clip(self._parts.config.optimizer.grad_clip or math.inf)
 
     def _agree(self, loss: torch.Tensor) -> tuple[float, bool]:
         """Mean loss over ranks, and whether one of them was asked to stop: the same on all."""

@@ -28,20 +28,11 @@ from payload.train.model import GPT
 from payload.train.optimizer import build_optimizers
 from tests.launching import losses, rank_env, run, train_program
 from tests.train.test_model import make_model, tokens
+from tests.train.test_trainer import ALONE
 
 BF16 = torch.bfloat16
 # One rounding to bf16 is at most 0.4 %, 0.2 % on average over many numbers.
 ONE_ROUNDING = 4e-3
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built_library(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def library(built: Path) -> Library:
-    return Library(built)
 
 
 @pytest.fixture(params=[1, 3])
@@ -290,7 +281,7 @@ def test_the_engine_uses_kernels_only_where_it_says(
     ]:
         model = make_model()
         optimizers = build_optimizers(model, OptimizerSection())
-        engage(model, optimizers, settings=settings, dtype="bf16")
+        engage(model, optimizers, settings=settings, world=ALONE)
         assert (model.kernels is not None) is expected
 
 

@@ -14,7 +14,7 @@ import torch
 
 from payload.train.kernels.unavailable import KernelsUnavailableError
 
-SOURCES = ("attention.cpp", "pointwise.cpp")
+SOURCES = ("attention.cpp", "pointwise.cpp", "update.cpp")
 _HEADERS = ("common.h",)
 COMPILERS = ("g++", "clang++")
 

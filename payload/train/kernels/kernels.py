@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from payload.train.kernels import body, head
+from payload.train.kernels import body, head, update
 from payload.train.kernels.library import Library, load_library
 from payload.train.kernels.low_precision import Bf16Copies
 from payload.train.kernels.unavailable import KernelsUnavailableError
@@ -26,9 +26,24 @@ class Kernels:
         self._library = library
         self._copies = Bf16Copies()
 
-    def weights_changed(self, *_: object) -> None:
-        """Forget what was derived from the weights; a hook for optimizers."""
-        self._copies.drop()
+    @property
+    def has_update(self) -> bool:
+        """Whether `norm` and `adamw` are there."""
+        return self._library is not None
+
+    def weights_changed(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Forget what was derived from the optimizer's weights; a hook for its steps."""
+        self._copies.drop(each for group in optimizer.param_groups for each in group["params"])
+
+    def norm(self, tensors: list[Tensor]) -> float:
+        """The norm of all numbers of all tensors, whatever the number of threads."""
+        assert self._library is not None
+        return update.norm(tensors, self._library)
+
+    def adamw(self, optimizer: torch.optim.AdamW, *, grad_scale: float) -> None:
+        """The optimizer's step, with every gradient times `grad_scale`, in one pass."""
+        assert self._library is not None
+        update.adamw(optimizer, grad_scale=grad_scale, library=self._library, copies=self._copies)
 
     def layers(self, model: GPT, x: Tensor) -> Tensor | None:
         """From the embeddings to the final norm's output; None where the reference has to do it.

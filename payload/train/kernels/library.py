@@ -16,6 +16,7 @@ _SUM_ROWS = 64
 """Rows for which a sum over rows has one part."""
 
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_DOUBLE = ctypes.c_double
 
 _SIGNATURES: dict[str, list[type]] = {
     "attention_forward": [*[_POINTER] * 3, *[_SIZE] * 4, _INT],
@@ -27,7 +28,25 @@ _SIGNATURES: dict[str, list[type]] = {
     "sum_rows": [*[_POINTER] * 2, *[_SIZE] * 2, _INT],
     "add_norm_forward": [*[_POINTER] * 4, _FLOAT, *[_POINTER] * 4, *[_SIZE] * 2, _INT],
     "add_norm_backward": [*[_POINTER] * 10, *[_SIZE] * 2, _INT],
+    "sum_squares": [_POINTER, _POINTER, _SIZE, _POINTER, _INT],
+    "adamw": [_POINTER, _SIZE, _FLOAT, _DOUBLE, _DOUBLE, _FLOAT, _INT],
 }
+
+
+class TensorUpdate(ctypes.Structure):
+    """One tensor of an AdamW update: addresses of fp32 numbers, of the bf16 copy or None."""
+
+    _fields_ = (
+        ("weight", _POINTER),
+        ("mean", _POINTER),
+        ("square", _POINTER),
+        ("grad", _POINTER),
+        ("copy", _POINTER),
+        ("count", _SIZE),
+        ("keep", _FLOAT),
+        ("step_size", _FLOAT),
+        ("correction", _FLOAT),
+    )
 
 
 class Library:
@@ -132,6 +151,27 @@ class Library:
         self._call("add_norm_backward", *saved, weight, *grads, rows, width)
         weight_grad, bias_grad = parts.sum(dim=1)
         return grad_x, grad_added, weight_grad, bias_grad
+
+    def sum_squares(self, tensors: list[Tensor]) -> float:
+        """The sum of the squares of all numbers, fp32, of all tensors; in double precision."""
+        assert all(each.is_contiguous() and each.dtype == torch.float32 for each in tensors)
+        addresses = torch.tensor([each.data_ptr() for each in tensors])
+        counts = torch.tensor([each.numel() for each in tensors])
+        total = torch.zeros((), dtype=torch.float64)
+        self._call("sum_squares", addresses, counts, len(tensors), total)
+        return float(total)
+
+    def adamw(
+        self,
+        updates: list[TensorUpdate],
+        *,
+        grad_scale: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        """Change weights, means, squares and copies; the caller keeps the tensors alive."""
+        array = (TensorUpdate * len(updates))(*updates)
+        self._call("adamw", ctypes.addressof(array), len(updates), grad_scale, *betas, eps)
 
     def _call(self, name: str, *arguments: Tensor | float | None) -> None:
         pointers: list[float | None] = []

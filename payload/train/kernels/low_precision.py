@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,11 @@ class Bf16Copies:
                 copy = self._copies[parameter] = parameter.to(torch.bfloat16)
         return copy
 
-    def drop(self) -> None:
-        """The parameters change: make them anew when they are next asked for."""
-        self._copies.clear()
+    def made(self, parameter: Tensor) -> Tensor | None:
+        """The parameter's copy, if it has been asked for: who changes the one changes both."""
+        return self._copies.get(parameter)
+
+    def drop(self, parameters: Iterable[Tensor]) -> None:
+        """These change: make them anew when they are next asked for."""
+        for parameter in parameters:
+            self._copies.pop(parameter, None)

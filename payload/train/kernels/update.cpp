@@ -1,0 +1,109 @@
+// The update: the gradients' norm, and AdamW with all that it touches in one pass over memory.
+//
+// Every number is rounded as IEEE says, without contraction and in a fixed order: ranks on unlike
+// machines, with other compilers or thread counts, have to come to the same weights.
+#include "common.h"
+#ifdef __clang__
+#pragma STDC FP_CONTRACT OFF
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+namespace {
+
+// Numbers of one task: what it reads and writes of them fits a core's L2 cache.
+constexpr int64_t kPiece = 16384;
+
+struct Piece {
+  int64_t tensor, first, end;
+};
+
+std::vector<Piece> pieces_of(const int64_t* counts, int64_t tensors) {
+  std::vector<Piece> pieces;
+  for (int64_t tensor = 0; tensor < tensors; ++tensor) {
+    for (int64_t first = 0; first < counts[tensor]; first += kPiece) {
+      pieces.push_back({tensor, first, std::min(counts[tensor], first + kPiece)});
+    }
+  }
+  return pieces;
+}
+
+// Squares of floats are exact in double.
+double sum_of_squares(const float* x, int64_t count) {
+  constexpr int64_t kLanes = 32;
+  double lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+#pragma omp simd
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const double value = x[i + lane];
+      lanes[lane] += value * value;
+    }
+  }
+  double sum = 0;
+  for (double lane : lanes) sum += lane;
+  for (; i < count; ++i) sum += static_cast<double>(x[i]) * x[i];
+  return sum;
+}
+
+}  // namespace
+
+extern "C" {
+
+// One tensor of an update. `copy` is its bf16 copy, or null.
+struct TileforgeUpdate {
+  float *weight, *mean, *square;
+  const float* grad;
+  bf16* copy;
+  int64_t count;
+  // 1 - lr x weight decay; lr / (1 - beta1^step); sqrt(1 - beta2^step).
+  float keep, step_size, correction;
+};
+
+// The sum of the squares of all numbers of all tensors.
+void tileforge_sum_squares(const float* const* tensors, const int64_t* counts, int64_t number,
+                           double* sum, int threads) {
+  const auto pieces = pieces_of(counts, number);
+  std::vector<double> sums(pieces.size());
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const auto& piece = pieces[i];
+    sums[i] = sum_of_squares(tensors[piece.tensor] + piece.first, piece.end - piece.first);
+  }
+  *sum = 0;
+  for (double part : sums) *sum += part;
+}
+
+// torch's AdamW, with every gradient times `scale`: weight, mean and square change, and the bf16
+// copy is made of the new weight.
+void tileforge_adamw(const TileforgeUpdate* updates, int64_t number, float scale, double beta1,
+                     double beta2, float eps, int threads) {
+  std::vector<int64_t> counts;
+  for (int64_t i = 0; i < number; ++i) counts.push_back(updates[i].count);
+  const auto pieces = pieces_of(counts.data(), number);
+  const auto old2 = static_cast<float>(beta2);
+  const auto new1 = static_cast<float>(1 - beta1), new2 = static_cast<float>(1 - beta2);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const TileforgeUpdate& u = updates[pieces[i].tensor];
+    constexpr int64_t kAtOnce = 1024;
+    for (int64_t first = pieces[i].first; first < pieces[i].end; first += kAtOnce) {
+      const int64_t size = std::min(kAtOnce, pieces[i].end - first);
+      float* weight = u.weight + first;
+      float* mean = u.mean + first;
+      float* square = u.square + first;
+      const float* grad = u.grad + first;
+#pragma omp simd
+      for (int64_t k = 0; k < size; ++k) {
+        const float g = grad[k] * scale;
+        const float m = mean[k] + new1 * (g - mean[k]);
+        const float v = square[k] * old2 + new2 * g * g;
+        mean[k] = m;
+        square[k] = v;
+        weight[k] = weight[k] * u.keep - u.step_size * m / (std::sqrt(v) / u.correction + eps);
+      }
+      if (u.copy) round_all(weight, size, u.copy + first);
+    }
+  }
+}
+}

@@ -1,0 +1,69 @@
+"""Clipping's norm and AdamW over the kernels, on torch's own optimizer and its state."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from payload.train.kernels.library import Library, TensorUpdate
+from payload.train.kernels.low_precision import Bf16Copies
+
+
+def norm(tensors: list[Tensor], library: Library) -> float:
+    """The norm of all numbers of all tensors."""
+    return math.sqrt(library.sum_squares([each.contiguous() for each in tensors]))
+
+
+@torch.no_grad()
+def adamw(
+    optimizer: torch.optim.AdamW, *, grad_scale: float, library: Library, copies: Bf16Copies
+) -> None:
+    """`optimizer.step()` with every gradient times `grad_scale`; `copies` follow the weights.
+
+    The state is the optimizer's, under its names.
+    """
+    for group in optimizer.param_groups:
+        assert not group["amsgrad"] and not group["maximize"]
+        parameters = [each for each in group["params"] if each.grad is not None]
+        if not parameters:
+            continue
+        gradients = [each.grad.contiguous() for each in parameters]
+        updates = [
+            _tensor_update(parameter, gradient, _state(optimizer, parameter), group, copies)
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
+        library.adamw(updates, grad_scale=grad_scale, betas=group["betas"], eps=group["eps"])
+
+
+def _state(optimizer: torch.optim.AdamW, parameter: Tensor) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["exp_avg"] = torch.zeros_like(parameter)
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
+    return state
+
+
+def _tensor_update(
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
+    group: dict[str, Any],
+    copies: Bf16Copies,
+) -> TensorUpdate:
+    state["step"] += 1
+    step, lr, (beta1, beta2) = state["step"].item(), group["lr"], group["betas"]
+    tensors = (parameter, state["exp_avg"], state["exp_avg_sq"], gradient)
+    assert all(each.is_contiguous() and each.dtype == torch.float32 for each in tensors)
+    copy = copies.made(parameter)
+    return TensorUpdate(
+        *(each.data_ptr() for each in tensors),
+        None if copy is None else copy.data_ptr(),
+        parameter.numel(),
+        1 - lr * group["weight_decay"],
+        lr / (1 - beta1**step),
+        math.sqrt(1 - beta2**step),
+    )
