@@ -175,7 +175,7 @@ class GPT(nn.Module):
         """
         start = caches[0].num_tokens() if caches else 0
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        x = self.wte(tokens) + self.wpe(positions)
+        x = self._embedded(tokens) + self.wpe(positions)
         if self.kernels is not None and caches is None:
             fast = self.kernels.layers(self, x)
             if fast is not None:
@@ -185,6 +185,12 @@ class GPT(nn.Module):
             x = block(x, caches[i] if caches else None)
         normed: Tensor = self.ln_f(x)
         return normed
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        if self.kernels is not None:
+            return self.kernels.embed(self.wte.weight, tokens)
+        embedded: Tensor = self.wte(tokens)
+        return embedded
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) to (..., V); the head is the token embedding."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from payload.train.kernels.accumulate import product_gradient
 from payload.train.kernels.library import Library
 from payload.train.kernels.low_precision import Bf16Copies
 
@@ -116,18 +117,22 @@ class _Attention(torch.autograd.Function):
         mixed, log_sums = library.attention_forward(qkv)
         ctx.save_for_backward(x, qkv, mixed, log_sums, cast_in, cast_out)
         ctx.library, ctx.has_bias = library, bias_in is not None
+        ctx.weights = (weight_in, weight_out)
         return functional.linear(mixed.view_as(x), cast_out, cast_bias_out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> _Grads:
         x, qkv, mixed, log_sums, cast_in, cast_out = ctx.saved_tensors
-        grad_weight_out = torch.mm(grad.t(), mixed.view_as(x)).float()
+        weight_in, weight_out = ctx.weights
+        product = torch.mm(grad.t(), mixed.view_as(x))
+        grad_weight_out = product_gradient(weight_out, product, ctx.library)
         grad_mixed = torch.mm(grad, cast_out).view_as(mixed)
         grad_qkv = ctx.library.attention_backward(qkv, mixed, log_sums, grad_mixed)
         grad_in = grad_qkv.view(len(x), -1)
         biases = _bias_gradients(ctx, grad_in, grad)
-        grad_weight_in = torch.mm(grad_in.t(), x).float()
+        product = torch.mm(grad_in.t(), x)
+        grad_weight_in = product_gradient(weight_in, product, ctx.library)
         weights = (grad_weight_in, biases[0], grad_weight_out, biases[1])
         return torch.mm(grad_in, cast_in), *weights, None, None, None, None, None, None
 
@@ -152,6 +157,7 @@ class _Mlp(torch.autograd.Function):
         wide = functional.linear(x, cast_up, cast_bias_up)
         ctx.save_for_backward(x, wide, cast_up, cast_down)
         ctx.library, ctx.has_bias = library, bias_up is not None
+        ctx.weights = (weight_up, weight_down)
         return functional.linear(library.gelu_forward(wide), cast_down, cast_bias_down)
 
     @staticmethod
@@ -160,9 +166,10 @@ class _Mlp(torch.autograd.Function):
         x, wide, cast_up, cast_down = ctx.saved_tensors
         grad_wide = torch.mm(grad, cast_down)
         gelu = ctx.library.gelu_backward(wide, grad_wide)
-        grad_down = torch.mm(grad.t(), gelu).float()
+        weight_up, weight_down = ctx.weights
+        grad_down = product_gradient(weight_down, torch.mm(grad.t(), gelu), ctx.library)
         biases = _bias_gradients(ctx, grad_wide, grad)
-        grad_up = torch.mm(grad_wide.t(), x).float()
+        grad_up = product_gradient(weight_up, torch.mm(grad_wide.t(), x), ctx.library)
         weights = (grad_up, biases[0], grad_down, biases[1])
         return torch.mm(grad_wide, cast_up), *weights, None, None, None, None, None
 

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from payload.data.blocks import IGNORED_TARGET
 from payload.model_shape import LOGITS_TOKENS
+from payload.train.kernels.accumulate import add_scaled
 from payload.train.kernels.library import Library
 
 # Rows of which the pure torch pass holds fp32 copies at once.
@@ -76,6 +77,7 @@ class _MeanLoss(torch.autograd.Function):
             torch.mm(logits, cast_weight, out=grad_hidden[chunk])
             _add_weight_gradient(grad_weight, logits, rows, is_first=start == 0)
         ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight = weight
         # Without a target the mean is 0 / 0, as it is in torch.
         return (losses.sum(dtype=torch.float64) / count).float()
 
@@ -84,10 +86,11 @@ class _MeanLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = float(grad)
+        # Made in the forward pass for this one backward pass, so they may be changed.
+        add_scaled(ctx.weight, grad_weight, scale)
         if scale != 1:
-            # Made in the forward pass for this one backward pass, so they may be changed.
-            grad_hidden, grad_weight = grad_hidden.mul_(scale), grad_weight.mul_(scale)
-        return grad_hidden, grad_weight, None, None, None
+            grad_hidden.mul_(scale)
+        return grad_hidden, None, None, None, None
 
 
 def _buffer(hidden: Tensor, *, vocabulary: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from payload.train.kernels import body, head, update
+from payload.train.kernels import accumulate, body, head, update
 from payload.train.kernels.library import Library, load_library
 from payload.train.kernels.low_precision import Bf16Copies
 from payload.train.kernels.unavailable import KernelsUnavailableError
@@ -44,6 +44,10 @@ class Kernels:
         """The optimizer's step, with every gradient times `grad_scale`, in one pass."""
         assert self._library is not None
         update.adamw(optimizer, grad_scale=grad_scale, library=self._library, copies=self._copies)
+
+    def embed(self, weight: Tensor, tokens: Tensor) -> Tensor:
+        """Rows of the token embedding, which is the head's weight as well."""
+        return accumulate.embed(weight, tokens, self._library)
 
     def layers(self, model: GPT, x: Tensor) -> Tensor | None:
         """From the embeddings to the final norm's output; None where the reference has to do it.

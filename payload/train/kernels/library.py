@@ -26,6 +26,8 @@ _SIGNATURES: dict[str, list[type]] = {
     "gelu_forward": [*[_POINTER] * 2, _SIZE, _INT],
     "gelu_backward": [*[_POINTER] * 3, _SIZE, _INT],
     "sum_rows": [*[_POINTER] * 2, *[_SIZE] * 2, _INT],
+    "widen_add": [*[_POINTER] * 2, _SIZE, _INT],
+    "add_rows": [*[_POINTER] * 3, *[_SIZE] * 2, _INT],
     "add_norm_forward": [*[_POINTER] * 4, _FLOAT, *[_POINTER] * 4, *[_SIZE] * 2, _INT],
     "add_norm_backward": [*[_POINTER] * 10, *[_SIZE] * 2, _INT],
     "sum_squares": [_POINTER, _POINTER, _SIZE, _POINTER, _INT],
@@ -120,6 +122,17 @@ class Library:
         parts = torch.empty(-(-rows // _SUM_ROWS), width)
         self._call("sum_rows", x, parts, rows, width)
         return parts.sum(dim=0)
+
+    def widen_add(self, x: Tensor, total: Tensor) -> None:
+        """Add x, bf16, to `total`, fp32 of the same shape."""
+        assert x.shape == total.shape and total.dtype == torch.float32
+        self._call("widen_add", x, total, x.numel())
+
+    def add_rows(self, total: Tensor, indices: Tensor, rows: Tensor) -> None:
+        """Add rows (N, C) to those of `total` (V, C) that indices (N,) name; all fp32."""
+        assert rows.shape == (len(indices), total.shape[1]) and total.dtype == torch.float32
+        assert len(indices) == 0 or 0 <= int(indices.min()) <= int(indices.max()) < len(total)
+        self._call("add_rows", total, indices, rows.contiguous(), *rows.shape)
 
     def add_norm_forward(
         self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float

@@ -129,6 +129,32 @@ void tileforge_sum_rows(const bf16* x, float* parts_of, int64_t rows, int64_t wi
   }
 }
 
+// to += from, number by number.
+void tileforge_widen_add(const bf16* from, float* to, int64_t count, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t first = 0; first < count; first += kPiece) {
+    const int64_t end = std::min(count, first + kPiece);
+#pragma omp simd
+    for (int64_t i = first; i < end; ++i) to[i] += to_float(from[i]);
+  }
+}
+
+// Row indices[i] of `to` += row i of `from`, one after the other; a task has some columns of all.
+void tileforge_add_rows(float* to, const int64_t* indices, const float* from, int64_t rows,
+                        int64_t width, int threads) {
+  constexpr int64_t kColumns = 64;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t first = 0; first < width; first += kColumns) {
+    const int64_t size = std::min(kColumns, width - first);
+    for (int64_t row = 0; row < rows; ++row) {
+      float* sum = to + indices[row] * width + first;
+      const float* plus = from + row * width + first;
+#pragma omp simd
+      for (int64_t i = 0; i < size; ++i) sum[i] += plus[i];
+    }
+  }
+}
+
 // sum = x + added, normed = (sum - mean) * rstd * weight + bias, row by row. `added` and `bias` may
 // be null; without `added`, `sum` is not written and may be null.
 void tileforge_add_norm_forward(const float* x, const bf16* added, const float* weight,
