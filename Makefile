@@ -17,7 +17,8 @@ ARGS ?=
 # Tests that run side by side; many wait for machines or processes most of their time.
 WORKERS ?= 2
 UPGRADE ?=
-BENCH ?= prepare
+# One of benchmarks by its file's name, as in BENCH=step; none = the short set.
+BENCH ?=
 
 PY := $(VENV)/bin/python
 INSTALL := bash bootstrap/install-payload.sh $(if $(PYTHON),--python $(PYTHON))
@@ -57,8 +58,8 @@ fix: setup  ## repair what ruff can repair
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: setup data  ## measure a claim on this machine: BENCH=NAME of a file in benchmarks (prepare)
-	$(PY) -m benchmarks.$(BENCH) $(ARGS)
+bench: setup data  ## measure the short set, in about two minutes; BENCH=NAME: one of benchmarks
+	$(PY) -m benchmarks$(if $(BENCH),.$(BENCH)) $(ARGS)
 
 docs: setup  ## rewrite the tables in README.md and docs that follow from the code
 	$(PY) -m tests.config_reference

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.machine import describe_machine
 from payload.data.meta import TRAIN_NAME, VAL_NAME
 from payload.data.plan import DTYPE, PrepareSettings
 from payload.data.prepare import Outcome, prepare
@@ -43,7 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prepare")
     parser.add_argument("--rounds", type=int, default=3, metavar="COUNT")
     args = parser.parse_args()
-    texts = [text.decode("utf-8") for text in _stdlib_texts()]
+    texts = [text.decode("utf-8") for text in stdlib_texts()]
     threads = os.cpu_count() or 1
     rounds = [_measure(texts, threads) for _ in range(args.rounds)]
     result = _summarise(rounds, texts, threads)
@@ -105,11 +106,12 @@ def _summarise(rounds: list[_Round], texts: list[str], threads: int) -> dict[str
         "tokens_equal": all(entry.is_equal for entry in rounds),
         "encoder": rounds[0].encoder,
         "versions": {name: version(name) for name in ("gigatoken", "tiktoken", "numpy")},
-        "machine": f"{platform.machine()}, {threads} cores, Python {platform.python_version()}",
+        "machine": f"{describe_machine()}, Python {platform.python_version()}",
     }
 
 
-def _stdlib_texts() -> list[bytes]:
+def stdlib_texts() -> list[bytes]:
+    """The documents of `--source stdlib`."""
     source = stdlib_source(skip_bad=False)
     source.identity()
     source.survey()

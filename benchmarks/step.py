@@ -14,27 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from payload.launch.environment import malloc_environment
-from payload.model_shape import PRESETS, ModelShape
-
-REPO = Path(__file__).parent.parent
-
-
-@dataclass(frozen=True, slots=True)
-class _Contender:
-    name: str
-    command: list[str]
-    environment: dict[str, str]
+from benchmarks.contenders import contenders
+from benchmarks.machine import describe_machine
+from payload.model_shape import PRESETS
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,72 +32,17 @@ def main(argv: Sequence[str]) -> int:
     if (arguments.intel_module is None) != (arguments.ipex_python is None):
         print("error: --intel-module and --ipex-python belong together.", file=sys.stderr)
         return 2
-    contenders = _contenders(arguments)
-    found: dict[str, list[dict[str, Any]]] = {each.name: [] for each in contenders}
+    rivals = contenders(arguments)
+    found: dict[str, list[dict[str, Any]]] = {each.name: [] for each in rivals}
     for _ in range(arguments.rounds):
-        for each in contenders:
-            found[each.name].append(_run(each))
+        for each in rivals:
+            found[each.name].append(each.run())
             last = found[each.name][-1]
             print(f"{each.name}: {_seconds(last)} s, {_gigabytes(last)}", file=sys.stderr)
     result = _summarise(found, arguments)
     _print_table(result)
     print(json.dumps(result))
     return 0
-
-
-def _contenders(arguments: argparse.Namespace) -> list[_Contender]:
-    threads = {"OMP_NUM_THREADS": str(arguments.threads)} if arguments.threads else {}
-    work = {
-        "model": arguments.model,
-        "micro_batch_size": arguments.micro_batch_size,
-        "accumulation": arguments.accumulation,
-        "sequence_length": arguments.sequence_length,
-        "dtype": arguments.dtype,
-        "steps": arguments.steps,
-    }
-    tuned = malloc_environment("tuned") | threads
-    ours = [sys.executable, "-m", "benchmarks.step_ours"]
-    peer = str(REPO / "benchmarks" / "step_peer.py")
-    sizes = _peer_sizes(PRESETS[arguments.model])
-    found = [_Contender("tileforge", [*ours, json.dumps(work | {"kernels": "auto"})], tuned)]
-    if arguments.eager:
-        found.append(_Contender("eager", [*ours, json.dumps(work | {"kernels": "off"})], tuned))
-    if arguments.nanogpt:
-        asked = {"folder": str(arguments.nanogpt.resolve()), "ipex": False, "sizes": sizes}
-        command = [sys.executable, peer, json.dumps(work | asked)]
-        found.append(_Contender("nanogpt", command, tuned))
-    if arguments.intel_module:
-        asked = {"folder": str(arguments.intel_module.resolve()), "ipex": True, "sizes": sizes}
-        command = [str(arguments.ipex_python), peer, json.dumps(work | asked)]
-        # The module's own instructions preload tcmalloc.
-        preload = {"LD_PRELOAD": arguments.tcmalloc} if arguments.tcmalloc else {}
-        found.append(_Contender("intel", command, preload | threads))
-    return found
-
-
-def _peer_sizes(shape: ModelShape) -> dict[str, int]:
-    return {
-        "n_layer": shape.n_layer,
-        "n_head": shape.n_head,
-        "n_embd": shape.n_embd,
-        "vocab_size": shape.vocab_size,
-    }
-
-
-def _run(contender: _Contender) -> dict[str, Any]:
-    """One process from its start to its report."""
-    done = subprocess.run(
-        contender.command,
-        env=os.environ | contender.environment,
-        cwd=REPO,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"error: {contender.name} ended with status {done.returncode}.")
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return report
 
 
 def _seconds(report: dict[str, Any]) -> str:
@@ -163,7 +97,7 @@ def _summarise(
         "estimate_error": round(estimate / rss["tileforge"] - 1, 3),
         "last_loss": {name: reports[0]["last_loss"] for name, reports in found.items()},
         "versions": {name: reports[0]["versions"] for name, reports in found.items()},
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {_cpu_name()}",
+        "machine": describe_machine(),
     }
 
 
@@ -172,14 +106,6 @@ def _after_warm_up(found: dict[str, list[dict[str, Any]]], key: str) -> dict[str
         name: [step for report in reports for step in report[key][1:]]
         for name, reports in found.items()
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
 
 
 def _print_table(result: dict[str, Any]) -> None:

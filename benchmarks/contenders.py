@@ -1,0 +1,81 @@
+"""The processes that `benchmarks.step` and `.memory` run: this project's step and its peers'."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from payload.launch.environment import malloc_environment
+from payload.model_shape import PRESETS, ModelShape
+
+REPO = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A process that takes steps and reports them."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+
+    def run(self) -> dict[str, Any]:
+        """One process from its start to its report. Raises SystemExit when it fails."""
+        done = subprocess.run(
+            self.command,
+            env=os.environ | self.environment,
+            cwd=REPO,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(f"error: {self.name} ended with status {done.returncode}.")
+        report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return report
+
+
+def contenders(arguments: argparse.Namespace) -> list[Contender]:
+    """This project first, then those that were asked for."""
+    threads = {"OMP_NUM_THREADS": str(arguments.threads)} if arguments.threads else {}
+    work = {
+        "model": arguments.model,
+        "micro_batch_size": arguments.micro_batch_size,
+        "accumulation": arguments.accumulation,
+        "sequence_length": arguments.sequence_length,
+        "dtype": arguments.dtype,
+        "steps": arguments.steps,
+    }
+    tuned = malloc_environment("tuned") | threads
+    ours = [sys.executable, "-m", "benchmarks.step_ours"]
+    peer = str(REPO / "benchmarks" / "step_peer.py")
+    sizes = _peer_sizes(PRESETS[arguments.model])
+    found = [Contender("tileforge", [*ours, json.dumps(work | {"kernels": "auto"})], tuned)]
+    if arguments.eager:
+        found.append(Contender("eager", [*ours, json.dumps(work | {"kernels": "off"})], tuned))
+    if arguments.nanogpt:
+        asked = {"folder": str(arguments.nanogpt.resolve()), "ipex": False, "sizes": sizes}
+        command = [sys.executable, peer, json.dumps(work | asked)]
+        found.append(Contender("nanogpt", command, tuned))
+    if arguments.intel_module:
+        asked = {"folder": str(arguments.intel_module.resolve()), "ipex": True, "sizes": sizes}
+        command = [str(arguments.ipex_python), peer, json.dumps(work | asked)]
+        # The module's own instructions preload tcmalloc.
+        preload = {"LD_PRELOAD": arguments.tcmalloc} if arguments.tcmalloc else {}
+        found.append(Contender("intel", command, preload | threads))
+    return found
+
+
+def _peer_sizes(shape: ModelShape) -> dict[str, int]:
+    return {
+        "n_layer": shape.n_layer,
+        "n_head": shape.n_head,
+        "n_embd": shape.n_embd,
+        "vocab_size": shape.vocab_size,
+    }

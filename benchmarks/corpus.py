@@ -1,0 +1,86 @@
+"""A large corpus made of the standard library's text, the same every time.
+
+Copies of 31 MB would be easy on a tokenizer that remembers words. So a document here is one to six
+passages drawn from anywhere in the library, and in every passage a few words are replaced by
+new ones, made of the halves of two others: unlike the passages, words do not run out, as
+they do not in natural text, where their number grows with the corpus.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+PASSAGE_BYTES = 2000
+"""At least, up to the end of a line."""
+MOST_PASSAGES = 6
+RENAMED_WORDS = 4
+"""In each passage, wherever they occur in it."""
+FILES = 16
+"""So that a reader may use several processes."""
+
+_WORD = re.compile(rb"[A-Za-z]{5,}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Passage:
+    text: bytes
+    words: tuple[bytes, ...]
+    """Each once."""
+
+
+def write_corpus(folder: Path, texts: Sequence[bytes], *, size_bytes: int, seed: int) -> int:
+    """Write `FILES` files of JSON lines with `size_bytes` of text; the bytes it became, a few more.
+
+    A smaller corpus of the same seed is made of the first documents of a larger one.
+    """
+    documents = generate(texts, seed=seed)
+    written = 0
+    for i in range(FILES):
+        left = size_bytes // FILES
+        with (folder / f"part_{i:02d}.jsonl").open("w", encoding="utf-8") as file:
+            while left > 0:
+                document = next(documents)
+                left -= len(document)
+                file.write(json.dumps({"text": document.decode("utf-8")}, ensure_ascii=False))
+                file.write("\n")
+                written += len(document)
+    return written
+
+
+def generate(texts: Sequence[bytes], *, seed: int) -> Iterator[bytes]:
+    """Documents, without end."""
+    random = np.random.default_rng(seed)
+    passages = [passage for text in texts for passage in _passages(text)]
+    words = sorted({word for passage in passages for word in passage.words})
+    while True:
+        chosen = random.integers(len(passages), size=random.integers(1, MOST_PASSAGES + 1))
+        yield b"".join(_renamed(passages[i], words, random) for i in chosen)
+
+
+def _passages(text: bytes) -> Iterator[_Passage]:
+    start = 0
+    while start < len(text):
+        end = text.find(b"\n", start + PASSAGE_BYTES)
+        end = len(text) if end < 0 else end + 1
+        part = text[start:end]
+        yield _Passage(part, tuple(sorted(set(_WORD.findall(part)))))
+        start = end
+
+
+def _renamed(passage: _Passage, words: Sequence[bytes], random: np.random.Generator) -> bytes:
+    if not passage.words:
+        return passage.text
+    text = passage.text
+    old = random.integers(len(passage.words), size=RENAMED_WORDS)
+    halves = random.integers(len(words), size=(RENAMED_WORDS, 2))
+    for i, (first, second) in zip(old, halves, strict=True):
+        head, tail = words[first], words[second]
+        new = head[: (len(head) + 1) // 2] + tail[len(tail) // 2 :]
+        text = text.replace(passage.words[i], new)
+    return text

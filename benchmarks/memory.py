@@ -1,0 +1,246 @@
+"""Peak memory of the training step: this project's estimate, what it is, and nanoGPT's.
+
+    python -m benchmarks.memory --cases gpt2:8 --nanogpt CHECKOUT
+    python -m benchmarks.memory --cases tiny:8 gpt2:1 gpt2:4 --data data/stdlib --ranks 1 2
+
+A case is a model and a micro-batch. Each contender is a process of `benchmarks.step`, on random
+tokens, with the same allocator settings; its peak is the kernel's (resident set, high-water mark).
+With `--data` the trainer itself makes each case's run, too: two steps, an evaluation, a checkpoint,
+alone or as several ranks on this machine, of which the largest counts. The estimate is the one that
+the trainer prints at its start. A table goes to stderr, one JSON object to stdout; the exit status
+is 1 when an estimate is off by more than 15 %, or when at micro-batch 8 and more this project takes
+over half of nanoGPT's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from benchmarks.contenders import REPO, contenders
+from benchmarks.machine import describe_machine
+from payload.launch.environment import malloc_environment
+from payload.model_shape import PRESETS
+from payload.results import RunPaths
+from payload.run_config import Preset, RunConfig, parse_run_config
+
+ESTIMATE_BOUND = 0.15
+"""Share of the measured peak by which the estimate may be off, either way."""
+PEER_BOUND = 0.5
+"""Of nanoGPT's peak, from this micro-batch on."""
+PEER_BOUND_FROM = 8
+STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What to train."""
+
+    model: Preset
+    micro_batch_size: int
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """From `gpt2:8`. Raises argparse.ArgumentTypeError."""
+        model, _, size = text.partition(":")
+        known = [name for name in get_args(Preset) if name == model]
+        if not known or not size.isdecimal() or not int(size):
+            names = ", ".join(get_args(Preset))
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not MODEL:SEQUENCES, as in gpt2:8; models are {names}"
+            )
+        return cls(known[0], int(size))
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """One process's peak, and for this project's what was foreseen."""
+
+    name: str
+    case: Case
+    peak_bytes: int
+    estimated_bytes: int | None = None
+
+    def estimate_error(self) -> float | None:
+        """The estimate's, as a share of the peak; below 0 it was too low."""
+        if self.estimated_bytes is None:
+            return None
+        return self.estimated_bytes / self.peak_bytes - 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure all, print; 1 when a bound is missed."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.ranks and not arguments.data:
+        parser.error("--ranks needs --data: ranks are the trainer's.")
+    peaks: list[Peak] = []
+    for case in arguments.cases:
+        for peak in (*_steps(case, arguments), *_runs(case, arguments)):
+            peaks.append(peak)
+            _print_row(peak)
+    result = summarise(peaks)
+    print(json.dumps(result))
+    return 0 if result["estimates_hold"] and result["half_of_nanogpt"] is not False else 1
+
+
+def _steps(case: Case, arguments: argparse.Namespace) -> list[Peak]:
+    work = argparse.Namespace(
+        model=case.model,
+        micro_batch_size=case.micro_batch_size,
+        accumulation=1,
+        sequence_length=PRESETS[case.model].sequence_length,
+        dtype="bf16",
+        steps=STEPS,
+        threads=arguments.threads,
+        eager=arguments.eager,
+        nanogpt=arguments.nanogpt,
+        intel_module=None,
+    )
+    found = []
+    for contender in contenders(work):
+        report = contender.run()
+        estimate = report.get("estimated_bytes")
+        found.append(Peak(contender.name, case, report["peak_rss_bytes"], estimate))
+    return found
+
+
+def _runs(case: Case, arguments: argparse.Namespace) -> list[Peak]:
+    """The trainer's own, for each number of ranks that was asked for."""
+    if arguments.data is None:
+        return []
+    shape = PRESETS[case.model]
+    found = []
+    for ranks in arguments.ranks or [1]:
+        config = _run_config(case, data=arguments.data.resolve(), ranks=ranks)
+        estimate = shape.memory_bytes(
+            micro_batch_size=case.micro_batch_size,
+            dtype="bf16",
+            kernels=config.engine.wants_kernels(),
+            alone=ranks == 1,
+        )
+        peak = _peak_of_run(config, ranks=ranks, threads=arguments.threads)
+        found.append(Peak(f"run, {ranks} rank{'s'[: ranks > 1]}", case, peak, estimate))
+    return found
+
+
+def _run_config(case: Case, *, data: Path, ranks: int) -> RunConfig:
+    settings = {
+        "data.dir": data,
+        "data.sequence_length": PRESETS[case.model].sequence_length,
+        "model.preset": case.model,
+        "batch.micro_batch_size": case.micro_batch_size,
+        "batch.global_batch_size": case.micro_batch_size * ranks,
+        "train.steps": STEPS,
+        "train.eval_tokens": case.micro_batch_size * PRESETS[case.model].sequence_length,
+        "precision.dtype": "bf16",
+    }
+    words = [f"{key}={value}" for key, value in settings.items()]
+    return parse_run_config("", overrides=words, where="benchmark")
+
+
+def _peak_of_run(config: RunConfig, *, ranks: int, threads: int | None) -> int:
+    """The largest process's, of the launcher and all ranks: the kernel hands it upwards."""
+    starts = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    environment = malloc_environment("tuned")
+    threads = threads or max(1, (os.cpu_count() or 1) // ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = RunPaths(Path(folder) / "run")
+        paths.root.mkdir()
+        paths.config.write_text(config.to_toml(), encoding="utf-8")
+        process = subprocess.Popen(
+            [sys.executable, "-m", *starts, "payload.train", "--run-dir", str(paths.root)],
+            cwd=REPO,
+            env=os.environ | environment | {"OMP_NUM_THREADS": str(threads)},
+            stdout=sys.stderr,
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise SystemExit(f"error: the run ended with status {process.returncode}.")
+    return usage.ru_maxrss * 1024
+
+
+def summarise(peaks: Sequence[Peak]) -> dict[str, Any]:
+    """What is printed, with both bounds judged; None for a bound that nothing was measured for."""
+    rows = []
+    for peak in peaks:
+        error = peak.estimate_error()
+        rows.append(
+            {
+                "name": peak.name,
+                "model": peak.case.model,
+                "micro_batch_size": peak.case.micro_batch_size,
+                "peak_rss_bytes": peak.peak_bytes,
+                "estimated_bytes": peak.estimated_bytes,
+                "estimate_error": None if error is None else round(error, 3),
+            }
+        )
+    ratios = _ratios(peaks)
+    bounded = [ratio for case, ratio in ratios if case.micro_batch_size >= PEER_BOUND_FROM]
+    errors = [error for peak in peaks if (error := peak.estimate_error()) is not None]
+    return {
+        "benchmark": "memory",
+        "peaks": rows,
+        "memory_vs_nanogpt": {
+            f"{case.model}:{case.micro_batch_size}": round(ratio, 3) for case, ratio in ratios
+        },
+        "half_of_nanogpt": all(ratio <= PEER_BOUND for ratio in bounded) if bounded else None,
+        "largest_estimate_error": round(max(map(abs, errors)), 3),
+        "estimates_hold": all(abs(error) <= ESTIMATE_BOUND for error in errors),
+        "machine": describe_machine(),
+    }
+
+
+def _ratios(peaks: Sequence[Peak]) -> list[tuple[Case, float]]:
+    found = {(peak.name, peak.case): peak.peak_bytes for peak in peaks}
+    return [
+        (case, found["tileforge", case] / theirs)
+        for (name, case), theirs in found.items()
+        if name == "nanogpt"
+    ]
+
+
+def _print_row(peak: Peak) -> None:
+    error = peak.estimate_error()
+    foreseen = "" if error is None else f"  estimate off by {error:+.1%}"
+    print(
+        f"{peak.case.model}:{peak.case.micro_batch_size:<4} {peak.name:<14}"
+        f"{peak.peak_bytes / 1e9:>7.2f} GB{foreseen}",
+        file=sys.stderr,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--cases",
+        nargs="+",
+        type=Case.parse,
+        default=[Case("tiny", 8), Case("gpt2", 1)],
+        metavar="MODEL:SEQUENCES",
+        help="default: tiny:8 gpt2:1",
+    )
+    add("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT")
+    add("--eager", action="store_true", help="this project with kernels off, too")
+    add("--data", type=Path, metavar="DIR", help="a prepared folder; the trainer's own runs")
+    add("--ranks", nargs="+", type=int, metavar="COUNT", help="of those runs (default: 1)")
+    add("--threads", type=int, metavar="COUNT", help="default: torch's own choice")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

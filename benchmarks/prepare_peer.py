@@ -1,0 +1,57 @@
+"""nanoGPT's data/openwebtext/prepare.py on local files; one process of `benchmarks.prepare`.
+
+The script runs as it is but for three things that a machine without the hub, and with its own
+number of cores, needs: `load_dataset` reads the JSON lines given, `num_proc` is the number of
+cores, and tiktoken's GPT-2 is made from the ranks in this repository, which are the ones that it
+would fetch. It writes train.bin and val.bin beside the copy of itself that is run. The last line
+on stdout has the seconds of `load_dataset`, and of all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import tiktoken
+
+from payload.data.tokenizer import gpt2_encoding
+
+_NUM_PROC = "\nnum_proc = 8\n"
+
+
+def main(script: Path, corpus: Path, out: Path) -> None:
+    """Run it, and print one JSON object."""
+    source = script.read_text(encoding="utf-8")
+    if source.count(_NUM_PROC) != 1:
+        raise SystemExit(f"error: {script} has no line num_proc = 8; use nanoGPT at 3adf61e.")
+    cores = os.cpu_count() or 1
+    source = source.replace(_NUM_PROC, f"\nnum_proc = {cores}\n")
+    load = datasets.load_dataset
+    load_s = 0.0
+
+    def load_local(_name: str, *, num_proc: int) -> Any:
+        nonlocal load_s
+        started_s = time.perf_counter()
+        files = sorted(map(str, corpus.glob("*.jsonl")))
+        loaded = load("json", data_files=files, num_proc=num_proc)
+        load_s = time.perf_counter() - started_s
+        return loaded
+
+    datasets.load_dataset = load_local
+    tiktoken.get_encoding = lambda encoding_name: gpt2_encoding()
+    copy = out / "prepare.py"
+    copy.write_text(source, encoding="utf-8")
+    started_s = time.perf_counter()
+    runpy.run_path(str(copy), run_name="__main__")
+    whole_s = time.perf_counter() - started_s
+    print(json.dumps({"load_s": load_s, "whole_s": whole_s, "num_proc": cores}))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

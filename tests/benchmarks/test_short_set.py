@@ -1,0 +1,28 @@
+"""`make bench`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.__main__ import short_set
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_benchmark_of_the_short_set_has_the_options_that_it_is_given() -> None:
+    commands = short_set(Path("data/stdlib"))
+    helps = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"benchmarks.{name}", "--help"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in commands
+    ]
+    for process, words in zip(helps, commands.values(), strict=True):
+        text = process.communicate(timeout=60)[0]
+        assert process.returncode == 0
+        assert [word for word in words if word.startswith("--") and word not in text] == []
