@@ -40,6 +40,11 @@ _REPO = Path(__file__).parent.parent
 # Text, tokens of both, and what datasets keeps of each: its Arrow files hold 8-byte ids.
 _DISK_PER_TEXT_BYTE = 2
 _DISK_PER_PEER_BYTE = 7
+_PEER_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,7 @@ def _against_peer(folder: Path, size_bytes: int, *, checkout: Path) -> dict[str,
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.prepare_peer", script, corpus.folder, peer_out],
         cwd=_REPO,
-        env=os.environ | {"HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1"},
+        env=os.environ | _PEER_ENVIRONMENT | {"HF_HOME": str(folder / "hub")},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -1,10 +1,11 @@
 """nanoGPT's data/openwebtext/prepare.py on local files; one process of `benchmarks.prepare`.
 
-The script runs as it is but for three things that a machine without the hub, and with its own
-number of cores, needs: `load_dataset` reads the JSON lines given, `num_proc` is the number of
-cores, and tiktoken's GPT-2 is made from the ranks in this repository, which are the ones that it
-would fetch. It writes train.bin and val.bin beside the copy of itself that is run. The last line
-on stdout has the seconds of `load_dataset`, and of all.
+The script runs as it is but for what a machine without the hub, and a corpus of less than two
+million documents, need: `load_dataset` reads the JSON lines given; tiktoken's GPT-2 is made from
+the ranks in this repository, which are the ones that it would fetch; `num_proc` is the number of
+cores; a split is written in no more parts than it has documents, where 1024 are asked for and fail.
+It writes train.bin and val.bin beside the copy of itself that is run. The last line on stdout has
+the seconds of `load_dataset`, and of all.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ import tiktoken
 
 from payload.data.tokenizer import gpt2_encoding
 
-_NUM_PROC = "\nnum_proc = 8\n"
+_CHANGES = {
+    "\nnum_proc = 8\n": "\nnum_proc = {cores}\n",
+    " total_batches = 1024\n": " total_batches = min(1024, len(dset))\n",
+}
 
 
 def main(script: Path, corpus: Path, out: Path) -> None:
     """Run it, and print one JSON object."""
     source = script.read_text(encoding="utf-8")
-    if source.count(_NUM_PROC) != 1:
-        raise SystemExit(f"error: {script} has no line num_proc = 8; use nanoGPT at 3adf61e.")
     cores = os.cpu_count() or 1
-    source = source.replace(_NUM_PROC, f"\nnum_proc = {cores}\n")
+    for line, changed in _CHANGES.items():
+        if source.count(line) != 1:
+            raise SystemExit(f"error: {script} has no {line.strip()!r}; use nanoGPT at 3adf61e.")
+        source = source.replace(line, changed.format(cores=cores))
     load = datasets.load_dataset
     load_s = 0.0
 
