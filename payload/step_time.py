@@ -15,10 +15,10 @@ from payload.run_config import DistributedSection, RunConfig
 BACKWARD_SHARE = 2 / 3
 """Of a pass: for every product of the forward pass, the backward pass has two."""
 
-# torch's DDP: the first bucket is closed at 1 MiB so that the exchange begins early, the others at
-# 25 MiB, each with the parameter that takes it there (torch 2.13, nn/parallel/distributed.py).
-_FIRST_BUCKET_BYTES = 2**20
-_BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20
+"""Of gradients, in fp32; small, so that the exchange begins early. Both are torch's DDP's sizes."""
+BUCKET_BYTES = 25 * 2**20
+"""A bucket is closed with the parameter that takes it there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def buckets(shape: ModelShape) -> tuple[Bucket, ...]:
     for numbers, is_matrix in _parameters(shape):
         held += numbers
         matrices += numbers * is_matrix
-        limit = _BUCKET_BYTES if found else _FIRST_BUCKET_BYTES
+        limit = BUCKET_BYTES if found else FIRST_BUCKET_BYTES
         if held * 4 >= limit:
             ready = head + (1 - head) * matrices / shape.num_matrix_params()
             found.append(Bucket(numbers=held, ready=ready))

@@ -1,11 +1,8 @@
-"""The model of a step's time: by hand where it can be, at its limits, and against DDP itself."""
+"""The model of a step's time: by hand where it can be, at its limits, and against the exchange."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -20,6 +17,8 @@ from payload.step_time import (
     sends_per_byte,
     step_time,
 )
+from payload.train.buckets import make_buckets
+from payload.train.model import GPT
 
 GPT2 = PRESETS["gpt2"]
 # One layer of width 2 and no bias: 48 matrix numbers, three norms of 2, 10 + 4 embeddings of 2.
@@ -120,47 +119,8 @@ def test_buckets_hold_every_number_once_and_fill_in_order(preset: str) -> None:
         assert shares == sorted(shares) and shares[-1] == 1.0
 
 
-def test_buckets_are_those_that_ddp_makes() -> None:
-    """At a width where each layer fills one: sizes as DDP's own hook sees them."""
+def test_buckets_are_those_of_the_exchange() -> None:
+    """At a width where each layer fills one."""
     shape = ModelShape(n_layer=3, n_head=2, n_embd=768, sequence_length=8, vocab_size=64)
-    done = subprocess.run(
-        [sys.executable, "-c", _BUCKETS_OF_DDP],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parent.parent,
-        timeout=120,
-    )
-    sizes = [int(word) for word in done.stdout.split()]
-    assert sizes == [bucket.numbers for bucket in buckets(shape)]
-
-
-_BUCKETS_OF_DDP = """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from payload.model_shape import ModelShape
-from payload.run_config import DistributedSection
-from payload.train.gradients import DDP_SETTINGS, GradientExchange
-from payload.train.model import GPT
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-shape = ModelShape(n_layer=3, n_head=2, n_embd=768, sequence_length=8, vocab_size=64)
-model = DistributedDataParallel(GPT(shape), **DDP_SETTINGS.to_kwargs())
-seen = []
-
-class Watched(GradientExchange):
-    def _average(
-        self, state: object, bucket: dist.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        seen.append(bucket.buffer().numel())
-        return super()._average(state, bucket)
-
-Watched(DistributedSection()).attach(model)
-tokens = torch.zeros(1, 4, dtype=torch.int64)
-for _ in range(2):
-    seen.clear()
-    model(tokens, tokens).backward()
-print(*seen)
-dist.destroy_process_group()
-"""
+    made = make_buckets(GPT(shape, random=False).parameters())
+    assert [bucket.flat.numel() for bucket in made] == [each.numbers for each in buckets(shape)]

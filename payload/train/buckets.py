@@ -7,9 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-# The first is small, so that the exchange begins soon after the backward pass; DDP's sizes.
-_FIRST_BYTES = 2**20
-_BYTES = 25 * 2**20
+from payload.step_time import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 
 class Bucket:
@@ -48,12 +46,12 @@ def make_buckets(parameters: Iterable[nn.Parameter]) -> list[Bucket]:
 
 def _groups(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     group: list[nn.Parameter] = []
-    limit, size = _FIRST_BYTES, 0
+    limit, size = FIRST_BUCKET_BYTES, 0
     for parameter in parameters:
         group.append(parameter)
         size += parameter.numel() * 4
         if size >= limit:
             yield group
-            group, limit, size = [], _BYTES, 0
+            group, limit, size = [], BUCKET_BYTES, 0
     if group:
         yield group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ class GradientExchange:
         self._as_bf16 = settings.grad_dtype == "bf16"
         self._world = world
         self._buckets: list[Bucket] = []
-        self._owner: dict[Tensor, Bucket] = {}
+        self._nodes: list[object] = []
+        """Autograd's, which hold the hooks: they have to live."""
         self._full: set[Bucket] = set()
         self._under_way: list[tuple[Bucket, Tensor, Any]] = []
         self._is_last_pass = False
@@ -40,8 +42,7 @@ class GradientExchange:
         self._buckets = make_buckets(model.parameters())
         for bucket in self._buckets:
             for parameter in bucket.parameters:
-                self._owner[parameter] = bucket
-                parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+                self._nodes.append(_call_after_gradient(parameter, bucket, self._take))
 
     def begin(self) -> None:
         """The coming backward pass is the last of its step: its gradients are to be averaged."""
@@ -64,9 +65,9 @@ class GradientExchange:
         self._is_last_pass = False
         return time.perf_counter() - began_s if self._buckets else 0.0
 
-    def _take(self, parameter: Tensor) -> None:
-        if self._is_last_pass and self._owner[parameter].take(parameter):
-            self._full.add(self._owner[parameter])
+    def _take(self, parameter: nn.Parameter, bucket: Bucket) -> None:
+        if self._is_last_pass and bucket.take(parameter):
+            self._full.add(bucket)
             self._send_in_order()
 
     def _send_in_order(self) -> None:
@@ -78,3 +79,19 @@ class GradientExchange:
             sent = bucket.flat.to(torch.bfloat16) if self._as_bf16 else bucket.flat
             sent.div_(self._world.world_size)
             self._under_way.append((bucket, sent, dist.all_reduce(sent, async_op=True)))
+
+
+def _call_after_gradient(
+    parameter: nn.Parameter, bucket: Bucket, call: Callable[[nn.Parameter, Bucket], None]
+) -> object:
+    """Call when a backward pass is done with the parameter; what has to live for that.
+
+    The parameter's own hook does not run where backward functions have added to its gradient
+    themselves and return none, as the kernels' do; its node in autograd's graph does.
+    """
+    view = parameter.view_as(parameter)
+    assert view.grad_fn is not None
+    (node, _), *_ = view.grad_fn.next_functions
+    assert node is not None
+    node.register_hook(lambda *_: call(parameter, bucket))
+    return node

@@ -1,6 +1,6 @@
 """Gradients of several passes, added in place, against the sums that autograd makes."""
 
-# No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
+from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
@@ -9,13 +9,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket, HashStore
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
+from payload.run_config import DistributedSection
+from payload.train.gradients import GradientExchange
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.model import GPT
+from payload.train.world import World
 from tests.train.test_kernels import bf16, error
 from tests.train.test_model import make_model, tokens
 
@@ -25,25 +26,26 @@ PASSES = 3
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A process group of this process."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def gradients(model: nn.Module, kernels: Kernels | None, *, dtype: str) -> dict[str, Tensor]:
+def gradients(
+    model: GPT, kernels: Kernels | None, *, dtype: str, exchange: GradientExchange | None = None
+) -> dict[str, Tensor]:
     """Of a mean over passes, each on its own tokens, as the trainer takes them."""
-    plain = model.module if isinstance(model, DistributedDataParallel) else model
-    assert isinstance(plain, GPT)
-    plain.kernels = kernels
+    model.kernels = kernels
     for index in range(PASSES):
         batch = tokens(3, 40).roll(index, dims=1)
-        last = index == PASSES - 1
-        waits = isinstance(model, DistributedDataParallel) and not last
-        with model.no_sync() if waits else nullcontext():  # type: ignore[operator]
-            with bf16() if dtype == "bf16" else nullcontext():
-                loss = model(batch[:, :-1], batch[:, 1:])
-            (loss / PASSES).backward()
-    return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+        with bf16() if dtype == "bf16" else nullcontext():
+            loss = model(batch[:, :-1], batch[:, 1:])
+        if exchange is not None and index == PASSES - 1:
+            exchange.begin()
+        (loss / PASSES).backward()
+    if exchange is not None:
+        exchange.finish()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("fp32", 2e-6), ("bf16", 2e-2)])
@@ -60,22 +62,18 @@ def test_passes_add_up_to_the_reference_s_gradients(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_ddp_exchanges_the_sums(library: Library, alone: None, dtype: str) -> None:
-    model, sent = make_model(), []
+def test_the_exchange_takes_the_sums(library: Library, alone: None, dtype: str) -> None:
+    model = make_model()
     expected = gradients(copy.deepcopy(model), Kernels(library), dtype=dtype)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-    def record(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        sent.append(bucket.buffer().clone())
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer().mul_(2))
-        return done
-
-    wrapped.register_comm_hook(None, record)
-    found = gradients(wrapped, Kernels(library), dtype=dtype)
-    assert sum(each.numel() for each in sent) == sum(each.numel() for each in expected.values())
-    # What came back from the exchange is what the update will see.
-    assert all(torch.equal(found[name], 2 * value) for name, value in expected.items())
+    # The other of two ranks is silent, so that means are halves.
+    world = World(rank=0, world_size=2, local_rank=0, local_world_size=2, node="here")
+    exchange = GradientExchange(DistributedSection(), world)
+    exchange.attach(model)
+    for _ in range(2):
+        found = gradients(model, Kernels(library), dtype=dtype, exchange=exchange)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value / 2) for name, value in expected.items())
+        model.zero_grad()
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (7, 65), (300, 192)])

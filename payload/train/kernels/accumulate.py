@@ -2,8 +2,8 @@
 
 Autograd takes every gradient as a tensor of its own and adds it afterwards: for weights, whose
 gradients are as large as they are, another pass over memory for each pass over the data. A backward
-function that has added returns None; hooks on the weight, DDP's too, run all the same and find the
-sum in `weight.grad`.
+function that has added returns None; hooks of the weight's node in autograd's graph run all the
+same and find the sum in `weight.grad` (those of the weight itself do not).
 """
 
 from __future__ import annotations
