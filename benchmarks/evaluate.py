@@ -82,12 +82,12 @@ def _measurement(arguments: argparse.Namespace) -> Callable[[int], Round]:
     data = TokenData.open(arguments.data, sequence_length=preset.sequence_length)
     model = GPT(replace(preset, vocab_size=data.meta.vocab_size))
     optimizers = build_optimizers(model, OptimizerSection())
-    engaged = engage(model, optimizers, settings=EngineSection(), dtype=arguments.dtype)
+    alone = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
+    engaged = engage(model, optimizers, settings=EngineSection(), world=alone)
     is_bf16 = arguments.dtype == "bf16"
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if is_bf16 else "no")
     trained = accelerator.prepare(engaged).train()
     order = BlockOrder(num_blocks=data.train.num_full_blocks(), seed=SEED)
-    alone = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
     eval_tokens = arguments.passes * micro * preset.sequence_length
 
     def measure(number: int) -> Round:
@@ -96,7 +96,7 @@ def _measurement(arguments: argparse.Namespace) -> Callable[[int], Round]:
         tokens, targets = data.train.gather(order.blocks(samples))
         read_s = time.perf_counter()
         accelerator.backward(trained(tokens, targets))
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizers.clip(1.0)
         optimizers.step()
         stepped_s = time.perf_counter()
         evaluate(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from payload.run_config import DistributedSection
 from payload.train.gradients import GradientExchange
@@ -26,7 +27,7 @@ PASSES = 3
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
