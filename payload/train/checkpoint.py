@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from payload.errors import CheckpointError, TrainingError
 from payload.train.model import GPT
-from payload.train.weights import save_hf
+from payload.train.tensor_file import write_tensors
+from payload.train.weights import WEIGHTS_FILE, save_hf
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
@@ -60,29 +61,29 @@ def save_checkpoint(
     optimizer: Mapping[str, Tensor],
     state: TrainerState,
     progressed: Callable[[], None] = lambda: None,
+    tensors_read: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the checkpoint `folder`: beside, flushed to disk, then renamed.
 
-    `progressed` is called after each part of the work. Raises TrainingError when the disk refuses;
-    older checkpoints are untouched.
+    `progressed` is called after each part of the work, `tensors_read` as soon as model and
+    optimizer may change again. Raises TrainingError when the disk refuses; older checkpoints are
+    untouched.
     """
     partial = folder.with_name(folder.name + _PARTIAL_SUFFIX)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        save_hf(model, partial)
-        progressed()
-        save_file(
-            {name: value.contiguous() for name, value in optimizer.items()},
-            partial / OPTIMIZER_FILE,
+        sha256 = {WEIGHTS_FILE: save_hf(model, partial, progressed=progressed)}
+        sha256[OPTIMIZER_FILE] = write_tensors(
+            partial / OPTIMIZER_FILE, optimizer, progressed=progressed
         )
-        progressed()
+        tensors_read()
         (partial / TRAINER_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n", "utf-8")
-        _write_manifest(partial, progressed)
+        _write_manifest(partial, sha256, progressed)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         _flush(folder.parent)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise TrainingError(
             f"checkpoint {folder}: cannot be written ({error}). Free disk space; training can be "
@@ -167,10 +168,14 @@ def remove_old_checkpoints(checkpoints: Path, *, keep: int, newest: Path) -> Non
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_manifest(folder: Path, progressed: Callable[[], None]) -> None:
+def _write_manifest(
+    folder: Path, sha256: Mapping[str, str], progressed: Callable[[], None]
+) -> None:
+    """`sha256` has the hashes that are known already, by name."""
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.iterdir()):
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        known = sha256.get(path.name)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": known or _sha256(path)}
         _flush(path)
         progressed()
     manifest = folder / MANIFEST_FILE

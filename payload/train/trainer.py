@@ -18,16 +18,13 @@ from payload.errors import TrainingError
 from payload.results import RunPaths, StepMetrics
 from payload.run_config import RunConfig
 from payload.train.calibration import Calibration
-from payload.train.checkpoint import (
-    TrainerState,
-    remove_old_checkpoints,
-    save_checkpoint,
-)
+from payload.train.checkpoint import TrainerState
 from payload.train.evaluate import evaluate
 from payload.train.gradients import GradientExchange
 from payload.train.metrics import MetricsFile, SignOfLife, rss_bytes, versions
 from payload.train.model import GPT
 from payload.train.optimizer import Optimizers
+from payload.train.saving import Saving
 from payload.train.schedule import lr_at
 from payload.train.sync_check import require_identical_ranks
 from payload.train.world import World
@@ -84,6 +81,11 @@ class Trainer:
         self._checked_step = -1
         self._wall_before_s = start.wall_s if start else 0.0
         self._started_s = time.perf_counter()
+        self._saving = Saving(
+            parts.paths.checkpoints,
+            keep=parts.config.train.keep_checkpoints,
+            waiting=lambda: parts.sign_of_life.tell(step=self._step, phase="checkpoint"),
+        )
 
     def run(self, *, evaluate_first: bool) -> Outcome:
         """The loop. Raises TrainingError, RanksDifferError; RuntimeError when a peer vanished."""
@@ -104,6 +106,7 @@ class Trainer:
             self._check_sync()
         if self._step and self._saved_step != self._step:
             self._checkpoint()
+        self._saving.finish()
         return Outcome(step=self._step, stopped=stopping)
 
     def wall_s(self) -> float:
@@ -130,6 +133,7 @@ class Trainer:
             return True
         loss, data_time_s, sync_time_s = passes
         grad_norm = self._clip()
+        self._saving.before_update()
         parts.optimizers.step()
         mean_loss, stopping = self._agree(loss)
         self._step += 1
@@ -266,10 +270,9 @@ class Trainer:
         parts.sign_of_life.tell(step=self._step, phase="checkpoint")
         if not parts.world.is_main:
             return
-        folder = parts.paths.checkpoint(self._step)
         meta = parts.data.meta
-        save_checkpoint(
-            folder,
+        self._saving.begin(
+            parts.paths.checkpoint(self._step),
             model=parts.model,
             optimizer=parts.optimizers.state_tensors(),
             state=TrainerState(
@@ -285,12 +288,7 @@ class Trainer:
                 config_toml=parts.config.to_toml(),
                 versions=versions(),
             ),
-            progressed=lambda: parts.sign_of_life.tell(step=self._step, phase="checkpoint"),
         )
-        remove_old_checkpoints(
-            parts.paths.checkpoints, keep=parts.config.train.keep_checkpoints, newest=folder
-        )
-        log.info(f"step {self._step}: checkpoint {folder}")
 
 
 def _due(step: int, every: int) -> bool:

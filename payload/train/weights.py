@@ -7,17 +7,19 @@ transposed on the way. Source: transformers, models/gpt2/modeling_gpt2.py (Conv1
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from payload.errors import CheckpointError
 from payload.model_shape import ModelShape
 from payload.train.model import GPT, Activation
+from payload.train.tensor_file import write_tensors
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
@@ -35,17 +37,22 @@ _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "m
 _NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 
 
-def save_hf(model: GPT, folder: Path) -> None:
-    """Write `model.safetensors` and `config.json`: a folder that transformers loads as it is."""
+def save_hf(model: GPT, folder: Path, *, progressed: Callable[[], None] = lambda: None) -> str:
+    """Write `model.safetensors` and `config.json`: a folder that transformers loads as it is.
+
+    Returns the sha256 of the weights' file. Raises OSError.
+    """
     state = {_PREFIX + name: _to_hf(name, value) for name, value in model.state_dict().items()}
     if not model.shape.bias:
         # GPT2LMHeadModel always has biases; zeros are what having none means.
         state |= {
             _PREFIX + name: torch.zeros(size) for name, size in _absent_biases(model.shape).items()
         }
-    save_file(state, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / CONFIG_FILE).write_text(
         json.dumps(_hf_config(model), indent=2) + "\n", encoding="utf-8"
+    )
+    return write_tensors(
+        folder / WEIGHTS_FILE, state, metadata={"format": "pt"}, progressed=progressed
     )
 
 
@@ -105,8 +112,7 @@ def crop_sequence_length(model: GPT, sequence_length: int) -> GPT:
 
 
 def _to_hf(name: str, value: Tensor) -> Tensor:
-    turned = value.t() if name.endswith(_TRANSPOSED) else value
-    return turned.detach().contiguous()
+    return value.t() if name.endswith(_TRANSPOSED) else value
 
 
 def _absent_biases(shape: ModelShape) -> dict[str, int]:

@@ -30,6 +30,7 @@ from tests.launching import (
     train,
     train_program,
 )
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -232,6 +233,8 @@ def _train_and_kill(run_dir: Path, config: Path, *overrides: str, after_step: in
         run_dir, config, *overrides, "train.steps=1000000", "train.keep_checkpoints=999"
     )
     _wait_for_step(run_dir, after_step + 3, process=process)
+    saved = run_dir / "checkpoints" / f"step_{after_step:08d}"
+    wait_until(saved.exists, what="the checkpoint")
     progress = (run_dir / "progress" / "rank_0001.json").read_text()
     pid = int(progress.split('"pid": ')[1].split(",")[0])
     subprocess.run(["kill", f"-{signal.SIGKILL.value}", str(pid)], check=False)

@@ -1,0 +1,108 @@
+"""Checkpoints written by a thread, while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from payload.train.checkpoint import TrainerState, remove_old_checkpoints, save_checkpoint
+from payload.train.model import GPT
+
+log = logging.getLogger(__name__)
+
+
+class Saving:
+    """Writes one checkpoint at a time. Nothing is copied: the next update waits until all is read.
+
+    A write that failed is raised as TrainingError by the next call, whichever it is.
+    """
+
+    def __init__(self, checkpoints: Path, *, keep: int, waiting: Callable[[], None]) -> None:
+        """`waiting` is called when a wait begins, and whenever the write has come on during one."""
+        self.checkpoints = checkpoints
+        self._keep = keep
+        self._waiting = waiting
+        self._write: _Write | None = None
+
+    def begin(
+        self, folder: Path, *, model: GPT, optimizer: Mapping[str, Tensor], state: TrainerState
+    ) -> None:
+        """Wait for the last checkpoint, then begin `folder`."""
+        self.finish()
+
+        def work(progressed: Callable[[], None], tensors_read: Callable[[], None]) -> None:
+            save_checkpoint(
+                folder,
+                model=model,
+                optimizer=optimizer,
+                state=state,
+                progressed=progressed,
+                tensors_read=tensors_read,
+            )
+            remove_old_checkpoints(self.checkpoints, keep=self._keep, newest=folder)
+            log.info(f"step {state.step}: checkpoint {folder}")
+
+        self._write = _Write(work)
+
+    def before_update(self) -> None:
+        """Wait until model and optimizer may change."""
+        if self._write is not None:
+            self._write.wait(self._write.is_read, self._waiting)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is whole on disk."""
+        if self._write is not None:
+            self._write.wait(self._write.is_whole, self._waiting)
+            self._write = None
+
+
+class _Write:
+    """A thread at work on one checkpoint."""
+
+    def __init__(self, work: Callable[[Callable[[], None], Callable[[], None]], None]) -> None:
+        """`work` gets what to call when it has come on, and when it has read all tensors."""
+        self._work = work
+        self._changed = threading.Condition()
+        self._is_read = False
+        self._is_whole = False
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
+
+    def is_read(self) -> bool:
+        """Whether the tensors are no longer needed, or the write has failed."""
+        return self._is_read or self._is_whole
+
+    def is_whole(self) -> bool:
+        """Whether nothing is left to do, or the write has failed."""
+        return self._is_whole
+
+    def wait(self, is_done: Callable[[], bool], waiting: Callable[[], None]) -> None:
+        """Return when `is_done`; raise what the thread ended with."""
+        with self._changed:
+            while not is_done():
+                waiting()
+                self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._work(self._tell, self._tell_read)
+        except BaseException as error:
+            self._error = error
+        with self._changed:
+            self._is_whole = True
+            self._changed.notify_all()
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _tell_read(self) -> None:
+        with self._changed:
+            self._is_read = True
+            self._changed.notify_all()

@@ -1,0 +1,156 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+from collections import UserDict
+from collections.abc import ItemsView, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from payload.errors import TrainingError
+from payload.results import RunPaths
+from payload.run_config import load_run_config
+from payload.train import checkpoint
+from payload.train.checkpoint import load_optimizer_tensors, manifest_problems, newest_checkpoint
+from payload.train.optimizer import Optimizers
+from payload.train.saving import Saving
+from payload.train.session import train
+from payload.train.start_clock import StartClock
+from tests.train.test_checkpoint import STATE, trained_optimizers
+from tests.train.test_trainer import ALONE
+
+DEADLINE_S = 60
+
+
+class Gated(UserDict[str, Tensor]):
+    """Tensors that nobody can read before the gate is open, as if those before them took long."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.gate = threading.Event()
+
+    def items(self) -> ItemsView[str, Tensor]:
+        assert self.gate.wait(DEADLINE_S)
+        return super().items()
+
+
+def begin(
+    saving: Saving,
+    folder: Path,
+    optimizers: Optimizers,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
+    saving.begin(
+        folder,
+        model=optimizers.model,  # type: ignore[arg-type]
+        optimizer=optimizers.state_tensors() if tensors is None else tensors,
+        state=replace(STATE, step=int(folder.name[-8:])),
+    )
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """The limit on file size stands for a full disk: the kernel refuses the write."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_an_update_waits_until_the_tensors_are_read_and_changes_nothing_in_the_file(
+    tmp_path: Path,
+) -> None:
+    optimizers, waits = trained_optimizers(), threading.Event()
+    before = {name: value.clone() for name, value in optimizers.state_tensors().items()}
+    gated = Gated(optimizers.state_tensors())
+    saving = Saving(tmp_path, keep=2, waiting=waits.set)
+    begin(saving, tmp_path / "step_00000007", optimizers, gated)
+
+    def update() -> None:
+        saving.before_update()
+        for value in gated.values():
+            value.zero_()
+
+    updating = threading.Thread(target=update)
+    updating.start()
+    assert waits.wait(DEADLINE_S)
+    assert all(torch.equal(gated[name], before[name]) for name in before)
+    gated.gate.set()
+    updating.join(DEADLINE_S)
+    saving.finish()
+    assert not any(value.any() for value in gated.values())
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_00000007"
+    written = load_optimizer_tensors(tmp_path / "step_00000007")
+    assert all(torch.equal(written[name], before[name]) for name in before)
+
+
+def test_an_update_does_not_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_is_done, flush = threading.Event(), checkpoint._flush
+
+    def slow_flush(path: Path) -> None:
+        assert disk_is_done.wait(DEADLINE_S)
+        flush(path)
+
+    monkeypatch.setattr(checkpoint, "_flush", slow_flush)
+    saving = Saving(tmp_path, keep=2, waiting=lambda: None)
+    begin(saving, tmp_path / "step_00000007", trained_optimizers())
+    saving.before_update()
+    assert newest_checkpoint(tmp_path) is None
+    disk_is_done.set()
+    saving.finish()
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_00000007"
+
+
+def test_the_next_checkpoint_waits_for_the_one_before_it(tmp_path: Path) -> None:
+    optimizers = trained_optimizers()
+    saving = Saving(tmp_path, keep=2, waiting=lambda: None)
+    for step in (7, 8, 9):
+        begin(saving, tmp_path / f"step_{step:08d}", optimizers)
+        kept = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".partial")
+        assert kept == [f"step_{each:08d}" for each in range(max(7, step - 2), step)]
+    saving.finish()
+    assert not manifest_problems(tmp_path / "step_00000009")
+
+
+def test_a_write_that_failed_is_an_error_of_whatever_comes_next(tmp_path: Path) -> None:
+    optimizers = trained_optimizers()
+    saving = Saving(tmp_path, keep=2, waiting=lambda: None)
+    begin(saving, tmp_path / "step_00000007", optimizers)
+    saving.finish()
+    with full_disk():
+        begin(saving, tmp_path / "step_00000014", optimizers)
+        for come_next in (saving.before_update, saving.finish):
+            with pytest.raises(TrainingError, match=r"step_00000014: cannot be written .* Free"):
+                come_next()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000007"]
+    assert not manifest_problems(tmp_path / "step_00000007")
+
+
+def test_a_run_ends_with_the_error_of_a_checkpoint_that_could_not_be_written(
+    tmp_path: Path, tiny_config: Path
+) -> None:
+    config = load_run_config(
+        tiny_config, overrides=["train.steps=3", "train.checkpoint_every=1", "model.n_embd=64"]
+    )
+    with full_disk(), pytest.raises(TrainingError, match=r"step_00000001: cannot be written"):
+        train(
+            config,
+            paths=RunPaths(tmp_path),
+            world=ALONE,
+            stop_requested=lambda: False,
+            clock=StartClock(),
+        )
+    assert list((tmp_path / "checkpoints").iterdir()) == []
