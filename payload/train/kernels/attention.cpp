@@ -85,6 +85,44 @@ struct Shape {
   int64_t stride() const { return heads * width; }
 };
 
+// One block of queries against one of keys: scores to exp(scores - the row's highest so far), its
+// sum into `total`, and into `keep` the factor for what was summed before. Row by row in steps of
+// their own: a row's would wait for each other.
+void weigh(int64_t rows, bool diagonal, float scale, float* scores, bf16* shares, float* highest,
+           float* total, float* keep) {
+  float top[kBlock], sum[kBlock];
+  std::fill_n(top, kBlock, 0.0f);
+  std::fill_n(sum, kBlock, 0.0f);
+  for (int64_t row = 0; row < rows; ++row) {
+    float* score = scores + row * kBlock;
+    if (diagonal) std::fill_n(score + row + 1, kBlock - row - 1, -1e30f);
+    float most = score[0];
+#pragma omp simd reduction(max : most)
+    for (int64_t k = 0; k < kBlock; ++k) most = larger(most, score[k]);
+    top[row] = most;
+  }
+#pragma omp simd
+  for (int64_t row = 0; row < kBlock; ++row) {
+    const float now = larger(highest[row], top[row] * scale);
+    keep[row] = exp_fast(highest[row] - now);
+    highest[row] = now;
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    float* score = scores + row * kBlock;
+    const float least = highest[row];
+    float part = 0;
+#pragma omp simd reduction(+ : part)
+    for (int64_t k = 0; k < kBlock; ++k) {
+      score[k] = exp_fast(score[k] * scale - least);
+      part += score[k];
+    }
+    sum[row] = part;
+    round_all(score, kBlock, shares + row * kBlock);
+  }
+#pragma omp simd
+  for (int64_t row = 0; row < kBlock; ++row) total[row] = total[row] * keep[row] + sum[row];
+}
+
 void forward_head(const Shape& s, const bf16* query, const bf16* key, const bf16* value, bf16* out,
                   float* lse, float scale, Scratch& scratch) {
   const int64_t blocks = s.blocks(), width = s.width, in_stride = 3 * s.stride();
@@ -94,7 +132,7 @@ void forward_head(const Shape& s, const bf16* query, const bf16* key, const bf16
   auto* scores = scratch.take<float>(kBlock * kBlock);
   auto* shares = scratch.take<bf16>(kBlock * kBlock);
   auto* sums = scratch.take<float>(block_size);
-  float highest[kBlock], total[kBlock];
+  float highest[kBlock], total[kBlock], keep[kBlock];
   for (int64_t j = 0; j < blocks; ++j) {
     const int64_t at = j * kBlock * in_stride;
     pack_columns(key + at, in_stride, s.rows(j), width, keys + j * block_size);
@@ -107,30 +145,11 @@ void forward_head(const Shape& s, const bf16* query, const bf16* key, const bf16
     for (int64_t j = 0; j <= i; ++j) {
       product(rows, kBlock, width, query + i * kBlock * in_stride, in_stride,
               keys + j * block_size, kBlock, scores, kBlock, false);
-      for (int64_t row = 0; row < rows; ++row) {
-        float* score = scores + row * kBlock;
-        bf16* share = shares + row * kBlock;
-        const int64_t seen = i == j ? row + 1 : kBlock;
-        float top = highest[row] / scale;
-#pragma omp simd reduction(max : top)
-        for (int64_t k = 0; k < seen; ++k) top = std::max(top, score[k]);
-        top *= scale;
-        for (int64_t k = seen; k < kBlock; ++k) score[k] = -1e30f;
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t k = 0; k < kBlock; ++k) {
-          score[k] = exp_fast(score[k] * scale - top);
-          sum += score[k];
-        }
-        round_all(score, kBlock, share);
-        const float keep = j ? exp_fast(highest[row] - top) : 0.0f;
-        highest[row] = top;
-        total[row] = total[row] * keep + sum;
-        if (j && keep != 1.0f) {
-          float* row_sums = sums + row * width;
+      weigh(rows, i == j, scale, scores, shares, highest, total, keep);
+      for (int64_t row = 0; j && row < rows; ++row) {
+        float* row_sums = sums + row * width;
 #pragma omp simd
-          for (int64_t k = 0; k < width; ++k) row_sums[k] *= keep;
-        }
+        for (int64_t k = 0; k < width; ++k) row_sums[k] *= keep[row];
       }
       product(rows, width, kBlock, shares, kBlock, values + j * block_size, width, sums, width,
               j > 0);
@@ -251,10 +270,14 @@ void backward_head(const Shape& s, const bf16* query, const bf16* key, const bf1
     store(value_sums, rows, width, grad_value + at, in_stride);
   }
   for (int64_t i = 0; i < blocks; ++i) {
-    const float* sums = query_sums + i * block_size;
-    for (int64_t row = 0; row < s.rows(i); ++row) {
-      bf16* to = grad_query + (i * kBlock + row) * in_stride;
-      for (int64_t k = 0; k < width; ++k) to[k] = to_bf16(sums[k * kBlock + row]);
+    bf16* rounded = shares;
+    for (int64_t first = 0; first < width; first += kBlock) {
+      const int64_t columns = std::min(kBlock, width - first);
+      round_all(query_sums + i * block_size + first * kBlock, columns * kBlock, rounded);
+      for (int64_t row = 0; row < s.rows(i); ++row) {
+        bf16* to = grad_query + (i * kBlock + row) * in_stride + first;
+        for (int64_t k = 0; k < columns; ++k) to[k] = rounded[k * kBlock + row];
+      }
     }
   }
 }

@@ -56,6 +56,9 @@ inline float exp_fast(float x) {
   return result;
 }
 
+// As std::max, which the compiler leaves number by number in a reduction.
+inline float larger(float a, float b) { return b > a ? b : a; }
+
 inline void round_all(const float* from, int64_t count, bf16* to) {
   int64_t i = 0;
 #ifdef __AVX512BF16__

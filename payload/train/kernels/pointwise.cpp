@@ -18,7 +18,7 @@ void cross_entropy_row(T* logits, int64_t vocabulary, int64_t target, int64_t ig
   }
   float top = -std::numeric_limits<float>::infinity();
 #pragma omp simd reduction(max : top)
-  for (int64_t i = 0; i < vocabulary; ++i) top = std::max(top, to_float(logits[i]));
+  for (int64_t i = 0; i < vocabulary; ++i) top = larger(top, to_float(logits[i]));
   // Eight sums, or fifty thousand numbers' rounding errors would add up.
   constexpr int64_t kPart = 8192;
   double sum = 0;
