@@ -10,8 +10,9 @@ by factors of two, until the best one has a worse one on both sides; the other s
 A seed makes the weights and the order of the data, the same for both optimizers.
 
 A finished run is kept in the folder and not made again, so the command can be stopped and given
-again; `--runs 1` stops after one. A table goes to stderr, one JSON object to stdout; the exit
-status is 1 when Muon missed the mean loss, 3 when runs are left.
+again; `--runs 2` stops after two. Two run at a time, each with half of the cores: at this size
+that takes less time than one after the other. A table goes to stderr, one JSON object to stdout;
+the exit status is 1 when Muon missed the mean loss, 3 when runs are left.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -45,13 +47,13 @@ SETTING: dict[str, Any] = {
     "batch.global_batch_size": 8,
     "batch.micro_batch_size": 8,
     "train.eval_every": 0,
-    "train.eval_tokens": 65536,
+    "train.eval_tokens": 32768,
     "train.checkpoint_every": 0,
     "train.sync_check_every": 0,
     "precision.dtype": "bf16",
 }
 """What all runs share."""
-STEPS = 256
+STEPS = 128
 """AdamW's N."""
 SHARE = 0.75
 """Of them, what Muon has."""
@@ -60,10 +62,9 @@ WARM_UP = 0.1
 LAST_LR = 0.1
 """Share of the highest learning rate at the end of the cosine."""
 SEEDS = (1, 2, 3)
-FIRST_LRS: dict[Name, tuple[float, ...]] = {
-    "adamw": (1e-3, 2e-3, 4e-3),
-    "muon": (1e-3, 2e-3, 4e-3),
-}
+JOBS = 2
+"""Runs at a time."""
+FIRST_LRS = (2e-3, 4e-3, 8e-3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,13 @@ class Trial:
     def folder_name(self) -> str:
         """Unique among all that a comparison runs."""
         return f"{self.name}_lr{self.lr:g}_seed{self.seed}_steps{self.steps}"
+
+    @classmethod
+    def of_folder(cls, name: str) -> Trial:
+        """The one that has this folder's name."""
+        optimizer, lr, seed, steps = name.split("_")
+        known: Name = "muon" if optimizer == "muon" else "adamw"
+        return cls(known, float(lr[2:]), int(seed[4:]), int(steps[5:]))
 
     def config(self, data: Path) -> RunConfig:
         """The run's, whole."""
@@ -95,20 +103,21 @@ class Trial:
         return parse_run_config("", overrides=words, where="benchmark")
 
 
-class RunsLeftError(Exception):
-    """As many runs were made as were asked for, and more are to come."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Make the runs that are missing, compare, print."""
     arguments = _parser().parse_args(argv)
-    runner = Runner(arguments.out, arguments.data.resolve(), most=arguments.runs)
     steps: dict[Name, int] = {"adamw": arguments.steps, "muon": round(arguments.steps * SHARE)}
-    try:
-        found = {name: tune_and_repeat(name, count, runner.loss) for name, count in steps.items()}
-    except RunsLeftError:
-        print("more runs are left; give the same command again", file=sys.stderr)
-        return 3
+    folder = Folder(arguments.out.resolve(), arguments.data.resolve())
+    left, done = arguments.runs, folder.finished()
+    while wanted := [trial for name in steps for trial in missing(name, steps[name], done)]:
+        if left == 0:
+            print(f"{len(wanted)} runs and more are left", file=sys.stderr)
+            return 3
+        now = wanted[: min(JOBS, len(wanted) if left is None else left)]
+        left = None if left is None else left - len(now)
+        with ThreadPoolExecutor(JOBS) as pool:
+            done |= dict(zip(now, pool.map(folder.train, now), strict=True))
+    found = {name: compared(name, count, done) for name, count in steps.items()}
     result = summarise(found)
     _print_table(found)
     print(json.dumps(result))
@@ -119,91 +128,109 @@ def main(argv: Sequence[str]) -> int:
 class Trained:
     """What came of one trial."""
 
-    trial: Trial
     loss: float
     """Validation loss at the end."""
     wall_s: float
 
 
-class Runner:
-    """Makes trials, at most so many, and remembers in a folder what came of them."""
+class Folder:
+    """Where runs are made and kept."""
 
-    def __init__(self, out: Path, data: Path, *, most: int | None) -> None:
-        self._out, self._data, self._left = out.resolve(), data, most
-        self._out.mkdir(parents=True, exist_ok=True)
+    def __init__(self, out: Path, data: Path) -> None:
+        self._out, self._data = out, data
 
-    def loss(self, trial: Trial) -> Trained:
-        """The trial's, from the folder or trained now. Raises RunsLeftError."""
-        folder = self._out / trial.folder_name()
-        paths, config = RunPaths(folder), trial.config(self._data).to_toml()
-        made_by = paths.config.read_text(encoding="utf-8") if paths.config.exists() else config
-        if made_by != config:
-            raise SystemExit(
-                f"error: {folder} was made with other settings; name another --out folder."
-            )
-        summary = read_json(Summary, paths.summary)
-        if summary is None or summary.status != "finished":
-            summary = self._train(paths, config)
-        assert summary.final_val_loss is not None, "a finished run was evaluated at its end"
-        return Trained(trial, summary.final_val_loss, summary.wall_s)
+    def finished(self) -> dict[Trial, Trained]:
+        """The trials whose runs are here. Raises SystemExit for one that had other settings."""
+        found = {}
+        for paths in map(RunPaths, sorted(self._out.glob("*_lr*_seed*_steps*"))):
+            summary = read_json(Summary, paths.summary)
+            if summary is not None and summary.status == "finished":
+                trial = Trial.of_folder(paths.root.name)
+                if paths.config.read_text(encoding="utf-8") != self._config(trial):
+                    raise SystemExit(
+                        f"error: {paths.root} was made with other settings; name another --out."
+                    )
+                found[trial] = _result(summary)
+        return found
 
-    def _train(self, paths: RunPaths, config: str) -> Summary:
-        if self._left == 0:
-            raise RunsLeftError
-        self._left = None if self._left is None else self._left - 1
-        paths.root.mkdir(exist_ok=True)
-        paths.config.write_text(config, encoding="utf-8")
+    def train(self, trial: Trial) -> Trained:
+        """Make the trial's run, or go on with it. Raises CalledProcessError."""
+        paths = RunPaths(self._out / trial.folder_name())
+        paths.root.mkdir(parents=True, exist_ok=True)
+        paths.config.write_text(self._config(trial), encoding="utf-8")
         print(f"training {paths.root.name}", file=sys.stderr)
-        subprocess.run(
-            [sys.executable, "-m", "payload.train", "--run-dir", str(paths.root)],
-            env=os.environ | malloc_environment("tuned"),
-            check=True,
-        )
+        threads = max(1, (os.cpu_count() or 1) // JOBS)
+        with (paths.root / "log").open("a", encoding="utf-8") as log:
+            subprocess.run(
+                [sys.executable, "-m", "payload.train", "--run-dir", str(paths.root)],
+                env=os.environ | malloc_environment("tuned") | {"OMP_NUM_THREADS": str(threads)},
+                stderr=log,
+                check=True,
+            )
         # 12 bytes a parameter that nothing reads again.
         shutil.rmtree(paths.checkpoints)
         summary = read_json(Summary, paths.summary)
         assert summary is not None, "a run that ended well has one"
-        return summary
+        return _result(summary)
+
+    def _config(self, trial: Trial) -> str:
+        return trial.config(self._data).to_toml()
+
+
+def _result(summary: Summary) -> Trained:
+    assert summary.final_val_loss is not None, "a finished run was evaluated at its end"
+    return Trained(summary.final_val_loss, summary.wall_s)
+
+
+def missing(name: Name, steps: int, done: Mapping[Trial, Trained]) -> list[Trial]:
+    """The trials to make next; none when the best learning rate has all its seeds."""
+    first = [Trial(name, lr, SEEDS[0], steps) for lr in FIRST_LRS]
+    wanted = [trial for trial in first if trial not in done]
+    if wanted:
+        return wanted
+    grid = _grid(name, steps, done)
+    best = min(grid, key=lambda trial: done[trial].loss)
+    if best == grid[0]:
+        return [replace(best, lr=best.lr / 2)]
+    if best == grid[-1]:
+        return [replace(best, lr=best.lr * 2)]
+    return [trial for seed in SEEDS if (trial := replace(best, seed=seed)) not in done]
+
+
+def _grid(name: Name, steps: int, done: Mapping[Trial, Trained]) -> list[Trial]:
+    """What was tried with the first seed, by rising learning rate."""
+    alike = [each for each in done if (each.name, each.seed, each.steps) == (name, SEEDS[0], steps)]
+    return sorted(alike, key=lambda trial: trial.lr)
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class Compared:
     """One optimizer's runs."""
 
-    grid: tuple[Trained, ...]
+    grid: Mapping[Trial, Trained]
     """All learning rates with the first seed, rising."""
-    seeds: tuple[Trained, ...]
+    seeds: Mapping[Trial, Trained]
     """The best learning rate with every seed."""
 
-
-def tune_and_repeat(name: Name, steps: int, train: Callable[[Trial], Trained]) -> Tuned:
-    """Try learning rates until the best one lies between two worse ones, then all seeds."""
-    lrs = sorted(FIRST_LRS[name])
-    grid = [train(Trial(name, lr, SEEDS[0], steps)) for lr in lrs]
-    while (wider := _wider(grid)) is not None:
-        grid.append(train(Trial(name, wider, SEEDS[0], steps)))
-        grid.sort(key=lambda each: each.trial.lr)
-    best = min(grid, key=lambda each: each.loss)
-    others = [train(Trial(name, best.trial.lr, seed, steps)) for seed in SEEDS[1:]]
-    return Tuned(tuple(grid), (best, *others))
+    def best(self) -> Trial:
+        """Of the grid."""
+        return min(self.grid, key=lambda trial: self.grid[trial].loss)
 
 
-def _wider(grid: Sequence[Trained]) -> float | None:
-    """The learning rate beyond the best one, when that is the lowest or the highest."""
-    best = min(range(len(grid)), key=lambda i: grid[i].loss)
-    if best == 0:
-        return grid[0].trial.lr / 2
-    if best == len(grid) - 1:
-        return grid[-1].trial.lr * 2
-    return None
+def compared(name: Name, steps: int, done: Mapping[Trial, Trained]) -> Compared:
+    """From all that was made, when nothing is missing."""
+    grid = {trial: done[trial] for trial in _grid(name, steps, done)}
+    best = min(grid, key=lambda trial: grid[trial].loss)
+    chosen = [replace(best, seed=seed) for seed in SEEDS]
+    return Compared(grid, {trial: done[trial] for trial in chosen})
 
 
-def summarise(found: dict[Name, Tuned]) -> dict[str, object]:
+def summarise(found: Mapping[Name, Compared]) -> dict[str, object]:
     """What is printed; `reached` compares the means over the seeds."""
-    mean = {
-        name: statistics.mean(each.loss for each in tuned.seeds) for name, tuned in found.items()
-    }
-    pairs = list(zip(found["muon"].seeds, found["adamw"].seeds, strict=True))
+    losses = {name: [run.loss for run in each.seeds.values()] for name, each in found.items()}
+    mean = {name: statistics.mean(each) for name, each in losses.items()}
+    best = {name: each.best() for name, each in found.items()}
+    pairs = list(zip(losses["muon"], losses["adamw"], strict=True))
     shape = ModelShape(
         n_layer=SETTING["model.n_layer"],
         n_head=SETTING["model.n_head"],
@@ -215,36 +242,33 @@ def summarise(found: dict[Name, Tuned]) -> dict[str, object]:
         "parameters": shape.num_params(),
         "hidden_matrix_parameters": shape.num_matrix_params(),
         "tokens_per_step": SETTING["batch.global_batch_size"] * SETTING["data.sequence_length"],
-        "steps": {name: tuned.seeds[0].trial.steps for name, tuned in found.items()},
-        "lr": {name: tuned.seeds[0].trial.lr for name, tuned in found.items()},
+        "steps": {name: trial.steps for name, trial in best.items()},
+        "lr": {name: trial.lr for name, trial in best.items()},
         "grid": {
-            name: {f"{each.trial.lr:g}": round(each.loss, 4) for each in tuned.grid}
-            for name, tuned in found.items()
+            name: {f"{trial.lr:g}": round(run.loss, 4) for trial, run in each.grid.items()}
+            for name, each in found.items()
         },
-        "val_loss": {
-            name: {str(each.trial.seed): round(each.loss, 4) for each in tuned.seeds}
-            for name, tuned in found.items()
-        },
+        "val_loss": {name: [round(loss, 4) for loss in each] for name, each in losses.items()},
         "mean_val_loss": {name: round(loss, 4) for name, loss in mean.items()},
         "reached": mean["muon"] <= mean["adamw"],
-        "seeds_that_reached": sum(muon.loss <= adamw.loss for muon, adamw in pairs),
         "seeds": len(pairs),
+        "seeds_that_reached": sum(muon <= adamw for muon, adamw in pairs),
         "wall_s": {
-            name: round(statistics.mean(each.wall_s for each in tuned.seeds), 1)
-            for name, tuned in found.items()
+            name: round(statistics.mean(run.wall_s for run in each.seeds.values()), 1)
+            for name, each in found.items()
         },
         "versions": {"torch": version("torch")},
         "machine": describe_machine(),
     }
 
 
-def _print_table(found: dict[Name, Tuned]) -> None:
-    for name, tuned in found.items():
-        for each in tuned.grid:
-            print(f"{name:<6} lr {each.trial.lr:<8g} loss {each.loss:.4f}", file=sys.stderr)
-    for name, tuned in found.items():
-        losses = "  ".join(f"{each.loss:.4f}" for each in tuned.seeds)
-        chosen = tuned.seeds[0].trial
+def _print_table(found: Mapping[Name, Compared]) -> None:
+    for name, each in found.items():
+        for trial, run in each.grid.items():
+            print(f"{name:<6} lr {trial.lr:<8g} loss {run.loss:.4f}", file=sys.stderr)
+    for name, each in found.items():
+        losses = "  ".join(f"{run.loss:.4f}" for run in each.seeds.values())
+        chosen = each.best()
         print(f"{name:<6} {chosen.steps} steps at {chosen.lr:g}: {losses}", file=sys.stderr)
 
 
