@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from payload.inventory import Access, ClusterInventory, Node
 from tests.rig.cache import cache_dir, locked
 from tests.rig.cleanup import lock_of, remove_leftovers
@@ -23,6 +25,10 @@ from tests.rig.network import Link, address_of, joined, make_operator_network
 from tests.rig.wheelhouse import PIP_CONF, WHEELHOUSE_ON_MACHINE, wheelhouse
 
 ROOT = Path(__file__).resolve().parents[2]
+
+# A machine's environment takes 2 GB. In memory, as a disk that tells its device of every file that
+# goes (mount option discard) can take minutes to remove it.
+_PLENTY_MIB = 4096
 
 
 class Rig(AbstractContextManager["Rig"]):
@@ -44,7 +50,8 @@ class Rig(AbstractContextManager["Rig"]):
     ) -> None:
         """`layers`: what lies over the image, as `prepared.layer()`; `wheels`: with wheelhouse.
 
-        `disk_mib`: what each machine can write, in the host's memory; None is the host's disk.
+        `disk_mib`: what each machine can write, in the host's memory; None is plenty, there if it
+        has room, else on the host's disk.
         `without_index`: machines whose pip finds nothing by itself; that of the others takes the
         wheelhouse for its package index.
         """
@@ -52,7 +59,7 @@ class Rig(AbstractContextManager["Rig"]):
         self.name = f"tfrig-{secrets.token_hex(3)}"
         self.machines: list[Machine] = []
         self._layers = layers
-        self._disk_mib = disk_mib
+        self._disk_mib = disk_mib or _plenty_mib(machines=len(user_data))
         self._wheels = wheels
         self._without_index = without_index
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -176,3 +183,9 @@ class Rig(AbstractContextManager["Rig"]):
             machine.wait_for_end()
         if status:
             raise RigError(f"{self.name}: something could not be removed; see above")
+
+
+def _plenty_mib(*, machines: int) -> int | None:
+    """Size of each machine's disk if the host's memory has room for all, else None."""
+    available_mib = psutil.virtual_memory().available / 2**20
+    return _PLENTY_MIB if available_mib > machines * _PLENTY_MIB else None
