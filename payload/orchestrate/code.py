@@ -20,6 +20,7 @@ from payload.orchestrate.transfer import put
 _LOOK_S = 30.0
 _UNPACK_S = 120.0
 _COPY_S = 600.0
+_BUILD_S = 300.0
 _SLOWEST_BYTES_PER_S = 1e6
 _LEFT_OUT = ("__pycache__",)
 
@@ -71,6 +72,31 @@ def send_code(
             f"{connection.node.name}: {len(wrong)} file(s) of the payload did not arrive whole, "
             f"the first is {wrong[0]}. Is its disk full? Try again."
         )
+
+
+def build_kernels(
+    connection: Connection, code: Code, *, home: PurePosixPath, venv: PurePosixPath
+) -> str | None:
+    """Compile the kernels of this code on the node, as its ranks would at their start.
+
+    Returns why there are none, or None: ranks train without them, only slower.
+    """
+    root = home / "tileforge" / f"payload-{code.digest}"
+    argv = [
+        "env",
+        f"PYTHONPATH={root}",
+        str(venv / "bin" / "python"),
+        "-m",
+        "payload.train.kernels",
+    ]
+    try:
+        done = connection.run(argv, timeout_s=_BUILD_S)
+    except PreflightError as error:
+        return str(error)
+    if done.status == 0:
+        return None
+    said = (done.stdout or done.stderr).decode(errors="replace").strip().rpartition("\n")[2]
+    return said or f"status {done.status}"
 
 
 def archive(files: Mapping[str, bytes]) -> bytes:

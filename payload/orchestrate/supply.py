@@ -14,7 +14,7 @@ from payload.errors import PreflightError
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.cluster_access import VENV
-from payload.orchestrate.code import Code, look, send_code, send_files
+from payload.orchestrate.code import Code, build_kernels, look, send_code, send_files
 from payload.orchestrate.fanout import all_or_raise, on_every_node
 from payload.orchestrate.weights import Weights
 
@@ -60,7 +60,7 @@ def ask_nodes(
 def bring_code(
     inventory: ClusterInventory, cluster: Cluster, answers: Answers, *, code: Code, talk: Console
 ) -> None:
-    """To the nodes that lack it."""
+    """To the nodes that lack it, and what is compiled of it there; failing at that is a note."""
     lacking = {name: a["missing"] for name, a in answers.items() if a["missing"] is not None}
     nodes = [node for node in inventory.nodes if node.name in lacking]
     if not nodes:
@@ -68,10 +68,18 @@ def bring_code(
     counts = ", ".join(f"{name} {len(missing)}" for name, missing in lacking.items())
     talk.print(f"payload {code.digest}: sending changed files ({counts})")
 
-    def send(node: Node) -> None:
-        send_code(cluster.connect(node), code, lacking[node.name], home=_home(answers, node))
+    def send(node: Node) -> str | None:
+        connection, home = cluster.connect(node), _home(answers, node)
+        send_code(connection, code, lacking[node.name], home=home)
+        return build_kernels(connection, code, home=home, venv=VENV)
 
-    all_or_raise(on_every_node(nodes, send), what="sending the payload")
+    reasons = all_or_raise(on_every_node(nodes, send), what="sending the payload")
+    built = ", ".join(name for name, reason in reasons.items() if reason is None)
+    if built:
+        talk.print(f"kernels: built on {built}")
+    for name, reason in reasons.items():
+        if reason is not None:
+            talk.print(f"note: {name} trains without kernels: {reason}")
 
 
 def bring_data(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 from payload.errors import PreflightError, SshUnreachableError
+from payload.orchestrate.code import build_kernels, this_code
 from payload.orchestrate.ssh import Connection, dial
 from payload.orchestrate.ssh_settings import Login
 from payload.orchestrate.streams import ProxyProcess, open_tcp
@@ -32,6 +33,14 @@ def connection(node: Sshd, login: Login) -> Iterator[Connection]:
     )
     yield made
     made.close()
+
+
+def test_kernels_that_cannot_be_built_are_a_reason_and_no_error(
+    tmp_path: Path, connection: Connection
+) -> None:
+    home, venv = PurePosixPath(tmp_path), PurePosixPath("/nowhere")
+    reason = build_kernels(connection, this_code(), home=home, venv=venv)
+    assert reason is not None and "/nowhere/bin/python" in reason
 
 
 def short_lived(node: Sshd, login: Login, *, limit_bytes: float) -> Connection:

@@ -181,6 +181,13 @@ class SeparateNodes:
                     found[int(entry.name)] = text
         return found
 
+    def _share_kernels(self, cache: Path) -> None:
+        """The nodes are this machine: what one compiled for it, all may use."""
+        cache.mkdir(parents=True)
+        here = Path.home() / ".cache" / "tileforge" / "kernels"
+        here.mkdir(parents=True, exist_ok=True)
+        (cache / "kernels").symlink_to(here)
+
     def _start(self, i: int, public: str) -> None:
         name, enter = f"node-{i}", []
         address = f"127.0.0.{i + 2}"
@@ -189,6 +196,7 @@ class SeparateNodes:
         folder = self.folder / name
         (folder / "home" / ".ssh").mkdir(parents=True, mode=0o700)
         (folder / "over").mkdir()
+        self._share_kernels(folder / "home" / ".cache" / "tileforge")
         (folder / "home" / ".ssh" / "authorized_keys").write_text(public + "\n", encoding="ascii")
         host_key = make_key(folder / "host_key")
         port = 22 if self._linked else free_port(address)

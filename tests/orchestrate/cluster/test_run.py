@@ -54,6 +54,7 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
 def test_two_nodes_train_what_one_machine_trains(trained: Trained) -> None:
     operator, far = trained.operator, trained.operator.paths("far")
     assert "all-reduce over 2 ranks: " in trained.said
+    assert "kernels: built on node-0, node-1" in trained.said
     numbers = LaunchPlan.load(far.plan).arithmetic
     assert numbers.compute_s is not None and numbers.compute_s > 0
     result = summary(far.root)

@@ -1,0 +1,22 @@
+"""`python -m payload.train.kernels`: build this machine's kernels before a rank needs them."""
+
+from __future__ import annotations
+
+import sys
+
+from payload.train.kernels.library import load_library
+from payload.train.kernels.unavailable import KernelsUnavailableError
+
+
+def main() -> int:
+    """Build them unless they are there; 1, and why on stdout, where that cannot be."""
+    try:
+        load_library()
+    except KernelsUnavailableError as error:
+        print(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
