@@ -61,6 +61,8 @@ def short_set(data: Path) -> Mapping[str, list[str]]:
         "step": ["--model", "tiny", "--steps", "4", "--eager"],
         "memory": ["--cases", "tiny:8", "gpt2:1"],
         "evaluate": ["--model", "tiny", "--data", str(data), "--rounds", "3"],
+        "startup": ["--models", "tiny", "--data", str(data), "--rounds", "1"],
+        "checkpoint": ["--preset", "tiny", "--rounds", "1"],
     }
 
 

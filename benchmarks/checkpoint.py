@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -26,15 +25,17 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.machine import describe_machine
 from payload.launch.environment import malloc_environment
 from payload.model_shape import PRESETS
-from payload.run_config import OptimizerSection, TrainSection
+from payload.run_config import EngineSection, OptimizerSection, TrainSection
 from payload.train.checkpoint import TrainerState
-from payload.train.kernels.kernels import find_kernels
+from payload.train.engine import engage
 from payload.train.model import GPT
 from payload.train.optimizer import build_optimizers
 from payload.train.saving import Saving
 from payload.train.sync_check import parameter_hash
+from payload.train.world import World
 
 GOAL = 0.05
 """Time lost to a checkpoint, over the time of the steps between two of them."""
@@ -77,10 +78,9 @@ class _Training:
         length = arguments.sequence_length
         shape = replace(PRESETS[arguments.preset], sequence_length=length)
         self._model = GPT(shape)
-        self._model.kernels = find_kernels()
         self._optimizers = build_optimizers(self._model, OptimizerSection())
-        for optimizer in self._optimizers.members:
-            optimizer.register_step_post_hook(self._model.kernels.weights_changed)
+        alone = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
+        engage(self._model, self._optimizers, settings=EngineSection(), world=alone)
         self._batch = torch.randint(shape.vocab_size, (arguments.micro_batch_size, length + 1))
         self._steps = arguments.steps
         self._saved = 0
@@ -111,7 +111,7 @@ class _Training:
         with torch.autocast("cpu", torch.bfloat16):
             loss = self._model(self._batch[:, :-1], self._batch[:, 1:])
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizers.clip(1.0)
         before_update()
         self._optimizers.step()
 
@@ -139,8 +139,8 @@ def _result(rounds: Sequence[dict[str, float]], arguments: argparse.Namespace) -
         "goal": GOAL,
         "goal_reached": share < GOAL,
         "versions": {"torch": version("torch")},
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} "
-        f"threads, Python {platform.python_version()}",
+        "threads": torch.get_num_threads(),
+        "machine": describe_machine(),
     }
 
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import describe_machine
 from payload.results import RunPaths, RunState, Summary, read_json, read_metrics
 
 GOAL_S = 15.0
@@ -78,8 +77,7 @@ def main(argv: Sequence[str]) -> int:
                 "goal_s": GOAL_S,
                 "models": results,
                 "versions": {"torch": version("torch")},
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
-                f"{platform.python_version()}",
+                "machine": describe_machine(),
             }
         )
     )
