@@ -33,7 +33,9 @@ class Constants:
     latency_s: float
     """Of one of a ring's rounds."""
     loopback_bytes_per_s: float
-    """What a rank sends at most while it receives as much: the work of one core for it."""
+    """What a rank sends on one machine while it receives as much: the work of one core."""
+    hosts_bytes_per_s: float
+    """The same between hosts whose cable is not the limit: packets are smaller there."""
     busy_s_per_byte: float
     convert_s_per_number: float
 
@@ -41,7 +43,7 @@ class Constants:
         """`ranks` in a ring with a cable of that rate each, or on one machine."""
         bytes_per_s = self.loopback_bytes_per_s
         if gbit_per_s is not None:
-            bytes_per_s = min(bytes_per_s, self.link_share * gbit_per_s * 1e9 / 8)
+            bytes_per_s = min(self.hosts_bytes_per_s, self.link_share * gbit_per_s * 1e9 / 8)
         return Network(
             ranks=ranks,
             bytes_per_s=bytes_per_s,
@@ -52,7 +54,10 @@ class Constants:
 
 
 def step_medians(records: Sequence[Record]) -> dict[str, dict[str, float]]:
-    """By arrangement and what differs besides: the median step and wait for the exchange."""
+    """By arrangement and what differs besides: the median step and wait for the exchange.
+
+    `best_s` is the shortest step: on a machine with other work, the one that it disturbed least.
+    """
     found: dict[str, list[Record]] = {}
     for record in records:
         if "step_s" in record:
@@ -61,6 +66,7 @@ def step_medians(records: Sequence[Record]) -> dict[str, dict[str, float]]:
         name: {
             "step_s": statistics.median(_all(of_name, "step_s")),
             "sync_s": statistics.median(_all(of_name, "sync_s")),
+            "best_s": min(_all(of_name, "step_s")),
             "steps": len(_all(of_name, "step_s")),
         }
         for name, of_name in found.items()
@@ -72,6 +78,7 @@ def efficiencies(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[s
 
     `vs_alone`: the one rank has the machine's memory and cache for itself. `vs_side_by_side`: it
     shares them with another one that it exchanges nothing with, so what is lost is the exchange.
+    `best_...` is the same of the shortest steps.
     """
     found: dict[str, dict[str, float]] = {}
     for name, times in medians.items():
@@ -79,8 +86,9 @@ def efficiencies(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[s
             continue
         for base, key in _BASES.items():
             if base in medians:
-                share = medians[base]["step_s"] / times["step_s"]
-                found.setdefault(name, {})[key] = round(share, 4)
+                for prefix, which in (("", "step_s"), ("best_", "best_s")):
+                    share = medians[base][which] / times[which]
+                    found.setdefault(name, {})[prefix + key] = round(share, 4)
     return found
 
 
@@ -97,32 +105,30 @@ def label(record: Record) -> str:
 def fit(records: Sequence[Record]) -> Constants:
     """Constants from the exchanges among `records`. Raises ValueError when some are missing.
 
-    A limited exchange takes `rounds x latency + sends x bytes / (share x rate)`: latency and share
-    by least squares of relative errors. The others are medians, of exchanges on one machine.
+    An exchange over a slow cable takes `rounds x latency + sends x bytes / (share x rate)`: latency
+    and share by least squares of relative errors. The others are medians, of exchanges on one
+    machine, and of those over cables that a core cannot fill.
     """
     plain = [record for record in exchanges(records) if record["connections"] == 1]
     here = [each for each in plain if each["gbit_per_s"] is None and each["grad_dtype"] == "fp32"]
     if not here:
         raise ValueError("no exchange on one machine was measured (exchange:2)")
     rough = statistics.median(_sent_bytes(each) / _took_s(each) for each in here)
-    limited = [
-        each
-        for each in plain
-        if each["gbit_per_s"] is not None
-        and each["gbit_per_s"] / 8 * 1e9 < _MOST_OF_LOOPBACK * rough
-    ]
+    cables = [each for each in plain if each["gbit_per_s"] is not None]
+    limited = [each for each in cables if _rate(each) < _MOST_OF_LOOPBACK * rough]
     if len(limited) < 2:
         raise ValueError("fewer than two exchanges over slow cables were measured (exchange:2:1)")
     latency_s, per_share = _least_squares(
         [(_rounds(each) / _took_s(each), _ideal_s(each) / _took_s(each)) for each in limited]
     )
     latency_s = max(0.0, latency_s)
-    speeds = [_sent_bytes(each) / (_took_s(each) - _rounds(each) * latency_s) for each in here]
+    unfilled = [each for each in cables if _rate(each) > rough and each["grad_dtype"] == "fp32"]
     converted = [each["convert_s"] / each["numbers"] for each in exchanges(records)]
     return Constants(
         link_share=1 / per_share,
         latency_s=latency_s,
-        loopback_bytes_per_s=statistics.median(speeds),
+        loopback_bytes_per_s=_median_speed(here, latency_s),
+        hosts_bytes_per_s=_median_speed(unfilled or here, latency_s),
         busy_s_per_byte=statistics.median(
             statistics.median(each["cpu_s"]) / _sent_bytes(each) for each in here
         ),
@@ -213,7 +219,7 @@ def _step(
     """On processors that are `faster`, the exchange's own work takes as much less."""
     own = replace(
         constants,
-        loopback_bytes_per_s=constants.loopback_bytes_per_s * faster,
+        hosts_bytes_per_s=constants.hosts_bytes_per_s * faster,
         busy_s_per_byte=constants.busy_s_per_byte / faster,
         convert_s_per_number=constants.convert_s_per_number / faster,
     )
@@ -253,6 +259,17 @@ def _took_s(record: Record) -> float:
     return float(statistics.median(record["took_s"]))
 
 
+def _rate(record: Record) -> float:
+    """Of the cable, in bytes a second."""
+    return float(record["gbit_per_s"]) * 1e9 / 8
+
+
+def _median_speed(records: Sequence[Record], latency_s: float) -> float:
+    return statistics.median(
+        _sent_bytes(each) / (_took_s(each) - _rounds(each) * latency_s) for each in records
+    )
+
+
 def _number_bytes(record: Record) -> int:
     return 2 if record["grad_dtype"] == "bf16" else 4
 
@@ -272,7 +289,7 @@ def _rounds(record: Record) -> int:
 
 def _ideal_s(record: Record) -> float:
     """Over the cable at its full rate, without latency."""
-    return _sent_bytes(record) * 8 / (float(record["gbit_per_s"]) * 1e9)
+    return _sent_bytes(record) / _rate(record)
 
 
 def _least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
