@@ -67,7 +67,7 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
         asked = {"folder": str(arguments.intel_module.resolve()), "ipex": True, "sizes": sizes}
         command = [str(arguments.ipex_python), peer, json.dumps(work | asked)]
         # The module's own instructions preload tcmalloc.
-        preload = {"LD_PRELOAD": arguments.tcmalloc} if arguments.tcmalloc else {}
+        preload = {"LD_PRELOAD": str(arguments.tcmalloc)} if arguments.tcmalloc else {}
         found.append(Contender("intel", command, preload | threads))
     return found
 

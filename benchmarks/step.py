@@ -32,6 +32,10 @@ def main(argv: Sequence[str]) -> int:
     if (arguments.intel_module is None) != (arguments.ipex_python is None):
         print("error: --intel-module and --ipex-python belong together.", file=sys.stderr)
         return 2
+    if arguments.tcmalloc and not arguments.tcmalloc.is_file():
+        # The loader would only warn, and the module would run without.
+        print(f"error: --tcmalloc {arguments.tcmalloc}: no such file.", file=sys.stderr)
+        return 2
     rivals = contenders(arguments)
     found: dict[str, list[dict[str, Any]]] = {each.name: [] for each in rivals}
     for _ in range(arguments.rounds):
@@ -144,7 +148,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT")
     parser.add_argument("--intel-module", type=Path, metavar="DIR", help="with its model.py")
     parser.add_argument("--ipex-python", type=Path, metavar="FILE", help="see make setup-ipex")
-    parser.add_argument("--tcmalloc", metavar="FILE", help="libtcmalloc.so for Intel's module")
+    parser.add_argument(
+        "--tcmalloc", type=Path, metavar="FILE", help="libtcmalloc.so for Intel's module"
+    )
     parser.add_argument("--json", action="store_true", help="what is done anyway")
     return parser
 
