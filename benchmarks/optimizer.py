@@ -64,7 +64,7 @@ LAST_LR = 0.1
 SEEDS = (1, 2, 3)
 JOBS = 2
 """Runs at a time."""
-FIRST_LRS = (2e-3, 4e-3, 8e-3)
+FIRST_LRS = (1e-3, 2e-3, 4e-3)
 
 
 @dataclass(frozen=True, slots=True)
