@@ -26,9 +26,12 @@ from tests.rig.wheelhouse import PIP_CONF, WHEELHOUSE_ON_MACHINE, wheelhouse
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A machine's environment takes 2 GB. In memory, as a disk that tells its device of every file that
-# goes (mount option discard) can take minutes to remove it.
-_PLENTY_MIB = 4096
+# In memory, as a disk that tells its device of every file that goes (mount option discard) can take
+# 4 ms a file, minutes a machine.
+_PLENTY_MIB = 8192
+_FILLED_MIB = 2560
+"""What a machine writes: its environment takes 2 GB."""
+_REMOVAL_S = 900
 
 
 class Rig(AbstractContextManager["Rig"]):
@@ -178,7 +181,7 @@ class Rig(AbstractContextManager["Rig"]):
         """The reaper does it all, as it would if this process were killed."""
         assert self._reaper is not None and self._reaper.stdin is not None
         self._reaper.stdin.close()
-        status = self._reaper.wait(120)
+        status = self._reaper.wait(_REMOVAL_S)
         for machine in self.machines:
             machine.wait_for_end()
         if status:
@@ -188,4 +191,4 @@ class Rig(AbstractContextManager["Rig"]):
 def _plenty_mib(*, machines: int) -> int | None:
     """Size of each machine's disk if the host's memory has room for all, else None."""
     available_mib = psutil.virtual_memory().available / 2**20
-    return _PLENTY_MIB if available_mib > machines * _PLENTY_MIB else None
+    return _PLENTY_MIB if available_mib > machines * _FILLED_MIB else None
