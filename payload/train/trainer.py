@@ -134,6 +134,8 @@ class Trainer:
         loss, data_time_s, sync_time_s = passes
         grad_norm = self._clip()
         self._saving.before_update()
+        # Else a wait for the writer would seem to go on, while this rank waits for others.
+        parts.sign_of_life.tell(step=self._step, phase="step")
         parts.optimizers.step()
         mean_loss, stopping = self._agree(loss)
         self._step += 1

@@ -14,6 +14,7 @@ from payload.results import RunPaths
 from payload.run_config import OptimizerSection, RunConfig, load_run_config, parse_run_config
 from payload.train.metrics import SignOfLife
 from payload.train.optimizer import build_optimizers
+from payload.train.saving import Saving
 from payload.train.session import train
 from payload.train.start_clock import StartClock
 from payload.train.trainer import Parts, Trainer
@@ -129,25 +130,34 @@ def test_gloos_complaints_about_a_vanished_peer_are_a_lost_rank(message: str) ->
     assert as_rank_lost(RuntimeError(message), world=ALONE) is None
 
 
-def test_a_rank_says_what_it_is_about_to_do(
-    tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[int, str]] = []
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Steps and phases of all signs of life, as they come."""
+    found: list[tuple[int, str]] = []
     tell = SignOfLife.tell
 
     def record(self: SignOfLife, *, step: int, phase: str) -> None:
-        told.append((step, phase))
+        found.append((step, phase))
         tell(self, step=step, phase=phase)
 
     monkeypatch.setattr(SignOfLife, "tell", record)
-    config = load_run_config(tiny_config, overrides=["train.steps=1", "schedule.warmup_steps=0"])
+    return found
+
+
+def train_alone(folder: Path, config: Path, *overrides: str) -> None:
     train(
-        config,
-        paths=RunPaths(tmp_path),
+        load_run_config(config, overrides=["schedule.warmup_steps=0", *overrides]),
+        paths=RunPaths(folder),
         world=ALONE,
         stop_requested=lambda: False,
         clock=StartClock(),
     )
+
+
+def test_a_rank_says_what_it_is_about_to_do(
+    tmp_path: Path, tiny_config: Path, told: list[tuple[int, str]]
+) -> None:
+    train_alone(tmp_path, tiny_config, "train.steps=1")
     assert list(dict.fromkeys(told)) == [
         (0, "load"),
         (0, "calibration"),
@@ -161,3 +171,21 @@ def test_a_rank_says_what_it_is_about_to_do(
     ]
     # Once before, and after each pass.
     assert told.count((1, "eval")) > 2
+
+
+def test_a_rank_that_waited_for_a_checkpoint_is_in_its_step_again(
+    tmp_path: Path,
+    tiny_config: Path,
+    told: list[tuple[int, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before_update = Saving.before_update
+
+    def wait(self: Saving) -> None:
+        self._waiting()
+        before_update(self)
+
+    monkeypatch.setattr(Saving, "before_update", wait)
+    train_alone(tmp_path, tiny_config, "train.steps=1")
+    assert told[told.index((1, "sync check")) - 1] == (0, "step")
+    assert (0, "checkpoint") in told
