@@ -17,7 +17,8 @@ the others count:
 `vs_alone` is the step alone over the step of two ranks. A rank that is alone has the machine's
 memory bandwidth and last cache for itself, so it counts what the cores take from each other as
 well; `vs_side_by_side` counts the exchange only. `best_...` is of the shortest steps, which other
-work on the machine disturbed least. Namespaces need root; no delay is added to their cables.
+work on the machine disturbed least, `cpu_...` of the processor time that rank 0's steps took, which
+counts the exchange's work and no waiting. Namespaces need root; no delay is added to their cables.
 
 The constants of payload/step_time.py are fitted to the exchanges; the model's error is given for
 every measured point, and its predictions for more nodes. With `--runs`, every run is added to that
@@ -93,6 +94,7 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
         "step_s": {name: round(times["step_s"], 4) for name, times in medians.items()},
         "sync_s": {name: round(times["sync_s"], 4) for name, times in medians.items()},
         "best_s": {name: round(times["best_s"], 4) for name, times in medians.items()},
+        "cpu_s": {name: round(times["cpu_s"], 2) for name, times in medians.items()},
         "steps": {name: int(times["steps"]) for name, times in medians.items()},
         "efficiency": efficiencies(medians),
     }
@@ -147,10 +149,10 @@ def _words(record: Record) -> str:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    heads = ("s a step", "best", "waited", "vs alone", "best", "vs side", "best")
+    heads = ("s a step", "best", "CPU s", "waited", "vs alone", "best", "CPU", *_SIDE)
     rows = [f"{'':<24}" + "".join(f"{head:>9}" for head in heads)]
     for name, step_s in result["step_s"].items():
-        times = (step_s, result["best_s"][name], result["sync_s"][name])
+        times = (step_s, *(result[key][name] for key in ("best_s", "cpu_s", "sync_s")))
         shares = result["efficiency"].get(name, {})
         cells = [f"{each:.2f}" for each in times]
         cells += [f"{shares[key]:.3f}" if key in shares else "" for key in _SHARES]
@@ -163,7 +165,10 @@ def _print_table(result: dict[str, Any]) -> None:
     print("\n".join(rows), file=sys.stderr)
 
 
-_SHARES = ("vs_alone", "best_vs_alone", "vs_side_by_side", "best_vs_side_by_side")
+_SIDE = ("vs side", "best", "CPU")
+_SHARES = tuple(
+    prefix + base for base in ("vs_alone", "vs_side_by_side") for prefix in ("", "best_", "cpu_")
+)
 
 
 def _arrangements(text: str) -> list[Arrangement]:

@@ -56,7 +56,8 @@ class Constants:
 def step_medians(records: Sequence[Record]) -> dict[str, dict[str, float]]:
     """By arrangement and what differs besides: the median step and wait for the exchange.
 
-    `best_s` is the shortest step: on a machine with other work, the one that it disturbed least.
+    Where other work disturbs the clock: `best_s` is the shortest step, and `cpu_s` the processor
+    time of the median one, which has no waiting in it, be it for others or for the network.
     """
     found: dict[str, list[Record]] = {}
     for record in records:
@@ -67,6 +68,7 @@ def step_medians(records: Sequence[Record]) -> dict[str, dict[str, float]]:
             "step_s": statistics.median(_all(of_name, "step_s")),
             "sync_s": statistics.median(_all(of_name, "sync_s")),
             "best_s": min(_all(of_name, "step_s")),
+            "cpu_s": statistics.median(_all(of_name, "cpu_s")),
             "steps": len(_all(of_name, "step_s")),
         }
         for name, of_name in found.items()
@@ -78,7 +80,7 @@ def efficiencies(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[s
 
     `vs_alone`: the one rank has the machine's memory and cache for itself. `vs_side_by_side`: it
     shares them with another one that it exchanges nothing with, so what is lost is the exchange.
-    `best_...` is the same of the shortest steps.
+    `best_...` is the same of the shortest steps, `cpu_...` of processor times.
     """
     found: dict[str, dict[str, float]] = {}
     for name, times in medians.items():
@@ -86,7 +88,7 @@ def efficiencies(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[s
             continue
         for base, key in _BASES.items():
             if base in medians:
-                for prefix, which in (("", "step_s"), ("best_", "best_s")):
+                for prefix, which in (("", "step_s"), ("best_", "best_s"), ("cpu_", "cpu_s")):
                     share = medians[base][which] / times[which]
                     found.setdefault(name, {})[prefix + key] = round(share, 4)
     return found
@@ -107,7 +109,8 @@ def fit(records: Sequence[Record]) -> Constants:
 
     An exchange over a slow cable takes `rounds x latency + sends x bytes / (share x rate)`: latency
     and share by least squares of relative errors. The others are medians, of exchanges on one
-    machine, and of those over cables that a core cannot fill.
+    machine, and of those over cables that a core cannot fill. Of each exchange the shortest round
+    counts.
     """
     plain = [record for record in exchanges(records) if record["connections"] == 1]
     here = [each for each in plain if each["gbit_per_s"] is None and each["grad_dtype"] == "fp32"]
@@ -129,9 +132,7 @@ def fit(records: Sequence[Record]) -> Constants:
         latency_s=latency_s,
         loopback_bytes_per_s=_median_speed(here, latency_s),
         hosts_bytes_per_s=_median_speed(unfilled or here, latency_s),
-        busy_s_per_byte=statistics.median(
-            statistics.median(each["cpu_s"]) / _sent_bytes(each) for each in here
-        ),
+        busy_s_per_byte=statistics.median(min(each["cpu_s"]) / _sent_bytes(each) for each in here),
         convert_s_per_number=statistics.median(converted),
     )
 
@@ -151,7 +152,7 @@ def points(records: Sequence[Record], constants: Constants) -> list[dict[str, An
         network = constants.network(ranks=of_name[0]["ranks"], gbit_per_s=of_name[0]["gbit_per_s"])
         per_bucket = _bytes(of_name[0]) / of_name[0]["buckets"]
         predicted = of_name[0]["buckets"] * network.all_reduce_s(per_bucket)
-        measured = statistics.median(_all(of_name, "took_s"))
+        measured = min(_all(of_name, "took_s"))
         found.append(_point(name, "exchange_s", measured=measured, predicted=predicted))
     medians = step_medians(records)
     compute_s = medians.get("side-by-side", {}).get("step_s")
@@ -170,12 +171,17 @@ def points(records: Sequence[Record], constants: Constants) -> list[dict[str, An
 
 
 def predictions(records: Sequence[Record], constants: Constants) -> list[dict[str, Any]]:
-    """Steps of one rank a node at the documented bandwidths, and of faster nodes."""
+    """Steps of one rank a node at the documented bandwidths, and of faster nodes.
+
+    A node does its own end's work, as a rank does on one machine; between the hosts here, the same
+    cores are the switch as well.
+    """
     side_by_side = [record for record in records if record["arrangement"] == "side-by-side"]
     if not side_by_side:
         return []
     compute_s = step_medians(side_by_side)["side-by-side"]["step_s"]
     work = side_by_side[0]
+    own = replace(constants, hosts_bytes_per_s=constants.loopback_bytes_per_s)
     found = []
     for faster in PREDICTED_SPEEDS:
         for dtype in ("fp32", "bf16"):
@@ -184,7 +190,7 @@ def predictions(records: Sequence[Record], constants: Constants) -> list[dict[st
                     record = {**work, "ranks": nodes, "gbit_per_s": gbit, "grad_dtype": dtype}
                     step = _step(
                         record,
-                        constants,
+                        own,
                         compute_s=compute_s / faster,
                         delay_s=PREDICTED_DELAY_S,
                         faster=faster,
@@ -256,7 +262,8 @@ def _all(records: Sequence[Record], key: str) -> list[float]:
 
 
 def _took_s(record: Record) -> float:
-    return float(statistics.median(record["took_s"]))
+    """The shortest round: other work only makes it longer."""
+    return float(min(record["took_s"]))
 
 
 def _rate(record: Record) -> float:

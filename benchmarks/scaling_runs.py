@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scaling_hosts import REPO, Hosts
+from benchmarks.scaling_watch import Watched, watch
 from payload.launch.environment import (
     Rendezvous,
     common_environment,
@@ -25,10 +26,11 @@ from payload.launch.environment import (
 from payload.launch.ranks import Rank
 from payload.model_shape import PRESETS
 from payload.orchestrate.local import LocalAccess
-from payload.results import RunPaths, read_metrics
+from payload.results import RunPaths
 from payload.step_time import buckets
 
 _TIMEOUT_S = 900
+_MANY_STEPS = 100_000
 _PORT_OF_HOSTS = 29400
 
 
@@ -57,7 +59,8 @@ class Work:
             "precision": {"dtype": self.dtype},
             "distributed": {"grad_dtype": self.grad_dtype},
             "train": {
-                "steps": self.steps + 1,
+                # Ended when its steps are there: its last checkpoint is no part of this.
+                "steps": _MANY_STEPS,
                 "eval_every": 0,
                 "eval_tokens": 1,
                 "checkpoint_every": 0,
@@ -136,8 +139,8 @@ def _train(
     work: Work, runs: Sequence[Sequence[int]], *, hosts: Hosts | None, folder: Path
 ) -> dict[str, Any]:
     """One run for each list of cores, all at once; rank 0's steps but the first, of all runs."""
-    started = []
     with _ended() as processes:
+        watched = []
         for index, cores in enumerate(runs):
             run_dir = folder / f"run-{index}"
             config = folder / f"run-{index}.toml"
@@ -145,15 +148,18 @@ def _train(
             words = ["-m", "payload.train", "--config", str(config), "--run-dir", str(run_dir)]
             process = _start(words, cores, run_dir=run_dir, work=work, hosts=hosts, folder=folder)
             processes.append(process)
-            started.append((process, run_dir))
-        rows = []
-        for process, run_dir in started:
-            _finish(process)
-            of_run = [row for row in read_metrics(RunPaths(run_dir).metrics) if "loss" in row]
-            rows += [row for row in of_run if row["step"] > 1]
+            watched.append(Watched(process, RunPaths(run_dir), ranks=len(cores)))
+        if not watch(watched, steps=work.steps + 1, timeout_s=_TIMEOUT_S):
+            _finish(next(run.process for run in watched if run.process.poll() is not None))
+            raise SystemExit(f"error: a run took no {work.steps + 1} steps in {_TIMEOUT_S} s.")
+        for run in watched:
+            run.kill()
+    rows = [row for run in watched for row in run.rows[1 : work.steps + 1]]
+    cpu_s = [seconds for run in watched for seconds in run.step_cpu_s()[: work.steps]]
     return {
         "step_s": [round(row["step_time_s"], 4) for row in rows],
         "sync_s": [round(row["sync_time_s"], 4) for row in rows],
+        "cpu_s": [round(seconds, 2) for seconds in cpu_s],
         "last_loss": rows[-1]["loss"],
     }
 

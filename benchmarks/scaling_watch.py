@@ -1,0 +1,71 @@
+"""Watches the runs of `benchmarks.scaling` until their steps are there, then ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from payload.results import RankProgress, RunPaths, read_json, read_metrics
+
+# 0.3 % of a step of GPT-2 on one core.
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(slots=True)
+class Watched:
+    """One run, and what was seen of it."""
+
+    process: subprocess.Popen[str]
+    """Its mpirun."""
+    paths: RunPaths
+    ranks: int
+    rows: list[Mapping[str, Any]] = field(default_factory=list)
+    """Steps, from metrics.jsonl."""
+    cpu_s: list[float] = field(default_factory=list)
+    """Processor time of rank 0 and all its threads, from its start to the end of each step."""
+
+    def look(self) -> None:
+        """Read what is new."""
+        rows = [row for row in read_metrics(self.paths.metrics) if "loss" in row]
+        if len(rows) > len(self.rows):
+            times = psutil.Process(self._pid(0)).cpu_times()
+            self.cpu_s += [times.user + times.system] * (len(rows) - len(self.rows))
+            self.rows = rows
+
+    def kill(self) -> None:
+        """End the ranks; mpirun ends with them."""
+        for rank in range(self.ranks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid(rank), signal.SIGKILL)
+
+    def step_cpu_s(self) -> list[float]:
+        """Processor time of each step but the first."""
+        return [after - before for before, after in zip(self.cpu_s, self.cpu_s[1:], strict=False)]
+
+    def _pid(self, rank: int) -> int:
+        progress = read_json(RankProgress, self.paths.rank_progress(rank))
+        assert progress is not None, "a rank tells of itself before its first step"
+        return progress.pid
+
+
+def watch(runs: Sequence[Watched], *, steps: int, timeout_s: float) -> bool:
+    """Return when every run has taken so many steps, or one has ended: False then.
+
+    All go on until the last one is there, so that none has the machine for itself at the end.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while any(len(run.rows) < steps for run in runs):
+        if any(run.process.poll() is not None for run in runs) or time.monotonic() > deadline_s:
+            return False
+        time.sleep(_LOOK_EVERY_S)
+        for run in runs:
+            run.look()
+    return True
