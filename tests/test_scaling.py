@@ -120,14 +120,17 @@ def test_without_the_exchanges_it_needs_the_fit_says_which_are_missing() -> None
 
 
 def test_the_error_at_a_measured_step_is_the_model_s_and_not_the_fit_s() -> None:
-    measured = [steps("side-by-side", 6.0, ranks=1), steps("hosts:1", 6.5, sync_s=0.2, gbit=1.0)]
-    by_what = {each["what"]: each for each in points([*EXCHANGES, *measured], KNOWN)[-2:]}
+    # Processors are busy for half of the time here: 6 seconds of computing.
+    measured = [steps("side-by-side", 12.0, ranks=1), steps("hosts:1", 13.0, sync_s=0.2, gbit=1.0)]
+    by_what = {each["what"]: each for each in points([*EXCHANGES, *measured], KNOWN)[-4:]}
     # The last bucket is 28 of 29 MB. Its one all-reduce waits for the end of the backward pass.
     exposed_s = KNOWN.network(ranks=2, gbit_per_s=1.0).all_reduce_s(4 * TINY[-1].numbers)
     assert by_what["sync_s"]["predicted"] == pytest.approx(exposed_s, abs=1e-4)
     assert by_what["sync_s"]["error"] == pytest.approx(exposed_s / 0.2 - 1, abs=1e-3)
     busy_s = 5e-10 * 4 * TINY[0].numbers
     assert by_what["step_s"]["predicted"] == pytest.approx(6 + exposed_s + busy_s, abs=1e-3)
+    assert by_what["step_s"]["error"] == pytest.approx((6 + exposed_s + busy_s) / 13 - 1, abs=1e-3)
+    assert by_what["cpu_s"]["predicted"] == pytest.approx(6 + 5e-10 * 4 * NUMBERS, abs=1e-3)
 
 
 def test_predictions_fall_with_nodes_and_rise_with_bandwidth_and_slower_processors() -> None:
