@@ -225,6 +225,10 @@ class RunConfig:
         """Tokens that one step trains on, over all ranks."""
         return self.batch.global_batch_size * self.data.sequence_length
 
+    def uses_kernels(self) -> bool:
+        """Whether the project's own kernels do the layers, where they can be built."""
+        return self.engine.wants_kernels() and not self.model.dropout
+
     def longest_wait_s(self) -> float:
         """Longest time without progress in any phase; after it, ranks give each other up."""
         return 0.9 * self.distributed.timeout_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from payload.model_shape import TYPICAL_MFU, ModelShape
+from payload.model_shape import ModelShape, typical_mfu
 from payload.run_config import RunConfig
 from payload.step_time import Network, gradient_bytes, run_step_time
 
@@ -29,8 +29,10 @@ class Arithmetic:
     sync_s: float
     """Predicted time of one step's gradient exchange if nothing of it overlapped."""
     compute_s: float | None = None
-    """Predicted time of one step's products, at the typical share of a peak that was measured; None
-    without a measurement."""
+    """Predicted time of one step's computing, at `mfu` of a peak that was measured; None without a
+    measurement."""
+    mfu: float | None = None
+    """The share of the peak that `compute_s` assumes; None like that."""
     step_s: float | None = None
     """Predicted time of a step, with what the backward pass does not hide of the exchange; None
     like the one before."""
@@ -52,7 +54,8 @@ def work_out(
     tokens = config.tokens_per_step()
     grad_bytes = gradient_bytes(shape, config.distributed)
     flops = tokens * shape.flops_per_token()
-    compute_s = flops / (peak_flops_per_s * TYPICAL_MFU) if peak_flops_per_s else None
+    mfu = typical_mfu(kernels=config.uses_kernels())
+    compute_s = flops / (peak_flops_per_s * mfu) if peak_flops_per_s else None
     network = Network(ranks=world_size, bytes_per_s=link_bytes_per_s)
     step_s = None
     if compute_s is not None:
@@ -66,11 +69,12 @@ def work_out(
         memory_bytes_per_rank=shape.memory_bytes(
             micro_batch_size=config.batch.micro_batch_size,
             dtype="fp32" if config.precision.dtype == "fp32" else "bf16",
-            kernels=config.engine.wants_kernels() and not config.model.dropout,
+            kernels=config.uses_kernels(),
             alone=world_size == 1,
         ),
         grad_bytes=grad_bytes,
         sync_s=network.all_reduce_s(grad_bytes),
         compute_s=compute_s,
+        mfu=None if compute_s is None else mfu,
         step_s=step_s,
     )

@@ -12,7 +12,6 @@ from rich.table import Table
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Placement
-from payload.model_shape import TYPICAL_MFU
 from payload.orchestrate.live import duration
 from payload.orchestrate.planning import PlannedRun
 from payload.orchestrate.runs import RunView
@@ -70,8 +69,8 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
         else "none with one rank"
     )
     computing = []
-    if numbers.compute_s is not None:
-        share = f"{TYPICAL_MFU:.0%} of the measured peak"
+    if numbers.compute_s is not None and numbers.mfu is not None:
+        share = f"{numbers.mfu:.0%} of the measured peak"
         computing.append(f"computing        about {numbers.compute_s:.3g} s a step, at {share}")
     whole = []
     if numbers.step_s is not None:

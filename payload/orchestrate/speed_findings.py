@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from payload.inventory import Node
-from payload.model_shape import TYPICAL_MFU, ModelShape
+from payload.model_shape import ModelShape, typical_mfu
 from payload.orchestrate.findings import Finding
 from payload.orchestrate.measured import BF16_MIN_GAIN, Measured
 from payload.run_config import RunConfig
@@ -36,7 +36,8 @@ def predict(config: RunConfig, shape: ModelShape, measured: Measured) -> Predict
     """Times of one step."""
     link = measured.link_bytes_per_s()
     flops = config.tokens_per_step() * shape.flops_per_token()
-    compute_s = flops / (measured.peak_flops_per_s(config.precision.dtype) * TYPICAL_MFU)
+    mfu = typical_mfu(kernels=config.uses_kernels())
+    compute_s = flops / (measured.peak_flops_per_s(config.precision.dtype) * mfu)
     # One rank has no link.
     network = Network(ranks=measured.world_size, bytes_per_s=link or 1.0)
     step = run_step_time(config, shape, compute_s=compute_s, network=network)

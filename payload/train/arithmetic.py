@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from payload.data.blocks import TokenData
-from payload.model_shape import TYPICAL_MFU, ModelShape
+from payload.model_shape import ModelShape, typical_mfu
 from payload.run_config import RunConfig
 from payload.step_time import Network, gradient_bytes, run_step_time, sends_per_byte
 from payload.train.calibration import Calibration
@@ -25,7 +25,7 @@ def describe(
     memory = shape.memory_bytes(
         micro_batch_size=batch.micro_batch_size,
         dtype=calibration.dtype,
-        kernels=config.engine.wants_kernels() and not config.model.dropout,
+        kernels=config.uses_kernels(),
         alone=world.world_size == 1,
     )
     return [
@@ -50,7 +50,8 @@ def _predictions(
 ) -> list[str]:
     """Time for computing and for synchronisation, and of a step with both."""
     step_flops = config.tokens_per_step() * shape.flops_per_token()
-    compute_s = step_flops / (calibration.peak_flops_per_s * TYPICAL_MFU)
+    mfu = typical_mfu(kernels=config.uses_kernels())
+    compute_s = step_flops / (calibration.peak_flops_per_s * mfu)
     speed, step_s = calibration.all_reduce_bytes_per_s, compute_s
     sync = "sync      nothing to exchange with one rank"
     if speed is not None:
@@ -67,6 +68,6 @@ def _predictions(
     return [
         sync,
         f"predicted {step_s:.2f} s a step, {compute_s:.2f} s of it computing, at "
-        f"{TYPICAL_MFU:.0%} of the peak: about {step_s * config.train.steps / 60:.1f} min without "
+        f"{mfu:.0%} of the peak: about {step_s * config.train.steps / 60:.1f} min without "
         "evaluation",
     ]
