@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         for peak in (*_steps(case, arguments), *_runs(case, arguments)):
             peaks.append(peak)
             _print_row(peak)
-    result = summarise(peaks)
+    result = summarise(peaks, accumulation=arguments.accumulation)
     print(json.dumps(result))
     return 0 if result["estimates_hold"] and result["half_of_nanogpt"] is not False else 1
 
@@ -96,7 +96,7 @@ def _steps(case: Case, arguments: argparse.Namespace) -> list[Peak]:
     work = argparse.Namespace(
         model=case.model,
         micro_batch_size=case.micro_batch_size,
-        accumulation=1,
+        accumulation=arguments.accumulation,
         sequence_length=PRESETS[case.model].sequence_length,
         dtype="bf16",
         steps=STEPS,
@@ -120,25 +120,27 @@ def _runs(case: Case, arguments: argparse.Namespace) -> list[Peak]:
     shape = PRESETS[case.model]
     found = []
     for ranks in arguments.ranks or [1]:
-        config = _run_config(case, data=arguments.data.resolve(), ranks=ranks)
+        sequences = case.micro_batch_size * ranks * arguments.accumulation
+        config = _run_config(case, data=arguments.data.resolve(), sequences=sequences)
         estimate = shape.memory_bytes(
             micro_batch_size=case.micro_batch_size,
             dtype="bf16",
             kernels=config.engine.wants_kernels(),
             alone=ranks == 1,
+            accumulates=arguments.accumulation > 1,
         )
         peak = _peak_of_run(config, ranks=ranks, threads=arguments.threads)
         found.append(Peak(f"run, {ranks} rank{'s'[: ranks > 1]}", case, peak, estimate))
     return found
 
 
-def _run_config(case: Case, *, data: Path, ranks: int) -> RunConfig:
+def _run_config(case: Case, *, data: Path, sequences: int) -> RunConfig:
     settings = {
         "data.dir": data,
         "data.sequence_length": PRESETS[case.model].sequence_length,
         "model.preset": case.model,
         "batch.micro_batch_size": case.micro_batch_size,
-        "batch.global_batch_size": case.micro_batch_size * ranks,
+        "batch.global_batch_size": sequences,
         "train.steps": STEPS,
         "train.eval_tokens": case.micro_batch_size * PRESETS[case.model].sequence_length,
         "precision.dtype": "bf16",
@@ -169,7 +171,7 @@ def _peak_of_run(config: RunConfig, *, ranks: int, threads: int | None) -> int:
     return usage.ru_maxrss * 1024
 
 
-def summarise(peaks: Sequence[Peak]) -> dict[str, Any]:
+def summarise(peaks: Sequence[Peak], *, accumulation: int) -> dict[str, Any]:
     """What is printed, with both bounds judged; None for a bound that nothing was measured for."""
     rows = []
     for peak in peaks:
@@ -189,6 +191,7 @@ def summarise(peaks: Sequence[Peak]) -> dict[str, Any]:
     errors = [error for peak in peaks if (error := peak.estimate_error()) is not None]
     return {
         "benchmark": "memory",
+        "accumulation": accumulation,
         "peaks": rows,
         "memory_vs_nanogpt": {
             f"{case.model}:{case.micro_batch_size}": round(ratio, 3) for case, ratio in ratios
@@ -234,6 +237,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL:SEQUENCES",
         help="default: tiny:8 gpt2:1",
     )
+    add("--accumulation", type=int, default=1, metavar="PASSES", help="of a step (default: 1)")
     add("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT")
     add("--eager", action="store_true", help="this project with kernels off, too")
     add("--data", type=Path, metavar="DIR", help="a prepared folder; the trainer's own runs")

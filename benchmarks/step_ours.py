@@ -55,7 +55,11 @@ def main(work: dict[str, Any]) -> None:
         "last_loss": loss.item(),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "estimated_bytes": shape.memory_bytes(
-            micro_batch_size=micro, dtype=dtype, kernels=settings.wants_kernels(), alone=True
+            micro_batch_size=micro,
+            dtype=dtype,
+            kernels=settings.wants_kernels(),
+            alone=True,
+            accumulates=passes > 1,
         ),
         "peak_flops_per_s": calibration.peak_flops_per_s,
         "versions": {"torch": version("torch"), "tileforge": version_of_code()},

@@ -56,30 +56,39 @@ class ModelShape:
         return 6 * multiplying + 12 * self.n_layer * self.n_embd * self.sequence_length
 
     def memory_bytes(
-        self, *, micro_batch_size: int, dtype: Literal["bf16", "fp32"], kernels: bool, alone: bool
+        self,
+        *,
+        micro_batch_size: int,
+        dtype: Literal["bf16", "fp32"],
+        kernels: bool,
+        alone: bool,
+        accumulates: bool,
     ) -> int:
         """Estimate of a training rank's peak memory, the interpreter and torch included.
 
         The peak is where the forward pass ends. Weights and two AdamW moments are fp32, 12 bytes a
-        parameter; with other ranks the buckets of their exchange stay besides, 4 more. With
-        `kernels` a layer keeps 28 bytes a number of its width for its backward pass in bf16 (the
-        residual stream twice in fp32, and 10 widths in bf16), and the logits are those of one
-        chunk.
+        parameter; gradients, 4 more, are there then with other ranks, whose exchange has buckets,
+        and in all passes of a step but its first (`accumulates`). With `kernels` a layer keeps 28
+        bytes a number of its width for its backward pass in bf16 (the residual stream twice in
+        fp32, and 10 widths in bf16); what comes and goes between leaves gaps, 7 bytes more as
+        measured for gpt2. The logits are those of one chunk.
         """
         size = 2 if dtype == "bf16" else 4
         tokens = micro_batch_size * self.sequence_length
-        held = self.num_params() * (12 if alone else 16) + _PROCESS_BYTES
+        gradients = self.num_params() * 4
+        held = self.num_params() * 12 + _PROCESS_BYTES
+        if accumulates or not alone:
+            held, gradients = held + gradients, 0
         if not kernels:
             # 18 widths a layer; a logit is 16 bytes: log-softmax and two gradients in fp32, itself.
             layers = tokens * self.n_layer * 18 * self.n_embd * size
             return held + layers + tokens * self.vocab_size * 16
-        widths = 28 if dtype == "bf16" else 72
+        widths = 35 if dtype == "bf16" else 72
         layers = tokens * self.n_layer * widths * self.n_embd
         logits = min(tokens, LOGITS_TOKENS) * self.vocab_size * size
         head = self.vocab_size * self.n_embd * 4
         copies = self.num_params() * 2 if dtype == "bf16" else 0
-        ending = 0 if not alone else self.num_params() * 4
-        return held + copies + max(layers + logits + head, ending)
+        return held + copies + max(layers + logits + head, gradients)
 
 
 LOGITS_TOKENS = 2048

@@ -52,6 +52,7 @@ def work_out(
     all ranks together. Raises ConfigError when the batch does not divide.
     """
     tokens = config.tokens_per_step()
+    accumulation = config.batch.grad_accum_steps(world_size)
     grad_bytes = gradient_bytes(shape, config.distributed)
     flops = tokens * shape.flops_per_token()
     mfu = typical_mfu(kernels=config.uses_kernels())
@@ -65,12 +66,13 @@ def work_out(
         flops_per_step=flops,
         tokens_per_step=tokens,
         tokens_total=tokens * config.train.steps,
-        grad_accum_steps=config.batch.grad_accum_steps(world_size),
+        grad_accum_steps=accumulation,
         memory_bytes_per_rank=shape.memory_bytes(
             micro_batch_size=config.batch.micro_batch_size,
             dtype="fp32" if config.precision.dtype == "fp32" else "bf16",
             kernels=config.uses_kernels(),
             alone=world_size == 1,
+            accumulates=accumulation > 1,
         ),
         grad_bytes=grad_bytes,
         sync_s=network.all_reduce_s(grad_bytes),

@@ -27,6 +27,7 @@ def describe(
         dtype=calibration.dtype,
         kernels=config.uses_kernels(),
         alone=world.world_size == 1,
+        accumulates=accumulation > 1,
     )
     return [
         f"model     {shape.num_params() / 1e6:.1f}M parameters: {shape.n_layer} layers, "

@@ -328,13 +328,21 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_the_estimate_has_one_chunk_of_logits_however_large_the_batch() -> None:
     shape = PRESETS["gpt2"]
-    small, large = (
-        shape.memory_bytes(micro_batch_size=size, dtype="bf16", kernels=True, alone=True)
-        for size in (4, 8)
-    )
-    # 28 bytes for each number of twelve layers' width: no logits among what the batch adds.
-    assert large - small == 4 * 1024 * 12 * 28 * 768
-    assert large < shape.memory_bytes(micro_batch_size=8, dtype="bf16", kernels=False, alone=True)
+
+    def estimate(size: int, *, kernels: bool = True, accumulates: bool = False) -> int:
+        return shape.memory_bytes(
+            micro_batch_size=size,
+            dtype="bf16",
+            kernels=kernels,
+            alone=True,
+            accumulates=accumulates,
+        )
+
+    # 35 bytes for each number of twelve layers' width: no logits among what the batch adds.
+    assert estimate(8) - estimate(4) == 4 * 1024 * 12 * 35 * 768
+    assert estimate(8) < estimate(8, kernels=False)
+    # Passes after a step's first one find its gradients there.
+    assert estimate(8, accumulates=True) - estimate(8) == 4 * shape.num_params()
 
 
 @pytest.mark.ranks
