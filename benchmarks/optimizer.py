@@ -24,10 +24,11 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,7 +65,7 @@ LAST_LR = 0.1
 SEEDS = (1, 2, 3)
 JOBS = 2
 """Runs at a time."""
-FIRST_LRS = (1e-3, 2e-3, 4e-3)
+FIRST_LRS = (2e-3, 1e-3, 4e-3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
     steps: dict[Name, int] = {"adamw": arguments.steps, "muon": round(arguments.steps * SHARE)}
     folder = Folder(arguments.out.resolve(), arguments.data.resolve())
     left, done = arguments.runs, folder.finished()
-    while wanted := [trial for name in steps for trial in missing(name, steps[name], done)]:
+    while wanted := _in_turn(missing(name, steps[name], done) for name in steps):
         if left == 0:
             print(f"{len(wanted)} runs and more are left", file=sys.stderr)
             return 3
@@ -195,6 +196,11 @@ def missing(name: Name, steps: int, done: Mapping[Trial, Trained]) -> list[Trial
     if best == grid[-1]:
         return [replace(best, lr=best.lr * 2)]
     return [trial for seed in SEEDS if (trial := replace(best, seed=seed)) not in done]
+
+
+def _in_turn(lists: Iterable[list[Trial]]) -> list[Trial]:
+    """One of each, then the next of each: a comparison that is cut short has both."""
+    return [trial for turn in zip_longest(*lists) for trial in turn if trial is not None]
 
 
 def _grid(name: Name, steps: int, done: Mapping[Trial, Trained]) -> list[Trial]:

@@ -8,8 +8,9 @@ imports included, with reading, tokenizing, checking samples against tiktoken, w
 flushing to the disk; its peak memory is the kernel's high-water mark. nanoGPT's
 data/openwebtext/prepare.py (`benchmarks/prepare_peer.py` says how) and this project then prepare
 the first `--peer-mb` of the corpus, and the tokens of both are counted. `ratio` is between the
-whole commands; `ratio_loaded` leaves out what the peer takes to read the files in. A table goes to
-stderr, one JSON object to stdout; the exit status is 1 when a bound is missed.
+whole commands, `ratio_loaded` leaves out what the peer takes to read the files in, `cpu_ratio` is
+of the processors' time, which other work on the machine disturbs less. A table goes to stderr, one
+JSON object to stdout; the exit status is 1 when a bound is missed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -54,10 +55,19 @@ class _Corpus:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
-    tokens: int
+class _Done:
+    """A process that ended well, with all that it started."""
+
+    report: dict[str, Any]
+    """The last line of its stdout."""
     wall_s: float
+    cpu_s: float
     peak_bytes: int
+    """Of the largest of its processes."""
+
+    def tokens(self) -> int:
+        """Of both splits, by this project's report."""
+        return int(self.report["train_tokens"] + self.report["val_tokens"])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,15 +94,17 @@ def _alone(folder: Path, size_bytes: int) -> dict[str, Any]:
     rate = corpus.text_bytes / found.wall_s / 1e6
     print(
         f"tileforge: {corpus.text_bytes / 1e6:,.0f} MB in {found.wall_s:.1f} s, {rate:.1f} MB/s, "
-        f"{found.tokens:,} tokens, peak memory {found.peak_bytes / 1e9:.2f} GB",
+        f"{found.tokens():,} tokens, {found.cpu_s:.1f} s of the processors, peak memory "
+        f"{found.peak_bytes / 1e9:.2f} GB",
         file=sys.stderr,
     )
     shutil.rmtree(corpus.folder)
     shutil.rmtree(folder / "ours")
     return {
         "text_mb": round(corpus.text_bytes / 1e6, 1),
-        "tokens": found.tokens,
+        "tokens": found.tokens(),
         "wall_s": round(found.wall_s, 2),
+        "cpu_s": round(found.cpu_s, 2),
         "mb_per_s": round(rate, 1),
         "peak_rss_bytes": found.peak_bytes,
     }
@@ -105,35 +117,40 @@ def _against_peer(folder: Path, size_bytes: int, *, checkout: Path) -> dict[str,
     peer_out = folder / "peer"
     peer_out.mkdir()
     script = checkout / "data" / "openwebtext" / "prepare.py"
-    started_s = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.prepare_peer", script, corpus.folder, peer_out],
-        cwd=_REPO,
-        env=os.environ | _PEER_ENVIRONMENT | {"HF_HOME": str(folder / "hub")},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
+    theirs = _run(
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.prepare_peer",
+            str(script),
+            str(corpus.folder),
+            peer_out,
+        ],
+        environment=_PEER_ENVIRONMENT | {"HF_HOME": str(folder / "hub")},
     )
-    theirs_s = time.perf_counter() - started_s
-    report = json.loads(done.stdout.splitlines()[-1])
+    load_s = theirs.report["load_s"]
     tokens = sum((peer_out / name).stat().st_size for name in (TRAIN_NAME, VAL_NAME)) // 2
-    ratio = theirs_s / ours.wall_s
-    loaded = (theirs_s - report["load_s"]) / ours.wall_s
+    ratio = theirs.wall_s / ours.wall_s
+    loaded = (theirs.wall_s - load_s) / ours.wall_s
     print(
         f"the first {corpus.text_bytes / 1e6:,.0f} MB: tileforge {ours.wall_s:.1f} s, nanoGPT "
-        f"{theirs_s:.1f} s, of them {report['load_s']:.1f} s to read them in: {ratio:.1f} times, "
-        f"{loaded:.1f} without that; {ours.tokens:,} and {tokens:,} tokens",
+        f"{theirs.wall_s:.1f} s, of them {load_s:.1f} s to read them in: {ratio:.1f} times, "
+        f"{loaded:.1f} without that, {theirs.cpu_s / ours.cpu_s:.1f} in the processors' time; "
+        f"{ours.tokens():,} and {tokens:,} tokens",
         file=sys.stderr,
     )
     return {
         "peer_text_mb": round(corpus.text_bytes / 1e6, 1),
         "peer_ours_s": round(ours.wall_s, 2),
-        "peer_nanogpt_s": round(theirs_s, 2),
-        "peer_nanogpt_load_s": round(report["load_s"], 2),
-        "peer_num_proc": report["num_proc"],
+        "peer_ours_cpu_s": round(ours.cpu_s, 2),
+        "peer_nanogpt_s": round(theirs.wall_s, 2),
+        "peer_nanogpt_load_s": round(load_s, 2),
+        "peer_nanogpt_cpu_s": round(theirs.cpu_s, 2),
+        "peer_num_proc": theirs.report["num_proc"],
         "ratio": round(ratio, 2),
         "ratio_loaded": round(loaded, 2),
-        "tokens_equal": ours.tokens == tokens,
+        "cpu_ratio": round(theirs.cpu_s / ours.cpu_s, 2),
+        "tokens_equal": ours.tokens() == tokens,
     }
 
 
@@ -144,26 +161,28 @@ def _generate(folder: Path, size_bytes: int) -> _Corpus:
     return _Corpus(folder, written)
 
 
-def _ours(corpus: Path, out: Path) -> _Prepared:
+def _ours(corpus: Path, out: Path) -> _Done:
     """The whole command, as a process of its own."""
     words = ["--source", "jsonl", "--input", str(corpus), "--out", str(out), "--quiet", "--json"]
+    return _run([sys.executable, "-m", "payload.data", "prepare", *words], environment={})
+
+
+def _run(command: Sequence[str | Path], *, environment: Mapping[str, str]) -> _Done:
     started_s = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "payload.data", "prepare", *words],
-        cwd=_REPO,
-        stdout=subprocess.PIPE,
-        text=True,
+        command, cwd=_REPO, env=os.environ | environment, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    report = json.loads(process.stdout.read())
+    said = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     wall_s = time.perf_counter() - started_s
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"error: prepare ended with status {process.returncode}.")
-    return _Prepared(
-        tokens=report["train_tokens"] + report["val_tokens"],
+        raise SystemExit(f"error: {command[2]} ended with status {process.returncode}.")
+    return _Done(
+        report=json.loads(said.splitlines()[-1]),
         wall_s=wall_s,
+        cpu_s=usage.ru_utime + usage.ru_stime,
         peak_bytes=usage.ru_maxrss * 1024,
     )
 
