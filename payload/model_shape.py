@@ -94,8 +94,8 @@ class ModelShape:
 LOGITS_TOKENS = 2048
 """Tokens whose logits the kernels' head has at once: 206 MB of bf16 with GPT-2's vocabulary."""
 
-# Python, torch, accelerate and their threads' stacks, on the development machine.
-_PROCESS_BYTES = 400 * 2**20
+# Python, torch and their threads' stacks, on the development machine.
+_PROCESS_BYTES = 350 * 2**20
 
 PRESETS = {
     # `tiny` trains in minutes on two cores; the others are the GPT-2 family,
