@@ -94,6 +94,7 @@ def _measurement(arguments: argparse.Namespace) -> Callable[[int], Round]:
         started_s = time.perf_counter()
         samples = np.arange(number * micro, (number + 1) * micro, dtype=np.int64)
         tokens, targets = data.train.gather(order.blocks(samples))
+        data.train.expect(order.blocks(samples + micro))
         read_s = time.perf_counter()
         accelerator.backward(trained(tokens, targets))
         optimizers.clip(1.0)

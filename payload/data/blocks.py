@@ -6,6 +6,7 @@ share the work or how large their micro-batches are, and a run is resumed by one
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,6 +117,21 @@ class TokenBlocks:
                 "file is damaged or was made with another tokenizer; prepare the data again."
             )
         return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def expect(self, blocks: Indices) -> None:
+        """Have the system bring these blocks from the disk meanwhile; `gather` then finds them.
+
+        Blocks are visited in random order, so that nothing else reads ahead.
+        """
+        file = self.tokens.base
+        if not isinstance(file, mmap.mmap) or not hasattr(mmap, "MADV_WILLNEED"):
+            return
+        block_bytes = self.sequence_length * self.tokens.itemsize
+        for block in blocks.tolist():
+            # The system takes whole pages only.
+            start = block * block_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+            end = min((block + 1) * block_bytes + self.tokens.itemsize, len(file))
+            file.madvise(mmap.MADV_WILLNEED, start, end - start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

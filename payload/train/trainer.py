@@ -173,6 +173,7 @@ class Trainer:
             before_s = time.perf_counter()
             samples = self.samples(micro_step)
             tokens, targets = parts.data.train.gather(self._order.blocks(samples))
+            parts.data.train.expect(self._order.blocks(self.samples(micro_step + 1)))
             data_time_s += time.perf_counter() - before_s
             if parts.model.dropout:
                 # Masks follow from the sample, not from what ran before: resume is exact.

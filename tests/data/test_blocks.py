@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from payload.data.blocks import IGNORED_TARGET, BlockOrder, TokenData
+from payload.data.blocks import IGNORED_TARGET, BlockOrder, TokenBlocks, TokenData
 from payload.errors import DataError
 from tests.data_folders import make_data_folder
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 5, 64, 65, 1000, 4097])
@@ -83,3 +87,34 @@ def test_a_sequence_longer_than_the_text_is_refused(tmp_path: Path) -> None:
     folder = make_data_folder(tmp_path, num_train_tokens=100)
     with pytest.raises(DataError, match=r"100 tokens are fewer than .* = 101"):
         TokenData.open(folder, sequence_length=100)
+
+
+def _pages_in_memory(blocks: TokenBlocks) -> list[bool]:
+    """Of the whole file, page by page, without touching it."""
+    size = blocks.tokens.nbytes
+    found = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    address = ctypes.c_void_p(blocks.tokens.ctypes.data)
+    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(size), found) == 0
+    return [bool(page & 1) for page in found]
+
+
+def test_blocks_that_are_expected_come_into_memory(tmp_path: Path) -> None:
+    folder = make_data_folder(tmp_path / "data", num_train_tokens=4_000_000, vocab_size=512)
+    with (folder / "train.bin").open("rb") as file:
+        os.fsync(file.fileno())
+        # Out of memory; where the folder is in memory itself, they are there whatever one does.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    train = TokenData.open(folder, sequence_length=mmap.PAGESIZE // 2).train
+    train.expect(np.array([600, 1500], dtype=np.int64))
+
+    def are_there() -> bool:
+        there = _pages_in_memory(train)
+        # Each block is a page, and its last target is on the next one.
+        return all(there[page] for page in (600, 601, 1500, 1501))
+
+    wait_until(are_there, what="the blocks in memory")
+
+
+def test_the_last_block_can_be_expected_too(tmp_path: Path) -> None:
+    train = TokenData.open(make_data_folder(tmp_path / "data"), sequence_length=300).train
+    train.expect(np.arange(train.num_blocks(), dtype=np.int64))
