@@ -139,21 +139,28 @@ def _train(
     work: Work, runs: Sequence[Sequence[int]], *, hosts: Hosts | None, folder: Path
 ) -> dict[str, Any]:
     """One run for each list of cores, all at once; rank 0's steps but the first, of all runs."""
+    watched: list[Watched] = []
     with _ended() as processes:
-        watched = []
-        for index, cores in enumerate(runs):
-            run_dir = folder / f"run-{index}"
-            config = folder / f"run-{index}.toml"
-            config.write_text(work.config(len(cores)), encoding="utf-8")
-            words = ["-m", "payload.train", "--config", str(config), "--run-dir", str(run_dir)]
-            process = _start(words, cores, run_dir=run_dir, work=work, hosts=hosts, folder=folder)
-            processes.append(process)
-            watched.append(Watched(process, RunPaths(run_dir), ranks=len(cores)))
-        if not watch(watched, steps=work.steps + 1, timeout_s=_TIMEOUT_S):
-            _finish(next(run.process for run in watched if run.process.poll() is not None))
-            raise SystemExit(f"error: a run took no {work.steps + 1} steps in {_TIMEOUT_S} s.")
-        for run in watched:
-            run.kill()
+        try:
+            for index, cores in enumerate(runs):
+                run_dir = folder / f"run-{index}"
+                config = folder / f"run-{index}.toml"
+                config.write_text(work.config(len(cores)), encoding="utf-8")
+                words = ["-m", "payload.train", "--config", str(config), "--run-dir", str(run_dir)]
+                process = _start(
+                    words, cores, run_dir=run_dir, work=work, hosts=hosts, folder=folder
+                )
+                processes.append(process)
+                watched.append(Watched(process, RunPaths(run_dir), ranks=len(cores)))
+            if not watch(watched, steps=work.steps + 1, timeout_s=_TIMEOUT_S):
+                for run in watched:
+                    if run.process.poll() is not None:
+                        _finish(run.process)
+                raise SystemExit(f"error: a run took no {work.steps + 1} steps in {_TIMEOUT_S} s.")
+        finally:
+            # Asked to stop, they would save a checkpoint first.
+            for run in watched:
+                run.kill()
     rows = [row for run in watched for row in run.rows[1 : work.steps + 1]]
     cpu_s = [seconds for run in watched for seconds in run.step_cpu_s()[: work.steps]]
     return {

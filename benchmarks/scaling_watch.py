@@ -36,24 +36,23 @@ class Watched:
         """Read what is new."""
         rows = [row for row in read_metrics(self.paths.metrics) if "loss" in row]
         if len(rows) > len(self.rows):
-            times = psutil.Process(self._pid(0)).cpu_times()
+            progress = read_json(RankProgress, self.paths.rank_progress(0))
+            assert progress is not None, "a rank tells of itself before its first step"
+            times = psutil.Process(progress.pid).cpu_times()
             self.cpu_s += [times.user + times.system] * (len(rows) - len(self.rows))
             self.rows = rows
 
     def kill(self) -> None:
         """End the ranks; mpirun ends with them."""
         for rank in range(self.ranks):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid(rank), signal.SIGKILL)
+            progress = read_json(RankProgress, self.paths.rank_progress(rank))
+            if progress is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(progress.pid, signal.SIGKILL)
 
     def step_cpu_s(self) -> list[float]:
         """Processor time of each step but the first."""
         return [after - before for before, after in zip(self.cpu_s, self.cpu_s[1:], strict=False)]
-
-    def _pid(self, rank: int) -> int:
-        progress = read_json(RankProgress, self.paths.rank_progress(rank))
-        assert progress is not None, "a rank tells of itself before its first step"
-        return progress.pid
 
 
 def watch(runs: Sequence[Watched], *, steps: int, timeout_s: float) -> bool:
