@@ -169,6 +169,7 @@ class Trainer:
         """
         parts, data_time_s = self._parts, 0.0
         total = torch.zeros((), dtype=torch.float64)
+        is_to_stop: Callable[[], bool] | None = None
         for micro_step in range(self._accumulation):
             before_s = time.perf_counter()
             samples = self.samples(micro_step)
@@ -184,9 +185,15 @@ class Trainer:
                 parts.exchange.begin()
             parts.accelerator.backward(loss / self._accumulation)
             total += loss.detach().double() / self._accumulation
-            if not last and self._stop_agreed(phase="step"):
-                return None
-        return total, data_time_s, parts.exchange.finish()
+            # The answer is waited for a pass later: between two passes no rank waits for another.
+            if not last:
+                if is_to_stop is not None and is_to_stop():
+                    return None
+                is_to_stop = self._ask_to_stop(phase="step")
+        sync_time_s = parts.exchange.finish()
+        if is_to_stop is not None:
+            is_to_stop()  # The step is whole: `_agree` asks once more.
+        return total, data_time_s, sync_time_s
 
     def _clip(self) -> float:
         """Gradient norm before clipping."""
@@ -243,7 +250,7 @@ class Trainer:
             micro_batch_size=self._batch.micro_batch_size,
             max_tokens=parts.config.train.eval_tokens,
             autocast=parts.accelerator.autocast,
-            should_stop=lambda: self._stop_agreed(phase="eval"),
+            should_stop=lambda: self._ask_to_stop(phase="eval")(),
         )
         if row is None:
             return True
@@ -256,12 +263,12 @@ class Trainer:
 
         return False
 
-    def _stop_agreed(self, *, phase: str) -> bool:
-        """Between two passes: this rank is alive, and is any rank asked to stop?"""
+    def _ask_to_stop(self, *, phase: str) -> Callable[[], bool]:
+        """Between two passes: this rank is alive. The call tells whether any is asked to stop."""
         parts = self._parts
         parts.sign_of_life.tell(step=self._step, phase=phase)
-        asked = torch.tensor(float(parts.stop_requested()))
-        return bool(parts.world.sum(asked) > 0)
+        asked = parts.world.begin_sum(torch.tensor(float(parts.stop_requested())))
+        return lambda: bool(asked() > 0)
 
     def _check_sync(self) -> None:
         self._parts.sign_of_life.tell(step=self._step, phase="sync check")

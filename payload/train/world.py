@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,17 @@ class World:
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
+
+    def begin_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin the same; the returned call waits for it and gives it. All begin in one order."""
+        work: Any = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
+
+        def finished() -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            return values
+
+        return finished
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
