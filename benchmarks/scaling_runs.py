@@ -236,6 +236,8 @@ def _start(
         argv += ["-n", "1", *(word for item in sorted(own.items()) for word in ("-env", *item))]
         argv += ["taskset", "--cpu-list", str(core), sys.executable, *words]
     settings = local_mpirun_environment(interface) | (_by_exec(hosts, folder) if hosts else {})
+    # mpirun finds its own programs by PATH.
+    settings["PATH"] = f"{Path(access.mpirun()).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return subprocess.Popen(
         argv,
         env=launcher_environment(os.environ, settings),

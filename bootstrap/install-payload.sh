@@ -162,7 +162,7 @@ make_venv() {
     "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv" || fail "python -m venv $venv failed; what it said is above."
 }
 
-# Not compiled: of the 35 s of one core that this takes, a run's imports need 4, at the first start.
+# Not compiled: of the 35 s of one core that this takes, what a run imports needs 4.
 pip_install() {
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input --no-compile "$@"
 }
@@ -288,6 +288,17 @@ install_rest() {
         fail "pip could not install the packages of $lock; what it said is above."
 }
 
+# Where PYTHONDONTWRITEBYTECODE is set, as in many containers, every process would do it anew.
+compile_imports() {
+    env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" - >/dev/null 2>&1 <<'PYTHON' || true
+import contextlib, importlib
+for name in ("torch", "accelerate", "safetensors.torch", "tiktoken", "paramiko", "rich.progress", "datasets",
+             "transformers", "google.cloud.compute_v1", "google.cloud.storage", "pulumi", "pytest"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+PYTHON
+}
+
 # An older lock's packages that this one no longer has. torch's CUDA packages are torch's to pin.
 remove_strays() {
     local strays
@@ -347,6 +358,7 @@ main() {
     remove_strays
     "$venv/bin/python" -m pip check --disable-pip-version-check >&2 ||
         fail "the installed packages do not fit together; the lock needs a repair (make lock)."
+    compile_imports
     write_stamp
     say "$venv is ready ($((SECONDS - began)) s)"
 }

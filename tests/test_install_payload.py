@@ -182,10 +182,13 @@ def test_a_cpu_build_on_the_plain_index_is_taken_without_ado(tmp_path: Path) -> 
         cwd=tmp_path,
         PIP_NO_INDEX="1",
         PIP_FIND_LINKS=str(links),
+        PYTHONDONTWRITEBYTECODE="1",
     )
     assert done.returncode == 0, done.stderr
     assert "CUDA" not in done.stderr
     assert installed(tmp_path / ".venv") == {"torch==2.13.0+cpu"}
+    # What runs import is compiled, also where no process after this one may.
+    assert list((tmp_path / ".venv").glob("lib/python*/site-packages/__pycache__/torch.*.pyc"))
 
 
 def test_the_extras_with_different_torch_do_not_mix(tmp_path: Path) -> None:
