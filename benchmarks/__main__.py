@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 def short_set(data: Path) -> Mapping[str, list[str]]:
     """Arguments of each benchmark in the set."""
     return {
-        "prepare": ["--rounds", "1"],
+        "prepare": ["--rounds", "5"],
         "step": ["--model", "tiny", "--steps", "4", "--eager"],
         "memory": ["--cases", "tiny:8", "gpt2:1"],
         "evaluate": ["--model", "tiny", "--data", str(data), "--rounds", "3"],
