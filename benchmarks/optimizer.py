@@ -6,7 +6,8 @@ Trains the real trainer on one small setting (`SETTING`: 16 layers of width 128,
 AdamW takes N steps, Muon three quarters of them. Each run has a cosine of its own that ends where
 it does, as a run that anyone keeps would: losses along one long schedule, before it has decayed,
 are not what either optimizer reaches in so many steps. Learning rates are tried on the first seed,
-by factors of two, until the best one has a worse one on both sides; the other seeds then use it.
+by factors of two, until those at both ends are clearly worse than the best one (`CLEARLY`), which
+the other seeds then use.
 A seed makes the weights and the order of the data, the same for both optimizers.
 
 A finished run is kept in the folder and not made again, so the command can be stopped and given
@@ -66,6 +67,8 @@ SEEDS = (1, 2, 3)
 JOBS = 2
 """Runs at a time."""
 FIRST_LRS = (2e-3, 1e-3, 4e-3)
+CLEARLY = 1.02
+"""Times the best loss; seeds differ by about as much, so that a better rate may lie behind less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +194,9 @@ def missing(name: Name, steps: int, done: Mapping[Trial, Trained]) -> list[Trial
         return wanted
     grid = _grid(name, steps, done)
     best = min(grid, key=lambda trial: done[trial].loss)
-    if best == grid[0]:
-        return [replace(best, lr=best.lr / 2)]
-    if best == grid[-1]:
-        return [replace(best, lr=best.lr * 2)]
+    for end, factor in ((grid[0], 0.5), (grid[-1], 2.0)):
+        if done[end].loss < done[best].loss * CLEARLY:
+            return [replace(end, lr=end.lr * factor)]
     return [trial for seed in SEEDS if (trial := replace(best, seed=seed)) not in done]
 
 

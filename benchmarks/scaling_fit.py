@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from payload.model_shape import PRESETS, ModelShape
-from payload.step_time import Network, StepTime, sends_per_byte, step_time
+from payload.step_time import Network, StepTime, buckets, sends_per_byte, step_time
 
 Record = Mapping[str, Any]
 """One measurement, as `benchmarks.scaling_runs.measure` returns it."""
@@ -163,7 +163,8 @@ def points(records: Sequence[Record], constants: Constants) -> list[dict[str, An
         if of_name[0]["ranks"] == 1:
             continue
         step = _step(of_name[0], constants, compute_s=compute_s)
-        numbers = shape_of(of_name[0]).num_params()
+        split = buckets(shape_of(of_name[0]), tokens=_tokens(of_name[0]))
+        numbers = sum(bucket.numbers for bucket in split)
         sent = sends_per_byte(of_name[0]["ranks"]) * numbers * _number_bytes(of_name[0])
         says = {
             "step_s": step.total_s(),
@@ -245,7 +246,13 @@ def _step(
         network=own.network(
             ranks=record["ranks"], gbit_per_s=record["gbit_per_s"], delay_s=delay_s
         ),
+        tokens=_tokens(record),
     )
+
+
+def _tokens(record: Record) -> int:
+    """Of a pass, on all ranks."""
+    return int(record["ranks"] * record["micro_batch_size"] * record["sequence_length"])
 
 
 def _point(name: str, what: str, *, measured: float, predicted: float) -> dict[str, Any]:

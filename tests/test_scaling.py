@@ -123,14 +123,19 @@ def test_the_error_at_a_measured_step_is_the_model_s_and_not_the_fit_s() -> None
     # Processors are busy for half of the time here: 6 seconds of computing.
     measured = [steps("side-by-side", 12.0, ranks=1), steps("hosts:1", 13.0, sync_s=0.2, gbit=1.0)]
     by_what = {each["what"]: each for each in points([*EXCHANGES, *measured], KNOWN)[-4:]}
-    # The last bucket is 28 of 29 MB. Its one all-reduce waits for the end of the backward pass.
-    exposed_s = KNOWN.network(ranks=2, gbit_per_s=1.0).all_reduce_s(4 * TINY[-1].numbers)
+    # The head's gradient, 28 of 29 MB, goes first, in a backward pass of one second; before it is
+    # through, all others are full, and follow.
+    sent = buckets(PRESETS["tiny"], tokens=2048)
+    network = KNOWN.network(ranks=2, gbit_per_s=1.0)
+    exchange_s = sum(network.all_reduce_s(4 * bucket.numbers) for bucket in sent)
+    exposed_s = sent[0].ready + exchange_s - 1.0
     assert by_what["sync_s"]["predicted"] == pytest.approx(exposed_s, abs=1e-4)
     assert by_what["sync_s"]["error"] == pytest.approx(exposed_s / 0.2 - 1, abs=1e-3)
-    busy_s = 5e-10 * 4 * TINY[0].numbers
+    numbers = sum(bucket.numbers for bucket in sent)
+    busy_s = 5e-10 * 4 * numbers * (1 - exposed_s / exchange_s)
     assert by_what["step_s"]["predicted"] == pytest.approx(6 + exposed_s + busy_s, abs=1e-3)
     assert by_what["step_s"]["error"] == pytest.approx((6 + exposed_s + busy_s) / 13 - 1, abs=1e-3)
-    assert by_what["cpu_s"]["predicted"] == pytest.approx(6 + 5e-10 * 4 * NUMBERS, abs=1e-3)
+    assert by_what["cpu_s"]["predicted"] == pytest.approx(6 + 5e-10 * 4 * numbers, abs=1e-3)
 
 
 def test_predictions_fall_with_nodes_and_rise_with_bandwidth_and_slower_processors() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from typing import cast
 
 import pytest
+from torch import nn
 
 from payload.model_shape import PRESETS, ModelShape
 from payload.run_config import parse_run_config
@@ -17,7 +20,7 @@ from payload.step_time import (
     sends_per_byte,
     step_time,
 )
-from payload.train.buckets import make_buckets
+from payload.train.buckets import Bucket, make_buckets
 from payload.train.model import GPT
 
 GPT2 = PRESETS["gpt2"]
@@ -31,11 +34,17 @@ def of_gpt2(
     gbit_per_s: float = 16.0,
     compute_s: float = 12.0,
     number: int = 4,
+    tokens: int | None = None,
     **more: float,
 ) -> StepTime:
     network = Network(ranks=ranks, bytes_per_s=gbit_per_s / 8 * 1e9, **more)
     return step_time(
-        GPT2, compute_s=compute_s, accumulation=4, bytes_per_number=number, network=network
+        GPT2,
+        compute_s=compute_s,
+        accumulation=4,
+        bytes_per_number=number,
+        network=network,
+        tokens=tokens,
     )
 
 
@@ -72,6 +81,18 @@ def test_a_fast_network_leaves_the_last_bucket_exposed_and_hides_the_others() ->
     assert step.busy_s == pytest.approx((GPT2.num_params() * 4 - last) * 1e-9)
 
 
+def test_with_the_kernels_only_rows_of_tokens_are_exposed_on_a_fast_network() -> None:
+    *_, layers, rows = buckets(GPT2, tokens=2048)
+    assert rows.numbers * 4 < 3e6
+    step = of_gpt2(tokens=2048)
+    assert step.exposed_s == pytest.approx((layers.numbers + rows.numbers) * 4 / 2e9)
+    assert step.exposed_s < of_gpt2().exposed_s / 5
+
+
+def test_rows_of_tokens_are_never_more_than_the_vocabulary() -> None:
+    assert buckets(GPT2, tokens=10**9)[-1].numbers == GPT2.vocab_size * GPT2.n_embd
+
+
 def test_a_slow_network_exposes_all_but_what_fits_behind_the_backward_pass() -> None:
     first = buckets(GPT2)[0]
     step = of_gpt2(gbit_per_s=0.1)
@@ -105,16 +126,17 @@ def test_a_run_s_passes_are_those_of_its_batch_on_these_ranks() -> None:
     )
     network = Network(ranks=2, bytes_per_s=1.25e8)
     assert run_step_time(config, GPT2, compute_s=12.0, network=network) == of_gpt2(
-        gbit_per_s=1.0, number=2
+        gbit_per_s=1.0, number=2, tokens=8 * 1024
     )
 
 
 @pytest.mark.parametrize("preset", ["tiny", "gpt2"])
 def test_buckets_hold_every_number_once_and_fill_in_order(preset: str) -> None:
-    for bias in (True, False):
+    for bias, tokens in product((True, False), (None, 1024)):
         shape = replace(PRESETS[preset], bias=bias)
-        found = buckets(shape)
-        assert sum(bucket.numbers for bucket in found) == shape.num_params()
+        found = buckets(shape, tokens=tokens)
+        whole = found if tokens is None else found[:-1]
+        assert sum(bucket.numbers for bucket in whole) == shape.num_params()
         shares = [bucket.ready for bucket in found]
         assert shares == sorted(shares) and shares[-1] == 1.0
 
@@ -122,5 +144,11 @@ def test_buckets_hold_every_number_once_and_fill_in_order(preset: str) -> None:
 def test_buckets_are_those_of_the_exchange() -> None:
     """At a width where each layer fills one."""
     shape = ModelShape(n_layer=3, n_head=2, n_embd=768, sequence_length=8, vocab_size=64)
-    made = make_buckets(GPT(shape, random=False).parameters())
-    assert [bucket.flat.numel() for bucket in made] == [each.numbers for each in buckets(shape)]
+    model = GPT(shape, random=False)
+    assert _sizes(make_buckets(model.parameters())) == [each.numbers for each in buckets(shape)]
+    split = make_buckets(model.parameters(), first=cast(nn.Parameter, model.wte.weight))
+    assert _sizes(split) == [each.numbers for each in buckets(shape, tokens=64)[:-1]]
+
+
+def _sizes(made: list[Bucket]) -> list[int]:
+    return [bucket.flat.numel() for bucket in made]

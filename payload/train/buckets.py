@@ -39,9 +39,16 @@ class Bucket:
         self._missing = len(self.parameters)
 
 
-def make_buckets(parameters: Iterable[nn.Parameter]) -> list[Bucket]:
-    """All parameters, in the order in which a backward pass finishes them: the last one first."""
-    return [Bucket(group) for group in _groups(reversed(list(parameters)))]
+def make_buckets(
+    parameters: Iterable[nn.Parameter], *, first: nn.Parameter | None = None
+) -> list[Bucket]:
+    """All parameters, in the order in which a backward pass finishes them: the last one first.
+
+    `first` comes before all others, in a bucket of its own.
+    """
+    others = [parameter for parameter in parameters if parameter is not first]
+    buckets = [Bucket(group) for group in _groups(reversed(others))]
+    return buckets if first is None else [Bucket([first]), *buckets]
 
 
 def _groups(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

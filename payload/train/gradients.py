@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,24 @@ from torch import Tensor, nn
 
 from payload.run_config import DistributedSection
 from payload.train.buckets import Bucket, make_buckets
+from payload.train.model import GPT
+from payload.train.token_exchange import TokenExchange
 from payload.train.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """Numbers on their way between the ranks."""
+
+    numbers: Tensor
+    sent: Tensor
+    """The same tensor, or its bf16 copy."""
+    work: Any
+
+    def finish(self) -> None:
+        self.work.wait()
+        if self.sent is not self.numbers:
+            self.numbers.copy_(self.sent)
 
 
 class GradientExchange:
@@ -29,24 +47,44 @@ class GradientExchange:
         self._buckets: list[Bucket] = []
         self._nodes: list[object] = []
         """Autograd's, which hold the hooks: they have to live."""
+        self._tokens: TokenExchange | None = None
+        """With the kernels, which know the two parts of the token embedding's gradient."""
         self._full: set[Bucket] = set()
-        self._under_way: list[tuple[Bucket, Tensor, Any]] = []
+        self._under_way: list[_UnderWay] = []
         self._is_last_pass = False
 
-    def attach(self, model: nn.Module) -> None:
-        """Give every rank rank 0's parameters, and average what `model` will learn."""
+    def attach(self, model: GPT) -> None:
+        """Give every rank rank 0's parameters, and average what `model` will learn.
+
+        The model has its kernels by now, if it is to have any.
+        """
         if self._world.world_size == 1:
             return
         for parameter in model.parameters():
             dist.broadcast(parameter.detach(), src=0)
-        self._buckets = make_buckets(model.parameters())
-        for bucket in self._buckets:
+        if model.kernels is None:
+            self._buckets = make_buckets(model.parameters())
+        else:
+            weight = model.wte.weight
+            assert isinstance(weight, nn.Parameter)
+            first, *others = self._buckets = make_buckets(model.parameters(), first=weight)
+            self._tokens = model.kernels.token_gradient = TokenExchange(
+                weight,
+                model.kernels.token_gradient.library,
+                head_is_done=lambda: self._take(weight, first),
+            )
+        for bucket in self._buckets if self._tokens is None else others:
             for parameter in bucket.parameters:
                 self._nodes.append(_call_after_gradient(parameter, bucket, self._take))
 
-    def begin(self) -> None:
-        """The coming backward pass is the last of its step: its gradients are to be averaged."""
+    def begin(self, tokens: Tensor) -> None:
+        """The coming backward pass is the last of its step: its gradients are to be averaged.
+
+        `tokens` are those that the pass read.
+        """
         self._is_last_pass = True
+        if self._tokens is not None:
+            self._tokens.begin(tokens)
 
     def finish(self) -> float:
         """Put the averages in the gradients' place; return the seconds that this waited.
@@ -54,10 +92,13 @@ class GradientExchange:
         Raises RuntimeError when another rank vanished.
         """
         began_s = time.perf_counter()
-        for bucket, sent, work in self._under_way:
-            work.wait()
-            if sent is not bucket.flat:
-                bucket.flat.copy_(sent)
+        rows = None if self._tokens is None else self._tokens.rows()
+        if rows is not None:
+            self._send(rows.gradient)
+        for each in self._under_way:
+            each.finish()
+        if rows is not None:
+            rows.add()
         for bucket in self._buckets:
             bucket.reset()
         self._full.clear()
@@ -76,9 +117,13 @@ class GradientExchange:
             bucket = self._buckets[len(self._under_way)]
             if bucket not in self._full:
                 return
-            sent = bucket.flat.to(torch.bfloat16) if self._as_bf16 else bucket.flat
-            sent.div_(self._world.world_size)
-            self._under_way.append((bucket, sent, dist.all_reduce(sent, async_op=True)))
+            self._send(bucket.flat)
+
+    def _send(self, numbers: Tensor) -> None:
+        sent = numbers.to(torch.bfloat16) if self._as_bf16 else numbers
+        sent.div_(self._world.world_size)
+        work = dist.all_reduce(sent, async_op=True)
+        self._under_way.append(_UnderWay(numbers, sent, work))
 
 
 def _call_after_gradient(

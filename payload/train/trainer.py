@@ -182,7 +182,7 @@ class Trainer:
             last = micro_step == self._accumulation - 1
             loss = parts.trained(tokens, targets)
             if last:
-                parts.exchange.begin()
+                parts.exchange.begin(tokens)
             parts.accelerator.backward(loss / self._accumulation)
             total += loss.detach().double() / self._accumulation
             # The answer is waited for a pass later: between two passes no rank waits for another.

@@ -42,7 +42,7 @@ def gradients(
         with bf16() if dtype == "bf16" else nullcontext():
             loss = model(batch[:, :-1], batch[:, 1:])
         if exchange is not None and index == PASSES - 1:
-            exchange.begin()
+            exchange.begin(batch[:, :-1])
         (loss / PASSES).backward()
     if exchange is not None:
         exchange.finish()
@@ -63,17 +63,26 @@ def test_passes_add_up_to_the_reference_s_gradients(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_exchange_takes_the_sums(library: Library, alone: None, dtype: str) -> None:
+@pytest.mark.parametrize("with_library", [True, False])
+def test_the_exchange_takes_the_sums(
+    library: Library, alone: None, with_library: bool, dtype: str
+) -> None:
+    kernels = Kernels(library if with_library else None)
     model = make_model()
-    expected = gradients(copy.deepcopy(model), Kernels(library), dtype=dtype)
+    expected = gradients(copy.deepcopy(model), kernels, dtype=dtype)
     # The other of two ranks is silent, so that means are halves.
     world = World(rank=0, world_size=2, local_rank=0, local_world_size=2, node="here")
     exchange = GradientExchange(DistributedSection(), world)
+    model.kernels = kernels
     exchange.attach(model)
     for _ in range(2):
-        found = gradients(model, Kernels(library), dtype=dtype, exchange=exchange)
+        found = gradients(model, kernels, dtype=dtype, exchange=exchange)
         assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], value / 2) for name, value in expected.items())
+        for name, value in expected.items():
+            if name == "wte.weight":  # in two parts, which are added up in another order
+                assert error(found[name], value / 2) < 1e-6
+            else:
+                assert torch.equal(found[name], value / 2), name
         model.zero_grad()
 
 

@@ -26,38 +26,52 @@ def product_gradient(weight: Tensor, product: Tensor, library: Library) -> Tenso
     return None
 
 
-def add_scaled(weight: Tensor, gradient: Tensor, scale: float) -> None:
-    """`gradient`, which is given away, times `scale` to the gradient of `weight`."""
-    if weight.grad is None:
-        weight.grad = gradient.mul_(scale) if scale != 1 else gradient
+class TokenGradient:
+    """The gradient of the token embedding (V, C), which is the output head as well.
+
+    It comes in two parts, far from each other in the backward pass; here they are added up.
+    """
+
+    def __init__(self, library: Library | None) -> None:
+        self.library = library
+
+    def add_head(self, weight: Tensor, gradient: Tensor, scale: float) -> None:
+        """The head's part, which comes first: `gradient`, which is given away, times `scale`."""
+        if weight.grad is None:
+            weight.grad = gradient.mul_(scale) if scale != 1 else gradient
+        else:
+            weight.grad.add_(gradient, alpha=scale)
+
+    def add_rows(self, weight: Tensor, indices: Tensor, rows: Tensor) -> None:
+        """The embedding's part, which comes last: `rows` (N, C) to the rows at `indices` (N,)."""
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        add_rows(weight.grad, indices, rows, self.library)
+
+
+def add_rows(total: Tensor, indices: Tensor, rows: Tensor, library: Library | None) -> None:
+    """Add `rows` (N, C) to the rows of `total` (V, C) at `indices` (N,), in their order."""
+    if library is None:
+        total.index_add_(0, indices, rows)
     else:
-        weight.grad.add_(gradient, alpha=scale)
+        library.add_rows(total, indices, rows)
 
 
-def embed(weight: Tensor, tokens: Tensor, library: Library | None) -> Tensor:
+def embed(weight: Tensor, tokens: Tensor, gradient: TokenGradient) -> Tensor:
     """Rows of `weight` (V, C) for tokens (B, T): (B, T, C)."""
-    return cast(Tensor, _Embed.apply(weight, tokens, library))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Embed.apply(weight, tokens, gradient))  # type: ignore[no-untyped-call]
 
 
 class _Embed(torch.autograd.Function):
-    """The head's backward pass, which comes before, has left the same weight's gradient."""
-
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, tokens: Tensor, library: Library | None) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, gradient: TokenGradient) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.weight, ctx.library = weight, library
+        ctx.weight, ctx.gradient = weight, gradient
         return functional.embedding(tokens, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
-        weight, library = ctx.weight, ctx.library
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        rows, indices = grad.flatten(0, 1), tokens.flatten()
-        if library is None:
-            weight.grad.index_add_(0, indices, rows)
-        else:
-            library.add_rows(weight.grad, indices, rows)
+        ctx.gradient.add_rows(ctx.weight, tokens.flatten(), grad.flatten(0, 1))
         return None, None, None

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from payload.data.blocks import IGNORED_TARGET
 from payload.model_shape import LOGITS_TOKENS
-from payload.train.kernels.accumulate import add_scaled
+from payload.train.kernels.accumulate import TokenGradient
 from payload.train.kernels.library import Library
 
 # Rows of which the pure torch pass holds fp32 copies at once.
@@ -29,13 +29,13 @@ _SLICE = 2048
 
 
 def mean_loss(
-    hidden: Tensor, weight: Tensor, cast_weight: Tensor, targets: Tensor, library: Library | None
+    hidden: Tensor, weight: Tensor, cast_weight: Tensor, targets: Tensor, gradient: TokenGradient
 ) -> Tensor:
     """Mean cross entropy of `hidden` (N, C) against `targets` (N,), a scalar fp32.
 
     `cast_weight` is `weight` (V, C) in the dtype of `hidden`, in which products are made.
     """
-    loss = _MeanLoss.apply(hidden, weight, cast_weight, targets, library)  # type: ignore[no-untyped-call]
+    loss = _MeanLoss.apply(hidden, weight, cast_weight, targets, gradient)  # type: ignore[no-untyped-call]
     return cast(Tensor, loss)
 
 
@@ -62,8 +62,9 @@ class _MeanLoss(torch.autograd.Function):
         weight: Tensor,
         cast_weight: Tensor,
         targets: Tensor,
-        library: Library | None,
+        gradient: TokenGradient,
     ) -> Tensor:
+        library = gradient.library
         count = int((targets != IGNORED_TARGET).sum())
         buffer = _buffer(hidden, vocabulary=weight.shape[0])
         losses = torch.empty(len(targets))
@@ -77,7 +78,7 @@ class _MeanLoss(torch.autograd.Function):
             torch.mm(logits, cast_weight, out=grad_hidden[chunk])
             _add_weight_gradient(grad_weight, logits, rows, library, is_first=start == 0)
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight = weight
+        ctx.weight, ctx.gradient = weight, gradient
         # Without a target the mean is 0 / 0, as it is in torch.
         return (losses.sum(dtype=torch.float64) / count).float()
 
@@ -87,7 +88,7 @@ class _MeanLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = float(grad)
         # Made in the forward pass for this one backward pass, so they may be changed.
-        add_scaled(ctx.weight, grad_weight, scale)
+        ctx.gradient.add_head(ctx.weight, grad_weight, scale)
         if scale != 1:
             grad_hidden.mul_(scale)
         return grad_hidden, None, None, None, None

@@ -25,6 +25,8 @@ class Kernels:
     def __init__(self, library: Library | None) -> None:
         self._library = library
         self._copies = Bf16Copies()
+        self.token_gradient = accumulate.TokenGradient(library)
+        """Takes the token embedding's; an exchange between ranks puts its own here."""
 
     @property
     def has_update(self) -> bool:
@@ -47,7 +49,7 @@ class Kernels:
 
     def embed(self, weight: Tensor, tokens: Tensor) -> Tensor:
         """Rows of the token embedding, which is the head's weight as well."""
-        return accumulate.embed(weight, tokens, self._library)
+        return accumulate.embed(weight, tokens, self.token_gradient)
 
     def layers(self, model: GPT, x: Tensor) -> Tensor | None:
         """From the embeddings to the final norm's output; None where the reference has to do it.
@@ -69,7 +71,7 @@ class Kernels:
         hidden, cast_weight = self._cast(hidden, weight)
         flat = (hidden.flatten(0, 1), weight, cast_weight, targets.flatten())
         with torch.autocast("cpu", enabled=False):
-            return head.mean_loss(*flat, self._library)
+            return head.mean_loss(*flat, self.token_gradient)
 
     def token_losses(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy of every target, (B, T) fp32; 0 where it is ignored. No gradients."""
