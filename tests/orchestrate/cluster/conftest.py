@@ -18,7 +18,8 @@ from tests.orchestrate.cluster.separate import SeparateNodes
 
 STEPS = 6
 
-_UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "true")
+_SETPRIV = ("setpriv", "--pdeathsig=KILL", "--")
+_UNSHARE = (*_SETPRIV, "unshare", "--mount", "--pid", "--fork", "--mount-proc", "true")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

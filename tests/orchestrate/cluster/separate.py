@@ -206,8 +206,9 @@ class SeparateNodes:
         state = {"schema_version": 1, "step": "done", "ok": True, "reason": None}
         state |= {"version": payload.__version__, "sha": sha}
         (folder / "bootstrap.json").write_text(json.dumps(state), encoding="utf-8")
-        argv = [*enter, "unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child"]
-        argv += ["--mount-proc"]
+        # Even when pytest itself is killed, no node stays behind.
+        argv = ["setpriv", "--pdeathsig=KILL", "--", *enter]
+        argv += ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         argv += ["sh", "-ec", _BOOT, "sh", str(folder), str(self.home), str(VENV), sys.prefix]
         started = subprocess.Popen(
             [*argv, str(SSHD), "linked" if self._linked else "", name, address],
