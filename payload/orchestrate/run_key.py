@@ -33,10 +33,13 @@ class RunKey:
         return self.folder / "ssh_config"
 
 
-def install_run_key(cluster: Cluster, inventory: ClusterInventory, *, run_id: str) -> RunKey:
+def install_run_key(
+    cluster: Cluster, inventory: ClusterInventory, *, run_id: str, lasts_s: int | None = None
+) -> RunKey:
     """Make the key on the head and let every node trust it; the private half stays on the head.
 
-    Raises NodesError, and what connecting raises; call `remove_run_key` then, too.
+    With `lasts_s` the nodes trust it for so long, even if this operator is killed before removing
+    it. Raises NodesError, and what connecting raises; call `remove_run_key` then, too.
     """
     if not _RUN_ID.fullmatch(run_id):
         raise ConfigError(
@@ -54,7 +57,8 @@ def install_run_key(cluster: Cluster, inventory: ClusterInventory, *, run_id: st
 
     def trust(node: Node) -> None:
         connection = cluster.connect(node)
-        _act(connection, action="trust", run_id=run_id, public=made["public"])
+        lasts = {} if lasts_s is None else {"lasts_s": lasts_s}
+        _act(connection, action="trust", run_id=run_id, public=made["public"], **lasts)
 
     all_or_raise(on_every_node(inventory.nodes, trust), what="installing the run's key")
     return RunKey(folder=folder)
@@ -72,7 +76,7 @@ def remove_run_key(cluster: Cluster, inventory: ClusterInventory, *, run_id: str
     all_or_raise(on_every_node(inventory.nodes, forget), what="removing the run's key")
 
 
-def _act(connection: Connection, **arguments: str) -> dict[str, Any]:
+def _act(connection: Connection, **arguments: str | int) -> dict[str, Any]:
     text = connection.check_run(
         remote_argv(arguments), stdin=remote_program("run_key.py"), timeout_s=_ACTION_S
     )

@@ -39,6 +39,8 @@ from payload.run_config import LaunchSection, RunConfig
 
 _MARGIN_S = 20.0
 _ACTION_S = 20.0
+# Ten times what a trial takes; it is for an operator who is killed before removing the key.
+_KEY_LASTS_S = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +133,7 @@ def _start(
     inventory = chosen.inventory
     if head["port"] is None:
         raise PreflightError(f"{inventory.head.name}: it has no free port for the ranks.")
-    key = install_run_key(cluster, inventory, run_id=run_id)
+    key = install_run_key(cluster, inventory, run_id=run_id, lasts_s=_KEY_LASTS_S)
     alone = len(inventory.nodes) == 1
     interfaces = {node.name: facts[node.name].interface or LOOPBACK for node in inventory.nodes}
     setting = Setting(

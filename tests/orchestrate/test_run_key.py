@@ -117,6 +117,23 @@ def test_removing_one_run_s_key_leaves_the_others(nodes: list[Sshd], login: Logi
     assert text.count("tileforge-run:run-11\n") == 1
 
 
+def test_a_key_that_lasts_ends_by_itself_and_the_next_action_clears_it_away(
+    nodes: list[Sshd], login: Login
+) -> None:
+    inventory = make_cluster(*(sshd.node for sshd in nodes))
+    with cluster_of(inventory, login) as cluster:
+        lasting = install_run_key(cluster, inventory, run_id="long", lasts_s=600)
+        ended = install_run_key(cluster, inventory, run_id="short", lasts_s=-1)
+        for key, reached in ((lasting, True), (ended, False)):
+            done = ssh_from_head(key, nodes[1].node, ["true"])
+            assert (done.returncode == 0) is reached, done.stderr
+        install_run_key(cluster, inventory, run_id="next")
+    for sshd in nodes:
+        text = sshd.authorized_keys.read_text(encoding="ascii")
+        assert "tileforge-run:long\n" in text and "tileforge-run:short\n" not in text
+    assert Path(lasting.folder).is_dir() and not Path(ended.folder).exists()
+
+
 def mpirun(key: RunKey, inventory: ClusterInventory, tmp_path: Path) -> CompletedProcess[str]:
     """`echo` on every node, started by mpirun as on the head."""
     hosts = tmp_path / "hosts"

@@ -1,8 +1,9 @@
 """Makes, installs and removes the key by which a run's head reaches its workers.
 
 Runs on a node as `python3 -I - ARGUMENTS`, with this text on stdin; ARGUMENTS is a JSON object:
-action (make, trust, forget), run_id, and for trust the key's public half. Prints a JSON object.
-Each action may be repeated.
+action (make, trust, forget), run_id, and for trust the key's public half and, where it is not to
+be trusted for longer, `lasts_s`. Prints a JSON object. Each action may be repeated, and forgets
+keys whose time is over: whoever wanted them may have been killed before removing them.
 """
 
 from __future__ import annotations
@@ -10,32 +11,53 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 _KEYGEN_S = 20
+# sshd reads it as local time.
+_TIME = "%Y%m%d%H%M%S"
+_LASTS = re.compile(r'restrict,expiry-time="(\d{14})" .* tileforge-run:(\S+)')
 
 
 def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
     """Carry out one action in the login's `home`."""
     run_id = arguments["run_id"]
-    folder = home / ".ssh" / "tileforge" / run_id
+    folders = home / ".ssh" / "tileforge"
+    folder = folders / run_id
     mark = f"tileforge-run:{run_id}"
     if arguments["action"] == "make":
         return make(folder, mark=mark)
     with authorized_keys(home) as lines:
-        lines[:] = [line for line in lines if line.split()[-1:] != [mark]]
+        over = {line: name for line in lines if (name := ended(line))}
+        lines[:] = [line for line in lines if line not in over and line.split()[-1:] != [mark]]
         if arguments["action"] == "trust":
             # It starts hydra's proxy, and needs neither a terminal nor forwarding.
-            lines.append(f"restrict {arguments['public']}")
+            options = "restrict"
+            if "lasts_s" in arguments:
+                end = time.localtime(time.time() + arguments["lasts_s"])
+                options += f',expiry-time="{time.strftime(_TIME, end)}"'
+            lines.append(f"{options} {arguments['public']}")
+    for name in over.values():
+        shutil.rmtree(folders / name, ignore_errors=True)
     if arguments["action"] == "forget":
         shutil.rmtree(folder, ignore_errors=True)
     return {"folder": str(folder)}
+
+
+def ended(line: str) -> str | None:
+    """The run of a key of ours that sshd does not take any more."""
+    found = _LASTS.fullmatch(line)
+    if found is None or found[1] > time.strftime(_TIME):
+        return None
+    return found[2]
 
 
 def make(folder: Path, *, mark: str) -> dict[str, Any]:
