@@ -93,7 +93,9 @@ def test_large_scores_neither_overflow_nor_vanish(library: Library) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("with_library", [True, False])
-@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 2), (5, 301), (131, 9001)])
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "width"), [(1, 2, 2), (5, 301, 64), (131, 9001, 2048), (3, 128, 64)]
+)
 def test_the_loss_and_its_gradient_are_those_of_torch(
     library: Library,
     threads: int,
@@ -101,29 +103,37 @@ def test_the_loss_and_its_gradient_are_those_of_torch(
     with_library: bool,
     rows: int,
     vocabulary: int,
+    width: int,
 ) -> None:
-    apart = random(rows, vocabulary + 7).mul(5).to(dtype)
-    logits = apart[:, :vocabulary]
+    slices = -(-vocabulary // width)
+    logits = random(slices, rows + 2, width).mul(5).to(dtype)[:, :rows]
+
+    def joined() -> Tensor:
+        return logits.transpose(0, 1).flatten(1)
+
     targets = torch.arange(rows) % vocabulary
     targets[3::4] = IGNORED_TARGET
-    leaf = logits.double().requires_grad_()
+    leaf = joined()[:, :vocabulary].double().requires_grad_()
     true = functional.cross_entropy(leaf, targets, ignore_index=IGNORED_TARGET, reduction="none")
     torch.autograd.backward(true.sum() * 0.25)
-    beyond = apart[:, vocabulary:].clone()
+    beyond = joined()[:, vocabulary:]
 
     chosen = library if with_library else None
-    plain = head._cross_entropy(logits.clone(), targets, None, chosen)
-    found = head._cross_entropy(logits, targets, 0.25, chosen)
+    plain, found = (
+        head._cross_entropy(logits, targets, chosen, vocabulary=vocabulary, grad_scale=scale)
+        for scale in (None, 0.25)
+    )
 
     assert torch.equal(plain, found)
     # Losses are up to 30, whose last bit in fp32 is 2e-6.
     assert float((found.double() - true.detach()).abs().max()) < 1e-5
     assert leaf.grad is not None
+    grad = joined()[:, :vocabulary]
     if dtype == BF16:
-        assert error(logits, leaf.grad) < ONE_ROUNDING
+        assert error(grad, leaf.grad) < ONE_ROUNDING
     else:
-        assert float((logits.double() - leaf.grad).abs().max()) < 1e-6
-    assert torch.equal(apart[:, vocabulary:], beyond)
+        assert float((grad.double() - leaf.grad).abs().max()) < 1e-6
+    assert torch.equal(joined()[:, vocabulary:], beyond)
 
 
 @pytest.mark.parametrize("count", [1, 15, 5000])

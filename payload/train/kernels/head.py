@@ -2,11 +2,14 @@
 
 One buffer of logits in the products' dtype serves chunk after chunk of tokens; each chunk's logits
 are overwritten by their gradient, from which both products of the backward pass are made at once.
-N tokens, C width, V vocabulary.
+It is in slices of the vocabulary, (S, N, W): a product reads or writes one slice, which is in one
+piece, where rows of the whole vocabulary would lie 100 kB apart.
+N tokens, C width, V vocabulary, W words of a slice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -20,11 +23,8 @@ from payload.train.kernels.library import Library
 
 # Rows of which the pure torch pass holds fp32 copies at once.
 _ROWS = 128
-# Rows of logits begin at cache lines: products are faster than with GPT-2's odd 50257.
-_ALIGNED = 64
-# Vocabulary entries of one product. With all 50257 at once the logits' product ran at 0.27 TFLOP/s,
-# so at 0.42, where square products of size 1024 have 0.43; the weight's gradient at 0.29 from rows
-# that lie 100 kB apart, at 0.43 from a copy (two AVX-512 cores, 1024 tokens, 2026-11-21).
+# Words of one product. With all 50257 at once the logits' product ran at 0.27 TFLOP/s, so at 0.42,
+# where square products of size 1024 have 0.43 (two AVX-512 cores, 1024 tokens, 2026-11-21).
 _SLICE = 2048
 
 
@@ -43,12 +43,15 @@ def token_losses(
     hidden: Tensor, cast_weight: Tensor, targets: Tensor, library: Library | None
 ) -> Tensor:
     """Cross entropy of each target, (N,) fp32; 0 where it is `IGNORED_TARGET`. No gradients."""
-    buffer = _buffer(hidden, vocabulary=cast_weight.shape[0])
+    vocabulary = len(cast_weight)
+    buffer = _buffer(hidden, vocabulary=vocabulary)
     losses = torch.empty(len(targets))
     for start in range(0, len(targets), LOGITS_TOKENS):
         chunk = slice(start, start + LOGITS_TOKENS)
         logits = _logits(hidden[chunk], cast_weight, buffer)
-        losses[chunk] = _cross_entropy(logits, targets[chunk], None, library)
+        losses[chunk] = _cross_entropy(
+            logits, targets[chunk], library, vocabulary=vocabulary, grad_scale=None
+        )
     return losses
 
 
@@ -66,7 +69,8 @@ class _MeanLoss(torch.autograd.Function):
     ) -> Tensor:
         library = gradient.library
         count = int((targets != IGNORED_TARGET).sum())
-        buffer = _buffer(hidden, vocabulary=weight.shape[0])
+        vocabulary = len(weight)
+        buffer = _buffer(hidden, vocabulary=vocabulary)
         losses = torch.empty(len(targets))
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.empty(weight.shape)
@@ -74,8 +78,14 @@ class _MeanLoss(torch.autograd.Function):
             chunk = slice(start, start + LOGITS_TOKENS)
             rows = hidden[chunk]
             logits = _logits(rows, cast_weight, buffer)
-            losses[chunk] = _cross_entropy(logits, targets[chunk], 1 / max(count, 1), library)
-            torch.mm(logits, cast_weight, out=grad_hidden[chunk])
+            losses[chunk] = _cross_entropy(
+                logits,
+                targets[chunk],
+                library,
+                vocabulary=vocabulary,
+                grad_scale=1 / max(count, 1),
+            )
+            grad_hidden[chunk] = _hidden_gradient(logits, cast_weight, library)
             _add_weight_gradient(grad_weight, logits, rows, library, is_first=start == 0)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight, ctx.gradient = weight, gradient
@@ -96,43 +106,69 @@ class _MeanLoss(torch.autograd.Function):
 
 def _buffer(hidden: Tensor, *, vocabulary: int) -> Tensor:
     rows = min(len(hidden), LOGITS_TOKENS)
-    stride = -(-vocabulary // _ALIGNED) * _ALIGNED
-    return hidden.new_empty(rows, stride)[:, :vocabulary]
+    # A row more than is used: at a power of two from each other, what a row has in all slices
+    # would share a few sets of the caches.
+    return hidden.new_empty(-(-vocabulary // _SLICE), rows + 1, _SLICE)
+
+
+def _words(vocabulary: int) -> Iterator[tuple[int, slice]]:
+    """Each slice's number, and what of the vocabulary is in it."""
+    for number, start in enumerate(range(0, vocabulary, _SLICE)):
+        yield number, slice(start, min(start + _SLICE, vocabulary))
 
 
 def _logits(rows: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-    logits = buffer[: len(rows)]
-    for start in range(0, len(weight), _SLICE):
-        words = slice(start, start + _SLICE)
-        torch.mm(rows, weight[words].t(), out=logits[:, words])
+    logits = buffer[:, : len(rows)]
+    for number, words in _words(len(weight)):
+        part = weight[words]
+        torch.mm(rows, part.t(), out=logits[number, :, : len(part)])
     return logits
+
+
+def _hidden_gradient(logits: Tensor, weight: Tensor, library: Library | None) -> Tensor:
+    total = torch.zeros(logits.shape[1], weight.shape[1])
+    for number, words in _words(len(weight)):
+        part = weight[words]
+        _add(total, torch.mm(logits[number, :, : len(part)], part), library)
+    return total
 
 
 def _add_weight_gradient(
     grad: Tensor, logits: Tensor, rows: Tensor, library: Library | None, *, is_first: bool
 ) -> None:
-    for start in range(0, len(grad), _SLICE):
-        words = slice(start, start + _SLICE)
-        part = torch.mm(logits[:, words].contiguous().t(), rows)
+    for number, words in _words(len(grad)):
+        total = grad[words]
+        part = torch.mm(logits[number, :, : len(total)].t(), rows)
         if is_first:
-            grad[words].copy_(part)
-        elif library is not None and part.dtype == torch.bfloat16:
-            # torch takes three times as long to add numbers of two dtypes.
-            library.widen_add(part, grad[words])
+            total.copy_(part)
         else:
-            grad[words].add_(part)
+            _add(total, part, library)
+
+
+def _add(total: Tensor, part: Tensor, library: Library | None) -> None:
+    if library is not None and part.dtype == torch.bfloat16:
+        # torch takes three times as long to add numbers of two dtypes.
+        library.widen_add(part, total)
+    else:
+        total.add_(part)
 
 
 def _cross_entropy(
-    logits: Tensor, targets: Tensor, grad_scale: float | None, library: Library | None
+    logits: Tensor,
+    targets: Tensor,
+    library: Library | None,
+    *,
+    vocabulary: int,
+    grad_scale: float | None,
 ) -> Tensor:
     """Loss of each row, fp32; with a scale, `logits` become their gradient times it."""
     if library is not None:
-        return library.cross_entropy(logits, targets, grad_scale=grad_scale)
+        return library.cross_entropy(logits, targets, vocabulary=vocabulary, grad_scale=grad_scale)
     losses = torch.empty(len(targets))
     for start in range(0, len(targets), _ROWS):
         rows = slice(start, start + _ROWS)
-        values, wanted = logits[rows].float(), targets[rows].unsqueeze(1)
+        slices, wanted = logits[:, rows], targets[rows].unsqueeze(1)
+        values = slices.transpose(0, 1).flatten(1)[:, :vocabulary].float()
         is_ignored = wanted == IGNORED_TARGET
         wanted = wanted.masked_fill(is_ignored, 0)
         log_shares = values.log_softmax(dim=1)
@@ -141,5 +177,7 @@ def _cross_entropy(
         if grad_scale is not None:
             grad = log_shares.exp_()
             grad.scatter_add_(1, wanted, torch.full_like(found, -1))
-            logits[rows] = grad.mul_(grad_scale).masked_fill_(is_ignored, 0)
+            grad.mul_(grad_scale).masked_fill_(is_ignored, 0)
+            for number, words in enumerate(torch.split(grad, logits.shape[2], dim=1)):
+                slices[number, :, : words.shape[1]] = words
     return losses

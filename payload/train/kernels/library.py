@@ -21,8 +21,8 @@ _DOUBLE = ctypes.c_double
 _SIGNATURES: dict[str, list[type]] = {
     "attention_forward": [*[_POINTER] * 3, *[_SIZE] * 4, _INT],
     "attention_backward": [*[_POINTER] * 5, *[_SIZE] * 4, _INT],
-    "cross_entropy_bf16": [_POINTER, *[_SIZE] * 3, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
-    "cross_entropy_fp32": [_POINTER, *[_SIZE] * 3, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
+    "cross_entropy_bf16": [_POINTER, *[_SIZE] * 4, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
+    "cross_entropy_fp32": [_POINTER, *[_SIZE] * 4, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
     "gelu_forward": [*[_POINTER] * 2, _SIZE, _INT],
     "gelu_backward": [*[_POINTER] * 3, _SIZE, _INT],
     "sum_rows": [*[_POINTER] * 2, *[_SIZE] * 2, _INT],
@@ -86,16 +86,20 @@ class Library:
         self._call("attention_backward", qkv, out, log_sums, grad_out, grad, *sizes)
         return grad
 
-    def cross_entropy(self, logits: Tensor, targets: Tensor, *, grad_scale: float | None) -> Tensor:
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, *, vocabulary: int, grad_scale: float | None
+    ) -> Tensor:
         """Loss of each row, fp32; with a scale, `logits` become their gradient times it.
 
-        `logits` are (N, V) bf16 or fp32; rows may lie apart, what is between them stays.
+        `logits` are bf16 or fp32, (S, N, W) for S slices of the vocabulary; slices may lie apart.
+        What is beyond the vocabulary in the last one stays.
         """
-        rows, vocabulary = logits.shape
-        assert logits.stride(1) == 1 and targets.shape == (rows,)
+        slices, rows, width = logits.shape
+        assert logits.stride()[1:] == (width, 1) and targets.shape == (rows,)
+        assert (slices - 1) * width < vocabulary <= slices * width
         losses = torch.empty(rows)
         name = "cross_entropy_bf16" if logits.dtype == torch.bfloat16 else "cross_entropy_fp32"
-        sizes = (rows, vocabulary, logits.stride(0))
+        sizes = (rows, vocabulary, width, logits.stride(0))
         scale = 0.0 if grad_scale is None else grad_scale
         with_grad = int(grad_scale is not None)
         self._call(

@@ -8,45 +8,62 @@ namespace {
 // Rows whose share of a sum over rows is one task's.
 constexpr int64_t kSumRows = 64;
 
+// One row of logits: slices of `width` numbers, `apart` from each other, the last one shorter.
 template <typename T>
-void cross_entropy_row(T* logits, int64_t vocabulary, int64_t target, int64_t ignored,
-                       float grad_scale, bool with_grad, float* loss) {
+struct Logits {
+  T* first;
+  int64_t vocabulary, width, apart;
+
+  T* at(int64_t i) const { return first + i / width * apart + i % width; }
+  template <typename Use>
+  void each_slice(Use use) const {
+    for (int64_t i = 0; i < vocabulary; i += width) use(at(i), std::min(width, vocabulary - i));
+  }
+};
+
+template <typename T>
+void cross_entropy_row(Logits<T> logits, int64_t target, int64_t ignored, float grad_scale,
+                       bool with_grad, float* loss) {
   if (target == ignored) {
     *loss = 0.0f;
-    if (with_grad) std::fill_n(logits, vocabulary, T{0});
+    if (with_grad) logits.each_slice([](T* slice, int64_t size) { std::fill_n(slice, size, T{0}); });
     return;
   }
   float top = -std::numeric_limits<float>::infinity();
-#pragma omp simd reduction(max : top)
-  for (int64_t i = 0; i < vocabulary; ++i) top = larger(top, to_float(logits[i]));
-  // Eight sums, or fifty thousand numbers' rounding errors would add up.
-  constexpr int64_t kPart = 8192;
+  logits.each_slice([&](const T* slice, int64_t size) {
+    float largest = top;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < size; ++i) largest = larger(largest, to_float(slice[i]));
+    top = largest;
+  });
+  // A sum for each slice, or fifty thousand numbers' rounding errors would add up.
   double sum = 0;
-  for (int64_t first = 0; first < vocabulary; first += kPart) {
-    const int64_t end = std::min(vocabulary, first + kPart);
+  logits.each_slice([&](const T* slice, int64_t size) {
     float part = 0;
 #pragma omp simd reduction(+ : part)
-    for (int64_t i = first; i < end; ++i) part += exp_fast(to_float(logits[i]) - top);
+    for (int64_t i = 0; i < size; ++i) part += exp_fast(to_float(slice[i]) - top);
     sum += part;
-  }
+  });
   const float log_sum = static_cast<float>(std::log(sum));
-  const float target_logit = to_float(logits[target]);
+  const float target_logit = to_float(*logits.at(target));
   *loss = log_sum + (top - target_logit);
   if (!with_grad) return;
   const float factor = static_cast<float>(grad_scale / sum);
-  fill(vocabulary, logits, [=](int64_t i) { return exp_fast(to_float(logits[i]) - top) * factor; });
+  logits.each_slice([=](T* slice, int64_t size) {
+    fill(size, slice, [=](int64_t i) { return exp_fast(to_float(slice[i]) - top) * factor; });
+  });
   const float share = exp_fast(target_logit - top) / static_cast<float>(sum);
-  fill(1, logits + target, [=](int64_t) { return (share - 1.0f) * grad_scale; });
+  fill(1, logits.at(target), [=](int64_t) { return (share - 1.0f) * grad_scale; });
 }
 
 template <typename T>
-void cross_entropy(T* logits, int64_t rows, int64_t vocabulary, int64_t stride,
+void cross_entropy(T* logits, int64_t rows, int64_t vocabulary, int64_t width, int64_t apart,
                    const int64_t* targets, int64_t ignored, float grad_scale, int with_grad,
                    float* losses, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
-    cross_entropy_row(logits + row * stride, vocabulary, targets[row], ignored, grad_scale,
-                      with_grad != 0, losses + row);
+    cross_entropy_row(Logits<T>{logits + row * width, vocabulary, width, apart}, targets[row],
+                      ignored, grad_scale, with_grad != 0, losses + row);
   }
 }
 
@@ -69,18 +86,19 @@ constexpr int64_t kPiece = 1024;
 extern "C" {
 
 // Loss of each row, log(sum(exp(logits))) - logits[target]; 0 where the target is `ignored`. With
-// `with_grad` the logits are overwritten by their gradient times `grad_scale`.
-void tileforge_cross_entropy_bf16(bf16* logits, int64_t rows, int64_t vocabulary, int64_t stride,
-                                  const int64_t* targets, int64_t ignored, float grad_scale,
-                                  int with_grad, float* losses, int threads) {
-  cross_entropy(logits, rows, vocabulary, stride, targets, ignored, grad_scale, with_grad, losses,
-                threads);
+// `with_grad` the logits are overwritten by their gradient times `grad_scale`. They are in slices
+// of the vocabulary, (slices, rows, width), that begin `apart` numbers from each other.
+void tileforge_cross_entropy_bf16(bf16* logits, int64_t rows, int64_t vocabulary, int64_t width,
+                                  int64_t apart, const int64_t* targets, int64_t ignored,
+                                  float grad_scale, int with_grad, float* losses, int threads) {
+  cross_entropy(logits, rows, vocabulary, width, apart, targets, ignored, grad_scale, with_grad,
+                losses, threads);
 }
-void tileforge_cross_entropy_fp32(float* logits, int64_t rows, int64_t vocabulary, int64_t stride,
-                                  const int64_t* targets, int64_t ignored, float grad_scale,
-                                  int with_grad, float* losses, int threads) {
-  cross_entropy(logits, rows, vocabulary, stride, targets, ignored, grad_scale, with_grad, losses,
-                threads);
+void tileforge_cross_entropy_fp32(float* logits, int64_t rows, int64_t vocabulary, int64_t width,
+                                  int64_t apart, const int64_t* targets, int64_t ignored,
+                                  float grad_scale, int with_grad, float* losses, int threads) {
+  cross_entropy(logits, rows, vocabulary, width, apart, targets, ignored, grad_scale, with_grad,
+                losses, threads);
 }
 
 void tileforge_gelu_forward(const bf16* x, bf16* y, int64_t count, int threads) {
