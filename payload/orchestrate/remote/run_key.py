@@ -2,8 +2,8 @@
 
 Runs on a node as `python3 -I - ARGUMENTS`, with this text on stdin; ARGUMENTS is a JSON object:
 action (make, trust, forget), run_id, and for trust the key's public half and, where it is not to
-be trusted for longer, `lasts_s`. Prints a JSON object. Each action may be repeated, and forgets
-keys whose time is over: whoever wanted them may have been killed before removing them.
+be trusted for longer, `lasts_s`. Prints a JSON object. Each action may be repeated. trust and
+forget also clear away keys whose time is over: who made them was killed before removing them.
 """
 
 from __future__ import annotations

@@ -63,6 +63,8 @@ def embed(weight: Tensor, tokens: Tensor, gradient: TokenGradient) -> Tensor:
 
 
 class _Embed(torch.autograd.Function):
+    """Rows of the weight, whose gradient goes where the head's went before."""
+
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tokens: Tensor, gradient: TokenGradient) -> Tensor:
         ctx.save_for_backward(tokens)
