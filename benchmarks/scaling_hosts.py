@@ -12,12 +12,11 @@ import signal
 import stat
 import subprocess
 import sys
-from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 
 from tests.rig.host import pids_in_network, run, wait_until
 from tests.rig.network import INTERFACE, Link, address_of, make_operator_network
+from tests.rig.whole import Whole
 
 REPO = Path(__file__).parent.parent
 _PROGRAMS = ("ip", "tc", "bridge")
@@ -32,7 +31,7 @@ exec ip netns exec "NAME-$host" sh -c "$*"
 """
 
 
-class Hosts(AbstractContextManager["Hosts"]):
+class Hosts(Whole):
     """`num_hosts` hosts that reach each other with `gbit_per_s`, each way. They end with `with`."""
 
     interface = INTERFACE
@@ -43,34 +42,20 @@ class Hosts(AbstractContextManager["Hosts"]):
         self._gbit_per_s = gbit_per_s
         self._reaper: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Hosts:
-        """Make them. Raises RigError."""
+    def _make(self) -> None:
+        """Raises RigError."""
         self._reaper = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.scaling_hosts", self.name],
             cwd=REPO,
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        try:
-            make_operator_network(self.name)
-            for index, address in enumerate(self.addresses):
-                # The namespace has the address in its name, for who calls it like ssh.
-                link = Link(self.name, f"{self.name}-{address}", f"host-{index}", address)
-                link.make()
-                link.limit(self._gbit_per_s * 1e3)
-        except BaseException:
-            self._end()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Remove them, and what runs on them."""
-        self._end()
+        make_operator_network(self.name)
+        for index, address in enumerate(self.addresses):
+            # The namespace has the address in its name, for who calls it like ssh.
+            link = Link(self.name, f"{self.name}-{address}", f"host-{index}", address)
+            link.make()
+            link.limit(self._gbit_per_s * 1e3)
 
     def enter(self, index: int) -> list[str]:
         """What makes a command run on the host with this index, before its words."""
@@ -83,9 +68,10 @@ class Hosts(AbstractContextManager["Hosts"]):
         return path
 
     def _end(self) -> None:
-        assert self._reaper is not None and self._reaper.stdin is not None
-        self._reaper.stdin.close()
-        self._reaper.wait(60)
+        """The reaper does it, as it would if this process were killed."""
+        if self._reaper is not None and self._reaper.stdin is not None:
+            self._reaper.stdin.close()
+            self._reaper.wait(60)
 
 
 def missing() -> str | None:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -23,6 +22,7 @@ from tests.rig.image import PACKAGES_ON_MACHINE, root_image
 from tests.rig.machine import Machine
 from tests.rig.network import Link, address_of, joined, make_operator_network
 from tests.rig.wheelhouse import PIP_CONF, WHEELHOUSE_ON_MACHINE, wheelhouse
+from tests.rig.whole import Whole
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +34,7 @@ _FILLED_MIB = 2560
 _REMOVAL_S = 900
 
 
-class Rig(AbstractContextManager["Rig"]):
+class Rig(Whole):
     """Boots one machine for each user-data: `with Rig([text, text]) as rig: rig.machines[0]...`.
 
     They are named node-0, node-1, ...; the first is the head. Nothing on the host's own network
@@ -67,7 +67,7 @@ class Rig(AbstractContextManager["Rig"]):
         self._without_index = without_index
         self._reaper: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Rig:
+    def _make(self) -> None:
         """Boot the machines; cloud-init is then under way. Raises RigError."""
         problem = missing()
         if problem:
@@ -78,31 +78,17 @@ class Rig(AbstractContextManager["Rig"]):
         if self._wheels:
             binds.append(f"{wheelhouse()}:{WHEELHOUSE_ON_MACHINE}")
         folder = self._start_reaper()
-        try:
-            make_operator_network(self.name)
-            self._make_machines(folder, binds=tuple(binds))
-            for index, machine in enumerate(self.machines):
-                layers, user_data = [*self._layers, image / "root"], self.user_data[index]
-                hosts = self._hosts()
-                machine.mount(layers, user_data=user_data, hosts=hosts, disk_mib=self._disk_mib)
-                if self._wheels and index not in self._without_index:
-                    (machine.root / "etc/pip.conf").write_text(PIP_CONF, encoding="ascii")
-                machine.power_on()
-            for machine in self.machines:
-                machine.wait_for_systemd()
-        except BaseException:
-            self._end()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """End the machines and remove everything."""
-        self._end()
+        make_operator_network(self.name)
+        self._make_machines(folder, binds=tuple(binds))
+        for index, machine in enumerate(self.machines):
+            layers, user_data = [*self._layers, image / "root"], self.user_data[index]
+            hosts = self._hosts()
+            machine.mount(layers, user_data=user_data, hosts=hosts, disk_mib=self._disk_mib)
+            if self._wheels and index not in self._without_index:
+                (machine.root / "etc/pip.conf").write_text(PIP_CONF, encoding="ascii")
+            machine.power_on()
+        for machine in self.machines:
+            machine.wait_for_systemd()
 
     def wait_for_bootstrap(self, *, timeout_s: float = 300) -> dict[str, dict[str, Any]]:
         """The last bootstrap state of every machine, once all have come to an end."""
@@ -179,7 +165,8 @@ class Rig(AbstractContextManager["Rig"]):
 
     def _end(self) -> None:
         """The reaper does it all, as it would if this process were killed."""
-        assert self._reaper is not None and self._reaper.stdin is not None
+        if self._reaper is None or self._reaper.stdin is None:
+            return
         self._reaper.stdin.close()
         status = self._reaper.wait(_REMOVAL_S)
         for machine in self.machines:

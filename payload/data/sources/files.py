@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.data.documents import PIECE_BYTES, Batch, Batcher, Cursor, Survey, read_pieces
+from payload.data.sources import SourceRequest
 from payload.errors import DataError
 
 DEFAULT_VAL_FRACTION = 0.0005
@@ -59,6 +60,29 @@ def file_identity(files: Sequence[Path]) -> list[Any]:
         status = path.stat()
         result.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
     return result
+
+
+class ColumnFiles:
+    """What sources share whose files hold documents in a column, under `text_column`."""
+
+    default_val_fraction = DEFAULT_VAL_FRACTION
+    revision: str | None = None
+
+    def __init__(
+        self, kind: str, given: Sequence[Path], *, glob: str, request: SourceRequest
+    ) -> None:
+        """`glob` is which files of a folder where the request does not say."""
+        self.label = describe_inputs(kind, given)
+        self._given = given
+        self._glob = request.glob or glob
+        self._column = request.text_column
+        self._skip_bad = request.skip_bad
+        self._files: list[Path] = []
+
+    def identity(self) -> list[Any]:
+        """Place, size and time of every file. Raises DataError when one is missing."""
+        self._files = find_files(self._given, glob=self._glob)
+        return file_identity(self._files)
 
 
 def describe_inputs(kind: str, given: Sequence[Path]) -> str:

@@ -7,40 +7,22 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from payload.data.documents import MIB, Batch, Batcher, Cursor, Survey, read_pieces
 from payload.data.sources import SourceRequest
-from payload.data.sources.files import (
-    DEFAULT_VAL_FRACTION,
-    describe_inputs,
-    file_identity,
-    find_files,
-)
+from payload.data.sources.files import ColumnFiles
 from payload.errors import DataError
 
 LINE_BYTES = 64 * MIB
 """A longer line is bad: JSON has to be parsed whole, at up to four bytes a character."""
 
 
-class JsonlSource:
+class JsonlSource(ColumnFiles):
     """Every line that is not blank is a document."""
 
-    default_val_fraction = DEFAULT_VAL_FRACTION
-    revision: str | None = None
-
     def __init__(self, given: Sequence[Path], request: SourceRequest) -> None:
-        self.label = describe_inputs("jsonl", given)
-        self._given = given
-        self._glob = request.glob
-        self._column = request.text_column
-        self._skip_bad = request.skip_bad
-        self._files: list[Path] = []
-
-    def identity(self) -> list[Any]:
-        """Place, size and time of every file. Raises DataError when one is missing."""
-        self._files = find_files(self._given, glob=self._glob or "*.jsonl*")
-        return file_identity(self._files)
+        super().__init__("jsonl", given, glob="*.jsonl*", request=request)
 
     def survey(self) -> Survey:
         """Count the lines; a compressed file is not opened for that."""

@@ -18,12 +18,7 @@ from payload.data.documents import (
     read_pieces,
 )
 from payload.data.sources import SourceRequest
-from payload.data.sources.files import (
-    DEFAULT_VAL_FRACTION,
-    describe_inputs,
-    file_identity,
-    find_files,
-)
+from payload.data.sources.files import ColumnFiles
 from payload.errors import DataError
 
 if TYPE_CHECKING:
@@ -35,24 +30,11 @@ ROWS_AT_ONCE = 1024
 _READ_BUFFER_BYTES = 8 * MIB
 
 
-class ParquetSource:
+class ParquetSource(ColumnFiles):
     """Every row is a document."""
 
-    default_val_fraction = DEFAULT_VAL_FRACTION
-    revision: str | None = None
-
     def __init__(self, given: Sequence[Path], request: SourceRequest) -> None:
-        self.label = describe_inputs("parquet", given)
-        self._given = given
-        self._glob = request.glob
-        self._column = request.text_column
-        self._skip_bad = request.skip_bad
-        self._files: list[Path] = []
-
-    def identity(self) -> list[Any]:
-        """Place, size and time of every file. Raises DataError when one is missing."""
-        self._files = find_files(self._given, glob=self._glob or "*.parquet")
-        return file_identity(self._files)
+        super().__init__("parquet", given, glob="*.parquet", request=request)
 
     def survey(self) -> Survey:
         """Rows and text sizes from the files' own footers. Raises DataError on a damaged one."""

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 
 import payload
 from payload.inventory import ClusterInventory, Node
@@ -22,6 +21,7 @@ from payload.orchestrate.remote.probe import numa_domains, physical_cores
 from tests.launching import REPO
 from tests.orchestrate.sshd import SSHD, free_port, make_cluster, make_key
 from tests.rig.network import Link, address_of, make_operator_network
+from tests.rig.whole import Whole
 from tests.waiting import wait_until
 
 _CONFIG = """\
@@ -62,7 +62,7 @@ exec "$5" -D -E "$1/sshd.log" -f "$1/sshd_config"
 """
 
 
-class SeparateNodes:
+class SeparateNodes(Whole):
     """A cluster of such nodes; a context manager."""
 
     def __init__(self, folder: Path, *, num_nodes: int, linked: bool = False) -> None:
@@ -78,27 +78,14 @@ class SeparateNodes:
         self._started: list[subprocess.Popen[bytes]] = []
         self._nodes: list[Node] = []
 
-    def __enter__(self) -> SeparateNodes:
+    def _make(self) -> None:
         self.home.mkdir()
         public = make_key(self.key)
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
-        try:
-            if self._linked:
-                self._lay_cables()
-            for i in range(self._num_nodes):
-                self._start(i, public)
-        except BaseException:
-            self._end()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._end()
+        if self._linked:
+            self._lay_cables()
+        for i in range(self._num_nodes):
+            self._start(i, public)
 
     @property
     def inventory(self) -> ClusterInventory:
