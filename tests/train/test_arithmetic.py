@@ -32,14 +32,14 @@ def lines_with(ranks: int, tiny_data: Path) -> dict[str, str]:
 
 def test_a_step_is_predicted_with_what_the_backward_pass_does_not_hide(tiny_data: Path) -> None:
     lines = lines_with(2, tiny_data)
-    # 498 MB of gradients, of which the last bucket's 176 MB cannot be hidden.
+    # 498 MB of gradients, of which the last bucket's 22 MB cannot be hidden.
     assert lines["sync"] == (
-        "sync      0.50 s a step: 498 MB of gradients at 1.00 GB/s; 0.32 s of it behind the "
+        "sync      0.50 s a step: 498 MB of gradients at 1.00 GB/s; 0.48 s of it behind the "
         "backward pass"
     )
-    # 0.8757 TFLOP at half of 0.2 TFLOP/s, and 0.176 s.
+    # 0.8757 TFLOP at half of 0.2 TFLOP/s, and 0.022 s.
     assert lines["predicted"] == (
-        "predicted 8.93 s a step, 8.76 s of it computing, at 50% of the peak: about 8.9 min "
+        "predicted 8.78 s a step, 8.76 s of it computing, at 50% of the peak: about 8.8 min "
         "without evaluation"
     )
 
