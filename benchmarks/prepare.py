@@ -42,7 +42,7 @@ RATIO_BOUND = 5
 def main() -> int:
     """Measure, compare the tokens, print; 1 when they differ."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prepare")
-    parser.add_argument("--rounds", type=int, default=3, metavar="COUNT")
+    parser.add_argument("--rounds", type=int, default=9, metavar="COUNT")
     args = parser.parse_args()
     texts = [text.decode("utf-8") for text in stdlib_texts()]
     threads = os.cpu_count() or 1
