@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
-import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -18,18 +15,13 @@ from torch.nn import functional
 
 from payload.data.blocks import IGNORED_TARGET
 from payload.model_shape import PRESETS
-from payload.run_config import EngineSection, OptimizerSection
-from payload.train.engine import engage
+from payload.run_config import OptimizerSection
 from payload.train.kernels import head
-from payload.train.kernels.build import built_library
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
-from payload.train.kernels.unavailable import KernelsUnavailableError
 from payload.train.model import GPT
 from payload.train.optimizer import build_optimizers
-from tests.launching import losses, rank_env, run, train_program
 from tests.train.test_model import make_model, tokens
-from tests.train.test_trainer import ALONE
 
 BF16 = torch.bfloat16
 # One rounding to bf16 is at most 0.4 %, 0.2 % on average over many numbers.
@@ -283,59 +275,6 @@ def curve(
     return found
 
 
-def test_the_engine_uses_kernels_only_where_it_says(
-    monkeypatch: pytest.MonkeyPatch, library: Library
-) -> None:
-    monkeypatch.setattr("payload.train.engine.find_kernels", lambda: Kernels(library))
-    for settings, expected in [
-        (EngineSection(), True),
-        (EngineSection(kernels="off"), False),
-        (EngineSection(compile=True), False),
-    ]:
-        model = make_model()
-        optimizers = build_optimizers(model, OptimizerSection())
-        engage(model, optimizers, settings=settings, world=ALONE)
-        assert (model.kernels is not None) is expected
-
-
-def test_without_a_compiler_the_reason_says_how_to_get_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(KernelsUnavailableError, match=r"no C\+\+ compiler \(apt-get install g"):
-        built_library(tmp_path / "cache")
-
-
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_compiler(tmp_path / "bin", "echo 'x.cpp:1: error: no such thing' >&2; exit 1")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin")
-    with pytest.raises(KernelsUnavailableError, match=r"g\+\+ failed: x.cpp:1: error: no such"):
-        built_library(tmp_path / "cache")
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["build.lock"]
-
-
-def test_of_many_that_ask_at_once_one_builds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: Path
-) -> None:
-    count = tmp_path / "count"
-    find_output = 'while [ "$1" != -o ]; do shift; done'
-    fake_compiler(tmp_path / "bin", f'echo built >> "{count}"; {find_output}; cp "{built}" "$2"')
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    with ThreadPoolExecutor(4) as pool:
-        found = set(pool.map(built_library, [tmp_path / "cache"] * 4))
-    assert len(found) == 1
-    assert found.pop().read_bytes() == built.read_bytes()
-    assert count.read_text() == "built\n"
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(KernelsUnavailableError, match=r"file/cache cannot be written"):
-        built_library(tmp_path / "file" / "cache")
-
-
 def test_the_estimate_has_one_chunk_of_logits_however_large_the_batch() -> None:
     shape = PRESETS["gpt2"]
 
@@ -353,21 +292,6 @@ def test_the_estimate_has_one_chunk_of_logits_however_large_the_batch() -> None:
     assert estimate(8) < estimate(8, kernels=False)
     # Passes after a step's first one find its gradients there.
     assert estimate(8, accumulates=True) - estimate(8) == 4 * shape.num_params()
-
-
-@pytest.mark.ranks
-def test_the_trainer_trains_the_same_without_a_compiler(tmp_path: Path, tiny_config: Path) -> None:
-    for name, path in (("with", os.environ["PATH"]), ("without", str(tmp_path))):
-        environment = rank_env(HOME=str(tmp_path / f"home_{name}"), PATH=path)
-        program = train_program(
-            tmp_path / name, tiny_config, "precision.dtype=bf16", "train.steps=5"
-        )
-        result = run([sys.executable, *program], env=environment)
-        assert result.returncode == 0, result.stderr
-        assert ("kernels   none: this machine has no C++ compiler" in result.stderr) is (
-            name == "without"
-        )
-    assert losses(tmp_path / "without") == pytest.approx(losses(tmp_path / "with"), rel=2e-3)
 
 
 def bf16() -> torch.autocast:
@@ -400,10 +324,3 @@ def assert_close(
     assert found[0] == pytest.approx(expected[0], rel=bound)
     for name, true in expected[1].items():
         assert error(found[1][name], true) < bound, name
-
-
-def fake_compiler(folder: Path, script: str) -> None:
-    """A `g++` of the test's own."""
-    folder.mkdir()
-    (folder / "g++").write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "g++").chmod(0o755)
