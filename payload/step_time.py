@@ -142,13 +142,13 @@ def step_time(
         return StepTime(compute_s=compute_s, exchange_s=0.0, exposed_s=0.0, busy_s=0.0)
     backward_s = compute_s / accumulation * BACKWARD_SHARE
     done_s = exchange_s = 0.0
-    sent_once = buckets(shape, tokens=tokens)
-    for bucket in sent_once:
+    exchanged = buckets(shape, tokens=tokens)
+    for bucket in exchanged:
         took_s = network.all_reduce_s(bucket.numbers * bytes_per_number)
         exchange_s += took_s
         done_s = max(done_s, bucket.ready * backward_s) + took_s
     exposed_s = max(0.0, done_s - backward_s)
-    numbers = sum(bucket.numbers for bucket in sent_once)
+    numbers = sum(bucket.numbers for bucket in exchanged)
     sent = sends_per_byte(network.ranks) * numbers * bytes_per_number
     busy_s = network.busy_s_per_byte * sent * (1 - exposed_s / exchange_s)
     if bytes_per_number < 4:

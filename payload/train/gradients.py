@@ -63,17 +63,17 @@ class GradientExchange:
         for parameter in model.parameters():
             dist.broadcast(parameter.detach(), src=0)
         if model.kernels is None:
-            self._buckets = make_buckets(model.parameters())
+            hooked = self._buckets = make_buckets(model.parameters())
         else:
             weight = model.wte.weight
             assert isinstance(weight, nn.Parameter)
-            first, *others = self._buckets = make_buckets(model.parameters(), first=weight)
+            first, *hooked = self._buckets = make_buckets(model.parameters(), first=weight)
             self._tokens = model.kernels.token_gradient = TokenExchange(
                 weight,
                 model.kernels.token_gradient.library,
                 head_is_done=lambda: self._take(weight, first),
             )
-        for bucket in self._buckets if self._tokens is None else others:
+        for bucket in hooked:
             for parameter in bucket.parameters:
                 self._nodes.append(_call_after_gradient(parameter, bucket, self._take))
 
