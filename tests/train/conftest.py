@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from payload.train.kernels.build import built_library
 from payload.train.kernels.library import Library
@@ -20,3 +22,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def library(built: Path) -> Library:
     """The library, loaded."""
     return Library(built)
+
+
+@pytest.fixture
+def fresh_memory_is_nan() -> Iterator[None]:
+    """Tensors that torch leaves as memory has them are NaN: whoever reads one is found out."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fill_uninitialized_memory is on, unless turned off
+    yield
+    torch.use_deterministic_algorithms(before)

@@ -21,6 +21,8 @@ from payload.train.world import World
 from tests.train.test_kernels import bf16, error
 from tests.train.test_model import make_model, tokens
 
+pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
+
 PASSES = 3
 
 

@@ -23,6 +23,8 @@ from payload.train.model import GPT
 from payload.train.optimizer import build_optimizers
 from tests.train.test_model import make_model, tokens
 
+pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
+
 BF16 = torch.bfloat16
 # One rounding to bf16 is at most 0.4 %, 0.2 % on average over many numbers.
 ONE_ROUNDING = 4e-3

@@ -108,7 +108,12 @@ def _buffer(hidden: Tensor, *, vocabulary: int) -> Tensor:
     rows = min(len(hidden), LOGITS_TOKENS)
     # A row more than is used: at a power of two from each other, what a row has in all slices
     # would share a few sets of the caches.
-    return hidden.new_empty(-(-vocabulary // _SLICE), rows + 1, _SLICE)
+    buffer = hidden.new_empty(-(-vocabulary // _SLICE), rows + 1, _SLICE)
+    # With AMX, oneDNN 3.12 takes whole tiles of a left operand and multiplies what lies behind the
+    # end of its rows by zero: no number there may be infinite or none (maybe_pre_process_k_tail).
+    if used := vocabulary % _SLICE:
+        buffer[-1, :, used:] = 0
+    return buffer
 
 
 def _words(vocabulary: int) -> Iterator[tuple[int, slice]]:

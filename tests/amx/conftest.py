@@ -1,0 +1,23 @@
+"""Leaves the emulation of tiles out, and says so, where it is not needed or not possible."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.amx.emulation import Emulation, missing, prepare
+from tests.left_out import leave_out
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what emulates tiles."""
+    problem = missing()
+    if problem:
+        amx = [item for item in items if "tests/amx/" in item.nodeid]
+        leave_out(config, items, amx, folder="tests/amx", why=f"that emulate AMX: {problem}.")
+
+
+@pytest.fixture(scope="session")
+def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
+    """The emulator, built for this session."""
+    return prepare(tmp_path_factory.mktemp("emulation"))

@@ -1,0 +1,130 @@
+"""Processes on this machine with matrix tiles (AMX) that its CPU does not have: what they need.
+
+Every other instruction runs as it is, so a training step takes minutes instead of seconds: for what
+comes out, not for how fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_HERE = Path(__file__).parent
+_FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-shared",
+    "-fPIC",
+]
+_TOOLS = ("gcc", "nm", "objdump")
+# Where oneDNN asks the CPU what it has.
+_ASKING = re.compile(r"(Xbyak::util::Cpu|dnnl::impl::cpu::x64::amx)::[^:]*\(")
+# objdump reads the whole symbol table for every part that it disassembles.
+_NEAR_BYTES = 1 << 20
+
+
+def missing() -> str | None:
+    """Why nothing is to be emulated here, or None."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return "this is not Linux on x86-64"
+    flags = set(re.findall(r"\w+", _cpu_flags()))
+    if "amx_tile" in flags:
+        return "this CPU has tiles, and the tests of the kernels used them"
+    if "avx512_bf16" not in flags:
+        return "without AVX-512 and bf16 the kernels have no attention"
+    absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    return f"no {' and no '.join(absent)} (apt-get install gcc binutils)" if absent else None
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """The emulator's libraries, built, and what tells them of the installed torch."""
+
+    folder: Path
+
+    def environment(self, *, counts: Path | None = None) -> dict[str, str]:
+        """This process's, with tiles; what is executed is added to the file `counts`."""
+        added = {
+            "LD_PRELOAD": str(self.folder / "emulator.so"),
+            "LD_AUDIT": str(self.folder / "overwrite.so"),
+            "TILEFORGE_AMX_SITES": str(self.folder / "sites"),
+        }
+        if counts is not None:
+            added["TILEFORGE_AMX_COUNTS"] = str(counts)
+        return {**os.environ, **added}
+
+
+def prepare(folder: Path) -> Emulation:
+    """Build the emulator into `folder`, and look through torch's library for what it overwrites."""
+    # What is executed for a signal must not allocate, as a first use of thread-local memory may.
+    _build("emulator.c", folder, "-ftls-model=initial-exec")
+    _build("overwrite.c", folder)
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    sites = [f"{site:x}" for site in _sites(library)]
+    (folder / "sites").write_text("\n".join(sites) + "\n", encoding="ascii")
+    return Emulation(folder)
+
+
+def read_counts(path: Path) -> dict[str, int]:
+    """What all processes executed, by kind of instruction; `multiplications` of single numbers."""
+    total: dict[str, int] = {}
+    for line in path.read_text(encoding="ascii").splitlines():
+        for name, number in json.loads(line).items():
+            total[name] = total.get(name, 0) + number
+    return total
+
+
+def _cpu_flags() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line for line in lines if line.startswith("flags")), "")
+
+
+def _build(source: str, folder: Path, *flags: str) -> None:
+    to = (folder / source).with_suffix(".so")
+    subprocess.run(["gcc", *_FLAGS, *flags, _HERE / source, "-o", to, "-ldl"], check=True)
+
+
+def _sites(library: Path) -> list[int]:
+    """Offsets of `cpuid` and `xgetbv` in the functions that look for tiles."""
+    symbols = _output("nm", "--demangle", "--print-size", "--defined-only", library)
+    functions = []
+    for line in symbols.splitlines():
+        address, size, kind, name = (*line.split(" ", 3), "", "")[:4]
+        if kind in "tTwW" and _ASKING.match(name):
+            functions.append(range(int(address, 16), int(address, 16) + int(size, 16)))
+    found = []
+    for part in _joined(functions):
+        bounds = f"--start-address={part.start}", f"--stop-address={part.stop}"
+        code = _output("objdump", "--disassemble", "--no-show-raw-insn", *bounds, library)
+        places = re.findall(r"^\s*([0-9a-f]+):\s+(?:cpuid|xgetbv)\b", code, re.MULTILINE)
+        found += [int(place, 16) for place in places]
+    return [site for site in found if any(site in function for function in functions)]
+
+
+def _joined(functions: Iterable[range]) -> list[range]:
+    """Those near each other as one range."""
+    parts: list[range] = []
+    for each in sorted(functions, key=lambda function: function.start):
+        if parts and each.start - parts[-1].stop < _NEAR_BYTES:
+            parts[-1] = range(parts[-1].start, max(parts[-1].stop, each.stop))
+        else:
+            parts.append(each)
+    return parts
+
+
+def _output(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
