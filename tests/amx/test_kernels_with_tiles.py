@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.amx.emulation import Emulation, read_counts
 from tests.launching import REPO
 
-KERNELS = ("test_kernels.py", "test_accumulate.py", "test_update.py")
+KERNELS = ("test_kernels.py", "test_products.py", "test_accumulate.py", "test_update.py")
 
 
 def test_the_tests_of_the_kernels_pass_with_tiles(emulation: Emulation, tmp_path: Path) -> None:

@@ -31,3 +31,12 @@ def fresh_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)  # fill_uninitialized_memory is on, unless turned off
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """How many threads torch and the kernels have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

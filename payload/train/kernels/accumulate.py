@@ -18,11 +18,16 @@ from torch.nn import functional
 from payload.train.kernels.library import Library
 
 
-def product_gradient(weight: Tensor, product: Tensor, library: Library) -> Tensor | None:
-    """Add `product`, bf16, to the gradient of `weight`; the first one is left to autograd."""
+def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, library: Library) -> Tensor | None:
+    """Of a product of x (N, C) with `weight` (R, C), from that of its result, `grad` (N, R).
+
+    Both are bf16. What is there already is added to; the first one is left to autograd.
+    """
     if weight.grad is None:
-        return product.float()
-    library.widen_add(product, weight.grad)
+        total = torch.empty(weight.shape)
+        library.weight_gradient(grad, x, total, add=False)
+        return total
+    library.weight_gradient(grad, x, weight.grad, add=True)
     return None
 
 

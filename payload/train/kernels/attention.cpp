@@ -1,31 +1,13 @@
 // Causal self-attention, forward and backward, in bf16 with fp32 sums.
 //
-// Products are oneDNN's brgemm as torch exports it, which takes AMX or AVX-512 by itself. A task is
-// one head of one sequence, whose blocks stay in the core's L2 cache. Scores are kept transposed
+// A task is one head of one sequence, whose blocks stay in the core's L2 cache. Scores are kept transposed
 // (keys x queries) in the backward pass: so the probabilities and their gradients are left operands
 // as they are, and what belongs to a query lies along a row.
-#include "common.h"
-
-namespace c10 {
-struct BFloat16;
-}
-namespace at::native::cpublas {
-// ATen/native/CPUBlas.h of torch 2.13; the right operand has pairs of rows interleaved ("VNNI").
-void brgemm(int64_t m, int64_t n, int64_t k, int64_t ld_a, int64_t ld_b, int64_t ld_c,
-            bool add_c, const c10::BFloat16* a, const c10::BFloat16* b, float* c, bool is_vnni);
-void brgemm_release(bool is_vnni);
-}  // namespace at::native::cpublas
+#include "brgemm.h"
 
 namespace {
 
 constexpr int64_t kBlock = 128;
-
-void product(int64_t m, int64_t n, int64_t k, const bf16* a, int64_t ld_a, const bf16* b,
-             int64_t ld_b, float* c, int64_t ld_c, bool add) {
-  at::native::cpublas::brgemm(m, n, k, ld_a, ld_b, ld_c, add,
-                              reinterpret_cast<const c10::BFloat16*>(a),
-                              reinterpret_cast<const c10::BFloat16*>(b), c, true);
-}
 
 // (rows, width) to the right operand (rows x width): pairs of rows interleaved, zeros below.
 void pack_rows(const bf16* from, int64_t stride, int64_t rows, int64_t width, bf16* to) {
@@ -286,23 +268,6 @@ void backward_head(const Shape& s, const bf16* query, const bf16* key, const bf1
 
 extern "C" {
 
-// Whether brgemm works here in bf16: 1, 0 when this CPU has none, as torch says by throwing.
-int tileforge_has_brgemm() {
-  alignas(64) bf16 left[32 * 32], right[32 * 32];
-  alignas(64) float sums[32 * 32];
-  for (int i = 0; i < 32 * 32; ++i) left[i] = right[i] = to_bf16(1.0f);
-  try {
-    product(32, 32, 32, left, 32, right, 32, sums, 32, false);
-    at::native::cpublas::brgemm_release(true);
-  } catch (...) {
-    return 0;
-  }
-  for (float sum : sums) {
-    if (sum != 32.0f) return 0;
-  }
-  return 1;
-}
-
 // qkv (batch, length, 3, heads, width) to out (batch, length, heads, width) and the logarithm of
 // each query's softmax sum, lse (batch, heads, length).
 void tileforge_attention_forward(const bf16* qkv, bf16* out, float* lse, int64_t batch,
@@ -320,7 +285,7 @@ void tileforge_attention_forward(const bf16* qkv, bf16* out, float* lse, int64_t
       forward_head(s, in, in + s.stride(), in + 2 * s.stride(),
                    out + b * length * s.stride() + h * width, lse + task * length, scale, scratch);
     }
-    at::native::cpublas::brgemm_release(true);
+    release_products();
   }
 }
 
@@ -345,7 +310,7 @@ void tileforge_attention_backward(const bf16* qkv, const bf16* out, const float*
                     lse + task * length, grad_in, grad_in + s.stride(), grad_in + 2 * s.stride(),
                     scale, scratch);
     }
-    at::native::cpublas::brgemm_release(true);
+    release_products();
   }
 }
 }

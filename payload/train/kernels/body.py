@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from payload.train.kernels.accumulate import product_gradient
+from payload.train.kernels.accumulate import weight_gradient
 from payload.train.kernels.library import Library
 from payload.train.kernels.low_precision import Bf16Copies
 
@@ -125,14 +125,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> _Grads:
         x, qkv, mixed, log_sums, cast_in, cast_out = ctx.saved_tensors
         weight_in, weight_out = ctx.weights
-        product = torch.mm(grad.t(), mixed.view_as(x))
-        grad_weight_out = product_gradient(weight_out, product, ctx.library)
+        grad_weight_out = weight_gradient(weight_out, grad, mixed.view_as(x), ctx.library)
         grad_mixed = torch.mm(grad, cast_out).view_as(mixed)
         grad_qkv = ctx.library.attention_backward(qkv, mixed, log_sums, grad_mixed)
         grad_in = grad_qkv.view(len(x), -1)
         biases = _bias_gradients(ctx, grad_in, grad)
-        product = torch.mm(grad_in.t(), x)
-        grad_weight_in = product_gradient(weight_in, product, ctx.library)
+        grad_weight_in = weight_gradient(weight_in, grad_in, x, ctx.library)
         weights = (grad_weight_in, biases[0], grad_weight_out, biases[1])
         return torch.mm(grad_in, cast_in), *weights, None, None, None, None, None, None
 
@@ -167,9 +165,9 @@ class _Mlp(torch.autograd.Function):
         grad_wide = torch.mm(grad, cast_down)
         gelu = ctx.library.gelu_backward(wide, grad_wide)
         weight_up, weight_down = ctx.weights
-        grad_down = product_gradient(weight_down, torch.mm(grad.t(), gelu), ctx.library)
+        grad_down = weight_gradient(weight_down, grad, gelu, ctx.library)
         biases = _bias_gradients(ctx, grad_wide, grad)
-        grad_up = product_gradient(weight_up, torch.mm(grad_wide.t(), x), ctx.library)
+        grad_up = weight_gradient(weight_up, grad_wide, x, ctx.library)
         weights = (grad_up, biases[0], grad_down, biases[1])
         return torch.mm(grad_wide, cast_up), *weights, None, None, None, None, None
 

@@ -14,8 +14,8 @@ import torch
 
 from payload.train.kernels.unavailable import KernelsUnavailableError
 
-SOURCES = ("attention.cpp", "pointwise.cpp", "update.cpp")
-_HEADERS = ("common.h",)
+SOURCES = ("attention.cpp", "pointwise.cpp", "products.cpp", "update.cpp")
+_HEADERS = ("brgemm.h", "common.h")
 COMPILERS = ("g++", "clang++")
 
 # No errno and no traps, or the compiler may not vectorise; NaN and infinity keep their meaning.

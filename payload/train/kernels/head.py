@@ -141,6 +141,9 @@ def _hidden_gradient(logits: Tensor, weight: Tensor, library: Library | None) ->
 def _add_weight_gradient(
     grad: Tensor, logits: Tensor, rows: Tensor, library: Library | None, *, is_first: bool
 ) -> None:
+    if library is not None and library.has_products and rows.dtype == torch.bfloat16:
+        library.weight_gradient(logits, rows, grad, add=not is_first)
+        return
     for number, words in _words(len(grad)):
         total = grad[words]
         part = torch.mm(logits[number, :, : len(total)].t(), rows)

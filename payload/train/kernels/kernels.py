@@ -57,7 +57,7 @@ class Kernels:
         That is in fp32, for dropout, whose masks the reference draws, and for the exact GELU.
         """
         library = self._library
-        if library is None or not library.has_attention or not _is_bf16():
+        if library is None or not library.has_products or not _is_bf16():
             return None
         if model.dropout or model.activation != "gelu_new":
             return None
@@ -99,6 +99,6 @@ def find_kernels() -> Kernels:
     except KernelsUnavailableError as error:
         log.info(f"kernels   none: {error}; stock torch instead, which is slower")
         return Kernels(None)
-    if not library.has_attention:
+    if not library.has_products:
         log.info("kernels   this CPU has no bf16 products for blocks: the loss only")
     return Kernels(library)

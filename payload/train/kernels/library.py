@@ -25,6 +25,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "cross_entropy_fp32": [_POINTER, *[_SIZE] * 4, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
     "gelu_forward": [*[_POINTER] * 2, _SIZE, _INT],
     "gelu_backward": [*[_POINTER] * 3, _SIZE, _INT],
+    "weight_gradient": [_POINTER, *[_SIZE] * 2, *[_POINTER] * 2, *[_SIZE] * 3, _INT, _INT],
     "sum_rows": [*[_POINTER] * 2, *[_SIZE] * 2, _INT],
     "widen_add": [*[_POINTER] * 2, _SIZE, _INT],
     "add_rows": [*[_POINTER] * 3, *[_SIZE] * 2, _INT],
@@ -33,6 +34,10 @@ _SIGNATURES: dict[str, list[type]] = {
     "sum_squares": [_POINTER, _POINTER, _SIZE, _POINTER, _INT],
     "adamw": [_POINTER, _SIZE, _FLOAT, _DOUBLE, _DOUBLE, _FLOAT, _INT],
 }
+
+
+# These are told how far slices lie from each other.
+_STRIDED = ("cross_entropy_bf16", "cross_entropy_fp32", "weight_gradient")
 
 
 class TensorUpdate(ctypes.Structure):
@@ -63,8 +68,8 @@ class Library:
         for name, types in _SIGNATURES.items():
             function = getattr(self._functions, f"tileforge_{name}")
             function.argtypes, function.restype = types, None
-        self.has_attention: bool = bool(self._functions.tileforge_has_brgemm())
-        """Whether this CPU multiplies bf16 blocks; else attention is torch's own."""
+        self.has_products: bool = bool(self._functions.tileforge_has_products())
+        """Whether this CPU multiplies bf16 blocks; else layers and products are torch's own."""
 
     def attention_forward(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Causal attention: qkv (B, T, 3, H, D) bf16 to (B, T, H, D), and (B, H, T) log sums."""
@@ -119,6 +124,22 @@ class Library:
         y = torch.empty_like(x)
         self._call("gelu_backward", x, grad, y, x.numel())
         return y
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, total: Tensor, *, add: bool) -> None:
+        """The transpose of `grad` (N, R) times x (N, C), both bf16, to `total` (R, C) fp32.
+
+        With `add`, `total` gains it. `grad` may be (S, N, W), S slices of R, which may lie apart;
+        the last one may have columns too many.
+        """
+        slices = grad if grad.ndim == 3 else grad.unsqueeze(0)
+        (number, tokens, slice_rows), (rows, width) = slices.shape, total.shape
+        assert slices.stride()[1:] == (slice_rows, 1) and x.shape == (tokens, width)
+        assert (number - 1) * slice_rows < rows <= number * slice_rows
+        assert grad.dtype == x.dtype == torch.bfloat16 and total.dtype == torch.float32
+        sizes = (tokens, rows, width)
+        self._call(
+            "weight_gradient", slices, slice_rows, slices.stride(0), x, total, *sizes, int(add)
+        )
 
     def sum_rows(self, x: Tensor) -> Tensor:
         """The sum of the rows of x (N, C) bf16, fp32: torch would widen all of x first."""
@@ -194,7 +215,7 @@ class Library:
         pointers: list[float | None] = []
         for argument in arguments:
             if isinstance(argument, Tensor):
-                assert argument.is_contiguous() or name.startswith("cross_entropy")
+                assert argument.is_contiguous() or name in _STRIDED
                 pointers.append(argument.data_ptr())
             else:
                 pointers.append(argument)

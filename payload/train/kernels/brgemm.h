@@ -1,0 +1,24 @@
+// Products of blocks in bf16 with fp32 sums: oneDNN's brgemm as torch exports it, which takes AMX
+// or AVX-512 by itself.
+#pragma once
+#include "common.h"
+
+namespace c10 {
+struct BFloat16;
+}
+namespace at::native::cpublas {
+// ATen/native/CPUBlas.h of torch 2.13; the right operand has pairs of rows interleaved ("VNNI").
+void brgemm(int64_t m, int64_t n, int64_t k, int64_t ld_a, int64_t ld_b, int64_t ld_c,
+            bool add_c, const c10::BFloat16* a, const c10::BFloat16* b, float* c, bool is_vnni);
+void brgemm_release(bool is_vnni);
+}  // namespace at::native::cpublas
+
+inline void product(int64_t m, int64_t n, int64_t k, const bf16* a, int64_t ld_a, const bf16* b,
+                    int64_t ld_b, float* c, int64_t ld_c, bool add) {
+  at::native::cpublas::brgemm(m, n, k, ld_a, ld_b, ld_c, add,
+                              reinterpret_cast<const c10::BFloat16*>(a),
+                              reinterpret_cast<const c10::BFloat16*>(b), c, true);
+}
+
+// What a thread that made products owes at the end: with AMX, its tiles.
+inline void release_products() { at::native::cpublas::brgemm_release(true); }

@@ -1,0 +1,70 @@
+"""Gradients of weights from products over blocks, against the same sums in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from payload.train.kernels.library import Library
+from tests.train.test_kernels import BF16, error, random
+
+pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
+
+# Sums of a few thousand products of bf16 numbers, which are exact in fp32, one after the other.
+SUMS = 1e-6
+
+
+def in_slices(grad: Tensor, *, width: int) -> Tensor:
+    """(N, R) as (S, N, W), with a row between two slices, and no number where there is none."""
+    number = -(-grad.shape[1] // width)
+    buffer = grad.new_full((number, len(grad) + 1, width), float("nan"))[:, : len(grad)]
+    for slice_, part in zip(buffer, torch.split(grad, width, dim=1), strict=True):
+        slice_[:, : part.shape[1]] = part
+    return buffer
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "width"),
+    [
+        (1, 1, 1),
+        (2, 16, 64),
+        (31, 40, 66),
+        (33, 257, 80),
+        (64, 129, 200),
+        (1024, 256, 64),
+        (1057, 272, 70),
+        (2111, 520, 130),
+    ],
+)
+def test_a_weight_s_gradient_is_the_sum_over_tokens(
+    library: Library, threads: int, tokens: int, rows: int, width: int
+) -> None:
+    grad, x = random(tokens, rows).to(BF16), random(tokens, width, seed=1).to(BF16)
+    true = grad.double().t() @ x.double()
+    total = torch.empty(rows, width)
+    library.weight_gradient(grad, x, total, add=False)
+    assert error(total, true) < SUMS
+    library.weight_gradient(grad, x, total, add=True)
+    assert error(total, 2 * true) < SUMS
+
+
+@pytest.mark.parametrize(("rows", "width"), [(200, 64), (192, 64), (700, 256), (1000, 384)])
+def test_rows_in_slices_are_rows(library: Library, threads: int, rows: int, width: int) -> None:
+    grad, x = random(77, rows).to(BF16), random(77, 48, seed=1).to(BF16)
+    whole, pieces = torch.empty(rows, 48), torch.empty(rows, 48)
+    library.weight_gradient(grad, x, whole, add=False)
+    library.weight_gradient(in_slices(grad, width=width), x, pieces, add=False)
+    assert torch.equal(whole, pieces)
+
+
+def test_a_weight_s_gradient_does_not_depend_on_the_number_of_threads(library: Library) -> None:
+    grad, x = random(1100, 600).to(BF16), random(1100, 200, seed=1).to(BF16)
+    before, found = torch.get_num_threads(), []
+    for count in (1, 2, 5, 16):
+        torch.set_num_threads(count)
+        total = torch.empty(600, 200)
+        library.weight_gradient(grad, x, total, add=False)
+        found.append(total)
+    torch.set_num_threads(before)
+    assert all(torch.equal(each, found[0]) for each in found)
