@@ -67,9 +67,15 @@ struct Shape {
   int64_t stride() const { return heads * width; }
 };
 
-// One block of queries against one of keys: scores to exp(scores - the row's highest so far), its
-// sum into `total`, and into `keep` the factor for what was summed before. Row by row in steps of
-// their own: a row's would wait for each other.
+// Of a row of a block on the diagonal, in whole vectors: numbers up to its own place, and those from
+// there on. The others count for nothing.
+constexpr int64_t kVector = 16;
+int64_t up_to(int64_t row) { return row / kVector * kVector + kVector; }
+int64_t from(int64_t row) { return row / kVector * kVector; }
+
+// One block of queries against one of keys: scores to 2^(scores - the row's highest so far), its
+// sum into `total`, and into `keep` the factor for what was summed before. `scale` and `highest` are
+// of powers of two. Row by row in steps of their own: a row's would wait for each other.
 void weigh(int64_t rows, bool diagonal, float scale, float* scores, bf16* shares, float* highest,
            float* total, float* keep) {
   float top[kBlock], sum[kBlock];
@@ -77,29 +83,33 @@ void weigh(int64_t rows, bool diagonal, float scale, float* scores, bf16* shares
   std::fill_n(sum, kBlock, 0.0f);
   for (int64_t row = 0; row < rows; ++row) {
     float* score = scores + row * kBlock;
-    if (diagonal) std::fill_n(score + row + 1, kBlock - row - 1, -1e30f);
+    const int64_t width = diagonal ? up_to(row) : kBlock;
+    if (diagonal) std::fill(score + row + 1, score + width, -1e30f);
     float most = score[0];
 #pragma omp simd reduction(max : most)
-    for (int64_t k = 0; k < kBlock; ++k) most = larger(most, score[k]);
+    for (int64_t k = 0; k < width; ++k) most = larger(most, score[k]);
     top[row] = most;
   }
 #pragma omp simd
   for (int64_t row = 0; row < kBlock; ++row) {
     const float now = larger(highest[row], top[row] * scale);
-    keep[row] = exp_fast(highest[row] - now);
+    keep[row] = exp2_fast(highest[row] - now);
     highest[row] = now;
   }
   for (int64_t row = 0; row < rows; ++row) {
     float* score = scores + row * kBlock;
     const float least = highest[row];
+    const int64_t width = diagonal ? up_to(row) : kBlock;
     float part = 0;
 #pragma omp simd reduction(+ : part)
-    for (int64_t k = 0; k < kBlock; ++k) {
-      score[k] = exp_fast(score[k] * scale - least);
+    for (int64_t k = 0; k < width; ++k) {
+      score[k] = exp2_fast(score[k] * scale - least);
       part += score[k];
     }
     sum[row] = part;
-    round_all(score, kBlock, shares + row * kBlock);
+    bf16* share = shares + row * kBlock;
+    round_all(score, width, share);
+    std::fill(share + width, share + kBlock, bf16{0});
   }
 #pragma omp simd
   for (int64_t row = 0; row < kBlock; ++row) total[row] = total[row] * keep[row] + sum[row];
@@ -127,7 +137,7 @@ void forward_head(const Shape& s, const bf16* query, const bf16* key, const bf16
     for (int64_t j = 0; j <= i; ++j) {
       product(rows, kBlock, width, query + i * kBlock * in_stride, in_stride,
               keys + j * block_size, kBlock, scores, kBlock, false);
-      weigh(rows, i == j, scale, scores, shares, highest, total, keep);
+      weigh(rows, i == j, scale * kLog2E, scores, shares, highest, total, keep);
       for (int64_t row = 0; j && row < rows; ++row) {
         float* row_sums = sums + row * width;
 #pragma omp simd
@@ -141,7 +151,7 @@ void forward_head(const Shape& s, const bf16* query, const bf16* key, const bf16
       bf16* to = out + (i * kBlock + row) * s.stride();
       const float* from = sums + row * width;
       fill(width, to, [=](int64_t k) { return from[k] * factor; });
-      lse[i * kBlock + row] = highest[row] + std::log(total[row]);
+      lse[i * kBlock + row] = highest[row] * kLn2 + std::log(total[row]);
     }
   }
 }
@@ -151,24 +161,29 @@ struct Packed {
 };
 
 // One block of keys against one of queries: from the transposed scores and their gradient before
-// softmax to probabilities and to the scores' gradient, the latter also as a right operand.
+// softmax to probabilities and to the scores' gradient, the latter also as a right operand. `lse` is
+// of powers of two, `delta` comes times `scale`.
 void differentiate(int64_t rows, bool diagonal, const float* scores, const float* grad_shares,
                    const float* lse, const float* delta, float scale, bf16* shares,
                    bf16* grad_scores, bf16* grad_pairs) {
+  const float power_scale = scale * kLog2E;
   float exact[2 * kBlock];
   for (int64_t row = 0; row < kBlock; ++row) {
     bf16* share = shares + row * kBlock;
     bf16* grad = grad_scores + row * kBlock;
     if (row < rows) {
-      const int64_t first = diagonal ? row : 0;
+      const int64_t first = diagonal ? from(row) : 0;
       const float* score = scores + row * kBlock;
       const float* grad_share = grad_shares + row * kBlock;
 #pragma omp simd
-      for (int64_t k = 0; k < kBlock; ++k) {
-        float p = exp_fast(score[k] * scale - lse[k]);
-        p = k < first ? 0.0f : p;
+      for (int64_t k = first; k < kBlock; ++k) {
+        const float p = exp2_fast(score[k] * power_scale - lse[k]);
         exact[k] = p;
-        exact[kBlock + k] = p * (grad_share[k] - delta[k]) * scale;
+        exact[kBlock + k] = p * (grad_share[k] * scale - delta[k]);
+      }
+      if (diagonal) {
+        std::fill(exact, exact + row, 0.0f);
+        std::fill(exact + kBlock, exact + kBlock + row, 0.0f);
       }
       round_all(exact, kBlock, share);
       round_all(exact + kBlock, kBlock, grad);
@@ -226,9 +241,9 @@ void backward_head(const Shape& s, const bf16* query, const bf16* key, const bf1
 #pragma omp simd reduction(+ : sum)
         for (int64_t k = 0; k < width; ++k) sum += to_float(left[k]) * to_float(right[k]);
       }
-      delta[position] = sum;
+      delta[position] = sum * scale;
       // A query past the end gets no share: exp(-large).
-      lse[position] = row < s.rows(i) ? lse_of[position] : 1e30f;
+      lse[position] = row < s.rows(i) ? lse_of[position] * kLog2E : 1e30f;
     }
   }
   for (int64_t j = 0; j < blocks; ++j) {

@@ -19,7 +19,7 @@ _HEADERS = ("brgemm.h", "common.h")
 COMPILERS = ("g++", "clang++")
 
 # No errno and no traps, or the compiler may not vectorise; NaN and infinity keep their meaning.
-_FLAGS = (
+_FLAGS: tuple[str, ...] = (
     "-std=c++17",
     "-O3",
     "-march=native",
@@ -29,6 +29,9 @@ _FLAGS = (
     "-fPIC",
     "-shared",
 )
+if platform.machine() == "x86_64":
+    # Where there is AVX-512. For Intel's CPUs, gcc 12 takes half of it by itself.
+    _FLAGS += ("-mprefer-vector-width=512",)
 # Two seconds on the development machine, longer where many ranks start at once.
 _TIMEOUT_S = 300
 

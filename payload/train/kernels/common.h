@@ -56,6 +56,31 @@ inline float exp_fast(float x) {
   return result;
 }
 
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+
+// 2 to the power x, likewise, for x below 128; below -126 it is 1e-38. Three quarters of exp_fast's
+// instructions: who has a factor to multiply by anyway takes log2(e) into it. Coefficients of
+// Cephes' exp2f (Moshier, netlib.org/cephes).
+inline float exp2_fast(float x) {
+  x = x < -126.0f ? -126.0f : x;
+  const float shifted = x + 12582912.0f;
+  const float r = x - (shifted - 12582912.0f);
+  float p = 1.535336188e-4f;
+  p = p * r + 1.339887440e-3f;
+  p = p * r + 9.618437357e-3f;
+  p = p * r + 5.550332471e-2f;
+  p = p * r + 2.402264791e-1f;
+  p = p * r + 6.931472028e-1f;
+  p = p * r + 1.0f;
+  uint32_t bits, power;
+  std::memcpy(&bits, &p, sizeof(bits));
+  std::memcpy(&power, &shifted, sizeof(power));
+  bits += power << 23;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
 // As std::max, which the compiler leaves number by number in a reduction.
 inline float larger(float a, float b) { return b > a ? b : a; }
 
