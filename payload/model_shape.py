@@ -86,7 +86,8 @@ class ModelShape:
         widths = 35 if dtype == "bf16" else 72
         layers = tokens * self.n_layer * widths * self.n_embd
         logits = min(tokens, LOGITS_TOKENS) * self.vocab_size * size
-        head = self.vocab_size * self.n_embd * 4
+        # In a step's only pass the head's gradient is made where ranks exchange it.
+        head = self.vocab_size * self.n_embd * 4 if alone or accumulates else 0
         copies = self.num_params() * 2 if dtype == "bf16" else 0
         return held + copies + max(layers + logits + head, gradients)
 

@@ -23,10 +23,14 @@ class Bucket:
         }
         self._missing = len(parameters)
 
+    def place(self, parameter: Tensor) -> Tensor:
+        """Where the gradient of one of `parameters` belongs; made there, it need not be moved."""
+        return self._views[parameter]  # type: ignore[index]
+
     def take(self, parameter: Tensor) -> bool:
         """Move a parameter's gradient here; whether it was the last one missing."""
         assert parameter.grad is not None
-        view = self._views[parameter]  # type: ignore[index]
+        view = self.place(parameter)
         if parameter.grad is not view:
             view.copy_(parameter.grad)
             parameter.grad = view

@@ -71,8 +71,11 @@ class GradientExchange:
             self._tokens = model.kernels.token_gradient = TokenExchange(
                 weight,
                 model.kernels.token_gradient.library,
+                place=first.place(weight),
                 head_is_done=lambda: self._take(weight, first),
             )
+            place_of = {each: bucket.place(each) for bucket in hooked for each in bucket.parameters}
+            model.kernels.make_gradients_at(lambda weight: place_of[weight])  # type: ignore[index]
         for bucket in hooked:
             for parameter in bucket.parameters:
                 self._nodes.append(_call_after_gradient(parameter, bucket, self._take))

@@ -39,10 +39,17 @@ class TokenExchange(TokenGradient):
     """
 
     def __init__(
-        self, weight: nn.Parameter, library: Library | None, *, head_is_done: Callable[[], None]
+        self,
+        weight: nn.Parameter,
+        library: Library | None,
+        *,
+        place: Tensor,
+        head_is_done: Callable[[], None],
     ) -> None:
         super().__init__(library)
         self._weight = weight
+        self._place = place
+        self._place_is_taken = False
         self._head_is_done = head_is_done
         self._was_read: Tensor | None = None
         """(V,) which tokens some rank read, in a last pass."""
@@ -55,8 +62,16 @@ class TokenExchange(TokenGradient):
         self._was_read[tokens.flatten()] = 1
         self._asked = dist.all_reduce(self._was_read, op=dist.ReduceOp.MAX, async_op=True)
 
+    def head_place(self, weight: Tensor) -> Tensor:
+        """Of a step's first pass, where it travels from; another one's is added to that."""
+        if weight.grad is not None or self._place_is_taken:
+            return super().head_place(weight)
+        self._place_is_taken = True
+        return self._place
+
     def add_head(self, weight: Tensor, gradient: Tensor, scale: float) -> None:
         """As ever; in a last pass all that the weight's gradient holds is given away."""
+        self._place_is_taken = False
         super().add_head(weight, gradient, scale)
         if self._was_read is not None:
             self._head_is_done()

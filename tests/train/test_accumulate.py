@@ -24,6 +24,8 @@ from tests.train.test_model import make_model, tokens
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
 PASSES = 3
+# The other one is silent, so that means are halves.
+FIRST_OF_TWO = World(rank=0, world_size=2, local_rank=0, local_world_size=2, node="here")
 
 
 @pytest.fixture
@@ -72,9 +74,7 @@ def test_the_exchange_takes_the_sums(
     kernels = Kernels(library if with_library else None)
     model = make_model()
     expected = gradients(copy.deepcopy(model), kernels, dtype=dtype)
-    # The other of two ranks is silent, so that means are halves.
-    world = World(rank=0, world_size=2, local_rank=0, local_world_size=2, node="here")
-    exchange = GradientExchange(DistributedSection(), world)
+    exchange = GradientExchange(DistributedSection(), FIRST_OF_TWO)
     model.kernels = kernels
     exchange.attach(model)
     for _ in range(2):
@@ -86,6 +86,31 @@ def test_the_exchange_takes_the_sums(
             else:
                 assert torch.equal(found[name], value / 2), name
         model.zero_grad()
+
+
+def test_weights_gradients_are_made_where_they_are_exchanged(library: Library, alone: None) -> None:
+    model = make_model()
+    model.kernels = Kernels(library)
+    exchange = GradientExchange(DistributedSection(), FIRST_OF_TWO)
+    exchange.attach(model)
+    batch = tokens(3, 40)
+    with bf16():
+        model(batch[:, :-1], batch[:, 1:]).backward()
+    made = {name: parameter.grad for name, parameter in matrices(model).items()}
+    with bf16():
+        loss = model(batch[:, :-1], batch[:, 1:])
+    exchange.begin(batch[:, :-1])
+    loss.backward()
+    exchange.finish()
+    assert len(made) == 1 + 4 * len(model.h)  # the token embedding; four of a layer
+    for name, parameter in matrices(model).items():
+        assert parameter.grad is made[name], name
+
+
+def matrices(model: GPT) -> dict[str, torch.nn.Parameter]:
+    """Weights of products."""
+    named = model.named_parameters()
+    return {name: each for name, each in named if each.ndim == 2 and name != "wpe.weight"}
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (7, 65), (300, 192)])

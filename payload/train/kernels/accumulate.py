@@ -1,13 +1,15 @@
-"""Gradients of weights, added where those of earlier passes lie.
+"""Gradients of weights, made where they are wanted and added where those of earlier passes lie.
 
 Autograd takes every gradient as a tensor of its own and adds it afterwards: for weights, whose
-gradients are as large as they are, another pass over memory for each pass over the data. A backward
-function that has added returns None; hooks of the weight's node in autograd's graph run all the
-same and find the sum in `weight.grad` (those of the weight itself do not).
+gradients are as large as they are, another pass over memory for each pass over the data, and one
+more to where ranks exchange it. A backward function that has seen to it returns None; hooks of the
+weight's node in autograd's graph run all the same and find the sum in `weight.grad` (those of the
+weight itself do not).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -18,17 +20,24 @@ from torch.nn import functional
 from payload.train.kernels.library import Library
 
 
-def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, library: Library) -> Tensor | None:
-    """Of a product of x (N, C) with `weight` (R, C), from that of its result, `grad` (N, R).
+class WeightGradients:
+    """Gradients of the layers' weights."""
 
-    Both are bf16. What is there already is added to; the first one is left to autograd.
-    """
-    if weight.grad is None:
-        total = torch.empty(weight.shape)
-        library.weight_gradient(grad, x, total, add=False)
-        return total
-    library.weight_gradient(grad, x, weight.grad, add=True)
-    return None
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self.place: Callable[[Tensor], Tensor] = torch.empty_like
+        """Where a weight's is made; an exchange between ranks puts its own here."""
+
+    def add(self, weight: Tensor, grad: Tensor, x: Tensor) -> None:
+        """Of a product of x (N, C) with `weight` (R, C), from that of its result, `grad` (N, R).
+
+        Both are bf16.
+        """
+        is_first = weight.grad is None
+        if is_first:
+            weight.grad = self.place(weight)
+        assert weight.grad is not None
+        self._library.weight_gradient(grad, x, weight.grad, add=not is_first)
 
 
 class TokenGradient:
@@ -39,6 +48,10 @@ class TokenGradient:
 
     def __init__(self, library: Library | None) -> None:
         self.library = library
+
+    def head_place(self, weight: Tensor) -> Tensor:
+        """Where the head's part is to be made, for `add_head`."""
+        return torch.empty(weight.shape)
 
     def add_head(self, weight: Tensor, gradient: Tensor, scale: float) -> None:
         """The head's part, which comes first: `gradient`, which is given away, times `scale`."""

@@ -7,6 +7,7 @@ autocast does, in fewer passes. B batch, T tokens, C width, H heads, N = B x T.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from payload.train.kernels.accumulate import weight_gradient
+from payload.train.kernels.accumulate import WeightGradients
 from payload.train.kernels.library import Library
 from payload.train.kernels.low_precision import Bf16Copies
 
@@ -24,15 +25,25 @@ if TYPE_CHECKING:
 _Grads = tuple[Tensor | None, ...]
 
 
-def layers(model: GPT, x: Tensor, *, library: Library, copies: Bf16Copies) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What the layers are done with."""
+
+    library: Library
+    copies: Bf16Copies
+    gradients: WeightGradients
+
+
+def layers(model: GPT, x: Tensor, means: Means) -> Tensor:
     """From the embeddings' sum (B, T, C) fp32 to the final norm's output, bf16."""
+    library = means.library
     sizes = (x.shape[0], x.shape[1])
     total, added = x.flatten(0, 1), None
     for block in cast("Iterable[Block]", model.h):
         total, normed = _add_norm(total, added, block.ln_1, library)
-        added = _attention(normed, block.attn, sizes, library, copies)
+        added = _attention(normed, block.attn, sizes, means)
         total, normed = _add_norm(total, added, block.ln_2, library)
-        added = _mlp(normed, block.mlp, library, copies)
+        added = _mlp(normed, block.mlp, means)
     _, normed = _add_norm(total, added, model.ln_f, library)
     return normed.view(x.shape)
 
@@ -44,18 +55,16 @@ def _add_norm(
     return cast("tuple[Tensor, Tensor]", made)
 
 
-def _attention(
-    x: Tensor, module: Attention, sizes: tuple[int, int], library: Library, copies: Bf16Copies
-) -> Tensor:
+def _attention(x: Tensor, module: Attention, sizes: tuple[int, int], means: Means) -> Tensor:
     weights = _weights(module.c_attn, module.c_proj)
     heads = (*sizes, module.n_head)
-    made = _Attention.apply(x, *weights, *map(copies.of, weights), heads, library)  # type: ignore[no-untyped-call]
+    made = _Attention.apply(x, *weights, *map(means.copies.of, weights), heads, means)  # type: ignore[no-untyped-call]
     return cast(Tensor, made)
 
 
-def _mlp(x: Tensor, module: MLP, library: Library, copies: Bf16Copies) -> Tensor:
+def _mlp(x: Tensor, module: MLP, means: Means) -> Tensor:
     weights = _weights(module.c_fc, module.c_proj)
-    made = _Mlp.apply(x, *weights, *map(copies.of, weights), library)  # type: ignore[no-untyped-call]
+    made = _Mlp.apply(x, *weights, *map(means.copies.of, weights), means)  # type: ignore[no-untyped-call]
     return cast(Tensor, made)
 
 
@@ -109,14 +118,14 @@ class _Attention(torch.autograd.Function):
         cast_out: Tensor,
         cast_bias_out: Tensor | None,
         heads: tuple[int, int, int],
-        library: Library,
+        means: Means,
     ) -> Tensor:
         batch, length, n_head = heads
         qkv = functional.linear(x, cast_in, cast_bias_in)
         qkv = qkv.view(batch, length, 3, n_head, -1)
-        mixed, log_sums = library.attention_forward(qkv)
+        mixed, log_sums = means.library.attention_forward(qkv)
         ctx.save_for_backward(x, qkv, mixed, log_sums, cast_in, cast_out)
-        ctx.library, ctx.has_bias = library, bias_in is not None
+        ctx.means, ctx.has_bias = means, bias_in is not None
         ctx.weights = (weight_in, weight_out)
         return functional.linear(mixed.view_as(x), cast_out, cast_bias_out)
 
@@ -125,13 +134,13 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> _Grads:
         x, qkv, mixed, log_sums, cast_in, cast_out = ctx.saved_tensors
         weight_in, weight_out = ctx.weights
-        grad_weight_out = weight_gradient(weight_out, grad, mixed.view_as(x), ctx.library)
+        ctx.means.gradients.add(weight_out, grad, mixed.view_as(x))
         grad_mixed = torch.mm(grad, cast_out).view_as(mixed)
-        grad_qkv = ctx.library.attention_backward(qkv, mixed, log_sums, grad_mixed)
+        grad_qkv = ctx.means.library.attention_backward(qkv, mixed, log_sums, grad_mixed)
         grad_in = grad_qkv.view(len(x), -1)
         biases = _bias_gradients(ctx, grad_in, grad)
-        grad_weight_in = weight_gradient(weight_in, grad_in, x, ctx.library)
-        weights = (grad_weight_in, biases[0], grad_weight_out, biases[1])
+        ctx.means.gradients.add(weight_in, grad_in, x)
+        weights = (None, biases[0], None, biases[1])
         return torch.mm(grad_in, cast_in), *weights, None, None, None, None, None, None
 
 
@@ -150,29 +159,30 @@ class _Mlp(torch.autograd.Function):
         cast_bias_up: Tensor | None,
         cast_down: Tensor,
         cast_bias_down: Tensor | None,
-        library: Library,
+        means: Means,
     ) -> Tensor:
         wide = functional.linear(x, cast_up, cast_bias_up)
         ctx.save_for_backward(x, wide, cast_up, cast_down)
-        ctx.library, ctx.has_bias = library, bias_up is not None
+        ctx.means, ctx.has_bias = means, bias_up is not None
         ctx.weights = (weight_up, weight_down)
-        return functional.linear(library.gelu_forward(wide), cast_down, cast_bias_down)
+        return functional.linear(means.library.gelu_forward(wide), cast_down, cast_bias_down)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> _Grads:
         x, wide, cast_up, cast_down = ctx.saved_tensors
         grad_wide = torch.mm(grad, cast_down)
-        gelu = ctx.library.gelu_backward(wide, grad_wide)
+        gelu = ctx.means.library.gelu_backward(wide, grad_wide)
         weight_up, weight_down = ctx.weights
-        grad_down = weight_gradient(weight_down, grad, gelu, ctx.library)
+        ctx.means.gradients.add(weight_down, grad, gelu)
         biases = _bias_gradients(ctx, grad_wide, grad)
-        grad_up = weight_gradient(weight_up, grad_wide, x, ctx.library)
-        weights = (grad_up, biases[0], grad_down, biases[1])
+        ctx.means.gradients.add(weight_up, grad_wide, x)
+        weights = (None, biases[0], None, biases[1])
         return torch.mm(grad_wide, cast_up), *weights, None, None, None, None, None
 
 
 def _bias_gradients(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor | None, Tensor | None]:
     if not ctx.has_bias:
         return None, None
-    return ctx.library.sum_rows(first), ctx.library.sum_rows(second)
+    library: Library = ctx.means.library
+    return library.sum_rows(first), library.sum_rows(second)

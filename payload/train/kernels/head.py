@@ -73,7 +73,7 @@ class _MeanLoss(torch.autograd.Function):
         buffer = _buffer(hidden, vocabulary=vocabulary)
         losses = torch.empty(len(targets))
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.empty(weight.shape)
+        grad_weight = gradient.head_place(weight)
         for start in range(0, len(targets), LOGITS_TOKENS):
             chunk = slice(start, start + LOGITS_TOKENS)
             rows = hidden[chunk]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,10 @@ class Kernels:
         self._copies = Bf16Copies()
         self.token_gradient = accumulate.TokenGradient(library)
         """Takes the token embedding's; an exchange between ranks puts its own here."""
+        self._body = None
+        if library is not None and library.has_products:
+            gradients = accumulate.WeightGradients(library)
+            self._body = body.Means(library, self._copies, gradients)
 
     @property
     def has_update(self) -> bool:
@@ -36,6 +41,11 @@ class Kernels:
     def weights_changed(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Forget what was derived from the optimizer's weights; a hook for its steps."""
         self._copies.drop(each for group in optimizer.param_groups for each in group["params"])
+
+    def make_gradients_at(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Make a weight's gradient in what `place` has for it, as far as kernels make it."""
+        if self._body is not None:
+            self._body.gradients.place = place
 
     def norm(self, tensors: list[Tensor]) -> float:
         """The norm of all numbers of all tensors, whatever the number of threads."""
@@ -56,15 +66,14 @@ class Kernels:
 
         That is in fp32, for dropout, whose masks the reference draws, and for the exact GELU.
         """
-        library = self._library
-        if library is None or not library.has_products or not _is_bf16():
+        if self._body is None or not _is_bf16():
             return None
         if model.dropout or model.activation != "gelu_new":
             return None
         if model.shape.n_embd // model.shape.n_head % 2:
             return None
         with torch.autocast("cpu", enabled=False):
-            return body.layers(model, x, library=library, copies=self._copies)
+            return body.layers(model, x, self._body)
 
     def mean_loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of (B, T, C) against (B, T), a scalar."""
