@@ -1,4 +1,4 @@
-// What the kernels share: bf16 in and out of fp32, an exp that the compiler vectorises, scratch.
+// What the kernels share: bf16 in and out of fp32, powers that the compiler vectorises, scratch.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -31,39 +31,15 @@ inline bf16 to_bf16(float value) {
   return static_cast<bf16>(value != value ? 0x7fc0 : rounded);
 }
 
-// exp, within 2 units in the last place; below -87 it is 1e-38, which counts as nothing beside 1.
-// NaN stays NaN. Not libm's: the compiler would call it number by number.
-inline float exp_fast(float x) {
-  x = x < -87.0f ? -87.0f : x;
-  x = x > 88.0f ? 88.0f : x;
-  const float shifted = x * 1.44269504089f + 12582912.0f;  // 1.5 x 2^23: the integer part in the low bits
-  const float whole = shifted - 12582912.0f;
-  float r = x - whole * 0.693145751953125f;
-  r = r - whole * 1.42860677e-6f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  uint32_t bits, power;
-  std::memcpy(&bits, &p, sizeof(bits));
-  std::memcpy(&power, &shifted, sizeof(power));
-  bits += power << 23;
-  float result;
-  std::memcpy(&result, &bits, sizeof(result));
-  return result;
-}
-
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
-// 2 to the power x, likewise, for x below 128; below -126 it is 1e-38. Three quarters of exp_fast's
-// instructions: who has a factor to multiply by anyway takes log2(e) into it. Coefficients of
-// Cephes' exp2f (Moshier, netlib.org/cephes).
+// 2 to the power x, within a unit in the last place, for x below 128; below -126 it is 1e-38, which
+// counts as nothing beside 1. NaN stays NaN. Not libm's, which the compiler would call number by
+// number, and not exp: the factor log2(e) goes into one that is there anyway. Coefficients of Cephes'
+// exp2f (Moshier, netlib.org/cephes).
 inline float exp2_fast(float x) {
   x = x < -126.0f ? -126.0f : x;
-  const float shifted = x + 12582912.0f;
+  const float shifted = x + 12582912.0f;  // 1.5 x 2^23: the integer part in the low bits
   const float r = x - (shifted - 12582912.0f);
   float p = 1.535336188e-4f;
   p = p * r + 1.339887440e-3f;

@@ -36,12 +36,13 @@ void cross_entropy_row(Logits<T> logits, int64_t target, int64_t ignored, float 
     for (int64_t i = 0; i < size; ++i) largest = larger(largest, to_float(slice[i]));
     top = largest;
   });
+  const float top_power = top * kLog2E;
   // A sum for each slice, or fifty thousand numbers' rounding errors would add up.
   double sum = 0;
   logits.each_slice([&](const T* slice, int64_t size) {
     float part = 0;
 #pragma omp simd reduction(+ : part)
-    for (int64_t i = 0; i < size; ++i) part += exp_fast(to_float(slice[i]) - top);
+    for (int64_t i = 0; i < size; ++i) part += exp2_fast(to_float(slice[i]) * kLog2E - top_power);
     sum += part;
   });
   const float log_sum = static_cast<float>(std::log(sum));
@@ -50,9 +51,11 @@ void cross_entropy_row(Logits<T> logits, int64_t target, int64_t ignored, float 
   if (!with_grad) return;
   const float factor = static_cast<float>(grad_scale / sum);
   logits.each_slice([=](T* slice, int64_t size) {
-    fill(size, slice, [=](int64_t i) { return exp_fast(to_float(slice[i]) - top) * factor; });
+    fill(size, slice, [=](int64_t i) {
+      return exp2_fast(to_float(slice[i]) * kLog2E - top_power) * factor;
+    });
   });
-  const float share = exp_fast(target_logit - top) / static_cast<float>(sum);
+  const float share = exp2_fast(target_logit * kLog2E - top_power) / static_cast<float>(sum);
   fill(1, logits.at(target), [=](int64_t) { return (share - 1.0f) * grad_scale; });
 }
 
@@ -72,9 +75,11 @@ struct Gelu {
   float logistic, slope;
   explicit Gelu(float x) {
     constexpr float kTwice = 1.5957691216057308f;  // 2 sqrt(2 / pi)
-    const float square = x * x;
-    const float u2 = kTwice * x * (1.0f + 0.044715f * square);
-    logistic = 1.0f / (1.0f + exp_fast(-u2));
+    // Below -10 the logistic function is 1e-38 and less, which counts as nothing.
+    const float bounded = x < -10.0f ? -10.0f : x;
+    const float square = bounded * bounded;
+    const float power = -kTwice * kLog2E * bounded * (1.0f + 0.044715f * square);
+    logistic = 1.0f / (1.0f + exp2_fast(power));
     slope = kTwice * (1.0f + 3 * 0.044715f * square);
   }
 };
