@@ -50,6 +50,7 @@ class TokenExchange(TokenGradient):
         self._weight = weight
         self._place = place
         self._place_is_taken = False
+        """By a pass that has yet to go back."""
         self._head_is_done = head_is_done
         self._was_read: Tensor | None = None
         """(V,) which tokens some rank read, in a last pass."""
@@ -63,7 +64,11 @@ class TokenExchange(TokenGradient):
         self._asked = dist.all_reduce(self._was_read, op=dist.ReduceOp.MAX, async_op=True)
 
     def head_place(self, weight: Tensor) -> Tensor:
-        """Of a step's first pass, where it travels from; another one's is added to that."""
+        """For a step's first pass where it travels from; other passes' are added to that.
+
+        It serves one pass at a time. A loss that is not taken back keeps it: then others' are
+        copied.
+        """
         if weight.grad is not None or self._place_is_taken:
             return super().head_place(weight)
         self._place_is_taken = True
@@ -71,7 +76,8 @@ class TokenExchange(TokenGradient):
 
     def add_head(self, weight: Tensor, gradient: Tensor, scale: float) -> None:
         """As ever; in a last pass all that the weight's gradient holds is given away."""
-        self._place_is_taken = False
+        if gradient.data_ptr() == self._place.data_ptr():
+            self._place_is_taken = False
         super().add_head(weight, gradient, scale)
         if self._was_read is not None:
             self._head_is_done()

@@ -1,9 +1,9 @@
 // Intel's matrix tiles (AMX) for a process whose CPU has none, instruction by instruction.
 //
 // Loaded ahead of everything (LD_PRELOAD). A tile instruction is an illegal one here, so the kernel
-// sends SIGILL; the handler does what the instruction says and goes on behind it. oneDNN finds tiles
-// since overwrite.c makes its `cpuid` instructions come here too. All else of the CPU is as it is.
-// What was executed is added to the file TILEFORGE_AMX_COUNTS when the process ends.
+// sends SIGILL; the handler does what the instruction says and goes on behind it. oneDNN finds
+// tiles since overwrite.c makes its `cpuid` instructions come here too. All else of the CPU is as
+// it is. What was executed is added to the file TILEFORGE_AMX_COUNTS when the process ends.
 //
 // Semantics: Intel's Software Developer's Manual, volume 1 chapter 18 and volume 2; the numbers of
 // palette 1, of which Sapphire Rapids' CPUID leaves tell.
@@ -102,7 +102,7 @@ static const int kRegister[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, R
 struct operand {
   int reg, rm;  // rm: of a register operand; else -1
   uint8_t* address;
-  int64_t stride;  // the index register scaled; of tile loads and stores, bytes from row to row
+  int64_t stride;  // the index register, scaled: of tile loads and stores, bytes from row to row
   const uint8_t* end;
 };
 
@@ -145,6 +145,9 @@ static void configure(const uint8_t* from, const uint8_t* at) {
   if (from[0] == 0) return;
   if (from[0] != 1) give_up("no such palette", at);
   if (from[1] != 0) give_up("a row to start at is not done here", at);
+  for (int i = 2; i < 16; ++i) {
+    if (from[i]) give_up("not a valid configuration of tiles", at);
+  }
   for (int tile = 0; tile < 16; ++tile) {
     uint16_t row_bytes;
     memcpy(&row_bytes, from + 16 + 2 * tile, sizeof(row_bytes));
@@ -168,7 +171,7 @@ static void read_configuration(uint8_t* to) {
 }
 
 static void check_tile(int tile, const uint8_t* at) {
-  if (tile >= kTiles || !tiles->palette || !tiles->rows[tile]) {
+  if (tile < 0 || tile >= kTiles || !tiles->palette || !tiles->rows[tile]) {
     give_up("a tile that is not configured", at);
   }
 }
@@ -193,11 +196,14 @@ static float widen(uint16_t bf16) {
   return value;
 }
 
-// sums (m x n) += left (m x 2k) times right (k x n pairs), by pairs: first the even products of all
-// pairs, then the odd ones, as the manual writes the operation down.
+// sums (m x n) += left (m x 2k) times right (k x n pairs): the even numbers' products and the odd
+// ones' are added up apart, as the manual writes the operation down. It also takes numbers below
+// 1e-38 for zero, which is not done here.
 static void multiply(int sums, int left, int right, const uint8_t* at) {
   const int m = tiles->rows[sums], n = tiles->row_bytes[sums] / 4, k = tiles->row_bytes[left] / 4;
-  if (tiles->rows[left] != m || tiles->row_bytes[right] / 4 != n || tiles->rows[right] != k) {
+  if (sums == left || sums == right || left == right) give_up("a product with a tile twice", at);
+  if (tiles->row_bytes[left] != 4 * k || tiles->row_bytes[sums] != 4 * n ||
+      tiles->rows[left] != m || tiles->row_bytes[right] != 4 * n || tiles->rows[right] != k) {
     give_up("tiles of a product do not fit each other", at);
   }
   for (int row = 0; row < m; ++row) {
@@ -221,24 +227,26 @@ static void multiply(int sums, int left, int right, const uint8_t* at) {
 
 // The end of a tile instruction at `vex`, done; nothing if it is none.
 static const uint8_t* execute(const uint8_t* vex, const greg_t* registers) {
+  if (vex[0] != 0xc4) return NULL;
   const int map = vex[1] & 0x1f, prefix = vex[2] & 3;
-  if (vex[0] != 0xc4 || map != 2 || vex[2] & 0x84) return NULL;  // 0F38, W0, 128 bits
+  if (map != 2 || vex[2] & 0x84) return NULL;  // 0F38, W0, 128 bits
   enum { kNone, k66, kF3, kF2 };
   const uint8_t opcode = vex[3];
   if (opcode != 0x49 && opcode != 0x4b && opcode != 0x5c) return NULL;
   const struct operand o = decode(vex, registers);
+  if (opcode == 0x4b && (o.rm >= 0 || (vex[4] & 7) != 4)) give_up("no such address of a tile", vex);
   if (!tiles) {
     tiles = mmap(NULL, sizeof(*tiles), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (tiles == MAP_FAILED) give_up("no memory for tiles", vex);
   }
   if (opcode == 0x49 && prefix == kNone && o.rm < 0) {
-    configure(o.address, vex);
+    configure(o.address + o.stride, vex);
     counts.configurations++;
   } else if (opcode == 0x49 && prefix == kNone) {
     memset(tiles, 0, sizeof(*tiles));
     counts.releases++;
   } else if (opcode == 0x49 && prefix == k66) {
-    read_configuration(o.address);
+    read_configuration(o.address + o.stride);
   } else if (opcode == 0x49 && prefix == kF2) {
     check_tile(o.reg, vex);
     memset(tiles->data[o.reg], 0, sizeof(tiles->data[o.reg]));
@@ -315,8 +323,9 @@ long syscall(long number, ...) {
 
 // Python's faulthandler, which pytest turns on, would take the signal away.
 int sigaction(int number, const struct sigaction* action, struct sigaction* old) {
-  static int (*real)(int, const struct sigaction*, struct sigaction*);
-  if (!real) real = (int (*)(int, const struct sigaction*, struct sigaction*))dlsym(RTLD_NEXT, "sigaction");
+  typedef int set_action(int, const struct sigaction*, struct sigaction*);
+  static set_action* real;
+  if (!real) real = (set_action*)dlsym(RTLD_NEXT, "sigaction");
   const int ours = action && action->sa_flags & SA_SIGINFO &&
                    action->sa_sigaction == on_illegal_instruction;
   return real(number, number == SIGILL && !ours ? NULL : action, old);

@@ -19,18 +19,17 @@ static void give_up(const char* why) {
 
 static void overwrite(uint8_t* at) {
   static const uint8_t kCpuid[] = {0x0f, 0xa2}, kXgetbv[] = {0x0f, 0x01, 0xd0};
-  const uintptr_t size = (uintptr_t)sysconf(_SC_PAGESIZE), page = (uintptr_t)at & ~(size - 1);
+  const uintptr_t size = (uintptr_t)sysconf(_SC_PAGESIZE), page = (uintptr_t)(at + 1) & ~(size - 1);
   const int is_cpuid = !memcmp(at, kCpuid, sizeof(kCpuid));
   if (!is_cpuid && memcmp(at, kXgetbv, sizeof(kXgetbv))) {
     fputs("AMX emulator: neither cpuid nor xgetbv at a listed place\n", stderr);
     abort();
   }
-  // Two pages: an instruction may lie across their border.
-  if (mprotect((void*)page, 2 * size, PROT_READ | PROT_WRITE | PROT_EXEC)) {
+  if (mprotect((void*)page, size, PROT_READ | PROT_WRITE | PROT_EXEC)) {
     give_up("AMX emulator: writing to the library's text");
   }
   at[1] = is_cpuid ? 0xff : 0x0b;  // UD0, UD2
-  mprotect((void*)page, 2 * size, PROT_READ | PROT_EXEC);
+  mprotect((void*)page, size, PROT_READ | PROT_EXEC);
 }
 
 unsigned int la_version(unsigned int version) {

@@ -53,6 +53,7 @@ def test_tiles_hold_what_they_should(
     [
         ("without_configuration", "a tile that is not configured"),
         ("misfit", "tiles of a product do not fit each other"),
+        ("twice", "a product with a tile twice"),
     ],
 )
 def test_what_a_cpu_refuses_is_refused(

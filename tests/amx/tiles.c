@@ -10,16 +10,23 @@
 
 enum { kRows = 16, kLeftStride = 80, kRightStride = 96, kSumStride = 112 };
 
+// gcc's header says of tile instructions only that they take an address: what is in memory has to
+// be there before, and is looked for anew after (gcc bug 114098).
+#define SEEN() __asm__ volatile("" ::: "memory")
+
 // `right_rows` is `pairs` where tiles fit each other.
 static void configure(int m, int n, int pairs, int right_rows) {
   uint8_t config[64] = {1};
-  uint16_t* row_bytes = (uint16_t*)(config + 16);
-  config[48 + 0] = m, row_bytes[0] = 4 * n;       // sums
-  config[48 + 1] = m, row_bytes[1] = 4 * pairs;   // left
-  config[48 + 7] = right_rows, row_bytes[7] = 4 * n;   // right
+  const uint16_t row_bytes[8] = {4 * n, 4 * pairs, 0, 0, 0, 0, 0, 4 * n};  // sums, left, right
+  memcpy(config + 16, row_bytes, sizeof(row_bytes));
+  config[48 + 0] = config[48 + 1] = m;
+  config[48 + 7] = right_rows;
+  SEEN();
   _tile_loadconfig(config);
   uint8_t seen[64];
+  memset(seen, 0xff, sizeof(seen));
   _tile_storeconfig(seen);
+  SEEN();
   if (memcmp(config, seen, sizeof(seen))) exit(10);
 }
 
@@ -48,12 +55,14 @@ static int products(int m, int n, int pairs) {
   for (size_t i = 0; i < sizeof(sums) / 4; ++i) ((float*)sums)[i] = (float)(rand() % 9);
   memcpy(before, sums, sizeof(sums));
   configure(m, n, pairs, pairs);
+  SEEN();
   _tile_loadd(0, sums, kSumStride);
   _tile_loadd(1, left, kLeftStride);
   _tile_stream_loadd(7, right, kRightStride);
   _tile_dpbf16ps(0, 1, 7);
   _tile_dpbf16ps(0, 1, 7);
   _tile_stored(0, sums, kSumStride);
+  SEEN();
   for (int row = 0; row < kRows; ++row) {
     for (int column = 0; column < kSumStride / 4; ++column) {
       const float* was = (float*)(before + row * kSumStride) + column;
@@ -89,21 +98,27 @@ static int all_products(void) {
 // What lies outside a tile's configuration is zero when it is seen through a larger one.
 static int zeros(void) {
   uint16_t numbers[kRows * 32], seen[kRows * 32];
+  memset(seen, 0xff, sizeof(seen));
   fill(numbers, kRows * 32);
   configure(16, 16, 16, 16);
+  SEEN();
   _tile_loadd(1, numbers, 64);
   _tile_zero(1);
   _tile_stored(1, seen, 64);
+  SEEN();
   for (int i = 0; i < kRows * 32; ++i) {
     if (seen[i]) return 12;
   }
+  SEEN();
   _tile_loadd(1, numbers, 0);  // every row is the first
   _tile_stored(1, seen, 64);
+  SEEN();
   for (int i = 0; i < kRows * 32; ++i) {
     if (seen[i] != numbers[i % 32]) return 13;
   }
   configure(16, 16, 16, 16);  // sets all to zero
   _tile_stored(1, seen, 64);
+  SEEN();
   for (int i = 0; i < kRows * 32; ++i) {
     if (seen[i]) return 14;
   }
@@ -112,11 +127,13 @@ static int zeros(void) {
 
 static void* look(void* seen) {
   _tile_storeconfig(seen);
+  SEEN();
   return NULL;
 }
 
 static int threads(void) {
   uint8_t seen[64];
+  memset(seen, 0xff, sizeof(seen));
   pthread_t thread;
   configure(16, 16, 16, 16);
   if (pthread_create(&thread, NULL, look, seen) || pthread_join(thread, NULL)) return 15;
@@ -125,6 +142,7 @@ static int threads(void) {
   }
   _tile_release();
   _tile_storeconfig(seen);
+  SEEN();
   return seen[0] ? 17 : 0;
 }
 
@@ -139,6 +157,13 @@ static int misfit(void) {
   return 19;
 }
 
+// tdpbf16ps tmm0, tmm1, tmm1, which no assembler takes.
+static int twice(void) {
+  configure(16, 16, 16, 16);
+  __asm__ volatile(".byte 0xc4, 0xe2, 0x72, 0x5c, 0xc1");
+  return 20;
+}
+
 int main(int argc, char** argv) {
   const char* name = argc == 2 ? argv[1] : "";
   if (!strcmp(name, "products")) return all_products();
@@ -146,5 +171,6 @@ int main(int argc, char** argv) {
   if (!strcmp(name, "threads")) return threads();
   if (!strcmp(name, "without_configuration")) return without_configuration();
   if (!strcmp(name, "misfit")) return misfit();
+  if (!strcmp(name, "twice")) return twice();
   return 2;
 }

@@ -26,7 +26,10 @@ def library(built: Path) -> Library:
 
 @pytest.fixture
 def fresh_memory_is_nan() -> Iterator[None]:
-    """Tensors that torch leaves as memory has them are NaN: whoever reads one is found out."""
+    """Tensors that torch leaves as memory has them are NaN: whoever reads one is found out.
+
+    Torch does so with its deterministic operations only, which other tests go without.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fill_uninitialized_memory is on, unless turned off
     yield

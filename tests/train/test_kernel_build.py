@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +14,8 @@ import pytest
 
 from payload.run_config import EngineSection, OptimizerSection
 from payload.train.engine import engage
-from payload.train.kernels.build import built_library
+from payload.train.kernels import build
+from payload.train.kernels.build import COMPILERS, SOURCES, built_library
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.kernels.unavailable import KernelsUnavailableError
@@ -42,6 +46,20 @@ def test_without_a_compiler_the_reason_says_how_to_get_one(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(KernelsUnavailableError, match=r"no C\+\+ compiler \(apt-get install g"):
         built_library(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "cpu",
+    ["x86-64", "haswell", "cascadelake", "icelake-server", "sapphirerapids"]
+    if platform.machine() == "x86_64"
+    else [],
+)
+def test_other_cpus_code_compiles(cpu: str, source: str) -> None:
+    compiler = next(found for name in COMPILERS if (found := shutil.which(name)))
+    file = Path(build.__file__).parent / source
+    flags = ["-std=c++17", "-fopenmp", "-fsyntax-only", f"-march={cpu}"]
+    subprocess.run([compiler, *flags, file], check=True)
 
 
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(

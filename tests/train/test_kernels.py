@@ -42,7 +42,10 @@ def random(*size: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize(
     ("batch", "length", "heads", "width"),
-    [(1, 1, 1, 2), (2, 2, 1, 6), (2, 37, 3, 16), (1, 128, 2, 64), (1, 129, 1, 80), (2, 300, 2, 64)],
+    [
+        *[(1, 1, 1, 2), (2, 2, 1, 6), (2, 37, 3, 16), (1, 128, 2, 64), (1, 129, 1, 80)],
+        *[(1, 17, 2, 66), (1, 143, 1, 34), (2, 300, 2, 64)],
+    ],
 )
 def test_attention_and_its_gradient_are_those_of_torch(
     library: Library, threads: int, batch: int, length: int, heads: int, width: int
@@ -120,6 +123,19 @@ def test_the_loss_and_its_gradient_are_those_of_torch(
     else:
         assert float((grad.double() - leaf.grad).abs().max()) < 1e-6
     assert torch.equal(joined()[:, vocabulary:], beyond)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_the_loss_of_a_sure_prediction_far_from_zero_is_exact(
+    library: Library, dtype: torch.dtype
+) -> None:
+    logits = (random(1, 50, 64) * 3 - 100).to(dtype)
+    targets = torch.arange(50) % 64
+    logits[0, torch.arange(50), targets] = -88.7
+    true = functional.cross_entropy(logits[0].double(), targets, reduction="none")
+    found = library.cross_entropy(logits, targets, vocabulary=64, grad_scale=None)
+    assert float(found.min()) >= 0
+    assert float((found - true).abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("count", [1, 15, 5000])
@@ -272,12 +288,14 @@ def curve(
 def test_the_estimate_has_one_chunk_of_logits_however_large_the_batch() -> None:
     shape = PRESETS["gpt2"]
 
-    def estimate(size: int, *, kernels: bool = True, accumulates: bool = False) -> int:
+    def estimate(
+        size: int, *, kernels: bool = True, alone: bool = True, accumulates: bool = False
+    ) -> int:
         return shape.memory_bytes(
             micro_batch_size=size,
             dtype="bf16",
             kernels=kernels,
-            alone=True,
+            alone=alone,
             accumulates=accumulates,
         )
 
@@ -286,6 +304,9 @@ def test_the_estimate_has_one_chunk_of_logits_however_large_the_batch() -> None:
     assert estimate(8) < estimate(8, kernels=False)
     # Passes after a step's first one find its gradients there.
     assert estimate(8, accumulates=True) - estimate(8) == 4 * shape.num_params()
+    # Between ranks the first one's head is made in its bucket, another pass's beside it.
+    head_bytes = 4 * shape.vocab_size * shape.n_embd
+    assert estimate(8, alone=False, accumulates=True) - estimate(8, alone=False) == head_bytes
 
 
 def bf16() -> torch.autocast:

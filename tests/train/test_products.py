@@ -68,3 +68,12 @@ def test_a_weight_s_gradient_does_not_depend_on_the_number_of_threads(library: L
         found.append(total)
     torch.set_num_threads(before)
     assert all(torch.equal(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize("width", [30, 70, 130])
+def test_what_lies_around_a_gradient_stays(library: Library, width: int) -> None:
+    buffer = torch.full((302, width), float("nan"))
+    grad, x = random(40, 300).to(BF16), random(40, width, seed=1).to(BF16)
+    library.weight_gradient(grad, x, buffer[1:-1], add=False)
+    assert buffer[1:-1].isfinite().all()
+    assert buffer[[0, -1]].isnan().all()

@@ -1,63 +1,31 @@
 // Causal self-attention, forward and backward, in bf16 with fp32 sums.
 //
-// A task is one head of one sequence, whose blocks stay in the core's L2 cache. Scores are kept transposed
-// (keys x queries) in the backward pass: so the probabilities and their gradients are left operands
-// as they are, and what belongs to a query lies along a row.
+// A task is one head of one sequence, whose blocks stay in the core's L2 cache. Scores are kept
+// transposed (keys x queries) in the backward pass: so the probabilities and their gradients are
+// left operands as they are, and what belongs to a query lies along a row.
 #include "brgemm.h"
+#include "layout.h"
 
 namespace {
 
 constexpr int64_t kBlock = 128;
 
-// (rows, width) to the right operand (rows x width): pairs of rows interleaved, zeros below.
+// (rows, width) to the right operand (kBlock x width), zeros below.
 void pack_rows(const bf16* from, int64_t stride, int64_t rows, int64_t width, bf16* to) {
-  for (int64_t row = 0; row < kBlock; row += 2) {
+  auto* pairs = reinterpret_cast<uint32_t*>(to);
+  for (int64_t row = 0; row < kBlock; row += 2, pairs += width) {
     const bf16* first = from + row * stride;
-    const bf16* second = first + stride;
-    bf16* out = to + row * width;
-    if (row + 1 < rows) {
-#pragma omp simd
-      for (int64_t i = 0; i < width; ++i) {
-        out[2 * i] = first[i];
-        out[2 * i + 1] = second[i];
-      }
+    if (row < rows) {
+      interleave(first, row + 1 < rows ? first + stride : nullptr, width, pairs);
     } else {
-      for (int64_t i = 0; i < width; ++i) {
-        out[2 * i] = row < rows ? first[i] : 0;
-        out[2 * i + 1] = 0;
-      }
+      std::fill_n(pairs, width, 0);
     }
   }
 }
 
-// (rows, width) to the right operand (width x rows), its columns padded with zeros to a block. A
-// pair of it is one 32-bit word of the source: this is a transpose of words.
+// (rows, width) to the right operand (width x kBlock), zeros to the right.
 void pack_columns(const bf16* from, int64_t stride, int64_t rows, int64_t width, bf16* to) {
-  auto* words = reinterpret_cast<uint32_t*>(to);
-  const int64_t pairs = width / 2;
-  for (int64_t first = 0; first < kBlock; first += 16) {
-    for (int64_t pair = 0; pair < pairs; ++pair) {
-      uint32_t column[16];
-      for (int64_t i = 0; i < 16; ++i) {
-        column[i] = 0;
-        if (first + i < rows) {
-          std::memcpy(&column[i], from + (first + i) * stride + 2 * pair, sizeof(uint32_t));
-        }
-      }
-      std::memcpy(words + pair * kBlock + first, column, sizeof(column));
-    }
-  }
-}
-
-// (rows, width) to (width, kBlock), zeros to the right: a left operand.
-void transpose(const bf16* from, int64_t stride, int64_t rows, int64_t width, bf16* to) {
-  for (int64_t first = 0; first < kBlock; first += 16) {
-    for (int64_t column = 0; column < width; ++column) {
-      for (int64_t i = first; i < first + 16; ++i) {
-        to[column * kBlock + i] = i < rows ? from[i * stride + column] : bf16{0};
-      }
-    }
-  }
+  transpose_pairs(from, stride, rows, width, reinterpret_cast<uint32_t*>(to), kBlock);
 }
 
 struct Shape {
@@ -67,15 +35,15 @@ struct Shape {
   int64_t stride() const { return heads * width; }
 };
 
-// Of a row of a block on the diagonal, in whole vectors: numbers up to its own place, and those from
-// there on. The others count for nothing.
+// Of a row of a block on the diagonal, in whole vectors: numbers up to its own place, and those
+// from there on. The others count for nothing.
 constexpr int64_t kVector = 16;
-int64_t up_to(int64_t row) { return row / kVector * kVector + kVector; }
-int64_t from(int64_t row) { return row / kVector * kVector; }
+int64_t vectors_end(int64_t row) { return row / kVector * kVector + kVector; }
+int64_t vectors_begin(int64_t row) { return row / kVector * kVector; }
 
 // One block of queries against one of keys: scores to 2^(scores - the row's highest so far), its
-// sum into `total`, and into `keep` the factor for what was summed before. `scale` and `highest` are
-// of powers of two. Row by row in steps of their own: a row's would wait for each other.
+// sum into `total`, and into `keep` the factor for what was summed before. `scale` and `highest`
+// are of powers of two. Row by row in steps of their own: a row's would wait for each other.
 void weigh(int64_t rows, bool diagonal, float scale, float* scores, bf16* shares, float* highest,
            float* total, float* keep) {
   float top[kBlock], sum[kBlock];
@@ -83,7 +51,7 @@ void weigh(int64_t rows, bool diagonal, float scale, float* scores, bf16* shares
   std::fill_n(sum, kBlock, 0.0f);
   for (int64_t row = 0; row < rows; ++row) {
     float* score = scores + row * kBlock;
-    const int64_t width = diagonal ? up_to(row) : kBlock;
+    const int64_t width = diagonal ? vectors_end(row) : kBlock;
     if (diagonal) std::fill(score + row + 1, score + width, -1e30f);
     float most = score[0];
 #pragma omp simd reduction(max : most)
@@ -99,7 +67,7 @@ void weigh(int64_t rows, bool diagonal, float scale, float* scores, bf16* shares
   for (int64_t row = 0; row < rows; ++row) {
     float* score = scores + row * kBlock;
     const float least = highest[row];
-    const int64_t width = diagonal ? up_to(row) : kBlock;
+    const int64_t width = diagonal ? vectors_end(row) : kBlock;
     float part = 0;
 #pragma omp simd reduction(+ : part)
     for (int64_t k = 0; k < width; ++k) {
@@ -161,8 +129,8 @@ struct Packed {
 };
 
 // One block of keys against one of queries: from the transposed scores and their gradient before
-// softmax to probabilities and to the scores' gradient, the latter also as a right operand. `lse` is
-// of powers of two, `delta` comes times `scale`.
+// softmax to probabilities and to the scores' gradient, the latter also as a right operand. `lse`
+// is of powers of two, `delta` comes times `scale`.
 void differentiate(int64_t rows, bool diagonal, const float* scores, const float* grad_shares,
                    const float* lse, const float* delta, float scale, bf16* shares,
                    bf16* grad_scores, bf16* grad_pairs) {
@@ -172,7 +140,7 @@ void differentiate(int64_t rows, bool diagonal, const float* scores, const float
     bf16* share = shares + row * kBlock;
     bf16* grad = grad_scores + row * kBlock;
     if (row < rows) {
-      const int64_t first = diagonal ? from(row) : 0;
+      const int64_t first = diagonal ? vectors_begin(row) : 0;
       const float* score = scores + row * kBlock;
       const float* grad_share = grad_shares + row * kBlock;
 #pragma omp simd
@@ -242,13 +210,13 @@ void backward_head(const Shape& s, const bf16* query, const bf16* key, const bf1
         for (int64_t k = 0; k < width; ++k) sum += to_float(left[k]) * to_float(right[k]);
       }
       delta[position] = sum * scale;
-      // A query past the end gets no share: exp(-large).
+      // A query past the end gets no share: 2^-large.
       lse[position] = row < s.rows(i) ? lse_of[position] * kLog2E : 1e30f;
     }
   }
   for (int64_t j = 0; j < blocks; ++j) {
     const int64_t rows = s.rows(j), at = j * kBlock * in_stride;
-    transpose(key + at, in_stride, rows, width, key_columns);
+    transpose(key + at, in_stride, rows, width, key_columns, kBlock);
     for (int64_t i = j; i < blocks; ++i) {
       product(rows, kBlock, width, key + at, in_stride, queries.columns + i * block_size, kBlock,
               scores, kBlock, false);

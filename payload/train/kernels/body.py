@@ -27,7 +27,7 @@ _Grads = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What the layers are done with."""
+    """What the layers' functions need."""
 
     library: Library
     copies: Bf16Copies

@@ -15,7 +15,7 @@ import torch
 from payload.train.kernels.unavailable import KernelsUnavailableError
 
 SOURCES = ("attention.cpp", "pointwise.cpp", "products.cpp", "update.cpp")
-_HEADERS = ("brgemm.h", "common.h")
+_HEADERS = ("brgemm.h", "common.h", "layout.h")
 COMPILERS = ("g++", "clang++")
 
 # No errno and no traps, or the compiler may not vectorise; NaN and infinity keep their meaning.

@@ -8,7 +8,7 @@
 #include <limits>
 #include <new>
 #include <vector>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -35,8 +35,8 @@ constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
 // 2 to the power x, within a unit in the last place, for x below 128; below -126 it is 1e-38, which
 // counts as nothing beside 1. NaN stays NaN. Not libm's, which the compiler would call number by
-// number, and not exp: the factor log2(e) goes into one that is there anyway. Coefficients of Cephes'
-// exp2f (Moshier, netlib.org/cephes).
+// number, and not exp: the factor log2(e) goes into one that is there anyway. Coefficients of
+// Cephes' exp2f (Moshier, netlib.org/cephes).
 inline float exp2_fast(float x) {
   x = x < -126.0f ? -126.0f : x;
   const float shifted = x + 12582912.0f;  // 1.5 x 2^23: the integer part in the low bits

@@ -69,6 +69,8 @@ class _MeanLoss(torch.autograd.Function):
     ) -> Tensor:
         library = gradient.library
         count = int((targets != IGNORED_TARGET).sum())
+        if not any(ctx.needs_input_grad):
+            return _mean(token_losses(hidden, cast_weight, targets, library), count)
         vocabulary = len(weight)
         buffer = _buffer(hidden, vocabulary=vocabulary)
         losses = torch.empty(len(targets))
@@ -89,8 +91,7 @@ class _MeanLoss(torch.autograd.Function):
             _add_weight_gradient(grad_weight, logits, rows, library, is_first=start == 0)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight, ctx.gradient = weight, gradient
-        # Without a target the mean is 0 / 0, as it is in torch.
-        return (losses.sum(dtype=torch.float64) / count).float()
+        return _mean(losses, count)
 
     @staticmethod
     @once_differentiable
@@ -102,6 +103,11 @@ class _MeanLoss(torch.autograd.Function):
         if scale != 1:
             grad_hidden.mul_(scale)
         return grad_hidden, None, None, None, None
+
+
+def _mean(losses: Tensor, count: int) -> Tensor:
+    # Without a target 0 / 0, as it is in torch.
+    return (losses.sum(dtype=torch.float64) / count).float()
 
 
 def _buffer(hidden: Tensor, *, vocabulary: int) -> Tensor:

@@ -109,5 +109,5 @@ def find_kernels() -> Kernels:
         log.info(f"kernels   none: {error}; stock torch instead, which is slower")
         return Kernels(None)
     if not library.has_products:
-        log.info("kernels   this CPU has no bf16 products for blocks: the loss only")
+        log.info("kernels   this CPU has no bf16 products for blocks: none for the layers")
     return Kernels(library)

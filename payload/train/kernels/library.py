@@ -36,10 +36,6 @@ _SIGNATURES: dict[str, list[type]] = {
 }
 
 
-# These are told how far slices lie from each other.
-_STRIDED = ("cross_entropy_bf16", "cross_entropy_fp32", "weight_gradient")
-
-
 class TensorUpdate(ctypes.Structure):
     """One tensor of an AdamW update: addresses of fp32 numbers, of the bf16 copy or None."""
 
@@ -69,7 +65,7 @@ class Library:
             function = getattr(self._functions, f"tileforge_{name}")
             function.argtypes, function.restype = types, None
         self.has_products: bool = bool(self._functions.tileforge_has_products())
-        """Whether this CPU multiplies bf16 blocks; else layers and products are torch's own."""
+        """Whether this CPU multiplies bf16 blocks; else layers and their gradients are torch's."""
 
     def attention_forward(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Causal attention: qkv (B, T, 3, H, D) bf16 to (B, T, H, D), and (B, H, T) log sums."""
@@ -107,9 +103,8 @@ class Library:
         sizes = (rows, vocabulary, width, logits.stride(0))
         scale = 0.0 if grad_scale is None else grad_scale
         with_grad = int(grad_scale is not None)
-        self._call(
-            name, logits, *sizes, targets.contiguous(), IGNORED_TARGET, scale, with_grad, losses
-        )
+        last = (targets.contiguous(), IGNORED_TARGET, scale, with_grad, losses)
+        self._call(name, logits.data_ptr(), *sizes, *last)
         return losses
 
     def gelu_forward(self, x: Tensor) -> Tensor:
@@ -137,9 +132,8 @@ class Library:
         assert (number - 1) * slice_rows < rows <= number * slice_rows
         assert grad.dtype == x.dtype == torch.bfloat16 and total.dtype == torch.float32
         sizes = (tokens, rows, width)
-        self._call(
-            "weight_gradient", slices, slice_rows, slices.stride(0), x, total, *sizes, int(add)
-        )
+        where = (slices.data_ptr(), slice_rows, slices.stride(0))
+        self._call("weight_gradient", *where, x, total, *sizes, int(add))
 
     def sum_rows(self, x: Tensor) -> Tensor:
         """The sum of the rows of x (N, C) bf16, fp32: torch would widen all of x first."""
@@ -215,7 +209,7 @@ class Library:
         pointers: list[float | None] = []
         for argument in arguments:
             if isinstance(argument, Tensor):
-                assert argument.is_contiguous() or name in _STRIDED
+                assert argument.is_contiguous()
                 pointers.append(argument.data_ptr())
             else:
                 pointers.append(argument)

@@ -1,6 +1,6 @@
-// The passes between the matrix products, each over its data once: the loss with its gradient, GELU,
-// and the residual sum with the norm that follows it. Sums are fp32. Results do not depend on the
-// number of threads.
+// The passes between the matrix products, each over its data once: the loss with its gradient,
+// GELU, and the residual sum with the norm that follows it. Sums are fp32. Results do not depend on
+// the number of threads.
 #include "common.h"
 
 namespace {
@@ -26,7 +26,9 @@ void cross_entropy_row(Logits<T> logits, int64_t target, int64_t ignored, float 
                        bool with_grad, float* loss) {
   if (target == ignored) {
     *loss = 0.0f;
-    if (with_grad) logits.each_slice([](T* slice, int64_t size) { std::fill_n(slice, size, T{0}); });
+    if (with_grad) {
+      logits.each_slice([](T* slice, int64_t size) { std::fill_n(slice, size, T{0}); });
+    }
     return;
   }
   float top = -std::numeric_limits<float>::infinity();
@@ -36,13 +38,12 @@ void cross_entropy_row(Logits<T> logits, int64_t target, int64_t ignored, float 
     for (int64_t i = 0; i < size; ++i) largest = larger(largest, to_float(slice[i]));
     top = largest;
   });
-  const float top_power = top * kLog2E;
   // A sum for each slice, or fifty thousand numbers' rounding errors would add up.
   double sum = 0;
   logits.each_slice([&](const T* slice, int64_t size) {
     float part = 0;
 #pragma omp simd reduction(+ : part)
-    for (int64_t i = 0; i < size; ++i) part += exp2_fast(to_float(slice[i]) * kLog2E - top_power);
+    for (int64_t i = 0; i < size; ++i) part += exp2_fast((to_float(slice[i]) - top) * kLog2E);
     sum += part;
   });
   const float log_sum = static_cast<float>(std::log(sum));
@@ -52,10 +53,10 @@ void cross_entropy_row(Logits<T> logits, int64_t target, int64_t ignored, float 
   const float factor = static_cast<float>(grad_scale / sum);
   logits.each_slice([=](T* slice, int64_t size) {
     fill(size, slice, [=](int64_t i) {
-      return exp2_fast(to_float(slice[i]) * kLog2E - top_power) * factor;
+      return exp2_fast((to_float(slice[i]) - top) * kLog2E) * factor;
     });
   });
-  const float share = exp2_fast(target_logit * kLog2E - top_power) / static_cast<float>(sum);
+  const float share = exp2_fast((target_logit - top) * kLog2E) / static_cast<float>(sum);
   fill(1, logits.at(target), [=](int64_t) { return (share - 1.0f) * grad_scale; });
 }
 
