@@ -59,6 +59,7 @@ def short_set(data: Path) -> Mapping[str, list[str]]:
     return {
         "prepare": ["--rounds", "5"],
         "step": ["--model", "tiny", "--steps", "4", "--eager"],
+        "kernels": ["--model", "tiny", "--rounds", "5"],
         "memory": ["--cases", "tiny:8", "gpt2:1"],
         "evaluate": ["--model", "tiny", "--data", str(data), "--rounds", "3"],
         "startup": ["--models", "tiny", "--data", str(data), "--rounds", "1"],
