@@ -14,6 +14,7 @@ constexpr int64_t kPanel = 64;
 // Tokens and rows of a left operand's block: half a megabyte.
 constexpr int64_t kTokens = 1024;
 constexpr int64_t kRows = 256;
+
 // A pair of rows of x (tokens, width) to its place in (panels, padded tokens / 2, kPanel) pairs.
 void pack_tokens(const bf16* x, int64_t tokens, int64_t width, int64_t pair, uint32_t* panels) {
   const int64_t row = 2 * pair, size = padded(tokens) / 2 * kPanel;
