@@ -26,10 +26,8 @@ from torch.nn import functional
 from benchmarks.machine import describe_machine
 from payload.launch.environment import malloc_environment
 from payload.model_shape import LOGITS_TOKENS, PRESETS, ModelShape
+from payload.train.kernels.head import SLICE
 from payload.train.kernels.library import Library, load_library
-
-_SLICE = 2048
-"""Words of a slice of logits, as the head has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +174,8 @@ def _passes(library: Library, shape: ModelShape, batch: int) -> Iterator[Case]:
         lambda: functional.layer_norm(stream + added, weight.shape, weight, bias).bfloat16(),
     )
     rows = min(tokens, LOGITS_TOKENS)
-    slices = -(-shape.vocab_size // _SLICE)
-    logits = _bf16(slices, rows, _SLICE)
+    slices = -(-shape.vocab_size // SLICE)
+    logits = _bf16(slices, rows, SLICE)
     targets = torch.randint(shape.vocab_size, (rows,))
     leaf = _bf16(rows, shape.vocab_size).requires_grad_()
 

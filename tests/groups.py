@@ -5,11 +5,11 @@ from __future__ import annotations
 from xdist.scheduler import LoadScopeScheduling
 
 # These share machines, or run long: the longest first, so that no worker is left with one alone.
-_FIRST = ("tests/rig/", "tests/orchestrate/cluster/", "tests/train/test_ranks.py")
+_FIRST = ("tests/rig/", "tests/orchestrate/cluster/", "tests/train/test_ranks.py", "tests/amx/")
 
 
 def group_of(nodeid: str) -> str:
-    """A file's tests stay together, as they share what is started; so do those of two folders."""
+    """A file's tests stay together, as they share what is started; so do those of three folders."""
     file = nodeid.partition("::")[0]
     return next((name for name in _FIRST if file.startswith(name)), file)
 

@@ -17,7 +17,7 @@ class Bucket:
         self.parameters = tuple(parameters)
         self.flat = torch.zeros(sum(each.numel() for each in parameters))
         parts = torch.split(self.flat, [each.numel() for each in parameters])
-        self._views = {
+        self._views: dict[Tensor, Tensor] = {
             parameter: part.view_as(parameter)
             for parameter, part in zip(parameters, parts, strict=True)
         }
@@ -25,7 +25,7 @@ class Bucket:
 
     def place(self, parameter: Tensor) -> Tensor:
         """Where the gradient of one of `parameters` belongs; made there, it need not be moved."""
-        return self._views[parameter]  # type: ignore[index]
+        return self._views[parameter]
 
     def take(self, parameter: Tensor) -> bool:
         """Move a parameter's gradient here; whether it was the last one missing."""

@@ -74,8 +74,10 @@ class GradientExchange:
                 place=first.place(weight),
                 head_is_done=lambda: self._take(weight, first),
             )
-            place_of = {each: bucket.place(each) for bucket in hooked for each in bucket.parameters}
-            model.kernels.make_gradients_at(lambda weight: place_of[weight])  # type: ignore[index]
+            places: dict[Tensor, Tensor] = {
+                each: bucket.place(each) for bucket in hooked for each in bucket.parameters
+            }
+            model.kernels.make_gradients_at(places.__getitem__)
         for bucket in hooked:
             for parameter in bucket.parameters:
                 self._nodes.append(_call_after_gradient(parameter, bucket, self._take))

@@ -1,6 +1,6 @@
 """Processes on this machine with matrix tiles (AMX) that its CPU does not have: what they need.
 
-Every other instruction runs as it is, so a training step takes minutes instead of seconds: for what
+A tile instruction takes microseconds so, every other one what it always does: this is for what
 comes out, not for how fast.
 """
 

@@ -25,7 +25,7 @@ from payload.train.kernels.library import Library
 _ROWS = 128
 # Words of one product. With all 50257 at once the logits' product ran at 0.27 TFLOP/s, so at 0.42,
 # where square products of size 1024 have 0.43 (two AVX-512 cores, 1024 tokens, 2026-11-21).
-_SLICE = 2048
+SLICE = 2048
 
 
 def mean_loss(
@@ -114,18 +114,18 @@ def _buffer(hidden: Tensor, *, vocabulary: int) -> Tensor:
     rows = min(len(hidden), LOGITS_TOKENS)
     # A row more than is used: at a power of two from each other, what a row has in all slices
     # would share a few sets of the caches.
-    buffer = hidden.new_empty(-(-vocabulary // _SLICE), rows + 1, _SLICE)
+    buffer = hidden.new_empty(-(-vocabulary // SLICE), rows + 1, SLICE)
     # With AMX, oneDNN 3.12 takes whole tiles of a left operand and multiplies what lies behind the
     # end of its rows by zero: no number there may be infinite or none (maybe_pre_process_k_tail).
-    if used := vocabulary % _SLICE:
+    if used := vocabulary % SLICE:
         buffer[-1, :, used:] = 0
     return buffer
 
 
 def _words(vocabulary: int) -> Iterator[tuple[int, slice]]:
     """Each slice's number, and what of the vocabulary is in it."""
-    for number, start in enumerate(range(0, vocabulary, _SLICE)):
-        yield number, slice(start, min(start + _SLICE, vocabulary))
+    for number, start in enumerate(range(0, vocabulary, SLICE)):
+        yield number, slice(start, min(start + SLICE, vocabulary))
 
 
 def _logits(rows: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
