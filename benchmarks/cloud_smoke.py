@@ -25,6 +25,8 @@ from typing import TextIO
 
 from payload import __version__
 from payload.errors import BudgetError, ConfigError, ExitCode, TileforgeError, UsageError
+from payload.launch.ranks import place_ranks
+from payload.orchestrate.checks import check_data
 from payload.orchestrate.cloud.endpoints import Endpoints
 from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.listing import remove
@@ -32,6 +34,7 @@ from payload.orchestrate.cloud.pulumi_cli import Pulumi
 from payload.orchestrate.cloud.resources import Resource
 from payload.orchestrate.cloud.settings import settings
 from payload.orchestrate.cloud.stack import StackOutputs, read_outputs
+from payload.run_config import load_run_config
 
 # What a node says while it boots: no SSH yet, bootstrap under way, host keys not there.
 _NOT_YET = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.BOOTSTRAP)
@@ -96,11 +99,9 @@ class Smoke:
         stack = f"stack:{self.pulumi.stack}" if self.pulumi.stack else "stack"
         self._step("up", "up", "--yes", *self._stack())
         outputs = self._priced()
-        self._until_ready("preflight", stack)
-        resumable = (f"train.steps={self.num_steps}", f"train.checkpoint_every={self._half() // 2}")
-        more = [word for value in resumable for word in ("--set", value)]
-        run = ("run", "--inventory", stack, "--config", str(self.config), "--run-id", self.run_id)
-        self._step("run", *run, *more, "--detach")
+        job = ("--inventory", stack, *self._job(outputs))
+        self._until_ready("preflight", *job)
+        self._step("run", "run", *job, "--run-id", self.run_id, "--detach")
         self._until_step(self._half())
         victim = outputs.inventory.nodes[-1]
         began = time.monotonic()
@@ -109,7 +110,7 @@ class Smoke:
         self._note(f"kill {victim.name}", 1 if failed else 0, began, expected=(0,))
         self._step("the run notices", "attach", self.run_id, expected=(ExitCode.RANK_LOST,))
         self._step("up again", "up", "--yes", *self._stack())
-        self._until_ready("preflight again", stack)
+        self._until_ready("preflight again", *job)
         self._step("resume", "run", "--inventory", stack, "--resume", self.run_id)
         return outputs
 
@@ -120,6 +121,19 @@ class Smoke:
         if cluster is not None:
             project = ("--project", self.google.project)
             self._run("sweep", "sweep", "--cluster", cluster, *project, "--keep-buckets")
+
+    def _job(self, outputs: StackOutputs) -> list[str]:
+        """The config, with a batch that this cluster's ranks share evenly, and resumable."""
+        config = load_run_config(self.config)
+        ranks = place_ranks(outputs.inventory, config.launch).world_size
+        per_pass = config.batch.micro_batch_size * ranks
+        values = {
+            "batch.global_batch_size": -(-config.batch.global_batch_size // per_pass) * per_pass,
+            "train.steps": self.num_steps,
+            "train.checkpoint_every": self._half() // 2,
+        }
+        sets = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+        return ["--config", str(self.config), *sets]
 
     def _half(self) -> int:
         return max(2, self.num_steps // 2)
@@ -136,10 +150,10 @@ class Smoke:
             )
         return outputs
 
-    def _until_ready(self, name: str, stack: str) -> None:
+    def _until_ready(self, name: str, *job: str) -> None:
         began = time.monotonic()
         while True:
-            status = self._call("preflight", "--inventory", stack)
+            status = self._call("preflight", *job)
             if status not in _NOT_YET or time.monotonic() - began > _READY_S:
                 break
             self.sleep(_PAUSE_S)
@@ -192,6 +206,8 @@ def main(
     arguments = _parser().parse_args(argv)
     try:
         pulumi = Pulumi(env, folder=Path.cwd(), stack=arguments.stack)
+        data = load_run_config(arguments.config).data
+        check_data(Path(data.dir), sequence_length=data.sequence_length)
         _guard(pulumi, arguments, answers)
         smoke = Smoke(
             orchestrator=orchestrator or Orchestrator(env),

@@ -161,6 +161,8 @@ def run_step_time(
 ) -> StepTime:
     """A step of the run `config`, which takes `compute_s` of computing on these ranks."""
     per_pass = config.batch.micro_batch_size * network.ranks
+    # A prediction, also for ranks that are not the run's: preflight's on this machine, or with the
+    # defaults. Whether a batch divides is `grad_accum_steps`'s to say.
     return step_time(
         shape,
         compute_s=compute_s,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import re
 import shlex
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ExitCode
+from payload.orchestrate.__main__ import main as orchestrate
 from payload.run_config import RunConfig, load_run_config
 from tests.config_reference import MEANINGS, README, TABLES, with_tables
 from tests.config_reference import PAGES as TABLE_PAGES
@@ -104,6 +107,47 @@ def test_a_command_can_be_typed_as_it_is(page: Path, command: str) -> None:
 )
 def test_a_wrong_command_is_found(command: str) -> None:
     assert problem_with(command)
+
+
+def job_on_a_cluster(command: str) -> list[str] | None:
+    """The settings of a command that is about a run on several machines; None for others."""
+    words = shlex.split(command, comments=True)
+    starts = {"plan", "preflight", "run"} & set(words)
+    if "payload.orchestrate" not in words or not starts or "--config" not in words:
+        return None
+    if "--inventory" not in words or words[words.index("--inventory") + 1] == "local":
+        return None
+    pairs = itertools.pairwise(words)
+    return [word for pair in pairs if pair[0] in ("--config", "--set") for word in pair]
+
+
+CLUSTER_JOBS = {
+    " ".join(job): job
+    for page in PAGES
+    for command in commands(page)
+    if (job := job_on_a_cluster(command)) is not None
+}
+
+
+@pytest.mark.parametrize("job", CLUSTER_JOBS.values(), ids=CLUSTER_JOBS)
+def test_a_run_on_a_cluster_goes_with_the_default_cluster(
+    job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [
+        {"name": f"node-{i}", "address": f"10.0.0.{i + 2}", "physical_cores": 4, "memory_gib": 64}
+        for i in range(3)  # of c3-highmem-8
+    ]
+    inventory = {"schema_version": 1, "cluster": "mine", "source": "file", "ssh_user": "trainer"}
+    inventory |= {"access": {"kind": "direct"}, "bucket": None, "nodes": nodes}
+    path = tmp_path / "inventory.json"
+    path.write_text(json.dumps(inventory), encoding="utf-8")
+    monkeypatch.chdir(ROOT)
+    assert orchestrate(["plan", "--inventory", str(path), *job], {}) == ExitCode.OK
+
+
+def test_the_config_for_fine_tuning_goes_with_most_clusters() -> None:
+    batch = load_run_config(ROOT / "payload" / "configs" / "gpt2_finetune.toml").batch
+    assert [batch.grad_accum_steps(ranks) for ranks in (1, 2, 3, 4, 6, 12)] == [12, 6, 4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))

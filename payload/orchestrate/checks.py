@@ -8,7 +8,8 @@ from typing import Any
 
 from payload.errors import ConfigError, DataError
 from payload.launch.arithmetic import Arithmetic
-from payload.launch.ranks import Placement
+from payload.launch.ranks import Placement, place_ranks
+from payload.orchestrate.inventories import Chosen
 from payload.run_config import RunConfig
 
 _GIB = 2**30
@@ -44,6 +45,12 @@ def check_data(folder: Path, *, sequence_length: int) -> int:
             f"of data.sequence_length = {sequence_length}. Lower it, or prepare more text."
         )
     return vocab_size
+
+
+def require_whole_passes(config: RunConfig, chosen: Chosen) -> None:
+    """Raises ConfigError where the run's ranks cannot be placed, or share the batch unevenly."""
+    placement = place_ranks(chosen.inventory, config.launch, domains=chosen.domains)
+    config.batch.grad_accum_steps(placement.world_size)
 
 
 def require_mpirun(config: RunConfig) -> None:

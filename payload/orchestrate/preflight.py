@@ -16,6 +16,7 @@ import payload
 from payload.errors import ConfigError, PreflightError, SshAuthError, TileforgeError
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate import findings as find
+from payload.orchestrate.checks import require_whole_passes
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.discovery import discover
 from payload.orchestrate.facts import (
@@ -55,6 +56,8 @@ def preflight(
     chosen, config = load_cluster(arguments.inventory, env=access.environment()), config_of()
     inventory = chosen.inventory
     text_console(stderr=True).print(chosen.headline())
+    if arguments.config is not None or arguments.overrides:
+        require_whole_passes(config, chosen)
     began = time.monotonic()
     if inventory.access.kind == "local" and len(inventory.nodes) > 1:
         raise ConfigError(

@@ -15,8 +15,7 @@ from rich.console import Console
 from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError
 from payload.inventory import ClusterInventory
 from payload.launch.budget import time_limit
-from payload.launch.ranks import place_ranks
-from payload.orchestrate.checks import check_data, require_mpirun
+from payload.orchestrate.checks import check_data, require_mpirun, require_whole_passes
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.cluster_access import ClusterAccess
 from payload.orchestrate.code import Code, archive, this_code, unpack
@@ -113,8 +112,7 @@ def _wanted(
         _refuse_another_place(resumed, chosen.inventory)
     config = config_of(resumed)
     require_mpirun(config)
-    world_size = place_ranks(chosen.inventory, config.launch, domains=chosen.domains).world_size
-    config.batch.grad_accum_steps(world_size)
+    require_whole_passes(config, chosen)
     time_limit(config.limits, chosen.inventory)
     data = Path(config.data.dir)
     now, suffix = datetime.now(), secrets.token_hex(2)

@@ -14,7 +14,7 @@ import pytest
 
 import payload
 from payload.errors import ExitCode
-from payload.inventory import ClusterInventory
+from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.findings import PROBED
@@ -24,6 +24,7 @@ from payload.orchestrate.preflight_report import Report
 from payload.orchestrate.ssh_settings import Login
 from tests.orchestrate.conftest import SHORT, StartSshd
 from tests.orchestrate.sshd import RELAY, Sshd, free_port, make_cluster, make_key
+from tests.test_architecture import ROOT
 
 READY = {
     "schema_version": 1,
@@ -240,6 +241,21 @@ def test_quick_starts_and_measures_nothing(capsys: pytest.CaptureFixture[str]) -
     printed = json.loads(capsys.readouterr().out)
     (node,) = printed["nodes"].values()
     assert printed["measured"] is None and node["checks"]["speed"] == "-"
+
+
+def test_a_config_that_run_would_refuse_is_refused_before_any_node_is_asked(
+    login: Login, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = [
+        Node(name=f"node-{i}", address=f"127.0.0.{i + 2}", physical_cores=4, memory_gib=64)
+        for i in range(3)
+    ]
+    config = str(ROOT / "payload" / "configs" / "quickstart.toml")
+    code = preflight(make_cluster(*nodes), login, tmp_path, "--config", config)
+    said = capsys.readouterr().err
+    assert code == ExitCode.CONFIG
+    assert "batch.global_batch_size = 8 is not a multiple of" in said and "Use 24." in said
+    assert not (tmp_path / ".cluster").exists()
 
 
 def test_this_machine_is_checked_against_the_inventory(

@@ -12,6 +12,7 @@ from benchmarks.cloud_smoke import Orchestrator, main
 from payload.errors import ExitCode
 from payload.orchestrate import __main__ as orchestrate
 from payload.orchestrate.inventories import load_cluster
+from tests.data_folders import make_data_folder
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.orchestrate.cloud.standin import PROJECT, ZONE
 from tests.orchestrate.cloud.test_failures import DETAILS
@@ -24,20 +25,26 @@ Capture = pytest.CaptureFixture[str]
 class Played(Orchestrator):
     """The commands in this process, with no machine behind the cluster.
 
-    up, down and sweep are the real ones, and so is finding the cluster; what needs SSH is played:
-    a run that makes two steps whenever it is looked at, and ends when a node is lost.
+    up, down and sweep are the real ones, and so is finding the cluster and planning the run on it;
+    what needs SSH is played: a run that makes two steps whenever it is looked at, and ends when a
+    node is lost.
     """
 
     step: int | None = None
 
     def run(self, *words: str) -> int:
         match words:
-            case ("preflight", "--inventory", stack):
-                return 0 if load_cluster(stack, env=self.env).inventory.head.host_keys else 22
-            case ("run", *rest):
+            case ("preflight", "--inventory", stack, *job):
+                if not load_cluster(stack, env=self.env).inventory.head.host_keys:
+                    return ExitCode.HOST_KEY
+                return orchestrate.main(("plan", "--inventory", stack, *job), self.env)
+            case ("run", *rest) if "--resume" in rest:
                 load_cluster(rest[rest.index("--inventory") + 1], env=self.env)
-                self.step = self.step if "--resume" in rest else 0
                 return 0
+            case ("run", *rest):
+                self.step = 0
+                rest.remove("--detach")
+                return orchestrate.main(("plan", *rest), self.env)
             case ("attach", _):
                 return ExitCode.RANK_LOST
         return orchestrate.main(words, self.env)
@@ -53,6 +60,7 @@ def stack(site: Site) -> Site:
     """A stack that comes up, heals with the second `up`, and goes with `destroy`."""
     site.configure(cluster="mine", project=PROJECT, zones=[ZONE], maxHourlyUsd="5")
     site.build()
+    make_data_folder(site.folder / "data" / "stdlib")
     for word in ("preview", "up", "destroy"):
         site.pulumi.on(word)
 
@@ -71,8 +79,9 @@ def stack(site: Site) -> Site:
 
 
 def smoke(site: Site, *arguments: str, answers: str = f"{PROJECT}\n{PROJECT}\n") -> int:
+    config = ROOT / "payload" / "configs" / "quickstart.toml"
     return main(
-        ["--project", PROJECT, *arguments],
+        ["--project", PROJECT, "--config", str(config), *arguments],
         site.env,
         answers=io.StringIO(answers),
         orchestrator=Played(site.env),
@@ -105,6 +114,7 @@ def test_the_whole_way_ends_with_a_page_and_nothing_left(stack: Site, capfd: Cap
         ("sweep", "0"),
     ]
     assert "3 x c3-highmem-8 in us-central1-a" in out and "NOT" not in out
+    assert "--set batch.global_batch_size=24 " in err  # 8 does not go into passes of 3 x 2 x 4
     assert stack.cloud.count("^DELETE .*/instances/mine-2") == 1
     # The node that came anew has keys of its own, and they were read.
     assert "mine-2: it is another machine than last time" in err
@@ -146,6 +156,13 @@ def test_nothing_is_built_unless_it_is_meant(
 ) -> None:
     stack.configure(cluster="mine", project=project, maxHourlyUsd=limit)
     assert smoke(stack, answers=answers) == status
+    assert words(stack) == [] and stack.cloud.requests == []
+
+
+def test_nothing_is_built_without_the_data(stack: Site, capfd: Capture) -> None:
+    (stack.folder / "data" / "stdlib" / "train.bin").unlink()
+    assert smoke(stack) == ExitCode.CONFIG
+    assert "train.bin is missing" in capfd.readouterr().err
     assert words(stack) == [] and stack.cloud.requests == []
 
 
