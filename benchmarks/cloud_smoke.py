@@ -36,10 +36,9 @@ from payload.orchestrate.cloud.settings import settings
 from payload.orchestrate.cloud.stack import StackOutputs, read_outputs
 from payload.run_config import load_run_config
 
-# What a node says while it boots: no SSH yet, bootstrap under way, host keys not there.
-_NOT_YET = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.BOOTSTRAP)
-_READY_S, _STEPS_S = 1200.0, 900.0
-_PAUSE_S = 10.0
+_WAIT = ("--wait", "20")  # minutes for machines to boot
+_STEPS_S = 900.0
+_PAUSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,7 @@ class Smoke:
         self._step("up", "up", "--yes", *self._stack())
         outputs = self._priced()
         job = ("--inventory", stack, *self._job(outputs))
-        self._until_ready("preflight", *job)
+        self._step("preflight", "preflight", *job, *_WAIT)
         self._step("run", "run", *job, "--run-id", self.run_id, "--detach")
         self._until_step(self._half())
         victim = outputs.inventory.nodes[-1]
@@ -110,7 +109,7 @@ class Smoke:
         self._note(f"kill {victim.name}", 1 if failed else 0, began, expected=(0,))
         self._step("the run notices", "attach", self.run_id, expected=(ExitCode.RANK_LOST,))
         self._step("up again", "up", "--yes", *self._stack())
-        self._until_ready("preflight again", *job)
+        self._step("preflight again", "preflight", *job, *_WAIT)
         self._step("resume", "run", "--inventory", stack, "--resume", self.run_id)
         return outputs
 
@@ -150,15 +149,6 @@ class Smoke:
             )
         return outputs
 
-    def _until_ready(self, name: str, *job: str) -> None:
-        began = time.monotonic()
-        while True:
-            status = self._call("preflight", *job)
-            if status not in _NOT_YET or time.monotonic() - began > _READY_S:
-                break
-            self.sleep(_PAUSE_S)
-        self._note(name, status, began, expected=(0,))
-
     def _until_step(self, step: int) -> None:
         began = time.monotonic()
         while time.monotonic() - began < _STEPS_S:
@@ -166,7 +156,7 @@ class Smoke:
             view = json.loads(text or "{}")
             if view.get("status") not in ("starting", "running") or view["step"] >= step:
                 break
-            self.sleep(_PAUSE_S / 5)
+            self.sleep(_PAUSE_S)
         reached = view.get("step", 0) >= step
         self._note(f"{step} steps", 0 if reached else 1, began, expected=(0,))
 

@@ -25,9 +25,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 _FENCE = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
 _MAKE_TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
-_ELSEWHERE = frozenset(
-    {"git", "cd", "source", "accelerate", "export", "gcloud", "mkdir", "pulumi", "ssh-keygen"}
-)
+_ELSEWHERE = frozenset({"git", "cd", "source", "accelerate", "export", "gcloud", "pulumi"})
 
 
 def commands(page: Path) -> list[str]:

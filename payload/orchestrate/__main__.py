@@ -78,6 +78,13 @@ def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     _add_ssh_key(parser)
     _add_config(parser)
     parser.add_argument("--quick", action="store_true", help="start and measure nothing")
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="MINUTES",
+        help="ask again for so long while machines boot (default: ask once)",
+    )
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
 
 

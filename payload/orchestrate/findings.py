@@ -269,6 +269,11 @@ def is_ready(state: Any) -> bool:
     return _is_whole(state) and state["ok"] is True
 
 
+def has_failed(state: Any) -> bool:
+    """Whether it says that the bootstrap broke off; nobody but a person will mend that."""
+    return _is_whole(state) and state["ok"] is False
+
+
 def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -30,6 +30,7 @@ from payload.orchestrate.findings import Finding
 from payload.orchestrate.inventories import load_cluster
 from payload.orchestrate.keys import make_operator_key, operator_key_path, write_ssh_files
 from payload.orchestrate.local import LocalAccess
+from payload.orchestrate.patience import Patience
 from payload.orchestrate.preflight_report import Report
 from payload.orchestrate.remote.probe import probe
 from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
@@ -53,9 +54,12 @@ def preflight(
     config_of: Callable[[], RunConfig],
 ) -> int:
     """Check the cluster that `--inventory` names, print a table, and return the exit code."""
-    chosen, config = load_cluster(arguments.inventory, env=access.environment()), config_of()
+    out, talk = text_console(stderr=False), text_console(stderr=True)
+    config, env = config_of(), access.environment()
+    patience = Patience(60 * arguments.wait, talk.print)
+    chosen = patience.until_found(lambda: load_cluster(arguments.inventory, env=env))
     inventory = chosen.inventory
-    text_console(stderr=True).print(chosen.headline())
+    talk.print(chosen.headline())
     if arguments.config is not None or arguments.overrides:
         require_whole_passes(config, chosen)
     began = time.monotonic()
@@ -70,11 +74,13 @@ def preflight(
             report = try_here(report, chosen, access, config)
     else:
         login = Login(user=inventory.ssh_user, key=operator_key(inventory, given=arguments.ssh_key))
-        with Cluster(inventory, login=login, env=access.environment()) as cluster:
-            report = check_cluster(inventory, cluster, lock_sha=lock_sha())
-            if not arguments.quick:
-                report = try_there(report, chosen, cluster, config)
-    out, talk = text_console(stderr=False), text_console(stderr=True)
+
+        def check() -> Report:
+            with Cluster(inventory, login=login, env=env) as cluster:
+                report = check_cluster(inventory, cluster, lock_sha=lock_sha())
+                return report if arguments.quick else try_there(report, chosen, cluster, config)
+
+        report = patience.until_ready(check)
     if arguments.json:
         out.print(report.to_json())
     else:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 import pytest
 
 import payload
-from payload.errors import ExitCode
+from payload.errors import BootstrapError, ExitCode, RankLostError, TileforgeError
 from payload.inventory import ClusterInventory, Node
+from payload.orchestrate import patience
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.findings import PROBED
 from payload.orchestrate.keys import make_operator_key
+from payload.orchestrate.patience import Patience
 from payload.orchestrate.preflight import check_cluster
 from payload.orchestrate.preflight_report import Report
 from payload.orchestrate.ssh_settings import Login
@@ -159,6 +162,97 @@ def test_the_command_prints_json_for_programs(
     assert printed["nodes"]["node-1"]["checks"]["ports"] == "ok"
     assert printed["nodes"]["node-1"]["facts"]["interface"] == "lo"
     assert {finding["check"] for finding in printed["findings"]} >= {"bootstrap"}
+
+
+class Clock:
+    """Stands for `time`: pauses take none, and something may happen in each."""
+
+    def __init__(self, *events: Callable[[], object]) -> None:
+        self.now, self.events = 0.0, list(events)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.events:
+            self.events.pop(0)()
+
+
+@pytest.mark.sshd
+def test_nodes_that_boot_are_asked_again_until_they_are_ready(
+    nodes: list[Sshd], login: Login, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = nodes[1].authorized_keys.read_text(encoding="ascii")
+    nodes[1].authorized_keys.write_text("", encoding="ascii")
+    set_state(nodes[1], step="payload", ok=None)
+    clock = Clock(
+        lambda: nodes[1].authorized_keys.write_text(keys, encoding="ascii"),
+        lambda: set_state(nodes[1]),
+    )
+    monkeypatch.setattr(patience, "time", clock)
+    inventory = make_cluster(nodes[0].node, nodes[1].node)
+    said: list[str] = []
+    report = Patience(600.0, said.append).until_ready(lambda: check(inventory, login))
+    assert report.exit_code == ExitCode.OK and clock.now == 20.0
+    refused, unfinished = said
+    assert refused.startswith("waiting: node-1: ") and "refuses the key" in refused
+    assert unfinished == "waiting: node-1: bootstrap is not done yet, it is at step 'payload'"
+
+
+@pytest.mark.sshd
+def test_nobody_waits_for_a_bootstrap_that_has_failed(
+    nodes: list[Sshd], login: Login, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_state(nodes[0], step="payload", ok=None)
+    set_state(nodes[1], step="packages", ok=False, reason="E: no package")
+    clock = Clock()
+    monkeypatch.setattr(patience, "time", clock)
+    inventory = make_cluster(nodes[0].node, nodes[1].node)
+    report = Patience(600.0, print).until_ready(lambda: check(inventory, login))
+    assert report.exit_code == ExitCode.BOOTSTRAP and clock.now == 0.0
+
+
+@pytest.mark.sshd
+def test_the_command_waits_no_longer_than_it_was_told(
+    nodes: list[Sshd],
+    login: Login,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(patience, "time", clock)
+    inventory = make_cluster(nodes[0].node)
+    # These nodes have no bootstrap.json where a real node has it, and will never.
+    more = ("--json", "--wait", "0.5")
+    assert preflight(inventory, login, tmp_path, *more) == ExitCode.BOOTSTRAP
+    said = capsys.readouterr()
+    assert json.loads(said.out)["exit_class"] == "bootstrap"
+    assert said.err.count("waiting: node-0: bootstrap has not begun") == 1 and clock.now == 30.0
+
+
+def test_a_cluster_without_host_keys_is_waited_for_and_a_machine_that_is_gone_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(patience, "time", Clock())
+    answers: list[TileforgeError | str] = []
+
+    def look() -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, TileforgeError):
+            raise answer
+        return answer
+
+    late, gone = BootstrapError("node-0: no host keys"), RankLostError("node-0: gone")
+    answers[:] = [late, "a cluster"]
+    assert Patience(10.0, print).until_found(look) == "a cluster"
+    answers[:] = [late, gone, "a cluster"]
+    with pytest.raises(RankLostError):
+        Patience(60.0, print).until_found(look)
+    answers[:] = [late, "a cluster"]
+    with pytest.raises(BootstrapError):
+        Patience(5.0, print).until_found(look)
 
 
 _GCLOUD = f"""\

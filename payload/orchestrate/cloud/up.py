@@ -46,7 +46,7 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     talk.print(
         f"cluster {outputs.inventory.cluster}: {len(outputs.inventory.nodes)} node(s), "
         f"{outputs.price_and_end()}. Check it: python -m payload.orchestrate preflight --inventory "
-        f"{name}; remove it: python -m payload.orchestrate down"
+        f"{name} --wait 20; remove it: python -m payload.orchestrate down"
     )
     return ExitCode.OK
 

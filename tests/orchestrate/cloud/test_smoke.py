@@ -34,7 +34,7 @@ class Played(Orchestrator):
 
     def run(self, *words: str) -> int:
         match words:
-            case ("preflight", "--inventory", stack, *job):
+            case ("preflight", "--inventory", stack, *job, "--wait", "20"):
                 if not load_cluster(stack, env=self.env).inventory.head.host_keys:
                     return ExitCode.HOST_KEY
                 return orchestrate.main(("plan", "--inventory", stack, *job), self.env)
