@@ -24,6 +24,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 _FENCE = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
+_BENCHMARK_ROW = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 _MAKE_TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
 _ELSEWHERE = frozenset({"git", "cd", "source", "accelerate", "export", "gcloud", "pulumi"})
 
@@ -57,7 +58,7 @@ def problem_with(command: str) -> str | None:
     if words[0] == "make":
         targets = set(_MAKE_TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
         unknown = [word for word in words[1:] if "=" not in word and word not in targets]
-        return f"no make target {unknown[0]}" if unknown else None
+        return f"no make target {unknown[0]}" if unknown else _problem_with_benchmark(words)
     if words[0] == "bash":
         return None if (ROOT / words[1]).is_file() else f"no file {words[1]}"
     if words[0] in {"python", "torchrun"} and "-m" in words:
@@ -65,10 +66,19 @@ def problem_with(command: str) -> str | None:
     return f"unknown program {words[0]}"
 
 
+def _problem_with_benchmark(words: list[str]) -> str | None:
+    """Of `make bench BENCH=NAME ARGS="..."`."""
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    if "BENCH" not in given:
+        return None
+    return _problem_with_module([f"benchmarks.{given['BENCH']}", *given.get("ARGS", "").split()])
+
+
 def _problem_with_module(words: list[str]) -> str | None:
     module, *rest = words
-    if not module.startswith("payload."):
-        return None
+    path = ROOT.joinpath(*module.split("."))
+    if not (path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()):
+        return f"no module {module}"
     shown = help_of(module)
     if rest and not rest[0].startswith("-"):
         if not re.search(rf"(?m)^\s+{re.escape(rest[0])}\b|[{{,]{re.escape(rest[0])}[,}}]", shown):
@@ -95,6 +105,10 @@ def test_a_command_can_be_typed_as_it_is(page: Path, command: str) -> None:
     "command",
     [
         "make nothing-of-this-name",
+        "make bench BENCH=nothing",
+        'make bench BENCH=memory ARGS="--casse gpt2:8"',
+        "python -m benchmarks.stepp --model gpt2",
+        "python -m benchmarks.step --modle gpt2",
         "python -m payload.generate --chekpoint x",
         "python -m payload.data perpare",
         "python -m payload.data prepare --sauce text",
@@ -105,6 +119,17 @@ def test_a_command_can_be_typed_as_it_is(page: Path, command: str) -> None:
 )
 def test_a_wrong_command_is_found(command: str) -> None:
     assert problem_with(command)
+
+
+def test_every_benchmark_is_in_the_table() -> None:
+    commands = {
+        path.stem
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if f"python -m benchmarks.{path.stem} " in path.read_text(encoding="utf-8")
+    }
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = _BENCHMARK_ROW.findall(text.partition("## Benchmarks")[2].partition("\n## ")[0])
+    assert len(rows) == len(set(rows)) and set(rows) == commands
 
 
 def job_on_a_cluster(command: str) -> list[str] | None:

@@ -13,6 +13,8 @@ from payload.orchestrate.inventories import Chosen
 from payload.run_config import RunConfig
 
 _GIB = 2**30
+# nanoGPT's rate for GPT-2 from scratch, 6e-4, made GPT-2's own weights worse.
+_MOST_FINE_TUNING_RATE = 3e-4
 
 
 def check_data(folder: Path, *, sequence_length: int) -> int:
@@ -70,6 +72,17 @@ def memory_warning(
         f"the ranks need about {need / _GIB:.1f} GiB ({placement.ranks_per_node} x "
         f"{arithmetic.memory_bytes_per_rank / _GIB:.1f}), {free_bytes / _GIB:.1f} GiB are free; "
         "lower batch.micro_batch_size or launch.ranks_per_node if ranks get killed"
+    )
+
+
+def rate_warning(config: RunConfig) -> str | None:
+    """A warning when weights that are trained already would be trained at a rate for new ones."""
+    rate, init = config.optimizer.lr, config.model.init
+    if init == "scratch" or rate <= _MOST_FINE_TUNING_RATE:
+        return None
+    return (
+        f"optimizer.lr = {rate:g} is a rate for training from scratch, and model.init = {init!r} "
+        "has weights that are trained already; fine-tuning wants about 3e-5"
     )
 
 

@@ -14,7 +14,7 @@ from payload.launch.files import render_accelerate, render_hosts
 from payload.launch.plan import LaunchPlan, mpirun_argv, torchrun_argv
 from payload.launch.ranks import Placement, place_ranks, render_ranks
 from payload.orchestrate.access import Access
-from payload.orchestrate.checks import memory_warning
+from payload.orchestrate.checks import memory_warning, rate_warning
 from payload.orchestrate.initial import initial_shape
 from payload.orchestrate.inventories import Chosen
 from payload.results import RunPaths, write_whole
@@ -122,7 +122,7 @@ def plan_run(
         ranks_per_node=placement.ranks_per_node,
         nodes=len(inventory.nodes),
         arithmetic=arithmetic,
-        notes=(*notes, *placement.notes, *filter(None, (guess, warning))),
+        notes=(*notes, *placement.notes, *filter(None, (guess, warning, rate_warning(config)))),
     )
     return PlannedRun(
         paths=paths, config=config, inventory=inventory, placement=placement, plan=plan

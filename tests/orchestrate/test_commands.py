@@ -13,7 +13,9 @@ import pytest
 
 from payload.errors import ExitCode
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.checks import rate_warning
 from payload.results import RunPaths
+from payload.run_config import parse_run_config
 from payload.supervise.processes import processes_of
 from tests.orchestrate.test_runs import make_data
 from tests.supervise.planned import (
@@ -90,6 +92,16 @@ def test_plan_shows_everything_and_starts_nothing(workplace: Workplace) -> None:
         assert part in out
     assert "parameters" in out and "synchronisation" in out
     assert not workplace.runs.exists()
+
+
+def test_a_rate_from_scratch_for_weights_that_are_trained_is_said(workplace: Workplace) -> None:
+    settings = ("model.init=gpt2", "optimizer.lr=2e-3")
+    words = [word for setting in settings for word in ("--set", setting)]
+    status, _, err = workplace.call("plan", *words)
+    assert status == ExitCode.OK
+    assert "note: optimizer.lr = 0.002 is a rate for training from scratch" in err
+    for one in settings:
+        assert rate_warning(parse_run_config("", overrides=[one], where="test")) is None
 
 
 def test_plan_as_json_is_what_run_would_write(workplace: Workplace) -> None:

@@ -1,0 +1,50 @@
+"""`.ci/run` cleans up after itself, and after nobody else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.test_architecture import ROOT
+
+# Stands for make, and notes what it was asked for.
+_MAKE = """\
+#!/bin/sh
+echo "$1" >>asked
+[ "$1" = "$FAILS" ] && exit 3
+if [ "$1" = test-ipex ]; then mkdir -p .venv-ipex; fi
+"""
+
+
+def ci(clone: Path, *, fails: str = "") -> int:
+    """The exit status of `.ci/run` in a clone."""
+    bin_dir = clone / "bin"
+    bin_dir.mkdir()
+    (bin_dir / "make").write_text(_MAKE, encoding="ascii")
+    (bin_dir / "make").chmod(0o755)
+    (clone / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", clone / ".ci")
+    env = {**os.environ, "PATH": f"{bin_dir}:{os.environ['PATH']}", "FAILS": fails}
+    done = subprocess.run(["bash", str(clone / ".ci" / "run")], env=env, check=False, timeout=30)
+    return done.returncode
+
+
+def test_the_engine_s_environment_goes_when_this_run_has_made_it(tmp_path: Path) -> None:
+    assert ci(tmp_path) == 0
+    assert (tmp_path / "asked").read_text(encoding="ascii").split() == [
+        "check",
+        "test",
+        "test-ipex",
+    ]
+    assert not (tmp_path / ".venv-ipex").exists()
+
+
+@pytest.mark.parametrize(("fails", "status"), [("", 0), ("test-ipex", 3)])
+def test_one_that_was_there_before_stays(tmp_path: Path, fails: str, status: int) -> None:
+    (tmp_path / ".venv-ipex").mkdir()
+    assert ci(tmp_path, fails=fails) == status
+    assert (tmp_path / ".venv-ipex").is_dir()
