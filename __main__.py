@@ -48,7 +48,9 @@ labels = cluster_labels(
     extra=config.extra_labels(),
 )
 
-identity = ClusterIdentity(config.cluster, IdentityArgs(cluster=config.cluster), opts=on_google)
+identity = ClusterIdentity(
+    config.cluster, IdentityArgs(cluster=config.cluster, labels=labels), opts=on_google
+)
 network = ClusterNetwork(
     config.cluster,
     NetworkArgs(
@@ -59,6 +61,7 @@ network = ClusterNetwork(
         nat=config.egress == "nat",
         ssh_source=config.ssh_source(),
         node_account=identity.email,
+        labels=labels,
     ),
     opts=on_google,
 )

@@ -8,12 +8,15 @@ import pulumi
 from pulumi import ComponentResource, ResourceOptions
 from pulumi_gcp import serviceaccount
 
+from infra.labels import IGNORED, mark
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdentityArgs:
     """What an identity is made from."""
 
     cluster: str
+    labels: dict[str, str]
 
 
 class ClusterIdentity(ComponentResource):
@@ -28,7 +31,8 @@ class ClusterIdentity(ComponentResource):
             f"{args.cluster}-nodes",
             account_id=f"{args.cluster}-nodes",
             display_name=f"Nodes of the Tileforge cluster {args.cluster}",
-            opts=ResourceOptions(parent=self),
+            description=mark(args.labels),
+            opts=ResourceOptions(parent=self, ignore_changes=list(IGNORED)),
         )
         self.email = account.email
         self.register_outputs({"email": self.email})

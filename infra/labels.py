@@ -11,11 +11,24 @@ EXPIRES = "tileforge-expires"
 KEPT = "tileforge-kept"
 """On what outlives `pulumi destroy` on purpose: the results bucket."""
 
+IGNORED = ("description",)
+"""For `ignore_changes`, wherever the description is a `mark`."""
+
 
 def cluster_labels(*, cluster: str, expires_unix: int, extra: dict[str, str]) -> dict[str, str]:
     """Labels of a resource that costs or can leak."""
     own = {CLUSTER: cluster, EXPIRES: str(expires_unix), "managed-by": "pulumi"}
     return extra | own
+
+
+def mark(labels: dict[str, str], text: str = "") -> str:
+    """The description of what cannot have labels: `text`, then the same two of them.
+
+    Some kinds are made anew, network and machines with them, when their description changes, and
+    the expiry is another one each time that the program runs: so IGNORED goes with it.
+    """
+    own = " ".join(f"{name}={labels[name]}" for name in (CLUSTER, EXPIRES))
+    return f"{text}. {own}" if text else own
 
 
 def last_expiry(labels: Sequence[dict[str, str] | None]) -> str:

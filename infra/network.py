@@ -8,6 +8,8 @@ import pulumi
 from pulumi import ComponentResource, Input, ResourceOptions
 from pulumi_gcp import compute
 
+from infra.labels import IGNORED, mark
+
 SUBNET = "10.60.0.0/24"
 FIRST_HOST = 10
 """The head's last number within the subnet; the workers' follow."""
@@ -31,6 +33,7 @@ class NetworkArgs:
     """Address range that SSH may come from."""
     node_account: Input[str]
     """E-mail of the nodes' service account: firewall rules are for nodes that run as it."""
+    labels: dict[str, str]
 
 
 class ClusterNetwork(ComponentResource):
@@ -42,10 +45,11 @@ class ClusterNetwork(ComponentResource):
         """Make them under `name`."""
         super().__init__("tileforge:infra:ClusterNetwork", name, {}, opts)
         self._args = args
-        self._child = ResourceOptions(parent=self)
+        self._child = ResourceOptions(parent=self, ignore_changes=list(IGNORED))
         network = compute.Network(
             f"{args.cluster}-network",
             name=f"{args.cluster}-network",
+            description=mark(args.labels),
             auto_create_subnetworks=False,
             routing_mode="REGIONAL",
             mtu=args.mtu,
@@ -68,6 +72,7 @@ class ClusterNetwork(ComponentResource):
         return compute.Subnetwork(
             f"{self._args.cluster}-subnet",
             name=f"{self._args.cluster}-subnet",
+            description=mark(self._args.labels),
             network=network.id,
             region=self._args.region,
             ip_cidr_range=SUBNET,
@@ -80,6 +85,7 @@ class ClusterNetwork(ComponentResource):
         router = compute.Router(
             f"{self._args.cluster}-router",
             name=f"{self._args.cluster}-router",
+            description=mark(self._args.labels),
             network=network.id,
             region=self._args.region,
             opts=self._child,
@@ -97,14 +103,16 @@ class ClusterNetwork(ComponentResource):
                 )
             ],
             log_config=compute.RouterNatLogConfigArgs(enable=True, filter="ERRORS_ONLY"),
-            opts=self._child,
+            opts=ResourceOptions(parent=self),
         )
 
     def _ingress(self, network: compute.Network) -> None:
         compute.Firewall(
             f"{self._args.cluster}-allow-ssh",
             name=f"{self._args.cluster}-allow-ssh",
-            description="SSH from the operator, or from Google's proxy for tunnels",
+            description=mark(
+                self._args.labels, "SSH from the operator, or from Google's proxy for tunnels"
+            ),
             network=network.id,
             direction="INGRESS",
             source_ranges=[self._args.ssh_source],
@@ -115,7 +123,9 @@ class ClusterNetwork(ComponentResource):
         compute.Firewall(
             f"{self._args.cluster}-allow-nodes",
             name=f"{self._args.cluster}-allow-nodes",
-            description="Between the nodes: ssh, where ranks meet, gloo and mpirun",
+            description=mark(
+                self._args.labels, "Between the nodes: ssh, where ranks meet, gloo and mpirun"
+            ),
             network=network.id,
             direction="INGRESS",
             source_service_accounts=[self._args.node_account],
@@ -135,7 +145,7 @@ class ClusterNetwork(ComponentResource):
         compute.Firewall(
             f"{self._args.cluster}-deny-egress",
             name=f"{self._args.cluster}-deny-egress",
-            description="Nothing else leaves",
+            description=mark(self._args.labels, "Nothing else leaves"),
             network=network.id,
             direction="EGRESS",
             priority=65_534,
@@ -154,6 +164,7 @@ class ClusterNetwork(ComponentResource):
         compute.Firewall(
             f"{self._args.cluster}-egress-{what}",
             name=f"{self._args.cluster}-egress-{what}",
+            description=mark(self._args.labels),
             network=network.id,
             direction="EGRESS",
             priority=1000,

@@ -11,7 +11,7 @@ from pulumi import ComponentResource, Input, Output, Resource, ResourceOptions
 from pulumi_gcp import compute
 
 from infra.config import ClusterConfig
-from infra.labels import EXPIRES
+from infra.labels import EXPIRES, IGNORED, mark
 from infra.network import FIRST_HOST, SUBNET
 from infra.scheduling import scheduling
 
@@ -80,11 +80,12 @@ class ClusterNodes(ComponentResource):
         return compute.ResourcePolicy(
             f"{config.cluster}-placement",
             name=f"{config.cluster}-placement",
+            description=mark(self._args.labels),
             region=config.region,
             group_placement_policy=compute.ResourcePolicyGroupPlacementPolicyArgs(
                 collocation="COLLOCATED"
             ),
-            opts=ResourceOptions(parent=self),
+            opts=ResourceOptions(parent=self, ignore_changes=list(IGNORED)),
         )
 
     def _instance(

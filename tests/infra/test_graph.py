@@ -11,7 +11,7 @@ from pathlib import Path
 import pulumi
 import pytest
 
-from infra.labels import CLUSTER, EXPIRES
+from infra.labels import CLUSTER, EXPIRES, mark
 from payload.inventory import ClusterInventory
 from tests.golden_files import assert_golden
 from tests.infra.stacks import CASES, HEAD_ADDRESS, KEY, NOW_UNIX, Plain, Recorded, deploy
@@ -82,13 +82,19 @@ def test_the_cluster_expires_at_the_limit_of_its_machines() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_has_no_labels_has_the_clusters_name_in_front(case: str) -> None:
-    for resource in deployed(case).resources:
-        inputs: Plain = resource["inputs"]
+def test_what_has_no_labels_says_the_same_in_its_description(case: str) -> None:
+    stack = deployed(case)
+    labels = stack.of_type("Instance")[0]["labels"]
+    for resource in stack.resources:
+        inputs, kind = resource["inputs"], resource["type"].rpartition(":")[2]
         if "labels" in inputs:
             assert inputs["labels"][CLUSTER] == "dev"
-        elif resource["type"].startswith("gcp:") and "IAM" not in resource["type"]:
+        # A NAT is part of its router, and a right part of its bucket.
+        elif resource["type"].startswith("gcp:") and kind not in ("RouterNat", "BucketIAMMember"):
             assert (inputs.get("name") or inputs["accountId"]).startswith("dev-")
+            assert inputs["description"].endswith(mark(labels))
+            # Else each run would have another expiry, and make network and machines anew.
+            assert resource["options"]["ignoreChanges"] == ["description"]
 
 
 def test_a_bucket_outlives_the_cluster() -> None:

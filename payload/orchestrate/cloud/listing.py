@@ -25,6 +25,7 @@ from payload.orchestrate.cloud.resources import (
     in_order,
     is_zone,
     last_word,
+    marks,
     parse_time,
 )
 
@@ -114,7 +115,7 @@ def _global(google: Google, kind: Kind) -> Iterator[Resource]:
 
 
 def _resource(kind: Kind, item: Any, *, location: str) -> Resource:
-    labels = dict(item.labels) if kind.labelled else {}
+    labels = dict(item.labels) if kind.labelled else marks(item.description)
     network = last_word(_network(item)) or None
     return Resource(
         kind=kind.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ CLUSTER_LABEL, EXPIRES_LABEL = "tileforge-cluster", "tileforge-expires"
 KEPT_LABEL = "tileforge-kept"
 """On what outlives `pulumi destroy` on purpose: the results bucket."""
 BUCKET = "bucket"
+_MARK = re.compile(rf"(?<!\S)({CLUSTER_LABEL}|{EXPIRES_LABEL})=([a-z0-9-]+)(?!\S)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,7 @@ class Kind:
     aggregated: bool
     """Whether it is in zones or regions."""
     labelled: bool
-    """Whether it can have labels; else it is known by its name, `<cluster>-...`."""
+    """Whether it can have labels; else its description has what they would say."""
     gcloud: str
     """Its commands, after `gcloud compute`."""
 
@@ -125,6 +127,14 @@ KINDS = (
     ),
 )
 _KIND_OF = {kind.name: kind for kind in KINDS}
+# What the cluster program makes that has no labels, after `<cluster>-`.
+_ENDINGS = {
+    "resource policy": ("placement",),
+    "router": ("router",),
+    "firewall rule": ("allow-ssh", "allow-nodes", "egress-web", "egress-nodes", "deny-egress"),
+    "subnetwork": ("subnet",),
+    "network": ("network",),
+}
 _ORDER = {name: place for place, name in enumerate([*_KIND_OF, BUCKET])}
 
 
@@ -138,6 +148,7 @@ class Resource:
     location: str
     """Zone, region, or `global`."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    """Or, of a kind that cannot have any, what its description says in their place."""
     created_unix: float | None = None
     network: str | None = None
     """Name of the network that it is in, where it is in one."""
@@ -183,29 +194,38 @@ def by_cluster(
 ) -> dict[str, list[Resource]]:
     """Each cluster's resources; what belongs to none is left out.
 
-    A label decides. Without one it is the name, `<cluster>-...`, where the longest name of a
-    cluster wins: those that labels name, and `known`. What lies in a cluster's network, such as a
-    firewall rule that somebody added, belongs to it too.
+    A label decides. Without one it is the network: what lies in a labelled one, such as a firewall
+    rule that somebody added, belongs to its cluster. Then it is the whole name, which has to be one
+    that the cluster program gives, in the network that it makes; `known` are clusters that no label
+    names. A name that only begins like a cluster's is somebody else's.
     """
     labelled = {r.labels[CLUSTER_LABEL] for r in resources if CLUSTER_LABEL in r.labels}
-    names = sorted({*labelled, *known}, key=len, reverse=True)
-    owners = {r.key(): _owner(r, names) for r in resources}
-    networks = {r.name: owners[r.key()] for r in resources if r.kind == "network"}
+    names = labelled | set(known)
+    networks = {r.name: r.labels.get(CLUSTER_LABEL) for r in resources if r.kind == "network"}
     found: dict[str, list[Resource]] = {}
     for resource in resources:
-        owner = owners[resource.key()] or networks.get(resource.network or "")
+        owner = (
+            resource.labels.get(CLUSTER_LABEL)
+            or networks.get(resource.network or "")
+            or _owner_by_name(resource, names)
+        )
         if owner is not None:
             found.setdefault(owner, []).append(resource)
     return {name: in_order(found[name]) for name in sorted(found)}
 
 
-def _owner(resource: Resource, names: Sequence[str]) -> str | None:
-    label = resource.labels.get(CLUSTER_LABEL)
-    if label is not None:
-        return label
-    if resource.kind == BUCKET or _KIND_OF[resource.kind].labelled:
-        return None
-    return next((name for name in names if resource.name.startswith(f"{name}-")), None)
+def _owner_by_name(resource: Resource, names: Collection[str]) -> str | None:
+    for ending in _ENDINGS.get(resource.kind, ()):
+        cluster = resource.name.removesuffix(f"-{ending}")
+        own_network = resource.network in (None, f"{cluster}-network")
+        if cluster != resource.name and cluster in names and own_network:
+            return cluster
+    return None
+
+
+def marks(description: str) -> dict[str, str]:
+    """The labels that the description of something without labels stands in for."""
+    return dict(_MARK.findall(description))
 
 
 def expiry_of(resources: Sequence[Resource]) -> float | None:

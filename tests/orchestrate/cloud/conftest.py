@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from infra.labels import mark
 from payload.orchestrate.cloud.endpoints import VARIABLE, Endpoints
 from payload.orchestrate.cloud.google import Google
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
@@ -56,16 +57,22 @@ class Site:
             self.cloud.add_node(name, labels=labels)
             self.cloud.add("disks", name, place=ZONE, labels=labels)
             self.cloud.guest_attributes[name] = {"ssh-ed25519": KEY}
-        network = f"{cluster}-network"
-        self.cloud.add("networks", network, place="global", labels={})
+        network, description = f"{cluster}-network", mark(labels)
+        self.cloud.add("networks", network, place="global", labels={}, description=description)
         url = f"https://www.googleapis.com/compute/v1/projects/{PROJECT}/global/networks/{network}"
         for kind, name, place in (
             ("subnetworks", f"{cluster}-subnet", REGION),
             ("routers", f"{cluster}-router", REGION),
-            ("firewalls", f"{cluster}-iap", "global"),
+            ("firewalls", f"{cluster}-allow-ssh", "global"),
         ):
-            self.cloud.add(kind, name, place=place, labels={}, network=url)
-        self.cloud.add("resourcePolicies", f"{cluster}-placement", place=REGION, labels={})
+            self.cloud.add(kind, name, place=place, labels={}, network=url, description=description)
+        self.cloud.add(
+            "resourcePolicies",
+            f"{cluster}-placement",
+            place=REGION,
+            labels={},
+            description=description,
+        )
         self.cloud.add_bucket(f"{cluster}-results", labels=labels)
         self.pulumi.outputs(
             inventory=inventory_output(cluster, names),

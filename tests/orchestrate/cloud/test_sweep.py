@@ -9,7 +9,6 @@ import pytest
 from payload.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
-from payload.orchestrate.cloud.resources import Resource, by_cluster
 from payload.orchestrate.cloud.stack import read_outputs, remember
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, Fault
@@ -63,7 +62,7 @@ def test_everything_left_is_listed_with_what_removes_it(site: Site, capsys: Capt
         "addresses delete mine-ip --region=us-central1",
         "forwarding-rules delete mine-rule --global",
         "firewall-rules delete added-by-hand --project",
-        "firewall-rules delete mine-iap --project",
+        "firewall-rules delete mine-allow-ssh --project",
         "resource-policies delete mine-placement --region=us-central1",
         "networks subnets delete mine-subnet --region=us-central1",
         "snapshots delete before",
@@ -174,19 +173,3 @@ def test_without_a_project_it_asks_for_one(site: Site, capsys: Capture) -> None:
     assert main(["sweep"], site.env) == ExitCode.USAGE
     assert "--project" in capsys.readouterr().err
     assert main(["sweep"], site.env | {"GOOGLE_CLOUD_PROJECT": PROJECT}) == ExitCode.OK
-
-
-def test_the_longest_name_owns_what_has_no_label() -> None:
-    resources = [
-        Resource(kind="instance", name="x", location="z", labels={"tileforge-cluster": "a"}),
-        Resource(kind="instance", name="y", location="z", labels={"tileforge-cluster": "a-b"}),
-        Resource(kind="network", name="a-b-network", location="global"),
-        Resource(kind="network", name="a-network", location="global"),
-        Resource(kind="firewall rule", name="hand", location="global", network="a-b-network"),
-        Resource(kind="disk", name="a-disk", location="z"),
-    ]
-    owned = by_cluster(resources)
-    assert {name: [r.name for r in found] for name, found in owned.items()} == {
-        "a": ["x", "a-network"],
-        "a-b": ["y", "hand", "a-b-network"],
-    }
