@@ -33,6 +33,8 @@ _OPERATION_S = 300.0
 # Google holds the answer back for up to two minutes, until the operation is done.
 _WAIT_S = 150.0
 _PAGE = 500
+# Warnings of a list that is whole; without one the code is empty.
+_WHOLE = ("", "NO_RESULTS_ON_PAGE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ def _attempt(google: Google, kind: Kind | None, blind: list[str]) -> list[Resour
 def _list(google: Google, kind: Kind | None, blind: list[str]) -> list[Resource]:
     if kind is None:
         return list(_buckets(google))
-    return list(_aggregated(google, kind, blind) if kind.aggregated else _global(google, kind))
+    return list((_aggregated if kind.aggregated else _global)(google, kind, blind))
 
 
 def _aggregated(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resource]:
@@ -99,19 +101,33 @@ def _aggregated(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resour
     )
     what = f"listing {kind.gcloud}"
     for page in google.pages(what, client.aggregated_list, request):
-        for place in page.unreachables:
-            blind.append(f"{what}: {last_word(place)} does not answer. Try again.")
+        silent = {last_word(place) for place in page.unreachables}
+        _see_warning(page.warning, what, blind)
         for scope, listed in page.items.items():
+            place = last_word(scope)
+            # A place that fails says so here; `unreachables` need not name it. gcloud looks here
+            # (googlecloudsdk/api_lib/compute/request_helper.py).
+            if place not in silent:
+                _see_warning(listed.warning, f"{what}: {place}", blind)
             for item in getattr(listed, _plural(kind)):
-                yield _resource(kind, item, location=last_word(scope))
+                yield _resource(kind, item, location=place)
+        blind += [f"{what}: {place} does not answer. Try again." for place in sorted(silent)]
 
 
-def _global(google: Google, kind: Kind) -> Iterator[Resource]:
+def _global(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resource]:
     client = google.compute(kind.client)
     request = request_of(f"List{kind.client}Request", project=google.project, max_results=_PAGE)
-    for page in google.pages(f"listing {kind.gcloud}", client.list, request):
+    what = f"listing {kind.gcloud}"
+    for page in google.pages(what, client.list, request):
+        _see_warning(page.warning, what, blind)
         for item in page.items:
             yield _resource(kind, item, location="global")
+
+
+def _see_warning(warning: Any, what: str, blind: list[str]) -> None:
+    if warning.code not in _WHOLE:
+        said = one_line(warning.message).rstrip(".") or "no word"
+        blind.append(f"{what}: {warning.code}: {said}. Try again.")
 
 
 def _resource(kind: Kind, item: Any, *, location: str) -> Resource:

@@ -68,6 +68,10 @@ class CloudStandIn:
         self.policies: dict[str, bool] = {}
         """Organization policies that are enforced, by constraint."""
         self.unreachable: list[str] = []
+        """Places that a list of all names as missing from it."""
+        self.failing: dict[str, str] = {}
+        """Scopes, such as `zones/us-central1-f`, that have a warning with this text and nothing
+        else in a list of all."""
         self.stuck: dict[str, str] = {}
         """Names whose removal fails, with the reason."""
         self.faults: list[Fault] = []
@@ -227,6 +231,8 @@ class CloudStandIn:
         for place, item in page.pop("items"):
             key = place if place == "global" else f"{scope}/{place}"
             listed[key] = {collection: [*listed.get(key, {}).get(collection, []), item]}
+        for key in (each for each in self.failing if each.startswith(scope)):
+            listed[key] = {"warning": {"code": "UNREACHABLE", "message": self.failing[key]}}
         return page | {"items": listed, "unreachables": self.unreachable}
 
     def _page(

@@ -88,10 +88,20 @@ def test_a_refusal_says_what_to_do(site: Site, message: str, reason: str, fix: s
 
 
 def test_a_place_that_does_not_answer_is_not_taken_for_an_empty_one(site: Site) -> None:
-    site.cloud.unreachable = ["projects/acme-lab/zones/us-central1-f"]
-    assert any(
-        "us-central1-f does not answer" in each for each in list_everything(site.google()).blind
-    )
+    site.build()
+    # Nobody names it but its own entry in the list, where the machines would be.
+    site.cloud.failing = {"zones/us-central1-a": "The zone is currently unavailable"}
+    listing = list_everything(site.google())
+    assert not any(each.kind == "instance" for each in listing.resources)
+    assert sorted(listing.blind) == [
+        f"listing {kind}: us-central1-a: UNREACHABLE: The zone is currently unavailable. Try again."
+        for kind in ("disks", "instances")
+    ]
+    # Named twice, it is said once.
+    site.cloud.unreachable = ["projects/acme-lab/zones/us-central1-a"]
+    blind = list_everything(site.google()).blind
+    assert blind.count("listing instances: us-central1-a does not answer. Try again.") == 1
+    assert not any("UNREACHABLE" in each for each in blind)
 
 
 @pytest.mark.parametrize(
