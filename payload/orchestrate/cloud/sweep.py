@@ -46,12 +46,18 @@ class Sweep:
     living: Mapping[str, Sequence[Resource]] = field(default_factory=dict)
     """Clusters within their lifetime; only looked at when none was named."""
     blind: Sequence[str] = ()
+    """Why not everything was seen."""
     node_usd: Mapping[str, float | None]
     now_unix: float
 
     def all_left(self) -> list[Resource]:
         """Everything that should not be there."""
         return [each for resources in self.left.values() for each in resources]
+
+    def may_live(self) -> bool:
+        """Whether what looks left may be in use: no cluster was named, and machines that would show
+        that theirs lives may be where it was not possible to look."""
+        return self.cluster is None and bool(self.blind)
 
     def usd(self, resource: Resource) -> float | None:
         """Dollars per hour, where known: of running machines that this folder has seen come up."""
@@ -114,7 +120,7 @@ def sweep(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     google = Google(project, endpoints=Endpoints.from_env(env))
     found = look(google, arguments.cluster, folder=folder, keep_buckets=arguments.keep_buckets)
     talk = text_console(stderr=True)
-    if arguments.delete and found.all_left():
+    if arguments.delete and found.all_left() and not found.may_live():
         _show(found, as_json=False)
         _remove(google, found, assume_yes=arguments.yes, talk=talk)
         found = look(google, arguments.cluster, folder=folder, keep_buckets=arguments.keep_buckets)
@@ -159,6 +165,12 @@ def conclude(found: Sweep, *, talk: Console) -> None:
     """Say that nothing is left. Raises TeardownError when something is, or cannot be ruled out."""
     whose = f"of cluster {found.cluster}" if found.cluster else "of expired clusters"
     left = found.all_left()
+    if left and found.may_live():
+        raise TeardownError(
+            f"{len(left)} resource(s) in project {found.project} look left, but their cluster may "
+            f"live where nobody could look, so nothing is removed: {'; '.join(found.blind)} If you "
+            f"know that it is over: sweep --cluster {next(iter(found.left))} --delete"
+        )
     if left:
         for each in left:
             note = "  # deletes the results in it" if each.kind == BUCKET else ""

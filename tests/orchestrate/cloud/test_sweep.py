@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -11,7 +12,7 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
 from payload.orchestrate.cloud.stack import read_outputs, remember
 from tests.orchestrate.cloud.conftest import Site
-from tests.orchestrate.cloud.standin import PROJECT, Fault
+from tests.orchestrate.cloud.standin import PROJECT, ZONE, Fault
 
 Capture = pytest.CaptureFixture[str]
 LABELS = {"tileforge-cluster": "mine", "tileforge-expires": "1700000000"}
@@ -120,6 +121,28 @@ def test_what_could_not_be_seen_is_not_taken_for_gone(site: Site, capsys: Captur
     assert sweep(site, "--cluster", "mine") == ExitCode.TEARDOWN
     err = capsys.readouterr().err
     assert "it is not shown that nothing is left: listing routers: Required x" in err
+
+
+def test_without_a_name_nothing_is_removed_while_a_zone_is_silent(
+    site: Site, capsys: Capture
+) -> None:
+    # Its network is from an earlier time; the machines that show that it lives are not seen.
+    site.build(cluster="old", expires_in_s=-7200)
+    for items in (site.cloud.items[kind, ZONE] for kind in ("instances", "disks")):
+        for item in items:
+            item["labels"]["tileforge-expires"] = str(int(time.time()) + 3600)
+    assert sweep(site, "--delete", "--yes") == ExitCode.OK
+    assert "expires in" in capsys.readouterr().out
+    site.cloud.failing = {f"zones/{ZONE}": "The zone is down"}
+    assert sweep(site, "--delete", "--yes") == ExitCode.TEARDOWN
+    out, err = capsys.readouterr()
+    assert "old-network" in out and "remove with" not in err
+    assert "may live where nobody could look, so nothing is removed: listing" in err
+    assert "us-central1-a: UNREACHABLE: The zone is down" in err
+    assert site.cloud.count("^DELETE") == 0
+    # Whoever names it means it.
+    assert sweep(site, "--cluster", "old", "--delete", "--yes") == ExitCode.TEARDOWN
+    assert site.cloud.count("^DELETE .*old-network") == 1
 
 
 def test_refused_altogether_is_a_matter_of_permission(site: Site, capsys: Capture) -> None:
