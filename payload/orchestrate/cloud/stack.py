@@ -12,7 +12,9 @@ from typing import Any
 from payload.errors import ConfigError
 from payload.inventory import ClusterInventory
 from payload.orchestrate.cloud.endpoints import Endpoints
+from payload.orchestrate.cloud.need import Need
 from payload.orchestrate.cloud.pulumi_cli import Pulumi, PulumiError
+from payload.orchestrate.cloud.settings import cluster_name
 from payload.results import write_whole
 
 _MEMORY_VERSION = 1
@@ -125,6 +127,20 @@ def remember(outputs: StackOutputs, *, folder: Path) -> None:
         region=outputs.region,
         node_usd={node.name: node.hourly_usd for node in outputs.inventory.nodes},
     )
+    _keep(known, folder=folder)
+
+
+def remember_plan(pulumi: Pulumi, known: dict[str, Any], *, folder: Path) -> None:
+    """The same by the settings, before anything is built: an `up` that fails has no outputs."""
+    cluster, project = cluster_name(pulumi, known), str(known.get("project") or "")
+    before = recall(folder, cluster)
+    if not project or (before is not None and before.project == project):
+        return
+    region = str(known.get("region") or Need().region)
+    _keep(Remembered(cluster=cluster, project=project, region=region, node_usd={}), folder=folder)
+
+
+def _keep(known: Remembered, *, folder: Path) -> None:
     path = cluster_folder(folder, known.cluster) / "stack.json"
     write_whole(path, json.dumps({"schema_version": _MEMORY_VERSION, **asdict(known)}, indent=2))
 
@@ -142,7 +158,7 @@ def recall(folder: Path, cluster: str) -> Remembered | None:
 
 
 def remembered_clusters(folder: Path) -> list[Remembered]:
-    """Every cluster that this folder has seen come up."""
+    """Every cluster that this folder has built, or begun to."""
     names = sorted(path.parent.name for path in (folder / ".cluster").glob("*/stack.json"))
     return [known for name in names if (known := recall(folder, name)) is not None]
 

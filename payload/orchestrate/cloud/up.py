@@ -13,7 +13,7 @@ from payload.errors import CapacityError, ConfigError, ExitCode, TileforgeError
 from payload.orchestrate.cloud.failures import explain, find_stock_out
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
 from payload.orchestrate.cloud.settings import cluster_name, settings, text_list
-from payload.orchestrate.cloud.stack import read_outputs, remember
+from payload.orchestrate.cloud.stack import read_outputs, remember, remember_plan
 from payload.orchestrate.cloud.sweep import confirm
 from payload.orchestrate.keys import make_operator_key, operator_key_path
 from payload.orchestrate.report import text_console
@@ -39,6 +39,7 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     if not confirm("Build this?", assume_yes=arguments.yes):
         talk.print("nothing was built")
         return ExitCode.OK
+    remember_plan(pulumi, known, folder=Path.cwd())
     _build(pulumi, zones, talk=talk)
     outputs = read_outputs(pulumi)
     remember(outputs, folder=Path.cwd())

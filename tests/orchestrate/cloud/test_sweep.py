@@ -92,6 +92,23 @@ def test_without_a_name_only_what_has_expired_counts(site: Site, capsys: Capture
     assert "delete old-0" in err and "delete old-network" in err and "new-" not in err
 
 
+def test_what_machines_that_are_gone_have_left_is_seen_from_anywhere(
+    site: Site, capsys: Capture
+) -> None:
+    site.build(cluster="old", expires_in_s=-7200)
+    # Google has deleted the machines at their limit: nothing with a label is there any more.
+    for kind in ("instances", "disks"):
+        site.cloud.items[kind, ZONE].clear()
+    site.cloud.buckets.clear()
+    site.build(cluster="new", nodes=0)
+    assert sweep(site) == ExitCode.TEARDOWN
+    out, err = capsys.readouterr()
+    assert "5 resource(s) of expired clusters left" in err and "expired 2.0 h ago" in out
+    for name in ("network", "subnet", "router", "allow-ssh", "placement"):
+        assert f"delete old-{name} " in err
+    assert "new-network" in out and "new-" not in err
+
+
 def test_json_is_for_programs(site: Site, capsys: Capture) -> None:
     site.cloud.add_node("mine-0", labels=LABELS)
     site.cloud.add_bucket("mine-results", labels=LABELS)

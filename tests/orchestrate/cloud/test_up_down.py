@@ -77,6 +77,19 @@ def test_up_without_capacity_is_exit_12_with_the_next_command(site: Site, capsys
     assert "stays and is billed" in last and "payload.orchestrate down" in last
 
 
+def test_what_an_up_that_failed_has_left_is_seen(site: Site, capsys: Capture) -> None:
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="error: Quota 'NETWORKS' exceeded.  Limit: 5.0\n", status=255)
+    # Without a description, as in a stack from before there were any.
+    site.cloud.add("networks", "mine-network", place="global", labels={})
+    assert main(["up", "--dry-run"], site.env) == ExitCode.OK
+    assert main(["sweep"], site.env) == ExitCode.USAGE  # no project is known yet
+    assert main(["up", "--yes"], site.env) == ExitCode.QUOTA
+    capsys.readouterr()
+    assert main(["sweep"], site.env) == ExitCode.TEARDOWN
+    assert "networks delete mine-network --project=acme-lab" in capsys.readouterr().err
+
+
 def test_next_zone_moves_on_through_the_configs_zones(site: Site, capsys: Capture) -> None:
     zones = ["us-central1-f", "us-central1-c", "us-central1-b"]
     site.build()
