@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from payload.errors import CloudAuthError, CloudError, TileforgeError
@@ -64,16 +66,31 @@ def list_everything(google: Google) -> Listing:
 
 
 def remove(google: Google, resources: Sequence[Resource]) -> list[str]:
-    """Remove each, in order and to its end, but no bucket; returns what went wrong."""
-    failed = []
-    for resource in in_order(each for each in resources if each.kind != BUCKET):
-        try:
-            _remove(google, resource)
-        except CloudMissingError:
-            pass  # something else has removed it, which is as good
-        except TileforgeError as error:
-            failed.append(str(error))
+    """Remove each, in order and to its end, but no bucket; returns what went wrong.
+
+    Those of a kind go at once: each may take minutes, and machines cost until they are gone.
+    """
+    failed: list[str] = []
+    going = in_order(each for each in resources if each.kind != BUCKET)
+    for _, alike in groupby(going, key=lambda each: each.kind):
+        ends: list[Callable[[], None]] = []
+        for resource in alike:
+            with _noted(failed):
+                ends.append(_begin_to_remove(google, resource))
+        for see_to_its_end in ends:
+            with _noted(failed):
+                see_to_its_end()
     return failed
+
+
+@contextmanager
+def _noted(failed: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except CloudMissingError:
+        pass  # something else has removed it, which is as good
+    except TileforgeError as error:
+        failed.append(str(error))
 
 
 def _attempt(google: Google, kind: Kind | None, blind: list[str]) -> list[Resource]:
@@ -177,7 +194,8 @@ def _buckets(google: Google) -> Iterator[Resource]:
             return
 
 
-def _remove(google: Google, resource: Resource) -> None:
+def _begin_to_remove(google: Google, resource: Resource) -> Callable[[], None]:
+    """Ask for the removal; what is returned waits for its end."""
     kind = next(kind for kind in KINDS if kind.name == resource.kind)
     client_name, singular = kind.client, kind.singular
     place, operations = {"project": google.project}, "Global"
@@ -194,20 +212,31 @@ def _remove(google: Google, resource: Resource) -> None:
     operation = google.ask(
         what, lambda: client.delete_unary(request=request, retry=None, timeout=REQUEST_S)
     )
-    _see_to_its_end(google, operation, what=what, operations=operations, place=place)
+    ends = time.monotonic() + _OPERATION_S
+    return partial(
+        _see_to_its_end, google, operation, what, operations=operations, place=place, ends=ends
+    )
 
 
 def _see_to_its_end(
-    google: Google, operation: Any, *, what: str, operations: str, place: dict[str, str]
+    google: Google,
+    operation: Any,
+    what: str,
+    *,
+    operations: str,
+    place: dict[str, str],
+    ends: float,
 ) -> None:
     # Not client.delete(): what it returns asks the public address, whatever api_endpoint says
     # (google-cloud-compute 1.48, _zone_operations_client).
     client = google.compute(f"{operations}Operations")
     request = request_of(f"Wait{operations}OperationRequest", operation=operation.name, **place)
-    ends = time.monotonic() + _OPERATION_S
+    is_late = False
     while operation.status.name != "DONE":
-        if time.monotonic() > ends:
+        if is_late:
             raise CloudError(f"{what}: it is not done after {_OPERATION_S:g} s. Look again later.")
+        # Asked once even when the time is over, which others of its kind may have taken.
+        is_late = time.monotonic() > ends
         operation = google.ask(
             what, lambda: client.wait(request=request, retry=None, timeout=_WAIT_S)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import pytest
@@ -193,6 +194,18 @@ def test_delete_removes_all_but_buckets_and_tells_what_would_not_go(
     arguments = ("--cluster", "mine", "--delete", "--yes", "--keep-buckets")
     assert sweep(site, *arguments) == ExitCode.OK
     assert not any(site.cloud.items.values())
+
+
+def test_things_of_a_kind_are_removed_at_once_and_kinds_in_turn(site: Site) -> None:
+    site.build()
+    site.cloud.stuck["mine-1"] = "It is protected"
+    sweep(site, "--cluster", "mine", "--delete", "--yes", "--keep-buckets")
+    asked = [each for each in site.cloud.requests if re.match("DELETE|POST", each)]
+    words = [each.partition("?")[0].split("/") for each in asked]
+    order = [found[-1] if found[0].startswith("DELETE") else "wait" for found in words]
+    machines = ["mine-0", "mine-1", "mine-2"]
+    # Machines, then their disks, which have the same names.
+    assert order[:12] == [*machines, *["wait"] * 3, *machines, *["wait"] * 3]
 
 
 def test_nothing_is_removed_without_a_yes(site: Site, capsys: Capture) -> None:
