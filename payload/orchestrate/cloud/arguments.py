@@ -77,9 +77,9 @@ def _add_sweep(commands: Commands) -> None:
         help="look whether anything is left in the cloud",
         description="List what a cluster has in the project, in all zones and regions: machines, "
         "disks, snapshots, images, addresses, forwarding rules, policies, routers, firewall rules, "
-        "networks, buckets, but those with results that Pulumi keeps on purpose. Exit code 60 and "
-        "the commands that remove it when something is there. Without --cluster, what is left "
-        "of clusters whose lifetime is over.",
+        "networks, service accounts, buckets, but those with results that Pulumi keeps on purpose. "
+        "Exit code 60 and the commands that remove it when something is there. Without --cluster, "
+        "what is left of clusters whose lifetime is over.",
     )
     parser.set_defaults(command=_sweep, runs_dir=None)
     parser.add_argument("--cluster", metavar="NAME", help="(default: every expired cluster)")

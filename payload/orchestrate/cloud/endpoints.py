@@ -13,7 +13,7 @@ from payload.errors import ConfigError
 VARIABLE = "TILEFORGE_API_ENDPOINT"
 _SERVICE = "{service}"
 
-Service = Literal["compute", "storage", "serviceusage", "orgpolicy"]
+Service = Literal["compute", "storage", "serviceusage", "orgpolicy", "iam"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

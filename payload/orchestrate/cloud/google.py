@@ -80,6 +80,13 @@ class Google:
 
     def get_json(self, service: Service, path: str, *, what: str) -> Any:
         """The JSON at `path` of a service that has no client library here."""
+        return self._request_json("GET", service, path, what=what)
+
+    def delete(self, service: Service, path: str, *, what: str) -> None:
+        """Delete what is at `path` of such a service."""
+        self._request_json("DELETE", service, path, what=what)
+
+    def _request_json(self, method: str, service: Service, path: str, *, what: str) -> Any:
         from google.api_core import exceptions
         from google.auth.transport.requests import AuthorizedSession
 
@@ -89,13 +96,13 @@ class Google:
                 self._clients["session"] = AuthorizedSession(credentials)  # type: ignore[no-untyped-call]
         session, url = self._clients["session"], self._endpoints.url(service) + path
 
-        def get() -> Any:
-            answer = session.get(url, timeout=REQUEST_S)
+        def request() -> Any:
+            answer = session.request(method, url, timeout=REQUEST_S)
             if answer.status_code >= 400:
                 raise exceptions.from_http_response(answer)  # type: ignore[no-untyped-call]
             return answer.json()
 
-        return self.ask(what, get)
+        return self.ask(what, request)
 
     def ask(self, what: str, request: Callable[[], _T]) -> _T:
         """What `request` returns; tried again while the cloud is busy or fails by itself.

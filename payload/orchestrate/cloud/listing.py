@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from payload.errors import CloudAuthError, CloudError, TileforgeError
+from payload.orchestrate.cloud.accounts import remove_service_account, service_accounts
 from payload.orchestrate.cloud.google import (
     REQUEST_S,
     CloudMissingError,
@@ -22,6 +23,7 @@ from payload.orchestrate.cloud.google import (
 from payload.orchestrate.cloud.resources import (
     BUCKET,
     KINDS,
+    SERVICE_ACCOUNT,
     Kind,
     Resource,
     in_order,
@@ -49,17 +51,21 @@ class Listing:
 
 
 def list_everything(google: Google) -> Listing:
-    """Everything of every kind in all zones, and every bucket.
+    """Everything of every kind in all zones, every bucket, and clusters' service accounts.
 
     Raises CloudAuthError when not even the first kind may be listed.
     """
     found: list[Resource] = []
     blind: list[str] = []
     # The first one alone: without credentials there is one error and not a dozen.
-    first, *others = [*KINDS, None]
-    found += _list(google, first, blind)
+    first, *others = KINDS
+    found += _of_kind(google, first, blind)
+    ways = [partial(_of_kind, google, kind, blind) for kind in others]
     with ThreadPoolExecutor(max_workers=4) as pool:
-        waiting = [pool.submit(_attempt, google, kind, blind) for kind in others]
+        waiting = [
+            pool.submit(_attempt, way, blind)
+            for way in (*ways, partial(_buckets, google), partial(service_accounts, google))
+        ]
         for each in waiting:
             found += each.result()
     return Listing(resources=found, blind=blind)
@@ -93,18 +99,16 @@ def _noted(failed: list[str]) -> Iterator[None]:
         failed.append(str(error))
 
 
-def _attempt(google: Google, kind: Kind | None, blind: list[str]) -> list[Resource]:
+def _attempt(way: Callable[[], Iterator[Resource]], blind: list[str]) -> list[Resource]:
     try:
-        return _list(google, kind, blind)
+        return list(way())
     except (CloudError, CloudAuthError) as error:
         blind.append(str(error))
         return []
 
 
-def _list(google: Google, kind: Kind | None, blind: list[str]) -> list[Resource]:
-    if kind is None:
-        return list(_buckets(google))
-    return list((_aggregated if kind.aggregated else _global)(google, kind, blind))
+def _of_kind(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resource]:
+    return (_aggregated if kind.aggregated else _global)(google, kind, blind)
 
 
 def _aggregated(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resource]:
@@ -196,6 +200,9 @@ def _buckets(google: Google) -> Iterator[Resource]:
 
 def _begin_to_remove(google: Google, resource: Resource) -> Callable[[], None]:
     """Ask for the removal; what is returned waits for its end."""
+    if resource.kind == SERVICE_ACCOUNT:
+        remove_service_account(google, resource.name)
+        return lambda: None
     kind = next(kind for kind in KINDS if kind.name == resource.kind)
     client_name, singular = kind.client, kind.singular
     place, operations = {"project": google.project}, "Global"

@@ -13,7 +13,7 @@ from payload.errors import ConfigError
 CLUSTER_LABEL, EXPIRES_LABEL = "tileforge-cluster", "tileforge-expires"
 KEPT_LABEL = "tileforge-kept"
 """On what outlives `pulumi destroy` on purpose: the results bucket."""
-BUCKET = "bucket"
+BUCKET, SERVICE_ACCOUNT = "bucket", "service account"
 _MARK = re.compile(rf"(?<!\S)({CLUSTER_LABEL}|{EXPIRES_LABEL})=([a-z0-9-]+)(?!\S)")
 
 
@@ -135,7 +135,7 @@ _ENDINGS = {
     "subnetwork": ("subnet",),
     "network": ("network",),
 }
-_ORDER = {name: place for place, name in enumerate([*_KIND_OF, BUCKET])}
+_ORDER = {name: place for place, name in enumerate([*_KIND_OF, SERVICE_ACCOUNT, BUCKET])}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +143,9 @@ class Resource:
     """One thing in the project."""
 
     kind: str
-    """A Kind's name, or BUCKET."""
+    """A Kind's name, SERVICE_ACCOUNT or BUCKET."""
     name: str
+    """A service account's is its e-mail address."""
     location: str
     """Zone, region, or `global`."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -167,6 +168,9 @@ class Resource:
         """The command that removes it."""
         if self.kind == BUCKET:
             return shlex.join(["gcloud", "storage", "rm", "--recursive", f"gs://{self.name}"])
+        if self.kind == SERVICE_ACCOUNT:
+            words = ["gcloud", "iam", "service-accounts", "delete", self.name]
+            return shlex.join([*words, f"--project={project}", "--quiet"])
         kind = _KIND_OF[self.kind]
         words = ["gcloud", "compute", *kind.gcloud.split(), "delete", self.name]
         if kind.aggregated:

@@ -73,6 +73,11 @@ class Site:
             labels={},
             description=description,
         )
+        self.cloud.add_service_account(
+            f"{cluster}-nodes",
+            shown=f"Nodes of the Tileforge cluster {cluster}",
+            description=description,
+        )
         self.cloud.add_bucket(f"{cluster}-results", labels=labels)
         self.pulumi.outputs(
             inventory=inventory_output(cluster, names),

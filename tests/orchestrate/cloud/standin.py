@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 PROJECT, REGION, ZONE = "acme-lab", "us-central1", "us-central1-a"
 _BASE = "https://www.googleapis.com/compute/v1/projects"
@@ -141,6 +141,18 @@ class CloudStandIn:
             }
         )
 
+    def add_service_account(self, name: str, *, shown: str, description: str = "") -> None:
+        """An account; `shown` is what the console calls it."""
+        self.add(
+            "serviceAccounts",
+            name,
+            place="global",
+            labels={},
+            email=f"{name}@{PROJECT}.iam.example",
+            displayName=shown,
+            description=description,
+        )
+
     def drop(self, collection: str, name: str) -> None:
         """Take something away behind everybody's back."""
         with self._lock:
@@ -176,6 +188,8 @@ class CloudStandIn:
                 names = [{"config": {"name": f"{s}.googleapis.com"}} for s in sorted(self.services)]
                 page = self._page(names, query)
                 return {"services": page.pop("items"), **page}
+            case ["v1", "projects", _, "serviceAccounts", *rest]:
+                return self._service_accounts(method, rest, query)
             case ["v2", "projects", _, "policies", name]:
                 constraint = name.removesuffix(":getEffectivePolicy")
                 return {"spec": {"rules": [{"enforce": self.policies.get(constraint, False)}]}}
@@ -216,6 +230,19 @@ class CloudStandIn:
         raise MissingError(
             f"The resource 'projects/{PROJECT}/{where}/{collection}/{name}' was not found"
         )
+
+    def _service_accounts(
+        self, method: str, words: list[str], query: dict[str, str]
+    ) -> dict[str, Any]:
+        items = self.items.setdefault(("serviceAccounts", "global"), [])
+        if not words:
+            page = self._page(items, query)
+            return {"accounts": page.pop("items"), **page}
+        found = [item for item in items if item["email"] == unquote(words[0])]
+        if not found or method != "DELETE":
+            raise MissingError(f"Service account {words[0]} does not exist.")
+        items.remove(found[0])
+        return {}
 
     def _aggregated(self, collection: str, query: dict[str, str]) -> dict[str, Any]:
         scope = _SCOPED[collection]

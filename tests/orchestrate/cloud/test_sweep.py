@@ -27,11 +27,12 @@ def test_nothing_left_is_said_and_is_exit_0(site: Site, capsys: Capture) -> None
     site.cloud.add("networks", "default", place="global", labels={})
     site.cloud.add_node("somebody-elses", labels={})
     site.cloud.add_bucket("mine-photos", labels={})
+    site.cloud.add_service_account("mine-nodes", shown="nodes of our Kubernetes cluster")
     assert sweep(site, "--cluster", "mine") == ExitCode.OK
     out, err = capsys.readouterr()
     assert out == ""
     assert err == (
-        "0 resources of cluster mine left in project acme-lab: looked for 12 kinds in all zones "
+        "0 resources of cluster mine left in project acme-lab: looked for 13 kinds in all zones "
         "and regions\n"
     )
 
@@ -74,9 +75,13 @@ def test_everything_left_is_listed_with_what_removes_it(site: Site, capsys: Capt
         assert any(part in command for command in commands), part
     order = [command.split()[2] for command in commands]
     assert order.index("routers") < order.index("firewall-rules") < order.index("networks")
-    assert commands[-2].startswith("gcloud compute networks delete mine-network")
+    assert commands[-3].startswith("gcloud compute networks delete mine-network")
+    assert commands[-2] == (
+        "gcloud iam service-accounts delete mine-nodes@acme-lab.iam.example --project=acme-lab "
+        "--quiet"
+    )
     last = err.splitlines()[-1]
-    assert last.startswith("error: 19 resource(s) of cluster mine left in project acme-lab, at le")
+    assert last.startswith("error: 20 resource(s) of cluster mine left in project acme-lab, at le")
     assert "$1.59/h" in last
 
 
@@ -101,6 +106,7 @@ def test_what_machines_that_are_gone_have_left_is_seen_from_anywhere(
     for kind in ("instances", "disks"):
         site.cloud.items[kind, ZONE].clear()
     site.cloud.buckets.clear()
+    site.cloud.items["serviceAccounts", "global"].clear()
     site.build(cluster="new", nodes=0)
     assert sweep(site) == ExitCode.TEARDOWN
     out, err = capsys.readouterr()
@@ -206,6 +212,20 @@ def test_things_of_a_kind_are_removed_at_once_and_kinds_in_turn(site: Site) -> N
     machines = ["mine-0", "mine-1", "mine-2"]
     # Machines, then their disks, which have the same names.
     assert order[:12] == [*machines, *["wait"] * 3, *machines, *["wait"] * 3]
+
+
+def test_the_clusters_service_account_is_found_and_removed(site: Site, capsys: Capture) -> None:
+    # Of a stack whose accounts have no description yet.
+    site.cloud.add_service_account("mine-nodes", shown="Nodes of the Tileforge cluster mine")
+    site.cloud.add_service_account(
+        "mine-two-nodes", shown="Nodes of the Tileforge cluster mine-two"
+    )
+    site.cloud.page_size = 1
+    assert sweep(site, "--cluster", "mine-two") == ExitCode.TEARDOWN
+    assert "service account  mine-two-nodes@acme-lab.iam.example" in capsys.readouterr().out
+    assert sweep(site, "--cluster", "mine", "--delete", "--yes") == ExitCode.OK
+    (left,) = site.cloud.items["serviceAccounts", "global"]
+    assert left["name"] == "mine-two-nodes"
 
 
 def test_nothing_is_removed_without_a_yes(site: Site, capsys: Capture) -> None:
