@@ -16,12 +16,13 @@ from typing import Any, Literal, TypeVar
 from payload.errors import ConfigError
 
 SCHEMA_VERSION = 1
+DEFAULT_GRACE_S = 60.0
 
 RunStatus = Literal["starting", "running", "finished", "stopped", "failed"]
 
 _CHECKPOINT = re.compile(r"step_\d{8,}")
 
-_T = TypeVar("_T", "Summary", "RunState", "RankProgress", "RankExit")
+_T = TypeVar("_T", "Summary", "RunState", "StopWish", "RankProgress", "RankExit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,11 @@ class RunPaths:
     def state(self) -> Path:
         """state.json: what the supervisor knows of the run."""
         return self.root / "state.json"
+
+    @property
+    def stop_wish(self) -> Path:
+        """stop.json: how the last one who asked for a stop wants it."""
+        return self.root / "stop.json"
 
     @property
     def metrics(self) -> Path:
@@ -221,6 +227,17 @@ class RunState:
     """Time that a supervisor had this run, over all attempts and resumes."""
     cost_usd: float | None = None
     """What the nodes cost in that time; None without prices."""
+    grace_s: float = DEFAULT_GRACE_S
+    """Time that a stop leaves the ranks to save, a checkpoint that gets on not counted."""
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopWish:
+    """stop.json: lies there when the supervisor is asked to stop, or not at all."""
+
+    grace_s: float
+    """As RunState's, which it replaces."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -260,7 +277,10 @@ def to_json_line(row: StepMetrics | EvalMetrics) -> str:
 
 
 def write_json(
-    path: Path, value: Summary | RunState | RankProgress | RankExit, *, durable: bool = True
+    path: Path,
+    value: Summary | RunState | StopWish | RankProgress | RankExit,
+    *,
+    durable: bool = True,
 ) -> None:
     """Write `value` so that a reader finds the old file or the new one, never half of one."""
     write_whole(path, json.dumps(asdict(value), indent=2) + "\n", durable=durable)

@@ -18,8 +18,10 @@ LOST_S = 12.0
 
 # What a rank does at one step count, in this order; ranks wait for those that are behind.
 _PHASES = ("load", "calibration", "start", "sync check", "checkpoint", "eval", "step", "end")
+START_PHASES = ("load", "calibration", "start")
+"""What a rank does before it trains."""
 # One call that nobody can look into: loading, compiling, writing to a slow disk.
-_LONG_PHASES = ("load", "calibration", "start", "checkpoint", "end")
+_LONG_PHASES = (*START_PHASES, "checkpoint", "end")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

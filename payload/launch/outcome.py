@@ -51,6 +51,8 @@ class Evidence:
     """What the signs of life showed: a hang, or a node that is frozen or gone."""
     begun: bool = False
     """Whether any rank has shown a sign of life."""
+    trained: bool = False
+    """Whether any rank has come so far that it trained."""
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -81,7 +83,9 @@ def _stopped(evidence: Evidence) -> Verdict:
     if evidence.trainer_status == "finished":
         return Verdict(status="finished", exit_code=ExitCode.OK)
     error = None
-    if evidence.trainer_status != "stopped":
+    if not evidence.trained:
+        error = "stopped before training began; nothing is lost"
+    elif evidence.trainer_status != "stopped":
         error = "stopped before it could save; steps since the last checkpoint are lost"
     return Verdict(status="stopped", exit_code=ExitCode.OK, error=error)
 

@@ -12,6 +12,7 @@ from payload.errors import TileforgeError
 from payload.orchestrate import inspect, start
 from payload.orchestrate.cloud.arguments import add_cloud_commands
 from payload.orchestrate.local import LocalAccess
+from payload.results import DEFAULT_GRACE_S
 
 _INTERRUPTED = 130
 
@@ -113,7 +114,13 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument(
         "--detach", action="store_true", help="return once it runs; it outlives this terminal"
     )
-    _add_grace(parser)
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=DEFAULT_GRACE_S,
+        metavar="SECONDS",
+        help="time to save a checkpoint after a stop was asked for (default: %(default)g)",
+    )
     parser.add_argument("--json", action="store_true", help="print summary.json at the end")
 
 
@@ -147,7 +154,13 @@ def _add_stop(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.set_defaults(command=inspect.stop)
     _add_which(parser)
     parser.add_argument("--force", action="store_true", help="at once, without a checkpoint")
-    _add_grace(parser)
+    parser.add_argument(
+        "--grace",
+        type=float,
+        metavar="SECONDS",
+        help="time to save a checkpoint, before the ranks are killed; one that is being written "
+        "gets longer (default: what run was given)",
+    )
 
 
 def _add_attach(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -227,16 +240,6 @@ def _add_which(parser: argparse.ArgumentParser) -> None:
 
 def _add_runs_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs-dir", metavar="DIR", help="where runs are kept (default: runs)")
-
-
-def _add_grace(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="time to save a checkpoint after a stop was asked for (default: %(default)g)",
-    )
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ from payload.orchestrate.follow import Tail, follow_log
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.mirror import read_mirrored
 from payload.orchestrate.report import list_table, ranks_table, status_lines, text_console
-from payload.orchestrate.runs import all_runs, find_run, view_run, wait_until_ended
+from payload.orchestrate.runs import all_runs, find_run, view_run
+from payload.orchestrate.stop_wait import StopWait, stop_wish
 from payload.results import RunPaths, RunState, read_json
 from payload.run_lock import FORCE_SIGNAL, is_supervised
 
-# Beyond the supervisor's own patience with the ranks: killing them and writing it down.
-_STOP_MARGIN_S = 20.0
+_LOOK_S = 0.1
 
 
 def status(arguments: argparse.Namespace, access: LocalAccess) -> int:
@@ -97,18 +97,22 @@ def stop(arguments: argparse.Namespace, access: LocalAccess) -> int:
     talk = text_console(stderr=True)
     state = read_json(RunState, paths.state)
     wish = FORCE_SIGNAL if arguments.force else signal.SIGTERM
-    if state is None or not access.signal_supervisor(paths, state, [wish]):
+    asked = stop_wish(arguments.grace)
+    if state is None or not access.signal_supervisor(paths, state, [wish], wish=asked):
         view = view_run(paths, now_unix=time.time())
         talk.print(f"run {paths.run_id} is not running: {view.status} after step {view.step}")
         return ExitCode.OK
     talk.print(
         f"run {paths.run_id}: " + ("stopping at once" if arguments.force else "saving and stopping")
     )
-    if not wait_until_ended(paths, timeout_s=arguments.grace + _STOP_MARGIN_S):
-        raise RankLostError(
-            f"run {paths.run_id} has not ended; its supervisor is process {state.supervisor_pid}. "
-            "Try again with --force."
-        )
+    wait = StopWait(paths, asked)
+    while is_supervised(paths):
+        if wait.is_over():
+            raise RankLostError(
+                f"run {paths.run_id} has not ended within {wait.waited_s():.0f} s; its supervisor "
+                f"is process {state.supervisor_pid}. Try again with --force."
+            )
+        time.sleep(_LOOK_S)
     view = view_run(paths, now_unix=time.time())
     talk.print(f"{view.status} after step {view.step}" + (f": {view.error}" if view.error else ""))
     return ExitCode.OK

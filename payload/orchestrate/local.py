@@ -25,7 +25,7 @@ from payload.launch.arithmetic import LOOPBACK_BYTES_PER_S
 from payload.launch.environment import local_mpirun_environment
 from payload.launch.plan import rank_program
 from payload.orchestrate.discovery import LOOPBACK, free_memory_bytes
-from payload.results import RunPaths, RunState
+from payload.results import RunPaths, RunState, StopWish, write_json
 from payload.run_config import DtypeChoice
 from payload.run_lock import is_supervised
 
@@ -153,11 +153,18 @@ class LocalAccess:
             )
 
     def signal_supervisor(
-        self, paths: RunPaths, state: RunState, numbers: Sequence[signal.Signals]
+        self,
+        paths: RunPaths,
+        state: RunState,
+        numbers: Sequence[signal.Signals],
+        *,
+        wish: StopWish | None,
     ) -> bool:
-        """Send signals to the run's supervisor if it lives; says whether it did."""
+        """Send signals to the run's supervisor, with what it finds then; says whether it lives."""
         if not is_supervised(paths):
             return False
+        if wish is not None:
+            write_json(paths.stop_wish, wish)
         for number in numbers:
             os.kill(state.supervisor_pid, number)
         return True

@@ -29,11 +29,11 @@ from payload.orchestrate.remote_run import RemoteRun, planned_run_dir
 from payload.orchestrate.report import text_console
 from payload.orchestrate.runs import find_run, point_latest_at
 from payload.orchestrate.ssh_settings import Login
-from payload.results import RunPaths
+from payload.orchestrate.stop_wait import StopWait, stop_wish
+from payload.results import RunPaths, StopWish
 from payload.run_lock import FORCE_SIGNAL
 
 _POLL_S = 1.0
-_STOP_MARGIN_S = 20.0
 
 
 @contextmanager
@@ -130,10 +130,11 @@ def stop(
     talk = text_console(stderr=True)
     wish = FORCE_SIGNAL if arguments.force else SIGTERM
     with opened(paths, mirrored, env=env) as run:
-        if run.signal([wish]):
+        asked = stop_wish(arguments.grace)
+        if run.signal([wish], wish=asked):
             how = "stopping at once" if arguments.force else "saving and stopping"
             talk.print(f"run {paths.run_id}: {how}")
-            _wait_for_the_end(run, timeout_s=arguments.grace + _STOP_MARGIN_S)
+            _wait_for_the_end(run, asked)
         else:
             talk.print(f"run {paths.run_id} is not running")
         run.end_leftovers()
@@ -161,13 +162,13 @@ def bring_up_to_date(
         text_console(stderr=True).print(f"warning: as it was {age} ago: {error}")
 
 
-def _wait_for_the_end(run: RemoteRun, *, timeout_s: float) -> None:
-    ends = time.monotonic() + timeout_s
+def _wait_for_the_end(run: RemoteRun, asked: StopWish | None) -> None:
+    wait = StopWait(run.paths, asked)
     while run.refresh():
-        if time.monotonic() > ends:
+        if wait.is_over():
             raise RankLostError(
-                f"run {run.paths.run_id} has not ended within {timeout_s:g} s. Try again with "
-                "--force."
+                f"run {run.paths.run_id} has not ended within {wait.waited_s():.0f} s. Try again "
+                "with --force."
             )
         time.sleep(_POLL_S)
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from signal import Signals
 from typing import Any
@@ -20,7 +21,7 @@ from payload.orchestrate.mirror import Mirrored, alone, known_ends, merge, write
 from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
 from payload.orchestrate.run_key import remove_run_key
 from payload.orchestrate.transfer import get, local_sha256
-from payload.results import RunPaths
+from payload.results import RunPaths, StopWish
 
 _ACTION_S = 20.0
 _START_S = 60.0
@@ -92,10 +93,13 @@ class RemoteRun:
         """The same with every worker's logs and records."""
         return self.refresh(*self.inventory.nodes[1:])
 
-    def signal(self, numbers: Sequence[Signals]) -> bool:
-        """Send signals to the supervisor; says whether it lives."""
+    def signal(self, numbers: Sequence[Signals], *, wish: StopWish | None = None) -> bool:
+        """Send signals, and leave `wish` for the supervisor; says whether it lives."""
         answer = self._act(
-            self.inventory.head, action="signal", signals=[int(number) for number in numbers]
+            self.inventory.head,
+            action="signal",
+            signals=[int(number) for number in numbers],
+            wish=asdict(wish) if wish else None,
         )
         return bool(answer["alive"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -199,13 +198,3 @@ def _view_ranks(paths: RunPaths, *, now_unix: float) -> Iterator[RankView]:
             age_s=now_unix - progress.time_unix if progress else None,
             exit_code=ended.exit_code if ended else None,
         )
-
-
-def wait_until_ended(paths: RunPaths, *, timeout_s: float) -> bool:
-    """Whether the run's supervisor let go within the time."""
-    deadline = time.monotonic() + timeout_s
-    while is_supervised(paths):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True

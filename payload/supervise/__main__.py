@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from payload.errors import ConfigError, TileforgeError
-from payload.results import RunPaths
+from payload.results import DEFAULT_GRACE_S, RunPaths
 from payload.run_lock import FORCE_SIGNAL, RunLock
 from payload.supervise.processes import adopt_orphans
 from payload.supervise.supervisor import Supervisor
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--grace",
         type=float,
-        default=60.0,
+        default=DEFAULT_GRACE_S,
         metavar="SECONDS",
         help="time to save a checkpoint after a stop was asked for (default: %(default)g)",
     )

@@ -14,6 +14,7 @@ from payload.errors import ConfigError, ExitCode, PreflightError
 from payload.launch.environment import launcher_environment
 from payload.launch.liveness import (
     SILENT_S,
+    START_PHASES,
     NodeSign,
     Pace,
     find_trouble,
@@ -125,7 +126,8 @@ class Attempt:
     def _watch(self) -> None:
         """One look around: wishes to stop, ranks that failed, signs of life that stopped."""
         self._signs.look()
-        wish = self._stopping.heed()
+        saving = self._signs.saving(within_s=self._config.limits.hang_timeout_s)
+        wish = self._stopping.heed(saving=saving)
         if wish == "end" or (wish == "ask" and not self._ask_to_stop()):
             self._end_now()
         now = time.monotonic()
@@ -154,11 +156,12 @@ class Attempt:
             self._end_now()
 
     def _ask_to_stop(self) -> bool:
-        """SIGTERM to rank 0's program, which agrees with the others; if none, nothing is lost."""
+        """SIGTERM to rank 0's program, which agrees with the others; false if nothing is lost."""
         progress = self._signs.first_word()
-        return progress is not None and signal_process(
-            progress.pid, signal.SIGTERM, run_dir=self._paths.root
-        )
+        if progress is None or progress.phase in START_PHASES:
+            # It would heed it in its first pass, and a large model takes minutes until then.
+            return False
+        return signal_process(progress.pid, signal.SIGTERM, run_dir=self._paths.root)
 
     def _end_now(self) -> None:
         """Kill every process of the run; the loop sees the launcher's end."""
@@ -216,6 +219,7 @@ class Attempt:
                     ended_by_us_unix=self._ended_by_us_unix,
                     trouble=trouble,
                     begun=bool(self._signs.ranks()),
+                    trained=any(sign.phase not in START_PHASES for sign in self._signs.ranks()),
                 )
             )
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+from payload.checkpoint_watch import SAVING_PHASES
 from payload.errors import ConfigError
 from payload.launch.liveness import NodeSign, RankSign
+from payload.launch.outcome import is_failure
 from payload.launch.ranks import Rank
 from payload.results import RankExit, RankProgress, RunPaths, read_json, write_json
 from payload.supervise.heartbeat import process_state
@@ -75,6 +77,16 @@ class Signs:
         seen = self._seen.get(0)
         return seen.record if seen else None
 
+    def saving(self, *, within_s: float) -> bool:
+        """Whether rank 0 saves and ends, and has shown something new in this time."""
+        ended = self._exits.get(0)
+        failed = ended is not None and is_failure(ended)
+        return not failed and self._shows(SAVING_PHASES, within_s=within_s)
+
+    def writing(self, *, within_s: float) -> bool:
+        """Whether rank 0 writes a checkpoint, and has shown something new in this time."""
+        return 0 not in self._exits and self._shows(("checkpoint",), within_s=within_s)
+
     def ranks(self) -> list[RankSign]:
         """Of the ranks that have shown something in this attempt."""
         now = time.monotonic()
@@ -93,6 +105,14 @@ class Signs:
     def nodes(self) -> list[NodeSign]:
         """Of the other nodes."""
         return [stream.sign() for stream in self._streams]
+
+    def _shows(self, phases: Sequence[str], *, within_s: float) -> bool:
+        seen = self._seen.get(0)
+        return (
+            seen is not None
+            and seen.record.phase in phases
+            and time.monotonic() - seen.changed_s < within_s
+        )
 
     def _state(self, seen: _Seen) -> str | None:
         here = seen.record.node == self._head

@@ -7,6 +7,8 @@ import signal
 import time
 from typing import Literal
 
+from payload.errors import ConfigError
+from payload.results import RunPaths, StopWish, read_json
 from payload.run_lock import FORCE_SIGNAL
 from payload.supervise.wakeups import Wakeups
 
@@ -18,6 +20,7 @@ class Stopping:
 
     def __init__(
         self,
+        paths: RunPaths,
         wakeups: Wakeups,
         *,
         owner_pid: int | None,
@@ -30,12 +33,17 @@ class Stopping:
         self._limit_at_s = None if limit_s is None else time.monotonic() + limit_s
         self.kind: Stop = "none"
         self.grace_s = grace_s
+        self._paths = paths
         self._wakeups = wakeups
+        self._asked = 0
         self._owner_pid = owner_pid
         self._deadline_s = 0.0
 
-    def heed(self) -> Literal["ask", "end"] | None:
-        """What is to be done now because of a new wish, or because the last one took too long."""
+    def heed(self, *, saving: bool = False) -> Literal["ask", "end"] | None:
+        """What is to be done now because of a new wish, or because the last one took too long.
+
+        A checkpoint that gets on (`saving`) may take longer, unless it is the limit that asked.
+        """
         counts = self._wakeups.counts
         asked = counts[signal.SIGTERM] + counts[signal.SIGINT]
         orphaned = self._owner_pid is not None and os.getppid() != self._owner_pid
@@ -44,6 +52,9 @@ class Stopping:
         if forced and self.kind != "forced":
             self.kind = "forced"
             return "end"
+        if asked > self._asked:
+            self._asked = asked
+            self._heed_grace()
         if (asked or orphaned) and self.kind == "none":
             self.ask()
             return "ask"
@@ -52,7 +63,8 @@ class Stopping:
             if self.limited:
                 self.ask()
                 return "ask"
-        if self.kind == "graceful" and time.monotonic() > self._deadline_s:
+        patient = saving and not self.limited
+        if self.kind == "graceful" and time.monotonic() > self._deadline_s and not patient:
             self.kind = "expired"
             return "end"
         return None
@@ -61,3 +73,16 @@ class Stopping:
         """Begin a stop that lets the ranks save first."""
         self.kind = "graceful"
         self._deadline_s = time.monotonic() + self.grace_s
+
+    def _heed_grace(self) -> None:
+        """What came with the newest wish; during a stop, time counts anew from there."""
+        try:
+            wish = read_json(StopWish, self._paths.stop_wish)
+        except ConfigError:
+            return
+        if wish is None:
+            return
+        self._paths.stop_wish.unlink(missing_ok=True)
+        self.grace_s = wish.grace_s
+        if self.kind == "graceful":
+            self._deadline_s = time.monotonic() + self.grace_s

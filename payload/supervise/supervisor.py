@@ -65,6 +65,7 @@ class Supervisor:
         self._began_s = time.monotonic()
         self._limit = time_limit(self._config.limits, self._inventory)
         self._stopping = Stopping(
+            paths,
             wakeups,
             owner_pid=owner_pid,
             grace_s=grace_s,
@@ -86,6 +87,8 @@ class Supervisor:
     def run(self) -> ExitCode:
         """Start the ranks, stay until the last process is gone, and write how it ended."""
         with hold_port(self._plan.master_port):
+            # One that came too late for the last supervisor.
+            self._paths.stop_wish.unlink(missing_ok=True)
             self._tell(self._state.status)
             for stream in self._streams:
                 stream.start()
@@ -216,6 +219,7 @@ class Supervisor:
             failed_rank=verdict.rank if verdict else None,
             spent_s=self._spent_s(),
             cost_usd=cost_usd(self._inventory, spent_s=self._spent_s()),
+            grace_s=self._stopping.grace_s,
             updated_unix=time.time(),
         )
         write_json(self._paths.state, self._state)

@@ -22,6 +22,7 @@ CLEAN = Evidence(
     trainer_status=None,
     stop="none",
     ended_by_us_unix=None,
+    trained=True,
 )
 KILLED_TEXT = """
 =   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
@@ -156,6 +157,12 @@ def test_a_forced_stop_says_what_is_lost() -> None:
     verdict = judge(evidence(ended(0, 137, at=9.0, signal=9), stop="forced", ended_by_us_unix=5.0))
     assert (verdict.status, verdict.exit_code) == ("stopped", ExitCode.OK)
     assert "steps since the last checkpoint are lost" in str(verdict.error)
+
+
+def test_a_stop_before_training_began_lost_nothing() -> None:
+    verdict = judge(evidence(stop="graceful", ended_by_us_unix=5.0, trained=False, begun=True))
+    assert (verdict.status, verdict.exit_code) == ("stopped", ExitCode.OK)
+    assert verdict.error == "stopped before training began; nothing is lost"
 
 
 def test_ranks_that_do_not_stop_are_hanging() -> None:

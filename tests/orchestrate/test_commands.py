@@ -217,8 +217,9 @@ def test_a_detached_run_is_looked_at_and_stopped(workplace: Workplace) -> None:
     follower = workplace.start((), "logs", "-f")
     status, _, err = workplace.call("run", "--resume", paths.run_id)
     assert status == ExitCode.CONFIG and "is running" in err
-    status, _, err = workplace.call("stop")
+    status, _, err = workplace.call("stop", "--grace", "120")
     assert status == 0 and "stopped after step" in err
+    assert state_of(paths).grace_s == 120.0
     assert "rank 0 stopped" in follower.communicate(timeout=DEADLINE_S)[0]
     assert not processes_of(paths.root)
     status, out, _ = workplace.call("list")

@@ -1,6 +1,7 @@
 """A small program that behaves as a training rank does, without torch.
 
 stand_in.py RUN_DIR [--steps N] [--fail RANK:CODE] [--crash RANK] [--deaf] [--stray] [--lockstep]
+            [--loads] [--save-s SECONDS]
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class StandIn:
         self._describe()
         if self.arguments.stray and self.rank == 0:
             subprocess.Popen(["sleep", "600"], start_new_session=True)
+        while self.arguments.loads:
+            self._progress(0, "load")
+            time.sleep(STEP_S)
         for step in range(1, self.arguments.steps + 1):
             self._progress(step)
             time.sleep(STEP_S)
@@ -121,6 +125,10 @@ class StandIn:
         return code
 
     def _end(self, step: int, status: str) -> int:
+        ends = time.monotonic() + (self.arguments.save_s if self.rank == 0 else 0.0)
+        while time.monotonic() < ends:
+            self._progress(step, "checkpoint")
+            time.sleep(STEP_S)
         self._progress(step, "end")
         if self.rank == 0:
             summary = Summary(
@@ -160,6 +168,8 @@ def main() -> int:
     parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--stray", action="store_true")
     parser.add_argument("--lockstep", action="store_true")
+    parser.add_argument("--loads", action="store_true")
+    parser.add_argument("--save-s", type=float, default=0.0)
     return StandIn(parser.parse_args()).run()
 
 

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ExitCode
-from payload.results import RankExit, RunPaths, Summary, read_json
+from payload.results import (
+    RankExit,
+    RankProgress,
+    RunPaths,
+    StopWish,
+    Summary,
+    read_json,
+    write_json,
+)
 from payload.run_lock import FORCE_SIGNAL
 from payload.supervise.processes import processes_of
 from tests.supervise.planned import (
@@ -35,6 +43,11 @@ def _summary(paths: RunPaths) -> Summary:
     summary = read_json(Summary, paths.summary)
     assert summary is not None
     return summary
+
+
+def _phase(paths: RunPaths) -> str | None:
+    progress = read_json(RankProgress, paths.rank_progress(0))
+    return progress.phase if progress else None
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
@@ -134,6 +147,20 @@ def test_a_stop_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
     assert not processes_of(paths.root)
 
 
+def test_a_stop_while_the_ranks_load_ends_at_once_and_loses_nothing(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--deaf", "--loads")
+    supervisor = supervise(paths, "--grace", "1000")
+    wait_for_steps(paths, step=0)
+    supervisor.terminate()
+    assert supervisor.wait(DEADLINE_S) == ExitCode.OK
+    state = state_of(paths)
+    assert (state.status, state.error) == (
+        "stopped",
+        "stopped before training began; nothing is lost",
+    )
+    assert not processes_of(paths.root)
+
+
 def test_the_force_signal_ends_deaf_ranks_at_once(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--deaf", "--stray")
     supervisor = supervise(paths)
@@ -146,14 +173,34 @@ def test_the_force_signal_ends_deaf_ranks_at_once(tmp_path: Path) -> None:
     assert not processes_of(paths.root)
 
 
-def test_ranks_that_do_not_stop_in_time_are_killed(tmp_path: Path) -> None:
+def test_ranks_that_do_not_stop_in_the_time_that_the_stop_came_with_are_killed(
+    tmp_path: Path,
+) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--deaf")
-    supervisor = supervise(paths, "--grace", "0.5")
+    write_json(paths.stop_wish, StopWish(grace_s=0.0))  # Of an earlier supervisor's end.
+    supervisor = supervise(paths, "--grace", "1000")
     wait_for_steps(paths)
     supervisor.terminate()
+    supervisor.send_signal(signal.SIGTERM)
+    assert (state_of(paths).grace_s, supervisor.poll()) == (1000.0, None)
+    write_json(paths.stop_wish, StopWish(grace_s=0.5))
+    supervisor.terminate()
     assert supervisor.wait(DEADLINE_S) == ExitCode.HANG
-    assert state_of(paths).exit_class == "hang"
+    assert (state_of(paths).exit_class, state_of(paths).grace_s) == ("hang", 0.5)
     assert not processes_of(paths.root)
+
+
+def test_a_stop_waits_for_a_checkpoint_that_gets_on(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "1.5")
+    supervisor = supervise(paths)
+    wait_for_steps(paths)
+    supervisor.terminate()
+    wait_for(lambda: _phase(paths) == "checkpoint", "rank 0 to save")
+    write_json(paths.stop_wish, StopWish(grace_s=0.0))
+    supervisor.terminate()
+    assert supervisor.wait(DEADLINE_S) == ExitCode.OK
+    assert (state_of(paths).status, state_of(paths).error) == ("stopped", None)
+    assert _summary(paths).status == "stopped"
 
 
 def test_ranks_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:

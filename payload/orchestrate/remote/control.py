@@ -34,7 +34,7 @@ def act(arguments: dict[str, Any]) -> dict[str, Any]:
     if action == "read":
         return read(run_dir, arguments["known"])
     if action == "signal":
-        return send(run_dir, arguments["signals"])
+        return send(run_dir, arguments["signals"], arguments.get("wish"))
     return left(run_dir, kill=arguments["kill"])
 
 
@@ -102,10 +102,14 @@ def new_bytes(path: Path, offset: int, end: bytes) -> tuple[int, bytes]:
         return offset, file.read(_MOST_BYTES)
 
 
-def send(run_dir: Path, signals: list[int]) -> dict[str, Any]:
-    """Signals to the run's supervisor if it lives."""
+def send(run_dir: Path, signals: list[int], wish: dict[str, Any] | None) -> dict[str, Any]:
+    """Signals to the run's supervisor if it lives; it finds `wish` in stop.json."""
     alive = is_held(run_dir / "supervisor.lock")
     if alive:
+        if wish is not None:
+            partial = run_dir / f".stop.json.{os.getpid()}.partial"
+            partial.write_text(json.dumps(wish), "utf-8")
+            partial.replace(run_dir / "stop.json")
         for number in signals:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(state(run_dir)["supervisor_pid"], number)

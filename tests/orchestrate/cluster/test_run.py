@@ -26,6 +26,7 @@ from tests.orchestrate.cluster.operating import (
 )
 from tests.orchestrate.cluster.separate import SeparateNodes
 from tests.orchestrate.sshd import make_key
+from tests.supervise.planned import state_of
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
@@ -108,9 +109,10 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     code, said, told = down(operator)
     assert code == ExitCode.CONFIG and "run one is going on, so nothing was destroyed" in said, said
     assert told == ["stack"]
-    code, said = operator.do("stop", "one")
+    code, said = operator.do("stop", "one", "--grace", "120")
     assert code == ExitCode.OK and "no process of it is left on any node" in said, said
     assert not operator.nodes.processes()
+    assert state_of(operator.paths("one")).grace_s == 120.0
     result = summary(operator.paths("one").root)
     assert result["status"] == "stopped"
     assert len(losses(operator.paths("one").root)) == result["steps"]

@@ -1,0 +1,45 @@
+"""What `stop` says to a run's supervisor, and how long it waits for the end."""
+
+from __future__ import annotations
+
+import time
+
+from payload.checkpoint_watch import CheckpointWatch
+from payload.results import DEFAULT_GRACE_S, RunPaths, RunState, StopWish, read_json
+from payload.run_config import load_run_config
+
+# Beyond the supervisor's own patience with the ranks: killing them and writing it down.
+_MARGIN_S = 20.0
+
+
+def stop_wish(grace_s: float | None) -> StopWish | None:
+    """What to leave for the supervisor; None where the run's own grace is right."""
+    return None if grace_s is None else StopWish(grace_s=grace_s)
+
+
+class StopWait:
+    """Patience with a run that was asked to stop: its supervisor's, and a little more."""
+
+    def __init__(self, paths: RunPaths, wish: StopWish | None) -> None:
+        """The stop was asked for now."""
+        grace_s = wish.grace_s if wish else _grace_s(paths)
+        patience_s = load_run_config(paths.config).limits.hang_timeout_s
+        self._watch = CheckpointWatch(paths, patience_s=patience_s)
+        self._began_s = time.monotonic()
+        self._ends_s = self._began_s + grace_s + _MARGIN_S
+
+    def is_over(self) -> bool:
+        """Whether it has taken longer than it may. Ask often."""
+        now = time.monotonic()
+        if self._watch.gets_on():
+            self._ends_s = max(self._ends_s, now + _MARGIN_S)
+        return now > self._ends_s
+
+    def waited_s(self) -> float:
+        """So far."""
+        return time.monotonic() - self._began_s
+
+
+def _grace_s(paths: RunPaths) -> float:
+    state = read_json(RunState, paths.state)
+    return state.grace_s if state else DEFAULT_GRACE_S
