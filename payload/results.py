@@ -283,7 +283,12 @@ def write_json(
     durable: bool = True,
 ) -> None:
     """Write `value` so that a reader finds the old file or the new one, never half of one."""
-    write_whole(path, json.dumps(asdict(value), indent=2) + "\n", durable=durable)
+    write_whole(path, to_json(value), durable=durable)
+
+
+def to_json(value: Summary | RunState | StopWish | RankProgress | RankExit) -> str:
+    """What `write_json` writes."""
+    return json.dumps(asdict(value), indent=2) + "\n"
 
 
 def read_json(cls: type[_T], path: Path) -> _T | None:
@@ -317,9 +322,13 @@ def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
     """Write `text` beside, then rename: whole or absent; if `durable`, after a power cut too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,8 @@ import pytest
 from tests.data_folders import make_data_folder
 from tests.groups import GroupScheduling, place_of
 from tests.launching import TINY_RUN
-from tests.left_out import notes
+from tests.left_out import leave_out, notes
+from tests.small_disk import SmallDisk
 
 
 @pytest.fixture(scope="session")
@@ -27,9 +31,24 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Pa
     return path
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest groups begin first."""
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """A file system of some megabytes, for a test to fill."""
+    with SmallDisk(tmp_path / "small") as disk:
+        yield disk
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest groups begin first; what mounts a file system is left out where it cannot."""
     items.sort(key=lambda item: place_of(item.nodeid))
+    if not (sys.platform == "linux" and os.geteuid() == 0):
+        leave_out(
+            config,
+            items,
+            [item for item in items if "small_disk" in getattr(item, "fixturenames", ())],
+            folder="tests/small_disk.py",
+            why="that fill a disk: they need root on Linux, to mount one.",
+        )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -13,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from payload.errors import ConfigError, PreflightError, TileforgeError
+from payload.full_disk import give_room_back, keep_room, write_record
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Rank, load_ranks
-from payload.results import RankExit, RunPaths, write_json
+from payload.results import RankExit, RunPaths
 from payload.run_lock import is_supervised
 from payload.supervise.processes import die_with_parent
 from payload.supervise.wakeups import Wakeups
@@ -101,6 +103,7 @@ def _run(rank: Rank, *, plan: LaunchPlan, paths: RunPaths, env: Mapping[str, str
     # On a worker, those of an earlier attempt are still there.
     paths.rank_exit(rank.rank).unlink(missing_ok=True)
     paths.rank_progress(rank.rank).unlink(missing_ok=True)
+    keep_room(paths.rank_exit(rank.rank))
     log = paths.rank_log(rank.rank)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
@@ -139,6 +142,7 @@ def _record_child(status: int, *, rank: Rank, paths: RunPaths) -> int:
     exit_code = 128 + ended_by if ended_by else status
     if not paths.rank_exit(rank.rank).exists():
         _record(paths, rank, exit_code=exit_code, ended_by=ended_by)
+    give_room_back(paths.rank_exit(rank.rank))
     return exit_code
 
 
@@ -150,17 +154,17 @@ def _record(
     ended_by: int | None = None,
     error: str | None = None,
 ) -> None:
-    write_json(
-        paths.rank_exit(rank.rank),
-        RankExit(
-            rank=rank.rank,
-            node=rank.node,
-            exit_code=int(exit_code),
-            signal=ended_by,
-            error=error,
-            time_unix=time.time(),
-        ),
+    record = RankExit(
+        rank=rank.rank,
+        node=rank.node,
+        exit_code=int(exit_code),
+        signal=ended_by,
+        error=error,
+        time_unix=time.time(),
     )
+    # Without it, the exit status still says the most.
+    with contextlib.suppress(OSError):
+        write_record(paths.rank_exit(rank.rank), record)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from payload.checkpoint_watch import SAVING_PHASES
 from payload.errors import ConfigError
+from payload.full_disk import write_record
 from payload.launch.liveness import NodeSign, RankSign
 from payload.launch.outcome import is_failure
 from payload.launch.ranks import Rank
-from payload.results import RankExit, RankProgress, RunPaths, read_json, write_json
+from payload.results import RankExit, RankProgress, RunPaths, read_json
 from payload.supervise.heartbeat import process_state
 from payload.supervise.stream import NodeStream
 
@@ -135,9 +138,7 @@ class Signs:
             by_our_clock = replace(progress, time_unix=progress.time_unix - skew_s)
             if progress.rank in here and self._is_fresh(by_our_clock.time_unix):
                 if self._note(progress):
-                    write_json(
-                        self._paths.rank_progress(progress.rank), by_our_clock, durable=False
-                    )
+                    self._copy(by_our_clock, self._paths.rank_progress(progress.rank))
                 state = (message.get("states") or {}).get(str(progress.rank))
                 self._seen[progress.rank].state = state
         for ended in _records(RankExit, message.get("exits")):
@@ -145,7 +146,12 @@ class Signs:
             fresh = ended.rank in here and self._is_fresh(ended.time_unix)
             if fresh and ended.rank not in self._exits:
                 self._exits[ended.rank] = ended
-                write_json(self._paths.rank_exit(ended.rank), ended)
+                self._copy(ended, self._paths.rank_exit(ended.rank))
+
+    def _copy(self, record: RankProgress | RankExit, path: Path) -> None:
+        """For whoever looks; a full disk here is no fault of the run's."""
+        with contextlib.suppress(OSError):
+            write_record(path, record, durable=isinstance(record, RankExit))
 
     def _is_fresh(self, time_unix: float) -> bool:
         return time_unix >= self._began_unix - _SKEW_SLACK_S

@@ -6,9 +6,10 @@ import time
 from dataclasses import replace
 
 from payload.errors import ConfigError
+from payload.full_disk import write_record
 from payload.launch.outcome import Verdict
 from payload.launch.plan import LaunchPlan
-from payload.results import RunPaths, RunState, Summary, read_json, read_metrics, write_json
+from payload.results import RunPaths, RunState, Summary, read_json, read_metrics
 from payload.run_statistics import with_cost, with_metrics, with_time
 
 
@@ -32,7 +33,7 @@ def complete_summary(
 
     A trainer that came to its end has said everything else itself. Of one that did not, the last
     word dates from its start, so the numbers are made anew from metrics.jsonl and the clock, the
-    `wall_before_s` of earlier attempts included. The cost is always the state's.
+    `wall_before_s` of earlier attempts included. The cost is always the state's. Raises OSError.
     """
     written = last_summary(paths)
     summary = replace(
@@ -50,7 +51,7 @@ def complete_summary(
     if verdict.status == "failed":
         summary = replace(summary, ranks_identical=False)
     if summary != written:
-        write_json(paths.summary, summary)
+        write_record(paths.summary, summary)
 
 
 def _blank(paths: RunPaths, *, plan: LaunchPlan) -> Summary:

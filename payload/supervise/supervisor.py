@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from payload.errors import BudgetError, ExitCode, PreflightError
+from payload.full_disk import write_record
 from payload.inventory import ClusterInventory
 from payload.launch.budget import cost_usd, limited, time_limit
 from payload.launch.environment import SSH_ARGUMENTS
@@ -23,7 +25,6 @@ from payload.results import (
     RunStatus,
     checkpoint_step,
     read_json,
-    write_json,
 )
 from payload.run_config import load_run_config
 from payload.supervise.attempt import Attempt
@@ -89,6 +90,7 @@ class Supervisor:
         with hold_port(self._plan.master_port):
             # One that came too late for the last supervisor.
             self._paths.stop_wish.unlink(missing_ok=True)
+            self._require_room()
             self._tell(self._state.status)
             for stream in self._streams:
                 stream.start()
@@ -100,15 +102,26 @@ class Supervisor:
         if self._stopping.limited and self._limit:
             verdict = limited(verdict, self._limit, spent_s=self._spent_s())
         self._tell(self._state.status)
-        complete_summary(
-            self._paths,
-            verdict,
-            plan=self._plan,
-            state=self._state,
-            wall_before_s=self._wall_before_s,
-        )
+        with contextlib.suppress(OSError):
+            complete_summary(
+                self._paths,
+                verdict,
+                plan=self._plan,
+                state=self._state,
+                wall_before_s=self._wall_before_s,
+            )
         self._tell(verdict.status, verdict=verdict)
         return verdict.exit_code
+
+    def _require_room(self) -> None:
+        """state.json must be there from the start."""
+        try:
+            write_record(self._paths.state, self._state)
+        except OSError as error:
+            raise PreflightError(
+                f"{self._paths.state} cannot be written ({error.strerror}). Free disk space and "
+                "start the run again."
+            ) from None
 
     def _spent_s(self) -> float:
         return self._spent_before_s + time.monotonic() - self._began_s
@@ -210,7 +223,7 @@ class Supervisor:
             self._tell(self._state.status)
 
     def _tell(self, status: RunStatus, *, verdict: Verdict | None = None) -> None:
-        """Replace state.json."""
+        """Replace state.json; a disk that is full meanwhile is no reason to end a run."""
         self._state = replace(
             self._state,
             status=status,
@@ -222,7 +235,8 @@ class Supervisor:
             grace_s=self._stopping.grace_s,
             updated_unix=time.time(),
         )
-        write_json(self._paths.state, self._state)
+        with contextlib.suppress(OSError):
+            write_record(self._paths.state, self._state)
 
 
 def _adding(verdict: Verdict, words: str | None) -> Verdict:

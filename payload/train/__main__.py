@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import logging
 import os
@@ -72,7 +73,8 @@ class StopSignal:
     def _remember(self, number: int, _frame: object) -> None:
         self._requested = True
         if number == signal.SIGINT:
-            print("stopping after this step; Ctrl-C again to stop at once", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                print("stopping after this step; Ctrl-C again to stop at once", file=sys.stderr)
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -92,14 +94,25 @@ class LastWords:
         """Say what happened in one line, leave the exit record, and end this process at once."""
         if isinstance(error, KeyboardInterrupt):
             leave(128 + signal.SIGINT)
-        known = self._known(error)
-        print(f"error: {known}", file=sys.stderr)
-        if self.paths is not None and self.world is not None:
-            # Imported here for the errors before torch was; by now it has been.
-            from payload.train.metrics import write_rank_exit
+        exit_code = ExitCode.TRAINING
+        try:
+            known = self._known(error)
+            exit_code = known.exit_code
+            # The log may be on the disk that is full.
+            with contextlib.suppress(OSError):
+                print(f"error: {known}", file=sys.stderr)
+            self._record(known)
+        finally:
+            leave(exit_code)
 
+    def _record(self, known: TileforgeError) -> None:
+        if self.paths is None or self.world is None:
+            return
+        # Imported here for the errors before torch was; by now it has been.
+        from payload.train.metrics import write_rank_exit
+
+        with contextlib.suppress(OSError):
             write_rank_exit(self.paths, self.world, exit_code=known.exit_code, error=str(known))
-        leave(known.exit_code)
 
     def _known(self, error: BaseException) -> TileforgeError:
         """Our own class for what torch threw; its traceback stays in the log."""
@@ -115,7 +128,8 @@ class LastWords:
                 return lost
         if isinstance(error, MemoryError) or "allocate memory" in text:
             return TrainingError(f"out of memory ({text}). Lower batch.micro_batch_size.")
-        traceback.print_exception(error)
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
         return TrainingError(f"{text} (traceback above, in this rank's log)")
 
 
@@ -126,8 +140,9 @@ def leave(status: int) -> Never:
     after a finished run one of torch's has been seen to abort it (SIGABRT, "terminate called
     without an active exception"). Taking torch down in order takes 0.7 s besides.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for said in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            said.flush()
     os._exit(status)
 
 

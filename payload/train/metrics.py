@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import time
+from contextlib import nullcontext, suppress
 from importlib import metadata
+from io import FileIO
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Self
 
 import psutil
 
 from payload import __version__
-from payload.errors import ExitCode
+from payload.errors import ExitCode, TrainingError
+from payload.full_disk import write_record
 from payload.results import (
     EvalMetrics,
     RankExit,
@@ -21,28 +25,36 @@ from payload.results import (
     StepMetrics,
     read_metrics,
     to_json_line,
-    write_json,
     write_whole,
 )
 from payload.train.world import World
 
 _PROGRESS_INTERVAL_S = 0.5
 
+log = logging.getLogger(__name__)
+
 
 class MetricsFile:
-    """Appends rows to metrics.jsonl; every step is there exactly once, also after a resume."""
+    """Appends rows to metrics.jsonl; every step is there exactly once, also after a resume.
+
+    A full disk is no reason to end: rows wait, until they are needed on disk.
+    """
 
     def __init__(self, paths: RunPaths, *, resumed_at_step: int) -> None:
         self._paths = paths
         self._resumed_at_step = resumed_at_step
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._waiting = b""
 
     def __enter__(self) -> Self:
         path = self._paths.metrics
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            self._drop_rows_after(self._resumed_at_step)
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                self._drop_rows_after(self._resumed_at_step)
+            self._file = FileIO(path, "a")
+        except OSError as error:
+            raise self._unwritable(error) from None
         return self
 
     def __exit__(
@@ -52,13 +64,38 @@ class MetricsFile:
         traceback: TracebackType | None,
     ) -> None:
         if self._file is not None:
-            self._file.close()
+            with self._file, nullcontext() if value is None else suppress(TrainingError):
+                self.require_written()
 
     def append(self, row: StepMetrics | EvalMetrics) -> None:
-        """Write one row; a reader sees it at once."""
+        """Write one row, which a reader sees at once, or later if the disk is full."""
+        is_first = not self._waiting
+        self._waiting += to_json_line(row).encode()
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if is_first:
+                log.warning(f"{self._unwritable(error)} Trying again after every step.")
+
+    def require_written(self) -> None:
+        """Raise TrainingError unless all rows are in the file: a checkpoint may not go ahead."""
+        try:
+            self._write_waiting()
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _write_waiting(self) -> None:
         assert self._file is not None
-        self._file.write(to_json_line(row))
-        self._file.flush()
+        while self._waiting:
+            # A full disk takes a part of a row first; the rest of it follows when there is room.
+            written = self._file.write(self._waiting)
+            self._waiting = self._waiting[written:]
+
+    def _unwritable(self, error: OSError) -> TrainingError:
+        return TrainingError(
+            f"{self._paths.metrics} cannot be written ({error.strerror}). Free disk space; "
+            "training can be resumed from the last checkpoint."
+        )
 
     def _drop_rows_after(self, step: int) -> None:
         """Steps past the checkpoint are trained again."""
@@ -86,23 +123,22 @@ class SignOfLife:
         if phase == self._last_phase and now - self._last_s < _PROGRESS_INTERVAL_S:
             return
         self._last_s, self._last_phase = now, phase
-        write_json(
-            self._path,
-            RankProgress(
-                rank=self._rank,
-                node=self._node,
-                pid=os.getpid(),
-                step=step,
-                phase=phase,
-                time_unix=time.time(),
-            ),
-            durable=False,
+        sign = RankProgress(
+            rank=self._rank,
+            node=self._node,
+            pid=os.getpid(),
+            step=step,
+            phase=phase,
+            time_unix=time.time(),
         )
+        # Not worth the run: where it cannot be written, the next one may.
+        with suppress(OSError):
+            write_record(self._path, sign, durable=False)
 
 
 def write_rank_exit(paths: RunPaths, world: World, *, exit_code: ExitCode, error: str) -> None:
-    """Leave this rank's own words about its end."""
-    write_json(
+    """Leave this rank's own words about its end. Raises OSError."""
+    write_record(
         paths.rank_exit(world.rank),
         RankExit(
             rank=world.rank,

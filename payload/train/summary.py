@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from payload.errors import ExitCode, TileforgeError
+from payload.errors import ExitCode, TileforgeError, TrainingError
+from payload.full_disk import write_record
 from payload.results import (
     RunPaths,
     RunState,
@@ -16,7 +18,6 @@ from payload.results import (
     Summary,
     read_json,
     read_metrics,
-    write_json,
 )
 from payload.run_statistics import with_metrics, with_time
 from payload.train.metrics import versions
@@ -42,7 +43,7 @@ class SummaryFile:
         self._wall_s: float | None = None
 
     def __enter__(self) -> Self:
-        self._write()
+        self._try_to_write()
         return self
 
     def __exit__(
@@ -57,29 +58,43 @@ class SummaryFile:
             self._summary = replace(
                 self._summary, status="failed", exit_class=code.label, error=str(known)
             )
-        self._write()
+            # It ends with that error, whatever the disk says.
+            self._try_to_write()
+            return
+        try:
+            self._write()
+        except OSError as error:
+            raise TrainingError(
+                f"{self._paths.summary} cannot be written ({error.strerror}). Free disk space and "
+                "resume; the training itself is done and saved."
+            ) from None
 
     def calibrated(self, *, peak_flops_per_s: float) -> None:
         """Note the measured peak."""
         self._summary = replace(self._summary, peak_flops_per_s=peak_flops_per_s)
-        self._write()
+        self._try_to_write()
 
     def ready(self, start_s: Mapping[str, float]) -> None:
         """Note what the start consisted of; training begins."""
         rounded = {part: round(seconds, 3) for part, seconds in start_s.items()}
         self._summary = replace(self._summary, ready_unix=time.time(), start_s=rounded)
-        self._write()
+        self._try_to_write()
 
     def end(self, status: RunStatus, *, wall_s: float) -> None:
         """Training ended as it should, after a last check that found all ranks equal."""
         self._summary = replace(self._summary, status=status, ranks_identical=True)
         self._wall_s = wall_s
 
+    def _try_to_write(self) -> None:
+        """Before the end, a full disk is no reason to end."""
+        with contextlib.suppress(OSError):
+            self._write()
+
     def _write(self) -> None:
         if self._world.is_main:
             wall_s = self._wall_s or time.perf_counter() - self._started_s
             known = with_metrics(self._summary, read_metrics(self._paths.metrics))
-            write_json(self._paths.summary, with_time(known, self._paths, wall_s=wall_s))
+            write_record(self._paths.summary, with_time(known, self._paths, wall_s=wall_s))
 
 
 def _restarts(paths: RunPaths) -> int:

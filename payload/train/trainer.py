@@ -280,6 +280,8 @@ class Trainer:
         parts.sign_of_life.tell(step=self._step, phase="checkpoint")
         if not parts.world.is_main:
             return
+        if parts.metrics is not None:
+            parts.metrics.require_written()
         meta = parts.data.meta
         self._saving.begin(
             parts.paths.checkpoint(self._step),

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ExitCode
-from payload.results import RunPaths, RunState, Summary, read_json, read_metrics
+from payload.results import RankProgress, RunPaths, RunState, Summary, read_json, read_metrics
 from payload.supervise.processes import processes_of
 from payload.train.checkpoint import checkpoint_folders, manifest_problems
 from tests.data_folders import make_data_folder
-from tests.supervise.planned import REPO, wait_for_steps
+from tests.small_disk import SmallDisk
+from tests.supervise.planned import REPO, state_of, wait_for, wait_for_steps
 
 pytestmark = pytest.mark.ranks
 TIMEOUT_S = 180.0
@@ -31,14 +32,14 @@ SETTINGS = (
 )
 
 
-def start(folder: Path, *settings: str) -> subprocess.Popen[str]:
+def start(folder: Path, *settings: str, runs_dir: Path | None = None) -> subprocess.Popen[str]:
     data = make_data_folder(folder / "data", num_train_tokens=4000, num_val_tokens=200)
     chosen = (*SETTINGS, f"data.dir={data}", *settings)
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "payload.orchestrate", "run", "--run-id", "one"),
             *("--inventory", "local"),
-            *("--runs-dir", str(folder / "runs")),
+            *("--runs-dir", str(runs_dir or folder / "runs")),
             *(word for setting in chosen for word in ("--set", setting)),
         ],
         cwd=REPO,
@@ -53,6 +54,41 @@ def test_a_backend_that_is_not_here_is_refused_in_the_ranks_own_words(tmp_path: 
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == ExitCode.CONFIG
     assert "distributed.backend = 'nccl'" in err
+
+
+def test_a_run_goes_on_while_its_disk_is_full_and_says_so_when_it_must_save(
+    tmp_path: Path, small_disk: SmallDisk
+) -> None:
+    sizes = ("model.n_head=2", "model.n_embd=32", "launch.ranks_per_node=1")
+    endless = ("train.steps=100000", "train.checkpoint_every=0", "train.keep_checkpoints=1")
+    process = start(tmp_path, *sizes, *endless, runs_dir=small_disk.path)
+    paths = RunPaths(small_disk.path / "one")
+    wait_for_steps(paths, ranks=1, step=3, timeout_s=TIMEOUT_S)
+    small_disk.fill()
+    wait_for(lambda: shown_step(paths) > losses_so_far(paths) + 20, "rows that wait")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == ExitCode.TRAINING, err
+    words = f"{paths.metrics} cannot be written (No space left on device). Free disk space"
+    assert words in err
+    state, result = state_of(paths), read_json(Summary, paths.summary)
+    assert (state.status, state.exit_class, state.failed_rank) == ("failed", "training", 0)
+    assert result is not None and (result.status, result.error) == ("failed", state.error)
+    assert not processes_of(paths.root)
+
+
+def shown_step(paths: RunPaths) -> int:
+    """Of rank 0's sign of life."""
+    shown = read_json(RankProgress, paths.rank_progress(0))
+    assert shown is not None
+    return shown.step
+
+
+def losses_so_far(paths: RunPaths) -> int:
+    """Steps in metrics.jsonl, which has each of them once."""
+    steps = [row["step"] for row in read_metrics(paths.metrics) if "loss" in row]
+    assert steps == list(range(1, len(steps) + 1))
+    return len(steps)
 
 
 def test_a_step_of_many_passes_is_left_when_the_run_is_stopped(tmp_path: Path) -> None:

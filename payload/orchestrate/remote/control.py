@@ -102,7 +102,7 @@ def new_bytes(path: Path, offset: int, end: bytes) -> tuple[int, bytes]:
         return offset, file.read(_MOST_BYTES)
 
 
-def send(run_dir: Path, signals: list[int], wish: dict[str, Any] | None) -> dict[str, Any]:
+def send(run_dir: Path, signals: list[int], wish: dict[str, Any] | None = None) -> dict[str, Any]:
     """Signals to the run's supervisor if it lives; it finds `wish` in stop.json."""
     alive = is_held(run_dir / "supervisor.lock")
     if alive:

@@ -1,0 +1,67 @@
+"""Records that are written though the disk is full.
+
+Replacing a file takes room for both of them. Where there is none, a record goes over the old one,
+or into room that was kept for it: what a file has, its file system does not take back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from io import FileIO
+from pathlib import Path
+
+from payload.results import RankExit, RankProgress, RunState, Summary, to_json, write_whole
+
+_ROOM_BYTES = 4096
+_BLOCK_BYTES = 512  # st_blocks', whatever the file system's are.
+
+
+def keep_room(path: Path) -> None:
+    """Room for the first record at `path`, a hidden file beside it; none if there is none now."""
+    with contextlib.suppress(OSError):
+        write_whole(_room(path), " " * _ROOM_BYTES, durable=False)
+
+
+def give_room_back(path: Path) -> None:
+    """What `keep_room` kept and nobody needed."""
+    _room(path).unlink(missing_ok=True)
+
+
+def write_record(
+    path: Path, value: Summary | RunState | RankProgress | RankExit, *, durable: bool = True
+) -> None:
+    """`write_json`, but on a full disk over the record that is there, or into the room for one.
+
+    Raises OSError where there is neither.
+    """
+    text = to_json(value)
+    try:
+        write_whole(path, text, durable=durable)
+    except OSError:
+        room = _room(path)
+        if _write_over(room, text.encode()):
+            room.replace(path)
+        elif not _write_over(path, text.encode()):
+            raise
+    else:
+        give_room_back(path)
+
+
+def _room(path: Path) -> Path:
+    return path.with_name(f".{path.name}.room")
+
+
+def _write_over(path: Path, content: bytes) -> bool:
+    """Whether there is a file with room enough."""
+    try:
+        file = FileIO(path, "r+")
+    except FileNotFoundError:
+        return False
+    with file:
+        there = os.fstat(file.fileno())
+        if len(content) > there.st_blocks * _BLOCK_BYTES:
+            return False
+        # In one piece, so that no reader sees half of it; JSON may end in spaces.
+        file.write(content.ljust(there.st_size))
+    return True
