@@ -164,6 +164,11 @@ def remove_old_checkpoints(checkpoints: Path, *, keep: int, newest: Path) -> Non
         doomed = folder.with_name(folder.name + _PARTIAL_SUFFIX)
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+    remove_partial_checkpoints(checkpoints)
+
+
+def remove_partial_checkpoints(checkpoints: Path) -> None:
+    """Remove what an interrupted write left; none may be under way."""
     for partial in checkpoints.glob(f"step_*{_PARTIAL_SUFFIX}"):
         shutil.rmtree(partial, ignore_errors=True)
 

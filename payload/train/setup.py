@@ -20,10 +20,12 @@ from payload.run_config import RunConfig, parse_run_config
 from payload.train.checkpoint import (
     MANIFEST_FILE,
     TrainerState,
+    checkpoint_folders,
     load_optimizer_tensors,
     load_trainer_state,
     manifest_problems,
     newest_checkpoint,
+    remove_partial_checkpoints,
 )
 from payload.train.model import GPT
 from payload.train.optimizer import Optimizers
@@ -91,14 +93,23 @@ def restore_optimizer(optimizers: Optimizers, start: Start, *, world: World) -> 
 
 
 def require_disk_space(config: RunConfig, shape: ModelShape, *, paths: RunPaths) -> None:
-    """Raise ConfigError when the checkpoints that the run keeps, and one more, do not fit."""
+    """Raise ConfigError when the checkpoints that the run keeps, and one more, do not fit.
+
+    On a resume some of them are there. What an interrupted write left is removed first.
+    """
     paths.root.mkdir(parents=True, exist_ok=True)
-    needed = shape.num_params() * _CHECKPOINT_BYTES_PER_PARAM * (config.train.keep_checkpoints + 1)
+    remove_partial_checkpoints(paths.checkpoints)
+    keep = config.train.keep_checkpoints
+    there = min(keep, len(checkpoint_folders(paths.checkpoints)))
+    to_come = keep + 1 - there
+    needed = shape.num_params() * _CHECKPOINT_BYTES_PER_PARAM * to_come
     free = shutil.disk_usage(paths.root).free
     if free < needed:
+        advice = "Free space or lower train.keep_checkpoints" if to_come > 1 else "Free space"
         raise ConfigError(
-            f"{paths.root}: {free / 1e9:.1f} GB free, but {config.train.keep_checkpoints + 1} "
-            f"checkpoints need {needed / 1e9:.1f} GB. Free space or lower train.keep_checkpoints."
+            f"{paths.root}: {free / 1e9:.1f} GB free, but {to_come} more of {keep + 1} checkpoints "
+            f"(train.keep_checkpoints = {keep}, and the one being written) need "
+            f"{needed / 1e9:.1f} GB. {advice}."
         )
 
 

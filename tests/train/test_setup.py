@@ -1,0 +1,60 @@
+"""What a start asks of the disk, and of the checkpoints on it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ConfigError
+from payload.model_shape import ModelShape
+from payload.results import RunPaths
+from payload.run_config import parse_run_config
+from payload.train.setup import require_disk_space
+from tests.train.test_model import SMALL
+
+KEEPS_TWO = parse_run_config("", overrides=["train.keep_checkpoints=2"], where="test")
+
+
+def shape_of_a_checkpoint(size_bytes: float) -> ModelShape:
+    """A model whose weights and moments take so much disk; its vocabulary is as large as needed."""
+    words = size_bytes / 12 / SMALL.n_embd
+    return replace(SMALL, vocab_size=int(words))
+
+
+@pytest.mark.parametrize(
+    ("there", "room", "refusal"),
+    [
+        (0, 2.5, r"3 more of 3 checkpoints .*need .* Free space or lower train.keep_checkpoints"),
+        (0, 3.5, None),
+        (1, 1.5, r"2 more of 3 checkpoints"),
+        (1, 2.5, None),
+        (2, 0.5, r"1 more of 3 checkpoints .* Free space\.$"),
+        (2, 1.5, None),
+        (5, 1.5, None),
+    ],
+)
+def test_a_start_needs_room_for_the_checkpoints_that_are_not_there_yet(
+    tmp_path: Path, there: int, room: float, refusal: str | None
+) -> None:
+    """The disk is the real one; checkpoints are of a size of which `room` fit in what is free."""
+    paths = RunPaths(tmp_path)
+    for step in range(there):
+        paths.checkpoint(step + 1).mkdir(parents=True)
+    shape = shape_of_a_checkpoint(shutil.disk_usage(tmp_path).free / room)
+    if refusal is None:
+        require_disk_space(KEEPS_TWO, shape, paths=paths)
+    else:
+        with pytest.raises(ConfigError, match=refusal):
+            require_disk_space(KEEPS_TWO, shape, paths=paths)
+
+
+def test_what_an_interrupted_write_left_takes_no_room_from_a_resume(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.checkpoint(1).mkdir(parents=True)
+    (paths.checkpoints / "step_00000002.partial").mkdir()
+    (paths.checkpoints / "step_00000002.partial" / "model.safetensors").write_bytes(b"half of it")
+    require_disk_space(KEEPS_TWO, SMALL, paths=paths)
+    assert list(paths.checkpoints.iterdir()) == [paths.checkpoint(1)]
