@@ -80,9 +80,7 @@ def save_checkpoint(
         tensors_read()
         (partial / TRAINER_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n", "utf-8")
         _write_manifest(partial, sha256, progressed)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-        _flush(folder.parent)
+        _put_in_place(partial, folder)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise TrainingError(
@@ -171,6 +169,17 @@ def remove_partial_checkpoints(checkpoints: Path) -> None:
     """Remove what an interrupted write left; none may be under way."""
     for partial in checkpoints.glob(f"step_*{_PARTIAL_SUFFIX}"):
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    """Rename the whole checkpoint; one of the same name goes only when this one is there."""
+    replaced = folder.with_name(f"{folder.name}.replaced{_PARTIAL_SUFFIX}")
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
+    partial.rename(folder)
+    _flush(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _write_manifest(

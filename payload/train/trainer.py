@@ -104,8 +104,7 @@ class Trainer:
                 stopping = self._evaluate()
         if self._checked_step != self._step:
             self._check_sync()
-        if self._step and self._saved_step != self._step:
-            self._checkpoint()
+        self._checkpoint()
         self._saving.finish()
         return Outcome(step=self._step, stopped=stopping)
 
@@ -276,6 +275,9 @@ class Trainer:
         self._checked_step = self._step
 
     def _checkpoint(self) -> None:
+        """Begin to write one; not when nothing is new, as after a stop before a step was done."""
+        if not self._step or self._saved_step == self._step:
+            return
         parts, self._saved_step = self._parts, self._step
         parts.sign_of_life.tell(step=self._step, phase="checkpoint")
         if not parts.world.is_main:

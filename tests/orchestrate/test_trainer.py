@@ -105,6 +105,7 @@ def test_a_step_of_many_passes_is_left_when_the_run_is_stopped(tmp_path: Path) -
     summary = read_json(Summary, paths.summary)
     assert summary is not None
     assert (summary.status, summary.steps, summary.ranks_identical) == ("stopped", 0, True)
+    assert not paths.checkpoints.exists()
 
 
 def _text(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,6 +118,25 @@ def test_an_interrupted_write_leaves_the_older_checkpoint_and_is_cleaned_up(tmp_
     assert newest_checkpoint(tmp_path) == good
     remove_old_checkpoints(tmp_path, keep=2, newest=good)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000007"]
+
+
+def test_a_checkpoint_that_is_written_again_stays_until_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, removed = save(tmp_path / "step_00000007"), []
+    rmtree = shutil.rmtree
+
+    def remove(path: Path, *, ignore_errors: bool) -> None:
+        assert not manifest_problems(folder)
+        removed.append(path.name)
+        rmtree(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    before = folder.stat().st_ino
+    save(folder)
+    assert folder.stat().st_ino != before
+    assert folder.name not in removed
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from payload.train.optimizer import build_optimizers
 from payload.train.saving import Saving
 from payload.train.session import train
 from payload.train.start_clock import StartClock
-from payload.train.trainer import Parts, Trainer
+from payload.train.trainer import Outcome, Parts, Trainer
 from payload.train.world import World, as_rank_lost
 from tests.train.test_model import make_model
 
@@ -144,12 +144,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     return found
 
 
-def train_alone(folder: Path, config: Path, *overrides: str) -> None:
-    train(
+def train_alone(folder: Path, config: Path, *overrides: str, stops: bool = False) -> Outcome:
+    return train(
         load_run_config(config, overrides=["schedule.warmup_steps=0", *overrides]),
         paths=RunPaths(folder),
         world=ALONE,
-        stop_requested=lambda: False,
+        stop_requested=lambda: stops,
         clock=StartClock(),
     )
 
@@ -171,6 +171,17 @@ def test_a_rank_says_what_it_is_about_to_do(
     ]
     # Once before, and after each pass.
     assert told.count((1, "eval")) > 2
+
+
+def test_a_stop_in_the_middle_of_a_step_leaves_the_last_checkpoint_alone(
+    tmp_path: Path, tiny_config: Path
+) -> None:
+    train_alone(tmp_path, tiny_config, "train.steps=1")
+    saved = RunPaths(tmp_path).checkpoint(1)
+    before = saved.stat()
+    stopped = train_alone(tmp_path, tiny_config, "train.steps=2", stops=True)
+    assert (stopped.step, stopped.stopped) == (1, True)
+    assert (saved.stat().st_ino, saved.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_a_rank_that_waited_for_a_checkpoint_is_in_its_step_again(
