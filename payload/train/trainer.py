@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,7 +89,19 @@ class Trainer:
         )
 
     def run(self, *, evaluate_first: bool) -> Outcome:
-        """The loop. Raises TrainingError, RanksDifferError; RuntimeError when a peer vanished."""
+        """The loop. Raises TrainingError, RanksDifferError; RuntimeError when a peer vanished.
+
+        After any error the checkpoint that is being written is made whole first.
+        """
+        try:
+            return self._run(evaluate_first=evaluate_first)
+        except Exception:
+            # The tensors are as they were: no update comes any more that would wait for the write.
+            with suppress(Exception):
+                self._saving.finish()
+            raise
+
+    def _run(self, *, evaluate_first: bool) -> Outcome:
         train = self._parts.config.train
         stopping = evaluate_first and self._evaluate()
         while self._step < train.steps and not stopping:

@@ -154,3 +154,35 @@ def test_a_run_ends_with_the_error_of_a_checkpoint_that_could_not_be_written(
             clock=StartClock(),
         )
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_rank_that_fails_makes_the_checkpoint_under_way_whole(
+    tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is slow: it is done when somebody waits for the checkpoint's end."""
+    waited_for, flush, finish = threading.Event(), checkpoint._flush, Saving.finish
+
+    def slow_flush(path: Path) -> None:
+        assert waited_for.wait(DEADLINE_S)
+        flush(path)
+
+    def wait(self: Saving) -> None:
+        if self._write is not None:
+            waited_for.set()
+        finish(self)
+
+    monkeypatch.setattr(checkpoint, "_flush", slow_flush)
+    monkeypatch.setattr(Saving, "finish", wait)
+    diverging = ["optimizer.lr=1e6", "optimizer.grad_clip=0", "schedule.warmup_steps=0"]
+    saving = [*diverging, "train.steps=100", "train.checkpoint_every=1"]
+    with pytest.raises(TrainingError, match=r"^step (\d+): loss .* Training diverged") as ended:
+        train(
+            load_run_config(tiny_config, overrides=saving),
+            paths=RunPaths(tmp_path),
+            world=ALONE,
+            stop_requested=lambda: False,
+            clock=StartClock(),
+        )
+    step = int(str(ended.value).split()[1].rstrip(":"))
+    last = RunPaths(tmp_path).checkpoint(step - 1)
+    assert newest_checkpoint(RunPaths(tmp_path).checkpoints) == last
