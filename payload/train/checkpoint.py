@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -20,6 +21,8 @@ from payload.errors import CheckpointError, TrainingError
 from payload.train.model import GPT
 from payload.train.tensor_file import write_tensors
 from payload.train.weights import WEIGHTS_FILE, save_hf
+
+log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
@@ -115,10 +118,12 @@ def load_optimizer_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """The newest folder whose manifest holds, or None; damaged ones do not exist for resume."""
+    """The newest folder whose manifest holds, or None; damaged ones are passed over, and named."""
     for folder in reversed(checkpoint_folders(checkpoints)):
-        if not manifest_problems(folder):
+        problems = manifest_problems(folder)
+        if not problems:
             return folder
+        log.warning(f"checkpoint {folder} is passed over: {problems[0]}")
     return None
 
 
@@ -137,16 +142,11 @@ def manifest_problems(folder: Path) -> list[str]:
         wanted = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST_FILE}: cannot be read ({error})."]
-    problems = []
-    for name, (size, sha256) in wanted.items():
-        path = folder / name
-        if not path.is_file():
-            problems.append(f"{name}: missing.")
-        elif path.stat().st_size != size:
-            problems.append(f"{name}: {path.stat().st_size} bytes, the manifest says {size}.")
-        elif _sha256(path) != sha256:
-            problems.append(f"{name}: its sha256 is not the manifest's.")
-    return problems
+    found = (
+        _file_problem(folder / name, size_bytes=size, sha256=sha256)
+        for name, (size, sha256) in wanted.items()
+    )
+    return [problem for problem in found if problem is not None]
 
 
 def remove_old_checkpoints(checkpoints: Path, *, keep: int, newest: Path) -> None:
@@ -169,6 +169,19 @@ def remove_partial_checkpoints(checkpoints: Path) -> None:
     """Remove what an interrupted write left; none may be under way."""
     for partial in checkpoints.glob(f"step_*{_PARTIAL_SUFFIX}"):
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _file_problem(path: Path, *, size_bytes: int, sha256: str) -> str | None:
+    try:
+        if not path.is_file():
+            return f"{path.name}: missing."
+        if path.stat().st_size != size_bytes:
+            return f"{path.name}: {path.stat().st_size} bytes, the manifest says {size_bytes}."
+        if _sha256(path) != sha256:
+            return f"{path.name}: its sha256 is not the manifest's."
+    except OSError as error:
+        return f"{path.name}: cannot be read ({error.strerror})."
+    return None
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:

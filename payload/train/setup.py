@@ -63,8 +63,9 @@ def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: Wo
     """Build the model: from the run's newest checkpoint, else from `model.init`.
 
     Rank 0 reads files; the others get sizes here and values with the exchange of gradients.
+    Raises CheckpointError when there are checkpoints and none is sound.
     """
-    checkpoint = newest_checkpoint(paths.checkpoints) if world.is_main else None
+    checkpoint = _checkpoint_to_resume(paths.checkpoints) if world.is_main else None
     resumes = world.broadcast(checkpoint is not None)
     if not resumes and config.model.init == "scratch":
         torch.manual_seed(config.run.seed)
@@ -111,6 +112,18 @@ def require_disk_space(config: RunConfig, shape: ModelShape, *, paths: RunPaths)
             f"(train.keep_checkpoints = {keep}, and the one being written) need "
             f"{needed / 1e9:.1f} GB. {advice}."
         )
+
+
+def _checkpoint_to_resume(checkpoints: Path) -> Path | None:
+    """The newest; None for a new run, which never takes the place of one that is damaged."""
+    newest = newest_checkpoint(checkpoints)
+    damaged = checkpoint_folders(checkpoints)
+    if newest is None and damaged:
+        raise CheckpointError(
+            f"{checkpoints}: not one of {len(damaged)} checkpoints is sound: {damaged[-1].name}: "
+            f"{manifest_problems(damaged[-1])[0]} Remove {checkpoints} to start the run anew."
+        )
+    return newest
 
 
 def _loaded_model(source: str, config: RunConfig, *, world: World) -> GPT:

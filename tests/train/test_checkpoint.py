@@ -112,6 +112,28 @@ def test_a_checkpoint_with_any_damaged_file_does_not_exist_for_resume(tmp_path: 
     assert newest_checkpoint(tmp_path) == good
 
 
+def test_a_file_that_cannot_be_read_is_a_problem_of_its_checkpoint_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of /proc/self/mem the first page is an I/O error, as of a disk that is broken there."""
+    good, newer = save(tmp_path / "step_00000007"), save(tmp_path / "step_00000014")
+    (newer / "trainer.json").unlink()
+    (newer / "trainer.json").symlink_to("/proc/self/mem")
+    manifest = json.loads((newer / "manifest.json").read_text())
+    manifest["files"]["trainer.json"]["bytes"] = 0
+    manifest["files"]["x" * 300] = {"bytes": 0, "sha256": ""}
+    (newer / "manifest.json").write_text(json.dumps(manifest))
+    assert manifest_problems(newer) == [
+        "trainer.json: cannot be read (Input/output error).",
+        f"{'x' * 300}: cannot be read (File name too long).",
+    ]
+    assert newest_checkpoint(tmp_path) == good
+    (said,) = (record.message for record in caplog.records)
+    assert said == (
+        f"checkpoint {newer} is passed over: trainer.json: cannot be read (Input/output error)."
+    )
+
+
 def test_an_interrupted_write_leaves_the_older_checkpoint_and_is_cleaned_up(tmp_path: Path) -> None:
     good = save(tmp_path / "step_00000007")
     (tmp_path / "step_00000014.partial").mkdir()

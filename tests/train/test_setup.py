@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ConfigError
+from payload.data.blocks import TokenData
+from payload.errors import CheckpointError, ConfigError
 from payload.model_shape import ModelShape
 from payload.results import RunPaths
-from payload.run_config import parse_run_config
-from payload.train.setup import require_disk_space
+from payload.run_config import load_run_config, parse_run_config
+from payload.train.setup import Start, find_start, require_disk_space
 from tests.train.test_model import SMALL
+from tests.train.test_trainer import ALONE, train_alone
 
 KEEPS_TWO = parse_run_config("", overrides=["train.keep_checkpoints=2"], where="test")
 
@@ -58,3 +60,30 @@ def test_what_an_interrupted_write_left_takes_no_room_from_a_resume(tmp_path: Pa
     (paths.checkpoints / "step_00000002.partial" / "model.safetensors").write_bytes(b"half of it")
     require_disk_space(KEEPS_TWO, SMALL, paths=paths)
     assert list(paths.checkpoints.iterdir()) == [paths.checkpoint(1)]
+
+
+def damage(checkpoint: Path) -> None:
+    with (checkpoint / "model.safetensors").open("ab") as file:
+        file.write(b"!")
+
+
+def test_a_resume_passes_over_what_is_damaged_and_never_begins_at_zero_instead(
+    tmp_path: Path, tiny_config: Path, tiny_data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_run_config(tiny_config, overrides=["schedule.warmup_steps=0"])
+    data = TokenData.open(tiny_data, sequence_length=config.data.sequence_length)
+    paths = RunPaths(tmp_path)
+
+    def start() -> Start:
+        return find_start(config, data, paths=paths, world=ALONE)
+
+    assert start().state is None
+    train_alone(tmp_path, tiny_config, "train.steps=2", "train.checkpoint_every=1")
+    damage(paths.checkpoint(2))
+    caplog.clear()
+    found = start()
+    assert found.state is not None and found.state.step == 1
+    assert f"checkpoint {paths.checkpoint(2)} is passed over: model.safetensors: " in caplog.text
+    damage(paths.checkpoint(1))
+    with pytest.raises(CheckpointError, match=r"not one of 2 .*_00000002: model.* to start .*anew"):
+        start()
