@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import torch
 
 from payload.train.kernels.build import built_library
 from payload.train.kernels.library import Library
+
+# Of glibc's malloc.h. It fills memory with the lowest eight bits of the value's complement, and
+# with nothing when the value is 0.
+_M_PERTURB, _ALL_ONES = -6, 0x100
 
 
 @pytest.fixture(scope="session")
@@ -26,13 +31,17 @@ def library(built: Path) -> Library:
 
 @pytest.fixture
 def fresh_memory_is_nan() -> Iterator[None]:
-    """Tensors that torch leaves as memory has them are NaN: whoever reads one is found out.
+    """Memory that nobody has written to is NaN: whoever reads it is found out.
 
-    Torch does so with its deterministic operations only, which other tests go without.
+    Torch does so for tensors with its deterministic operations only, which other tests go without;
+    for the kernels' own memory glibc does.
     """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fill_uninitialized_memory is on, unless turned off
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(_M_PERTURB, _ALL_ONES) == 1
     yield
+    assert libc.mallopt(_M_PERTURB, 0) == 1
     torch.use_deterministic_algorithms(before)
 
 

@@ -253,10 +253,11 @@ extern "C" {
 
 // qkv (batch, length, 3, heads, width) to out (batch, length, heads, width) and the logarithm of
 // each query's softmax sum, lse (batch, heads, length).
-void tileforge_attention_forward(const bf16* qkv, bf16* out, float* lse, int64_t batch,
-                                 int64_t length, int64_t heads, int64_t width, int threads) {
+int tileforge_attention_forward(const bf16* qkv, bf16* out, float* lse, int64_t batch,
+                                int64_t length, int64_t heads, int64_t width, int threads) {
   const Shape s{batch, length, heads, width};
   const float scale = 1.0f / std::sqrt(static_cast<float>(width));
+  Tasks tasks;
 #pragma omp parallel num_threads(threads)
   {
     Scratch scratch;
@@ -264,20 +265,25 @@ void tileforge_attention_forward(const bf16* qkv, bf16* out, float* lse, int64_t
     for (int64_t task = 0; task < batch * heads; ++task) {
       const int64_t b = task / heads, h = task % heads;
       const bf16* in = qkv + b * length * 3 * s.stride() + h * width;
-      scratch.reset();
-      forward_head(s, in, in + s.stride(), in + 2 * s.stride(),
-                   out + b * length * s.stride() + h * width, lse + task * length, scale, scratch);
+      tasks.run([&] {
+        scratch.reset();
+        forward_head(s, in, in + s.stride(), in + 2 * s.stride(),
+                     out + b * length * s.stride() + h * width, lse + task * length, scale,
+                     scratch);
+      });
     }
     release_products();
   }
+  return tasks.outcome();
 }
 
 // grad_qkv from the forward pass's in- and outputs and grad_out (batch, length, heads, width).
-void tileforge_attention_backward(const bf16* qkv, const bf16* out, const float* lse,
-                                  const bf16* grad_out, bf16* grad_qkv, int64_t batch,
-                                  int64_t length, int64_t heads, int64_t width, int threads) {
+int tileforge_attention_backward(const bf16* qkv, const bf16* out, const float* lse,
+                                 const bf16* grad_out, bf16* grad_qkv, int64_t batch,
+                                 int64_t length, int64_t heads, int64_t width, int threads) {
   const Shape s{batch, length, heads, width};
   const float scale = 1.0f / std::sqrt(static_cast<float>(width));
+  Tasks tasks;
 #pragma omp parallel num_threads(threads)
   {
     Scratch scratch;
@@ -288,12 +294,15 @@ void tileforge_attention_backward(const bf16* qkv, const bf16* out, const float*
       const int64_t at = b * length * s.stride() + h * width;
       const bf16* in = qkv + in_at;
       bf16* grad_in = grad_qkv + in_at;
-      scratch.reset();
-      backward_head(s, in, in + s.stride(), in + 2 * s.stride(), out + at, grad_out + at,
-                    lse + task * length, grad_in, grad_in + s.stride(), grad_in + 2 * s.stride(),
-                    scale, scratch);
+      tasks.run([&] {
+        scratch.reset();
+        backward_head(s, in, in + s.stride(), in + 2 * s.stride(), out + at, grad_out + at,
+                      lse + task * length, grad_in, grad_in + s.stride(), grad_in + 2 * s.stride(),
+                      scale, scratch);
+      });
     }
     release_products();
   }
+  return tasks.outcome();
 }
 }

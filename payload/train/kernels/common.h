@@ -1,6 +1,7 @@
 // What the kernels share: bf16 in and out of fp32, powers that the compiler vectorises, scratch.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -90,6 +91,28 @@ inline void fill(int64_t count, float* to, Value value) {
   for (int64_t i = 0; i < count; ++i) to[i] = value(i);
 }
 
+// What a kernel that takes memory returns: no exception may leave the library.
+constexpr int kDone = 0, kOutOfMemory = 1;
+
+// Tasks of all threads. When one finds no memory, those that follow are left out: no exception may
+// leave a region of OpenMP either.
+class Tasks {
+ public:
+  template <typename Work>
+  void run(Work work) {
+    if (failed_) return;
+    try {
+      work();
+    } catch (const std::bad_alloc&) {
+      failed_ = true;
+    }
+  }
+  int outcome() const { return failed_ ? kOutOfMemory : kDone; }
+
+ private:
+  std::atomic<bool> failed_{false};
+};
+
 // Memory of one thread's task, aligned to cache lines and reused from task to task.
 class Scratch {
  public:
@@ -104,8 +127,10 @@ class Scratch {
     auto& piece = pieces_[next_++];
     if (piece.bytes < bytes) {
       std::free(piece.memory);
-      piece = {std::aligned_alloc(64, bytes), bytes};
+      piece = {};
+      piece.memory = std::aligned_alloc(64, bytes);
       if (!piece.memory) throw std::bad_alloc();
+      piece.bytes = bytes;
     }
     return static_cast<T*>(piece.memory);
   }

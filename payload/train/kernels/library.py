@@ -35,6 +35,15 @@ _SIGNATURES: dict[str, list[type]] = {
     "adamw": [_POINTER, _SIZE, _FLOAT, _DOUBLE, _DOUBLE, _FLOAT, _INT],
 }
 
+_TAKES_MEMORY = {
+    "attention_forward",
+    "attention_backward",
+    "weight_gradient",
+    "sum_squares",
+    "adamw",
+}
+"""Return whether there was too little of it; the others return nothing."""
+
 
 class TensorUpdate(ctypes.Structure):
     """One tensor of an AdamW update: addresses of fp32 numbers, of the bf16 copy or None."""
@@ -63,7 +72,8 @@ class Library:
             raise KernelsUnavailableError(f"{path} cannot be loaded: {error}") from None
         for name, types in _SIGNATURES.items():
             function = getattr(self._functions, f"tileforge_{name}")
-            function.argtypes, function.restype = types, None
+            function.argtypes = types
+            function.restype = _INT if name in _TAKES_MEMORY else None
         self.has_products: bool = bool(self._functions.tileforge_has_products())
         """Whether this CPU multiplies bf16 blocks; else layers and their gradients are torch's."""
 
@@ -206,6 +216,7 @@ class Library:
         self._call("adamw", ctypes.addressof(array), len(updates), grad_scale, *betas, eps)
 
     def _call(self, name: str, *arguments: Tensor | float | None) -> None:
+        """Call a kernel. Raises MemoryError; what it was to write is undefined then."""
         pointers: list[float | None] = []
         for argument in arguments:
             if isinstance(argument, Tensor):
@@ -213,7 +224,9 @@ class Library:
                 pointers.append(argument.data_ptr())
             else:
                 pointers.append(argument)
-        getattr(self._functions, f"tileforge_{name}")(*pointers, torch.get_num_threads())
+        function = getattr(self._functions, f"tileforge_{name}")
+        if function(*pointers, torch.get_num_threads()):
+            raise MemoryError(f"no memory for the kernel {name}")
 
 
 def load_library() -> Library:

@@ -76,9 +76,9 @@ int tileforge_has_products() {
 // total (rows, width) is, or with `add` gains, the transpose of grad (tokens, rows) times x
 // (tokens, width). `grad` is in slices of `slice` rows, (slices, tokens, slice), that begin `apart`
 // numbers from each other.
-void tileforge_weight_gradient(const bf16* grad, int64_t slice, int64_t apart, const bf16* x,
-                               float* total, int64_t tokens, int64_t rows, int64_t width, int add,
-                               int threads) {
+int tileforge_weight_gradient(const bf16* grad, int64_t slice, int64_t apart, const bf16* x,
+                              float* total, int64_t tokens, int64_t rows, int64_t width, int add,
+                              int threads) try {
   const int64_t pairs = padded(tokens) / 2, panels = (width + kPanel - 1) / kPanel;
   // Enough tasks for the threads, each with as much of the width as that leaves.
   const int64_t step = rows / kRows < 2 * threads ? kRows / 2 : kRows;
@@ -86,6 +86,7 @@ void tileforge_weight_gradient(const bf16* grad, int64_t slice, int64_t apart, c
   const int64_t blocks = (rows + slice - 1) / slice * in_slice;
   const int64_t wanted = std::clamp<int64_t>(2 * threads / blocks, 1, panels);
   const int64_t share = (panels + wanted - 1) / wanted, splits = (panels + share - 1) / share;
+  Tasks tasks;
   Scratch shared;
   auto* packed = shared.take<uint32_t>(panels * pairs * kPanel);
 #pragma omp parallel num_threads(threads)
@@ -93,18 +94,24 @@ void tileforge_weight_gradient(const bf16* grad, int64_t slice, int64_t apart, c
 #pragma omp for schedule(static)
     for (int64_t pair = 0; pair < pairs; ++pair) pack_tokens(x, tokens, width, pair, packed);
     Scratch own;
-    auto* left = own.take<bf16>(step * padded(std::min(kTokens, tokens)));
 #pragma omp for schedule(dynamic) collapse(2)
     for (int64_t block = 0; block < blocks; ++block) {
       for (int64_t split = 0; split < splits; ++split) {
         const int64_t before = block % in_slice * step, row = block / in_slice * slice + before;
         const int64_t count = std::min({step, slice - before, rows - row});
         if (count <= 0) continue;
-        sum_block({grad, slice, apart}, row, count, packed, split * share,
-                  std::min(panels, (split + 1) * share), total, tokens, width, add != 0, left);
+        tasks.run([&] {
+          own.reset();
+          auto* left = own.take<bf16>(step * padded(std::min(kTokens, tokens)));
+          sum_block({grad, slice, apart}, row, count, packed, split * share,
+                    std::min(panels, (split + 1) * share), total, tokens, width, add != 0, left);
+        });
       }
     }
     release_products();
   }
+  return tasks.outcome();
+} catch (const std::bad_alloc&) {
+  return kOutOfMemory;
 }
 }

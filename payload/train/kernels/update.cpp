@@ -61,8 +61,8 @@ struct TileforgeUpdate {
 };
 
 // The sum of the squares of all numbers of all tensors.
-void tileforge_sum_squares(const float* const* tensors, const int64_t* counts, int64_t number,
-                           double* sum, int threads) {
+int tileforge_sum_squares(const float* const* tensors, const int64_t* counts, int64_t number,
+                          double* sum, int threads) try {
   const auto pieces = pieces_of(counts, number);
   std::vector<double> sums(pieces.size());
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -72,12 +72,15 @@ void tileforge_sum_squares(const float* const* tensors, const int64_t* counts, i
   }
   *sum = 0;
   for (double part : sums) *sum += part;
+  return kDone;
+} catch (const std::bad_alloc&) {
+  return kOutOfMemory;
 }
 
 // torch's AdamW, with every gradient times `scale`: weight, mean and square change, and the bf16
 // copy is made of the new weight.
-void tileforge_adamw(const TileforgeUpdate* updates, int64_t number, float scale, double beta1,
-                     double beta2, float eps, int threads) {
+int tileforge_adamw(const TileforgeUpdate* updates, int64_t number, float scale, double beta1,
+                    double beta2, float eps, int threads) try {
   std::vector<int64_t> counts;
   for (int64_t i = 0; i < number; ++i) counts.push_back(updates[i].count);
   const auto pieces = pieces_of(counts.data(), number);
@@ -105,5 +108,8 @@ void tileforge_adamw(const TileforgeUpdate* updates, int64_t number, float scale
       if (u.copy) round_all(weight, size, u.copy + first);
     }
   }
+  return kDone;
+} catch (const std::bad_alloc&) {
+  return kOutOfMemory;
 }
 }
