@@ -78,9 +78,11 @@ class MetricsFile:
                 log.warning(f"{self._unwritable(error)} Trying again after every step.")
 
     def require_written(self) -> None:
-        """Raise TrainingError unless all rows are in the file: a checkpoint may not go ahead."""
+        """Raise TrainingError unless all rows are on the disk: a checkpoint may not go ahead."""
+        assert self._file is not None
         try:
             self._write_waiting()
+            os.fsync(self._file.fileno())
         except OSError as error:
             raise self._unwritable(error) from None
 

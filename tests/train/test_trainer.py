@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from payload.results import RunPaths
+from payload.results import RunPaths, read_metrics
 from payload.run_config import OptimizerSection, RunConfig, load_run_config, parse_run_config
 from payload.train.metrics import SignOfLife
 from payload.train.optimizer import build_optimizers
@@ -171,6 +172,23 @@ def test_a_rank_says_what_it_is_about_to_do(
     ]
     # Once before, and after each pass.
     assert told.count((1, "eval")) > 2
+
+
+def test_the_rows_up_to_a_checkpoint_are_on_the_disk_before_it(
+    tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, paths, flushed = os.fsync, RunPaths(tmp_path), []
+
+    def record(descriptor: int) -> None:
+        fsync(descriptor)
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        flushed.append((name, [row["step"] for row in read_metrics(paths.metrics)]))
+
+    monkeypatch.setattr(os, "fsync", record)
+    train_alone(tmp_path, tiny_config, "train.steps=1")
+    names = [name for name, _ in flushed]
+    before = flushed[: names.index("manifest.json")]
+    assert ("metrics.jsonl", [0, 1]) in before
 
 
 def test_a_stop_in_the_middle_of_a_step_leaves_the_last_checkpoint_alone(
