@@ -58,6 +58,11 @@ def decide(end: AttemptEnd, *, max_restarts: int) -> Decision:
     return Decision(pause_s=pause_s)
 
 
+def waiting_note(verdict: Verdict) -> str:
+    """What happened, while it is not certain that the run can go on."""
+    return f"{verdict.error}. Seeing whether it can be started again"
+
+
 def restart_note(
     verdict: Verdict, *, checkpoint: Path | None, restart: int, max_restarts: int
 ) -> str:

@@ -84,9 +84,9 @@ class Attempt:
         """Stay until the last process is gone; the error names what could not be ended."""
         log_start = self._log_size()
         self._signs.begin()
-        # Else the last attempt's would be taken for this one's.
-        self._paths.summary.unlink(missing_ok=True)
         launcher = self._start()
+        # Else the last attempt's would be taken for this one's, which takes longer to come.
+        self._paths.summary.unlink(missing_ok=True)
         try:
             while launcher.poll() is None:
                 self._wakeups.sleep(_TICK_S)
@@ -133,14 +133,21 @@ class Attempt:
         now = time.monotonic()
         if self._failure_deadline is None and any(map(is_failure, self._signs.exits().values())):
             self._failure_deadline = now + _ECHO_S
-        if self._failure_deadline is not None and now > self._failure_deadline:
-            self._end_now()
         if self._failure_deadline is None and self._stopping.kind == "none":
             self._look_for_trouble()
+            if self._trouble is not None:
+                self._failure_deadline = now
+        if self._failure_deadline is not None and now >= self._failure_deadline:
+            self._end_after_failure(late_s=now - self._failure_deadline)
+
+    def _end_after_failure(self, *, late_s: float) -> None:
+        """Not while rank 0 writes a checkpoint, for which mpirun lets it live."""
+        patience_s = self._config.limits.hang_timeout_s
+        writing = self._signs.writing(within_s=patience_s)
+        if not writing or late_s > self._config.longest_wait_s():
+            self._end_now()
 
     def _look_for_trouble(self) -> None:
-        if self._trouble is not None:
-            return
         self._trouble = find_trouble(
             self._signs.ranks(),
             self._signs.nodes(),
@@ -152,8 +159,6 @@ class Attempt:
                 median_step_s=self._step_times.median_s(),
             ),
         )
-        if self._trouble is not None:
-            self._end_now()
 
     def _ask_to_stop(self) -> bool:
         """SIGTERM to rank 0's program, which agrees with the others; false if nothing is lost."""

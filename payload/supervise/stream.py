@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -34,7 +34,7 @@ _SSH_OPTIONS = ("-o", "ConnectTimeout=6", "-o", "ServerAliveInterval=5")
 
 
 class NodeStream:
-    """Listens to one worker from `start` to `close`, in a thread of its own."""
+    """Listens to one worker from `start` until it is asked to close, in a thread of its own."""
 
     def __init__(
         self,
@@ -88,11 +88,14 @@ class NodeStream:
         """Ids of the processes that would not end, or None without an answer."""
         return self._left if self._ended.wait(timeout_s) else None
 
-    def close(self) -> None:
-        """Stop listening; the program on the node ends, too."""
+    def ask_to_close(self) -> None:
+        """Stop listening soon; the program on the node ends, too."""
         self._closing.set()
+
+    def wait_closed(self, timeout_s: float) -> None:
+        """Return when it does not listen any more, or after so long."""
         if self._thread.is_alive():
-            self._thread.join(2 * _CLOSE_S)
+            self._thread.join(timeout_s)
 
     def _listen(self) -> None:
         while not self._closing.is_set():
@@ -172,6 +175,15 @@ class NodeStream:
         if message.get("asked") == self._asked and "ended" in message:
             self._left = list(message["ended"])
             self._ended.set()
+
+
+def close_all(streams: Sequence[NodeStream]) -> None:
+    """Stop listening to every node, at the same time: one that is frozen takes seconds."""
+    for stream in streams:
+        stream.ask_to_close()
+    ends_s = time.monotonic() + 2 * _CLOSE_S
+    for stream in streams:
+        stream.wait_closed(max(0.0, ends_s - time.monotonic()))
 
 
 def parse_message(line: bytes, *, now_unix: float) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from payload.errors import BudgetError, ExitCode, PreflightError
+from payload.errors import BudgetError, ExitCode, PreflightError, TileforgeError
 from payload.full_disk import write_record
 from payload.inventory import ClusterInventory
 from payload.launch.budget import cost_usd, limited, time_limit
@@ -18,7 +18,7 @@ from payload.launch.environment import SSH_ARGUMENTS
 from payload.launch.outcome import Verdict
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
-from payload.launch.restart import AttemptEnd, decide, restart_note
+from payload.launch.restart import AttemptEnd, decide, restart_note, waiting_note
 from payload.results import (
     RunPaths,
     RunState,
@@ -32,7 +32,7 @@ from payload.supervise.processes import processes_of
 from payload.supervise.returning import wait_for_nodes
 from payload.supervise.signs import Signs
 from payload.supervise.stopping import Stopping
-from payload.supervise.stream import NodeStream
+from payload.supervise.stream import NodeStream, close_all
 from payload.supervise.summary import complete_summary, last_summary
 from payload.supervise.wakeups import Wakeups
 
@@ -96,9 +96,10 @@ class Supervisor:
                 stream.start()
             try:
                 verdict = self._until_it_ends()
+            except TileforgeError as error:
+                verdict = Verdict(status="failed", exit_code=error.exit_code, error=str(error))
             finally:
-                for stream in self._streams:
-                    stream.close()
+                close_all(self._streams)
         if self._stopping.limited and self._limit:
             verdict = limited(verdict, self._limit, spent_s=self._spent_s())
         self._tell(self._state.status)
@@ -155,20 +156,32 @@ class Supervisor:
             )
             if decision.pause_s is None:
                 return _adding(verdict, decision.why)
+            instead = self._wait_for_restart(verdict, pause_s=decision.pause_s)
+            if instead is not None:
+                return instead
             restarts += 1
-            checkpoint = self._paths.newest_checkpoint()
             note = restart_note(
-                verdict, checkpoint=checkpoint, restart=restarts, max_restarts=limit
+                verdict,
+                checkpoint=self._paths.newest_checkpoint(),
+                restart=restarts,
+                max_restarts=limit,
             )
             self._state = replace(self._state, attempt=self._state.attempt + 1, note=note)
             self._tell("starting")
-            away = self._leftovers() or wait_for_nodes(self._streams, pause=self._pause)
-            if away and self._stopping.kind == "none":
-                return _adding(verdict, f"not started again: {away}")
-            self._pause(decision.pause_s)
-            if self._stopping.kind != "none":
-                error = "stopped before it was started again; it had failed: " + str(verdict.error)
-                return Verdict(status="stopped", exit_code=ExitCode.OK, error=error)
+
+    def _wait_for_restart(self, verdict: Verdict, *, pause_s: float) -> Verdict | None:
+        """Wait until all is ready for another attempt; else how the run ends instead."""
+        note_before = self._state.note
+        self._state = replace(self._state, note=waiting_note(verdict))
+        self._tell("starting")
+        away = self._leftovers() or wait_for_nodes(self._streams, pause=self._pause)
+        if not away and self._pause(pause_s):
+            return None
+        self._state = replace(self._state, note=note_before)
+        if self._stopping.kind != "none":
+            error = "stopped before it was started again; it had failed: " + str(verdict.error)
+            return Verdict(status="stopped", exit_code=ExitCode.OK, error=error)
+        return _adding(verdict, f"not started again: {away}")
 
     def _leftovers(self) -> str | None:
         left = processes_of(self._paths.root)

@@ -22,6 +22,15 @@ DEADLINE_S = 60.0
 CONFIG = "[batch]\nglobal_batch_size = 8\nmicro_batch_size = 1\n[model]\npreset = 'tiny'\n"
 
 
+_WITH_ECHO = """
+import os, sys
+from payload.supervise import attempt
+from payload.supervise.__main__ import main
+attempt._ECHO_S = {echo_s}
+sys.exit(main(sys.argv[1:], os.environ))
+"""
+
+
 class StandInAccess(LocalAccess):
     """This machine, with the stand-in program in the trainer's place."""
 
@@ -67,10 +76,13 @@ def plan_stand_in(
 
 
 def supervise(
-    paths: RunPaths, *options: str, env: dict[str, str] | None = None
+    paths: RunPaths, *options: str, env: dict[str, str] | None = None, echo_s: float | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start the real supervisor."""
-    command = [sys.executable, "-m", "payload.supervise", "--run-dir", str(paths.root), *options]
+    """Start the real supervisor; `echo_s` is the time it leaves ranks after another one's end."""
+    program = ["-m", "payload.supervise"]
+    if echo_s is not None:
+        program = ["-c", _WITH_ECHO.format(echo_s=echo_s)]
+    command = [sys.executable, *program, "--run-dir", str(paths.root), *options]
     return subprocess.Popen(command, cwd=REPO, env={**os.environ, **(env or {})})
 
 

@@ -58,6 +58,7 @@ class StandIn:
             while self.arguments.lockstep and self._someone_is_behind(step):
                 time.sleep(STEP_S)
             if self._peer_is_gone():
+                self._save(step)
                 return self._exit(41, f"rank {self.rank} lost contact with another rank")
             if self.stop_file.exists():
                 return self._end(step, "stopped")
@@ -124,11 +125,14 @@ class StandIn:
         write_json(self.paths.rank_exit(self.rank), record)
         return code
 
-    def _end(self, step: int, status: str) -> int:
+    def _save(self, step: int) -> None:
         ends = time.monotonic() + (self.arguments.save_s if self.rank == 0 else 0.0)
         while time.monotonic() < ends:
             self._progress(step, "checkpoint")
             time.sleep(STEP_S)
+
+    def _end(self, step: int, status: str) -> int:
+        self._save(step)
         self._progress(step, "end")
         if self.rank == 0:
             summary = Summary(

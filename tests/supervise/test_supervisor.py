@@ -119,6 +119,14 @@ def test_a_ranks_own_error_is_the_runs_error(tmp_path: Path) -> None:
     assert (state.exit_class, state.failed_rank) == ("training", 1)
 
 
+def test_rank_0_ends_its_checkpoint_when_another_rank_has_failed(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--fail", "1:40", "--save-s", "1.5")
+    assert supervise(paths, echo_s=0.5).wait(DEADLINE_S) == ExitCode.TRAINING
+    assert str(state_of(paths).error).startswith("rank 1 on ")
+    record = read_json(RankExit, paths.rank_exit(0))
+    assert record is not None and record.error == "rank 0 lost contact with another rank"
+
+
 def test_a_crash_without_a_word_is_recorded_by_the_wrapper(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--crash", "1")
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.TRAINING
@@ -305,6 +313,21 @@ def test_a_second_attempt_forgets_the_first(tmp_path: Path) -> None:
     assert (state_of(paths).attempt, state_of(paths).status) == (2, "finished")
 
 
+def test_a_restart_that_never_comes_is_not_counted(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_restarts=3",))
+    supervisor = supervise(paths)
+    os.kill(wait_for_steps(paths)[1], signal.SIGKILL)
+    wait_for(lambda: bool(state_of(paths).note), "the failure to be told")
+    note = str(state_of(paths).note)
+    assert "was killed by signal 9" in note and "Seeing whether it can be started again" in note
+    supervisor.terminate()
+    assert supervisor.wait(DEADLINE_S) == ExitCode.OK
+    state = state_of(paths)
+    assert (state.status, state.attempt, state.note) == ("stopped", 1, None)
+    assert "stopped before it was started again; it had failed: rank 1 on" in str(state.error)
+    assert _summary(paths).restarts == 0
+
+
 def test_a_taken_port_is_named_before_anything_starts(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -323,6 +346,21 @@ def test_a_launcher_that_cannot_start_a_rank_is_preflight(tmp_path: Path) -> Non
     paths.plan.write_text(paths.plan.read_text().replace('"-ppn"', '"-no-such-option"'))
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.PREFLIGHT
     assert "the launcher started no rank" in str(state_of(paths).error)
+
+
+def test_a_launcher_that_is_not_there_is_preflight_and_the_last_result_stays(
+    tmp_path: Path,
+) -> None:
+    paths = plan_stand_in(tmp_path / "run", "--steps", "3")
+    assert supervise(paths).wait(DEADLINE_S) == ExitCode.OK
+    plan = json.loads(paths.plan.read_text())
+    plan["argv"][0] = "/nowhere/mpirun"
+    paths.plan.write_text(json.dumps(plan))
+    assert supervise(paths).wait(DEADLINE_S) == ExitCode.PREFLIGHT
+    state, result = state_of(paths), _summary(paths)
+    assert (state.status, state.exit_class) == ("failed", "preflight")
+    assert "the launcher /nowhere/mpirun cannot be started" in str(state.error)
+    assert (result.status, result.error, result.steps) == ("failed", state.error, 3)
 
 
 def test_a_folder_without_a_plan_is_refused(
