@@ -19,7 +19,9 @@ from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Rank, load_ranks
 from payload.results import RankExit, RunPaths
+from payload.run_config import load_run_config
 from payload.run_lock import is_supervised
+from payload.supervise.predecessor import Farewell
 from payload.supervise.processes import die_with_parent
 from payload.supervise.wakeups import Wakeups
 
@@ -123,8 +125,9 @@ def _run(rank: Rank, *, plan: LaunchPlan, paths: RunPaths, env: Mapping[str, str
 
 
 def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths: RunPaths) -> None:
-    """Return when the child has ended; without a supervisor it must."""
+    """Return when the child has ended; without a supervisor it must, having saved."""
     forwarded = dict.fromkeys(_FORWARDED, 0)
+    farewell: Farewell | None = None
     while child.poll() is None:
         wakeups.sleep(_WATCH_EVERY_S)
         for number in _FORWARDED:
@@ -132,7 +135,11 @@ def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths
                 forwarded[number] = wakeups.counts[number]
                 child.send_signal(number)
         # The run folder's lock is on the head; on other nodes, mpirun's proxies end with mpirun.
-        if rank.node_rank == 0 and not is_supervised(paths):
+        if rank.node_rank == 0 and farewell is None and not is_supervised(paths):
+            farewell = Farewell(paths, load_run_config(paths.config))
+            child.terminate()
+        # Also when another supervisor has come meanwhile: it waits for this one's ranks.
+        if farewell is not None and farewell.is_over():
             child.kill()
 
 

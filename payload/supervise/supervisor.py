@@ -28,6 +28,7 @@ from payload.results import (
 )
 from payload.run_config import load_run_config
 from payload.supervise.attempt import Attempt
+from payload.supervise.predecessor import see_off
 from payload.supervise.processes import processes_of
 from payload.supervise.returning import wait_for_nodes
 from payload.supervise.signs import Signs
@@ -62,6 +63,7 @@ class Supervisor:
         self._inventory = ClusterInventory.load(paths.inventory)
         self._streams = self._worker_streams()
         previous = read_json(RunState, paths.state)
+        self._predecessor_died = previous is not None and previous.exit_class is None
         self._spent_before_s = previous.spent_s if previous else 0.0
         self._began_s = time.monotonic()
         self._limit = time_limit(self._config.limits, self._inventory)
@@ -95,7 +97,7 @@ class Supervisor:
             for stream in self._streams:
                 stream.start()
             try:
-                verdict = self._until_it_ends()
+                verdict = self._see_off_predecessor() or self._until_it_ends()
             except TileforgeError as error:
                 verdict = Verdict(status="failed", exit_code=error.exit_code, error=str(error))
             finally:
@@ -135,6 +137,23 @@ class Supervisor:
         if left_s <= 0:
             raise BudgetError(f"{self._limit.words(spent_s=self._spent_before_s)}.")
         return left_s
+
+    def _see_off_predecessor(self) -> Verdict | None:
+        """Begin when nothing of a supervisor that died is left; else how the run ends instead."""
+        if processes_of(self._paths.root):
+            note = "an earlier supervisor of this run died; waiting until its ranks have saved"
+            self._state = replace(self._state, note=note)
+            self._tell("starting")
+            see_off(self._paths, self._config, pause=self._pause)
+        if self._predecessor_died:
+            away = wait_for_nodes(self._streams, pause=self._pause)
+            if away and self._stopping.kind == "none":
+                error = f"not started: {away}"
+                return Verdict(status="failed", exit_code=ExitCode.RANK_LOST, error=error)
+        if self._stopping.kind != "none":
+            error = "stopped before it was started"
+            return Verdict(status="stopped", exit_code=ExitCode.OK, error=error)
+        return None
 
     def _until_it_ends(self) -> Verdict:
         """Attempt after attempt, as long as the policy wants another one."""

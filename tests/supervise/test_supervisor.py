@@ -211,13 +211,27 @@ def test_a_stop_waits_for_a_checkpoint_that_gets_on(tmp_path: Path) -> None:
     assert _summary(paths).status == "stopped"
 
 
-def test_ranks_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:
+def test_ranks_that_are_deaf_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--deaf")
-    supervisor = supervise(paths)
+    supervisor = supervise(paths, "--grace", "0.5")
     wait_for_steps(paths)
     supervisor.kill()
     supervisor.wait(DEADLINE_S)
     wait_until_gone(paths)
+
+
+def test_ranks_save_when_their_supervisor_is_killed_and_the_next_one_waits(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "1.5")
+    first = supervise(paths)
+    wait_for_steps(paths)
+    first.kill()
+    first.wait(DEADLINE_S)
+    # The stand-in's wish to stop outlives its attempt.
+    assert supervise(paths).wait(DEADLINE_S) == ExitCode.OK
+    begins, stops = "rank 0 begins", "rank 0 stopped"
+    assert paths.rank_log(0).read_text().splitlines() == [begins, stops, begins, stops]
+    assert (state_of(paths).status, state_of(paths).attempt) == ("stopped", 2)
+    assert not processes_of(paths.root)
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
