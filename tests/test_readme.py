@@ -173,24 +173,27 @@ def test_the_config_for_fine_tuning_goes_with_most_clusters() -> None:
     assert [batch.grad_accum_steps(ranks) for ranks in (1, 2, 3, 4, 6, 12)] == [12, 6, 4, 3, 2, 1]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
-def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    headings = {
+@functools.cache
+def headings(page: Path) -> set[str]:
+    """What a link within a page may point at."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return {
         re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
-        for line in text.splitlines()
+        for line in lines
         if line.startswith("#")
     }
-    links = [link for link in _LINK.findall(text) if "://" not in link]
-    broken = [
-        link
-        for link in links
-        if not (
-            link[1:] in headings
-            if link.startswith("#")
-            else (page.parent / link.partition("#")[0]).exists()
-        )
-    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
+def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in _LINK.findall(page.read_text(encoding="utf-8")):
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" in link or (target.exists() and not heading):
+            continue
+        if not (target.is_file() and heading in headings(target)):
+            broken.append(link)
     assert broken == []
 
 
