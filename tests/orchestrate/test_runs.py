@@ -14,12 +14,13 @@ from payload.errors import ConfigError, DataError, UsageError
 from payload.launch.arithmetic import work_out
 from payload.launch.ranks import place_ranks
 from payload.model_shape import PRESETS
+from payload.orchestrate import stop_wait
 from payload.orchestrate.checks import check_data, memory_warning
 from payload.orchestrate.follow import Tail
 from payload.orchestrate.inventories import load_cluster, require_one_machine
 from payload.orchestrate.live import describe_step, duration
 from payload.orchestrate.runs import all_runs, create_run, find_run, new_run_id, view_run
-from payload.results import RunPaths, RunState, write_json
+from payload.results import RankProgress, RunPaths, RunState, StopWish, write_json
 from payload.run_config import LaunchSection, parse_run_config
 from payload.run_lock import RunLock, is_supervised
 from tests.launch.inventories import make_inventory
@@ -205,3 +206,16 @@ def test_the_live_numbers_read_well() -> None:
     bare = describe_step(row | {"mfu": None}, steps=10, left_s=1, nodes=1, cost_usd=None)
     assert bare == "1 node  step 3/10  loss 4.5679  12,346 tokens/s  ETA 0:01"
     assert duration(42.2) == "0:42"
+
+
+def test_who_asked_for_a_stop_waits_as_long_as_a_checkpoint_gets_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_wait, "_MARGIN_S", 0.0)
+    paths = plan_stand_in(tmp_path / "run", settings=("limits.hang_timeout_s=60",))
+    now = StopWish(grace_s=0.0)
+    for phase, is_over in (("step", True), ("checkpoint", False), ("end", False), ("load", True)):
+        sign = RankProgress(rank=0, node="a", pid=1, step=3, phase=phase, time_unix=1.0)
+        write_json(paths.rank_progress(0), sign)
+        assert stop_wait.StopWait(paths, now).is_over() is is_over
+    assert not stop_wait.StopWait(paths, None).is_over()
