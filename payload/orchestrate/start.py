@@ -181,7 +181,7 @@ def _say_supervisor_failed(paths: RunPaths, *, status: int, talk: Console) -> No
     if status < 0:
         talk.print(
             f"error: the supervisor was killed by signal {-status} ({signal.Signals(-status).name})"
-            "; the ranks end with it"
+            "; the ranks save and stop"
         )
         return
     words = paths.supervisor_log.read_text(encoding="utf-8", errors="replace").strip()
