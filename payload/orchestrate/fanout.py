@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from payload.errors import NodesError, TileforgeError
@@ -13,12 +13,13 @@ T = TypeVar("T")
 
 
 def on_every_node(
-    nodes: Sequence[Node], action: Callable[[Node], T]
+    nodes: Sequence[Node], action: Callable[[Node], T], *, to_the_end: bool = False
 ) -> dict[str, T | TileforgeError]:
     """What `action` returned for each node by its name, or the error it ended with.
 
     Waits for all of them: `action` has deadlines of its own. An error that is not ours is a bug and
-    is raised once all have ended.
+    is raised once all have ended. After Ctrl-C they go on by themselves; `to_the_end` waits for
+    them then, too, which is for what is to be undone afterwards.
     """
 
     def attempt(node: Node) -> T | TileforgeError:
@@ -29,6 +30,8 @@ def on_every_node(
 
     with ThreadPoolExecutor(max_workers=max(1, len(nodes))) as pool:
         outcomes = [pool.submit(attempt, node) for node in nodes]
+        if to_the_end:
+            wait(outcomes)  # Ctrl-C ends this; the pool's own end then waits as well
     return {node.name: outcome.result() for node, outcome in zip(nodes, outcomes, strict=True)}
 
 

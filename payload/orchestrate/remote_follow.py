@@ -103,14 +103,31 @@ def _asks_again(asks: Asks, live: LiveLine) -> bool:
 
 
 def _pass_on(run: RemoteRun, live: LiveLine, *, heeded: int) -> int:
-    """Ask the supervisor to stop; returns how many of the operator's asks that answers."""
+    """Ask the supervisor to stop; returns how many of the operator's asks that answers.
+
+    Raises SshUnreachableError when the head cannot be told.
+    """
     if heeded == 0:
         live.say("stopping: saving a checkpoint first (Ctrl-C again to stop at once)")
-        run.signal([signal.SIGTERM])
+        _deliver(run, signal.SIGTERM)
         return 2
     live.say("stopping at once")
-    run.signal([FORCE_SIGNAL])
+    _deliver(run, FORCE_SIGNAL)
     return heeded + 1
+
+
+def _deliver(run: RemoteRun, number: signal.Signals) -> None:
+    """Signal the supervisor, which may be repeated; once more where a connection has broken."""
+    try:
+        run.signal([number])
+    except TileforgeError:
+        run.close()
+        try:
+            run.signal([number])
+        except TileforgeError as error:
+            raise SshUnreachableError(
+                f"the stop was not delivered: {error} As far as is known, {how_to_attach(run)}."
+            ) from None
 
 
 def _bring_home(run: RemoteRun, *, arguments: argparse.Namespace, talk: Console) -> int:

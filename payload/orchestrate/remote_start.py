@@ -84,10 +84,10 @@ def run_on_cluster(
         found = _other_run(answers[inventory.head.name], wanted)
         if found is None:
             prepared = _prepare(wanted, cluster, report, answers, talk=talk)
+            run_dir = PurePosixPath(prepared.paths.root)
+            run = RemoteRun(wanted.paths, inventory, run_dir=run_dir, key=key, connect=connect)
+            run.note(alive=True)
     if found is None:
-        run_dir = PurePosixPath(prepared.paths.root)
-        run = RemoteRun(wanted.paths, inventory, run_dir=run_dir, key=key, connect=connect)
-        run.note(alive=True)
         return _start(run, arguments, talk)
     talk.print(f"run {found} is on this cluster, so nothing was started; following that one")
     return attach_to(
@@ -180,8 +180,9 @@ def _prepare(
         run_key = install_run_key(cluster, inventory, run_id=wanted.paths.run_id)
         planned = _plan(wanted, report, answers, code=code, run_key=run_key, home=home)
         _write(wanted, planned, cluster, there=config)
-    except TileforgeError:
-        remove_run_key(cluster, inventory, run_id=wanted.paths.run_id)
+    except BaseException:
+        # Also at Ctrl-C: nothing else would ever remove it.
+        _remove(lambda: remove_run_key(cluster, inventory, run_id=wanted.paths.run_id), talk)
         raise
     for note in planned.plan.notes:
         talk.print(f"note: {note}")
@@ -248,16 +249,29 @@ def _plan(
 def _start(run: RemoteRun, arguments: argparse.Namespace, talk: Console) -> int:
     """Start the supervisor, and follow it unless detached."""
     try:
-        begun = run.start(grace_s=arguments.grace)
+        try:
+            begun = run.start(grace_s=arguments.grace)
+        except (KeyboardInterrupt, TileforgeError):
+            # It has a session of its own there, and begins although nobody waits for it here.
+            talk.print(f"whether the run has begun is not known; if so, {how_to_attach(run)}")
+            raise
         if "pid" not in begun:
             words = begun.get("said") or f"run {begun.get('running')} was started in between"
             talk.print(f"error: the supervisor did not start: {words}")
-            run.remove_key()
+            _remove(run.remove_key, talk)
             return int(begun.get("status") or ExitCode.PREFLIGHT)
         if arguments.detach:
-            run.refresh()
             talk.print(f"detached; {how_to_attach(run)}")
+            run.refresh()
             return ExitCode.OK
         return follow_to_the_end(run, arguments=arguments, talk=talk)
     finally:
         run.close()
+
+
+def _remove(key: Callable[[], None], talk: Console) -> None:
+    """Take a run's key back; a failure to is said, and does not hide why it is taken back."""
+    try:
+        key()
+    except TileforgeError as error:
+        talk.print(f"warning: {error}")

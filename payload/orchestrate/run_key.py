@@ -60,7 +60,8 @@ def install_run_key(
         lasts = {} if lasts_s is None else {"lasts_s": lasts_s}
         _act(connection, action="trust", run_id=run_id, public=made["public"], **lasts)
 
-    all_or_raise(on_every_node(inventory.nodes, trust), what="installing the run's key")
+    trusted = on_every_node(inventory.nodes, trust, to_the_end=True)
+    all_or_raise(trusted, what="installing the run's key")
     return RunKey(folder=folder)
 
 

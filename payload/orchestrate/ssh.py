@@ -244,6 +244,10 @@ def _dial_once(
         client.close()
         stream.close()
         raise failure from None
+    except KeyboardInterrupt:
+        client.close()
+        stream.close()
+        raise
     return Connection(node, client, stream)
 
 

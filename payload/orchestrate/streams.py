@@ -79,6 +79,8 @@ class ProxyProcess:
                 stdout=theirs.fileno(),
                 stderr=self._said,
                 env=dict(env),
+                # A terminal's Ctrl-C goes to its whole group, and what it asks goes through here.
+                start_new_session=True,
             )
         except OSError as error:
             self.socket.close()

@@ -83,8 +83,11 @@ def try_cluster(
             outcome, folder = _start(chosen, cluster, facts, head, code, config, run_id=run_id)
             if outcome.status != 0:
                 _end_leftovers(inventory, cluster, folder)
-        finally:
-            remove_run_key(cluster, inventory, run_id=run_id)
+        except BaseException:
+            with contextlib.suppress(TileforgeError):  # it would hide the first one
+                remove_run_key(cluster, inventory, run_id=run_id)
+            raise
+        remove_run_key(cluster, inventory, run_id=run_id)
     except ConfigError:
         raise
     except TileforgeError as error:

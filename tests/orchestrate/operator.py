@@ -72,6 +72,8 @@ class Operator:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # As a shell's foreground job is: a terminal's Ctrl-C goes to the group.
+            start_new_session=True,
         )
 
     def do(self, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[int, str]:

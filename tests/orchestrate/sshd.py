@@ -170,6 +170,29 @@ down()
 """
 
 
+_GCLOUD = """\
+#!{python}
+import sys
+assert sys.argv[1:3] == ["compute", "start-iap-tunnel"] and "--zone=here" in sys.argv
+with open(__file__ + ".starts", "a") as starts:
+    starts.write(sys.argv[3] + "\\n")
+sys.argv = ["relay", "{address}", sys.argv[4], "inf"]
+{relay}
+"""
+
+
+def make_gcloud(folder: Path, node: Node) -> Path:
+    """A `gcloud` in `folder` whose tunnels, to zone `here`, lead to `node`.
+
+    Beside it is a file `gcloud.starts`, with a line for each that was opened.
+    """
+    gcloud = folder / "gcloud"
+    text = _GCLOUD.format(python=sys.executable, address=node.address, relay=RELAY)
+    gcloud.write_text(text, encoding="utf-8")
+    gcloud.chmod(0o755)
+    return gcloud
+
+
 def relay_argv(node: Node, *, limit_bytes: float = float("inf")) -> list[str]:
     """A proxy command to `node` that breaks off once it has carried so much from there."""
     return [sys.executable, "-c", RELAY, node.address, str(node.ssh_port), str(limit_bytes)]

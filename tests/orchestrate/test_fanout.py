@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
 
 import pytest
@@ -20,6 +23,7 @@ from payload.errors import (
 from payload.inventory import Node
 from payload.orchestrate.fanout import all_or_raise, on_every_node
 from tests.launch.inventories import make_inventory
+from tests.waiting import wait_until
 
 
 def test_all_nodes_are_asked_at_once() -> None:
@@ -57,6 +61,39 @@ def test_a_bug_is_not_taken_for_a_node_s_failure() -> None:
 
     with pytest.raises(ZeroDivisionError):
         on_every_node(make_inventory(num_nodes=2).nodes, work)
+
+
+def main_thread_waits() -> bool:
+    """Whether `on_every_node` has started all, and is past that."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    while frame.f_back and frame.f_back.f_code is not on_every_node.__code__:
+        frame = frame.f_back
+    return frame.f_code.co_name in ("wait", "__exit__")
+
+
+def test_what_is_to_be_undone_has_ended_even_after_ctrl_c() -> None:
+    interrupted, returned, ended = threading.Event(), threading.Event(), []
+
+    def interrupt(number: int, frame: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def work(node: Node) -> None:
+        if node.name == "node-0":
+            wait_until(main_thread_waits, what="the main thread to wait for all")
+            os.kill(os.getpid(), signal.SIGINT)
+        interrupted.wait(30)
+        # Nothing sets it before all have ended; a second is time enough to return too early.
+        ended.append(returned.wait(1))
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            on_every_node(make_inventory(num_nodes=2).nodes, work, to_the_end=True)
+        returned.set()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == [False, False]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from payload.orchestrate.preflight import check_cluster
 from payload.orchestrate.preflight_report import Report
 from payload.orchestrate.ssh_settings import Login
 from tests.orchestrate.conftest import SHORT, StartSshd
-from tests.orchestrate.sshd import RELAY, Sshd, free_port, make_cluster, make_key
+from tests.orchestrate.sshd import Sshd, free_port, make_cluster, make_gcloud, make_key
 from tests.test_architecture import ROOT
 
 READY = {
@@ -255,22 +254,11 @@ def test_a_cluster_without_host_keys_is_waited_for_and_a_machine_that_is_gone_is
         Patience(5.0, print).until_found(look)
 
 
-_GCLOUD = f"""\
-#!{sys.executable}
-import sys
-assert sys.argv[1:3] == ["compute", "start-iap-tunnel"] and "--zone=here" in sys.argv
-sys.argv = ["relay", "127.0.0.2", sys.argv[4], "inf"]
-{RELAY}
-"""
-
-
 @pytest.mark.sshd
 def test_the_head_is_reached_through_iap(
     nodes: list[Sshd], login: Login, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gcloud = tmp_path / "gcloud"
-    gcloud.write_text(_GCLOUD, encoding="utf-8")
-    gcloud.chmod(0o755)
+    make_gcloud(tmp_path, nodes[0].node)
     inventory = make_cluster(replace(nodes[0].node, zone="here"), nodes[1].node, kind="iap")
     env = {**os.environ, "PATH": str(tmp_path)}
     with Cluster(inventory, login=login, env=env, deadlines=SHORT) as cluster:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -13,6 +15,7 @@ from payload.orchestrate import remote_follow
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.live import LiveLine
 from payload.orchestrate.mirror import read_mirrored
+from payload.orchestrate.remote_follow import _pass_on as pass_on
 from payload.orchestrate.remote_follow import patiently
 from payload.orchestrate.remote_run import RemoteRun
 from payload.orchestrate.report import text_console
@@ -81,4 +84,51 @@ def test_the_operator_need_not_wait_for_a_connection(
         pytest.raises(SshUnreachableError, match="attach one"),
     ):
         patiently(run, live=live, interrupted=lambda: True)
+    run.close()
+
+
+SUPERVISOR = """\
+import fcntl, json, os, signal
+asks = {signal.SIGTERM, signal.SIGUSR1}
+signal.pthread_sigmask(signal.SIG_BLOCK, asks)
+lock = open("supervisor.lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+with open("state.json", "w") as state:
+    json.dump({"supervisor_pid": os.getpid()}, state)
+print("at work", flush=True)
+print(signal.sigwait(asks).name, flush=True)
+"""
+
+
+def test_a_stop_reaches_the_supervisor_over_a_new_connection_where_the_old_one_broke(
+    run: RemoteRun, head: Sshd
+) -> None:
+    argv, folder = [sys.executable, "-c", SUPERVISOR], head.home / "runs" / "one"
+    with (
+        subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, text=True) as supervisor,
+        LiveLine(text_console(stderr=True), steps=1, nodes=1) as live,
+    ):
+        assert supervisor.stdout is not None
+        try:
+            assert supervisor.stdout.readline() == "at work\n"
+            assert run.refresh() is True
+            for process in head.processes()[1:]:
+                os.kill(process, signal.SIGKILL)
+            assert pass_on(run, live, heeded=0) == 2
+            assert supervisor.stdout.readline() == "SIGTERM\n"
+        finally:
+            supervisor.kill()
+    run.close()
+
+
+def test_a_stop_that_cannot_be_delivered_is_said_not_to_be(run: RemoteRun, head: Sshd) -> None:
+    head.stop()
+    with (
+        LiveLine(text_console(stderr=True), steps=1, nodes=1) as live,
+        pytest.raises(
+            SshUnreachableError,
+            match=r"the stop was not delivered: node-0: .*run one goes on.*orchestrate attach one",
+        ),
+    ):
+        pass_on(run, live, heeded=2)
     run.close()

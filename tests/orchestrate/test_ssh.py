@@ -278,6 +278,20 @@ def test_a_proxy_command_carries_a_connection_and_ends_with_it(node: Sshd, login
     assert proxies[0].ended()
 
 
+def test_a_proxy_command_ends_with_ctrl_c_while_it_is_logging_in(node: Sshd, login: Login) -> None:
+    proxies = []
+
+    def open_stream() -> ProxyProcess:
+        # It interrupts us once we have said our part of the greeting.
+        argv = ["sh", "-c", "head -c 4 >&2; kill -INT $PPID; exec sleep 60"]
+        proxies.append(ProxyProcess(argv, node="node-0", env=dict(os.environ)))
+        return proxies[-1]
+
+    with pytest.raises(KeyboardInterrupt):
+        dial(node.node, login=login, open_stream=open_stream, deadlines=SHORT)
+    assert proxies[0].ended()
+
+
 def test_what_a_failing_proxy_command_says_is_shown(node: Sshd, login: Login) -> None:
     argv = ["sh", "-c", "echo 'ERROR: (gcloud) not authorized' >&2"]
     with pytest.raises(SshUnreachableError, match=r"`sh` said: ERROR: \(gcloud\) not authorized"):

@@ -213,6 +213,17 @@ def test_what_mpirun_or_torch_lack_on_a_node_is_31_and_the_key_goes_all_the_same
     cause = "mpirun's helper hydra_bstrap_proxy cannot be run there"
     assert errors(report) == {"node-2 mpirun": cause}
     assert_nothing_is_left(nodes)
+    lock = nodes.home_of(2) / ".ssh" / ".tileforge.lock"
+    lock.unlink()
+    lock.mkdir()
+    try:
+        code, report, _ = operator.preflight()
+    finally:
+        lock.rmdir()
+    # Removing the key there fails as well, and is not the cause.
+    cause = "the trial could not be made: installing the run's key failed on 1 node(s)"
+    assert errors(report) == {"node-0 mpirun": cause}
+    assert_nothing_is_left(nodes)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     libraries = VENV / "lib" / version / "site-packages" / "torch" / "lib"
     with mounted(nodes, 1, "-t", "tmpfs", "tmpfs", libraries):

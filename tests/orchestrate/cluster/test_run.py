@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +28,7 @@ from tests.orchestrate.cluster.operating import (
     wait_for_nobody,
 )
 from tests.orchestrate.cluster.separate import SeparateNodes
-from tests.orchestrate.sshd import make_key
+from tests.orchestrate.sshd import make_cluster, make_gcloud, make_key
 from tests.supervise.planned import state_of
 from tests.waiting import wait_until
 
@@ -50,6 +53,25 @@ def down(operator: Operator) -> tuple[int, str, list[str]]:
 def operator(tmp_path: Path) -> Iterator[Operator]:
     with SeparateNodes(tmp_path, num_nodes=2) as nodes:
         yield Operator(tmp_path, nodes)
+
+
+@pytest.fixture
+def another(trained: Trained, tmp_path: Path) -> Operator:
+    """Who comes to nodes that have the payload, from a machine that knows of no run."""
+    return Operator(tmp_path, trained.operator.nodes)
+
+
+@contextmanager
+def held(lock: Path) -> Iterator[None]:
+    """Within it, whoever else wants the lock waits."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def interrupt(process: subprocess.Popen[str]) -> None:
+    """What a terminal does at Ctrl-C."""
+    os.killpg(process.pid, signal.SIGINT)
 
 
 def test_two_nodes_train_what_one_machine_trains(trained: Trained) -> None:
@@ -132,20 +154,71 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     assert not operator.nodes.processes()
 
 
-def test_a_second_ctrl_c_stops_the_run_with_a_checkpoint(operator: Operator) -> None:
-    words = operator.run_words("one", "train.steps=100000", "train.checkpoint_every=0")
-    process = operator.start(*words)
-    operator.wait_for_a_step()
-    process.send_signal(signal.SIGINT)
+def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_one_stops_the_run(
+    another: Operator, tmp_path: Path
+) -> None:
+    head, worker = another.nodes.inventory.nodes
+    another.write_inventory(make_cluster(replace(head, zone="here"), worker, kind="iap"))
+    tunnels = make_gcloud(tmp_path, head).with_suffix(".starts")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    there = another.nodes.home_of(0) / "tileforge" / "runs"
+    words = another.run_words("one", "train.steps=100000", "train.checkpoint_every=0")
+    with held(there / ".start.lock"):
+        process = another.start(*words, env=env)
+        wait_until(
+            lambda: any('"action": "start"' in line for line in another.nodes.processes_of(0)),
+            what="the head to be told to start",
+            timeout_s=TIMEOUT_S,
+        )
+        interrupt(process)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130 and err.splitlines()[-1] == "interrupted", err
+    assert "not known; if so, run one goes on. Follow it with: " in err, err
+    wait_until((there / "one" / "state.json").exists, what="the supervisor", timeout_s=TIMEOUT_S)
+    process = another.start("attach", "one", env=env)
+    another.wait_for_a_step()
+    opened = tunnels.read_text(encoding="ascii")
+    interrupt(process)
     assert process.stderr is not None
     while "detaching; Ctrl-C again" not in process.stderr.readline():
         assert process.poll() is None
-    process.send_signal(signal.SIGINT)
+    interrupt(process)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == ExitCode.OK and "status           stopped" in out, out + err
-    steps = summary(operator.paths("one").root)["steps"]
-    assert operator.paths("one").checkpoint(steps).is_dir()
-    assert not operator.nodes.processes()
+    assert tunnels.read_text(encoding="ascii") == opened
+    steps = summary(another.paths("one").root)["steps"]
+    assert another.paths("one").checkpoint(steps).is_dir()
+    assert not another.nodes.processes()
+
+
+def test_no_key_outlives_a_run_that_is_not_started(another: Operator) -> None:
+    words = another.run_words("one")
+    folders = [another.nodes.home_of(i) / ".ssh" for i in range(2)]
+
+    def trusting() -> list[Path]:
+        known = [folder / "authorized_keys" for folder in folders]
+        return [path for path in known if "tileforge-run:" in path.read_text(encoding="ascii")]
+
+    lock = folders[1] / ".tileforge.lock"
+    with held(lock):
+        process = another.start(*words)
+        wait_until(lambda: bool(trusting()), what="the head to trust the key", timeout_s=TIMEOUT_S)
+        interrupt(process)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130 and err.splitlines()[-1] == "interrupted", err
+    assert not trusting() and not list((folders[0] / "tileforge").iterdir())
+    assert not another.paths("one").root.exists()
+    # Now the key can neither be brought to the worker nor removed there.
+    lock.unlink()
+    lock.mkdir()
+    try:
+        code, said = another.do(*words)
+    finally:
+        lock.rmdir()
+    assert code == ExitCode.PREFLIGHT, said
+    assert "error: installing the run's key failed on 1 node(s):\n  node-1: " in said
+    assert "warning: removing the run's key failed on 1 node(s):\n  node-1: " in said
+    assert not trusting()
 
 
 def test_no_rank_outlives_a_supervisor_that_is_killed(operator: Operator) -> None:
