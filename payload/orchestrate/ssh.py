@@ -39,6 +39,8 @@ _MARGIN_S = 5.0
 _NOTED_S = 1.0
 _CHUNK_BYTES = 64 * 2**10
 _TIMED_OUT = 124  # coreutils' timeout
+# paramiko's words for a node that is silent; the class is that of many other errors.
+_SILENT = "Timeout opening channel."
 _NO_KEY = (paramiko.SSHException, paramiko.hostkeys.InvalidHostKey, ValueError)
 
 Stream: TypeAlias = socket.socket | paramiko.Channel | ProxyProcess
@@ -192,10 +194,13 @@ class Connection:
     def _translate(
         self, error: Exception, doing: str, expired_after_s: float | None
     ) -> TileforgeError:
-        if expired_after_s is not None:
+        if str(error) == _SILENT:
+            self._transport.close()  # the next one need not wait for it again
+        if expired_after_s is not None or str(error) == _SILENT:
+            waited = "" if expired_after_s is None else f" for {expired_after_s:g} s"
             return SshUnreachableError(
-                f"{self.node.name}: no answer for {expired_after_s:g} s while {doing}. The machine "
-                "hangs, or the network to it is gone."
+                f"{self.node.name}: no answer{waited} while {doing}. The machine hangs, or the "
+                "network to it is gone."
             )
         from_node = isinstance(error, OSError) and error.errno is not None
         if not self._transport.is_active() or (not from_node and self._is_gone()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 import payload
 from payload.errors import BootstrapError, ExitCode, RankLostError, TileforgeError
 from payload.inventory import ClusterInventory, Node
-from payload.orchestrate import patience
+from payload.orchestrate import patience, ssh
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.findings import PROBED
@@ -108,6 +109,25 @@ def test_every_failing_node_is_in_the_report(
     assert "cannot be reached from node-0" in found["node-2"]
     assert report.exit_code == ExitCode.SSH_AUTH
     assert report.status("node-0", "ssh") == "ok" and report.status("node-1", "cpu") == "-"
+
+
+@pytest.mark.sshd
+def test_a_node_that_falls_silent_once_connected_is_20_and_not_its_bootstrap_s_fault(
+    nodes: list[Sshd], login: Login, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh, "_MARGIN_S", 0.5)
+    inventory = make_cluster(*(sshd.node for sshd in nodes))
+    with Cluster(inventory, login=login, env=os.environ, deadlines=SHORT) as cluster:
+        cluster.connect(nodes[2].node)
+        nodes[2].signal(signal.SIGSTOP)
+        try:
+            report = check_cluster(inventory, cluster, state_file="~/state.json")
+        finally:
+            nodes[2].signal(signal.SIGCONT)
+    (found,) = [finding for finding in report.findings if finding.severity == "error"]
+    assert (found.node, found.check) == ("node-2", "ssh")
+    assert "no answer while running `python3`. The machine hangs" in found.line()
+    assert report.exit_code == ExitCode.SSH_UNREACHABLE
 
 
 @pytest.mark.sshd

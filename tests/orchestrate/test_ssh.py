@@ -24,6 +24,7 @@ from payload.errors import (
     TileforgeError,
 )
 from payload.inventory import Node
+from payload.orchestrate import ssh
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.ssh import Connection, dial
 from payload.orchestrate.ssh_settings import Login
@@ -210,6 +211,22 @@ def test_a_frozen_sshd_is_unreachable_within_the_deadline(
                 connection.open_sftp() as sftp,
             ):
                 sftp.listdir("/")
+        finally:
+            sshd.signal(signal.SIGCONT)
+
+
+def test_a_node_that_falls_silent_is_unreachable_and_not_waited_for_twice(
+    start_sshd: StartSshd, login: Login, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh, "_MARGIN_S", 0.5)
+    sshd = start_sshd("node-1", "127.0.0.3")
+    with connected(sshd.node, login) as connection:
+        sshd.signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(SshUnreachableError, match="node-1: no answer while running `true`"):
+                connection.run(["true"], timeout_s=60)
+            with pytest.raises(SshUnreachableError, match="node-1: the connection broke"):
+                connection.run(["true"], timeout_s=60)
         finally:
             sshd.signal(signal.SIGCONT)
 
