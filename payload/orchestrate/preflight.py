@@ -35,8 +35,9 @@ from payload.orchestrate.preflight_report import Report
 from payload.orchestrate.remote.probe import probe
 from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
 from payload.orchestrate.report import text_console
-from payload.orchestrate.ssh_settings import Login
+from payload.orchestrate.ssh_settings import Login, os_login_command
 from payload.orchestrate.trial_report import try_here, try_there
+from payload.results import write_whole
 from payload.run_config import RunConfig
 
 _TABLE_WIDTH = 180
@@ -104,9 +105,14 @@ def operator_key(inventory: ClusterInventory, *, given: Path | None) -> Path:
     """The operator's key, and beside the cluster's own one, files for `ssh -F`."""
     own = operator_key_path(Path.cwd(), cluster=inventory.cluster)
     if given is None and not own.exists():
+        public = make_operator_key(own)
+        write_whole(own.with_name(f"{own.name}.pub"), f"{public}\n")
+        os_login = ""
+        if inventory.source == "pulumi" or inventory.project or inventory.access.project:
+            os_login = f", or, with accessMode oslogin, to your account: {os_login_command(own)}"
         raise SshAuthError(
             f"there was no key of cluster {inventory.cluster}; {own} is new. Add its public half "
-            f"to authorized_keys of {inventory.ssh_user} on every node: {make_operator_key(own)} "
+            f"to authorized_keys of {inventory.ssh_user} on every node: {public}{os_login} "
             "(or name the key that they know with --ssh-key.)"
         )
     write_ssh_files(own.parent, inventory, key=given or own)

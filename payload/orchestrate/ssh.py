@@ -29,7 +29,7 @@ from payload.errors import (
     TileforgeError,
 )
 from payload.inventory import Node
-from payload.orchestrate.ssh_settings import Completed, Deadlines, Login
+from payload.orchestrate.ssh_settings import Completed, Deadlines, Login, os_login_command
 from payload.orchestrate.streams import ProxyProcess
 
 _KEEPALIVE_S = 15
@@ -270,7 +270,9 @@ def _classify(node: Node, login: Login, error: Exception, deadlines: Deadlines) 
     ):
         return SshAuthError(
             f"{node.name}: it refuses the key {login.key} for user {login.user!r}, twice. See that "
-            f"its public half is in that user's authorized_keys, and that OS Login is off."
+            "its public half is in that user's authorized_keys, and that OS Login is off; where it "
+            "is on by choice (accessMode oslogin), that your account has it: "
+            f"{os_login_command(login.key)}"
         )
     return SshUnreachableError(
         f"{node.name}: it accepts connections, but does not speak SSH within "

@@ -31,3 +31,8 @@ class Completed:
     status: int
     stdout: bytes
     stderr: bytes
+
+
+def os_login_command(key: Path) -> str:
+    """For messages: what lets a private key's owner in where Google's OS Login decides."""
+    return f"gcloud compute os-login ssh-keys add --key-file={key}.pub"

@@ -298,8 +298,9 @@ def test_the_operator_s_own_ssh_reaches_every_node_afterwards(
         assert done.stdout.strip() == str(sshd.home), done.stderr
 
 
+@pytest.mark.parametrize("project", [None, "project"])
 def test_without_a_key_one_is_made_and_the_operator_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], project: str | None
 ) -> None:
     node = {
         "name": "node-0",
@@ -310,11 +311,17 @@ def test_without_a_key_one_is_made_and_the_operator_told(
     }
     inventory = {"schema_version": 1, "cluster": "mine", "source": "file", "ssh_user": "trainer"}
     inventory |= {"access": {"kind": "direct"}, "bucket": None, "nodes": [node]}
+    inventory |= {"project": project}
     (tmp_path / "inventory.json").write_text(json.dumps(inventory), encoding="utf-8")
     code = main(["preflight", "--inventory", "inventory.json"], os.environ)
     assert code == ExitCode.SSH_AUTH
-    public = make_operator_key(tmp_path / ".cluster" / "mine" / "id_ed25519")
-    assert public in capsys.readouterr().err
+    key = tmp_path / ".cluster" / "mine" / "id_ed25519"
+    public, said = make_operator_key(key), capsys.readouterr().err
+    assert public in said
+    # Where OS Login decides, nobody can add anything to a node's authorized_keys.
+    command = f"gcloud compute os-login ssh-keys add --key-file={key}.pub"
+    assert (command in said) is (project is not None)
+    assert key.with_name(f"{key.name}.pub").read_text(encoding="ascii") == f"{public}\n"
 
 
 def make_public_host_key() -> str:

@@ -152,6 +152,7 @@ def test_a_refused_key_is_tried_twice(start_sshd: StartSshd, login: Login, tmp_p
     error = error_of(sshd.node, login)
     assert isinstance(error, SshAuthError) and error.exit_code == ExitCode.SSH_AUTH
     assert str(login.key) in str(error)
+    assert f"os-login ssh-keys add --key-file={login.key}.pub" in str(error)
     wait_until(
         lambda: sshd.log.read_text(encoding="utf-8").count("Connection from") == 2,
         what="two attempts",
