@@ -6,11 +6,11 @@ import argparse
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 from payload.errors import ConfigError, ExitCode, RankLostError, UsageError
-from payload.inventory import Node
 from payload.launch.ranks import load_ranks
 from payload.orchestrate.follow import Tail, follow_log
 from payload.orchestrate.local import LocalAccess
@@ -27,7 +27,8 @@ _LOOK_S = 0.1
 def status(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Show one run and its ranks."""
     paths = find_run(arguments.runs_dir, arguments.run)
-    _bring_up_to_date(paths, access, ranks_of=lambda node: True)
+    with _watched(paths, access) as look:
+        look()
     view = view_run(paths, now_unix=time.time())
     out = text_console(stderr=False)
     if arguments.json:
@@ -59,30 +60,24 @@ def list_runs(arguments: argparse.Namespace, access: LocalAccess) -> int:
 def logs(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Print a rank's log or the launcher's."""
     paths = find_run(arguments.runs_dir, arguments.run)
+    ranks = load_ranks(paths.ranks)
     if arguments.launcher:
-        path, name = paths.launcher_log, None
+        path, node = paths.launcher_log, ranks[0].node
     else:
-        ranks = load_ranks(paths.ranks)
         if not 0 <= arguments.rank < len(ranks):
             raise UsageError(
                 f"--rank {arguments.rank}: run {paths.run_id} has ranks 0 to {len(ranks) - 1}."
             )
-        path = paths.rank_log(arguments.rank)
-        name = ranks[arguments.rank].node
-
-    def alive() -> bool:
-        _bring_up_to_date(paths, access, ranks_of=lambda node: node.name == name)
-        mirrored = read_mirrored(paths)
-        return mirrored.alive if mirrored else is_supervised(paths)
-
-    if not alive() and not path.exists():
-        raise UsageError(f"{path} does not exist: the run ended before it wrote one.")
+        path, node = paths.rank_log(arguments.rank), ranks[arguments.rank].node
     out = text_console(stderr=False)
-    follow_log(
-        Tail(path),
-        show=out.print,
-        alive=lambda: bool(arguments.follow) and alive(),
-    )
+    with _watched(paths, access, node=node) as alive:
+        if not alive() and not path.exists():
+            raise UsageError(f"{path} does not exist: the run ended before it wrote one.")
+        follow_log(
+            Tail(path),
+            show=out.print,
+            alive=lambda: bool(arguments.follow) and alive(),
+        )
     return ExitCode.OK
 
 
@@ -118,12 +113,19 @@ def stop(arguments: argparse.Namespace, access: LocalAccess) -> int:
     return ExitCode.OK
 
 
-def _bring_up_to_date(
-    paths: RunPaths, access: LocalAccess, *, ranks_of: Callable[[Node], bool]
-) -> None:
-    """For a run on a cluster, whose folder here is a copy."""
-    if read_mirrored(paths) is not None:
-        # paramiko takes half a second to import, which a local run does not need.
-        from payload.orchestrate.remote_commands import bring_up_to_date
+@contextmanager
+def _watched(
+    paths: RunPaths, access: LocalAccess, *, node: str | None = None
+) -> Iterator[Callable[[], bool]]:
+    """What says whether the run is alive; of one on a cluster, it brings the copy up to date.
 
-        bring_up_to_date(paths, env=access.environment(), ranks_of=ranks_of)
+    `node` is the one besides the head whose part is wanted; None is every one.
+    """
+    if read_mirrored(paths) is None:
+        yield lambda: is_supervised(paths)
+        return
+    # paramiko takes half a second to import, which a local run does not need.
+    from payload.orchestrate.remote_commands import watched
+
+    with watched(paths, env=access.environment(), node=node) as look:
+        yield look

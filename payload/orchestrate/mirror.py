@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.errors import ConfigError
-from payload.results import RunPaths, write_whole
+from payload.results import RankExit, RunPaths, read_json, write_whole
 
 SCHEMA_VERSION = 1
 _END_BYTES = 256
@@ -59,8 +59,10 @@ def known_ends(paths: RunPaths) -> dict[str, tuple[int, str]]:
     return {str(path.relative_to(paths.root)): _end(path) for path in _growing(paths)}
 
 
-def merge(paths: RunPaths, answer: Mapping[str, Any]) -> None:
+def merge(paths: RunPaths, answer: Mapping[str, Any], *, node: str) -> None:
     """Bring what a node answered into the local copy."""
+    for stale in _ends_taken_back(paths, answer, node=node):
+        stale.unlink(missing_ok=True)
     for name, text in answer["whole"].items():
         write_whole(_inside(paths, name), text, durable=False)
     for name, (offset, content) in answer["more"].items():
@@ -69,6 +71,21 @@ def merge(paths: RunPaths, answer: Mapping[str, Any]) -> None:
         with target.open("ab") as file:
             file.truncate(offset)
             file.write(base64.b64decode(content))
+
+
+def _ends_taken_back(paths: RunPaths, answer: Mapping[str, Any], *, node: str) -> Iterator[Path]:
+    """Records of ranks' ends that the node has no more, as the ranks were started again.
+
+    A worker knows of its own ranks alone, a living supervisor of all.
+    """
+    if not answer["whole"]:
+        return  # it was made anew, and knows nothing of the run
+    for path in paths.rank_exit(0).parent.glob("rank_*.json"):
+        if str(path.relative_to(paths.root)) in answer["whole"]:
+            continue
+        ended = read_json(RankExit, path)
+        if ended is not None and (ended.node == node or answer["alive"]):
+            yield path
 
 
 def _growing(paths: RunPaths) -> Iterable[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from signal import SIGTERM
@@ -12,7 +12,6 @@ from signal import SIGTERM
 from payload.errors import (
     ExitCode,
     RankLostError,
-    SshUnreachableError,
     TileforgeError,
     UsageError,
 )
@@ -24,8 +23,9 @@ from payload.orchestrate.inventories import load_cluster
 from payload.orchestrate.live import duration
 from payload.orchestrate.mirror import Mirrored, read_mirrored
 from payload.orchestrate.preflight import operator_key
-from payload.orchestrate.remote_follow import follow_to_the_end, say_remote_end
-from payload.orchestrate.remote_run import RemoteRun, planned_run_dir
+from payload.orchestrate.remote_end import bring_home, say_remote_end
+from payload.orchestrate.remote_follow import follow_to_the_end, how_to_attach, patiently
+from payload.orchestrate.remote_run import Look, RemoteRun, planned_run_dir
 from payload.orchestrate.report import text_console
 from payload.orchestrate.runs import find_run, point_latest_at
 from payload.orchestrate.ssh_settings import Login
@@ -34,6 +34,7 @@ from payload.results import RunPaths, StopWish
 from payload.run_lock import FORCE_SIGNAL
 
 _POLL_S = 1.0
+_RETRY_S = 5.0
 
 
 @contextmanager
@@ -108,18 +109,9 @@ def collect(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     paths, mirrored = _copy_of(arguments)
     talk = text_console(stderr=True)
     with opened(paths, mirrored, env=env) as run:
-        try:
-            alive = run.refresh_all()
-            checkpoint = run.collect_checkpoint()
-        except SshUnreachableError as error:
-            raise SshUnreachableError(
-                f"{error} What is here stays: collect {paths.run_id} again goes on from there."
-            ) from None
-        if not alive:
-            run.end_leftovers()
-            run.remove_key()
-        talk.print(f"checkpoint: {checkpoint or 'none yet'}")
-        talk.print(f"everything in {paths.root}" + ("; the run goes on" if alive else ""))
+        home = bring_home(run, talk=talk)
+    talk.print(f"checkpoint: {home.checkpoint or 'none yet'}")
+    talk.print(f"everything in {paths.root}" + ("; the run goes on" if home.alive else ""))
     return ExitCode.OK
 
 
@@ -137,29 +129,72 @@ def stop(
             _wait_for_the_end(run, asked)
         else:
             talk.print(f"run {paths.run_id} is not running")
-        run.end_leftovers()
-        talk.print("no process of it is left on any node")
-        run.refresh_all()
-        run.collect_checkpoint()
-        run.remove_key()
+        home = bring_home(run, talk=talk)
+        if home.alive:
+            talk.print(f"it has ended and was started again; {how_to_attach(run)}")
+            return ExitCode.OK
         arguments.json = False
         say_remote_end(run, arguments=arguments, talk=talk)
+    if home.left is not None:
+        raise home.left
     return ExitCode.OK
 
 
-def bring_up_to_date(
-    paths: RunPaths, *, env: Mapping[str, str], ranks_of: Callable[[Node], bool]
-) -> None:
-    """Refresh the copy of a run that may still be going on; else say how old the copy is."""
+@contextmanager
+def watched(
+    paths: RunPaths, *, env: Mapping[str, str], node: str | None = None
+) -> Iterator[Callable[[], bool]]:
+    """What brings the copy up to date and says whether the run is alive, over one connection.
+
+    `node` is the one besides the head whose part is wanted; None is every one.
+    """
     mirrored = read_mirrored(paths)
     if mirrored is None or not mirrored.alive:
+        yield lambda: False
         return
-    try:
-        with opened(paths, mirrored, env=env) as run:
-            run.refresh(*(node for node in run.inventory.nodes if ranks_of(node)))
-    except TileforgeError as error:
-        age = duration(time.time() - mirrored.seen_unix)
-        text_console(stderr=True).print(f"warning: as it was {age} ago: {error}")
+    with opened(paths, mirrored, env=env) as run:
+        nodes = [each for each in run.inventory.nodes if node in (None, each.name)]
+        yield Watch(run, nodes, seen_unix=mirrored.seen_unix)
+
+
+class Watch:
+    """One look after another at a run that was alive when it was seen last."""
+
+    def __init__(self, run: RemoteRun, nodes: Sequence[Node], *, seen_unix: float) -> None:
+        self._run = run
+        self._nodes = nodes
+        self._seen_unix = seen_unix
+        self._talk = text_console(stderr=True)
+        self._said: set[str] = set()
+        self._due_s: float | None = None
+
+    def __call__(self) -> bool:
+        """Bring the copy up to date; whether the run is alive, as far as is known.
+
+        The first time a head that does not answer is no error, as there is the copy to be shown.
+        After that it is waited for, and SshUnreachableError is raised in the end.
+        """
+        if self._due_s is None:
+            self._due_s = time.monotonic()
+            try:
+                return self._noted(self._run.look(*self._nodes))
+            except TileforgeError as error:
+                self._run.close()
+                age = duration(time.time() - self._seen_unix)
+                self._talk.print(f"warning: as it was {age} ago: {error}")
+                return True
+        time.sleep(max(0.0, self._due_s - time.monotonic()))
+        return self._noted(patiently(self._run, *self._nodes, say=self._talk.print))
+
+    def _noted(self, look: Look) -> bool:
+        for error in look.missed.values():
+            if str(error) not in self._said:
+                self._said.add(str(error))
+                self._talk.print(f"warning: not all is here: {error}")
+        if look.missed:
+            self._run.close()  # a node that did not answer is else not tried again
+        self._due_s = time.monotonic() + (_RETRY_S if look.missed else _POLL_S)
+        return look.alive
 
 
 def _wait_for_the_end(run: RemoteRun, asked: StopWish | None) -> None:

@@ -11,12 +11,11 @@ from functools import partial
 from rich.console import Console
 
 from payload.errors import ExitCode, PreflightError, SshUnreachableError, TileforgeError
-from payload.orchestrate.ending import say_end
+from payload.inventory import Node
 from payload.orchestrate.follow import Asks, Tail, show_state, show_steps
 from payload.orchestrate.live import LiveLine
-from payload.orchestrate.remote_run import RemoteRun
-from payload.orchestrate.report import text_console
-from payload.results import RunState, Summary, read_json
+from payload.orchestrate.remote_end import bring_home, say_remote_end
+from payload.orchestrate.remote_run import Look, RemoteRun
 from payload.run_config import load_run_config
 from payload.run_lock import FORCE_SIGNAL
 
@@ -41,7 +40,7 @@ def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Co
     with Asks() as asks, LiveLine(talk, steps=steps, nodes=nodes) as live:
         alive = True
         while alive:
-            alive = patiently(run, live=live, interrupted=partial(asks.exceed, heeded))
+            alive = patiently(run, say=live.say, interrupted=partial(asks.exceed, heeded)).alive
             for line in log.lines():
                 live.say(line)
             show_steps(metrics, live)
@@ -66,21 +65,24 @@ def how_to_attach(run: RemoteRun) -> str:
 
 
 def patiently(
-    run: RemoteRun, *, live: LiveLine, interrupted: Callable[[], bool] = lambda: False
-) -> bool:
-    """Bring the copy up to date, connecting anew until the deadline; whether the run is alive.
+    run: RemoteRun,
+    *others: Node,
+    say: Callable[[str], None],
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Look:
+    """Bring the copy up to date from the head and `others`, connecting anew until the deadline.
 
     Raises SshUnreachableError at the deadline, or when the operator does not want to wait for it.
     """
     ends = None
     while True:
         try:
-            return run.refresh()
+            return run.look(*others, enough=interrupted)
         except (SshUnreachableError, PreflightError) as error:
             run.close()
             if ends is None:
                 ends = time.monotonic() + _RECONNECT_S
-                live.say(f"connection lost, trying for {_RECONNECT_S:g} s: {error}")
+                say(f"connection lost, trying for {_RECONNECT_S:g} s: {error}")
             words = f"{error} As far as is known, {how_to_attach(run)}."
             retry = time.monotonic() + _RETRY_S
             while time.monotonic() < retry and not interrupted():
@@ -132,31 +134,11 @@ def _deliver(run: RemoteRun, number: signal.Signals) -> None:
 
 def _bring_home(run: RemoteRun, *, arguments: argparse.Namespace, talk: Console) -> int:
     """The newest checkpoint, every node's logs, the run's key away, and the words at the end."""
-    failed = []
-    for act in (run.collect_checkpoint, run.refresh_all, run.end_leftovers, run.remove_key):
-        try:
-            act()
-        except TileforgeError as error:
-            # A node that is gone must hide neither how the run ended nor what the others have.
-            failed.append(str(error))
-    for words in dict.fromkeys(failed):
-        talk.print(f"warning: {words}")
-    if failed:
-        talk.print(f"once it is mended: python -m payload.orchestrate collect {run.paths.run_id}")
+    try:
+        if bring_home(run, talk=talk).alive:
+            talk.print(f"it has ended and was started again; {how_to_attach(run)}")
+            return ExitCode.OK
+    except TileforgeError as error:
+        # A head that is gone must not hide how the run ended.
+        talk.print(f"warning: {error}")
     return say_remote_end(run, arguments=arguments, talk=talk)
-
-
-def say_remote_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Console) -> int:
-    """The end as the local copy has it, and the run's exit code."""
-    summary = read_json(Summary, run.paths.summary)
-    state = read_json(RunState, run.paths.state)
-    if summary is None or state is None or state.exit_class is None:
-        talk.print(
-            "error: the supervisor is gone without a word (killed, or the head restarted); see "
-            f"{run.paths.supervisor_log}"
-        )
-        return ExitCode.RANK_LOST
-    say_end(run.paths, summary=summary, state=state, arguments=arguments, talk=talk)
-    if arguments.json:
-        text_console(stderr=True).print(f"everything in {run.paths.root}")
-    return next(code for code in ExitCode if code.label == state.exit_class)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from signal import Signals
 from typing import Any
 
-from payload.errors import RankLostError
+from payload.errors import NodesError, RankLostError, TileforgeError
 from payload.inventory import ClusterInventory, Node
 from payload.launch.environment import RUN_DIR
 from payload.launch.plan import LaunchPlan
 from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.fanout import all_or_raise, on_every_node
+from payload.orchestrate.fanout import on_every_node
 from payload.orchestrate.mirror import Mirrored, alone, known_ends, merge, write_mirrored
 from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
 from payload.orchestrate.run_key import remove_run_key
@@ -28,6 +28,16 @@ _START_S = 60.0
 _COPY_S = 600.0
 _SLOWEST_BYTES_PER_S = 1e6
 _LEAVE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What came of bringing the local copy up to date; the head's part is here."""
+
+    alive: bool
+    """Whether a supervisor holds the run."""
+    missed: Mapping[str, TileforgeError]
+    """Why some worker's part is not here, by node."""
 
 
 class RemoteRun:
@@ -75,23 +85,38 @@ class RemoteRun:
             python_path=plan.environment["PYTHONPATH"],
         )
 
-    def refresh(self, *others: Node) -> bool:
-        """Bring the local copy up to date, from the head and `others`; says whether it is alive."""
-        alive = self._read(self.inventory.head)
-        for node in others:
-            if node.name != self.inventory.head.name:
-                self._read(node)
+    def refresh(self) -> bool:
+        """Bring the local copy up to date from the head; says whether the run is alive."""
+        return self.look().alive
+
+    def look_at_all(self) -> Look:
+        """`look` with every worker's logs and records."""
+        return self.look(*self.inventory.nodes[1:])
+
+    def look(self, *others: Node, enough: Callable[[], bool] = lambda: False) -> Look:
+        """Bring the local copy up to date from the head and, at the same time, from `others`.
+
+        Raises what the head's part ends with; a worker that is gone takes nothing from the rest.
+        `enough` is asked between the parts of a long file: what is not here comes the next time.
+        """
+        head = self.inventory.head
+        # The head's last: an old record that a worker still has counts for less.
+        nodes = [*(node for node in others if node.name != head.name), head]
+        # Before the lock, as others should not wait for a node that does not answer.
+        on_every_node(nodes, self.cluster.connect)
+        with alone(self.paths, "copy"):
+            seen = self._read(nodes, enough=enough)
+        alive = seen.pop(head.name)
+        if isinstance(alive, TileforgeError):
+            raise alive
         self.note(alive=alive)
-        return alive
+        missed = {name: got for name, got in seen.items() if isinstance(got, TileforgeError)}
+        return Look(alive=alive, missed=missed)
 
     def note(self, *, alive: bool) -> None:
         """Write down that this is a cluster's run, and how to reach it."""
         mirrored = Mirrored(alive=alive, seen_unix=time.time(), ssh_key=str(self._key))
         write_mirrored(self.paths, mirrored)
-
-    def refresh_all(self) -> bool:
-        """The same with every worker's logs and records."""
-        return self.refresh(*self.inventory.nodes[1:])
 
     def signal(self, numbers: Sequence[Signals], *, wish: StopWish | None = None) -> bool:
         """Send signals, and leave `wish` for the supervisor; says whether it lives."""
@@ -103,20 +128,44 @@ class RemoteRun:
         )
         return bool(answer["alive"])
 
+    def is_alive(self) -> bool:
+        """Whether a supervisor holds the run at this moment."""
+        return self.signal([])
+
     def end_leftovers(self) -> None:
-        """See to it that no node has a process of the run. Raises RankLostError that names them."""
+        """See to it that no node has a process of a run that has ended.
+
+        Does nothing to one that was started again. Raises RankLostError with the processes that do
+        not end, else NodesError with the nodes where it cannot be seen.
+        """
+        gone: dict[str, TileforgeError] = {}
+        found: dict[str, list[int]] = {}
+
+        def ask(nodes: Sequence[Node], *, kill: bool = False) -> list[Node]:
+            """Those that have processes."""
+            for name, answer in self._ask(nodes, action="left", kill=kill).items():
+                if isinstance(answer, TileforgeError):
+                    gone[name] = answer
+                else:
+                    found[name] = answer["pids"]
+            return [node for node in nodes if node.name not in gone and found[node.name]]
+
         ends = time.monotonic() + _LEAVE_S
-        left = self._left(kill=False)
+        left = ask(self.inventory.nodes)
         while left and time.monotonic() < ends:
             time.sleep(0.5)
-            left = self._left(kill=False)
+            left = ask(left)
+        if left and self.is_alive():
+            return
         if left:
-            self._left(kill=True)
+            ask(left, kill=True)
             time.sleep(1.0)
-            left = self._left(kill=False)
+            left = ask(left)
         if left:
-            listed = "; ".join(f"{name}: {pids}" for name, pids in left.items())
+            listed = "; ".join(f"{node.name}: {found[node.name]}" for node in left)
             raise RankLostError(f"processes of run {self.paths.run_id} do not end: {listed}.")
+        if gone:
+            raise NodesError(f"looking for processes of run {self.paths.run_id}", gone)
 
     def remove_key(self) -> None:
         """Let no node trust the run's key any more."""
@@ -170,19 +219,34 @@ class RemoteRun:
         # Last, as what has a plan counts as a run.
         get(head, str(self._run_dir / "plan.json"), self.paths.plan, timeout_s=_ACTION_S)
 
-    def _read(self, node: Node) -> bool:
-        with alone(self.paths, "copy"):
-            answer = self._act(node, action="read", known=known_ends(self.paths))
-            merge(self.paths, answer)
-        return bool(answer["alive"])
+    def _read(
+        self, nodes: Sequence[Node], *, enough: Callable[[], bool]
+    ) -> dict[str, bool | TileforgeError]:
+        """Whether each node has a supervisor of the run; all that it had then is here."""
+        seen: dict[str, bool | TileforgeError] = {}
+        left: dict[str, int] = {}
+        waiting = list(nodes)
+        while waiting:
+            answers = self._ask(waiting, action="read", known=known_ends(self.paths))
+            for node in tuple(waiting):
+                answer = answers[node.name]
+                if isinstance(answer, TileforgeError):
+                    seen[node.name] = answer
+                    waiting.remove(node)
+                    continue
+                merge(self.paths, answer, node=node.name)
+                seen.setdefault(node.name, bool(answer["alive"]))
+                before, left[node.name] = left.get(node.name), int(answer["left"])
+                # What grows faster than it comes is left for the next time.
+                shrinks = before is None or left[node.name] < before
+                if left[node.name] == 0 or not shrinks or enough():
+                    waiting.remove(node)
+        return seen
 
-    def _left(self, *, kill: bool) -> dict[str, list[int]]:
-        """Processes of the run, by node; nodes without are left out."""
-        found = on_every_node(
-            self.inventory.nodes, lambda node: self._act(node, action="left", kill=kill)["pids"]
-        )
-        listed = all_or_raise(found, what=f"looking for processes of run {self.paths.run_id}")
-        return {name: pids for name, pids in listed.items() if pids}
+    def _ask(
+        self, nodes: Sequence[Node], **arguments: Any
+    ) -> dict[str, dict[str, Any] | TileforgeError]:
+        return on_every_node(nodes, lambda node: self._act(node, **arguments))
 
     def _act(self, node: Node, *, timeout_s: float = _ACTION_S, **arguments: Any) -> dict[str, Any]:
         text = self.cluster.connect(node).check_run(

@@ -16,7 +16,7 @@ from payload.orchestrate.mirror import (
     write_mirrored,
 )
 from payload.orchestrate.remote.control import read, send
-from payload.results import RunPaths
+from payload.results import RankExit, RunPaths, write_json
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def here(tmp_path: Path) -> RunPaths:
 def refresh(there: RunPaths, here: RunPaths) -> dict[str, int]:
     """One exchange; returns how many bytes of each growing file came (in base64)."""
     answer = json.loads(json.dumps(read(there.root, known_ends(here))))
-    merge(here, answer)
+    merge(here, answer, node="node-0")
     return {name: len(content) for name, (_, content) in answer["more"].items()}
 
 
@@ -64,9 +64,48 @@ def test_a_file_that_was_cut_and_grew_again_comes_anew(there: RunPaths, here: Ru
     assert here.metrics.read_text() == there.metrics.read_text()
 
 
+def test_an_answer_says_how_much_it_has_no_room_for(there: RunPaths, here: RunPaths) -> None:
+    there.metrics.write_text('{"step": 1}\n' * 10)
+    there.rank_log(0).write_text("hello\n" * 10)
+    left: list[int] = []
+    while not left or left[-1]:
+        answer = read(there.root, known_ends(here), most_bytes=70)
+        merge(here, answer, node="node-0")
+        left.append(answer["left"])
+    assert left == [110, 40, 0]
+    assert here.metrics.read_bytes() == there.metrics.read_bytes()
+    assert here.rank_log(0).read_bytes() == there.rank_log(0).read_bytes()
+
+
+def end_of(rank: int, *, node: str) -> RankExit:
+    return RankExit(rank=rank, node=node, exit_code=137, signal=9, time_unix=1.0)
+
+
+@pytest.mark.parametrize(
+    ("node", "alive", "kept"),
+    [("node-1", False, {0, 2}), ("node-0", False, {1, 2}), ("node-0", True, set())],
+)
+def test_the_end_of_a_rank_that_was_started_again_is_taken_back(
+    there: RunPaths, here: RunPaths, node: str, alive: bool, kept: set[int]
+) -> None:
+    # A worker knows how its own ranks are, a living supervisor how all are.
+    for rank in range(3):
+        write_json(here.rank_exit(rank), end_of(rank, node=f"node-{rank}"))
+    there.state.write_text("{}")
+    answer = read(there.root, known_ends(here))
+    merge(here, answer | {"alive": alive}, node=node)
+    assert {rank for rank in range(3) if here.rank_exit(rank).exists()} == kept
+
+
+def test_a_node_that_was_made_anew_takes_nothing_back(there: RunPaths, here: RunPaths) -> None:
+    write_json(here.rank_exit(0), end_of(0, node="node-0"))
+    merge(here, read(there.root, known_ends(here)), node="node-0")
+    assert here.rank_exit(0).exists()
+
+
 def test_a_name_outside_of_the_run_folder_is_refused(here: RunPaths) -> None:
     with pytest.raises(ConfigError, match="outside"):
-        merge(here, {"whole": {"../evil": "x"}, "more": {}})
+        merge(here, {"alive": True, "whole": {"../evil": "x"}, "more": {}}, node="node-0")
     assert not (here.root.parent / "evil").exists()
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -15,6 +16,7 @@ from payload.orchestrate import remote_follow
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.live import LiveLine
 from payload.orchestrate.mirror import read_mirrored
+from payload.orchestrate.remote_commands import Watch
 from payload.orchestrate.remote_follow import _pass_on as pass_on
 from payload.orchestrate.remote_follow import patiently
 from payload.orchestrate.remote_run import RemoteRun
@@ -56,7 +58,7 @@ def test_a_broken_connection_is_made_anew(
     for process in head.processes()[1:]:
         os.kill(process, signal.SIGKILL)
     with LiveLine(text_console(stderr=True), steps=1, nodes=1) as live:
-        assert patiently(run, live=live) is False
+        assert patiently(run, say=live.say).alive is False
     run.close()
     assert "connection lost, trying for" in capsys.readouterr().err
     assert run.paths.metrics.read_text(encoding="ascii") == '{"step": 1}\n'
@@ -70,7 +72,7 @@ def test_a_head_that_stays_away_leaves_word_how_to_attach(run: RemoteRun, head: 
         LiveLine(text_console(stderr=True), steps=1, nodes=1) as live,
         pytest.raises(SshUnreachableError, match=r"node-0: .*orchestrate attach one"),
     ):
-        patiently(run, live=live)
+        patiently(run, say=live.say)
     run.close()
 
 
@@ -83,7 +85,20 @@ def test_the_operator_need_not_wait_for_a_connection(
         LiveLine(text_console(stderr=True), steps=1, nodes=1) as live,
         pytest.raises(SshUnreachableError, match="attach one"),
     ):
-        patiently(run, live=live, interrupted=lambda: True)
+        patiently(run, say=live.say, interrupted=lambda: True)
+    run.close()
+
+
+def test_a_head_that_is_gone_is_watched_for_a_while_only(
+    run: RemoteRun, head: Sshd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch = Watch(run, [], seen_unix=time.time() - 60)
+    head.stop()
+    assert watch() is True  # what is here can be shown
+    with pytest.raises(SshUnreachableError, match=r"node-0: .*orchestrate attach one"):
+        watch()
+    said = capsys.readouterr().err
+    assert "warning: as it was 1:00 ago: node-0: " in said and "connection lost" in said
     run.close()
 
 

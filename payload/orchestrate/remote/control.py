@@ -70,11 +70,14 @@ def start(run_dir: Path, argv: list[str], python_path: str) -> dict[str, Any]:
         return {"status": supervisor.wait(), "said": said.rpartition("\n")[2]}
 
 
-def read(run_dir: Path, known: dict[str, tuple[int, str]]) -> dict[str, Any]:
+def read(
+    run_dir: Path, known: dict[str, tuple[int, str]], *, most_bytes: int = _MOST_BYTES
+) -> dict[str, Any]:
     """Small files whole, and of growing ones what the caller does not have.
 
     `known` has, by name, how many bytes the caller has and the last of them, as base64: where those
-    are not the same here, the file is another one and comes from its start.
+    are not the same here, the file is another one and comes from its start. One answer has so much;
+    `left` are the bytes that it has no room for.
     """
     alive = is_held(run_dir / "supervisor.lock")
     whole = {}
@@ -83,23 +86,28 @@ def read(run_dir: Path, known: dict[str, tuple[int, str]]) -> dict[str, Any]:
             with contextlib.suppress(FileNotFoundError):
                 whole[str(path.relative_to(run_dir))] = path.read_text("utf-8")
     more = {}
+    room = most_bytes
+    left = 0
     for pattern in _GROWING:
-        for path in run_dir.glob(pattern):
+        for path in sorted(run_dir.glob(pattern)):
             name = str(path.relative_to(run_dir))
             offset, end = known.get(name, (0, ""))
-            offset, content = new_bytes(path, offset, base64.b64decode(end))
+            offset, content, size = new_bytes(path, offset, base64.b64decode(end), most=room)
+            room -= len(content)
+            left += max(0, size - offset - len(content))
             more[name] = [offset, base64.b64encode(content).decode()]
-    return {"alive": alive, "whole": whole, "more": more}
+    return {"alive": alive, "whole": whole, "more": more, "left": left}
 
 
-def new_bytes(path: Path, offset: int, end: bytes) -> tuple[int, bytes]:
-    """What follows `offset`, before which is `end`; else the file from its start."""
+def new_bytes(path: Path, offset: int, end: bytes, *, most: int) -> tuple[int, bytes, int]:
+    """What follows `offset`, before which is `end`; else the file from its start. And its size."""
     with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         file.seek(offset - len(end))
         if file.read(len(end)) != end:
             offset = 0
             file.seek(0)
-        return offset, file.read(_MOST_BYTES)
+        return offset, file.read(most), size
 
 
 def send(run_dir: Path, signals: list[int], wish: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def large(trained: Trained) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def test_a_checkpoint_of_500_mb_arrives_whole_through_two_interruptions(
+def test_a_checkpoint_of_500_mb_arrives_whole_through_three_interruptions(
     trained: Trained, large: Path
 ) -> None:
     operator, nodes = trained.operator, trained.operator.nodes
@@ -64,8 +64,18 @@ def test_a_checkpoint_of_500_mb_arrives_whole_through_two_interruptions(
     def wait_for_bytes(count: int) -> None:
         wait_until(lambda: arrived_bytes() > count, what=f"{count} bytes", timeout_s=60)
 
+    trusted = nodes.home_of(1) / ".ssh" / "authorized_keys"
+    with trusted.open("a", encoding="ascii") as file:
+        file.write("restrict ssh-ed25519 AAAA tileforge-run:far\n")
+    asked_to_end = operator.start("collect", "far")
+    wait_for_bytes(0)
+    asked_to_end.send_signal(signal.SIGINT)
+    code, said = finish(asked_to_end)
+    assert code == 130 and "collect far again goes on from there" in said, said
+    assert "tileforge-run:" not in trusted.read_text(encoding="ascii")
+    early_bytes = arrived_bytes()
     killed = operator.start("collect", "far")
-    wait_for_bytes(MARK_BYTES)
+    wait_for_bytes(early_bytes + MARK_BYTES)
     killed.send_signal(signal.SIGKILL)
     finish(killed)
     first_bytes = arrived_bytes()

@@ -18,6 +18,8 @@ import pytest
 from payload.errors import ExitCode
 from payload.launch.plan import LaunchPlan
 from payload.orchestrate.cloud.endpoints import VARIABLE
+from payload.orchestrate.mirror import read_mirrored
+from payload.results import RunPaths
 from tests.launching import losses, summary
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, CloudStandIn
@@ -28,6 +30,7 @@ from tests.orchestrate.cluster.operating import (
     wait_for_nobody,
 )
 from tests.orchestrate.cluster.separate import SeparateNodes
+from tests.orchestrate.operator import finish
 from tests.orchestrate.sshd import make_cluster, make_gcloud, make_key
 from tests.supervise.planned import state_of
 from tests.waiting import wait_until
@@ -47,6 +50,12 @@ def down(operator: Operator) -> tuple[int, str, list[str]]:
         told = [str(call[1]) for call in pulumi.calls()]
     shutil.rmtree(operator.folder / "stack")
     return code, said, told
+
+
+def wait_for_a_look(paths: RunPaths) -> None:
+    """Until a command brings the copy up to date."""
+    before = read_mirrored(paths)
+    wait_until(lambda: read_mirrored(paths) != before, what="a look at the run")
 
 
 @pytest.fixture
@@ -126,6 +135,11 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     _, err = again.communicate(timeout=TIMEOUT_S)
     assert again.returncode == ExitCode.OK and "detached; run one goes on" in err, err
     assert "run one is on this cluster, so nothing was started" in err
+    logins = operator.nodes.log_of(0).count("Accepted")
+    follower = operator.start("logs", "one", "-f")
+    for _ in range(2):
+        wait_for_a_look(operator.paths("one"))
+    assert operator.nodes.log_of(0).count("Accepted") == logins + 1
     code, said = operator.do("status")
     assert code == ExitCode.OK and "running" in said, said
     code, said, told = down(operator)
@@ -135,6 +149,9 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     assert code == ExitCode.OK and "no process of it is left on any node" in said, said
     assert not operator.nodes.processes()
     assert state_of(operator.paths("one")).grace_s == 120.0
+    code, said = finish(follower)
+    assert code == ExitCode.OK, said
+    assert said == operator.paths("one").rank_log(0).read_text(encoding="utf-8")
     result = summary(operator.paths("one").root)
     assert result["status"] == "stopped"
     assert len(losses(operator.paths("one").root)) == result["steps"]

@@ -1,0 +1,117 @@
+"""The end of a run that lost a machine, and of one that somebody started again meanwhile."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode, NodesError
+from payload.launch.environment import RUN_DIR
+from payload.orchestrate import remote_run
+from payload.orchestrate.mirror import Mirrored, write_mirrored
+from payload.orchestrate.remote_commands import opened
+from payload.orchestrate.remote_end import bring_home
+from payload.orchestrate.remote_run import RemoteRun, planned_run_dir
+from payload.orchestrate.report import text_console
+from payload.results import RunPaths
+from tests.orchestrate.cluster.conftest import STEPS, Trained
+from tests.orchestrate.cluster.test_run import down
+from tests.orchestrate.sshd import free_port
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
+
+GONE = "node-between"
+KEY = "restrict ssh-ed25519 AAAA tileforge-run:cut\n"
+
+
+@pytest.fixture
+def mirrored(trained: Trained) -> Mirrored:
+    """What the operator knew while it ran."""
+    return Mirrored(alive=True, seen_unix=1.0, ssh_key=str(trained.operator.nodes.key))
+
+
+@pytest.fixture
+def paths(trained: Trained, mirrored: Mirrored) -> Iterator[RunPaths]:
+    """The copy of the run, as if between its two nodes there had been one that is gone."""
+    operator = trained.operator
+    copy = operator.paths("cut")
+    shutil.copytree(operator.paths("far").root, copy.root)
+    head, worker = operator.nodes.inventory.nodes
+    gone = replace(worker, name=GONE, ssh_port=free_port(worker.address))
+    inventory = replace(operator.nodes.inventory, nodes=(head, gone, worker))
+    copy.inventory.write_text(inventory.to_json(), encoding="utf-8")
+    write_mirrored(copy, mirrored)
+    yield copy
+    shutil.rmtree(copy.root)
+
+
+@pytest.fixture
+def run(
+    paths: RunPaths, mirrored: Mirrored, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RemoteRun]:
+    monkeypatch.setattr(remote_run, "_LEAVE_S", 0.0)
+    with opened(paths, mirrored, env=os.environ) as run:
+        yield run
+
+
+def start_leftover(trained: Trained, paths: RunPaths) -> None:
+    """A process of the run on the last node."""
+    nodes = trained.operator.nodes
+    mark = f"{RUN_DIR}={planned_run_dir(paths)}"
+    nodes.within(1, "sh", "-c", f"env {mark} setsid sleep 1000 >/dev/null 2>&1 &")
+    wait_until(lambda: len(nodes.processes_of(1)) == 1, what="the process")
+
+
+def trusted(trained: Trained) -> Path:
+    return trained.operator.nodes.home_of(1) / ".ssh" / "authorized_keys"
+
+
+def test_a_machine_that_is_gone_hides_nothing_of_the_others(
+    trained: Trained, paths: RunPaths
+) -> None:
+    log = paths.rank_log(1).read_bytes()
+    paths.rank_log(1).unlink()
+    shutil.rmtree(paths.checkpoint(STEPS))
+    code, said, told = down(trained.operator)
+    assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
+    assert told == ["stack", "destroy"]
+    assert f"warning: not all is here: {GONE}: " in said, said
+    assert paths.rank_log(1).read_bytes() == log
+    assert (paths.checkpoint(STEPS) / "model.safetensors").exists()
+    code, said = trained.operator.do("stop", "cut")
+    assert code == ExitCode.OK and "status           finished" in said, said
+    assert GONE in said and "no process of it is left" not in said, said
+
+
+def test_what_is_left_is_ended_though_another_machine_is_gone(
+    trained: Trained, paths: RunPaths, run: RemoteRun
+) -> None:
+    start_leftover(trained, paths)
+    with pytest.raises(NodesError, match=rf"processes of run cut failed on 1 .*\n  {GONE}: "):
+        run.end_leftovers()
+    assert not trained.operator.nodes.processes_of(1)
+
+
+def test_a_run_that_was_started_again_keeps_its_processes_and_its_key(
+    trained: Trained, paths: RunPaths, run: RemoteRun
+) -> None:
+    nodes, talk = trained.operator.nodes, text_console(stderr=True)
+    start_leftover(trained, paths)
+    with trusted(trained).open("a", encoding="ascii") as file:
+        file.write(KEY)
+    with trained.on_head("supervisor.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run.end_leftovers()
+        assert bring_home(run, talk=talk).alive
+        assert len(nodes.processes_of(1)) == 1
+        assert KEY in trusted(trained).read_text(encoding="ascii")
+    assert not bring_home(run, talk=talk).alive
+    assert not nodes.processes_of(1)
+    assert KEY not in trusted(trained).read_text(encoding="ascii")
