@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from payload.errors import DataError
+from payload.remake import how_to_make, how_to_make_again
 from payload.results import write_whole
 
 META_NAME = "meta.json"
@@ -85,21 +86,20 @@ def write_meta(folder: Path, meta: DataMeta) -> None:
 def load_meta(folder: Path) -> DataMeta:
     """Read a prepared folder's meta.json and compare the files' sizes with it.
 
-    Raises DataError, with the command that makes the folder, when it is missing or damaged.
+    Raises DataError, which says how to make the folder, when it is missing or damaged.
     """
     path = folder / META_NAME
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{_absence(folder)} Make it with: {prepare_command(folder)}") from None
+        raise DataError(f"{_absence(folder)} {how_to_make(folder)}") from None
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{path}: cannot be read: {error}. Make the folder again: "
-            f"{prepare_command(folder)} --force"
+            f"{path}: cannot be read: {error}. {how_to_make_again(folder, source=None)}"
         ) from None
     meta = _from_json(raw, path)
     for name, expected in meta.files.items():
-        _check_size(folder, name, expected)
+        _check_size(folder, name, expected, source=meta.source)
     return meta
 
 
@@ -111,15 +111,8 @@ def verify_files(folder: Path, meta: DataMeta) -> None:
         if found != expected.sha256:
             raise DataError(
                 f"{folder / name}: sha256 is {found}, meta.json says {expected.sha256}. "
-                f"Make the folder again: {prepare_command(folder)} --force"
+                f"{how_to_make_again(folder, source=meta.source)}"
             )
-
-
-def prepare_command(folder: Path) -> str:
-    """The command that most likely makes `folder`, guessed from its name."""
-    known = ("openwebtext", "stdlib")
-    source = folder.name if folder.name in known else "stdlib"
-    return f"python -m payload.data prepare --source {source} --out {folder}"
 
 
 def _absence(folder: Path) -> str:
@@ -133,10 +126,12 @@ def _absence(folder: Path) -> str:
 
 
 def _from_json(raw: Any, path: Path) -> DataMeta:
+    source = raw.get("source") if isinstance(raw, dict) else None
+    remedy = how_to_make_again(path.parent, source=source)
     if not isinstance(raw, dict) or raw.get("schema_version") != SCHEMA_VERSION:
         raise DataError(
             f"{path}: schema_version is not {SCHEMA_VERSION}; another release or tool wrote it. "
-            f"Make the folder again: {prepare_command(path.parent)} --force"
+            f"{remedy}"
         )
     known = {entry.name for entry in fields(DataMeta)}
     try:
@@ -145,22 +140,19 @@ def _from_json(raw: Any, path: Path) -> DataMeta:
         values["files"] = {name: DataFile(**entry) for name, entry in values["files"].items()}
         return DataMeta(**values)
     except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{path}: an entry is missing or malformed ({error}). Make the folder again: "
-            f"{prepare_command(path.parent)} --force"
-        ) from None
+        raise DataError(f"{path}: an entry is missing or malformed ({error}). {remedy}") from None
 
 
-def _check_size(folder: Path, name: str, expected: DataFile) -> None:
+def _check_size(folder: Path, name: str, expected: DataFile, *, source: str) -> None:
     try:
         found = (folder / name).stat().st_size
     except OSError as error:
         raise DataError(
             f"{folder / name}: {error.strerror}, though meta.json lists it. "
-            f"Make the folder again: {prepare_command(folder)} --force"
+            f"{how_to_make_again(folder, source=source)}"
         ) from None
     if found != expected.bytes:
         raise DataError(
             f"{folder / name}: {found:,} bytes, meta.json says {expected.bytes:,}. "
-            f"Make the folder again: {prepare_command(folder)} --force"
+            f"{how_to_make_again(folder, source=source)}"
         )

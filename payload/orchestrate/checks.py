@@ -10,6 +10,7 @@ from payload.errors import ConfigError, DataError
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.ranks import Placement, place_ranks
 from payload.orchestrate.inventories import Chosen
+from payload.remake import how_to_make, how_to_make_again
 from payload.run_config import RunConfig
 
 _GIB = 2**30
@@ -23,23 +24,21 @@ def check_data(folder: Path, *, sequence_length: int) -> int:
     Raises DataError that says how to make the folder.
     """
     meta = _read_meta(folder)
+    remedy = how_to_make_again(folder, source=meta.get("source"))
     try:
         sizes = {name: int(entry["bytes"]) for name, entry in meta["files"].items()}
         tokens = {"train.bin": int(meta["train_tokens"]), "val.bin": int(meta["val_tokens"])}
         vocab_size = int(meta["vocab_size"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
-            f"{folder / 'meta.json'}: an entry is missing or malformed ({error!r}). "
-            f"{_remedy(folder)}"
+            f"{folder / 'meta.json'}: an entry is missing or malformed ({error!r}). {remedy}"
         ) from None
     for name in ("train.bin", "val.bin"):
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
         if found is None or found != sizes.get(name):
             said = "is missing" if found is None else f"has {found:,} bytes"
-            raise DataError(
-                f"{path} {said}; meta.json says {sizes.get(name, 0):,}. {_remedy(folder)}"
-            )
+            raise DataError(f"{path} {said}; meta.json says {sizes.get(name, 0):,}. {remedy}")
     # A block holds one token more than the sequence: the last one's target.
     if tokens["train.bin"] <= sequence_length:
         raise DataError(
@@ -90,17 +89,13 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "meta.json"
     if not path.is_file():
         state = "is not finished: it has no meta.json" if folder.is_dir() else "does not exist"
-        raise DataError(f"data folder {folder} {state}. {_remedy(folder)}")
+        raise DataError(f"data folder {folder} {state}. {how_to_make(folder)}")
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error}). {_remedy(folder)}") from None
+        raise DataError(
+            f"{path}: cannot be read ({error}). {how_to_make_again(folder, source=None)}"
+        ) from None
     if not isinstance(meta, dict):
-        raise DataError(f"{path}: expected an object. {_remedy(folder)}")
+        raise DataError(f"{path}: expected an object. {how_to_make_again(folder, source=None)}")
     return meta
-
-
-def _remedy(folder: Path) -> str:
-    known = ("openwebtext", "stdlib")
-    source = folder.name if folder.name in known else "stdlib"
-    return f"Make it with: python -m payload.data prepare --source {source} --out {folder}"

@@ -26,6 +26,30 @@ def test_missing_folder_names_the_command_that_makes_it(tmp_path: Path) -> None:
         load_meta(tmp_path / "openwebtext")
 
 
+def test_no_source_is_named_for_a_folder_whose_name_does_not_say_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"prepare --source KIND --input PATH --out .*/mine \("):
+        load_meta(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("name", ["mine", "stdlib"])
+def test_a_damaged_folder_of_ones_own_text_is_to_be_made_from_that_again(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder.rename(folder.with_name(name))
+    again = ["prepare", "--source", "jsonl", f"--input={folder.parent / 'a.jsonl'}"]
+    (folder / "val.bin").write_bytes(b"12")
+    remedy = f"Repeat the command that made it with --force (it was: {load_source(folder)})."
+    for args in (["verify", str(folder)], [*again, f"--out={folder}", "--quiet"]):
+        assert main(args) == 10
+        error = capsys.readouterr().err
+        assert error.endswith(f"{remedy}\n")
+        assert "--source" not in error
+
+
+def load_source(folder: Path) -> str:
+    return str(json.loads((folder / "meta.json").read_text())["source"])
+
+
 def test_unfinished_folder_says_so(folder: Path) -> None:
     (folder / "meta.json").unlink()
     with pytest.raises(DataError, match="it was not made to the end"):

@@ -166,6 +166,16 @@ def test_a_damaged_data_folder_says_how_to_make_it(
     assert "python -m payload.data prepare --source stdlib --out" in str(raised.value)
 
 
+def test_a_damaged_data_folder_of_ones_own_text_is_to_be_made_from_that_again(
+    tmp_path: Path,
+) -> None:
+    folder = make_data(tmp_path / "mine", source="jsonl: corpus")
+    (folder / "val.bin").write_bytes(b"1")
+    with pytest.raises(DataError, match=r"with --force \(it was: jsonl: corpus\)\.$") as raised:
+        check_data(folder, sequence_length=10)
+    assert "--source" not in str(raised.value)
+
+
 def test_missing_data_and_short_data_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         check_data(tmp_path / "none", sequence_length=10)
