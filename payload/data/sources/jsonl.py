@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -38,11 +40,11 @@ class JsonlSource(ColumnFiles):
         offset = cursor.get("offset", 0)
         for index in range(cursor.get("file", 0), len(self._files)):
             path = self._files[index]
-            with _open(path) as file:
+            with _open(path) as file, _damage_named(path):
                 file.seek(offset)
-                for line in _lines(file, path):
+                for line, read in _lines(file):
                     line_number += 1
-                    offset += len(line)
+                    offset += read
                     if line.isspace():
                         continue
                     self._add(line, batcher, number=number, where=f"{path} line {line_number}")
@@ -105,21 +107,29 @@ def _complaint_about(line: bytes, column: str) -> str:
     return f"{column!r} is {type(value[column]).__name__}, not text."
 
 
-def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Lines, of which none takes more memory than LINE_BYTES. Raises DataError on a bad .gz."""
+def _lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Lines and their bytes in the file; of one above LINE_BYTES only that much and a byte more."""
+    while line := file.readline(LINE_BYTES + 1):
+        read = len(line)
+        is_whole = read <= LINE_BYTES or line.endswith(b"\n")
+        while not is_whole and (rest := file.readline(MIB)):
+            read += len(rest)
+            is_whole = rest.endswith(b"\n")
+        yield line, read
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Turn what reading a damaged .gz raises into a DataError."""
     try:
-        while line := file.readline(LINE_BYTES + 1):
-            if len(line) > LINE_BYTES:
-                while (rest := file.readline(MIB)) and not rest.endswith(b"\n"):
-                    pass
-            yield line
-    except (gzip.BadGzipFile, EOFError) as error:
+        yield
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged gzip file: {error}. Copy it again.") from None
 
 
 def _count_lines(path: Path) -> int:
     with path.open("rb") as file:
-        return sum(1 for line in _lines(file, path) if not line.isspace())
+        return sum(1 for line, _ in _lines(file) if not line.isspace())
 
 
 def _is_compressed(path: Path) -> bool:
