@@ -112,7 +112,10 @@ def _apply_override(
             f"--set {override!r}: unknown section {section!r}. Known: {', '.join(sections)}."
         )
         return
-    tables.setdefault(section, {})[key] = _parse_scalar(text.strip())
+    table = tables.setdefault(section, {})
+    # What is no table in the file is said when the section is built.
+    if isinstance(table, dict):
+        table[key] = _parse_scalar(text.strip())
 
 
 def _parse_scalar(text: str) -> Any:

@@ -106,6 +106,11 @@ def test_all_mistakes_are_reported_together() -> None:
         assert part in str(caught.value)
 
 
+def test_an_override_within_what_is_no_section_does_not_hide_the_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"train = 5 is not a section; write \[train\]"):
+        parse("train = 5", "train.steps=7")
+
+
 def test_uneven_batch_names_the_two_nearest_that_fit() -> None:
     batch = BatchSection(global_batch_size=100, micro_batch_size=8)
     with pytest.raises(ConfigError, match=r"= 48\. Use 96 or 144"):
