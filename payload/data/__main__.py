@@ -11,9 +11,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from payload.data.documents import MIB, Source
+from payload.data.documents import MIB
 from payload.data.meta import DataMeta, load_meta, verify_files
-from payload.data.sources import SOURCE_KINDS, SourceRequest, build_source
+from payload.data.sources import (
+    DEFAULT_SPLIT,
+    DEFAULT_TEXT_COLUMN,
+    SOURCE_KINDS,
+    SourceRequest,
+    build_source,
+)
 from payload.errors import ExitCode, TileforgeError
 
 _EXAMPLES = """\
@@ -33,13 +39,15 @@ sources:
 
 Documents keep the source's order. Where they can be counted beforehand, the ones for validation are
 those that datasets' train_test_split, and so nanoGPT, chooses; else a hash of their number does.
-A run that was stopped or killed goes on when the same command is given again.
+A run that was stopped or killed goes on when the same command is given again, without --force.
 """
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; the exit status is an `ExitCode`."""
     args = _parser().parse_args(argv)
+    # A file's name need not be UTF-8.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         if args.command == "verify":
             return _verify(args)
@@ -51,7 +59,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error.filename or 'input'}: {error.strerror or error}.", file=sys.stderr)
         return ExitCode.CONFIG
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last finished shard", file=sys.stderr)
+        print(
+            "stopped; the same command without --force goes on from the last finished shard",
+            file=sys.stderr,
+        )
         return 128 + signal.SIGINT
 
 
@@ -99,13 +110,12 @@ def _add_source_flags(parser: argparse.ArgumentParser) -> None:
     add("--glob", metavar="PATTERN", help="which files of a folder, as in '*.md'")
     add(
         "--text-column",
-        default="text",
         metavar="NAME",
-        help="key or column with the text (default: %(default)s)",
+        help=f"key or column with the text (default: {DEFAULT_TEXT_COLUMN})",
     )
     add("--config", metavar="NAME", help="hf: the dataset's configuration (subset)")
     add("--revision", metavar="REV", help="hf: branch, tag or commit (default: the newest)")
-    add("--split", default="train", metavar="NAME", help="hf: split (default: %(default)s)")
+    add("--split", metavar="NAME", help=f"hf: split (default: {DEFAULT_SPLIT})")
     add("--max-documents", type=_positive_int, metavar="COUNT", help="stop after so many documents")
     add(
         "--skip-bad",
@@ -121,7 +131,9 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--val-fraction",
         type=_fraction,
         metavar="SHARE",
-        help="share of the documents for validation (default: 0.0005, nanoGPT's; stdlib: 0.02)",
+        help="share of the documents for validation (default: 0.1 of up to 1,000 documents, about "
+        "100 of more; 0.0005, nanoGPT's, from 200,000 on, for openwebtext, and where they cannot "
+        "be counted; stdlib: 0.02)",
     )
     add(
         "--seed",
@@ -149,23 +161,22 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="result as JSON on stdout")
 
 
-def _source(args: argparse.Namespace) -> Source:
-    return build_source(
-        SourceRequest(
-            kind=args.source,
-            inputs=tuple(args.input),
-            glob=args.glob,
-            text_column=args.text_column,
-            subset=args.config,
-            revision=args.revision,
-            split=args.split,
-            skip_bad=args.skip_bad,
-        )
+def _request(args: argparse.Namespace) -> SourceRequest:
+    return SourceRequest(
+        kind=args.source,
+        inputs=tuple(args.input),
+        glob=args.glob,
+        text_column=args.text_column,
+        subset=args.config,
+        revision=args.revision,
+        split=args.split,
+        skip_bad=args.skip_bad,
     )
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    source = _source(args)
+    request = _request(args)
+    source = build_source(request)
 
     from payload.data.plan import PrepareSettings, estimate
     from payload.data.prepare import prepare
@@ -181,7 +192,7 @@ def _prepare(args: argparse.Namespace) -> int:
         force=args.force,
         wait=args.wait,
         shard_bytes=args.shard_mib * MIB,
-        shaping=(args.source, args.text_column, str(args.skip_bad)),
+        shaping=(args.source, request.column(), str(args.skip_bad)),
     )
     if args.dry_run:
         _show_estimate(source.label, asdict(estimate(source, settings)), as_json=args.json)

@@ -62,8 +62,8 @@ class Source(Protocol):
         """Kind and place, for people and meta.json."""
 
     @property
-    def default_val_fraction(self) -> float:
-        """Share of the documents for validation when none is asked for."""
+    def default_val_fraction(self) -> float | None:
+        """Share of the documents for validation when none is asked for; None: by their number."""
 
     @property
     def revision(self) -> str | None:

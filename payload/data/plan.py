@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,12 @@ import numpy as np
 from payload.data.documents import MIB, Batch, Source, Survey
 from payload.data.encode import Encoded, TiktokenEncoder
 from payload.data.meta import META_NAME, TRAIN_NAME, VAL_NAME, DataMeta, load_meta, token_dtype
-from payload.data.split import choose_split
+from payload.data.split import (
+    NANOGPT_VAL_FRACTION,
+    Split,
+    choose_split,
+    default_val_fraction,
+)
 from payload.data.store import JOURNAL_NAME, remove_unfinished, unfinished_fingerprint
 from payload.data.tokenizer import TOKENIZER_SHA256, VOCAB_SIZE
 from payload.errors import DataError
@@ -31,7 +36,8 @@ class PrepareSettings:
     """Everything about a run that is not the source."""
 
     out: Path
-    val_fraction: float
+    val_fraction: float | None
+    """Share of the documents for validation; None: `default_val_fraction` of their number."""
     seed: int
     max_documents: int | None = None
     """Only this many of the source's documents, from its start."""
@@ -43,6 +49,13 @@ class PrepareSettings:
     """Output after which progress is saved."""
     shaping: tuple[str, ...] = ()
     """Whatever else the output depends on, for the fingerprint."""
+
+    def split(self, survey: Survey) -> Split:
+        """Which of the source's documents are for validation. Raises DataError."""
+        fraction = self.val_fraction
+        if fraction is None:
+            fraction = default_val_fraction(survey.documents)
+        return choose_split(documents=survey.documents, val_fraction=fraction, seed=self.seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +73,7 @@ def estimate(source: Source, settings: PrepareSettings) -> Estimate:
     """Look at the source and encode its first batch; nothing is written. Raises DataError."""
     source.identity()
     survey = limited(source.survey(), settings.max_documents)
-    choose_split(documents=survey.documents, val_fraction=settings.val_fraction, seed=settings.seed)
+    settings.split(survey)
     batches = limit(source.batches({}), settings.max_documents)
     first = next(batches, Batch())
     tokens = expected_tokens(survey, first, TiktokenEncoder().encode(first.pieces))
@@ -110,17 +123,17 @@ def expected_tokens(survey: Survey, batch: Batch, encoded: Encoded) -> int | Non
     return None
 
 
-def fingerprint_of(source: Source, settings: PrepareSettings) -> str:
-    """sha256 over everything that shapes the output. Raises DataError when the source is absent."""
-    identity: list[Any] = [
-        source.identity(),
+def fingerprint_of(identity: Sequence[Any], settings: PrepareSettings) -> str:
+    """sha256 over everything that shapes the output, from the source's identity."""
+    shaping: list[Any] = [
+        identity,
         settings.val_fraction,
         settings.seed,
         settings.max_documents,
         list(settings.shaping),
         TOKENIZER_SHA256,
     ]
-    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(shaping).encode()).hexdigest()
 
 
 @contextmanager
@@ -143,27 +156,28 @@ def new_folder(out: Path) -> Iterator[None]:
             out.rmdir()
 
 
-def check_folder(settings: PrepareSettings, fingerprint: str) -> DataMeta | None:
+def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta | None:
     """The folder's meta when it already is what is wanted. Raises DataError when it is not free."""
     out = settings.out
     if settings.force:
         remove_unfinished(out)
         return None
     unfinished = unfinished_fingerprint(out)
-    if unfinished == fingerprint:
+    if unfinished == fingerprint_of(identity, settings):
         return None
     if unfinished is not None:
         raise DataError(
             f"{out}: holds an unfinished run with another source or other settings. Choose another "
-            "--out, repeat that command to finish it, or replace it with --force."
+            "--out, repeat that command without --force to finish it, or replace it with --force."
         )
     if (out / META_NAME).exists():
         meta = load_meta(out)
-        if meta.fingerprint == fingerprint:
+        if meta.fingerprint in _fingerprints_of_same(meta, settings, identity):
             return meta
         raise DataError(
             f"{out}: holds data made from another source or with other settings ({meta.source}, "
-            f"{meta.train_documents + meta.val_documents:,} documents). Choose another --out, or "
+            f"{meta.train_documents + meta.val_documents:,} documents, --val-fraction "
+            f"{meta.split.val_fraction:g}, --seed {meta.split.seed}). Choose another --out, or "
             "replace it with --force."
         )
     for name in (TRAIN_NAME, VAL_NAME):
@@ -173,6 +187,20 @@ def check_folder(settings: PrepareSettings, fingerprint: str) -> DataMeta | None
                 "not write it. Choose another --out, or replace it with --force."
             )
     return None
+
+
+def _fingerprints_of_same(
+    meta: DataMeta, settings: PrepareSettings, identity: Sequence[Any]
+) -> set[str]:
+    """Of `settings`, and of those that differ in how the share for validation was asked for."""
+    asked, used = settings.val_fraction, meta.split.val_fraction
+    shares = {asked}
+    if asked == used:
+        shares.add(None)
+    if asked is None and used == NANOGPT_VAL_FRACTION:
+        # The default for every source before `default_val_fraction`.
+        shares.add(used)
+    return {fingerprint_of(identity, replace(settings, val_fraction=share)) for share in shares}
 
 
 def free_bytes(out: Path) -> int:

@@ -27,11 +27,13 @@ from payload.data.plan import (
     new_folder,
 )
 from payload.data.progress import Reporter, format_bytes
-from payload.data.split import Split, choose_split
+from payload.data.split import Split
 from payload.data.store import Store, locked, remove_unfinished, writing_to
 from payload.data.tokenizer import END_OF_TEXT, TOKENIZER_NAME, TOKENIZER_SHA256, VOCAB_SIZE
 from payload.data.write import write_batch
 from payload.errors import DataError
+
+_FEW_VAL_DOCUMENTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +44,37 @@ class Outcome:
     was_ready: bool
     """The folder already held it; nothing was done."""
     worked_s: float = 0.0
-    """Reading, tokenizing, writing and hashing; without start-up and counting."""
+    """Tokenizing, writing and hashing, and reading where counting has not read all already;
+    without start-up and counting."""
 
 
 def prepare(source: Source, settings: PrepareSettings, reporter: Reporter) -> Outcome:
     """Make the data folder, or go on making it. Raises DataError."""
     reporter.say(f"source: {source.label}")
     try:
-        fingerprint = fingerprint_of(source, settings)
+        identity = source.identity()
         with new_folder(settings.out), locked(settings.out, wait=settings.wait):
-            ready = check_folder(settings, fingerprint)
+            ready = check_folder(settings, identity)
             if ready is None:
+                fingerprint = fingerprint_of(identity, settings)
                 meta = _Run(source, settings, reporter, fingerprint).to_the_end()
+                _say_few(meta, reporter)
                 return Outcome(meta=meta, was_ready=False, worked_s=reporter.worked_s)
     except OSError as error:
         place = error.filename or source.label
         raise DataError(f"{place}: {error.strerror or error}.") from None
     reporter.say(f"{settings.out} already holds this data; nothing to do (--force makes it again)")
+    _say_few(ready, reporter)
     return Outcome(meta=ready, was_ready=True)
+
+
+def _say_few(meta: DataMeta, reporter: Reporter) -> None:
+    few, total = meta.val_documents, meta.train_documents + meta.val_documents
+    if few < _FEW_VAL_DOCUMENTS:
+        reporter.say(
+            f"note: {few} of {total:,} documents are for validation; a loss over so few says "
+            "little. A higher --val-fraction with --force takes more."
+        )
 
 
 class _Run:
@@ -90,11 +105,7 @@ class _Run:
     def to_the_end(self) -> DataMeta:
         """Tokenize what is left, rename, write meta.json."""
         survey = self._survey
-        split = choose_split(
-            documents=survey.documents,
-            val_fraction=self._settings.val_fraction,
-            seed=self._settings.seed,
-        )
+        split = self._settings.split(survey)
         self._say_survey(survey, split)
         try:
             self._open_store()

@@ -18,6 +18,11 @@ Mask = npt.NDArray[np.bool_]
 PERMUTATION_LIMIT = 50_000_000
 """Above it a permutation of all numbers would take more than 0.4 GB."""
 
+NANOGPT_VAL_FRACTION = 0.0005
+"""Of openwebtext's 8 million documents these are 4,007."""
+_SMALL_VAL_FRACTION = 0.1
+_VAL_DOCUMENTS = 100
+
 
 class Split(Protocol):
     """A choice that depends on nothing but a document's number."""
@@ -59,6 +64,19 @@ class HashSplit:
         hashed = _mix(numbers.astype(np.uint64) ^ key)
         # 53 bits: exact in a double.
         return (hashed >> np.uint64(11)).astype(np.float64) < self.record.val_fraction * 2.0**53
+
+
+def default_val_fraction(documents: int | None) -> float:
+    """The share for validation of a source with so many documents (None: not known).
+
+    A tenth, of more than 1,000 documents about 100, and nanoGPT's where that is more.
+    """
+    if documents is None:
+        return NANOGPT_VAL_FRACTION
+    if documents * _SMALL_VAL_FRACTION <= _VAL_DOCUMENTS:
+        return _SMALL_VAL_FRACTION
+    # Two digits: meta.json has it, and it can be asked for by --val-fraction.
+    return max(NANOGPT_VAL_FRACTION, float(f"{_VAL_DOCUMENTS / documents:.2g}"))
 
 
 def choose_split(*, documents: int | None, val_fraction: float, seed: int) -> Split:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,16 @@ def broken_parquet(folder: Path) -> list[str]:
     return ["--source", "parquet", "--input", str(folder / "a.parquet"), str(folder / "in.parquet")]
 
 
+def parquet_with_broken_footer(folder: Path) -> list[str]:
+    for name in ("a.parquet", "in.parquet"):
+        pq.write_table(pa.table({"text": GOOD}), folder / name)
+    content = bytearray((folder / "in.parquet").read_bytes())
+    footer_bytes = int.from_bytes(content[-8:-4], "little")
+    content[-8 - footer_bytes : -8] = b"\xff" * footer_bytes
+    (folder / "in.parquet").write_bytes(content)
+    return ["--source", "parquet", "--input", str(folder)]
+
+
 def parquet_with_broken_page(folder: Path) -> list[str]:
     pq.write_table(
         pa.table({"text": [f"{i} {text}" for i in range(100) for text in GOOD]}),
@@ -74,6 +85,33 @@ def text_not_utf8(folder: Path) -> list[str]:
     return ["--source", "text", "--input", str(folder)]
 
 
+def text_with_broken_link(folder: Path) -> list[str]:
+    for number, text in enumerate(GOOD):
+        (folder / f"{number}.txt").write_text(text)
+    (folder / "in.txt").symlink_to(folder / "gone.txt")
+    return ["--source", "text", "--input", str(folder)]
+
+
+def text_with_pipe(folder: Path) -> list[str]:
+    for number, text in enumerate(GOOD):
+        (folder / f"{number}.txt").write_text(text)
+    os.mkfifo(folder / "in.txt")
+    return ["--source", "text", "--input", str(folder)]
+
+
+def text_with_a_name_that_is_not_utf8(folder: Path) -> list[str]:
+    for number, text in enumerate(GOOD):
+        (folder / f"{number}.txt").write_text(text)
+    Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.txt")).write_bytes(b"\xe9")
+    return ["--source", "text", "--input", str(folder)]
+
+
+def jsonl_folder_with_pipe(folder: Path) -> list[str]:
+    write_jsonl(folder / "a.jsonl", GOOD)
+    os.mkfifo(folder / "in.jsonl")
+    return ["--source", "jsonl", "--input", str(folder)]
+
+
 def invalid_utf8_column() -> pa.Table:
     good = [text.encode() for text in GOOD]
     raw = pa.array([*good[:4], b"caf\xe9", *good[4:]], type=pa.binary())
@@ -91,6 +129,9 @@ SKIPPABLE = [
     (parquet_holding(pa.table({"text": [*GOOD[:4], None, *GOOD]})), r"row 5: no text (null)"),
     (parquet_holding(invalid_utf8_column()), r"row 5: not UTF-8"),
     (broken_parquet, r"in.parquet: not a readable parquet file: "),
+    (parquet_with_broken_footer, r"in.parquet: not a readable parquet file: "),
+    (text_with_broken_link, r"in.txt: No such file or directory"),
+    (text_with_pipe, r"in.txt: no file that can be read"),
     (parquet_with_broken_page, r"in.parquet rows 1001 to 1500: damaged: "),
 ]
 
@@ -102,6 +143,7 @@ FATAL = [
     (jsonl_holding(b'{"text": "x"}\n'), "1 document; at least 2 are needed"),
     (jsonl_holding(b'{"text": ""}\n' * 3), "all 3 documents of jsonl: "),
     (jsonl_holding(gzip.compress(b"{}" * 9999)[:40], "in.jsonl.gz"), "damaged gzip file"),
+    (jsonl_folder_with_pipe, "in.jsonl: no file that can be read"),
     (jsonl_holding(gzip.compress(b""), "in.jsonl.gz"), "no documents in jsonl: "),
     (parquet_holding(pa.table({"body": GOOD})), "no column 'text'; columns there: body"),
     (parquet_holding(pa.table({"text": [1, 2, 3]})), "column 'text' is int64, not text"),
@@ -160,6 +202,19 @@ def test_when_all_are_bad_the_number_is_said(
     assert "all 5 were bad" in capsys.readouterr().err
 
 
+def test_a_bad_file_whose_name_is_not_utf8_is_shown(tmp_path: Path) -> None:
+    from tests.data.running import run_data
+
+    (tmp_path / "in").mkdir()
+    args = [*text_with_a_name_that_is_not_utf8(tmp_path / "in"), "--skip-bad", "--quiet"]
+    # Strict, as stdout is in any locale but C.
+    done = run_data(
+        "prepare", *args, f"--out={tmp_path / 'out'}", extra={"PYTHONIOENCODING": "utf-8:strict"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert r"caf\udce9.txt line 1: byte 0 (0xe9) is not UTF-8" in done.stdout
+
+
 def test_lone_surrogate_becomes_a_replacement_character(tmp_path: Path) -> None:
     from tests.data.running import read_bin, reference_tokens
 
@@ -180,6 +235,10 @@ def test_lone_surrogate_becomes_a_replacement_character(tmp_path: Path) -> None:
         (["--source", "openwebtext", "--input", "a", "b"], "at most one --input"),
         (["--source", "stdlib", "--glob", "*"], "has no use for it"),
         (["--source", "stdlib", "--revision", "main"], "--revision belongs to --source hf"),
+        (["--source", "parquet", "--input", "a", "--split", "b"], "--split belongs to --source hf"),
+        (["--source", "text", "--input", "a", "--text-column", "b"], "takes whole files"),
+        (["--source", "stdlib", "--text-column", "text"], "takes whole files"),
+        (["--source", "hf", "--input", "tests", "--revision", "main"], "tests is a folder here"),
         (["--source", "hf", "--input", "a/b/c/d"], "neither a folder nor a dataset's name"),
         (["--source", "hf", "--input", __file__], "is a file; --source hf takes a folder"),
     ],

@@ -220,6 +220,29 @@ class Tokenizer:
 """
 
 
+def test_a_folder_made_by_default_is_ready_however_its_share_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    source = write_jsonl(tmp_path / "few.jsonl", [f"document {i}" for i in range(100)])
+    args = ["prepare", "--source", "jsonl", f"--input={source}", f"--out={out}"]
+    for first, then, used, few in (
+        ([], ["--val-fraction", "0.1"], 0.1, True),
+        # The default of before, for every source.
+        (["--val-fraction", "0.0005"], [], 0.0005, True),
+        (["--val-fraction", "0.2"], ["--val-fraction", "0.2"], 0.2, False),
+    ):
+        assert main([*args, *first, "--force"]) == 0
+        assert load_meta(out).split.val_fraction == used
+        assert ("for validation; a loss over so few" in capsys.readouterr().err) is few
+        assert main([*args, *then]) == 0
+        said = capsys.readouterr().err
+        assert "nothing to do" in said
+        assert ("for validation; a loss over so few" in said) is few
+    assert main(args) == 10
+    assert "--val-fraction 0.2, --seed 2357)" in capsys.readouterr().err
+
+
 def test_dry_run_says_what_would_be_done_and_writes_nothing(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     args = ["--source", "jsonl", "--input", corpus, "--out", out, "--dry-run"]

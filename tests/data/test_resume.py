@@ -104,6 +104,26 @@ def test_a_ready_folder_is_left_alone_and_another_source_is_refused(
     assert load_meta(out).split.seed == 1
 
 
+def test_ctrl_c_says_how_to_go_on_and_force_begins_anew(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = ["prepare", "--source", "jsonl", f"--input={corpus}", f"--out={tmp_path / 'out'}"]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for again, goes_on in (([], True), (["--force"], False)):
+        with monkeypatch.context() as patch:
+            patch.setattr("payload.data.prepare._Run._check_result", interrupted)
+            assert main([*args, "--force", "--shard-mib", "1"]) == 130
+        assert "the same command without --force goes on" in capsys.readouterr().err
+        assert main([*args, *again]) == 0
+        assert ("going on after" in capsys.readouterr().err) is goes_on
+
+
 def test_an_unfinished_run_of_another_source_is_not_overwritten(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,6 +212,7 @@ def test_a_full_disk_is_one_line_and_the_run_can_go_on(corpus: Path, tmp_path: P
     full = run_data("prepare", *args, "--quiet")
     assert full.returncode == 10
     assert full.stderr.startswith(f"error: {out}: No space left on device while writing, ")
+    assert "run the same command again, without --force" in full.stderr
     assert full.stderr.count("\n") == 1
     assert not (out / "meta.json").exists()
     assert run_data("prepare", *args).returncode == 0

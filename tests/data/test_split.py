@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from payload.data.split import choose_split
+from payload.data.split import choose_split, default_val_fraction
 from payload.errors import DataError
 
 
@@ -20,6 +20,22 @@ def test_validation_documents_are_those_of_train_test_split(
         test_size=fraction, seed=2357, shuffle=True
     )["test"]["number"]
     assert ours.tolist() == sorted(theirs)
+
+
+@pytest.mark.parametrize(
+    ("documents", "chosen"),
+    [(2, 1), (20, 2), (1000, 100), (1758, 101), (30_000, 99), (200_000, 100), (8_013_769, 4007)],
+)
+def test_small_sources_keep_more_of_their_documents_for_validation(
+    documents: int, chosen: int
+) -> None:
+    fraction = default_val_fraction(documents)
+    split = choose_split(documents=documents, val_fraction=fraction, seed=2357)
+    assert split.val_mask(np.arange(documents)).sum() == chosen
+
+
+def test_a_source_that_cannot_be_counted_has_nanogpts_share() -> None:
+    assert default_val_fraction(None) == default_val_fraction(8_013_769) == 0.0005
 
 
 def test_a_document_beyond_the_expected_number_is_for_training() -> None:

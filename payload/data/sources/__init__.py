@@ -11,6 +11,8 @@ from payload.errors import UsageError
 
 SourceKind = Literal["openwebtext", "text", "jsonl", "parquet", "hf", "stdlib"]
 SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
+DEFAULT_TEXT_COLUMN = "text"
+DEFAULT_SPLIT = "train"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +24,23 @@ class SourceRequest:
     """Files or folders; for `hf` a dataset's name or folder."""
     glob: str | None = None
     """Which files of a folder; None = the kind's own."""
-    text_column: str = "text"
+    text_column: str | None = None
+    """Key or column with the text; None = `DEFAULT_TEXT_COLUMN`."""
     subset: str | None = None
     """`hf`: the dataset's configuration."""
     revision: str | None = None
     """`hf`: branch, tag or commit."""
-    split: str = "train"
+    split: str | None = None
+    """`hf`: None = `DEFAULT_SPLIT`."""
     skip_bad: bool = False
+
+    def column(self) -> str:
+        """Key or column with the text."""
+        return DEFAULT_TEXT_COLUMN if self.text_column is None else self.text_column
+
+    def chosen_split(self) -> str:
+        """`hf`: which split."""
+        return DEFAULT_SPLIT if self.split is None else self.split
 
 
 def build_source(request: SourceRequest) -> Source:
@@ -72,11 +84,20 @@ def _check_flags(request: SourceRequest) -> None:
         raise UsageError(f"--source {kind} needs --input with at least one file or folder.")
     if kind not in ("text", "jsonl", "parquet") and request.glob is not None:
         raise UsageError(f"--glob chooses files of a folder; --source {kind} has no use for it.")
-    if kind != "hf":
-        given = [
-            flag
-            for flag, value in (("--config", request.subset), ("--revision", request.revision))
-            if value is not None
-        ]
-        if given:
-            raise UsageError(f"{' and '.join(given)} belongs to --source hf, not {kind}.")
+    if kind in ("text", "stdlib") and request.text_column is not None:
+        raise UsageError(
+            f"--text-column names a key or column; --source {kind} takes whole files and has none."
+        )
+    of_hf = {
+        "--config": request.subset,
+        "--revision": request.revision,
+        "--split": request.split,
+    }
+    given = [flag for flag, value in of_hf.items() if value is not None]
+    if kind != "hf" and given:
+        raise UsageError(f"{' and '.join(given)} belongs to --source hf, not {kind}.")
+    if kind == "hf" and request.revision is not None and Path(request.inputs[0]).is_dir():
+        raise UsageError(
+            f"--revision names a state of a dataset at the hub; --input {request.inputs[0]} is a "
+            "folder here. Leave one of them out."
+        )

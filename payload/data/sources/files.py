@@ -6,6 +6,7 @@ import codecs
 import fnmatch
 import os
 import platform
+import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,8 @@ from payload.data.documents import PIECE_BYTES, Batch, Batcher, Cursor, Survey, 
 from payload.data.sources import SourceRequest
 from payload.errors import DataError
 
-DEFAULT_VAL_FRACTION = 0.0005
-"""nanoGPT's."""
 STDLIB_VAL_FRACTION = 0.02
-"""Of about 1,800 files 0.0005 would be a single one; 0.02 are 36 with 117,000 tokens."""
+"""Of about 1,800 files these are 36 with 117,000 tokens."""
 
 
 def find_files(given: Sequence[Path], *, glob: str) -> list[Path]:
@@ -54,18 +53,24 @@ def _walk(root: Path, glob: str, leave_out: frozenset[str] = frozenset()) -> lis
 
 
 def file_identity(files: Sequence[Path]) -> list[Any]:
-    """Place, size and time of every file."""
-    result = []
+    """Place, size and time of every file; None for these two where there is none to be read."""
+    result: list[Any] = []
     for path in files:
-        status = path.stat()
-        result.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
+        try:
+            status = path.stat()
+        except OSError:
+            status = None
+        if status is None or not stat.S_ISREG(status.st_mode):
+            result.append([str(path.absolute()), None, None])
+        else:
+            result.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
     return result
 
 
 class ColumnFiles:
     """What sources share whose files hold documents in a column, under `text_column`."""
 
-    default_val_fraction = DEFAULT_VAL_FRACTION
+    default_val_fraction: float | None = None
     revision: str | None = None
 
     def __init__(
@@ -75,14 +80,18 @@ class ColumnFiles:
         self.label = describe_inputs(kind, given)
         self._given = given
         self._glob = request.glob or glob
-        self._column = request.text_column
+        self._column = request.column()
         self._skip_bad = request.skip_bad
         self._files: list[Path] = []
 
     def identity(self) -> list[Any]:
         """Place, size and time of every file. Raises DataError when one is missing."""
         self._files = find_files(self._given, glob=self._glob)
-        return file_identity(self._files)
+        identity = file_identity(self._files)
+        for path, (_, size, _) in zip(self._files, identity, strict=True):
+            if size is None:
+                raise DataError(f"{path}: {_NO_FILE} Remove it, or choose others with --glob.")
+        return identity
 
 
 def describe_inputs(kind: str, given: Sequence[Path]) -> str:
@@ -94,7 +103,7 @@ def describe_inputs(kind: str, given: Sequence[Path]) -> str:
 class TextSource:
     """Every file is a document."""
 
-    default_val_fraction = DEFAULT_VAL_FRACTION
+    default_val_fraction: float | None = None
     revision: str | None = None
 
     def __init__(self, given: Sequence[Path], *, glob: str | None, skip_bad: bool) -> None:
@@ -104,17 +113,19 @@ class TextSource:
         self._skip_bad = skip_bad
         # Not paths: of many small files those would take as long as reading them.
         self._files: list[str] = []
+        self._size = 0
 
     def identity(self) -> list[Any]:
         """Place, size and time of every file. Raises DataError when one is missing."""
         files = find_files(self._given, glob=self._glob)
         self._files = list(map(str, files))
-        return file_identity(files)
+        identity = file_identity(files)
+        self._size = sum(size or 0 for _, size, _ in identity)
+        return identity
 
     def survey(self) -> Survey:
         """Files and their sizes."""
-        size = sum(map(_size, self._files))
-        return Survey(documents=len(self._files), text_bytes=size, bytes_are_exact=True)
+        return Survey(documents=len(self._files), text_bytes=self._size, bytes_are_exact=True)
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
         """File after file."""
@@ -178,6 +189,7 @@ class _StdlibSource(TextSource):
         return self._texts.pop(path, None) or super()._read(path)
 
 
+_NO_FILE = "no file that can be read (a broken link, a pipe or a device)."
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
@@ -190,7 +202,11 @@ class _Obstacle:
 
 
 def _size(path: str) -> int:
-    return os.stat(path).st_size  # noqa: PTH116
+    """In bytes; 0 where there is nothing, as behind a broken link."""
+    try:
+        return os.stat(path).st_size  # noqa: PTH116
+    except OSError:
+        return 0
 
 
 def _complaint_about(path: str) -> str | None:
@@ -223,10 +239,14 @@ def _not_utf8(path: str, *, held: int, error: UnicodeDecodeError) -> str:
 def _read_small(path: str) -> bytes | _Obstacle:
     """The file's text when it is valid and no larger than a piece."""
     try:
-        # Without a file object, and asked for no more than there is: half the time.
-        descriptor = os.open(path, os.O_RDONLY)
+        # Without a file object, and asked for no more than there is: half the time. A pipe would
+        # otherwise be waited for until somebody writes to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            size = os.fstat(descriptor).st_size
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                return _Obstacle(f"{path}: {_NO_FILE}")
+            size = status.st_size
             text = os.read(descriptor, size) if size <= PIECE_BYTES else None
         finally:
             os.close(descriptor)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from payload.data.documents import Batch, Batcher, Cursor, Survey
 from payload.data.sources import SourceRequest
-from payload.data.sources.files import DEFAULT_VAL_FRACTION, file_identity
+from payload.data.sources.files import file_identity
 from payload.data.sources.parquet import (
     ROWS_AT_ONCE,
     add_column,
@@ -20,6 +20,7 @@ from payload.data.sources.parquet import (
     read_parquet,
     survey_parquet,
 )
+from payload.data.split import NANOGPT_VAL_FRACTION
 from payload.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -36,16 +37,16 @@ _FOOTERS_AT_MOST = 256
 class HubSource:
     """Every row of one split is a document; rows are streamed, not downloaded first."""
 
-    default_val_fraction = DEFAULT_VAL_FRACTION
-
     def __init__(self, request: SourceRequest) -> None:
         given = request.inputs[0] if request.inputs else OPENWEBTEXT
         self._folder = Path(given) if Path(given).is_dir() else None
         self._dataset = given
         self._request = request
+        self._split = request.chosen_split()
+        self.default_val_fraction = NANOGPT_VAL_FRACTION if request.kind == "openwebtext" else None
         self._builder: DatasetBuilder | None = None
         self.revision: str | None = None if request.inputs else OPENWEBTEXT_REVISION
-        self.label = f"{request.kind}: {given}, split {request.split}"
+        self.label = f"{request.kind}: {given}, split {self._split}"
         if self._folder is None and Path(given).exists():
             raise UsageError(
                 f"--input {given} is a file; --source {request.kind} takes a folder or a dataset's "
@@ -58,7 +59,7 @@ class HubSource:
 
     def identity(self) -> list[Any]:
         """The commit, or place, size and time of a local folder's files. Raises DataError."""
-        where = [self._request.subset, self._request.split]
+        where = [self._request.subset, self._split]
         if self._folder is not None:
             files = sorted(p for p in self._folder.rglob("*") if p.is_file())
             return [*where, file_identity(files)]
@@ -68,7 +69,7 @@ class HubSource:
 
     def survey(self) -> Survey:
         """Rows as far as the files' footers or the dataset's card know them."""
-        column, skip_bad = self._request.text_column, self._request.skip_bad
+        column, skip_bad = self._request.column(), self._request.skip_bad
         places = self._parquet_places()
         if places and (self._folder is not None or len(places) <= _FOOTERS_AT_MOST):
             with self._explained("opening"):
@@ -76,12 +77,12 @@ class HubSource:
         if self._folder is not None:
             with self._explained("reading"):
                 return Survey(documents=self._count_rows(), text_bytes=None)
-        known = (self._prepared_builder().info.splits or {}).get(self._request.split)
+        known = (self._prepared_builder().info.splits or {}).get(self._split)
         return Survey(documents=known.num_examples if known else None, text_bytes=None)
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
         """Row after row."""
-        column, skip_bad = self._request.text_column, self._request.skip_bad
+        column, skip_bad = self._request.column(), self._request.skip_bad
         places = self._parquet_places()
         with self._explained("reading"):
             if places:
@@ -92,7 +93,7 @@ class HubSource:
 
     def _stream(self, cursor: Cursor) -> Iterator[Batch]:
         """What is not parquet, through `datasets`; the cursor carries its state."""
-        column = self._request.text_column
+        column = self._request.column()
         rows = self._open_rows()
         if "state" in cursor:
             rows.load_state_dict(cursor["state"])
@@ -112,7 +113,7 @@ class HubSource:
 
     def _open_rows(self) -> IterableDataset:
         builder = self._prepared_builder()
-        return builder.as_streaming_dataset(split=self._request.split).with_format("arrow")
+        return builder.as_streaming_dataset(split=self._split).with_format("arrow")
 
     def _parquet_places(self) -> list[str]:
         """The split's files, where all are parquet; else none. Raises DataError."""
@@ -122,12 +123,12 @@ class HubSource:
         if not isinstance(builder.config, ParquetConfig):
             return []
         by_split = builder.config.data_files or {}
-        if self._request.split not in by_split:
+        if self._split not in by_split:
             raise DataError(
-                f"{self._dataset}: no split {self._request.split!r}; splits there: "
+                f"{self._dataset}: no split {self._split!r}; splits there: "
                 f"{', '.join(map(str, by_split))}. Choose one with --split."
             )
-        return [str(place) for place in by_split[self._request.split]]
+        return [str(place) for place in by_split[self._split]]
 
     def _prepared_builder(self) -> DatasetBuilder:
         if self._builder is None:
@@ -176,7 +177,8 @@ class HubSource:
         if _is_unreachable(error):
             return (
                 f"the Hugging Face hub cannot be reached for {self._dataset} ({message}) Check the "
-                "network and run the same command again, or name a local copy: --input FOLDER."
+                "network and run the same command again, without --force, or name a local copy: "
+                "--input FOLDER."
             )
         if type(error).__name__ in ("RepositoryNotFoundError", "DatasetNotFoundError"):
             return (

@@ -114,7 +114,10 @@ def open_parquet(place: str) -> pq.ParquetFile:
     try:
         # Without pre_buffer a row group is read a page at a time, however large it is.
         return pq.ParquetFile(source, pre_buffer=False, buffer_size=_READ_BUFFER_BYTES)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
+        # pyarrow also reports a bad footer as an OSError, one without a number.
+        if isinstance(error, OSError) and ("://" in place or error.errno is not None):
+            raise
         raise DamagedFileError(
             f"{place}: not a readable parquet file: {first_line(error)}"
         ) from None
