@@ -25,7 +25,6 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m payload.generate",
         description="Continue a prompt. Text goes to stdout, everything else to stderr.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     made.add_argument(
         "--checkpoint",
@@ -34,30 +33,49 @@ def parser() -> argparse.ArgumentParser:
         help="a run (its newest checkpoint), a checkpoint, or a Hugging Face GPT-2 folder or name",
     )
     prompt = made.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", default="It is interesting", help="text to continue")
+    prompt.add_argument(
+        "--prompt",
+        default="It is interesting",
+        metavar="TEXT",
+        help="text to continue (default: %(default)s)",
+    )
     prompt.add_argument(
         "--prompt-file", metavar="FILE", help="read the prompt from this file, as it is; - = stdin"
     )
     made.add_argument(
-        "--max-new-tokens", type=_positive, default=_DEFAULTS.max_new_tokens, metavar="TOKENS"
+        "--max-new-tokens",
+        type=_positive,
+        default=_DEFAULTS.max_new_tokens,
+        metavar="TOKENS",
+        help="longest continuation (default: %(default)s)",
     )
     made.add_argument(
         "--temperature",
         type=_temperature,
         default=_DEFAULTS.temperature,
         metavar="T",
-        help="0 = always the likeliest token",
+        help="0 = always the likeliest token (default: %(default)s)",
     )
     made.add_argument(
         "--top-k",
-        type=_positive,
+        type=_count,
         default=_DEFAULTS.top_k,
         metavar="K",
-        help="choose among the K likeliest tokens",
+        help="choose among the K likeliest tokens; 0 = among all (default: %(default)s)",
     )
-    made.add_argument("--num-samples", type=_positive, default=_DEFAULTS.num_samples, metavar="N")
     made.add_argument(
-        "--seed", type=int, default=_DEFAULTS.seed, help="sample i is drawn with SEED + i"
+        "--num-samples",
+        type=_positive,
+        default=_DEFAULTS.num_samples,
+        metavar="COUNT",
+        help="continuations to write (default: %(default)s)",
+    )
+    made.add_argument(
+        "--seed",
+        type=_seed,
+        default=_DEFAULTS.seed,
+        metavar="INT",
+        help="sample i, from 0, is drawn with SEED + i (default: %(default)s)",
     )
     made.add_argument("--json", action="store_true", help="one JSON object instead of text")
     return made
@@ -84,7 +102,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     options = SamplingOptions(
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
-        top_k=arguments.top_k,
+        top_k=arguments.top_k or None,
         num_samples=arguments.num_samples,
         seed=arguments.seed,
     )
@@ -123,6 +141,12 @@ def _encode(prompt: str, *, model: GPT) -> list[int]:
             f"the prompt has token {largest}, the model's vocabulary ends at {size - 1}: it was "
             "trained with another tokenizer than GPT-2's."
         )
+    if size != VOCAB_SIZE:
+        print(
+            f"note: the model's vocabulary has {size} tokens, GPT-2's has {VOCAB_SIZE}: unless "
+            "only its embedding was made larger or smaller, the text will make no sense",
+            file=sys.stderr,
+        )
     context = model.shape.sequence_length
     if len(tokens) > context:
         print(
@@ -153,16 +177,35 @@ def _show(
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    value = _count(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 up")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 2**63
+    if not -(2**63) <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 64 bits")
     return value
 
 
 def _temperature(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0.0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no temperature of 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 up")
     return value
 
 

@@ -205,13 +205,58 @@ def test_a_prompt_file_that_cannot_be_read_ends_in_one_line(
         ["--temperature", "-1"],
         ["--temperature", "nan"],
         ["--temperature", "inf"],
-        ["--top-k", "0"],
+        ["--top-k", "-1"],
+        ["--top-k", "abc"],
         ["--num-samples", "-3"],
         ["--seed", "x"],
+        ["--seed", str(2**63)],
+        ["--seed", str(-(2**63) - 1)],
         ["--prompt", "a", "--prompt-file", "b"],
     ],
 )
-def test_a_wrong_argument_is_a_usage_error(wrong: list[str], folder: Path) -> None:
+def test_a_wrong_argument_is_a_usage_error(
+    wrong: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         generate(*wrong, source=folder)
     assert ended.value.code == ExitCode.USAGE
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert wrong[0] in message
+    assert "_positive" not in message
+
+
+def test_the_help_has_every_default_and_none_that_is_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for default in ("It is interesting", 100, 0.8, 200, 3, 1337):
+        assert f"(default: {default})" in text
+    assert "None" not in text
+
+
+def test_the_extreme_seeds_are_taken(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (2**63 - 1, -(2**63)):
+        assert generate("--seed", str(seed), "--json", source=folder) == ExitCode.OK
+        assert json.loads(capsys.readouterr().out)["samples"][2]["seed"] == seed + 2
+
+
+def test_top_k_of_zero_chooses_among_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for top_k in ("0", "50257", "1"):
+        assert generate("--json", "--temperature", "9", "--top-k", top_k, source=folder) == 0
+        texts.append([row["text"] for row in json.loads(capsys.readouterr().out)["samples"]])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_model_of_another_vocabulary_is_remarked_on(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    larger = tmp_path / "larger"
+    larger.mkdir()
+    save_hf(make_model(vocab_size=50304), larger)
+    assert generate("--num-samples", "1", source=larger) == ExitCode.OK
+    assert "vocabulary has 50304 tokens, GPT-2's has 50257" in capsys.readouterr().err
+    assert generate("--num-samples", "1", source=folder) == ExitCode.OK
+    assert "vocabulary" not in capsys.readouterr().err
