@@ -41,10 +41,12 @@ class ModelSection:
     """[model]"""
 
     preset: Preset = "gpt2"
+    """Sizes of a model from scratch; weights of `init` have their own."""
     init: str = "scratch"
     """`scratch`, a Hugging Face name or folder, or a checkpoint folder of a run."""
     dropout: float = setting(0.0, low=0.0, high=0.99)
     bias: bool = True
+    """Of a model from scratch, likewise."""
     n_layer: int | None = setting(None, low=1)
     """Layers; none = the preset's. Likewise the next two."""
     n_head: int | None = setting(None, low=1)

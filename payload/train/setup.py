@@ -133,6 +133,7 @@ def _loaded_model(source: str, config: RunConfig, *, world: World) -> GPT:
         model = load_hf(_checkpoint_source(source), dropout=config.model.dropout)
         model = crop_sequence_length(model, config.data.sequence_length)
         _require_asked_sizes(model.shape, config)
+        _say_what_is_not_used(model.shape, config)
     described = world.broadcast((asdict(model.shape), model.activation) if model else None)
     assert isinstance(described, tuple)
     sizes, activation = described
@@ -189,6 +190,23 @@ def _require_asked_sizes(shape: ModelShape, config: RunConfig) -> None:
                 f"model.{name} = {asked}, but the weights of model.init have {found}. Leave "
                 f'model.{name} out, or use model.init = "scratch".'
             )
+
+
+def _say_what_is_not_used(shape: ModelShape, config: RunConfig) -> None:
+    """Both have a default, so what differs from the weights need not have been asked for."""
+    configured = config.model.shape(sequence_length=1, vocab_size=1)
+    found = (shape.n_layer, shape.n_head, shape.n_embd)
+    unused = []
+    if found != (configured.n_layer, configured.n_head, configured.n_embd):
+        unused.append(f'model.preset = "{config.model.preset}"')
+    if shape.bias != config.model.bias:
+        unused.append(f"model.bias = {str(config.model.bias).lower()}")
+    if unused:
+        layers, heads, width = found
+        log.info(
+            f"note: not used: {' and '.join(unused)}; the weights of model.init have {layers} "
+            f"layers, {heads} heads, width {width} and {'' if shape.bias else 'no '}biases"
+        )
 
 
 def _require_same_data(state: TrainerState, data: TokenData) -> None:

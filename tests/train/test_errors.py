@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from payload.data.blocks import TokenData
+from payload.results import RunPaths
+from payload.run_config import load_run_config
+from payload.train.setup import find_start
+from payload.train.world import World
 from tests.data_folders import make_data_folder
 from tests.launching import rank_env, run, train_program
 
@@ -165,6 +170,27 @@ def test_sizes_that_the_initial_weights_do_not_have_are_refused(
     result = run([sys.executable, *words])
     assert result.returncode == 10
     assert "model.n_layer = 3, but the weights of model.init have 2" in result.stderr
+
+
+def test_a_preset_and_a_bias_that_the_initial_weights_do_not_have_are_said_to_be_unused(
+    trained_run: Path, tiny_config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = []
+    others = ("model.n_layer=none", "model.preset=gpt2", "model.bias=false")
+    for changes in ((), others):
+        config = load_run_config(tiny_config, overrides=[f"model.init={trained_run}", *changes])
+        data = TokenData.open(Path(config.data.dir), sequence_length=32)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="payload.train"):
+            find_start(config, data, paths=RunPaths(tmp_path), world=World.from_env({}))
+        said.append(caplog.messages)
+    assert said == [
+        [],
+        [
+            'note: not used: model.preset = "gpt2" and model.bias = false; the weights of '
+            "model.init have 2 layers, 2 heads, width 32 and biases"
+        ],
+    ]
 
 
 def test_an_error_is_left_in_the_runs_files_too(tmp_path: Path, tiny_config: Path) -> None:
