@@ -1,4 +1,4 @@
-"""nanoGPT's data/openwebtext/prepare.py on local files; one process of `benchmarks.prepare`.
+"""nanoGPT's data/openwebtext/prepare.py on local files; one process of `benchmarks.prepare_corpus`.
 
 The script runs as it is but for what a machine without the hub, and a corpus of less than two
 million documents, need: `load_dataset` reads the JSON lines given; tiktoken's GPT-2 is made from

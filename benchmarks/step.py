@@ -151,7 +151,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tcmalloc", type=Path, metavar="FILE", help="libtcmalloc.so for Intel's module"
     )
-    parser.add_argument("--json", action="store_true", help="what is done anyway")
+    parser.add_argument(
+        "--json", action="store_true", help="changes nothing: JSON is always printed"
+    )
     return parser
 
 

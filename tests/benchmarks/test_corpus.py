@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from benchmarks.corpus import FILES, generate, write_corpus
+from benchmarks.prepare_corpus import exit_status
 
 TEXTS = [
     "\n".join(f"def number_{word}(value): return value + {i}  # é" for i in range(200)).encode()
@@ -46,3 +47,12 @@ def test_new_words_keep_coming() -> None:
             words |= set(re.findall(rb"\w+", document))
         seen.append(len(words))
     assert seen[0] < seen[1] < seen[2]
+
+
+def test_other_tokens_than_the_peers_are_a_failure() -> None:
+    alone = {"peak_rss_bytes": 540_000_000}
+    assert exit_status(alone) == 0
+    assert exit_status(alone | {"ratio": 10.1, "tokens_equal": True}) == 0
+    assert exit_status(alone | {"ratio": 10.1, "tokens_equal": False}) == 1
+    assert exit_status(alone | {"ratio": 4.9, "tokens_equal": True}) == 1
+    assert exit_status({"peak_rss_bytes": 2_000_000_000}) == 1
