@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 _COMMAND = "python -m payload.data prepare"
@@ -12,10 +13,11 @@ _KNOWN = ("openwebtext", "stdlib")
 
 def how_to_make(folder: Path) -> str:
     """The command for a folder that is not there or not finished, as a sentence."""
+    out = shlex.quote(str(folder))
     if folder.name in _KNOWN:
-        return f"Make it with: {_COMMAND} --source {folder.name} --out {folder}"
+        return f"Make it with: {_COMMAND} --source {folder.name} --out {out}"
     return (
-        f"Make it with: {_COMMAND} --source KIND --input PATH --out {folder} "
+        f"Make it with: {_COMMAND} --source KIND --input PATH --out {out} "
         "(prepare --help has the kinds; one that was stopped goes on)"
     )
 
@@ -24,7 +26,8 @@ def how_to_make_again(folder: Path, *, source: object) -> str:
     """The same for a damaged folder; `source` is what its meta.json says that it was made from."""
     if not isinstance(source, str):
         source = None
-    if folder.name in _KNOWN and (source is None or source.startswith(f"{folder.name}:")):
-        return f"Make it again with: {_COMMAND} --source {folder.name} --out {folder} --force"
     was = "" if source is None else f" (it was: {source})"
+    if folder.name in _KNOWN and (source is None or source.startswith(f"{folder.name}:")):
+        out = shlex.quote(str(folder))
+        return f"Make it again with: {_COMMAND} --source {folder.name} --out {out} --force{was}"
     return f"Repeat the command that made it with --force{was}."
