@@ -106,10 +106,10 @@ class RemoteRun:
         on_every_node(nodes, self.cluster.connect)
         with alone(self.paths, "copy"):
             seen = self._read(nodes, enough=enough)
-        alive = seen.pop(head.name)
-        if isinstance(alive, TileforgeError):
-            raise alive
-        self.note(alive=alive)
+            alive = seen.pop(head.name)
+            if isinstance(alive, TileforgeError):
+                raise alive
+            self.note(alive=alive)
         missed = {name: got for name, got in seen.items() if isinstance(got, TileforgeError)}
         return Look(alive=alive, missed=missed)
 

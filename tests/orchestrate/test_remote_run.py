@@ -20,8 +20,8 @@ pytestmark = pytest.mark.sshd
 
 NAME = "step_00000010"
 SIZE_BYTES = 20_000_000
-# More than one answer of a node has room for.
-ROWS = "".join(f'{{"step": {step}, "loss": {"1" * 300}}}\n' for step in range(32_000))
+# 16 MB: more than one answer of a node has room for, and three.
+ROWS = "".join(f'{{"step": {step}, "loss": {"1" * 300}}}\n' for step in range(50_000))
 
 
 def test_a_checkpoint_and_metrics_come_once_however_many_ask(
