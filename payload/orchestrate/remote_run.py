@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from signal import Signals
 from typing import Any
 
+from payload.checkpoint_watch import CheckpointWatch
 from payload.errors import NodesError, RankLostError, TileforgeError
 from payload.inventory import ClusterInventory, Node
 from payload.launch.environment import RUN_DIR
@@ -22,6 +23,7 @@ from payload.orchestrate.remote_programs import parse_answer, remote_argv, remot
 from payload.orchestrate.run_key import remove_run_key
 from payload.orchestrate.transfer import get, local_sha256
 from payload.results import RunPaths, StopWish
+from payload.run_config import load_run_config
 
 _ACTION_S = 20.0
 _START_S = 60.0
@@ -135,8 +137,9 @@ class RemoteRun:
     def end_leftovers(self) -> None:
         """See to it that no node has a process of a run that has ended.
 
-        Does nothing to one that was started again. Raises RankLostError with the processes that do
-        not end, else NodesError with the nodes where it cannot be seen.
+        Ranks whose supervisor was killed save before they go; a checkpoint that gets on is waited
+        for. Does nothing to a run that was started again. Raises RankLostError with the processes
+        that do not end, else NodesError with the nodes where it cannot be seen.
         """
         gone: dict[str, TileforgeError] = {}
         found: dict[str, list[int]] = {}
@@ -151,8 +154,9 @@ class RemoteRun:
             return [node for node in nodes if node.name not in gone and found[node.name]]
 
         ends = time.monotonic() + _LEAVE_S
+        saves = self._saves()
         left = ask(self.inventory.nodes)
-        while left and time.monotonic() < ends:
+        while left and (time.monotonic() < ends or (self.inventory.head in left and saves())):
             time.sleep(0.5)
             left = ask(left)
         if left and self.is_alive():
@@ -166,6 +170,17 @@ class RemoteRun:
             raise RankLostError(f"processes of run {self.paths.run_id} do not end: {listed}.")
         if gone:
             raise NodesError(f"looking for processes of run {self.paths.run_id}", gone)
+
+    def _saves(self) -> Callable[[], bool]:
+        """What tells whether rank 0 is at a checkpoint that gets on."""
+        patience_s = load_run_config(self.paths.config).limits.hang_timeout_s
+        watch = CheckpointWatch(self.paths, patience_s=patience_s)
+
+        def saves() -> bool:
+            self.refresh()
+            return watch.gets_on()
+
+        return saves
 
     def remove_key(self) -> None:
         """Let no node trust the run's key any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -97,6 +98,24 @@ def test_what_is_left_is_ended_though_another_machine_is_gone(
     with pytest.raises(NodesError, match=rf"processes of run cut failed on 1 .*\n  {GONE}: "):
         run.end_leftovers()
     assert not trained.operator.nodes.processes_of(1)
+
+
+def test_a_rank_that_saves_after_its_supervisors_death_is_left_to_it(
+    trained: Trained, paths: RunPaths, run: RemoteRun
+) -> None:
+    nodes, saved = trained.operator.nodes, trained.on_head("saved")
+    sign = trained.on_head("progress/rank_0000.json")
+    before = json.loads(sign.read_text(encoding="utf-8"))
+    sign.write_text(json.dumps(before | {"phase": "checkpoint"}), encoding="utf-8")
+    mark = f"{RUN_DIR}={planned_run_dir(paths)}"
+    saving = f"sleep 2; touch {planned_run_dir(paths)}/saved"
+    nodes.within(0, "sh", "-c", f"env {mark} setsid sh -c '{saving}' >/dev/null 2>&1 &")
+    wait_until(lambda: bool(nodes.processes_of(0)), what="the process")
+    with pytest.raises(NodesError):
+        run.end_leftovers()
+    assert saved.exists()
+    saved.unlink()
+    sign.write_text(json.dumps(before), encoding="utf-8")
 
 
 def test_a_run_that_was_started_again_keeps_its_processes_and_its_key(
