@@ -58,6 +58,12 @@ def look(
     return _place(connection, code, action="look", venv=str(venv), wholes=list(wholes))
 
 
+def running_on(connection: Connection) -> str | None:
+    """The run that is going on on this node, whoever started it."""
+    found: str | None = _send(connection, action="running")["running"]
+    return found
+
+
 def send_code(
     connection: Connection, code: Code, missing: Sequence[str], *, home: PurePosixPath
 ) -> None:
@@ -139,9 +145,11 @@ def _has(
 
 
 def _place(connection: Connection, code: Code, **arguments: str | list[str]) -> dict[str, Any]:
+    return _send(connection, **arguments, digest=code.digest, files=dict(code.files))
+
+
+def _send(connection: Connection, **arguments: Any) -> dict[str, Any]:
     text = connection.check_run(
-        remote_argv({**arguments, "digest": code.digest, "files": code.files}),
-        stdin=remote_program("place.py"),
-        timeout_s=_LOOK_S,
+        remote_argv(arguments), stdin=remote_program("place.py"), timeout_s=_LOOK_S
     )
     return parse_answer(text, node=connection.node.name)

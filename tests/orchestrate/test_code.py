@@ -59,13 +59,15 @@ def test_an_archive_holds_what_it_was_given() -> None:
 
 
 def test_the_head_names_the_run_that_holds_its_lock(tmp_path: Path) -> None:
+    runs = tmp_path / "tileforge" / "runs"
     for name in ("old", "new"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "supervisor.lock").touch()
-    assert running(tmp_path) is None
-    with (tmp_path / "new" / "supervisor.lock").open() as lock:
+        (runs / name).mkdir(parents=True)
+        (runs / name / "supervisor.lock").touch()
+    assert running(runs) is None
+    with (runs / "new" / "supervisor.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert running(tmp_path) == "new"
+        assert running(runs) == "new"
+        assert act({"action": "running"}, home=tmp_path) == {"running": "new"}
 
 
 def test_the_nodes_environment_is_where_their_bootstrap_makes_it() -> None:

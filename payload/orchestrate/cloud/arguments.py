@@ -23,17 +23,26 @@ def _add_up(commands: Commands) -> None:
     parser = commands.add_parser(
         "up",
         help="build the cluster with Pulumi",
-        description="`pulumi preview` with its price, a question, `pulumi up`. When it fails, the "
-        "exit code says why: 11 quota, 12 no capacity, 13 credentials or permission.",
+        description="`pulumi preview` with its price, a question, `pulumi up`. Where that makes "
+        "machines anew or removes them, it first collects what is missing here of the cluster's "
+        "runs; nothing is built when a run cannot be collected, or the head says that one goes on. "
+        "When it fails, the exit code says why: 11 quota, 12 no capacity, 13 credentials or "
+        "permission.",
     )
-    parser.set_defaults(command=_up, runs_dir=None)
+    parser.set_defaults(command=_up)
     _add_stack(parser)
     parser.add_argument(
         "--next-zone",
         action="store_true",
         help="without capacity, try the config's other zones in turn, and change the config",
     )
+    parser.add_argument(
+        "--without-collect",
+        action="store_true",
+        help="make machines anew with results on them that are not here, too",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only the preview")
+    _add_runs_dir(parser)
     _add_yes(parser)
 
 
@@ -107,8 +116,8 @@ def _add_down(commands: Commands) -> None:
         "down",
         help="bring results home, destroy the cluster, look that nothing is left",
         description="Collect what is missing here of the cluster's runs, `pulumi destroy`, sweep. "
-        "Nothing is destroyed when a run cannot be collected or is going on. The results bucket "
-        "stays. Exit code 60 when something is left.",
+        "Nothing is destroyed when a run cannot be collected, or the head says that one goes on. "
+        "The results bucket stays. Exit code 60 when something is left.",
     )
     parser.set_defaults(command=_down)
     _add_stack(parser)
@@ -118,7 +127,7 @@ def _add_down(commands: Commands) -> None:
         "--without-collect", action="store_true", help="destroy results that are not here, too"
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
-    parser.add_argument("--runs-dir", metavar="DIR", help="where runs are kept (default: runs)")
+    _add_runs_dir(parser)
     _add_yes(parser)
 
 
@@ -138,6 +147,10 @@ def _add_project(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="(default: the cluster's, as far as this folder knows it, or GOOGLE_CLOUD_PROJECT)",
     )
+
+
+def _add_runs_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs-dir", metavar="DIR", help="where runs are kept (default: runs)")
 
 
 def _add_yes(parser: argparse.ArgumentParser) -> None:

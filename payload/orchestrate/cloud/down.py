@@ -9,18 +9,17 @@ from pathlib import Path
 from rich.console import Console
 
 from payload.errors import ConfigError, ExitCode, TeardownError, TileforgeError
-from payload.inventory import ClusterInventory
 from payload.orchestrate.cloud.endpoints import Endpoints
 from payload.orchestrate.cloud.failures import explain
 from payload.orchestrate.cloud.google import Google
-from payload.orchestrate.cloud.pulumi_cli import Pulumi, PulumiError
+from payload.orchestrate.cloud.pulumi_cli import Pulumi
+from payload.orchestrate.cloud.results_first import AtStake, at_stake
 from payload.orchestrate.cloud.settings import cluster_name, settings
-from payload.orchestrate.cloud.stack import read_outputs, remember
+from payload.orchestrate.cloud.stack import StackOutputs, outputs_if_any, remember
 from payload.orchestrate.cloud.sweep import conclude, confirm, look, project_of
-from payload.orchestrate.mirror import read_mirrored
 from payload.orchestrate.report import text_console
-from payload.orchestrate.runs import all_runs
-from payload.results import RunPaths, Summary, checkpoint_step, read_json
+
+_WORDS = {"kept": "nothing was destroyed", "force": "down --without-collect"}
 
 
 def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -28,23 +27,29 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     talk = text_console(stderr=True)
     folder = Path.cwd()
     pulumi = Pulumi(env, folder=folder, stack=arguments.stack)
-    cluster, project = _which(pulumi, arguments, env, folder=folder)
-    runs = [] if arguments.without_collect else _uncollected(arguments.runs_dir, cluster)
-    _say_steps(runs, cluster, project, arguments=arguments, talk=talk)
+    cluster, project, outputs = _which(pulumi, arguments, env, folder=folder)
     google = Google(project, endpoints=Endpoints.from_env(env))
+    # Before anything is destroyed: without these the last step could not look.
+    google.check_credentials()
+    stake = None
+    if not arguments.without_collect:
+        stake = at_stake(
+            cluster, outputs, env, folder=folder, runs_dir=arguments.runs_dir, talk=talk
+        )
+    _say_steps(stake, cluster, project, talk=talk)
     if arguments.dry_run:
         found = look(google, cluster, folder=folder, keep_buckets=True)
         text_console(stderr=False).print(found.table())
         talk.print("dry run: nothing was collected or destroyed")
         return ExitCode.OK
-    # Before anything is destroyed: without these the last step could not look.
-    google.check_credentials()
+    if stake is not None:
+        stake.refuse_while_running(**_WORDS)
     if not confirm(f"Destroy cluster {cluster}?", assume_yes=arguments.yes):
         talk.print("nothing was destroyed")
         return ExitCode.OK
-    for paths in runs:
-        _collect(paths, env, talk=talk)
-    talk.print(f"1/3 collect: {len(runs)} run(s) brought home")
+    if stake is not None:
+        stake.bring_home(env, **_WORDS)
+    talk.print(f"1/3 collect: {0 if stake is None else len(stake.missing)} run(s) brought home")
     # A results bucket is protected: without the flag nothing at all would be destroyed.
     words = ("destroy", "--yes", "--skip-preview", "--exclude-protected")
     status, output = pulumi.follow(*words, say=talk.print)
@@ -55,82 +60,27 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _which(
     pulumi: Pulumi, arguments: argparse.Namespace, env: Mapping[str, str], *, folder: Path
-) -> tuple[str, str]:
-    """The cluster and its project."""
-    try:
-        outputs = read_outputs(pulumi)
-    except PulumiError as error:
-        # A stack that failed half-way has no outputs, and is the one that must go.
-        if error.trouble != "no stack" or "has no output" not in str(error):
-            raise
+) -> tuple[str, str, StackOutputs | None]:
+    """The cluster, its project, and its outputs if it ever came up."""
+    outputs = outputs_if_any(pulumi)
+    if outputs is None:
+        # It failed half-way, and is the one that must go.
         known = settings(pulumi)
         cluster = arguments.cluster or cluster_name(pulumi, known)
         given = arguments.project or known.get("project")
-        return cluster, project_of(given, cluster, env, folder=folder)
+        return cluster, project_of(given, cluster, env, folder=folder), None
     remember(outputs, folder=folder)
     cluster = outputs.inventory.cluster
     if arguments.cluster not in (None, cluster):
         raise ConfigError(f"--cluster {arguments.cluster}: the stack's cluster is {cluster}.")
-    return cluster, arguments.project or outputs.project
+    return cluster, arguments.project or outputs.project, outputs
 
 
-def _say_steps(
-    runs: list[RunPaths],
-    cluster: str,
-    project: str,
-    *,
-    arguments: argparse.Namespace,
-    talk: Console,
-) -> None:
-    names = ", ".join(paths.run_id for paths in runs) or "nothing is missing here"
-    first = "left out (--without-collect)" if arguments.without_collect else names
+def _say_steps(stake: AtStake | None, cluster: str, project: str, *, talk: Console) -> None:
+    first = "left out (--without-collect)" if stake is None else stake.names()
     talk.print(f"1/3 collect: {first}")
     talk.print("2/3 pulumi destroy: every machine, disk and network; the results bucket stays")
     talk.print(f"3/3 sweep: look for what is left of {cluster} in {project}")
-
-
-def _uncollected(runs_dir: Path, cluster: str) -> list[RunPaths]:
-    """Runs of the cluster whose copy here lacks something, or that may still be going on."""
-    found = []
-    for paths in all_runs(runs_dir):
-        mirrored = read_mirrored(paths)
-        if mirrored is None or not paths.inventory.exists():
-            continue
-        if ClusterInventory.load(paths.inventory).cluster != cluster:
-            continue
-        if mirrored.alive or not _is_whole(paths):
-            found.append(paths)
-    return found
-
-
-def _is_whole(paths: RunPaths) -> bool:
-    """Whether the run has ended and its last checkpoint is here."""
-    summary, checkpoint = read_json(Summary, paths.summary), paths.newest_checkpoint()
-    if summary is None or checkpoint is None or summary.status == "running":
-        return False
-    return checkpoint_step(checkpoint) >= summary.steps
-
-
-def _collect(paths: RunPaths, env: Mapping[str, str], *, talk: Console) -> None:
-    """Bring a run home. Raises when it cannot be, or goes on: nothing is destroyed then."""
-    # paramiko takes half a second to import.
-    from payload.orchestrate.remote_commands import collect
-
-    try:
-        collect(argparse.Namespace(runs_dir=paths.root.parent, run=paths.run_id), env)
-    except TileforgeError as error:
-        again = TileforgeError(
-            f"run {paths.run_id} is not brought home, so nothing was destroyed: {error} To destroy "
-            "without its results: down --without-collect"
-        )
-        again.exit_code = error.exit_code
-        raise again from None
-    mirrored = read_mirrored(paths)
-    if mirrored is not None and mirrored.alive:
-        raise ConfigError(
-            f"run {paths.run_id} is going on, so nothing was destroyed. Stop it first: python -m "
-            f"payload.orchestrate stop {paths.run_id} (or lose its end: down --without-collect)"
-        )
 
 
 def _sweep(

@@ -10,7 +10,7 @@ import base64
 import binascii
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def pin_host_keys(
     What was pinned for the same machine before is in `cache`. Raises NodesError that names each
     node: gone (41), without keys after `deadline_s` (30), or refused (13).
     """
-    _check(inventory)
+    _check(inventory.nodes)
     google.compute("Instances")  # once, before the threads
     reader = _Reader(
         google=google,
@@ -149,7 +149,7 @@ def pin_host_keys(
         sleep=sleep,
     )
     outcomes = on_every_node(inventory.nodes, reader.pinned)
-    if all(isinstance(outcome, _GoneError) for outcome in outcomes.values()):
+    if all(isinstance(outcome, MachineGoneError) for outcome in outcomes.values()):
         raise RankLostError(
             f"cluster {inventory.cluster}: none of its {len(outcomes)} machine(s) exists any more "
             "(past their lifetime, or removed). Build them anew: python -m payload.orchestrate up; "
@@ -162,12 +162,37 @@ def pin_host_keys(
     return whole
 
 
-class _GoneError(RankLostError):
+def pin_node(
+    node: Node,
+    google: Google,
+    *,
+    cache: Path,
+    say: Callable[[str], None],
+    deadline_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Node:
+    """One node with its host keys and machine number; `cache` is read and left as it is.
+
+    Raises MachineGoneError, and for the node what `pin_host_keys` names.
+    """
+    _check([node])
+    reader = _Reader(
+        google=google,
+        known=_read_cache(cache),
+        ends=time.monotonic() + deadline_s,
+        deadline_s=deadline_s,
+        say=say,
+        sleep=sleep,
+    )
+    return reader.pinned(node)
+
+
+class MachineGoneError(RankLostError):
     """The instance is not there any more."""
 
 
-def _gone(node: Node) -> _GoneError:
-    return _GoneError(
+def _gone(node: Node) -> MachineGoneError:
+    return MachineGoneError(
         f"{node.name}: its machine does not exist any more (preempted, past its lifetime, or "
         "removed). Make it anew: python -m payload.orchestrate up"
     )
@@ -200,8 +225,8 @@ def _key(node: Node, kind: str, value: str) -> str:
     return f"{kind} {text}"
 
 
-def _check(inventory: ClusterInventory) -> None:
-    for node in inventory.nodes:
+def _check(nodes: Sequence[Node]) -> None:
+    for node in nodes:
         if node.zone is None:
             raise ConfigError(f"inventory: {node.name} has no zone. Bring the stack up to date.")
 

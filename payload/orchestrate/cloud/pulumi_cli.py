@@ -83,9 +83,10 @@ class Pulumi:
         stack = ["--stack", self.stack] if self.stack else []
         return [program, *words, *stack, "--non-interactive", "--color", "never"]
 
-    def ask(self, *words: str) -> str:
+    def ask(self, *words: str, timeout_s: float | None = None) -> str:
         """What the command printed. Raises PulumiError."""
         argv = self.argv(*words)
+        timeout_s = timeout_s or self._timeout_s
         shown = f"pulumi {' '.join(words)}"
         try:
             done = subprocess.run(
@@ -96,12 +97,12 @@ class Pulumi:
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=self._timeout_s,
+                timeout=timeout_s,
                 check=False,
             )
         except subprocess.TimeoutExpired:
             raise PulumiError(
-                f"`{shown}` has not answered within {self._timeout_s:g} s. See that its backend "
+                f"`{shown}` has not answered within {timeout_s:g} s. See that its backend "
                 "can be reached: pulumi whoami",
                 "other",
             ) from None
@@ -109,9 +110,9 @@ class Pulumi:
             raise self._refusal(shown, done.stderr or done.stdout)
         return done.stdout
 
-    def ask_json(self, *words: str) -> Any:
+    def ask_json(self, *words: str, timeout_s: float | None = None) -> Any:
         """The JSON that the command printed. Raises PulumiError."""
-        text = self.ask(*words, "--json")
+        text = self.ask(*words, "--json", timeout_s=timeout_s)
         try:
             return json.loads(text)
         except json.JSONDecodeError:

@@ -74,6 +74,16 @@ def read_outputs(pulumi: Pulumi) -> StackOutputs:
     )
 
 
+def outputs_if_any(pulumi: Pulumi) -> StackOutputs | None:
+    """The same; None of a stack that never came up whole. Raises PulumiError and ConfigError."""
+    try:
+        return read_outputs(pulumi)
+    except PulumiError as error:
+        if error.trouble != "no stack" or "has no output" not in str(error):
+            raise
+        return None
+
+
 def default_stack(env: Mapping[str, str], *, folder: Path) -> StackOutputs | str:
     """The selected stack's outputs, or why there is none to be had.
 

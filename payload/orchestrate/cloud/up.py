@@ -11,13 +11,23 @@ from rich.console import Console
 
 from payload.errors import CapacityError, ConfigError, ExitCode, TileforgeError
 from payload.orchestrate.cloud.failures import explain, find_stock_out
+from payload.orchestrate.cloud.machines import machines_that_go, machines_there
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
+from payload.orchestrate.cloud.results_first import AtStake, at_stake
 from payload.orchestrate.cloud.settings import cluster_name, settings, text_list
-from payload.orchestrate.cloud.stack import read_outputs, remember, remember_plan
+from payload.orchestrate.cloud.stack import (
+    outputs_if_any,
+    read_outputs,
+    remember,
+    remember_plan,
+)
 from payload.orchestrate.cloud.sweep import confirm
 from payload.orchestrate.keys import make_operator_key, operator_key_path
 from payload.orchestrate.report import text_console
 from payload.results import write_whole
+
+_FORCE = "up --without-collect"
+_WORDS = {"kept": "nothing was built", "force": _FORCE}
 
 
 def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -32,15 +42,23 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
             "pulumi config set --path 'zones[1]' ZONE"
         )
     _make_key(pulumi, known, talk=talk)
+    there = machines_there(pulumi)
     _step(pulumi, "preview", say=talk.print)
+    going = machines_that_go(pulumi) if there else []
+    results = _Results(pulumi, arguments, env, talk=talk)
+    stake = results.look(going)
     if arguments.dry_run:
         talk.print("dry run: nothing was built")
         return ExitCode.OK
+    if stake is not None:
+        stake.refuse_while_running(**_WORDS)
     if not confirm("Build this?", assume_yes=arguments.yes):
         talk.print("nothing was built")
         return ExitCode.OK
     remember_plan(pulumi, known, folder=Path.cwd())
-    _build(pulumi, zones, talk=talk)
+    if stake is not None:
+        stake.bring_home(env, **_WORDS)
+    _build(pulumi, zones, there=there, results=results, talk=talk)
     outputs = read_outputs(pulumi)
     remember(outputs, folder=Path.cwd())
     name = f"stack:{arguments.stack}" if arguments.stack else "stack"
@@ -50,6 +68,51 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         f"{name} --wait 20; remove it: python -m payload.orchestrate down"
     )
     return ExitCode.OK
+
+
+class _Results:
+    """What is on the machines of a cluster that is up, before some of them go."""
+
+    def __init__(
+        self,
+        pulumi: Pulumi,
+        arguments: argparse.Namespace,
+        env: Mapping[str, str],
+        *,
+        talk: Console,
+    ) -> None:
+        self._pulumi = pulumi
+        self._arguments = arguments
+        self._env = env
+        self._talk = talk
+
+    def look(self, going: Sequence[str]) -> AtStake | None:
+        """Say which machines go, and what is to be collected first; None where nothing is."""
+        if not going:
+            return None
+        self._talk.print(
+            f"this ends {len(going)} machine(s), with all that is on them: {', '.join(going)}"
+        )
+        outputs = outputs_if_any(self._pulumi)
+        if outputs is None or self._arguments.without_collect:
+            return None
+        stake = at_stake(
+            outputs.inventory.cluster,
+            outputs,
+            self._env,
+            folder=Path.cwd(),
+            runs_dir=self._arguments.runs_dir,
+            talk=self._talk,
+        )
+        self._talk.print(f"to collect first: {stake.names()}")
+        return stake
+
+    def save(self, going: Sequence[str], *, kept: str) -> None:
+        """Look, and collect at once. Raises when something would be lost."""
+        stake = self.look(going)
+        if stake is not None:
+            stake.refuse_while_running(kept=kept, force=_FORCE)
+            stake.bring_home(self._env, kept=kept, force=_FORCE)
 
 
 def _make_key(pulumi: Pulumi, known: dict[str, Any], *, talk: Console) -> None:
@@ -63,8 +126,18 @@ def _make_key(pulumi: Pulumi, known: dict[str, Any], *, talk: Console) -> None:
         talk.print(f"made the key that opens the cluster: {path}")
 
 
-def _build(pulumi: Pulumi, zones: Sequence[str], *, talk: Console) -> None:
-    """`pulumi up`; without capacity again in each further one of `zones`."""
+def _build(
+    pulumi: Pulumi,
+    zones: Sequence[str],
+    *,
+    there: Sequence[str],
+    results: _Results,
+    talk: Console,
+) -> None:
+    """`pulumi up`; without capacity again in each further one of `zones`.
+
+    All nodes are in one zone, so another one ends the machines that were `there`.
+    """
     left = list(zones[1:])
     while True:
         status, output = pulumi.follow("up", "--yes", "--skip-preview", say=talk.print)
@@ -77,6 +150,7 @@ def _build(pulumi: Pulumi, zones: Sequence[str], *, talk: Console) -> None:
         zone = min(left, key=lambda each: (each not in stock_out.free, zones.index(each)))
         left.remove(zone)
         talk.print(f"{stock_out.describe()}\n--next-zone: the cluster goes to {zone} now")
+        results.save(there, kept="the cluster stays in its zone")
         _move(pulumi, zone, zones)
 
 

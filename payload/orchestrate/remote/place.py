@@ -1,9 +1,9 @@
 """Looks what a run lacks on this node, and puts the payload's code in its place.
 
 Runs on a node as `python3 -I - ARGUMENTS`, with this text on stdin; ARGUMENTS is a JSON object:
-action (look, finish), digest (of the code), files (sha256 by path), for look also venv and wholes
-(files under ~/tileforge, each the last one of a folder). Prints a JSON object. Each action may be
-repeated.
+action (look, finish, running); but for running digest (of the code) and files (sha256 by path);
+for look also venv and wholes (files under ~/tileforge, each the last one of a folder). Prints a
+JSON object. Each action may be repeated.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _TCMALLOC = ("tcmalloc", "tcmalloc_minimal")
 def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
     """Carry out one action in the login's `home`."""
     root = home / "tileforge"
+    if arguments["action"] == "running":
+        return {"running": running(root / "runs")}
     if arguments["action"] == "finish":
         return finish(root, arguments["digest"], arguments["files"])
     missing = missing_files(root, arguments["digest"], arguments["files"])

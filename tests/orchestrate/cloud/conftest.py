@@ -29,6 +29,7 @@ class Site:
         self.env = {"PATH": f"{self.pulumi.bin}", VARIABLE: cloud.url, "HOME": str(folder)}
         self.sleeps: list[float] = []
         self.configure(cluster="mine", project=PROJECT, zones=[ZONE])
+        self.pulumi.machines()
         (folder / "Pulumi.yaml").write_text("name: tileforge\nruntime: python\n")
 
     def google(self, **more: Any) -> Google:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_URN = (
+    "urn:pulumi:dev::tileforge::tileforge:infra:ClusterNodes$gcp:compute/instance:Instance::{name}"
+)
 _PROGRAM = """#!{python}
 import json, sys, time
 from pathlib import Path
@@ -22,6 +26,9 @@ with (folder / "calls.jsonl").open("a") as calls:
     calls.write(json.dumps([stack, *words]) + "\\n")
 answers = json.loads((folder / "answers.json").read_text())
 for answer in answers:
+    # What a preview prints for people is no answer to a program.
+    if words == ["preview", "--json"] and answer["words"] == ["preview"]:
+        continue
     if words[: len(answer["words"])] == answer["words"] and answer["times"] != 0:
         answer["times"] -= 1
         (folder / "answers.json").write_text(json.dumps(answers))
@@ -69,6 +76,18 @@ class FakePulumi:
     def outputs(self, **values: Any) -> None:
         """What the stack exports from now on."""
         self.on("stack", "output", "--json", out=json.dumps(values, indent=2) + "\n")
+
+    def machines(self, *names: str, going: Sequence[str] = ()) -> None:
+        """What the state has from now on, and which of them the next preview ends."""
+        urns = {name: _URN.format(name=name) for name in names}
+        others = ["urn:pulumi:dev::tileforge::gcp:compute/network:Network::net"] if names else []
+        resources = [{"urn": urn, "type": urn.split("::")[2]} for urn in [*others, *urns.values()]]
+        state = {"version": 3, "deployment": {"resources": resources} if names else {}}
+        self.on("stack", "export", out=json.dumps(state))
+        steps = [{"op": "refresh", "urn": urn} for urn in urns.values()]
+        steps += [{"op": "replace", "urn": urn} for urn in others]
+        steps += [{"op": "replace", "urn": urns[name]} for name in going]
+        self.on("preview", "--json", out=json.dumps({"config": {}, "steps": steps}))
 
     def calls(self) -> list[list[str | None]]:
         """The stack and the words of each call."""

@@ -31,9 +31,9 @@ Capture = pytest.CaptureFixture[str]
 
 
 def words(site: Site) -> list[str]:
-    """What Pulumi was told to do; the config is only read."""
+    """What Pulumi was told to do; config and state are only read."""
     told = [" ".join(word for word in call if word) for call in site.pulumi.calls()]
-    return [each for each in told if not each.endswith("config --json")]
+    return [each for each in told if not each.endswith(("config --json", "stack export"))]
 
 
 def test_up_shows_the_preview_builds_and_says_what_is_next(site: Site, capsys: Capture) -> None:
@@ -147,6 +147,56 @@ def test_an_interrupted_up_waits_for_pulumi_to_end(site: Site) -> None:
     assert "KeyboardInterrupt" in err
 
 
+def test_up_that_would_end_machines_saves_what_is_on_them(site: Site, capsys: Capture) -> None:
+    make_operator_key(site.folder / "key")
+    site.build()
+    site.pulumi.on("preview", out="+- 1 to replace\n")
+    site.pulumi.on("up")
+    make_run(site, "one", alive=True)
+    site.pulumi.machines("mine-0", "mine-1", going=["mine-1"])
+    assert main(["up", "--yes"], site.env) == ExitCode.SSH_UNREACHABLE
+    err = capsys.readouterr().err
+    assert "this ends 1 machine(s), with all that is on them: mine-1" in err
+    assert "to collect first: one" in err
+    assert "run one is not brought home, so nothing was built" in err
+    assert "up --without-collect" in err
+    assert words(site) == ["preview", "preview --json", "stack output --json"]
+    assert main(["up", "--yes", "--without-collect"], site.env) == ExitCode.OK
+    # One that ends nothing has nothing to save.
+    site.pulumi.machines("mine-0", "mine-1")
+    capsys.readouterr()
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    assert "this ends" not in capsys.readouterr().err
+
+
+def test_next_zone_does_not_leave_results_behind_in_the_old_one(
+    site: Site, capsys: Capture
+) -> None:
+    make_operator_key(site.folder / "key")
+    site.build()
+    site.configure(cluster="mine", zones=["us-central1-f", "us-central1-b"])
+    site.pulumi.machines("mine-0", "mine-1")
+    site.pulumi.on("preview", out="+ 1 to create\n")
+    site.pulumi.on("up", out=DETAILS, status=255)
+    make_run(site, "one", alive=True)
+    assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.SSH_UNREACHABLE
+    err = capsys.readouterr().err
+    assert "this ends 2 machine(s), with all that is on them: mine-0, mine-1" in err
+    assert "run one is not brought home, so the cluster stays in its zone" in err
+    assert not [each for each in words(site) if each.startswith("config set")]
+
+
+@pytest.mark.parametrize("command", ["stack export", "preview --json"])
+def test_a_pulumi_that_prints_something_else_builds_nothing(
+    site: Site, capsys: Capture, command: str
+) -> None:
+    site.pulumi.machines("mine-0")
+    site.pulumi.on("preview")
+    site.pulumi.on(*command.split(), out="[]")
+    assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
+    assert f"`pulumi {command}` printed what cannot be read" in capsys.readouterr().err
+
+
 def destroys(site: Site, *, leaves: tuple[str, ...] = (), status: int = 0, out: str = "") -> None:
     """From now on `pulumi destroy` takes everything but `leaves`, when it is called."""
     site.pulumi.on("destroy", out=out or "destroyed\n", status=status)
@@ -229,6 +279,7 @@ def test_results_that_cannot_be_brought_home_stop_the_destroy(site: Site, capsys
     make_run(site, "one", alive=True)
     assert main(["down", "--yes"], site.env) == ExitCode.SSH_UNREACHABLE
     err = capsys.readouterr().err
+    assert "warning: it is not known whether a run is going on: mine-0: " in err
     assert "1/3 collect: one" in err
     assert "run one is not brought home, so nothing was destroyed" in err
     assert "down --without-collect" in err

@@ -22,7 +22,7 @@ from payload.orchestrate.remote_run import RemoteRun, planned_run_dir
 from payload.orchestrate.report import text_console
 from payload.results import RunPaths
 from tests.orchestrate.cluster.conftest import STEPS, Trained
-from tests.orchestrate.cluster.test_run import down
+from tests.orchestrate.cluster.test_run import as_stack
 from tests.orchestrate.sshd import free_port
 from tests.waiting import wait_until
 
@@ -80,7 +80,7 @@ def test_a_machine_that_is_gone_hides_nothing_of_the_others(
     log = paths.rank_log(1).read_bytes()
     paths.rank_log(1).unlink()
     shutil.rmtree(paths.checkpoint(STEPS))
-    code, said, told = down(trained.operator)
+    code, said, told = as_stack(trained.operator, "down")
     assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
     assert told == ["stack", "destroy"]
     assert f"warning: not all is here: {GONE}: " in said, said

@@ -22,7 +22,7 @@ from payload.orchestrate.mirror import read_mirrored
 from payload.results import RunPaths
 from tests.launching import losses, summary
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
-from tests.orchestrate.cloud.standin import PROJECT, REGION, CloudStandIn
+from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.cluster.operating import (
     TIMEOUT_S,
@@ -38,15 +38,26 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 
 
-def down(operator: Operator) -> tuple[int, str, list[str]]:
-    """`down`, as if the nodes were a Pulumi stack's: also what Pulumi was told to do."""
+def as_stack(operator: Operator, *arguments: str) -> tuple[int, str, list[str]]:
+    """`up` or `down`, as if the nodes were a Pulumi stack's: also what Pulumi was told to do.
+
+    Its previews make the head anew.
+    """
     with CloudStandIn() as cloud:
         pulumi = FakePulumi(operator.folder / "stack")
         inventory = json.loads(operator.nodes.inventory.to_json())
+        for node in inventory["nodes"]:
+            node["zone"] = ZONE
+            cloud.add_node(node["name"], labels={})
+            kind, _, key = node["host_keys"][0].partition(" ")
+            cloud.guest_attributes[node["name"]] = {kind: key}
         pulumi.outputs(inventory=inventory, project=PROJECT, region=REGION)
-        pulumi.on("destroy")
+        pulumi.machines("node-0", "node-1", going=["node-0"])
+        for word in ("preview", "up", "destroy"):
+            pulumi.on(word)
+        pulumi.on("config", "--json", out='{"tileforge:cluster": {"value": "test"}}')
         path = f"{pulumi.bin}:{os.environ['PATH']}"
-        code, said = operator.do("down", "--yes", env={"PATH": path, VARIABLE: cloud.url})
+        code, said = operator.do(*arguments, "--yes", env={"PATH": path, VARIABLE: cloud.url})
         told = [str(call[1]) for call in pulumi.calls()]
     shutil.rmtree(operator.folder / "stack")
     return code, said, told
@@ -114,7 +125,7 @@ def test_what_is_missing_here_is_brought_home_before_anything_is_destroyed(
 ) -> None:
     checkpoint = trained.operator.paths("far").checkpoint(STEPS)
     shutil.rmtree(checkpoint)
-    code, said, told = down(trained.operator)
+    code, said, told = as_stack(trained.operator, "down")
     assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
     assert (checkpoint / "model.safetensors").exists()
     assert told == ["stack", "destroy"]
@@ -142,9 +153,18 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     assert operator.nodes.log_of(0).count("Accepted") == logins + 1
     code, said = operator.do("status")
     assert code == ExitCode.OK and "running" in said, said
-    code, said, told = down(operator)
+    code, said, told = as_stack(operator, "down")
     assert code == ExitCode.CONFIG and "run one is going on, so nothing was destroyed" in said, said
     assert told == ["stack"]
+    # From a folder that does not know the run, the head is the one who tells of it.
+    own = operator.folder / ".cluster" / "test" / "id_ed25519"
+    shutil.copy(operator.nodes.key, own)
+    code, said, told = as_stack(operator, "down", "--runs-dir", "none")
+    assert code == ExitCode.CONFIG and "run one is going on, so nothing was destroyed" in said, said
+    assert "attach one --inventory stack" in said and told == ["stack"]
+    code, said, told = as_stack(operator, "up")
+    assert code == ExitCode.CONFIG and "run one is going on, so nothing was built" in said, said
+    assert "up" not in told
     code, said = operator.do("stop", "one", "--grace", "120")
     assert code == ExitCode.OK and "no process of it is left on any node" in said, said
     assert not operator.nodes.processes()
