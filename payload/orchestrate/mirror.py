@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import fcntl
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ class Mirrored:
     seen_unix: float
     ssh_key: str
     """Path of the key that the nodes know."""
+    collected: str | None = None
+    """Name of the newest checkpoint that the head had when it was brought here after the run's end,
+    empty where it had none; None while that has not been done."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -44,6 +48,28 @@ def read_mirrored(paths: RunPaths) -> Mirrored | None:
 def write_mirrored(paths: RunPaths, mirrored: Mirrored) -> None:
     """Replace mirror.json."""
     write_whole(paths.root / "mirror.json", json.dumps(asdict(mirrored), indent=2) + "\n")
+
+
+def note_seen(paths: RunPaths, *, alive: bool, ssh_key: Path) -> None:
+    """Write down that this is a cluster's run, how to reach it, and whether it is alive now."""
+    with alone(paths, "mirror"):
+        before = read_mirrored(paths)
+        mirrored = Mirrored(
+            alive=alive,
+            seen_unix=time.time(),
+            ssh_key=str(ssh_key),
+            collected=None if before is None or alive else before.collected,
+        )
+        write_mirrored(paths, mirrored)
+
+
+def note_collected(paths: RunPaths, checkpoint: Path | None) -> None:
+    """Write down that all is here with this checkpoint, if the run had ended when last seen."""
+    with alone(paths, "mirror"):
+        mirrored = read_mirrored(paths)
+        if mirrored is not None and not mirrored.alive:
+            name = "" if checkpoint is None else checkpoint.name
+            write_mirrored(paths, replace(mirrored, collected=name))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from rich.console import Console
 from payload.errors import ExitCode, RankLostError, SshUnreachableError, TileforgeError
 from payload.orchestrate.ending import say_end
 from payload.orchestrate.follow import Asks
+from payload.orchestrate.mirror import note_collected
 from payload.orchestrate.remote_run import RemoteRun
 from payload.orchestrate.report import text_console
 from payload.results import RunState, Summary, read_json
@@ -41,6 +42,8 @@ def bring_home(run: RemoteRun, *, talk: Console) -> Home:
         for error in missed.values():
             talk.print(f"warning: not all is here: {error}")
         checkpoint = run.collect_checkpoint()
+        if not missed:
+            note_collected(run.paths, checkpoint)
     except SshUnreachableError as error:
         raise SshUnreachableError(f"{error} {_how_to_go_on(run)}") from None
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from payload.launch.environment import RUN_DIR
 from payload.launch.plan import LaunchPlan
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.fanout import on_every_node
-from payload.orchestrate.mirror import Mirrored, alone, known_ends, merge, write_mirrored
+from payload.orchestrate.mirror import alone, known_ends, merge, note_seen
 from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
 from payload.orchestrate.run_key import remove_run_key
 from payload.orchestrate.transfer import get, local_sha256
@@ -117,8 +117,7 @@ class RemoteRun:
 
     def note(self, *, alive: bool) -> None:
         """Write down that this is a cluster's run, and how to reach it."""
-        mirrored = Mirrored(alive=alive, seen_unix=time.time(), ssh_key=str(self._key))
-        write_mirrored(self.paths, mirrored)
+        note_seen(self.paths, alive=alive, ssh_key=self._key)
 
     def signal(self, numbers: Sequence[Signals], *, wish: StopWish | None = None) -> bool:
         """Send signals, and leave `wish` for the supervisor; says whether it lives."""

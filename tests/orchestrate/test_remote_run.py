@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from payload.orchestrate.cluster import Cluster
+from payload.orchestrate.mirror import note_collected, read_mirrored
 from payload.orchestrate.remote_run import RemoteRun
 from payload.orchestrate.ssh_settings import Login
 from payload.results import RunPaths
@@ -60,3 +62,13 @@ def test_a_checkpoint_and_metrics_come_once_however_many_ask(
     assert (paths.checkpoint(10) / "model.safetensors").read_bytes() == content
     assert paths.metrics.read_text() == ROWS
     assert [path.name for path in paths.checkpoints.iterdir()] == [NAME]
+    # It has ended, so nothing more is to come; unless it is started again.
+    note_collected(paths, found[0])
+    mirrored = read_mirrored(paths)
+    assert mirrored is not None and mirrored.collected == NAME
+    with (run_dir / "supervisor.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        bring_home(0)
+        note_collected(paths, found[0])
+    mirrored = read_mirrored(paths)
+    assert mirrored is not None and mirrored.alive and mirrored.collected is None

@@ -77,7 +77,7 @@ def at_stake(
         head = ask_head(outputs, env, folder=folder, more_keys=keys, talk=talk)
     missing = []
     for paths, mirrored, inventory in copies:
-        if not mirrored.alive and _is_whole(paths):
+        if not mirrored.alive and _is_whole(paths, collected=mirrored.collected):
             continue
         if head.has_lost(inventory.head):
             talk.print(f"run {paths.run_id}: the machine that had its results is gone")
@@ -99,8 +99,14 @@ def _copies(runs_dir: Path, cluster: str) -> list[tuple[RunPaths, Mirrored, Clus
     return found
 
 
-def _is_whole(paths: RunPaths) -> bool:
-    """Whether the run has ended and its last checkpoint is here."""
+def _is_whole(paths: RunPaths, *, collected: str | None) -> bool:
+    """Whether all of a run that has ended is here.
+
+    The newest checkpoint of one that failed may be older than its last step, or there is none; what
+    was `collected` tells.
+    """
+    if collected is not None and (not collected or (paths.checkpoints / collected).is_dir()):
+        return True
     summary, checkpoint = read_json(Summary, paths.summary), paths.newest_checkpoint()
     if summary is None or checkpoint is None or summary.status == "running":
         return False

@@ -254,11 +254,19 @@ def test_a_dry_run_of_down_changes_nothing(site: Site, capsys: Capture) -> None:
     assert site.cloud.count("^(DELETE|POST)") == 0
 
 
-def make_run(site: Site, name: str, *, alive: bool) -> RunPaths:
+def make_run(
+    site: Site,
+    name: str,
+    *,
+    alive: bool,
+    collected: str | None = None,
+    instance_id: str | None = None,
+) -> RunPaths:
     """A local copy of a run on the cluster; nobody answers at its node's address."""
     paths = plan_stand_in(site.folder / "runs" / name)
     (node,) = make_inventory().nodes
-    node = replace(node, ssh_port=9, host_keys=(f"ssh-ed25519 {KEY}",))
+    keys = (f"ssh-ed25519 {KEY}",)
+    node = replace(node, ssh_port=9, host_keys=keys, instance_id=instance_id)
     inventory = replace(
         make_inventory(),
         cluster="mine",
@@ -268,7 +276,8 @@ def make_run(site: Site, name: str, *, alive: bool) -> RunPaths:
     )
     paths.inventory.write_text(inventory.to_json())
     key = site.folder / "key"
-    write_mirrored(paths, Mirrored(alive=alive, seen_unix=time.time(), ssh_key=str(key)))
+    mirrored = Mirrored(alive=alive, seen_unix=time.time(), ssh_key=str(key), collected=collected)
+    write_mirrored(paths, mirrored)
     return paths
 
 
@@ -287,12 +296,31 @@ def test_results_that_cannot_be_brought_home_stop_the_destroy(site: Site, capsys
     assert main(["down", "--yes", "--without-collect"], site.env) == ExitCode.OK
 
 
-def test_runs_of_other_clusters_and_whole_ones_are_left_alone(site: Site, capsys: Capture) -> None:
-    site.build(cluster="other")
+@pytest.mark.parametrize(("cluster", "collected"), [("other", None), ("mine", "")])
+def test_runs_of_other_clusters_and_collected_ones_are_left_alone(
+    site: Site, capsys: Capture, cluster: str, collected: str | None
+) -> None:
+    site.build(cluster=cluster)
     destroys(site)
-    make_run(site, "one", alive=True)
+    # One that failed before its first checkpoint: its files alone never show that it is all here.
+    make_run(site, "one", alive=collected is None, collected=collected)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     assert "1/3 collect: nothing is missing here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("made_anew", [True, False])
+def test_results_that_went_with_their_machine_do_not_keep_down_from_the_rest(
+    site: Site, capsys: Capture, made_anew: bool
+) -> None:
+    site.build()
+    destroys(site)
+    make_run(site, "one", alive=True, instance_id="77")
+    if not made_anew:
+        site.cloud.drop("instances", "mine-0")
+    assert main(["down", "--yes"], site.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    assert "run one: the machine that had its results is gone" in err
+    assert "1/3 collect: nothing is missing here" in err
 
 
 def test_a_stack_that_never_came_up_whole_can_be_taken_down(site: Site, capsys: Capture) -> None:

@@ -105,6 +105,8 @@ def test_two_nodes_train_what_one_machine_trains(trained: Trained) -> None:
     assert result["ranks_identical"] is True
     assert (far.checkpoint(STEPS) / "model.safetensors").exists()
     assert far.rank_log(1).exists()
+    mirrored = read_mirrored(far)
+    assert mirrored is not None and mirrored.collected == far.checkpoint(STEPS).name
     local = ["run", "--run-id", "near", "--set", "launch.ranks_per_node=2"]
     code, said = operator.do(*local, *operator.set_words(f"train.steps={STEPS}"))
     assert code == ExitCode.OK, said
