@@ -50,12 +50,15 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     if stake is not None:
         stake.bring_home(env, **_WORDS)
     talk.print(f"1/3 collect: {0 if stake is None else len(stake.missing)} run(s) brought home")
-    # A results bucket is protected: without the flag nothing at all would be destroyed.
-    words = ("destroy", "--yes", "--skip-preview", "--exclude-protected")
-    status, output = pulumi.follow(*words, say=talk.print)
-    trouble = explain(output, what="pulumi destroy") if status else None
-    talk.print("2/3 destroy: " + (f"FAILED: {trouble}" if trouble else "done"))
-    return _sweep(google, cluster, trouble, folder=folder, talk=talk)
+    try:
+        return _destroy(pulumi, google, cluster, folder=folder, talk=talk)
+    except KeyboardInterrupt:
+        talk.print(
+            f"down was interrupted: what is left of {cluster} is billed until its lifetime ends, "
+            "and it was not looked what that is. Go on with: python -m payload.orchestrate down; "
+            f"look with: sweep --cluster {cluster} --project {project}"
+        )
+        raise
 
 
 def _which(
@@ -83,6 +86,17 @@ def _say_steps(stake: AtStake | None, cluster: str, project: str, *, talk: Conso
     talk.print(f"3/3 sweep: look for what is left of {cluster} in {project}")
 
 
+def _destroy(
+    pulumi: Pulumi, google: Google, cluster: str, *, folder: Path, talk: Console
+) -> ExitCode:
+    # A results bucket is protected: without the flag nothing at all would be destroyed.
+    words = ("destroy", "--yes", "--skip-preview", "--exclude-protected")
+    status, output = pulumi.follow(*words, say=talk.print)
+    trouble = explain(output, what="pulumi destroy") if status else None
+    talk.print("2/3 destroy: " + (f"FAILED: {trouble}" if trouble else "done"))
+    return _sweep(google, cluster, trouble, folder=folder, talk=talk)
+
+
 def _sweep(
     google: Google,
     cluster: str,
@@ -90,7 +104,7 @@ def _sweep(
     *,
     folder: Path,
     talk: Console,
-) -> int:
+) -> ExitCode:
     found = look(google, cluster, folder=folder, keep_buckets=True)
     if found.left:
         text_console(stderr=False).print(found.table())

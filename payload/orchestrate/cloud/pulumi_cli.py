@@ -134,18 +134,17 @@ class Pulumi:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
         )
         assert process.stdout is not None
         lines: list[str] = []
         try:
-            for line in process.stdout:
-                lines.append(line)
-                say(line.rstrip("\n"))
+            # As bytes: an interrupt within the decoding of text would lose what was read.
+            for raw in process.stdout:
+                lines.append(raw.decode("utf-8", errors="replace"))
+                say(lines[-1].rstrip("\n"))
         except KeyboardInterrupt:
             say("interrupted: waiting for pulumi to end, so that its state stays true")
-            say(process.stdout.read().rstrip("\n"))
+            say(process.stdout.read().decode("utf-8", errors="replace").rstrip("\n"))
             process.wait()
             raise
         return process.wait(), "".join(lines)

@@ -26,6 +26,10 @@ from payload.orchestrate.keys import make_operator_key, operator_key_path
 from payload.orchestrate.report import text_console
 from payload.results import write_whole
 
+_STAYS = (
+    "What was built before stays and is billed until its lifetime ends: look with `pulumi stack`, "
+    "remove it with: python -m payload.orchestrate down"
+)
 _FORCE = "up --without-collect"
 _WORDS = {"kept": "nothing was built", "force": _FORCE}
 
@@ -58,7 +62,11 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     remember_plan(pulumi, known, folder=Path.cwd())
     if stake is not None:
         stake.bring_home(env, **_WORDS)
-    _build(pulumi, zones, there=there, results=results, talk=talk)
+    try:
+        _build(pulumi, zones, there=there, results=results, talk=talk)
+    except KeyboardInterrupt:
+        talk.print(f"up was interrupted. {_STAYS}")
+        raise
     outputs = read_outputs(pulumi)
     remember(outputs, folder=Path.cwd())
     name = f"stack:{arguments.stack}" if arguments.stack else "stack"
@@ -165,12 +173,8 @@ def _failed(output: str, *, tried: Sequence[str]) -> TileforgeError:
     error = explain(output, what="pulumi up")
     text = f"{error}"
     if isinstance(error, CapacityError) and len(tried) > 1:
-        text = f"{error}. Zones of the config that were tried: {', '.join(tried)}"
-    failed = type(error)(
-        f"{text}. What was built before stays and is billed until its lifetime ends: look with "
-        "`pulumi stack`, remove it with: python -m payload.orchestrate down"
-    )
-    return failed
+        text = f"{text}. Zones of the config that were tried: {', '.join(tried)}"
+    return type(error)(f"{text}. {_STAYS}")
 
 
 def _step(pulumi: Pulumi, word: str, *, say: Callable[[str], None]) -> None:

@@ -126,11 +126,29 @@ def test_next_zone_needs_a_next_zone(site: Site, capsys: Capture) -> None:
     assert words(site) == []
 
 
-def test_an_interrupted_up_waits_for_pulumi_to_end(site: Site) -> None:
+@pytest.mark.parametrize(
+    ("command", "told", "said"),
+    [
+        (
+            "up",
+            "up --yes --skip-preview",
+            "up was interrupted. What was built before stays and is billed until its lifetime ends",
+        ),
+        (
+            "down",
+            "destroy --yes --skip-preview --exclude-protected",
+            f"look with: sweep --cluster mine --project {PROJECT}",
+        ),
+    ],
+)
+def test_an_interrupted_command_waits_for_pulumi_and_says_what_is_billed(
+    site: Site, command: str, told: str, said: str
+) -> None:
+    site.build()
     site.pulumi.on("preview", out="14 to create\n")
-    site.pulumi.on("up", takes_s=60.0)
+    site.pulumi.on(told.split()[0], takes_s=60.0)
     process = subprocess.Popen(
-        [sys.executable, "-m", "payload.orchestrate", "up", "--yes"],
+        [sys.executable, "-m", "payload.orchestrate", command, "--yes"],
         cwd=site.folder,
         env={**site.env, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
@@ -138,11 +156,12 @@ def test_an_interrupted_up_waits_for_pulumi_to_end(site: Site) -> None:
         # As a shell's foreground job is: Ctrl-C goes to the group.
         start_new_session=True,
     )
-    wait_until(lambda: "up --yes --skip-preview" in words(site), what="pulumi up to begin")
+    wait_until(lambda: told in words(site), what=f"pulumi {told} to begin")
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
     assert "waiting for pulumi to end" in err and err.splitlines()[-1] == "interrupted"
+    assert said in err and "python -m payload.orchestrate down" in err
     # What pulumi said when it was interrupted has been passed on, so it had ended.
     assert "KeyboardInterrupt" in err
 
