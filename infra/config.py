@@ -66,7 +66,7 @@ class ClusterConfig:
         return self.zones[0]
 
     def uses_spot(self) -> bool:
-        """Whether spot machines are asked for; `auto` begins with them."""
+        """Whether spot machines are asked for; with `auto`, too, until it is set to false."""
         return self.spot in ("true", "auto")
 
     def max_lifetime_s(self) -> int | None:

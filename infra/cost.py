@@ -72,7 +72,7 @@ def cluster_cost(config: ClusterConfig, *, spot: bool | None = None) -> Cost:
 def price_of_cluster(config: ClusterConfig) -> Cost:
     """What the cluster costs. Raises BudgetError when that is more than maxHourlyUsd.
 
-    With spot = auto, on-demand machines have to fit too: they are what comes next.
+    With spot = auto, on-demand machines have to fit too: the operator may change to them.
     """
     cost = cluster_cost(config)
     cap = config.price_cap_usd()

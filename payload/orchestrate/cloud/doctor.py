@@ -164,14 +164,19 @@ def _quotas(google: Google, need: Need, project: Any) -> Iterator[Check]:
         "project": {quota.metric: quota for quota in project.quotas},
     }
     page = _QUOTA_PAGE.format(project=google.project)
+    seen = set()
     for scope, metrics, amount in need.quotas(vcpus_per_node=vcpus):
         where = need.region if scope == "region" else "all regions"
         known = [m for m in metrics if m in limits[scope]]
         # A limit of 0 for preemptible CPUs means that spot machines use the family's quota.
         metric = next((m for m in known[:-1] if limits[scope][m].limit > 0), (known or [""])[-1])
+        name = f"{metric or metrics[-1]} in {where}"
+        if name in seen:
+            continue  # spot machines that use the quota of the others
+        seen.add(name)
         if not metric:
             yield Check(
-                name=f"{metrics[-1]} in {where}",
+                name=name,
                 outcome="unknown",
                 found=f"{amount:g} needed, the limit is not listed",
                 fix=f"Look at {page}",
@@ -181,7 +186,7 @@ def _quotas(google: Google, need: Need, project: Any) -> Iterator[Check]:
         free = quota.limit - quota.usage
         fits = amount <= free
         yield Check(
-            name=f"{metric} in {where}",
+            name=name,
             outcome="ok" if fits else "error",
             found=f"{amount:g} needed, {free:g} free (limit {quota.limit:g}, used {quota.usage:g})",
             fix="" if fits else f"Ask for {quota.usage + amount:g} at {page}, or need less.",

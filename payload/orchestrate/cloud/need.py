@@ -40,7 +40,7 @@ class Need:
 
     def describe(self) -> str:
         """For the first line."""
-        kind = {"false": "", "true": " (spot)", "auto": " (spot, else on demand)"}[self.spot]
+        kind = {"false": "", "true": " (spot)", "auto": " (spot, on demand next)"}[self.spot]
         return (
             f"{self.node_count} x {self.machine_type}{kind} in {', '.join(self.zones)}, "
             f"{self.disk_gib} GiB {self.disk_type}"
@@ -57,9 +57,13 @@ class Need:
         vcpus = float(self.node_count * vcpus_per_node)
         family = f"{self.machine_type.partition('-')[0].upper()}_CPUS"
         # Without a quota for preemptible CPUs of its own a project's spot machines use the others.
-        cpus = ("PREEMPTIBLE_CPUS", family) if self.spot == "true" else (family,)
-        wanted: list[tuple[Scope, tuple[str, ...], float]] = [
-            ("region", cpus, vcpus),
+        spot: list[tuple[Scope, tuple[str, ...], float]] = [
+            ("region", ("PREEMPTIBLE_CPUS", family), vcpus)
+        ]
+        on_demand: list[tuple[Scope, tuple[str, ...], float]] = [("region", (family,), vcpus)]
+        wanted = [
+            *(spot if self.spot != "false" else ()),
+            *(on_demand if self.spot != "true" else ()),
             ("project", ("CPUS_ALL_REGIONS",), vcpus),
             ("region", (_DISK_QUOTAS.get(self.disk_type, "SSD_TOTAL_GB"),), float(self.disk_gib)),
             ("region", ("INSTANCES",), float(self.node_count)),

@@ -12,6 +12,7 @@ from rich.console import Console
 from payload.errors import CapacityError, ConfigError, ExitCode, TileforgeError
 from payload.orchestrate.cloud.failures import explain, find_stock_out
 from payload.orchestrate.cloud.machines import machines_that_go, machines_there
+from payload.orchestrate.cloud.need import need_of
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
 from payload.orchestrate.cloud.results_first import AtStake, at_stake
 from payload.orchestrate.cloud.settings import cluster_name, settings, text_list
@@ -45,6 +46,7 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
             f"--next-zone: the config has {len(zones)} zone(s). Give more, in the order to try: "
             "pulumi config set --path 'zones[1]' ZONE"
         )
+    spot = need_of(known).spot != "false"
     _make_key(pulumi, known, talk=talk)
     there = machines_there(pulumi)
     _step(pulumi, "preview", say=talk.print)
@@ -63,7 +65,7 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     if stake is not None:
         stake.bring_home(env, **_WORDS)
     try:
-        _build(pulumi, zones, there=there, results=results, talk=talk)
+        _build(pulumi, zones, spot=spot, there=there, results=results, talk=talk)
     except KeyboardInterrupt:
         talk.print(f"up was interrupted. {_STAYS}")
         raise
@@ -138,6 +140,7 @@ def _build(
     pulumi: Pulumi,
     zones: Sequence[str],
     *,
+    spot: bool,
     there: Sequence[str],
     results: _Results,
     talk: Console,
@@ -153,7 +156,7 @@ def _build(
             return
         stock_out = find_stock_out(output)
         if stock_out is None or not left:
-            raise _failed(output, tried=zones[: len(zones) - len(left)])
+            raise _failed(output, tried=zones[: len(zones) - len(left)], spot=spot)
         # One that the error says has capacity goes first; else the order of the config.
         zone = min(left, key=lambda each: (each not in stock_out.free, zones.index(each)))
         left.remove(zone)
@@ -169,11 +172,13 @@ def _move(pulumi: Pulumi, zone: str, zones: Sequence[str]) -> None:
         pulumi.ask("config", "set", "--path", f"zones[{place}]", name)
 
 
-def _failed(output: str, *, tried: Sequence[str]) -> TileforgeError:
+def _failed(output: str, *, tried: Sequence[str], spot: bool) -> TileforgeError:
     error = explain(output, what="pulumi up")
     text = f"{error}"
     if isinstance(error, CapacityError) and len(tried) > 1:
         text = f"{text}. Zones of the config that were tried: {', '.join(tried)}"
+    if isinstance(error, CapacityError) and spot:
+        text = f"{text}. Those were spot machines; for on-demand ones: pulumi config set spot false"
     return type(error)(f"{text}. {_STAYS}")
 
 

@@ -102,6 +102,24 @@ def test_spot_machines_use_their_own_quota_where_there_is_one(
     assert "PREEMPTIBLE_CPUS in us-central1: 24 needed, 16 free" in capsys.readouterr().out
 
 
+def test_spot_auto_needs_both_quotas_as_on_demand_machines_come_next(
+    project: Site, capsys: Capture
+) -> None:
+    configure(project, spot="auto")
+    project.cloud.regions[REGION] |= {"PREEMPTIBLE_CPUS": (16.0, 0.0), "C3_CPUS": (8.0, 0.0)}
+    assert doctor(project) == ExitCode.QUOTA
+    out, err = capsys.readouterr()
+    assert "3 x c3-highmem-8 (spot, on demand next) in us-central1-a" in err
+    assert "error: PREEMPTIBLE_CPUS in us-central1: 24 needed, 16 free" in out
+    assert "error: C3_CPUS in us-central1: 24 needed, 8 free" in out
+    # Spot machines without a quota of their own use the same one, which is checked once.
+    project.cloud.regions[REGION] |= {"PREEMPTIBLE_CPUS": (0.0, 0.0)}
+    assert doctor(project) == ExitCode.QUOTA
+    out, err = capsys.readouterr()
+    assert out.count("error: C3_CPUS") == 1 and "PREEMPTIBLE" not in out
+    assert "error: 1 of" in err
+
+
 def test_a_quota_that_is_not_listed_is_unknown_and_not_ok(project: Site, capsys: Capture) -> None:
     del project.cloud.regions[REGION]["C3_CPUS"]
     assert doctor(project) == ExitCode.OK

@@ -75,6 +75,11 @@ def test_up_without_capacity_is_exit_12_with_the_next_command(site: Site, capsys
     assert "no c3-highmem-8 is free in us-central1-f" in last
     assert "pulumi config set --path 'zones[0]' us-central1-b && python -m" in last
     assert "stays and is billed" in last and "payload.orchestrate down" in last
+    assert "config set spot" not in last
+    site.configure(cluster="mine", spot="auto")
+    assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "for on-demand ones: pulumi config set spot false. What was built" in last
 
 
 def test_what_an_up_that_failed_has_left_is_seen(site: Site, capsys: Capture) -> None:
