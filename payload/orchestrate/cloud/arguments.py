@@ -27,7 +27,8 @@ def _add_up(commands: Commands) -> None:
         "machines anew or removes them, it first collects what is missing here of the cluster's "
         "runs; nothing is built when a run cannot be collected, or the head says that one goes on. "
         "When it fails, the exit code says why: 11 quota, 12 no capacity, 13 credentials or "
-        "permission.",
+        "permission; if there was no machine before, what it has built is removed again, or exit "
+        "code 60 says that something is left.",
     )
     parser.set_defaults(command=_up)
     _add_stack(parser)
@@ -35,6 +36,11 @@ def _add_up(commands: Commands) -> None:
         "--next-zone",
         action="store_true",
         help="without capacity, try the config's other zones in turn, and change the config",
+    )
+    parser.add_argument(
+        "--keep-on-failure",
+        action="store_true",
+        help="keep what was built before a failure, to go on from there; it is billed",
     )
     parser.add_argument(
         "--without-collect",

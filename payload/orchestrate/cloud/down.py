@@ -8,15 +8,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from payload.errors import ConfigError, ExitCode, TeardownError, TileforgeError
+from payload.errors import ConfigError, ExitCode
 from payload.orchestrate.cloud.endpoints import Endpoints
-from payload.orchestrate.cloud.failures import explain
 from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
 from payload.orchestrate.cloud.results_first import AtStake, at_stake
 from payload.orchestrate.cloud.settings import cluster_name, settings
 from payload.orchestrate.cloud.stack import StackOutputs, outputs_if_any, remember
-from payload.orchestrate.cloud.sweep import conclude, confirm, look, project_of
+from payload.orchestrate.cloud.sweep import confirm, look, project_of
+from payload.orchestrate.cloud.teardown import destroy_and_look
 from payload.orchestrate.report import text_console
 
 _WORDS = {"kept": "nothing was destroyed", "force": "down --without-collect"}
@@ -51,7 +51,7 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         stake.bring_home(env, **_WORDS)
     talk.print(f"1/3 collect: {0 if stake is None else len(stake.missing)} run(s) brought home")
     try:
-        return _destroy(pulumi, google, cluster, folder=folder, talk=talk)
+        destroy_and_look(pulumi, google, cluster, folder=folder, steps=3, talk=talk)
     except KeyboardInterrupt:
         talk.print(
             f"down was interrupted: what is left of {cluster} is billed until its lifetime ends, "
@@ -59,6 +59,7 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
             f"look with: sweep --cluster {cluster} --project {project}"
         )
         raise
+    return ExitCode.OK
 
 
 def _which(
@@ -84,39 +85,3 @@ def _say_steps(stake: AtStake | None, cluster: str, project: str, *, talk: Conso
     talk.print(f"1/3 collect: {first}")
     talk.print("2/3 pulumi destroy: every machine, disk and network; the results bucket stays")
     talk.print(f"3/3 sweep: look for what is left of {cluster} in {project}")
-
-
-def _destroy(
-    pulumi: Pulumi, google: Google, cluster: str, *, folder: Path, talk: Console
-) -> ExitCode:
-    # A results bucket is protected: without the flag nothing at all would be destroyed.
-    words = ("destroy", "--yes", "--skip-preview", "--exclude-protected")
-    status, output = pulumi.follow(*words, say=talk.print)
-    trouble = explain(output, what="pulumi destroy") if status else None
-    talk.print("2/3 destroy: " + (f"FAILED: {trouble}" if trouble else "done"))
-    return _sweep(google, cluster, trouble, folder=folder, talk=talk)
-
-
-def _sweep(
-    google: Google,
-    cluster: str,
-    trouble: TileforgeError | None,
-    *,
-    folder: Path,
-    talk: Console,
-) -> ExitCode:
-    found = look(google, cluster, folder=folder, keep_buckets=True)
-    if found.left:
-        text_console(stderr=False).print(found.table())
-    try:
-        conclude(found, talk=talk)
-    except TeardownError as error:
-        talk.print("3/3 sweep: not clean")
-        raise TeardownError(f"{error}{f' ({trouble})' if trouble else ''}") from None
-    talk.print("3/3 sweep: clean")
-    if trouble is not None:
-        raise TeardownError(
-            f"nothing of the cluster was found, but {trouble}. See `pulumi stack`, then: pulumi "
-            "refresh && pulumi destroy"
-        )
-    return ExitCode.OK

@@ -9,8 +9,16 @@ from typing import Any
 
 from rich.console import Console
 
-from payload.errors import CapacityError, ConfigError, ExitCode, TileforgeError
+from payload.errors import (
+    CapacityError,
+    ConfigError,
+    ExitCode,
+    TeardownError,
+    TileforgeError,
+)
+from payload.orchestrate.cloud.endpoints import Endpoints
 from payload.orchestrate.cloud.failures import explain, find_stock_out
+from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.machines import machines_that_go, machines_there
 from payload.orchestrate.cloud.need import need_of
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
@@ -22,7 +30,8 @@ from payload.orchestrate.cloud.stack import (
     remember,
     remember_plan,
 )
-from payload.orchestrate.cloud.sweep import confirm
+from payload.orchestrate.cloud.sweep import confirm, project_of
+from payload.orchestrate.cloud.teardown import destroy_and_look
 from payload.orchestrate.keys import make_operator_key, operator_key_path
 from payload.orchestrate.report import text_console
 from payload.results import write_whole
@@ -66,6 +75,10 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         stake.bring_home(env, **_WORDS)
     try:
         _build(pulumi, zones, spot=spot, there=there, results=results, talk=talk)
+    except TileforgeError as error:
+        if there or arguments.keep_on_failure:
+            raise _with_words(error, f"{error}. {_STAYS}") from None
+        raise _take_back(error, pulumi, known, arguments, env, talk=talk) from None
     except KeyboardInterrupt:
         talk.print(f"up was interrupted. {_STAYS}")
         raise
@@ -179,7 +192,43 @@ def _failed(output: str, *, tried: Sequence[str], spot: bool) -> TileforgeError:
         text = f"{text}. Zones of the config that were tried: {', '.join(tried)}"
     if isinstance(error, CapacityError) and spot:
         text = f"{text}. Those were spot machines; for on-demand ones: pulumi config set spot false"
-    return type(error)(f"{text}. {_STAYS}")
+    return _with_words(error, text)
+
+
+def _take_back(
+    error: TileforgeError,
+    pulumi: Pulumi,
+    known: dict[str, Any],
+    arguments: argparse.Namespace,
+    env: Mapping[str, str],
+    *,
+    talk: Console,
+) -> TileforgeError:
+    """Remove what a first `up` has built before it failed; the error to end with."""
+    try:
+        built = machines_there(pulumi)
+        if not built:
+            words = "No machine was built. Remove the rest with: python -m payload.orchestrate down"
+            return _with_words(error, f"{error}. {words}")
+        talk.print(f"error: {error}\nbuilt before: {', '.join(built)}")
+        if not confirm("Remove what was built?", assume_yes=arguments.yes):
+            return _with_words(error, f"{error}. {_STAYS}")
+        cluster, folder = cluster_name(pulumi, known), Path.cwd()
+        project = project_of(known.get("project"), cluster, env, folder=folder)
+        google = Google(project, endpoints=Endpoints.from_env(env))
+        destroy_and_look(pulumi, google, cluster, folder=folder, steps=2, talk=talk)
+    except KeyboardInterrupt:
+        talk.print(f"up was interrupted. {_STAYS}")
+        raise
+    except TileforgeError as left:
+        return TeardownError(f"{error}. And what was built before is not all removed: {left}")
+    return _with_words(error, f"{error}. What was built before is removed again")
+
+
+def _with_words(error: TileforgeError, text: str) -> TileforgeError:
+    again = TileforgeError(text)
+    again.exit_code = error.exit_code
+    return again
 
 
 def _step(pulumi: Pulumi, word: str, *, say: Callable[[str], None]) -> None:

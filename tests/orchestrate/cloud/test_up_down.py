@@ -70,16 +70,47 @@ def test_a_failing_preview_builds_nothing(site: Site, capsys: Capture) -> None:
 def test_up_without_capacity_is_exit_12_with_the_next_command(site: Site, capsys: Capture) -> None:
     site.pulumi.on("preview")
     site.pulumi.on("up", out=DETAILS, status=255)
-    assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
+    assert main(["up", "--yes", "--keep-on-failure"], site.env) == ExitCode.NO_CAPACITY
     last = capsys.readouterr().err.splitlines()[-1]
     assert "no c3-highmem-8 is free in us-central1-f" in last
     assert "pulumi config set --path 'zones[0]' us-central1-b && python -m" in last
     assert "stays and is billed" in last and "payload.orchestrate down" in last
     assert "config set spot" not in last
+    # What had machines before stays, too.
     site.configure(cluster="mine", spot="auto")
+    site.pulumi.machines("mine-0")
     assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "for on-demand ones: pulumi config set spot false. What was built" in last
+    assert "for on-demand ones: pulumi config set spot false. What was built before stays" in last
+    assert "destroy" not in " ".join(words(site))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "status", "said"),
+    [
+        ((), ExitCode.NO_CAPACITY, "What was built before is removed again"),
+        (("mine-1",), ExitCode.TEARDOWN, "And what was built before is not all removed: 2 res"),
+    ],
+)
+def test_a_first_up_that_fails_leaves_nothing_that_is_billed(
+    site: Site, capsys: Capture, leaves: tuple[str, ...], status: ExitCode, said: str
+) -> None:
+    site.build(nodes=2)
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out=DETAILS, status=255)
+    assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
+    assert "No machine was built. Remove the rest with" in capsys.readouterr().err
+    assert not any(each.startswith("destroy") for each in words(site))
+    site.pulumi.machines("mine-0", "mine-1")
+    site.pulumi.on("stack", "export", out="{}", times=1)
+    destroys(site, leaves=leaves)
+    assert main(["up", "--yes"], site.env) == status
+    err = capsys.readouterr().err
+    last = err.splitlines()[-1]
+    assert "built before: mine-0, mine-1" in err
+    assert "no c3-highmem-8 is free in us-central1-f" in last and said in last
+    assert ("2/2 sweep: clean" in err) == (not leaves)
+    assert words(site)[-1] == "destroy --yes --skip-preview --exclude-protected"
 
 
 def test_what_an_up_that_failed_has_left_is_seen(site: Site, capsys: Capture) -> None:
@@ -119,7 +150,8 @@ def test_next_zone_ends_with_the_last_one(site: Site, capsys: Capture) -> None:
     site.pulumi.on("config", "set")
     site.pulumi.on("preview")
     site.pulumi.on("up", out=PLAIN, status=255)
-    assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.NO_CAPACITY
+    words_of_up = ["up", "--yes", "--next-zone", "--keep-on-failure"]
+    assert main(words_of_up, site.env) == ExitCode.NO_CAPACITY
     last = capsys.readouterr().err.splitlines()[-1]
     assert "tried: us-central1-f, us-central1-c" in last
 
