@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,11 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
     """A file system of some megabytes, for a test to fill."""
     with SmallDisk(tmp_path / "small") as disk:
         yield disk
+
+
+def pytest_configure() -> None:
+    """Ctrl-C is Ctrl-C: a shell has what it starts in the background ignore it, children too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -73,8 +73,7 @@ def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: Wo
             sequence_length=config.data.sequence_length, vocab_size=data.meta.vocab_size
         )
         return Start(model=GPT(shape, dropout=config.model.dropout), state=None, checkpoint=None)
-    source = str(checkpoint) if checkpoint else config.model.init
-    model = _loaded_model(source, config, world=world)
+    model = _loaded_model(checkpoint, config, world=world)
     _require_vocabulary(model.shape, data)
     state = load_trainer_state(checkpoint) if checkpoint else None
     agreed = world.broadcast(state)
@@ -126,11 +125,15 @@ def _checkpoint_to_resume(checkpoints: Path) -> Path | None:
     return newest
 
 
-def _loaded_model(source: str, config: RunConfig, *, world: World) -> GPT:
-    """Rank 0 loads; the others build the same sizes, to be filled later."""
+def _loaded_model(checkpoint: Path | None, config: RunConfig, *, world: World) -> GPT:
+    """Rank 0 loads; the others build the same sizes, to be filled later.
+
+    `checkpoint` is the run's own, which was verified when it was found; None is `model.init`.
+    """
     model = None
     if world.is_main:
-        model = load_hf(_checkpoint_source(source), dropout=config.model.dropout)
+        source = str(checkpoint) if checkpoint else _checkpoint_source(config.model.init)
+        model = load_hf(source, dropout=config.model.dropout)
         model = crop_sequence_length(model, config.data.sequence_length)
         _require_asked_sizes(model.shape, config)
         _say_what_is_not_used(model.shape, config)

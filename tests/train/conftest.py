@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,15 @@ def fresh_memory_is_nan() -> Iterator[None]:
     yield
     assert libc.mallopt(_M_PERTURB, 0) == 1
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
+def accelerate_forgets() -> Iterator[None]:
+    """Accelerate keeps to the first precision of a process; the tests train with several."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(params=[1, 3])

@@ -21,8 +21,8 @@ from payload.train.kernels.library import Library
 from payload.train.kernels.unavailable import KernelsUnavailableError
 from payload.train.optimizer import build_optimizers
 from tests.launching import losses, rank_env, run, train_program
+from tests.train.alone import ALONE
 from tests.train.test_model import make_model
-from tests.train.test_trainer import ALONE
 
 
 def test_the_engine_uses_kernels_only_where_it_says(

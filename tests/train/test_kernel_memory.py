@@ -10,7 +10,7 @@ import pytest
 from payload.train.__main__ import LastWords
 from payload.train.kernels.library import Library
 from tests.launching import rank_env, run
-from tests.train.test_trainer import train_alone
+from tests.train.alone import train_alone
 
 
 def test_a_kernel_without_memory_raises_and_works_again_with_more(built: Path) -> None:

@@ -24,8 +24,8 @@ from payload.train.optimizer import Optimizers
 from payload.train.saving import Saving
 from payload.train.session import train
 from payload.train.start_clock import StartClock
+from tests.train.alone import ALONE
 from tests.train.test_checkpoint import STATE, trained_optimizers
-from tests.train.test_trainer import ALONE
 
 DEADLINE_S = 60
 

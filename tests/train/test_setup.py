@@ -14,8 +14,8 @@ from payload.model_shape import ModelShape
 from payload.results import RunPaths
 from payload.run_config import load_run_config, parse_run_config
 from payload.train.setup import Start, find_start, require_disk_space
+from tests.train.alone import ALONE, train_alone
 from tests.train.test_model import SMALL
-from tests.train.test_trainer import ALONE, train_alone
 
 KEEPS_TWO = parse_run_config("", overrides=["train.keep_checkpoints=2"], where="test")
 

@@ -12,17 +12,14 @@ import pytest
 import torch
 
 from payload.results import RunPaths, read_metrics
-from payload.run_config import OptimizerSection, RunConfig, load_run_config, parse_run_config
+from payload.run_config import OptimizerSection, RunConfig, parse_run_config
 from payload.train.metrics import SignOfLife
 from payload.train.optimizer import build_optimizers
 from payload.train.saving import Saving
-from payload.train.session import train
-from payload.train.start_clock import StartClock
-from payload.train.trainer import Outcome, Parts, Trainer
+from payload.train.trainer import Parts, Trainer
 from payload.train.world import World, as_rank_lost
+from tests.train.alone import ALONE, train_alone
 from tests.train.test_model import make_model
-
-ALONE = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
 
 
 def make_trainer(config: RunConfig, *, rank: int, world_size: int) -> Trainer:
@@ -143,16 +140,6 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
     monkeypatch.setattr(SignOfLife, "tell", record)
     return found
-
-
-def train_alone(folder: Path, config: Path, *overrides: str, stops: bool = False) -> Outcome:
-    return train(
-        load_run_config(config, overrides=["schedule.warmup_steps=0", *overrides]),
-        paths=RunPaths(folder),
-        world=ALONE,
-        stop_requested=lambda: stops,
-        clock=StartClock(),
-    )
 
 
 def test_a_rank_says_what_it_is_about_to_do(

@@ -15,8 +15,8 @@ from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.optimizer import Optimizers, build_optimizers
 from payload.train.world import World
+from tests.train.alone import ALONE
 from tests.train.test_model import make_model
-from tests.train.test_trainer import ALONE
 
 STEPS = 6
 # Rounding to fp32 is 6e-8 of a number; a moment has three such roundings a step.

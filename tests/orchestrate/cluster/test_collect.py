@@ -35,7 +35,10 @@ def sha256_of(path: Path) -> str:
 @pytest.fixture
 def large(trained: Trained) -> Iterator[Path]:
     """The run's checkpoint on the head, as after more steps of a model with 500 MB of state."""
-    small = trained.on_head("checkpoints") / trained.operator.paths("far").checkpoint(STEPS).name
+    here = trained.operator.paths("far")
+    mirror = here.root / "mirror.json"
+    known = mirror.read_bytes()
+    small = trained.on_head("checkpoints") / here.checkpoint(STEPS).name
     folder = small.with_name(NAME)
     shutil.copytree(small, folder)
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -47,8 +50,9 @@ def large(trained: Trained) -> Iterator[Path]:
     entry |= {"bytes": state.stat().st_size, "sha256": sha256_of(state)}
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     yield folder
-    for path in (folder, trained.operator.paths("far").checkpoints / NAME):
+    for path in (folder, here.checkpoints / NAME):
         shutil.rmtree(path, ignore_errors=True)
+    mirror.write_bytes(known)
 
 
 def test_a_checkpoint_of_500_mb_arrives_whole_through_three_interruptions(

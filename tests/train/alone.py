@@ -1,0 +1,25 @@
+"""A rank that is alone, and its training in the test's own process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from payload.results import RunPaths
+from payload.run_config import load_run_config
+from payload.train.session import train
+from payload.train.start_clock import StartClock
+from payload.train.trainer import Outcome
+from payload.train.world import World
+
+ALONE = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
+
+
+def train_alone(folder: Path, config: Path, *overrides: str, stops: bool = False) -> Outcome:
+    """`folder` is the run's; `stops` asks it to stop from the beginning."""
+    return train(
+        load_run_config(config, overrides=["schedule.warmup_steps=0", *overrides]),
+        paths=RunPaths(folder),
+        world=ALONE,
+        stop_requested=lambda: stops,
+        clock=StartClock(),
+    )
