@@ -1,4 +1,4 @@
-"""Whether a checkpoint is being written: time that a stop must not take from it."""
+"""Whether ranks are saving: time that nobody who ends a run may take from them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from payload.errors import ConfigError
 from payload.results import RankProgress, RunPaths, read_json
 
+START_PHASES = ("load", "calibration", "start")
+"""What a rank does before it trains."""
 SAVING_PHASES = ("sync check", "checkpoint", "end")
 """What a rank does from the last pass of a stop to its own end."""
 
@@ -16,19 +18,40 @@ class CheckpointWatch:
 
     def __init__(self, paths: RunPaths, *, patience_s: float) -> None:
         """`patience_s`: how long one part may take."""
-        self._path = paths.rank_progress(0)
+        self._paths = paths
         self._patience_s = patience_s
         self._last: RankProgress | None = None
         self._changed_s = 0.0
 
     def gets_on(self) -> bool:
         """Whether rank 0 is at its checkpoint and has shown something new in time. Ask often."""
-        try:
-            seen = read_json(RankProgress, self._path)
-        except ConfigError:
-            return False
+        seen = _rank_0(self._paths)
         if seen is None or seen.phase not in SAVING_PHASES:
             return False
         if seen != self._last:
             self._last, self._changed_s = seen, time.monotonic()
         return time.monotonic() - self._changed_s < self._patience_s
+
+
+class Farewell:
+    """How long ranks whose supervisor died may go on: until they have saved, on the head."""
+
+    def __init__(self, paths: RunPaths, *, grace_s: float, patience_s: float) -> None:
+        """The time runs from now. `grace_s` is what a stop would have given them."""
+        self._watch = CheckpointWatch(paths, patience_s=patience_s)
+        first = _rank_0(paths)
+        has_begun = first is not None and first.phase not in START_PHASES
+        # Before, there is nothing to save.
+        self._ends_s = time.monotonic() + (grace_s if has_begun else 0.0)
+
+    def is_over(self) -> bool:
+        """Whether they have had their time. Ask often."""
+        gets_on = self._watch.gets_on()
+        return time.monotonic() > self._ends_s and not gets_on
+
+
+def _rank_0(paths: RunPaths) -> RankProgress | None:
+    try:
+        return read_json(RankProgress, paths.rank_progress(0))
+    except ConfigError:
+        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from payload.checkpoint_watch import START_PHASES
 from payload.errors import ExitCode
 from payload.launch.outcome import Verdict
 
@@ -18,8 +19,6 @@ LOST_S = 12.0
 
 # What a rank does at one step count, in this order; ranks wait for those that are behind.
 _PHASES = ("load", "calibration", "start", "sync check", "checkpoint", "eval", "step", "end")
-START_PHASES = ("load", "calibration", "start")
-"""What a rank does before it trains."""
 # One call that nobody can look into: loading, compiling, writing to a slow disk.
 _LONG_PHASES = (*START_PHASES, "checkpoint", "end")
 

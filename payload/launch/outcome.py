@@ -84,7 +84,7 @@ def _stopped(evidence: Evidence) -> Verdict:
         return Verdict(status="finished", exit_code=ExitCode.OK)
     error = None
     if not evidence.trained:
-        error = "stopped before training began; nothing is lost"
+        error = "stopped while the ranks loaded; the last checkpoint is as it was"
     elif evidence.trainer_status != "stopped":
         error = "stopped before it could save; steps since the last checkpoint are lost"
     return Verdict(status="stopped", exit_code=ExitCode.OK, error=error)

@@ -129,7 +129,7 @@ def stop(
             _wait_for_the_end(run, asked)
         else:
             talk.print(f"run {paths.run_id} is not running")
-        home = bring_home(run, talk=talk)
+        home = bring_home(run, talk=talk, at_once=arguments.force)
         if home.alive:
             talk.print(f"it has ended and was started again; {how_to_attach(run)}")
             return ExitCode.OK

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -29,20 +30,20 @@ class Home:
     """Processes that do not end."""
 
 
-def bring_home(run: RemoteRun, *, talk: Console) -> Home:
+def bring_home(run: RemoteRun, *, talk: Console, at_once: bool = False) -> Home:
     """Every node's logs and the newest checkpoint; of an ended run, also its key taken away.
 
-    What a worker keeps from us is said, and hides nothing of the others'. Raises what the head's
-    part ends with.
+    Ranks whose supervisor died may save first, but not with `at_once`. What a worker keeps from us
+    is said, and hides nothing of the others'. Raises what the head's part ends with.
     """
     try:
         # First what is soon done: the rest may take long enough for someone to start the run again.
-        alive, failed = _end_for_good(run, talk=talk)
+        alive, failed = _end_for_good(run, talk=talk, at_once=at_once)
         missed = run.look_at_all().missed
         for error in missed.values():
             talk.print(f"warning: not all is here: {error}")
         checkpoint = run.collect_checkpoint()
-        if not missed:
+        if not missed and not failed:
             note_collected(run.paths, checkpoint)
     except SshUnreachableError as error:
         raise SshUnreachableError(f"{error} {_how_to_go_on(run)}") from None
@@ -71,14 +72,16 @@ def say_remote_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Conso
     return next(code for code in ExitCode if code.label == state.exit_class)
 
 
-def _end_for_good(run: RemoteRun, *, talk: Console) -> tuple[bool, list[TileforgeError]]:
+def _end_for_good(
+    run: RemoteRun, *, talk: Console, at_once: bool
+) -> tuple[bool, list[TileforgeError]]:
     """Unless the run is alive, end its processes and remove its key; whether it is, what failed.
 
     Ctrl-C waits for it: whoever does not come back would leave the key behind.
     """
     failed: list[TileforgeError] = []
     with Asks() as asks:
-        for act in (run.end_leftovers, run.remove_key):
+        for act in (partial(run.end_leftovers, at_once=at_once, say=talk.print), run.remove_key):
             # Asked before each, as a run that was started again needs both.
             if run.is_alive():
                 return True, failed

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from signal import Signals
 from typing import Any
 
-from payload.checkpoint_watch import CheckpointWatch
+from payload.checkpoint_watch import Farewell
 from payload.errors import NodesError, RankLostError, TileforgeError
 from payload.inventory import ClusterInventory, Node
 from payload.launch.environment import RUN_DIR
@@ -22,7 +22,7 @@ from payload.orchestrate.mirror import alone, known_ends, merge, note_seen
 from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
 from payload.orchestrate.run_key import remove_run_key
 from payload.orchestrate.transfer import get, local_sha256
-from payload.results import RunPaths, StopWish
+from payload.results import RunPaths, RunState, StopWish, read_json
 from payload.run_config import load_run_config
 
 _ACTION_S = 20.0
@@ -133,12 +133,14 @@ class RemoteRun:
         """Whether a supervisor holds the run at this moment."""
         return self.signal([])
 
-    def end_leftovers(self) -> None:
+    def end_leftovers(
+        self, *, at_once: bool = False, say: Callable[[str], None] = lambda _: None
+    ) -> None:
         """See to it that no node has a process of a run that has ended.
 
-        Ranks whose supervisor was killed save before they go; a checkpoint that gets on is waited
-        for. Does nothing to a run that was started again. Raises RankLostError with the processes
-        that do not end, else NodesError with the nodes where it cannot be seen.
+        Ranks whose supervisor died have the time to save, as on the head itself, but not with
+        `at_once`. Does nothing to a run that was started again. Raises RankLostError with the
+        processes that do not end, else NodesError with the nodes where it cannot be seen.
         """
         gone: dict[str, TileforgeError] = {}
         found: dict[str, list[int]] = {}
@@ -153,9 +155,15 @@ class RemoteRun:
             return [node for node in nodes if node.name not in gone and found[node.name]]
 
         ends = time.monotonic() + _LEAVE_S
-        saves = self._saves()
+        farewell = None if at_once else self._farewell()
         left = ask(self.inventory.nodes)
-        while left and (time.monotonic() < ends or (self.inventory.head in left and saves())):
+        if farewell is not None and self.inventory.head in left:
+            say("its supervisor is gone: waiting until its ranks have saved")
+            while self.inventory.head in left and not farewell.is_over():
+                time.sleep(0.5)
+                self.refresh()
+                left = ask(left)
+        while left and time.monotonic() < ends:
             time.sleep(0.5)
             left = ask(left)
         if left and self.is_alive():
@@ -170,16 +178,14 @@ class RemoteRun:
         if gone:
             raise NodesError(f"looking for processes of run {self.paths.run_id}", gone)
 
-    def _saves(self) -> Callable[[], bool]:
-        """What tells whether rank 0 is at a checkpoint that gets on."""
+    def _farewell(self) -> Farewell | None:
+        """The time that ranks have whose supervisor died without a word; None where none did."""
+        self.refresh()
+        state = read_json(RunState, self.paths.state)
+        if state is None or state.exit_class is not None:
+            return None
         patience_s = load_run_config(self.paths.config).limits.hang_timeout_s
-        watch = CheckpointWatch(self.paths, patience_s=patience_s)
-
-        def saves() -> bool:
-            self.refresh()
-            return watch.gets_on()
-
-        return saves
+        return Farewell(self.paths, grace_s=state.grace_s, patience_s=patience_s)
 
     def remove_key(self) -> None:
         """Let no node trust the run's key any more."""

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from payload.checkpoint_watch import START_PHASES
 from payload.errors import ConfigError, ExitCode, PreflightError
 from payload.launch.environment import launcher_environment
 from payload.launch.liveness import (
     SILENT_S,
-    START_PHASES,
     NodeSign,
     Pace,
     find_trouble,

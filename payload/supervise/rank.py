@@ -13,15 +13,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from payload.checkpoint_watch import Farewell
 from payload.errors import ConfigError, PreflightError, TileforgeError
 from payload.full_disk import give_room_back, keep_room, write_record
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Rank, load_ranks
-from payload.results import RankExit, RunPaths
+from payload.results import DEFAULT_GRACE_S, RankExit, RunPaths, RunState, read_json
 from payload.run_config import load_run_config
 from payload.run_lock import is_supervised
-from payload.supervise.predecessor import Farewell
 from payload.supervise.processes import die_with_parent
 from payload.supervise.wakeups import Wakeups
 
@@ -136,11 +136,23 @@ def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths
                 child.send_signal(number)
         # The run folder's lock is on the head; on other nodes, mpirun's proxies end with mpirun.
         if rank.node_rank == 0 and farewell is None and not is_supervised(paths):
-            farewell = Farewell(paths, load_run_config(paths.config))
+            farewell = _farewell(paths)
             child.terminate()
         # Also when another supervisor has come meanwhile: it waits for this one's ranks.
         if farewell is not None and farewell.is_over():
             child.kill()
+
+
+def _farewell(paths: RunPaths) -> Farewell:
+    try:
+        state = read_json(RunState, paths.state)
+    except ConfigError:
+        state = None
+    return Farewell(
+        paths,
+        grace_s=state.grace_s if state else DEFAULT_GRACE_S,
+        patience_s=load_run_config(paths.config).limits.hang_timeout_s,
+    )
 
 
 def _record_child(status: int, *, rank: Rank, paths: RunPaths) -> int:

@@ -87,8 +87,14 @@ class Signs:
         return not failed and self._shows(SAVING_PHASES, within_s=within_s)
 
     def writing(self, *, within_s: float) -> bool:
-        """Whether rank 0 writes a checkpoint, and has shown something new in this time."""
-        return 0 not in self._exits and self._shows(("checkpoint",), within_s=within_s)
+        """Whether rank 0 writes a checkpoint, and has shown something new in this time.
+
+        Its thread may be at it while the rank trains on; then the folder is not renamed yet.
+        """
+        if 0 in self._exits:
+            return False
+        under_way = any(self._paths.checkpoints.glob("step_*.partial"))
+        return under_way or self._shows(("checkpoint",), within_s=within_s)
 
     def ranks(self) -> list[RankSign]:
         """Of the ranks that have shown something in this attempt."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from payload.checkpoint_watch import Farewell
 from payload.errors import BudgetError, ExitCode, PreflightError, TileforgeError
 from payload.full_disk import write_record
 from payload.inventory import ClusterInventory
@@ -20,6 +21,7 @@ from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
 from payload.launch.restart import AttemptEnd, decide, restart_note, waiting_note
 from payload.results import (
+    DEFAULT_GRACE_S,
     RunPaths,
     RunState,
     RunStatus,
@@ -63,7 +65,8 @@ class Supervisor:
         self._inventory = ClusterInventory.load(paths.inventory)
         self._streams = self._worker_streams()
         previous = read_json(RunState, paths.state)
-        self._predecessor_died = previous is not None and previous.exit_class is None
+        self._dead = previous if previous is not None and previous.exit_class is None else None
+        """What the last supervisor wrote, if it died without a word."""
         self._spent_before_s = previous.spent_s if previous else 0.0
         self._began_s = time.monotonic()
         self._limit = time_limit(self._config.limits, self._inventory)
@@ -144,8 +147,9 @@ class Supervisor:
             note = "an earlier supervisor of this run died; waiting until its ranks have saved"
             self._state = replace(self._state, note=note)
             self._tell("starting")
-            see_off(self._paths, self._config, pause=self._pause)
-        if self._predecessor_died:
+            see_off(self._paths, self._farewell(), pause=self._pause_unless_forced)
+            self._state = replace(self._state, note=None)
+        if self._dead is not None:
             away = wait_for_nodes(self._streams, pause=self._pause)
             if away and self._stopping.kind == "none":
                 error = f"not started: {away}"
@@ -154,6 +158,13 @@ class Supervisor:
             error = "stopped before it was started"
             return Verdict(status="stopped", exit_code=ExitCode.OK, error=error)
         return None
+
+    def _farewell(self) -> Farewell:
+        return Farewell(
+            self._paths,
+            grace_s=self._dead.grace_s if self._dead else DEFAULT_GRACE_S,
+            patience_s=self._config.limits.hang_timeout_s,
+        )
 
     def _until_it_ends(self) -> Verdict:
         """Attempt after attempt, as long as the policy wants another one."""
@@ -214,6 +225,13 @@ class Supervisor:
             self._stopping.heed()
             self._tell_now_and_then()
         return self._stopping.kind == "none"
+
+    def _pause_unless_forced(self, seconds: float) -> bool:
+        """The same, but for a stop that lets ranks save: an earlier supervisor's save already."""
+        self._wakeups.sleep(seconds)
+        self._stopping.heed(saving=True)
+        self._tell_now_and_then()
+        return self._stopping.kind in ("none", "graceful")
 
     def _attempt(self, signs: Signs) -> Verdict:
         attempt = Attempt(

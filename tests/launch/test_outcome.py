@@ -162,7 +162,7 @@ def test_a_forced_stop_says_what_is_lost() -> None:
 def test_a_stop_before_training_began_lost_nothing() -> None:
     verdict = judge(evidence(stop="graceful", ended_by_us_unix=5.0, trained=False, begun=True))
     assert (verdict.status, verdict.exit_code) == ("stopped", ExitCode.OK)
-    assert verdict.error == "stopped before training began; nothing is lost"
+    assert verdict.error == "stopped while the ranks loaded; the last checkpoint is as it was"
 
 
 def test_ranks_that_do_not_stop_are_hanging() -> None:

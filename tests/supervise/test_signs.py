@@ -88,6 +88,17 @@ def test_records_from_before_this_attempt_and_of_other_nodes_ranks_count_for_not
     assert not paths.rank_exit(1).exists() and not paths.rank_progress(0).exists()
 
 
+def test_rank_0_writes_as_long_as_the_checkpoint_has_not_its_name(tmp_path: Path) -> None:
+    """The thread that writes it says nothing while the rank trains on."""
+    signs, paths = make_signs(tmp_path)
+    assert not signs.writing(within_s=1.0)
+    partial = paths.checkpoints / "step_00000003.partial"
+    partial.mkdir(parents=True)
+    assert signs.writing(within_s=1.0)
+    partial.rename(paths.checkpoint(3))
+    assert not signs.writing(within_s=1.0)
+
+
 def test_a_new_attempt_forgets_what_was_shown(tmp_path: Path) -> None:
     signs, paths = make_signs(tmp_path)
     write_json(paths.rank_exit(0), RankExit(rank=0, node="node-0", exit_code=40, time_unix=1.0))

@@ -164,7 +164,7 @@ def test_a_stop_while_the_ranks_load_ends_at_once_and_loses_nothing(tmp_path: Pa
     state = state_of(paths)
     assert (state.status, state.error) == (
         "stopped",
-        "stopped before training began; nothing is lost",
+        "stopped while the ranks loaded; the last checkpoint is as it was",
     )
     assert not processes_of(paths.root)
 
@@ -230,8 +230,24 @@ def test_ranks_save_when_their_supervisor_is_killed_and_the_next_one_waits(tmp_p
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.OK
     begins, stops = "rank 0 begins", "rank 0 stopped"
     assert paths.rank_log(0).read_text().splitlines() == [begins, stops, begins, stops]
-    assert (state_of(paths).status, state_of(paths).attempt) == ("stopped", 2)
+    state = state_of(paths)
+    assert (state.status, state.attempt, state.note) == ("stopped", 2, None)
     assert not processes_of(paths.root)
+
+
+def test_a_stop_lets_the_ranks_of_an_earlier_supervisor_save(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "2")
+    first = supervise(paths)
+    wait_for_steps(paths)
+    first.kill()
+    first.wait(DEADLINE_S)
+    # Its own grace is none of theirs.
+    second = supervise(paths, "--grace", "0.1")
+    wait_for(lambda: state_of(paths).note is not None, "it to say what it waits for")
+    second.terminate()
+    assert second.wait(DEADLINE_S) == ExitCode.OK
+    assert paths.rank_log(0).read_text().splitlines() == ["rank 0 begins", "rank 0 stopped"]
+    assert state_of(paths).error == "stopped before it was started"
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])

@@ -104,18 +104,28 @@ def test_a_rank_that_saves_after_its_supervisors_death_is_left_to_it(
     trained: Trained, paths: RunPaths, run: RemoteRun
 ) -> None:
     nodes, saved = trained.operator.nodes, trained.on_head("saved")
-    sign = trained.on_head("progress/rank_0000.json")
-    before = json.loads(sign.read_text(encoding="utf-8"))
-    sign.write_text(json.dumps(before | {"phase": "checkpoint"}), encoding="utf-8")
+    # In a step: there is a pass to end before it saves.
+    changes = {"progress/rank_0000.json": {"phase": "step"}, "state.json": {"exit_class": None}}
+    before = {name: trained.on_head(name).read_text(encoding="utf-8") for name in changes}
+    for name, change in changes.items():
+        changed = json.loads(before[name]) | change
+        trained.on_head(name).write_text(json.dumps(changed), encoding="utf-8")
     mark = f"{RUN_DIR}={planned_run_dir(paths)}"
     saving = f"sleep 2; touch {planned_run_dir(paths)}/saved"
     nodes.within(0, "sh", "-c", f"env {mark} setsid sh -c '{saving}' >/dev/null 2>&1 &")
     wait_until(lambda: bool(nodes.processes_of(0)), what="the process")
+    said: list[str] = []
     with pytest.raises(NodesError):
-        run.end_leftovers()
-    assert saved.exists()
+        run.end_leftovers(say=said.append)
+    assert saved.exists() and "waiting until its ranks have saved" in said[0]
     saved.unlink()
-    sign.write_text(json.dumps(before), encoding="utf-8")
+    nodes.within(0, "sh", "-c", f"env {mark} setsid sh -c '{saving}' >/dev/null 2>&1 &")
+    wait_until(lambda: bool(nodes.processes_of(0)), what="the process")
+    with pytest.raises(NodesError):
+        run.end_leftovers(at_once=True)
+    assert not saved.exists() and not nodes.processes_of(0)
+    for name, text in before.items():
+        trained.on_head(name).write_text(text, encoding="utf-8")
 
 
 def test_a_run_that_was_started_again_keeps_its_processes_and_its_key(
