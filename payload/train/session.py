@@ -18,10 +18,11 @@ from payload.train.engine import engage, require_engine
 from payload.train.gradients import GradientExchange
 from payload.train.metrics import MetricsFile, SignOfLife
 from payload.train.optimizer import build_optimizers
+from payload.train.parts import Parts
 from payload.train.setup import Start, find_start, require_disk_space, restore_optimizer
 from payload.train.start_clock import StartClock
 from payload.train.summary import SummaryFile
-from payload.train.trainer import Outcome, Parts, Trainer
+from payload.train.trainer import Outcome, Trainer
 from payload.train.world import World
 
 log = logging.getLogger(__name__)

@@ -11,49 +11,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
-from payload.data.blocks import BlockOrder, TokenData
+from payload.data.blocks import BlockOrder
 from payload.data.meta import TRAIN_NAME
 from payload.errors import TrainingError
-from payload.results import RunPaths, StepMetrics
-from payload.run_config import RunConfig
-from payload.train.calibration import Calibration
+from payload.results import StepMetrics
 from payload.train.checkpoint import TrainerState
 from payload.train.evaluate import evaluate
-from payload.train.gradients import GradientExchange
-from payload.train.metrics import MetricsFile, SignOfLife, rss_bytes, versions
-from payload.train.model import GPT
-from payload.train.optimizer import Optimizers
+from payload.train.metrics import rss_bytes, versions
+from payload.train.parts import Parts
 from payload.train.saving import Saving
 from payload.train.schedule import lr_at
 from payload.train.sync_check import require_identical_ranks
-from payload.train.world import World
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What the loop works with; every rank has its own."""
-
-    config: RunConfig
-    world: World
-    paths: RunPaths
-    data: TokenData
-    calibration: Calibration
-    accelerator: Accelerator
-    model: GPT
-    """The plain model: its parameters are the ones that `trained` trains."""
-    trained: torch.nn.Module
-    """The model as the engine and Accelerate's precision wrapped it."""
-    optimizers: Optimizers
-    exchange: GradientExchange
-    metrics: MetricsFile | None
-    """On rank 0 only."""
-    sign_of_life: SignOfLife
-    stop_requested: Callable[[], bool]
-    """Whether this rank was asked to stop; one rank is enough, all stop together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,9 @@ from payload.results import RunPaths, read_metrics
 from payload.run_config import OptimizerSection, RunConfig, parse_run_config
 from payload.train.metrics import SignOfLife
 from payload.train.optimizer import build_optimizers
+from payload.train.parts import Parts
 from payload.train.saving import Saving
-from payload.train.trainer import Parts, Trainer
+from payload.train.trainer import Trainer
 from payload.train.world import World, as_rank_lost
 from tests.train.alone import ALONE, train_alone
 from tests.train.test_model import make_model

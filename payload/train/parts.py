@@ -1,0 +1,42 @@
+"""What the training loop works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+
+from payload.data.blocks import TokenData
+from payload.results import RunPaths
+from payload.run_config import RunConfig
+from payload.train.calibration import Calibration
+from payload.train.gradients import GradientExchange
+from payload.train.metrics import MetricsFile, SignOfLife
+from payload.train.model import GPT
+from payload.train.optimizer import Optimizers
+from payload.train.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Of one rank; every rank has its own."""
+
+    config: RunConfig
+    world: World
+    paths: RunPaths
+    data: TokenData
+    calibration: Calibration
+    accelerator: Accelerator
+    model: GPT
+    """The plain model: its parameters are the ones that `trained` trains."""
+    trained: torch.nn.Module
+    """The model as the engine and Accelerate's precision wrapped it."""
+    optimizers: Optimizers
+    exchange: GradientExchange
+    metrics: MetricsFile | None
+    """On rank 0 only."""
+    sign_of_life: SignOfLife
+    stop_requested: Callable[[], bool]
+    """Whether this rank was asked to stop; one rank is enough, all stop together."""
