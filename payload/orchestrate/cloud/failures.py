@@ -25,6 +25,7 @@ _FREE_ZONES = (
     rf"""zonesAvailable["']?\s*[:=]>?\s*["']?((?:{_ZONE},? ?)+)""",
 )
 _MACHINE = re.compile(r"\bAn? ([a-z0-9]+-[a-z0-9-]+) VM instance")
+_BUSY = re.compile(r"stack is currently locked|Another update is currently in progress")
 _QUOTA = re.compile(
     r"Quota '(?P<metric>\w+)' exceeded\.? +Limit: (?P<limit>[\d.]+) *"
     r"(?:in region (?P<region>[a-z0-9-]+)|globally)?"
@@ -37,6 +38,10 @@ _DENIED = re.compile(
     r"[^.]*(?:googleapi: Error 40[13]|PERMISSION_DENIED|Permission denied|Required '[\w.]+' "
     r"permission|IAM_PERMISSION_DENIED)[^.]*(?:\.\w[^.]*)*"
 )
+
+
+class StackBusyError(ConfigError):
+    """Another `pulumi` is at work on the stack; this one has not begun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +91,15 @@ def explain(output: str, *, what: str) -> TileforgeError:
     A stock-out goes before quota: Google reports some as QUOTA_EXCEEDED, with the zones that have
     capacity in the details (https://github.com/GoogleCloudPlatform/ai-on-gke/issues/849).
     """
+    flat = " ".join(output.split())
+    if _BUSY.search(flat):
+        return StackBusyError(
+            f"{what}: another update of the stack is going on, so this one did nothing. Repeat the "
+            "command when it has ended; if it was broken off, and nobody is at work: pulumi cancel"
+        )
     stock_out = find_stock_out(output)
     if stock_out is not None:
         return CapacityError(f"{what}: {stock_out.describe()}")
-    flat = " ".join(output.split())
     quotas = _once(_quota_words(flat))
     if quotas or _QUOTA_WORDS.search(flat):
         return QuotaError(

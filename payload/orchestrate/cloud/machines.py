@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from payload.errors import ConfigError
@@ -15,12 +16,26 @@ _ENDS = ("delete", "replace", "delete-replaced")
 _PREVIEW_S = 600.0
 
 
-def machines_there(pulumi: Pulumi) -> list[str]:
-    """Names of the machines that Pulumi has made for the stack. Raises PulumiError, ConfigError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackState:
+    """What Pulumi has made for the stack. Equal ones: nobody has built or removed anything."""
+
+    machines: tuple[str, ...]
+    """Their names."""
+    parts: tuple[tuple[str, str | None], ...]
+    """URN and, where the cloud gave one, id of everything; a thing made anew has another id."""
+
+
+def stack_state(pulumi: Pulumi) -> StackState:
+    """The state that Pulumi's backend has now. Raises PulumiError, ConfigError."""
     words = ("stack", "export")
     try:
         deployment = json.loads(pulumi.ask(*words)).get("deployment") or {}
-        return _names(deployment.get("resources") or [])
+        resources = deployment.get("resources") or []
+        return StackState(
+            machines=tuple(_names(resources)),
+            parts=tuple((each["urn"], each.get("id")) for each in resources),
+        )
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise _unreadable(" ".join(words), error) from None
 

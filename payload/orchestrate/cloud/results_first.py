@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -34,6 +35,8 @@ class AtStake:
     known: Sequence[str]
     """Every run of the cluster that has a copy here."""
     head: Head
+    ask: Callable[[], Head] | None
+    """Asks the head anew; None where there is none."""
 
     def names(self) -> str:
         """The runs to collect, for people, and the one that goes on."""
@@ -55,7 +58,12 @@ class AtStake:
         )
 
     def bring_home(self, env: Mapping[str, str], *, kept: str, force: str) -> None:
-        """Collect the runs. Raises when one cannot be, or goes on; the words are as above."""
+        """Collect the runs. Raises when one cannot be, or goes on; the words are as above.
+
+        The head is asked once more: a run may have begun while the operator was thinking.
+        """
+        if self.ask is not None:
+            replace(self, head=self.ask()).refuse_while_running(kept=kept, force=force)
         for paths in self.missing:
             _collect(paths, env, kept=kept, force=force)
 
@@ -71,10 +79,11 @@ def at_stake(
 ) -> AtStake:
     """Look here and ask the head. Without `outputs` the cluster never came up, and has none."""
     copies = _copies(runs_dir, cluster)
-    head = Head()
+    ask, head = None, Head()
     if outputs is not None:
         keys = [Path(mirrored.ssh_key) for _, mirrored, _ in copies]
-        head = ask_head(outputs, env, folder=folder, more_keys=keys, talk=talk)
+        ask = partial(ask_head, outputs, env, folder=folder, more_keys=keys, talk=talk)
+        head = ask()
     missing = []
     for paths, mirrored, inventory in copies:
         if not mirrored.alive and _is_whole(paths, collected=mirrored.collected):
@@ -84,7 +93,7 @@ def at_stake(
         else:
             missing.append(paths)
     known = [paths.run_id for paths, _, _ in copies]
-    return AtStake(cluster=cluster, missing=missing, known=known, head=head)
+    return AtStake(cluster=cluster, missing=missing, known=known, head=head, ask=ask)
 
 
 def _copies(runs_dir: Path, cluster: str) -> list[tuple[RunPaths, Mirrored, ClusterInventory]]:

@@ -17,9 +17,9 @@ from payload.errors import (
     TileforgeError,
 )
 from payload.orchestrate.cloud.endpoints import Endpoints
-from payload.orchestrate.cloud.failures import explain, find_stock_out
+from payload.orchestrate.cloud.failures import StackBusyError, explain, find_stock_out
 from payload.orchestrate.cloud.google import Google
-from payload.orchestrate.cloud.machines import machines_that_go, machines_there
+from payload.orchestrate.cloud.machines import StackState, machines_that_go, stack_state
 from payload.orchestrate.cloud.need import need_of
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
 from payload.orchestrate.cloud.results_first import AtStake, at_stake
@@ -57,7 +57,8 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         )
     spot = need_of(known).spot != "false"
     _make_key(pulumi, known, talk=talk)
-    there = machines_there(pulumi)
+    before = stack_state(pulumi)
+    there = before.machines
     _step(pulumi, "preview", say=talk.print)
     going = machines_that_go(pulumi) if there else []
     results = _Results(pulumi, arguments, env, talk=talk)
@@ -70,11 +71,15 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     if not confirm("Build this?", assume_yes=arguments.yes):
         talk.print("nothing was built")
         return ExitCode.OK
+    _refuse_if_changed(pulumi, before, kept="nothing was built")
     remember_plan(pulumi, known, folder=Path.cwd())
     if stake is not None:
         stake.bring_home(env, **_WORDS)
     try:
         _build(pulumi, zones, spot=spot, there=there, results=results, talk=talk)
+    except StackBusyError:
+        # What is there now is being built by somebody else.
+        raise
     except TileforgeError as error:
         if there or arguments.keep_on_failure:
             raise _with_words(error, f"{error}. {_STAYS}") from None
@@ -149,6 +154,14 @@ def _make_key(pulumi: Pulumi, known: dict[str, Any], *, talk: Console) -> None:
         talk.print(f"made the key that opens the cluster: {path}")
 
 
+def _refuse_if_changed(pulumi: Pulumi, before: StackState, *, kept: str) -> None:
+    """Raises ConfigError when somebody else was at work while the operator was thinking."""
+    if stack_state(pulumi) != before:
+        raise ConfigError(
+            f"the stack has changed meanwhile, so {kept}. Repeat: python -m payload.orchestrate up"
+        )
+
+
 def _build(
     pulumi: Pulumi,
     zones: Sequence[str],
@@ -187,10 +200,12 @@ def _move(pulumi: Pulumi, zone: str, zones: Sequence[str]) -> None:
 
 def _failed(output: str, *, tried: Sequence[str], spot: bool) -> TileforgeError:
     error = explain(output, what="pulumi up")
+    if not isinstance(error, CapacityError):
+        return error
     text = f"{error}"
-    if isinstance(error, CapacityError) and len(tried) > 1:
+    if len(tried) > 1:
         text = f"{text}. Zones of the config that were tried: {', '.join(tried)}"
-    if isinstance(error, CapacityError) and spot:
+    if spot:
         text = f"{text}. Those were spot machines; for on-demand ones: pulumi config set spot false"
     return _with_words(error, text)
 
@@ -206,13 +221,14 @@ def _take_back(
 ) -> TileforgeError:
     """Remove what a first `up` has built before it failed; the error to end with."""
     try:
-        built = machines_there(pulumi)
-        if not built:
+        after = stack_state(pulumi)
+        if not after.machines:
             words = "No machine was built. Remove the rest with: python -m payload.orchestrate down"
             return _with_words(error, f"{error}. {words}")
-        talk.print(f"error: {error}\nbuilt before: {', '.join(built)}")
+        talk.print(f"error: {error}\nbuilt before: {', '.join(after.machines)}")
         if not confirm("Remove what was built?", assume_yes=arguments.yes):
             return _with_words(error, f"{error}. {_STAYS}")
+        _refuse_if_changed(pulumi, after, kept="nothing was removed")
         cluster, folder = cluster_name(pulumi, known), Path.cwd()
         project = project_of(known.get("project"), cluster, env, folder=folder)
         google = Google(project, endpoints=Endpoints.from_env(env))

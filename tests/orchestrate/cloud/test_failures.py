@@ -44,6 +44,17 @@ OFFERED_NOWHERE = """Error waiting for instance to create: The zone
 request. '(resource type:compute)'. A c3-highmem-8 VM instance is not supported in the
 europe-west3-c zone with your configuration."""
 
+# Of a backend that the project keeps itself, and of Pulumi Cloud.
+LOCKED = (
+    """error: the stack is currently locked by 1 lock(s). Either wait for the other process(es) to \
+end or delete the lock file with `pulumi cancel`.
+  gs://acme-state/.pulumi/locks/organization/tileforge/dev/1.json: created by ann@desk (pid 7)
+""",
+    """error: [409] Conflict: Another update is currently in progress.
+To learn more about possible reasons and resolution, visit https://www.pulumi.com/docs
+""",
+)
+
 
 @pytest.mark.parametrize(
     ("output", "full", "free"),
@@ -108,6 +119,8 @@ def test_a_stock_out_names_zones_without_and_with_machines(
             "zones is empty; name one",
         ),
         ("", ExitCode.CONFIG, "Pulumi's output above says why"),
+        (LOCKED[0], ExitCode.CONFIG, "another update of the stack is going on"),
+        (LOCKED[1], ExitCode.CONFIG, "another update of the stack is going on"),
     ],
 )
 def test_other_failures_keep_their_own_exit_code(output: str, status: ExitCode, words: str) -> None:

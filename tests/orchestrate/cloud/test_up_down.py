@@ -16,13 +16,15 @@ import pytest
 from payload.errors import ExitCode
 from payload.inventory import Access
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.cloud import results_first
+from payload.orchestrate.cloud.head import Head
 from payload.orchestrate.keys import make_operator_key
 from payload.orchestrate.mirror import Mirrored, write_mirrored
 from payload.results import RunPaths
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.orchestrate.cloud.standin import PROJECT
-from tests.orchestrate.cloud.test_failures import DETAILS, PLAIN
+from tests.orchestrate.cloud.test_failures import DETAILS, LOCKED, PLAIN
 from tests.supervise.planned import plan_stand_in
 from tests.test_architecture import ROOT
 from tests.waiting import DEADLINE_S, wait_until
@@ -102,7 +104,7 @@ def test_a_first_up_that_fails_leaves_nothing_that_is_billed(
     assert "No machine was built. Remove the rest with" in capsys.readouterr().err
     assert not any(each.startswith("destroy") for each in words(site))
     site.pulumi.machines("mine-0", "mine-1")
-    site.pulumi.on("stack", "export", out="{}", times=1)
+    site.pulumi.on("stack", "export", out="{}", times=2)
     destroys(site, leaves=leaves)
     assert main(["up", "--yes"], site.env) == status
     err = capsys.readouterr().err
@@ -111,6 +113,47 @@ def test_a_first_up_that_fails_leaves_nothing_that_is_billed(
     assert "no c3-highmem-8 is free in us-central1-f" in last and said in last
     assert ("2/2 sweep: clean" in err) == (not leaves)
     assert words(site)[-1] == "destroy --yes --skip-preview --exclude-protected"
+
+
+@pytest.mark.parametrize("pulumi_says", LOCKED)
+def test_what_somebody_else_builds_meanwhile_is_never_removed(
+    site: Site, capsys: Capture, pulumi_says: str
+) -> None:
+    site.build()
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out=pulumi_says, status=255)
+    site.pulumi.machines("mine-0", "mine-1")
+    # They are built while the question waits; or once pulumi has been started.
+    for looks, said in (
+        (1, "error: the stack has changed meanwhile, so nothing was built"),
+        (2, "error: pulumi up: another update of the stack is going on, so this one did nothing"),
+    ):
+        site.pulumi.on("stack", "export", out="{}", times=looks)
+        assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
+        assert capsys.readouterr().err.splitlines()[-1].startswith(said)
+    # And while what one's own `up` has built waits for the next question.
+    site.pulumi.on("up", out=DETAILS, status=255)
+    own = {"resources": [{"urn": "urn:pulumi:d::t::gcp:compute/instance:Instance::a", "id": "7"}]}
+    site.pulumi.on("stack", "export", out=json.dumps({"deployment": own}), times=1)
+    site.pulumi.on("stack", "export", out="{}", times=2)
+    assert main(["up", "--yes"], site.env) == ExitCode.TEARDOWN
+    assert "the stack has changed meanwhile, so nothing was removed" in capsys.readouterr().err
+    assert words(site).count("up --yes --skip-preview") == 2
+    assert "destroy" not in " ".join(words(site))
+
+
+@pytest.mark.parametrize("command", ["up", "down"])
+def test_a_run_that_begins_while_the_question_waits_is_not_ended(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    site.build()
+    site.pulumi.on("preview")
+    site.pulumi.machines("mine-0", going=["mine-0"])
+    heads = [Head(running="two"), Head()]
+    monkeypatch.setattr(results_first, "ask_head", lambda *_, **__: heads.pop())
+    assert main([command, "--yes"], site.env) == ExitCode.CONFIG
+    assert "error: run two is going on, so nothing was " in capsys.readouterr().err
+    assert heads == [] and not {"up", "destroy"} & {each.split()[0] for each in words(site)}
 
 
 def test_what_an_up_that_failed_has_left_is_seen(site: Site, capsys: Capture) -> None:
