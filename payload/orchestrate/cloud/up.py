@@ -135,12 +135,24 @@ class _Results:
         self._talk.print(f"to collect first: {stake.names()}")
         return stake
 
-    def save(self, going: Sequence[str], *, kept: str) -> None:
-        """Look, and collect at once. Raises when something would be lost."""
-        stake = self.look(going)
+    def save(self, going: Sequence[str], *, zone: str) -> bool:
+        """Look, ask, and collect; False after a no. Raises when something would be lost."""
+        stake, kept = self.look(going), "the cluster stays in its zone"
+        if not going or self._arguments.without_collect:
+            return True
         if stake is not None:
             stake.refuse_while_running(kept=kept, force=_FORCE)
+            if stake.head.unasked:
+                raise ConfigError(
+                    f"it is not known whether a run is going on, so {kept} (go on all the same: "
+                    f"{_FORCE}): {stake.head.unasked}"
+                )
+        question = f"End these machines and build in {zone}?"
+        if not confirm(question, assume_yes=self._arguments.yes):
+            return False
+        if stake is not None:
             stake.bring_home(self._env, kept=kept, force=_FORCE)
+        return True
 
 
 def _make_key(pulumi: Pulumi, known: dict[str, Any], *, talk: Console) -> None:
@@ -173,7 +185,7 @@ def _build(
 ) -> None:
     """`pulumi up`; without capacity again in each further one of `zones`.
 
-    All nodes are in one zone, so another one ends the machines that were `there`.
+    All nodes are in one zone, so another one ends the machines that were `there`: that is asked.
     """
     left = list(zones[1:])
     while True:
@@ -187,7 +199,9 @@ def _build(
         zone = min(left, key=lambda each: (each not in stock_out.free, zones.index(each)))
         left.remove(zone)
         talk.print(f"{stock_out.describe()}\n--next-zone: the cluster goes to {zone} now")
-        results.save(there, kept="the cluster stays in its zone")
+        if not results.save(there, zone=zone):
+            raise _failed(output, tried=zones[: len(zones) - len(left) - 1], spot=spot)
+        there = []
         _move(pulumi, zone, zones)
 
 
