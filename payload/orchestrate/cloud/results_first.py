@@ -79,7 +79,8 @@ def at_stake(
 ) -> AtStake:
     """Look here and ask the head. Without `outputs` the cluster never came up, and has none."""
     copies = _copies(runs_dir, cluster)
-    ask, head = None, Head()
+    # Of a stack without outputs whatever had this name and results before is gone.
+    ask, head = None, Head(is_gone=True)
     if outputs is not None:
         keys = [Path(mirrored.ssh_key) for _, mirrored, _ in copies]
         ask = partial(ask_head, outputs, env, folder=folder, more_keys=keys, talk=talk)

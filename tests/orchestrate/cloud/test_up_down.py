@@ -470,8 +470,12 @@ def test_a_stack_that_never_came_up_whole_can_be_taken_down(site: Site, capsys: 
     # Without the key `cluster` the cluster has the stack's name.
     site.pulumi.on("stack", "--show-name", out="my-org/tileforge/mine\n")
     destroys(site, leaves=("mine-0",))
+    # Of an earlier cluster of that name.
+    make_run(site, "one", alive=True, instance_id="77")
     assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN
-    assert "instances delete mine-0" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "run one: the machine that had its results is gone" in err
+    assert "instances delete mine-0" in err
 
 
 def test_down_without_pulumi_or_with_another_name_does_nothing(site: Site, capsys: Capture) -> None:
