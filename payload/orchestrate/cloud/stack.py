@@ -48,7 +48,12 @@ class Remembered:
     project: str
     region: str
     node_usd: Mapping[str, float | None]
-    """Dollars per hour by node."""
+    """Dollars per hour by node; of nothing while it has only been planned."""
+
+    @property
+    def came_up(self) -> bool:
+        """Whether the cluster has been seen up, and not only planned."""
+        return bool(self.node_usd)
 
 
 def read_outputs(pulumi: Pulumi) -> StackOutputs:

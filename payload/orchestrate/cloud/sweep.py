@@ -135,7 +135,11 @@ def look(google: Google, cluster: str | None, *, folder: Path, keep_buckets: boo
         check_cluster_name(cluster)
     now_unix = time.time()
     remembered = [each for each in remembered_clusters(folder) if each.project == google.project]
-    names = {each.cluster for each in remembered} | ({cluster} if cluster else set())
+    # By its name alone a thing counts only where the cluster has come up, or was named: after an
+    # `up` that found a network of that name there, the network is somebody else's.
+    names = {each.cluster for each in remembered if each.came_up} | (
+        {cluster} if cluster else set()
+    )
     listing = list_everything(google)
     owned = by_cluster(listing.resources, known=names)
     if cluster is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.labels import mark
 from payload.errors import ExitCode
 from payload.inventory import Access
 from payload.orchestrate.__main__ import main
@@ -160,11 +161,16 @@ def test_a_run_that_begins_while_the_question_waits_is_not_ended(
 def test_what_an_up_that_failed_has_left_is_seen(site: Site, capsys: Capture) -> None:
     site.pulumi.on("preview")
     site.pulumi.on("up", out="error: Quota 'NETWORKS' exceeded.  Limit: 5.0\n", status=255)
-    # Without a description, as in a stack from before there were any.
+    # Made by hand: the name is like that of the cluster's own, which has a description.
     site.cloud.add("networks", "mine-network", place="global", labels={})
     assert main(["up", "--dry-run"], site.env) == ExitCode.OK
     assert main(["sweep"], site.env) == ExitCode.USAGE  # no project is known yet
     assert main(["up", "--yes"], site.env) == ExitCode.QUOTA
+    assert main(["sweep", "--delete", "--yes"], site.env) == ExitCode.OK
+    assert site.cloud.count("^DELETE") == 0
+    site.cloud.drop("networks", "mine-network")
+    labels = {"tileforge-cluster": "mine", "tileforge-expires": "1700000000"}
+    site.cloud.add("networks", "mine-network", place="global", labels={}, description=mark(labels))
     capsys.readouterr()
     assert main(["sweep"], site.env) == ExitCode.TEARDOWN
     assert "networks delete mine-network --project=acme-lab" in capsys.readouterr().err
