@@ -40,7 +40,9 @@ class Need:
 
     def describe(self) -> str:
         """For the first line."""
-        kind = {"false": "", "true": " (spot)", "auto": " (spot, on demand next)"}[self.spot]
+        kind = {"false": "", "true": " (spot)", "auto": " (spot; on demand has to fit, too)"}[
+            self.spot
+        ]
         return (
             f"{self.node_count} x {self.machine_type}{kind} in {', '.join(self.zones)}, "
             f"{self.disk_gib} GiB {self.disk_type}"
