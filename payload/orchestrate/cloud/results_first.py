@@ -29,7 +29,6 @@ _HOW_TO_STOP_ANOTHERS = (
 class AtStake:
     """What the cluster's machines would take with them."""
 
-    cluster: str
     missing: Sequence[RunPaths]
     """Runs whose copy here lacks something, or that may still be going on."""
     known: Sequence[str]
@@ -94,7 +93,7 @@ def at_stake(
         else:
             missing.append(paths)
     known = [paths.run_id for paths, _, _ in copies]
-    return AtStake(cluster=cluster, missing=missing, known=known, head=head, ask=ask)
+    return AtStake(missing=missing, known=known, head=head, ask=ask)
 
 
 def _copies(runs_dir: Path, cluster: str) -> list[tuple[RunPaths, Mirrored, ClusterInventory]]:
@@ -130,8 +129,9 @@ def _collect(paths: RunPaths, env: Mapping[str, str], *, kept: str, force: str) 
     try:
         collect(argparse.Namespace(runs_dir=paths.root.parent, run=paths.run_id), env)
     except TileforgeError as error:
+        why = str(error).rstrip(".")
         again = TileforgeError(
-            f"run {paths.run_id} is not brought home, so {kept}: {error} To go on without its "
+            f"run {paths.run_id} is not brought home, so {kept}: {why}. To go on without its "
             f"results: {force}"
         )
         again.exit_code = error.exit_code

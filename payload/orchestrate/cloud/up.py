@@ -82,7 +82,7 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         raise
     except TileforgeError as error:
         if there or arguments.keep_on_failure:
-            raise _with_words(error, f"{error}. {_STAYS}") from None
+            raise _with_words(error, _STAYS) from None
         raise _take_back(error, pulumi, known, arguments, env, talk=talk) from None
     except KeyboardInterrupt:
         talk.print(f"up was interrupted. {_STAYS}")
@@ -216,12 +216,12 @@ def _failed(output: str, *, tried: Sequence[str], spot: bool) -> TileforgeError:
     error = explain(output, what="pulumi up")
     if not isinstance(error, CapacityError):
         return error
-    text = f"{error}"
     if len(tried) > 1:
-        text = f"{text}. Zones of the config that were tried: {', '.join(tried)}"
+        error = _with_words(error, f"Zones of the config that were tried: {', '.join(tried)}")
     if spot:
-        text = f"{text}. Those were spot machines; for on-demand ones: pulumi config set spot false"
-    return _with_words(error, text)
+        words = "Those were spot machines; for on-demand ones: pulumi config set spot false"
+        error = _with_words(error, words)
+    return error
 
 
 def _take_back(
@@ -238,10 +238,10 @@ def _take_back(
         after = stack_state(pulumi)
         if not after.machines:
             words = "No machine was built. Remove the rest with: python -m payload.orchestrate down"
-            return _with_words(error, f"{error}. {words}")
+            return _with_words(error, words)
         talk.print(f"error: {error}\nbuilt before: {', '.join(after.machines)}")
         if not confirm("Remove what was built?", assume_yes=arguments.yes):
-            return _with_words(error, f"{error}. {_STAYS}")
+            return _with_words(error, _STAYS)
         _refuse_if_changed(pulumi, after, kept="nothing was removed")
         cluster, folder = cluster_name(pulumi, known), Path.cwd()
         project = project_of(known.get("project"), cluster, env, folder=folder)
@@ -251,14 +251,19 @@ def _take_back(
         talk.print(f"up was interrupted. {_STAYS}")
         raise
     except TileforgeError as left:
-        return TeardownError(f"{error}. And what was built before is not all removed: {left}")
-    return _with_words(error, f"{error}. What was built before is removed again")
+        words = f"And what was built before is not all removed: {left}"
+        return TeardownError(_joined(error, words))
+    return _with_words(error, "What was built before is removed again")
 
 
-def _with_words(error: TileforgeError, text: str) -> TileforgeError:
-    again = TileforgeError(text)
+def _with_words(error: TileforgeError, words: str) -> TileforgeError:
+    again = TileforgeError(_joined(error, words))
     again.exit_code = error.exit_code
     return again
+
+
+def _joined(error: TileforgeError, words: str) -> str:
+    return f"{str(error).rstrip('.')}. {words}"
 
 
 def _step(pulumi: Pulumi, word: str, *, say: Callable[[str], None]) -> None:

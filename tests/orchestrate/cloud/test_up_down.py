@@ -80,6 +80,12 @@ def test_up_without_capacity_is_exit_12_with_the_next_command(site: Site, capsys
     assert "pulumi config set --path 'zones[0]' us-central1-b && python -m" in last
     assert "stays and is billed" in last and "payload.orchestrate down" in last
     assert "config set spot" not in last
+    assert ".." not in last
+    # An error that ends with a full stop gets no second one.
+    site.pulumi.on("up", out="error: the machine was refused.\n", status=255, times=1)
+    assert main(["up", "--yes", "--keep-on-failure"], site.env) == ExitCode.CONFIG
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "pulumi up: the machine was refused. What was built before stays" in last
     # What had machines before stays, too.
     site.configure(cluster="mine", spot="auto")
     site.pulumi.machines("mine-0")
