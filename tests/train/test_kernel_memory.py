@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from payload.train.__main__ import LastWords
 from payload.train.kernels.library import Library
@@ -97,10 +98,10 @@ def test_a_kernel_without_memory_ends_training_in_the_words_for_it(
 ) -> None:
     call = Library._call
 
-    def call_with_little(self: Library, name: str, *arguments: object) -> None:
+    def call_with_little(self: Library, name: str, *arguments: Tensor | float | None) -> None:
         if name == "attention_backward":
             raise MemoryError(f"no memory for the kernel {name}")
-        call(self, name, *arguments)  # type: ignore[arg-type]
+        call(self, name, *arguments)
 
     monkeypatch.setattr(Library, "_call", call_with_little)
     with pytest.raises(MemoryError) as ended:

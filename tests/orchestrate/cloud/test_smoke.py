@@ -14,9 +14,9 @@ from payload.orchestrate import __main__ as orchestrate
 from payload.orchestrate.inventories import load_cluster
 from tests.data_folders import make_data_folder
 from tests.orchestrate.cloud.conftest import KEY, Site
+from tests.orchestrate.cloud.stacks import words
 from tests.orchestrate.cloud.standin import PROJECT, ZONE
 from tests.orchestrate.cloud.test_failures import DETAILS
-from tests.orchestrate.cloud.test_up_down import words
 from tests.test_architecture import ROOT
 
 Capture = pytest.CaptureFixture[str]

@@ -1,0 +1,62 @@
+"""What tests of `up` and `down` share: a stack that comes and goes, and the copies of its runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from payload.inventory import Access
+from payload.orchestrate.mirror import Mirrored, write_mirrored
+from payload.results import RunPaths
+from tests.launch.inventories import make_inventory
+from tests.orchestrate.cloud.conftest import KEY, Site
+from tests.supervise.planned import plan_stand_in
+
+Capture = pytest.CaptureFixture[str]
+
+
+def words(site: Site) -> list[str]:
+    """What Pulumi was told to do; config and state are only read."""
+    told = [" ".join(word for word in call if word) for call in site.pulumi.calls()]
+    return [each for each in told if not each.endswith(("config --json", "stack export"))]
+
+
+def destroys(site: Site, *, leaves: tuple[str, ...] = (), status: int = 0, out: str = "") -> None:
+    """From now on `pulumi destroy` takes everything but `leaves`, when it is called."""
+    site.pulumi.on("destroy", out=out or "destroyed\n", status=status)
+
+    def fake(method: str, target: str) -> None:
+        if any(call[1:2] == ["destroy"] for call in site.pulumi.calls()):
+            for items in site.cloud.items.values():
+                items[:] = [item for item in items if item["name"] in leaves]
+
+    site.cloud.before_each = fake
+
+
+def make_run(
+    site: Site,
+    name: str,
+    *,
+    alive: bool,
+    collected: str | None = None,
+    instance_id: str | None = None,
+) -> RunPaths:
+    """A local copy of a run on the cluster; nobody answers at its node's address."""
+    paths = plan_stand_in(site.folder / "runs" / name)
+    (node,) = make_inventory().nodes
+    keys = (f"ssh-ed25519 {KEY}",)
+    node = replace(node, ssh_port=9, host_keys=keys, instance_id=instance_id)
+    inventory = replace(
+        make_inventory(),
+        cluster="mine",
+        ssh_user="trainer",
+        access=Access(kind="direct"),
+        nodes=(node,),
+    )
+    paths.inventory.write_text(inventory.to_json())
+    key = site.folder / "key"
+    mirrored = Mirrored(alive=alive, seen_unix=time.time(), ssh_key=str(key), collected=collected)
+    write_mirrored(paths, mirrored)
+    return paths

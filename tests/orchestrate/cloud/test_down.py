@@ -1,0 +1,126 @@
+"""`down`: results first, then the destroy, then the proof that nothing is left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.keys import make_operator_key
+from tests.orchestrate.cloud.conftest import Site
+from tests.orchestrate.cloud.stacks import Capture, destroys, make_run, words
+from tests.orchestrate.cloud.standin import PROJECT
+
+
+def test_down_destroys_and_shows_that_nothing_is_left(site: Site, capsys: Capture) -> None:
+    site.build()
+    destroys(site)
+    assert main(["down", "--yes"], site.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    steps = ["1/3 collect: 0 run(s) brought home", "2/3 destroy: done", "3/3 sweep: clean"]
+    assert [line for line in err.splitlines() if line in steps] == steps
+    assert "kept with its results: gs://mine-results" in err
+    assert words(site) == [
+        "stack output --json",
+        "destroy --yes --skip-preview --exclude-protected",
+    ]
+
+
+def test_down_with_something_left_is_exit_60(site: Site, capsys: Capture) -> None:
+    site.build()
+    destroys(site, leaves=("mine-1", "mine-network"))
+    assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN
+    out, err = capsys.readouterr()
+    assert "3/3 sweep: not clean" in err
+    assert "gcloud compute instances delete mine-1" in err
+    assert "error: 3 resource(s) of cluster mine left" in err
+    assert "mine-network" in out
+
+
+def test_a_destroy_that_fails_is_followed_by_the_sweep_all_the_same(
+    site: Site, capsys: Capture
+) -> None:
+    site.build()
+    destroys(site, status=255, out="error: update failed: resource is in use\n", leaves=("mine-0",))
+    assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN
+    err = capsys.readouterr().err
+    assert "2/3 destroy: FAILED: pulumi destroy: update failed" in err
+    assert "delete mine-0" in err
+
+
+def test_a_dry_run_of_down_changes_nothing(site: Site, capsys: Capture) -> None:
+    site.build()
+    assert main(["down", "--dry-run"], site.env) == ExitCode.OK
+    out, err = capsys.readouterr()
+    assert "mine-0" in out and "dry run: nothing was collected or destroyed" in err
+    assert words(site) == ["stack output --json"]
+    assert site.cloud.count("^(DELETE|POST)") == 0
+
+
+def test_results_that_cannot_be_brought_home_stop_the_destroy(site: Site, capsys: Capture) -> None:
+    make_operator_key(site.folder / "key")
+    site.build()
+    destroys(site)
+    make_run(site, "one", alive=True)
+    assert main(["down", "--yes"], site.env) == ExitCode.SSH_UNREACHABLE
+    err = capsys.readouterr().err
+    assert "warning: it is not known whether a run is going on: mine-0: " in err
+    assert "1/3 collect: one" in err
+    assert "run one is not brought home, so nothing was destroyed" in err
+    assert "down --without-collect" in err
+    assert words(site) == ["stack output --json"]
+    assert main(["down", "--yes", "--without-collect"], site.env) == ExitCode.OK
+
+
+@pytest.mark.parametrize(("cluster", "collected"), [("other", None), ("mine", "")])
+def test_runs_of_other_clusters_and_collected_ones_are_left_alone(
+    site: Site, capsys: Capture, cluster: str, collected: str | None
+) -> None:
+    site.build(cluster=cluster)
+    destroys(site)
+    # One that failed before its first checkpoint: its files alone never show that it is all here.
+    make_run(site, "one", alive=collected is None, collected=collected)
+    assert main(["down", "--yes"], site.env) == ExitCode.OK
+    assert "1/3 collect: nothing is missing here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("made_anew", [True, False])
+def test_results_that_went_with_their_machine_do_not_keep_down_from_the_rest(
+    site: Site, capsys: Capture, made_anew: bool
+) -> None:
+    site.build()
+    destroys(site)
+    make_run(site, "one", alive=True, instance_id="77")
+    if not made_anew:
+        site.cloud.drop("instances", "mine-0")
+    assert main(["down", "--yes"], site.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    assert "run one: the machine that had its results is gone" in err
+    assert "1/3 collect: nothing is missing here" in err
+
+
+def test_a_stack_that_never_came_up_whole_can_be_taken_down(site: Site, capsys: Capture) -> None:
+    site.build(expires_in_s=-60)
+    site.pulumi.outputs()
+    config = {"tileforge:project": {"value": PROJECT}, "gcp:project": {"value": "another"}}
+    site.pulumi.on("config", "--json", out=json.dumps(config))
+    # Without the key `cluster` the cluster has the stack's name.
+    site.pulumi.on("stack", "--show-name", out="my-org/tileforge/mine\n")
+    destroys(site, leaves=("mine-0",))
+    # Of an earlier cluster of that name.
+    make_run(site, "one", alive=True, instance_id="77")
+    assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN
+    err = capsys.readouterr().err
+    assert "run one: the machine that had its results is gone" in err
+    assert "instances delete mine-0" in err
+
+
+def test_down_without_pulumi_or_with_another_name_does_nothing(site: Site, capsys: Capture) -> None:
+    assert main(["down", "--yes"], {**site.env, "PATH": "/nowhere"}) == ExitCode.CONFIG
+    site.build()
+    assert main(["down", "--yes", "--cluster", "other"], site.env) == ExitCode.CONFIG
+    assert "the stack's cluster is mine" in capsys.readouterr().err
+    assert not Path("runs").exists()

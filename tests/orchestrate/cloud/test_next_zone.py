@@ -1,0 +1,110 @@
+"""`up --next-zone`: the way through the config's zones, and what it asks on it."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.cloud import results_first
+from payload.orchestrate.cloud.head import Head
+from payload.orchestrate.keys import make_operator_key
+from tests.orchestrate.cloud.conftest import Site
+from tests.orchestrate.cloud.stacks import Capture, make_run, words
+from tests.orchestrate.cloud.test_failures import DETAILS, PLAIN
+
+
+def test_next_zone_moves_on_through_the_configs_zones(site: Site, capsys: Capture) -> None:
+    zones = ["us-central1-f", "us-central1-c", "us-central1-b"]
+    site.build()
+    site.configure(cluster="mine", zones=zones)
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="done\n")
+    site.pulumi.on("up", out=PLAIN, status=255, times=1)
+    site.pulumi.on("up", out=DETAILS, status=255, times=1)
+    assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.OK
+    said = words(site)
+    assert said.count("up --yes --skip-preview") == 3
+    # b first, as the error says that it has machines; then what is left of the order.
+    firsts = [each for each in said if each.startswith("config set --path zones[0]")]
+    assert firsts == [f"config set --path zones[0] us-central1-{zone}" for zone in "bc"]
+    assert "the cluster goes to us-central1-b now" in capsys.readouterr().err
+
+
+def test_next_zone_ends_with_the_last_one(site: Site, capsys: Capture) -> None:
+    zones = ["us-central1-f", "us-central1-c"]
+    site.configure(cluster="mine", zones=json.dumps(zones))
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out=PLAIN, status=255)
+    words_of_up = ["up", "--yes", "--next-zone", "--keep-on-failure"]
+    assert main(words_of_up, site.env) == ExitCode.NO_CAPACITY
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "tried: us-central1-f, us-central1-c" in last
+
+
+def test_next_zone_needs_a_next_zone(site: Site, capsys: Capture) -> None:
+    site.configure(cluster="mine", zones=["us-central1-a"])
+    assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.CONFIG
+    assert "--next-zone: the config has 1 zone(s)" in capsys.readouterr().err
+    assert words(site) == []
+
+
+class Answers(io.StringIO):
+    """What an operator types at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_next_zone_does_not_leave_results_behind_in_the_old_one(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_operator_key(site.folder / "key")
+    site.build()
+    site.configure(cluster="mine", zones=["us-central1-f", "us-central1-b"])
+    site.pulumi.machines("mine-0", "mine-1")
+    site.pulumi.on("preview", out="+ 1 to create\n")
+    site.pulumi.on("up", out=DETAILS, status=255)
+    make_run(site, "one", alive=True)
+    assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.CONFIG
+    err = capsys.readouterr().err
+    assert "this ends 2 machine(s), with all that is on them: mine-0, mine-1" in err
+    last = err.splitlines()[-1]
+    assert "is not known whether a run is going on, so the cluster stays in its zone" in last
+    # A head that says that there is none: what this folder lacks still has to come home.
+    monkeypatch.setattr(results_first, "ask_head", lambda *_, **__: Head())
+    assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.SSH_UNREACHABLE
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "run one is not brought home, so the cluster stays in its zone" in last
+    # A no leaves everything where it is, too.
+    monkeypatch.setattr("sys.stdin", Answers("y\nn\n"))
+    assert main(["up", "--next-zone"], site.env) == ExitCode.NO_CAPACITY
+    err = capsys.readouterr().err
+    assert "End these machines and build in us-central1-b? [y/N]" in err
+    assert "no c3-highmem-8 is free in us-central1-f" in err.splitlines()[-1]
+    assert "tried" not in err.splitlines()[-1]
+    assert not [each for each in words(site) if each.startswith("config set")]
+
+
+def test_next_zone_ends_machines_once_and_then_asks_no_more(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.build()
+    site.configure(cluster="mine", zones=[f"us-central1-{zone}" for zone in "fcb"])
+    site.pulumi.machines("mine-0", "mine-1")
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="done\n")
+    site.pulumi.on("up", out=PLAIN, status=255, times=2)
+    # The head's machine is gone, so nobody has to be asked for a run.
+    site.cloud.drop("instances", "mine-0")
+    monkeypatch.setattr("sys.stdin", Answers("y\ny\n"))
+    assert main(["up", "--next-zone"], site.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    assert err.count("this ends 2 machine(s)") == 1 and err.count("[y/N]") == 2
+    assert words(site).count("up --yes --skip-preview") == 3

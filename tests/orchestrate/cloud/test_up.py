@@ -1,0 +1,239 @@
+"""`up`: what it makes of Pulumi's answers, and that nothing is ended or billed unasked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from infra.labels import mark
+from payload.errors import ExitCode
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.cloud import results_first
+from payload.orchestrate.cloud.head import Head
+from payload.orchestrate.keys import make_operator_key
+from tests.orchestrate.cloud.conftest import Site
+from tests.orchestrate.cloud.stacks import Capture, destroys, make_run, words
+from tests.orchestrate.cloud.standin import PROJECT
+from tests.orchestrate.cloud.test_failures import DETAILS, LOCKED
+from tests.test_architecture import ROOT
+from tests.waiting import DEADLINE_S, wait_until
+
+
+def test_up_shows_the_preview_builds_and_says_what_is_next(site: Site, capsys: Capture) -> None:
+    site.build()
+    site.pulumi.on("preview", out="     + 14 to create\n  hourly_usd: 1.59\n")
+    site.pulumi.on("up", out="     + 14 created\n")
+    assert main(["up", "--yes", "--stack", "dev"], site.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    assert err.index("14 to create") < err.index("14 created")
+    assert "cluster mine: 3 node(s), $1.59/h until 2026-11-22 08:00 UTC" in err
+    assert "--inventory stack:dev" in err
+    assert words(site) == ["dev preview", "dev up --yes --skip-preview", "dev stack output --json"]
+    # The program that Pulumi runs reads the public half of the key, so both are made before.
+    key = site.folder / ".cluster" / "mine" / "id_ed25519"
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert key.with_name("id_ed25519.pub").read_text().startswith("ssh-ed25519 AAAA")
+
+
+def test_up_builds_nothing_without_a_yes(site: Site, capsys: Capture) -> None:
+    site.pulumi.on("preview", out="+ 14 to create\n")
+    assert main(["up", "--dry-run"], site.env) == ExitCode.OK
+    assert main(["up"], site.env) == ExitCode.USAGE
+    assert "repeat with --yes" in capsys.readouterr().err
+    assert words(site) == ["preview", "preview"]
+
+
+def test_a_failing_preview_builds_nothing(site: Site, capsys: Capture) -> None:
+    site.pulumi.on("preview", out="error: maxHourlyUsd = 1 is less than 1.59\n", status=255)
+    assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
+    assert "error: pulumi preview: maxHourlyUsd = 1" in capsys.readouterr().err
+    assert words(site) == ["preview"]
+
+
+def test_up_without_capacity_is_exit_12_with_the_next_command(site: Site, capsys: Capture) -> None:
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out=DETAILS, status=255)
+    assert main(["up", "--yes", "--keep-on-failure"], site.env) == ExitCode.NO_CAPACITY
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "no c3-highmem-8 is free in us-central1-f" in last
+    assert "pulumi config set --path 'zones[0]' us-central1-b && python -m" in last
+    assert "stays and is billed" in last and "payload.orchestrate down" in last
+    assert "config set spot" not in last
+    assert ".." not in last
+    # An error that ends with a full stop gets no second one.
+    site.pulumi.on("up", out="error: the machine was refused.\n", status=255, times=1)
+    assert main(["up", "--yes", "--keep-on-failure"], site.env) == ExitCode.CONFIG
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "pulumi up: the machine was refused. What was built before stays" in last
+    # What had machines before stays, too.
+    site.configure(cluster="mine", spot="auto")
+    site.pulumi.machines("mine-0")
+    assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "for on-demand ones: pulumi config set spot false. What was built before stays" in last
+    assert "destroy" not in " ".join(words(site))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "status", "said"),
+    [
+        ((), ExitCode.NO_CAPACITY, "What was built before is removed again"),
+        (("mine-1",), ExitCode.TEARDOWN, "And what was built before is not all removed: 2 res"),
+    ],
+)
+def test_a_first_up_that_fails_leaves_nothing_that_is_billed(
+    site: Site, capsys: Capture, leaves: tuple[str, ...], status: ExitCode, said: str
+) -> None:
+    site.build(nodes=2)
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out=DETAILS, status=255)
+    assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
+    assert "No machine was built. Remove the rest with" in capsys.readouterr().err
+    assert not any(each.startswith("destroy") for each in words(site))
+    site.pulumi.machines("mine-0", "mine-1")
+    site.pulumi.on("stack", "export", out="{}", times=2)
+    destroys(site, leaves=leaves)
+    assert main(["up", "--yes"], site.env) == status
+    err = capsys.readouterr().err
+    last = err.splitlines()[-1]
+    assert "built before: mine-0, mine-1" in err
+    assert "no c3-highmem-8 is free in us-central1-f" in last and said in last
+    assert ("2/2 sweep: clean" in err) == (not leaves)
+    assert words(site)[-1] == "destroy --yes --skip-preview --exclude-protected"
+
+
+@pytest.mark.parametrize("pulumi_says", LOCKED)
+def test_what_somebody_else_builds_meanwhile_is_never_removed(
+    site: Site, capsys: Capture, pulumi_says: str
+) -> None:
+    site.build()
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out=pulumi_says, status=255)
+    site.pulumi.machines("mine-0", "mine-1")
+    # They are built while the question waits; or once pulumi has been started.
+    for looks, said in (
+        (1, "error: the stack has changed meanwhile, so nothing was built"),
+        (2, "error: pulumi up: another update of the stack is going on, so this one did nothing"),
+    ):
+        site.pulumi.on("stack", "export", out="{}", times=looks)
+        assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
+        assert capsys.readouterr().err.splitlines()[-1].startswith(said)
+    # And while what one's own `up` has built waits for the next question.
+    site.pulumi.on("up", out=DETAILS, status=255)
+    own = {"resources": [{"urn": "urn:pulumi:d::t::gcp:compute/instance:Instance::a", "id": "7"}]}
+    site.pulumi.on("stack", "export", out=json.dumps({"deployment": own}), times=1)
+    site.pulumi.on("stack", "export", out="{}", times=2)
+    assert main(["up", "--yes"], site.env) == ExitCode.TEARDOWN
+    assert "the stack has changed meanwhile, so nothing was removed" in capsys.readouterr().err
+    assert words(site).count("up --yes --skip-preview") == 2
+    assert "destroy" not in " ".join(words(site))
+
+
+@pytest.mark.parametrize("command", ["up", "down"])
+def test_a_run_that_begins_while_the_question_waits_is_not_ended(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    site.build()
+    site.pulumi.on("preview")
+    site.pulumi.machines("mine-0", going=["mine-0"])
+    heads = [Head(running="two"), Head()]
+    monkeypatch.setattr(results_first, "ask_head", lambda *_, **__: heads.pop())
+    assert main([command, "--yes"], site.env) == ExitCode.CONFIG
+    assert "error: run two is going on, so nothing was " in capsys.readouterr().err
+    assert heads == [] and not {"up", "destroy"} & {each.split()[0] for each in words(site)}
+
+
+def test_what_an_up_that_failed_has_left_is_seen(site: Site, capsys: Capture) -> None:
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="error: Quota 'NETWORKS' exceeded.  Limit: 5.0\n", status=255)
+    # Made by hand: the name is like that of the cluster's own, which has a description.
+    site.cloud.add("networks", "mine-network", place="global", labels={})
+    assert main(["up", "--dry-run"], site.env) == ExitCode.OK
+    assert main(["sweep"], site.env) == ExitCode.USAGE  # no project is known yet
+    assert main(["up", "--yes"], site.env) == ExitCode.QUOTA
+    assert main(["sweep", "--delete", "--yes"], site.env) == ExitCode.OK
+    assert site.cloud.count("^DELETE") == 0
+    site.cloud.drop("networks", "mine-network")
+    labels = {"tileforge-cluster": "mine", "tileforge-expires": "1700000000"}
+    site.cloud.add("networks", "mine-network", place="global", labels={}, description=mark(labels))
+    capsys.readouterr()
+    assert main(["sweep"], site.env) == ExitCode.TEARDOWN
+    assert "networks delete mine-network --project=acme-lab" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "told", "said"),
+    [
+        (
+            "up",
+            "up --yes --skip-preview",
+            "up was interrupted. What was built before stays and is billed until its lifetime ends",
+        ),
+        (
+            "down",
+            "destroy --yes --skip-preview --exclude-protected",
+            f"look with: sweep --cluster mine --project {PROJECT}",
+        ),
+    ],
+)
+def test_an_interrupted_command_waits_for_pulumi_and_says_what_is_billed(
+    site: Site, command: str, told: str, said: str
+) -> None:
+    site.build()
+    site.pulumi.on("preview", out="14 to create\n")
+    site.pulumi.on(told.split()[0], takes_s=60.0)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "payload.orchestrate", command, "--yes"],
+        cwd=site.folder,
+        env={**site.env, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        # As a shell's foreground job is: Ctrl-C goes to the group.
+        start_new_session=True,
+    )
+    wait_until(lambda: told in words(site), what=f"pulumi {told} to begin")
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert "waiting for pulumi to end" in err and err.splitlines()[-1] == "interrupted"
+    assert said in err and "python -m payload.orchestrate down" in err
+    # What pulumi said when it was interrupted has been passed on, so it had ended.
+    assert "KeyboardInterrupt" in err
+
+
+def test_up_that_would_end_machines_saves_what_is_on_them(site: Site, capsys: Capture) -> None:
+    make_operator_key(site.folder / "key")
+    site.build()
+    site.pulumi.on("preview", out="+- 1 to replace\n")
+    site.pulumi.on("up")
+    make_run(site, "one", alive=True)
+    site.pulumi.machines("mine-0", "mine-1", going=["mine-1"])
+    assert main(["up", "--yes"], site.env) == ExitCode.SSH_UNREACHABLE
+    err = capsys.readouterr().err
+    assert "this ends 1 machine(s), with all that is on them: mine-1" in err
+    assert "to collect first: one" in err
+    assert "run one is not brought home, so nothing was built" in err
+    assert "up --without-collect" in err
+    assert words(site) == ["preview", "preview --json", "stack output --json"]
+    assert main(["up", "--yes", "--without-collect"], site.env) == ExitCode.OK
+    # One that ends nothing has nothing to save.
+    site.pulumi.machines("mine-0", "mine-1")
+    capsys.readouterr()
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    assert "this ends" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["stack export", "preview --json"])
+def test_a_pulumi_that_prints_something_else_builds_nothing(
+    site: Site, capsys: Capture, command: str
+) -> None:
+    site.pulumi.machines("mine-0")
+    site.pulumi.on("preview")
+    site.pulumi.on(*command.split(), out="[]")
+    assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
+    assert f"`pulumi {command}` printed what cannot be read" in capsys.readouterr().err
