@@ -9,11 +9,20 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from payload.errors import ConfigError
+from payload.untrusted import (
+    NODE_NAME,
+    RUN_ID,
+    build,
+    check_schema,
+    checked,
+    parse_json,
+    read_bytes,
+)
 
 SCHEMA_VERSION = 1
 DEFAULT_GRACE_S = 60.0
@@ -172,7 +181,7 @@ class EvalMetrics:
 class Summary:
     """summary.json: what came of the run."""
 
-    run_id: str
+    run_id: str = checked(pattern=RUN_ID, wanted="a run id")
     status: RunStatus
     exit_class: str
     world_size: int
@@ -208,26 +217,26 @@ class Summary:
 class RunState:
     """state.json: written by the supervisor."""
 
-    run_id: str
+    run_id: str = checked(pattern=RUN_ID, wanted="a run id")
     status: RunStatus
     exit_class: str | None = None
     """None while the run is alive."""
     error: str | None = None
     failed_rank: int | None = None
     """The rank whose end is the cause, where one is."""
-    supervisor_pid: int
-    node: str
+    supervisor_pid: int = checked(low=1)
+    node: str = checked(pattern=NODE_NAME, wanted="a node name")
     """Name of the node that the supervisor runs on."""
     started_unix: float
     updated_unix: float
-    attempt: int = 1
+    attempt: int = checked(1, low=1)
     note: str | None = None
     """What happened last to a run that goes on: why it was started again, and from where."""
-    spent_s: float = 0.0
+    spent_s: float = checked(0.0, low=0)
     """Time that a supervisor had this run, over all attempts and resumes."""
     cost_usd: float | None = None
     """What the nodes cost in that time; None without prices."""
-    grace_s: float = DEFAULT_GRACE_S
+    grace_s: float = checked(DEFAULT_GRACE_S, low=0)
     """Time that a stop leaves the ranks to save, a checkpoint that gets on not counted."""
     schema_version: int = SCHEMA_VERSION
 
@@ -236,7 +245,7 @@ class RunState:
 class StopWish:
     """stop.json: lies there when the supervisor is asked to stop, or not at all."""
 
-    grace_s: float
+    grace_s: float = checked(low=0)
     """As RunState's, which it replaces."""
     schema_version: int = SCHEMA_VERSION
 
@@ -245,10 +254,10 @@ class StopWish:
 class RankProgress:
     """One rank's sign of life, replaced at every step."""
 
-    rank: int
-    node: str
-    pid: int
-    step: int
+    rank: int = checked(low=0)
+    node: str = checked(pattern=NODE_NAME, wanted="a node name")
+    pid: int = checked(low=1)
+    step: int = checked(low=0)
     phase: str
     """What it was about to do: load, calibration, start (compiling too), step, eval, sync check,
     checkpoint, end."""
@@ -260,11 +269,11 @@ class RankProgress:
 class RankExit:
     """How one rank ended."""
 
-    rank: int
-    node: str
-    exit_code: int
+    rank: int = checked(low=0)
+    node: str = checked(pattern=NODE_NAME, wanted="a node name")
+    exit_code: int = checked(low=0, high=255)
     """An `ExitCode`, or 128 + the signal's number."""
-    signal: int | None = None
+    signal: int | None = checked(None, low=1, high=64)
     error: str | None = None
     """The rank's own words, one line."""
     time_unix: float
@@ -293,20 +302,16 @@ def to_json(value: Summary | RunState | StopWish | RankProgress | RankExit) -> s
 
 def read_json(cls: type[_T], path: Path) -> _T | None:
     """Read a file that `write_json` wrote; None when it is absent. Raises ConfigError."""
+    fix = "Remove the file or name another run."
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        text = read_bytes(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error}. Remove it or name another run."
-        ) from None
-    if not isinstance(raw, dict) or raw.get("schema_version") != SCHEMA_VERSION:
-        raise ConfigError(
-            f"{path}: schema_version is not {SCHEMA_VERSION}; another release wrote it."
-        )
-    known = {entry.name for entry in fields(cls)}
-    return cls(**{key: value for key, value in raw.items() if key in known})
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}. {fix}") from None
+    raw = parse_json(text, where=str(path), fix=fix)
+    check_schema(raw, SCHEMA_VERSION, where=str(path), fix=fix)
+    return build(cls, raw, where=str(path), fix=fix)
 
 
 def read_metrics(path: Path) -> list[Mapping[str, Any]]:
@@ -332,3 +337,14 @@ def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+    if durable:
+        fsync_folder(path.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Flush a folder's entries to disk: a rename in it survives a power cut only after this."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

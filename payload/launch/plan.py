@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import Literal
 
 from payload.errors import ConfigError
 from payload.launch.arithmetic import Arithmetic
+from payload.untrusted import RUN_ID, build, check_schema, checked, parse_json, read_bytes
 
 SCHEMA_VERSION = 1
+_FIX = "Start the run again."
 
 Launcher = Literal["mpirun", "torchrun"]
 
@@ -20,7 +22,7 @@ Launcher = Literal["mpirun", "torchrun"]
 class LaunchPlan:
     """One run, ready to start. The ranks' places are in ranks.json."""
 
-    run_id: str
+    run_id: str = checked(pattern=RUN_ID, wanted="a run id")
     launcher: Launcher
     argv: tuple[str, ...]
     """The launcher's command line."""
@@ -34,10 +36,10 @@ class LaunchPlan:
     """What each rank runs, below `payload.supervise.rank`."""
     work_dir: str
     """Where the ranks run; relative paths of the config start here."""
-    master_port: int
-    world_size: int
-    ranks_per_node: int
-    nodes: int
+    master_port: int = checked(low=1, high=65535)
+    world_size: int = checked(low=1)
+    ranks_per_node: int = checked(low=1)
+    nodes: int = checked(low=1)
     arithmetic: Arithmetic
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
@@ -47,31 +49,19 @@ class LaunchPlan:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, *, where: str) -> LaunchPlan:
+    def from_json(cls, text: str | bytes, *, where: str) -> LaunchPlan:
         """Read plan.json; `where` names it in messages. Raises ConfigError."""
-        try:
-            raw = json.loads(text)
-            if raw["schema_version"] != SCHEMA_VERSION:
-                raise ConfigError(
-                    f"{where}: schema_version is {raw['schema_version']!r}, this release reads "
-                    f"{SCHEMA_VERSION}. Start the run anew."
-                )
-            raw["arithmetic"] = Arithmetic(**raw["arithmetic"])
-            for name in ("argv", "program", "notes"):
-                raw[name] = tuple(raw[name])
-            return cls(**{field.name: raw[field.name] for field in fields(cls)})
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{where}: not a launch plan ({type(error).__name__}: {error}). Start the run anew."
-            ) from None
+        raw = parse_json(text, where=where, fix=_FIX)
+        check_schema(raw, SCHEMA_VERSION, where=where, fix=_FIX)
+        return build(cls, raw, where=where, fix=_FIX)
 
     @classmethod
     def load(cls, path: Path) -> LaunchPlan:
         """Read the plan.json at `path`. Raises ConfigError."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_bytes(path)
         except OSError as error:
-            raise ConfigError(f"plan {path}: {error.strerror}. Start the run anew.") from None
+            raise ConfigError(f"plan {path}: {error.strerror}. {_FIX}") from None
         return cls.from_json(text, where=str(path))
 
 

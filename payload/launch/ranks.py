@@ -6,13 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from payload.errors import ConfigError
 from payload.inventory import ClusterInventory, Node
 from payload.run_config import LaunchSection
+from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
 
 SCHEMA_VERSION = 1
+_FIX = "Start the run again."
 
 _T = TypeVar("_T")
 
@@ -31,15 +33,22 @@ class Domain:
 class Rank:
     """One training process and its place."""
 
-    rank: int
-    node: str
-    node_rank: int
-    local_rank: int
+    rank: int = checked(low=0)
+    node: str = checked(pattern=NODE_NAME, wanted="a node name")
+    node_rank: int = checked(low=0)
+    local_rank: int = checked(low=0)
     numa_domain: int | None
     """None where the rank spans several."""
-    cores: tuple[int, ...]
+    cores: tuple[int, ...] = checked(low=0)
     """Logical CPUs that the process may run on."""
-    threads: int
+    threads: int = checked(low=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankFile:
+    """ranks.json"""
+
+    ranks: tuple[Rank, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,31 +119,20 @@ def render_ranks(ranks: Sequence[Rank]) -> str:
     return f'{{\n  "schema_version": {SCHEMA_VERSION},\n  "ranks": [\n{lines}\n  ]\n}}\n'
 
 
-def parse_ranks(text: str, *, where: str) -> tuple[Rank, ...]:
+def parse_ranks(text: str | bytes, *, where: str) -> tuple[Rank, ...]:
     """Read ranks.json; `where` names it in messages. Raises ConfigError."""
-    try:
-        raw = json.loads(text)
-        if raw["schema_version"] != SCHEMA_VERSION:
-            raise ConfigError(
-                f"{where}: schema_version is {raw['schema_version']!r}, this release reads "
-                f"{SCHEMA_VERSION}. Start the run anew."
-            )
-        return tuple(_rank(entry) for entry in raw["ranks"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{where}: not a rank file ({error}). Start the run anew.") from None
+    raw = parse_json(text, where=where, fix=_FIX)
+    check_schema(raw, SCHEMA_VERSION, where=where, fix=_FIX)
+    return build(_RankFile, raw, where=where, fix=_FIX).ranks
 
 
 def load_ranks(path: Path) -> tuple[Rank, ...]:
     """Read the ranks.json at `path`. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path)
     except OSError as error:
-        raise ConfigError(f"rank file {path}: {error.strerror}. Start the run anew.") from None
+        raise ConfigError(f"rank file {path}: {error.strerror}. {_FIX}") from None
     return parse_ranks(text, where=str(path))
-
-
-def _rank(entry: dict[str, Any]) -> Rank:
-    return Rank(**{**entry, "cores": tuple(entry["cores"])})
 
 
 def _domains_of_all(inventory: ClusterInventory, of_node: Mapping[str, tuple[Domain, ...]]) -> int:

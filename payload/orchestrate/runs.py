@@ -23,8 +23,8 @@ from payload.results import (
 )
 from payload.run_config import load_run_config
 from payload.run_lock import is_supervised
+from payload.untrusted import RUN_ID
 
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LATEST = "latest"
 # A supervisor takes its lock this soon after the plan was written.
 _START_S = 15.0
@@ -75,7 +75,7 @@ def new_run_id(name: str, *, now: datetime, suffix: str) -> str:
 
 def create_run(runs_dir: Path, run_id: str) -> RunPaths:
     """A new, empty run folder, which `latest` then points to. Raises ConfigError."""
-    if not _RUN_ID.fullmatch(run_id) or run_id == _LATEST:
+    if not RUN_ID.fullmatch(run_id):
         raise ConfigError(
             f"--run-id {run_id!r}: use letters, digits, dots, dashes and underscores, a letter or "
             f"digit first, and not {_LATEST!r}."

@@ -115,7 +115,7 @@ def test_plan_reads_back_as_it_was_written() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 1}'])
 def test_a_damaged_plan_is_said_to_be_one(text: str) -> None:
-    with pytest.raises(ConfigError, match="not a launch plan"):
+    with pytest.raises(ConfigError, match=r"^plan\.json: .*Start the run again\.$"):
         LaunchPlan.from_json(text, where="plan.json")
 
 

@@ -52,7 +52,7 @@ def _phase(paths: RunPaths) -> str | None:
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_a_run_ends_well_and_every_rank_had_its_place(tmp_path: Path, launcher: str) -> None:
-    paths = plan_stand_in(tmp_path / "a run", launcher=launcher)
+    paths = plan_stand_in(tmp_path / "a folder" / "a-run", launcher=launcher)
     # A scheduler's shell around us must not take the run elsewhere.
     supervisor = supervise(paths, env={"SLURM_JOBID": "5", "PE_HOSTFILE": "/nowhere"})
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
