@@ -46,7 +46,7 @@ class ClusterConfig:
     bucket: str = "none"
     threads_per_core: int = 1
     mtu: int = 8896
-    compact_placement: bool = True
+    compact_placement: str = "auto"
     tier1: bool = False
     image: str = "projects/ubuntu-os-cloud/global/images/ubuntu-2404-noble-amd64-v20260918"
     kms_key: str = ""
@@ -88,7 +88,10 @@ class ClusterConfig:
 
     def is_compact(self) -> bool:
         """Whether the nodes are placed close together: one node has nobody to be close to."""
-        return self.compact_placement and self.node_count > 1
+        wanted = self.compact_placement == "true" or (
+            self.compact_placement == "auto" and self.machine().compact
+        )
+        return wanted and self.node_count > 1
 
     def ssh_source(self) -> str:
         """Where SSH to the nodes may come from, as an address range."""

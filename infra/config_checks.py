@@ -28,11 +28,28 @@ _KMS_KEY = re.compile(
 _LABEL = re.compile(r"(?!tileforge|goog)[a-z][a-z0-9_-]{0,62}=[a-z0-9_-]{0,63}")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _NODE_PATH = re.compile(r"/[\w./+-]+", re.ASCII)
+# Google's own image projects that cannot boot a node, with the reason. Debian's images have Google's
+# agent in place of cloud-init, on purpose: https://github.com/andsens/bootstrap-vz/pull/469.
+_NO_APT = "its images have no apt, with which a node installs its packages"
+_UNFIT_IMAGES = {
+    "debian-cloud": "Google's Debian images have no cloud-init, so nothing would prepare the nodes "
+    "or make the user that logs in (bootstrap-vz, pull request 469)",
+    **dict.fromkeys(
+        (
+            *("centos-cloud", "cloud-hpc-image-public", "cos-cloud", "fedora-cloud"),
+            *("fedora-coreos-cloud", "opensuse-cloud", "oracle-linux-cloud", "rhel-cloud"),
+            *("rhel-sap-cloud", "rocky-linux-cloud", "suse-cloud", "suse-sap-cloud"),
+            *("windows-cloud", "windows-sql-cloud"),
+        ),
+        _NO_APT,
+    ),
+}
 _PRICE = re.compile(r"none|[0-9]{1,6}(\.[0-9]{1,4})?")
 
 _CHOICES = {
     "access_mode": ("iap", "direct", "oslogin"),
     "spot": ("false", "true", "auto"),
+    "compact_placement": ("auto", "true", "false"),
     "threads_per_core": (1, 2),
     "egress": ("nat", "none"),
 }
@@ -109,6 +126,12 @@ def _machine(config: ClusterConfig) -> Iterator[Problem]:
         )
     if config.threads_per_core == 2 and not machine.has_smt:
         yield "threadsPerCore", f" = 2, and {machine.name} has one thread a core. Use 1."
+    if config.compact_placement == "true" and not machine.compact:
+        yield (
+            "compactPlacement",
+            f" = 'true', and Google lists no compact placement for {machine.family.upper()} "
+            "machines: `up` would fail. pulumi config set compactPlacement auto",
+        )
     if config.tier1 and not machine.tier1:
         yield (
             "tier1",
@@ -222,6 +245,14 @@ def _software(config: ClusterConfig) -> Iterator[Problem]:
             "image",
             f" = {config.image!r}{moving}; projects/PROJECT/global/images/NAME is needed. "
             "`gcloud compute images list --project ubuntu-os-cloud` shows names.",
+        )
+        return
+    unfit = _UNFIT_IMAGES.get(config.image.split("/")[1])
+    if unfit:
+        yield (
+            "image",
+            f" = {config.image!r}: {unfit}. Use one of ubuntu-os-cloud, or an image of your own "
+            "with cloud-init and apt.",
         )
 
 

@@ -2,7 +2,8 @@
 
 Source of shapes, bandwidth and NUMA domains: Cyclenerd/google-cloud-compute-machine-types,
 instances/series/{c3,c4,h3}.sql; GoogleCloudPlatform/cluster-toolkit at 10470803, util.py. Both
-read 2026-11-21.
+read 2026-11-21. Of compact placement: the families that
+https://cloud.google.com/kubernetes-engine/docs/how-to/compact-placement lists, read 2026-11-22.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class MachineType:
     has_smt: bool
     """Whether a core has two threads, so that threads_per_core means something."""
     live_migrates: bool
+    compact: bool
+    """Whether a compact placement policy may hold it."""
     tier1: bool
     """Whether it may have the higher bandwidth, Tier_1."""
-    quota: str
-    """Name of the regional quota that its vCPUs count against, on demand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class _Family:
     threads_per_core: int = 2
     has_spot: bool = True
     live_migrates: bool = True
+    compact: bool = True
 
 
 _FAMILIES = {
@@ -64,6 +66,7 @@ _FAMILIES = {
         domains=((48, 1), (96, 2), (288, 4)),
         disk_types=("hyperdisk-balanced",),
         tier1_from=48,
+        compact=False,
     ),
     "n4": _Family(
         sizes=(4, 8, 16, 32, 48, 64, 80),
@@ -71,6 +74,7 @@ _FAMILIES = {
         domains=((80, 1),),
         disk_types=("hyperdisk-balanced",),
         tier1_from=None,
+        compact=False,
     ),
     "h3": _Family(
         sizes=(88,),
@@ -147,6 +151,6 @@ def _machine(name: str, family_name: str, family: _Family, shape: str, vcpus: in
         has_spot=family.has_spot,
         has_smt=family.threads_per_core == 2,
         live_migrates=family.live_migrates,
+        compact=family.compact,
         tier1=family.tier1_from is not None and vcpus >= family.tier1_from,
-        quota=f"{family_name.upper()}_CPUS",
     )

@@ -19,7 +19,7 @@ from infra.scheduling import scheduling
 # clock of its run time back, and cloud-init would not run again.
 _MAKES_ANEW = (
     *("machine_type", "spot", "max_lifetime", "disk_type", "disk_gb", "head_disk_gb", "image"),
-    *("threads_per_core", "tier1", "confidential", "kms_key", "access_mode", "compact_placement"),
+    *("threads_per_core", "tier1", "confidential", "kms_key", "access_mode"),
 )
 # The console's SSH button writes ssh-keys (cluster-toolkit, pull request 316). The expiry is that
 # of the machine's own start; the program knows only of now.
@@ -189,6 +189,7 @@ def node_address(index: int) -> str:
 def replacement_trigger(config: ClusterConfig, user_data: str) -> str:
     """Changes when the nodes have to be made anew."""
     values = [user_data, *(str(getattr(config, name)) for name in _MAKES_ANEW)]
+    values.append(str(config.is_compact()))
     return hashlib.sha256("\0".join(values).encode()).hexdigest()
 
 

@@ -16,7 +16,7 @@ ALL = [
     ClusterConfig(
         spot=spot,
         node_count=nodes,
-        compact_placement=compact,
+        compact_placement="auto" if compact else "false",
         machine_type=machine,
         confidential=confidential,
     )
@@ -37,7 +37,7 @@ ALL = [
 
 def short(config: ClusterConfig) -> str:
     """The settings that the rules hang on."""
-    compact = "compact" if config.compact_placement else "loose"
+    compact = "compact" if config.compact_placement == "auto" else "loose"
     tdx = "-tdx" if config.confidential else ""
     return f"{config.node_count}-{config.machine_type}{tdx}-{compact}-spot-{config.spot}"
 
@@ -78,7 +78,7 @@ def test_every_machine_is_deleted_at_its_limit_and_not_restarted(config: Cluster
 
 @pytest.mark.parametrize(
     "config",
-    [config for config in ALL if config.compact_placement and config.node_count > 1],
+    [config for config in ALL if config.is_compact()],
     ids=short,
 )
 def test_compact_placement_ends_at_maintenance(config: ClusterConfig) -> None:
@@ -107,6 +107,17 @@ def test_all_nodes_are_in_one_policy_without_a_number_of_machines() -> None:
     (policy,) = deployed("default").of_type("ResourcePolicy")
     assert policy["groupPlacementPolicy"] == {"collocation": "COLLOCATED"}
     assert len({instance["resourcePolicies"] for instance in instances("default")}) == 1
+
+
+@pytest.mark.parametrize("machine", ["c4-standard-8", "n4-standard-8"])
+def test_families_without_compact_placement_are_placed_freely_and_move_at_maintenance(
+    machine: str,
+) -> None:
+    config = ClusterConfig(machine_type=machine)
+    assert not config.is_compact()
+    assert scheduling(config).on_host_maintenance == "MIGRATE"
+    assert deployed("c4").of_type("ResourcePolicy") == []
+    assert all("resourcePolicies" not in instance for instance in instances("c4"))
 
 
 def test_one_node_is_close_to_nobody() -> None:
