@@ -1,50 +1,68 @@
 """CONTRACT IN: which machines there are. `infra` writes it, `orchestrate` reads it.
 
-The inventory holds no secret: it can go into a bug report.
+The inventory holds no secret: it can go into a bug report. Whoever wrote it is not trusted: its
+fields become lines of ssh_config, words of command lines, names of folders and of hosts.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal
 
 from payload.errors import ConfigError
+from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes, shown
 
 SCHEMA_VERSION = 1
 
 AccessKind = Literal["iap", "direct", "local"]
 Source = Literal["pulumi", "file", "local"]
 
-# They become words of command lines and lines of ssh_config; none may pass for an option.
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9_.:-]*")
-_HOST_KEY = re.compile(r"[a-z0-9@.-]+ [A-Za-z0-9+/]+={0,2}")
+# No pattern lets a space, a control character, a quote, `%` or `$` pass, nor a hyphen in front.
+_ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}|[0-9A-Fa-f.]*:[0-9A-Fa-f:.]{1,45}")
+_HOST_KEY = re.compile(r"[a-z][a-z0-9@.-]{0,63} [A-Za-z0-9+/]{1,4096}={0,2}")
+_NUMBER = re.compile(r"[0-9]*|0[xX][0-9A-Fa-f]*")
+_USER = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?")
+# Old projects are named `domain.example:name`.
+_PROJECT = re.compile(r"[a-z0-9]([a-z0-9.:-]{0,61}[a-z0-9])?")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{0,220}[a-z0-9]")
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
-_T = TypeVar("_T", "Node", "Access", "ClusterInventory")
+_NAME_WORDS = "a name of letters, digits, dots, hyphens and underscores"
+_ADDRESS_WORDS = "an IP address or a host name"
+_MOST_NODES = 4096
+_MOST_CORES = 16_384
+_FIX = "Correct the inventory."
+
+# ssh takes it for the absence of what could stand in its place (ProxyJump none).
+_SSH_NOTHING = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """One machine of the cluster."""
 
-    name: str
-    address: str
+    name: str = checked(pattern=NODE_NAME, wanted=_NAME_WORDS)
+    address: str = checked(pattern=_ADDRESS, wanted=_ADDRESS_WORDS)
     """The address that the other nodes reach it by."""
-    external_address: str | None = None
-    ssh_port: int = 22
-    host_keys: tuple[str, ...] = ()
+    external_address: str | None = checked(None, pattern=_ADDRESS, wanted=_ADDRESS_WORDS)
+    ssh_port: int = checked(22, low=1, high=65_535)
+    host_keys: tuple[str, ...] = checked(
+        (), pattern=_HOST_KEY, wanted="`type base64`", max_items=16
+    )
     """Each as `type base64`, as in a known_hosts file."""
-    zone: str | None = None
-    machine_type: str | None = None
-    physical_cores: int
-    numa_domains: int = 1
-    memory_gib: float
-    hourly_usd: float | None = None
+    zone: str | None = checked(None, pattern=_WORD, wanted="a zone's name")
+    machine_type: str | None = checked(None, pattern=_WORD, wanted="a machine type's name")
+    physical_cores: int = checked(low=1, high=_MOST_CORES)
+    numa_domains: int = checked(1, low=1, high=_MOST_CORES)
+    memory_gib: float = checked(low=0, high=2**20)
+    hourly_usd: float | None = checked(None, low=0, high=1e6)
     """Price of this node, or None when it is not known."""
-    instance_id: str | None = None
+    instance_id: str | None = checked(None, pattern=_WORD, wanted="the cloud's number of a machine")
     """The cloud's number of the machine: another one under the same name has another."""
 
 
@@ -53,7 +71,7 @@ class Access:
     """How the operator reaches the head."""
 
     kind: AccessKind
-    project: str | None = None
+    project: str | None = checked(None, pattern=_PROJECT, wanted="a Google Cloud project's id")
     """Google Cloud project, for `iap`."""
 
 
@@ -61,14 +79,14 @@ class Access:
 class ClusterInventory:
     """A cluster: `nodes[0]` is the head, the others are workers."""
 
-    cluster: str
+    cluster: str = checked(pattern=NODE_NAME, wanted=_NAME_WORDS)
     source: Source
-    ssh_user: str
+    ssh_user: str = checked(pattern=_USER, wanted="a login's name, or empty for access kind local")
     access: Access
-    nodes: tuple[Node, ...]
-    bucket: str | None = None
+    nodes: tuple[Node, ...] = checked(max_items=_MOST_NODES)
+    bucket: str | None = checked(None, pattern=_BUCKET, wanted="a bucket's name")
     """Missing means None: an output of Pulumi has no nulls."""
-    project: str | None = None
+    project: str | None = checked(None, pattern=_PROJECT, wanted="a Google Cloud project's id")
     """Google Cloud project that the nodes are in, or None when they are not in one."""
     schema_version: int = SCHEMA_VERSION
 
@@ -87,111 +105,58 @@ class ClusterInventory:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, *, where: str) -> ClusterInventory:
+    def from_json(cls, text: str | bytes, *, where: str) -> ClusterInventory:
         """Read inventory.json.
 
         `where` names the text's origin in messages. Raises ConfigError.
         """
-        try:
-            raw = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"{where}: not JSON (line {error.lineno}: {error.msg}). Write the file anew."
-            ) from None
-        if not isinstance(raw, dict):
-            raise ConfigError(f"{where}: expected an object, got {type(raw).__name__}.")
-        if raw.get("schema_version") != SCHEMA_VERSION:
-            raise ConfigError(
-                f"{where}: schema_version is {raw.get('schema_version')!r}, this release reads "
-                f"{SCHEMA_VERSION}. Write the inventory anew with this release."
-            )
-        nodes = raw.get("nodes")
-        if not isinstance(nodes, list) or not nodes:
-            raise ConfigError(f"{where}: nodes is {nodes!r}; at least one node is needed.")
-        parsed = dict(raw)
-        parsed["nodes"] = tuple(
-            _node(entry, where=f"{where}: nodes[{i}]") for i, entry in enumerate(nodes)
-        )
-        access = raw.get("access")
-        parsed["access"] = _build(Access, access, where=f"{where}: access")
-        inventory = _build(cls, parsed, where=where)
-        _check_cluster(inventory, where=where)
+        raw = parse_json(text, where=where, fix=_FIX)
+        fix = "Write the inventory again with this release."
+        check_schema(raw, SCHEMA_VERSION, where=where, fix=fix)
+        inventory = build(cls, raw, where=where, fix=_FIX, refuse_unknown=True)
+        for problem in _problems(inventory):
+            raise ConfigError(f"{where}: {problem}")
         return inventory
 
     @classmethod
     def load(cls, path: Path) -> ClusterInventory:
         """Read the file at `path`. Raises ConfigError."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_bytes(path)
         except OSError as error:
             raise ConfigError(
                 f"inventory {path}: {error.strerror}. Name an existing file."
             ) from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"inventory {path}: byte {error.start} is not UTF-8.") from None
         return cls.from_json(text, where=str(path))
 
 
-def _node(entry: Any, *, where: str) -> Node:
-    if isinstance(entry, dict) and "host_keys" in entry:
-        keys = entry["host_keys"]
-        if not isinstance(keys, list):
-            raise ConfigError(f"{where}: host_keys has {keys!r}; a list is needed.")
-        entry = {**entry, "host_keys": tuple(keys)}
-    node = _build(Node, entry, where=where)
-    for name in ("physical_cores", "numa_domains", "ssh_port"):
-        value = getattr(node, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(
-                f"{where}: {name} = {value!r}; a whole number of at least 1 is needed."
-            )
-    for name, value in (("memory_gib", node.memory_gib), ("hourly_usd", node.hourly_usd)):
-        unknown = value is None and name == "hourly_usd"
-        if not unknown and (not isinstance(value, (int, float)) or isinstance(value, bool)):
-            raise ConfigError(f"{where}: {name} = {value!r}; a number is needed.")
-    _check_words(node, where=where)
-    return node
+def _problems(inventory: ClusterInventory) -> Iterator[str]:
+    """Yield what is wrong between fields that are sound by themselves."""
+    if not inventory.nodes:
+        yield "nodes is empty: at least one node is needed. Add this cluster's machines."
+    if not inventory.ssh_user and inventory.access.kind != "local":
+        yield f"ssh_user = '': must be the user that logs in on every node. {_FIX}"
+    # ssh finds a node by its name or its address, known_hosts by the name in lower case.
+    owners: dict[str, str] = {}
+    for node in inventory.nodes:
+        if node.name.lower() == _SSH_NOTHING:
+            yield f"node {node.name!r}: ssh takes this name for no host at all. Rename the node."
+        for address in (node.address, node.external_address):
+            if address is not None and _as_host(address) is None:
+                yield f"node {node.name}: {shown(address)} is not {_ADDRESS_WORDS}. {_FIX}"
+        for word in sorted({node.name.lower(), _as_host(node.address) or ""}):
+            if word in owners:
+                yield f"nodes {owners[word]} and {node.name}: both are called {word!r}. {_FIX}"
+            owners[word] = node.name
 
 
-def _check_cluster(inventory: ClusterInventory, *, where: str) -> None:
-    names = [node.name for node in inventory.nodes]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(f"{where}: two nodes are called {twice[0]!r}. Rename one of them.")
-    kinds = get_args(AccessKind)
-    if inventory.access.kind not in kinds:
-        raise ConfigError(
-            f"{where}: access.kind is {inventory.access.kind!r}; use one of {', '.join(kinds)}."
-        )
-    words = [("cluster", inventory.cluster)]
-    if inventory.access.kind != "local":
-        words.append(("ssh_user", inventory.ssh_user))
-    for name, value in words:
-        if not isinstance(value, str) or not _NAME.fullmatch(value):
-            raise ConfigError(f"{where}: {name} is {value!r}; letters, digits, dots, hyphens.")
+def _as_host(text: str) -> str | None:
+    """Return an address in its usual form, a host name in lower case, or None for neither.
 
-
-def _check_words(node: Node, *, where: str) -> None:
-    words = [("name", node.name, _NAME, "letters, digits, dots, hyphens")]
-    words += [("address", node.address, _ADDRESS, "an IP address or a host name")]
-    if node.external_address is not None:
-        words += [("external_address", node.external_address, _ADDRESS, "an IP address or null")]
-    words += [("host_keys", key, _HOST_KEY, "`type base64`") for key in node.host_keys]
-    for name, value, pattern, wanted in words:
-        if not isinstance(value, str) or not pattern.fullmatch(value):
-            raise ConfigError(f"{where}: {name} has {value!r}; {wanted} is needed.")
-
-
-def _build(cls: type[_T], entry: Any, *, where: str) -> _T:
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: expected an object, got {entry!r}.")
-    known = {field.name for field in fields(cls)}
-    unknown = sorted(set(entry) - known)
-    if unknown:
-        raise ConfigError(
-            f"{where}: unknown key {unknown[0]!r}. Known: {', '.join(sorted(known))}."
-        )
+    `1` and `0x7f.1` are addresses to the resolver and names to everyone else: they are neither.
+    """
     try:
-        return cls(**entry)
-    except TypeError as error:
-        raise ConfigError(f"{where}: {str(error).split('() ')[-1]}.") from None
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        is_number = _NUMBER.fullmatch(text.rstrip(".").rpartition(".")[2])
+        return None if ":" in text or is_number else text.lower()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from payload.orchestrate.cloud.need import Need
 from payload.orchestrate.cloud.pulumi_cli import Pulumi, PulumiError
 from payload.orchestrate.cloud.settings import cluster_name
 from payload.results import write_whole
+from payload.untrusted import parse_json
 
 _MEMORY_VERSION = 1
 
@@ -67,12 +68,13 @@ def read_outputs(pulumi: Pulumi) -> StackOutputs:
             "no stack",
         )
     raw = outputs["inventory"]
-    text = raw if isinstance(raw, str) else json.dumps(raw)
-    inventory = ClusterInventory.from_json(text, where=f"{name}: output inventory")
-    project = _text(outputs, "project", name)
+    where = f"{name}: output inventory"
+    known = parse_json(raw, where=where) if isinstance(raw, str) else raw
+    if isinstance(known, dict):
+        known = {**known, "project": outputs.get("project")}
     return StackOutputs(
-        inventory=replace(inventory, project=project),
-        project=project,
+        inventory=ClusterInventory.from_json(json.dumps(known), where=where),
+        project=_text(outputs, "project", name),
         region=_text(outputs, "region", name),
         hourly_usd=_number(outputs.get("hourly_usd"), name),
         expires=_time(outputs.get("expires"), name),
