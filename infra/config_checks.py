@@ -226,6 +226,12 @@ def _cidr(text: str) -> Iterator[Problem]:
 def _network(config: ClusterConfig) -> Iterator[Problem]:
     if not 1300 <= config.mtu <= 8896:
         yield "mtu", f" = {config.mtu}; a network of Google's has 1300 to 8896."
+    if config.egress == "none" and config.access_mode == "direct":
+        yield (
+            "egress",
+            " = 'none' with accessMode direct: the head would have an address on the internet, "
+            "where egress none promises none. pulumi config set accessMode iap, or egress nat",
+        )
     if config.egress == "none" and not config.wheelhouse:
         yield (
             "wheelhouse",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 import pulumi
 from pulumi import ComponentResource, Input, ResourceOptions
-from pulumi_gcp import compute
+from pulumi_gcp import compute, dns
 
-from infra.labels import IGNORED, mark
+from infra.labels import EXPIRES, IGNORED, mark
 
 SUBNET = "10.60.0.0/24"
 FIRST_HOST = 10
@@ -18,6 +19,10 @@ FIRST_HOST = 10
 # take their ports from.
 NODE_PORTS = ("22", "20000-31999", "32768-60999")
 _EVERYWHERE = "0.0.0.0/0"
+# restricted.googleapis.com: the Google APIs that VPC Service Controls can restrict, at addresses that
+# are not announced to the internet; the VPC's default route leads there.
+# https://cloud.google.com/vpc-service-controls/docs/private-connectivity
+RESTRICTED = "199.36.153.4/30"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +42,7 @@ class NetworkArgs:
 
 
 class ClusterNetwork(ComponentResource):
-    """VPC, subnet, router with NAT, and firewall."""
+    """VPC, subnet, firewall, and either a router with NAT or a DNS zone for Google's APIs."""
 
     subnetwork_id: pulumi.Output[str]
 
@@ -58,6 +63,8 @@ class ClusterNetwork(ComponentResource):
         subnetwork = self._subnetwork(network)
         if args.nat:
             self._nat(network, subnetwork)
+        else:
+            self._restricted_apis(network)
         self._ingress(network)
         self._egress(network)
         self.subnetwork_id = subnetwork.id
@@ -106,6 +113,37 @@ class ClusterNetwork(ComponentResource):
             opts=ResourceOptions(parent=self),
         )
 
+    def _restricted_apis(self, network: compute.Network) -> None:
+        """Make every name of Google's APIs lead to RESTRICTED, as the page named above has it."""
+        zone = dns.ManagedZone(
+            f"{self._args.cluster}-googleapis",
+            name=f"{self._args.cluster}-googleapis",
+            description="Google's APIs at restricted.googleapis.com",
+            dns_name="googleapis.com.",
+            visibility="private",
+            private_visibility_config=dns.ManagedZonePrivateVisibilityConfigArgs(
+                networks=[
+                    dns.ManagedZonePrivateVisibilityConfigNetworkArgs(network_url=network.id)
+                ]
+            ),
+            labels=self._args.labels,
+            force_destroy=True,
+            opts=ResourceOptions(parent=self, ignore_changes=[f'labels["{EXPIRES}"]']),
+        )
+        for kind, record, values in (
+            ("A", "restricted", [str(each) for each in ipaddress.ip_network(RESTRICTED)]),
+            ("CNAME", "*", ["restricted.googleapis.com."]),
+        ):
+            dns.RecordSet(
+                f"{self._args.cluster}-googleapis-{kind.lower()}",
+                managed_zone=zone.name,
+                name=f"{record}.googleapis.com.",
+                type=kind,
+                ttl=300,
+                rrdatas=values,
+                opts=ResourceOptions(parent=self),
+            )
+
     def _ingress(self, network: compute.Network) -> None:
         compute.Firewall(
             f"{self._args.cluster}-allow-ssh",
@@ -137,9 +175,9 @@ class ClusterNetwork(ComponentResource):
     def _egress(self, network: compute.Network) -> None:
         # 443: package indexes and Google's APIs, without NAT the APIs alone; 80: Ubuntu's mirrors,
         # whose packages are signed.
-        web = ["80", "443"] if self._args.nat else ["443"]
+        to, ports = (_EVERYWHERE, ["80", "443"]) if self._args.nat else (RESTRICTED, ["443"])
         self._allow_egress(
-            network, "web", [_EVERYWHERE], [compute.FirewallAllowArgs(protocol="tcp", ports=web)]
+            network, "web", [to], [compute.FirewallAllowArgs(protocol="tcp", ports=ports)]
         )
         self._allow_egress(network, "nodes", [SUBNET], _between_nodes())
         compute.Firewall(

@@ -106,6 +106,13 @@ RULES = (
         stack_problems=check.egress_not_denied,
     ),
     Rule(
+        name="closed-without-nat",
+        tools="GCP-0035",
+        holds="without NAT nothing leaves but for restricted.googleapis.com, by a DNS zone",
+        types=("Firewall", "RouterNat", "ManagedZone"),
+        stack_problems=check.open_without_nat,
+    ),
+    Rule(
         name="private-google-access",
         tools="CKV_GCP_74, GCP-0075",
         holds="Google's APIs are reached without an address on the internet",
@@ -251,7 +258,7 @@ RULES = (
     Rule(
         name="labelled",
         holds="what costs carries the cluster's name and the time of its end",
-        types=("Instance", "Bucket", "Disk", "Address"),
+        types=("Instance", "Bucket", "Disk", "Address", "ManagedZone"),
         problems=check.labelled,
     ),
 )

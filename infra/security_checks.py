@@ -16,6 +16,8 @@ Resource = Mapping[str, Any]
 NOT_KNOWN = "(known after up)"
 """In place of a value that Google decides, in a preview."""
 IAP_RANGE = "35.235.240.0/20"
+RESTRICTED_RANGE = "199.36.153.4/30"
+"""restricted.googleapis.com."""
 _ALLOWED_ROLES = frozenset({"roles/storage.objectUser"})
 _EVERYONE = frozenset({"allUsers", "allAuthenticatedUsers"})
 _WEB_PORTS = frozenset({"80", "443"})
@@ -115,6 +117,33 @@ def egress_not_denied(resources: Sequence[Resource]) -> Iterator[str]:
     }
     for network in sorted({str(inputs.get("network")) for inputs in firewalls} - closed):
         yield f"network {network}: no rule denies egress to 0.0.0.0/0"
+
+
+def open_without_nat(resources: Sequence[Resource]) -> Iterator[str]:
+    """For the rule closed-without-nat."""
+    kinds = {_kind(found) for found in resources}
+    if "Firewall" not in kinds or "RouterNat" in kinds:
+        return
+    for found in resources:
+        if _kind(found) == "Firewall" and _is_allow(found, "EGRESS"):
+            ranges = found["inputs"].get("destinationRanges") or ["0.0.0.0/0"]
+            wide = [text for text in map(str, ranges) if not _is_closed(_network(text))]
+            if wide:
+                yield f"{found['name']}: without NAT it lets out to {', '.join(wide)}"
+    zones = [found["inputs"] for found in resources if _kind(found) == "ManagedZone"]
+    if not any(
+        zone.get("dnsName") == "googleapis.com." and zone.get("visibility") == "private"
+        for zone in zones
+    ):
+        yield "without NAT no private DNS zone leads googleapis.com to restricted.googleapis.com"
+
+
+def _is_closed(network: ipaddress.IPv4Network | ipaddress.IPv6Network | None) -> bool:
+    """Whether it is private, restricted.googleapis.com, or not known yet."""
+    restricted = ipaddress.IPv4Network(RESTRICTED_RANGE)
+    if isinstance(network, ipaddress.IPv4Network) and network.subnet_of(restricted):
+        return True
+    return network is None or network.is_private
 
 
 def private_google_access(resource: Resource) -> Iterator[str]:

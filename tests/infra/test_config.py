@@ -140,6 +140,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"confidential": True}, r"TDX is for c3-standard machines, not c3-highmem-8"),
     ({"egress": "none"}, r"wheelhouse is empty, and with egress none.*package index"),
+    (
+        {
+            "egress": "none",
+            "wheelhouse": "/srv/wheels",
+            "accessMode": "direct",
+            "operatorCidr": "198.51.100.7/32",
+        },
+        r"egress = 'none' with accessMode direct: the head would have an address on the internet",
+    ),
     ({"egress": "some"}, r"egress = 'some'\. Use one of: nat, none"),
     ({"wheelhouse": "wheels"}, r"wheelhouse = 'wheels'; it must be an absolute path"),
     ({"labels": ["Owner=Ada"]}, r"labels has 'Owner=Ada'; key=value of lower-case"),

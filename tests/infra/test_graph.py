@@ -89,8 +89,10 @@ def test_what_has_no_labels_says_the_same_in_its_description(case: str) -> None:
         inputs, kind = resource["inputs"], resource["type"].rpartition(":")[2]
         if "labels" in inputs:
             assert inputs["labels"][CLUSTER] == "dev"
-        # A NAT is part of its router, and a right part of its bucket.
-        elif resource["type"].startswith("gcp:") and kind not in ("RouterNat", "BucketIAMMember"):
+        # A NAT is part of its router, a right part of its bucket, a record part of its zone.
+        elif resource["type"].startswith("gcp:") and kind not in (
+            *("RouterNat", "BucketIAMMember", "RecordSet"),
+        ):
             assert (inputs.get("name") or inputs["accountId"]).startswith("dev-")
             assert inputs["description"].endswith(mark(labels))
             # Else each run would have another expiry, and make network and machines anew.
@@ -119,6 +121,18 @@ def test_nodes_go_before_the_network_that_they_boot_through() -> None:
         if resource["type"].endswith(":Instance"):
             needs = resource["options"]["dependsOn"]
             assert {"dev-nat", "dev-egress-web", "dev-placement", "dev-subnet"} <= set(needs)
+
+
+def test_without_nat_googles_names_lead_to_its_restricted_addresses() -> None:
+    stack = deployed("no-nat")
+    (zone,) = stack.of_type("ManagedZone")
+    assert (zone["dnsName"], zone["visibility"]) == ("googleapis.com.", "private")
+    assert len(zone["privateVisibilityConfig"]["networks"]) == 1
+    assert {record["name"]: record["rrdatas"] for record in stack.of_type("RecordSet")} == {
+        "*.googleapis.com.": ["restricted.googleapis.com."],
+        "restricted.googleapis.com.": [f"199.36.153.{last}" for last in range(4, 8)],
+    }
+    assert deployed("default").of_type("ManagedZone") == []
 
 
 def triggers(tmp_path: Path, **settings: object) -> set[str]:

@@ -51,6 +51,11 @@ def more(kind: str, **inputs: object) -> Change:
     return lambda resources: resources.append({"type": kind, "name": "more", "inputs": inputs})
 
 
+def without(resources: list[Plain], kind: str) -> None:
+    """Take away every resource of the kind."""
+    resources[:] = [found for found in resources if found["type"].rpartition(":")[2] != kind]
+
+
 WORLD = ["0.0.0.0/0"]
 
 # Each turns one thing off, in the bucket's stack with OS Login on (where every rule holds).
@@ -81,6 +86,7 @@ MUTATIONS: list[tuple[str, Change]] = [
     ),
     ("egress-denied", lambda found: firewall(found, "dev-deny-egress").update(disabled=True)),
     ("egress-denied", lambda found: firewall(found, "dev-deny-egress").pop("denies")),
+    ("closed-without-nat", lambda found: without(found, "RouterNat")),
     ("private-google-access", of("Subnetwork", lambda i: i.update(privateIpGoogleAccess=False))),
     ("own-account", of("Instance", lambda i: i.pop("serviceAccount"))),
     (
@@ -189,6 +195,19 @@ def test_a_rule_that_is_turned_off_is_reported(rule: str, change: Change) -> Non
 
 def test_every_rule_has_been_seen_to_fail() -> None:
     assert {rule.name for rule in RULES} == {name for name, _ in MUTATIONS}
+
+
+def test_without_nat_web_traffic_to_everywhere_or_a_missing_dns_zone_is_reported() -> None:
+    web = firewall(deployed("no-nat").resources, "dev-egress-web")
+    assert web["destinationRanges"] == ["199.36.153.4/30"]
+    assert web["allows"] == [{"protocol": "tcp", "ports": ["443"]}]
+    for ranges in (WORLD, ["199.36.153.0/24"], ["199.36.153.4/30", "8.8.8.8/32"], []):
+        wide = deployed("no-nat").resources
+        firewall(wide, "dev-egress-web").update(destinationRanges=ranges)
+        assert "closed-without-nat" in findings(wide)
+    bare = deployed("no-nat").resources
+    without(bare, "ManagedZone")
+    assert "closed-without-nat" in findings(bare)
 
 
 def test_a_finding_names_the_resource() -> None:
