@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -140,6 +141,12 @@ class RunPaths:
     def rank_exit(self, rank: int) -> Path:
         """How one rank ended; absent while it runs and when it died without a word."""
         return self.root / "exits" / f"rank_{rank:04d}.json"
+
+
+def new_run_id(name: str, *, now: datetime, suffix: str) -> str:
+    """Return `name-YYYYmmdd-HHMMSS-suffix`, in which a shell or a path trips over nothing."""
+    plain = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-._") or "run"
+    return f"{plain}-{now:%Y%m%d-%H%M%S}-{suffix}"
 
 
 def checkpoint_step(folder: Path) -> int:

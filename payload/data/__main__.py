@@ -21,6 +21,7 @@ from payload.data.sources import (
     build_source,
 )
 from payload.errors import ExitCode, TileforgeError
+from payload.untrusted import printable
 
 _EXAMPLES = """\
 examples:
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
             return _verify(args)
         return _prepare(args)
     except TileforgeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
         print(f"error: {error.filename or 'input'}: {error.strerror or error}.", file=sys.stderr)

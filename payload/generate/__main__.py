@@ -16,6 +16,7 @@ from payload.generate.sampling import SamplingOptions, sample
 from payload.generate.source import find_weights
 from payload.train.model import GPT
 from payload.train.weights import load_hf
+from payload.untrusted import printable
 
 _DEFAULTS = SamplingOptions()
 
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _generate(arguments)
     except TileforgeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -11,7 +11,9 @@ from pathlib import Path
 from payload.errors import TileforgeError
 from payload.orchestrate import inspect, start
 from payload.orchestrate.cloud.arguments import add_cloud_commands
+from payload.orchestrate.console import text_console
 from payload.orchestrate.local import LocalAccess
+from payload.orchestrate.runs import check_named_id, check_new_id
 from payload.results import DEFAULT_GRACE_S
 
 _INTERRUPTED = 130
@@ -23,17 +25,23 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | N
     arguments.runs_dir_given = arguments.runs_dir
     arguments.runs_dir = Path(arguments.runs_dir or "runs").absolute()
     try:
+        _check_run_ids(arguments)
         return int(arguments.command(arguments, access or LocalAccess(env)))
     except TileforgeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        text_console(stderr=True).print(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        text_console(stderr=True).print("interrupted")
         return _INTERRUPTED
-    except BrokenPipeError:
-        # The reader, `head` or `less`, has seen enough. Python would complain at exit otherwise.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+
+
+def _check_run_ids(arguments: argparse.Namespace) -> None:
+    """Hold every run that the command line names to the form of an id: it becomes a path."""
+    if (fresh := getattr(arguments, "run_id", None)) is not None:
+        check_new_id(fresh)
+    for option in ("run", "resume"):
+        if (named := getattr(arguments, option, None)) is not None:
+            check_named_id(named)
 
 
 def _parser() -> argparse.ArgumentParser:

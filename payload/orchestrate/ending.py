@@ -6,7 +6,8 @@ import argparse
 
 from rich.console import Console
 
-from payload.orchestrate.report import failure_lines, result_lines, text_console
+from payload.orchestrate.console import text_console
+from payload.orchestrate.report import failure_lines, result_lines
 from payload.results import RunPaths, RunState, Summary
 
 

@@ -12,10 +12,11 @@ from dataclasses import asdict
 
 from payload.errors import ConfigError, ExitCode, RankLostError, UsageError
 from payload.launch.ranks import load_ranks
+from payload.orchestrate.console import text_console
 from payload.orchestrate.follow import Tail, follow_log
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.mirror import read_mirrored
-from payload.orchestrate.report import list_table, ranks_table, status_lines, text_console
+from payload.orchestrate.report import list_table, ranks_table, status_lines
 from payload.orchestrate.runs import all_runs, find_run, view_run
 from payload.orchestrate.stop_wait import StopWait, stop_wish
 from payload.results import RunPaths, RunState, read_json
@@ -76,7 +77,7 @@ def logs(arguments: argparse.Namespace, access: LocalAccess) -> int:
         follow_log(
             Tail(path),
             show=out.print,
-            alive=lambda: bool(arguments.follow) and alive(),
+            alive=lambda: bool(arguments.follow) and not out.is_closed and alive(),
         )
     return ExitCode.OK
 

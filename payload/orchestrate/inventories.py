@@ -11,6 +11,7 @@ from payload.inventory import ClusterInventory
 from payload.launch.ranks import Domain
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
 from payload.orchestrate.cloud.stack import StackOutputs, default_stack, load_stack, read_outputs
+from payload.orchestrate.console import text_console
 from payload.orchestrate.discovery import discover
 
 
@@ -78,8 +79,6 @@ def _this_machine(why: str) -> Chosen:
 
 
 def _of_stack(outputs: StackOutputs, env: Mapping[str, str], *, why: str) -> Chosen:
-    from payload.orchestrate.report import text_console  # which imports this module
-
     talk = text_console(stderr=True)
     talk.print(f"cluster {outputs.inventory.cluster} ({why}): looking for its machines")
     inventory = load_stack(outputs, env, folder=Path.cwd(), say=talk.print)

@@ -18,6 +18,7 @@ from payload.inventory import ClusterInventory, Node
 from payload.orchestrate import findings as find
 from payload.orchestrate.checks import require_whole_passes
 from payload.orchestrate.cluster import Cluster
+from payload.orchestrate.console import text_console
 from payload.orchestrate.discovery import discover
 from payload.orchestrate.facts import (
     LOGS,
@@ -34,7 +35,6 @@ from payload.orchestrate.patience import Patience
 from payload.orchestrate.preflight_report import Report
 from payload.orchestrate.remote.probe import probe
 from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
-from payload.orchestrate.report import text_console
 from payload.orchestrate.ssh_settings import Login, os_login_command
 from payload.orchestrate.trial_report import try_here, try_there
 from payload.results import write_whole

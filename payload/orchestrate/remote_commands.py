@@ -19,6 +19,7 @@ from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.cluster_access import VENV
 from payload.orchestrate.code import look, this_code
+from payload.orchestrate.console import text_console
 from payload.orchestrate.inventories import load_cluster
 from payload.orchestrate.live import duration
 from payload.orchestrate.mirror import Mirrored, read_mirrored
@@ -26,7 +27,6 @@ from payload.orchestrate.preflight import operator_key
 from payload.orchestrate.remote_end import bring_home, say_remote_end
 from payload.orchestrate.remote_follow import follow_to_the_end, how_to_attach, patiently
 from payload.orchestrate.remote_run import Look, RemoteRun, planned_run_dir
-from payload.orchestrate.report import text_console
 from payload.orchestrate.runs import find_run, point_latest_at
 from payload.orchestrate.ssh_settings import Login
 from payload.orchestrate.stop_wait import StopWait, stop_wish

@@ -10,11 +10,11 @@ from pathlib import Path
 from rich.console import Console
 
 from payload.errors import ExitCode, RankLostError, SshUnreachableError, TileforgeError
+from payload.orchestrate.console import text_console
 from payload.orchestrate.ending import say_end
 from payload.orchestrate.follow import Asks
 from payload.orchestrate.mirror import note_collected
 from payload.orchestrate.remote_run import RemoteRun
-from payload.orchestrate.report import text_console
 from payload.results import RunState, Summary, read_json
 
 

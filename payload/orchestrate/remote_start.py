@@ -28,12 +28,12 @@ from payload.orchestrate.remote_commands import attach_to
 from payload.orchestrate.remote_follow import follow_to_the_end, how_to_attach
 from payload.orchestrate.remote_run import RemoteRun
 from payload.orchestrate.run_key import RunKey, install_run_key, remove_run_key
-from payload.orchestrate.runs import create_run, find_run, new_run_id, point_latest_at
+from payload.orchestrate.runs import create_run, find_run, point_latest_at
 from payload.orchestrate.ssh_settings import Login
 from payload.orchestrate.supply import Answers, ask_nodes, bring_code, bring_data, bring_weights
 from payload.orchestrate.trial_report import try_if_new
 from payload.orchestrate.weights import Weights, local_weights
-from payload.results import RunPaths
+from payload.results import RunPaths, new_run_id
 from payload.run_config import RunConfig
 
 

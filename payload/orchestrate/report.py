@@ -19,15 +19,6 @@ from payload.results import Summary
 
 _MIB, _GIB = 2**20, 2**30
 _TAIL_LINES = 12
-_PIPE_WIDTH = 200
-
-
-def text_console(*, stderr: bool) -> Console:
-    """A console for plain text and tables: no markup, no colouring, nothing cut off in a pipe."""
-    console = Console(stderr=stderr, markup=False, highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
-    return console
 
 
 def print_plan(planned: PlannedRun, console: Console) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +65,27 @@ class RunView:
     ranks: tuple[RankView, ...]
 
 
-def new_run_id(name: str, *, now: datetime, suffix: str) -> str:
-    """`name-YYYYmmdd-HHMMSS-suffix`, with nothing in it that a shell or a path could trip over."""
-    plain = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-._") or "run"
-    return f"{plain}-{now:%Y%m%d-%H%M%S}-{suffix}"
-
-
-def create_run(runs_dir: Path, run_id: str) -> RunPaths:
-    """A new, empty run folder, which `latest` then points to. Raises ConfigError."""
+def check_new_id(run_id: str) -> None:
+    """Refuse a name that could lead out of the runs folder or be lost in it. Raises ConfigError."""
     if not RUN_ID.fullmatch(run_id):
         raise ConfigError(
             f"--run-id {run_id!r}: use letters, digits, dots, dashes and underscores, a letter or "
             f"digit first, and not {_LATEST!r}."
         )
+
+
+def check_named_id(run_id: str) -> None:
+    """Refuse what is no run's name, before it becomes part of a path. Raises UsageError."""
+    if run_id != _LATEST and not RUN_ID.fullmatch(run_id):
+        raise UsageError(
+            f"run {run_id!r}: no run has such a name. See them with: python -m "
+            "payload.orchestrate list"
+        )
+
+
+def create_run(runs_dir: Path, run_id: str) -> RunPaths:
+    """A new, empty run folder, which `latest` then points to. Raises ConfigError."""
+    check_new_id(run_id)
     root = runs_dir / run_id
     try:
         root.mkdir(parents=True)

@@ -19,6 +19,7 @@ from payload.errors import ConfigError, DataError, ExitCode
 from payload.inventory import ClusterInventory
 from payload.model_shape import GPT2_VOCAB_SIZE
 from payload.orchestrate.checks import check_data
+from payload.orchestrate.console import text_console
 from payload.orchestrate.ending import say_end
 from payload.orchestrate.follow import Tail, follow_run
 from payload.orchestrate.inventories import (
@@ -28,15 +29,14 @@ from payload.orchestrate.inventories import (
 )
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.planning import PlannedRun, plan_run
-from payload.orchestrate.report import print_plan, text_console
+from payload.orchestrate.report import print_plan
 from payload.orchestrate.runs import (
     create_run,
     find_run,
-    new_run_id,
     point_latest_at,
     running_here,
 )
-from payload.results import RunPaths, RunState, Summary, read_json
+from payload.results import RunPaths, RunState, Summary, new_run_id, read_json
 from payload.run_config import RunConfig, load_run_config, parse_run_config
 from payload.run_lock import is_supervised
 

@@ -12,13 +12,13 @@ from payload.inventory import ClusterInventory
 from payload.model_shape import GPT2_VOCAB_SIZE
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.code import this_code
+from payload.orchestrate.console import text_console
 from payload.orchestrate.findings import TRIED
 from payload.orchestrate.initial import initial_shape
 from payload.orchestrate.inventories import Chosen
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.measured import Record, known_trial, nodes_sha, record_path
 from payload.orchestrate.preflight_report import Report
-from payload.orchestrate.report import text_console
 from payload.orchestrate.speed_findings import exchange_findings, predict, speed_findings, summary
 from payload.orchestrate.trial import Trial, try_cluster, try_this_machine
 from payload.run_config import RunConfig

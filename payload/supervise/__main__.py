@@ -15,6 +15,7 @@ from payload.run_lock import FORCE_SIGNAL, RunLock
 from payload.supervise.processes import adopt_orphans
 from payload.supervise.supervisor import Supervisor
 from payload.supervise.wakeups import Wakeups
+from payload.untrusted import printable
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -38,7 +39,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
                 env=env,
             ).run()
     except TileforgeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
 
 

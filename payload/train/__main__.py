@@ -17,9 +17,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Never
 
 from payload.errors import ExitCode, TileforgeError, TrainingError, UsageError
-from payload.results import RunPaths, write_whole
+from payload.results import RunPaths, new_run_id, write_whole
 from payload.run_config import RunConfig, load_run_config
 from payload.train.start_clock import StartClock
+from payload.untrusted import RUN_ID, printable
 
 if TYPE_CHECKING:
     from payload.train.world import World
@@ -100,7 +101,7 @@ class LastWords:
             exit_code = known.exit_code
             # The log may be on the disk that is full.
             with contextlib.suppress(OSError):
-                print(f"error: {known}", file=sys.stderr)
+                print(f"error: {printable(str(known))}", file=sys.stderr)
             self._record(known)
         finally:
             leave(exit_code)
@@ -150,6 +151,11 @@ def _load_config(arguments: argparse.Namespace) -> RunConfig:
     path: Path | None = arguments.config
     if path is None and arguments.run_dir is None:
         raise UsageError("name a config with --config FILE, or a run folder with --run-dir DIR.")
+    if arguments.run_dir is not None and not RUN_ID.fullmatch(arguments.run_dir.resolve().name):
+        raise UsageError(
+            f"--run-dir {str(arguments.run_dir)!r}: the folder's name is the run's id. Use "
+            "letters, digits, dots, dashes and underscores, a letter or digit first, not 'latest'."
+        )
     return load_run_config(
         path or RunPaths(arguments.run_dir).config, overrides=arguments.overrides
     )
@@ -157,7 +163,7 @@ def _load_config(arguments: argparse.Namespace) -> RunConfig:
 
 def _new_run_dir(config: RunConfig) -> str:
     now = datetime.datetime.now(tz=datetime.UTC)
-    return f"runs/{config.run.name}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return f"runs/{new_run_id(config.run.name, now=now, suffix=secrets.token_hex(2))}"
 
 
 def _set_up_logging(env: Mapping[str, str]) -> None:

@@ -14,13 +14,13 @@ import pytest
 from payload.errors import SshUnreachableError
 from payload.orchestrate import remote_follow
 from payload.orchestrate.cluster import Cluster
+from payload.orchestrate.console import text_console
 from payload.orchestrate.live import LiveLine
 from payload.orchestrate.mirror import read_mirrored
 from payload.orchestrate.remote_commands import Watch
 from payload.orchestrate.remote_follow import _pass_on as pass_on
 from payload.orchestrate.remote_follow import patiently
 from payload.orchestrate.remote_run import RemoteRun
-from payload.orchestrate.report import text_console
 from payload.orchestrate.ssh_settings import Login
 from payload.results import RunPaths
 from tests.orchestrate.conftest import SHORT, StartSshd

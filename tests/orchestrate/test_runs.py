@@ -19,8 +19,8 @@ from payload.orchestrate.checks import check_data, memory_warning
 from payload.orchestrate.follow import Tail
 from payload.orchestrate.inventories import load_cluster, require_one_machine
 from payload.orchestrate.live import describe_step, duration
-from payload.orchestrate.runs import all_runs, create_run, find_run, new_run_id, view_run
-from payload.results import RankProgress, RunPaths, RunState, StopWish, write_json
+from payload.orchestrate.runs import all_runs, create_run, find_run, view_run
+from payload.results import RankProgress, RunPaths, RunState, StopWish, new_run_id, write_json
 from payload.run_config import LaunchSection, parse_run_config
 from payload.run_lock import RunLock, is_supervised
 from tests.launch.inventories import make_inventory

@@ -1,7 +1,7 @@
 """A small program that behaves as a training rank does, without torch.
 
 stand_in.py RUN_DIR [--steps N] [--fail RANK:CODE] [--crash RANK] [--deaf] [--stray] [--lockstep]
-            [--loads] [--save-s SECONDS]
+            [--loads] [--save-s SECONDS] [--says TEXT]
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StandIn:
         told = signal.SIG_IGN if self.arguments.deaf else lambda *_: self.stop_file.touch()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, told)
-        _say(f"rank {self.rank} begins")
+        _say(f"rank {self.rank} begins{self.arguments.says}")
         self._describe()
         if self.arguments.stray and self.rank == 0:
             subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -173,6 +173,7 @@ def main() -> int:
     parser.add_argument("--stray", action="store_true")
     parser.add_argument("--lockstep", action="store_true")
     parser.add_argument("--loads", action="store_true")
+    parser.add_argument("--says", default="")
     parser.add_argument("--save-s", type=float, default=0.0)
     return StandIn(parser.parse_args()).run()
 

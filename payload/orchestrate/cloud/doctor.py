@@ -20,7 +20,7 @@ from payload.orchestrate.cloud.need import Need, Scope, need_of
 from payload.orchestrate.cloud.pulumi_cli import Pulumi, PulumiError
 from payload.orchestrate.cloud.settings import settings
 from payload.orchestrate.cloud.sweep import project_of
-from payload.orchestrate.report import text_console
+from payload.orchestrate.console import text_console
 
 _SCHEMA_VERSION = 1
 Outcome = Literal["ok", "error", "warning", "unknown"]

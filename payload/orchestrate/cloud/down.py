@@ -17,7 +17,7 @@ from payload.orchestrate.cloud.settings import cluster_name, settings
 from payload.orchestrate.cloud.stack import StackOutputs, outputs_if_any, remember
 from payload.orchestrate.cloud.sweep import confirm, look, project_of
 from payload.orchestrate.cloud.teardown import destroy_and_look
-from payload.orchestrate.report import text_console
+from payload.orchestrate.console import text_console
 
 _WORDS = {"kept": "nothing was destroyed", "force": "down --without-collect"}
 

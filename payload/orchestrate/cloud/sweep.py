@@ -27,7 +27,7 @@ from payload.orchestrate.cloud.resources import (
     expiry_of,
 )
 from payload.orchestrate.cloud.stack import recall, remembered_clusters
-from payload.orchestrate.report import text_console
+from payload.orchestrate.console import text_console
 
 _SCHEMA_VERSION = 1
 _RUNNING = ("RUNNING", "STAGING", "PROVISIONING", "REPAIRING")

@@ -11,7 +11,7 @@ from payload.orchestrate.cloud.failures import explain
 from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
 from payload.orchestrate.cloud.sweep import conclude, look
-from payload.orchestrate.report import text_console
+from payload.orchestrate.console import text_console
 
 
 def destroy_and_look(

@@ -32,8 +32,8 @@ from payload.orchestrate.cloud.stack import (
 )
 from payload.orchestrate.cloud.sweep import confirm, project_of
 from payload.orchestrate.cloud.teardown import destroy_and_look
+from payload.orchestrate.console import text_console
 from payload.orchestrate.keys import make_operator_key, operator_key_path
-from payload.orchestrate.report import text_console
 from payload.results import write_whole
 
 _STAYS = (

@@ -15,11 +15,11 @@ import pytest
 from payload.errors import ExitCode, NodesError
 from payload.launch.environment import RUN_DIR
 from payload.orchestrate import remote_run
+from payload.orchestrate.console import text_console
 from payload.orchestrate.mirror import Mirrored, write_mirrored
 from payload.orchestrate.remote_commands import opened
 from payload.orchestrate.remote_end import bring_home
 from payload.orchestrate.remote_run import RemoteRun, planned_run_dir
-from payload.orchestrate.report import text_console
 from payload.results import RunPaths
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.cluster.test_run import as_stack

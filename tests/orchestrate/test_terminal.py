@@ -1,0 +1,176 @@
+"""What an operator sees: on terminals of several widths, and when nobody reads any more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from payload.results import RunState, write_json
+from tests.orchestrate.test_commands import Workplace
+from tests.supervise.planned import DEADLINE_S, REPO, plan_stand_in, wait_for_steps, wait_until_gone
+from tests.terminal import Terminal
+
+WIDTHS = (40, 80, 200)
+# Retitle the window, write the clipboard (OSC 52), clear the screen, C1's CSI and OSC, a bell.
+HOSTILE = (
+    "\x1b]0;owned\x07\x1b]52;c;ZXZpbA==\x07\x1b[2J\x1b[31m\x9b5m\x9d0;owned\x9c\x07\x08"
+    "\u202e[bold red]not markup[/] :smiley: plain"
+)
+SHOWN = "[bold red]not markup[/] :smiley: plain"
+
+OpenTerminal = Callable[..., Terminal]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Workplace:
+    return Workplace(tmp_path)
+
+
+@pytest.fixture
+def open_terminal(workplace: Workplace) -> Iterator[OpenTerminal]:
+    """Open a terminal with a command in it: open_terminal("status", columns=80)."""
+    with ExitStack() as stack:
+
+        def start(*arguments: str, columns: int = 80, stand_in: tuple[str, ...] = ()) -> Terminal:
+            command, *rest = arguments
+            if command == "run":
+                rest += [*workplace.settings(), "--inventory", "local"]
+            terminal = Terminal(
+                [
+                    *(sys.executable, "-m", "tests.orchestrate.cli", *stand_in, "--"),
+                    *workplace.arguments(command, *rest),
+                ],
+                columns=columns,
+                cwd=REPO,
+            )
+            stack.callback(terminal.close)
+            return terminal
+
+        yield start
+
+
+def is_harmless(raw: str) -> bool:
+    return not any(
+        sign in raw for sign in ("\x1b]", "\x1b[2J", "\x1b[31m", "\x07", "\x08", "\u202e", "\x9b")
+    )
+
+
+@pytest.mark.ranks
+def test_escape_sequences_and_markup_of_a_rank_reach_no_terminal(
+    workplace: Workplace, open_terminal: OpenTerminal
+) -> None:
+    terminal = open_terminal("run", "--run-id", "one", stand_in=(f"--says={HOSTILE}",), columns=200)
+    assert terminal.wait() == 0
+    assert SHOWN in terminal.raw()
+    assert is_harmless(terminal.raw())
+    logs = open_terminal("logs", "one", columns=200)
+    assert logs.wait() == 0
+    assert SHOWN in logs.raw() and is_harmless(logs.raw())
+
+
+@pytest.mark.parametrize("command", ["status", "list", "logs"])
+def test_a_damaged_runs_words_reach_no_terminal_raw(
+    workplace: Workplace, open_terminal: OpenTerminal, command: str
+) -> None:
+    paths = plan_stand_in(workplace.runs / "one")
+    now = time.time()
+    state = RunState(
+        run_id="one", status="failed", exit_class="training", error=f"a {HOSTILE}",
+        supervisor_pid=1, node="a", started_unix=now, updated_unix=now,
+    )  # fmt: skip
+    write_json(paths.state, state)
+    paths.logs.mkdir()
+    paths.rank_log(0).write_text(f"b {HOSTILE}\n")
+    terminal = open_terminal(command)
+    assert terminal.wait() == 0
+    assert is_harmless(terminal.raw())
+    assert SHOWN in terminal.raw() or command == "list"
+
+
+def test_an_error_that_quotes_hostile_text_is_printed_harmless(open_terminal: OpenTerminal) -> None:
+    terminal = open_terminal("run", "--set", f"train.{HOSTILE}=1", columns=200)
+    assert terminal.wait() == 10
+    assert is_harmless(terminal.raw())
+
+
+@pytest.mark.ranks
+def test_a_reader_that_has_seen_enough_does_not_end_the_run(workplace: Workplace) -> None:
+    command = [
+        *(sys.executable, "-m", "tests.orchestrate.cli", "--steps", "40", "--"),
+        *workplace.arguments("run", "--run-id", "one", *workplace.settings()),
+        *("--inventory", "local"),
+    ]
+    reading, writing = os.pipe()
+    process = subprocess.Popen(command, cwd=REPO, stdout=writing, stderr=writing)
+    os.close(writing)
+    os.read(reading, 1)
+    os.close(reading)
+    assert process.wait(timeout=DEADLINE_S) == 0
+    summary = (workplace.run_paths("one").summary).read_text()
+    assert '"status": "finished"' in summary and '"steps": 40' in summary
+
+
+@pytest.mark.ranks
+def test_following_a_log_ends_when_its_reader_has_gone(workplace: Workplace) -> None:
+    run = workplace.start(("--steps", "100000"), "run", "--run-id", "one", "--detach")
+    run.communicate(timeout=DEADLINE_S)
+    paths = workplace.run_paths("one")
+    wait_for_steps(paths)
+    reading, writing = os.pipe()
+    command = [sys.executable, "-m", "payload.orchestrate", *workplace.arguments("logs", "-f")]
+    process = subprocess.Popen(command, cwd=REPO, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    os.read(reading, 1)
+    os.close(reading)
+    with paths.rank_log(0).open("a") as log:
+        log.write("one more line\n")
+    assert process.wait(timeout=DEADLINE_S) == 0
+    assert process.stderr is not None and process.stderr.read() == b""
+    assert workplace.call("stop", "--force")[0] == 0
+    wait_until_gone(paths)
+
+
+@pytest.mark.parametrize("run_id", ["../../evil", "/tmp/evil", "a b/c", "..", "", "a\nb", "latest"])
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_a_run_id_that_leads_elsewhere_is_refused_and_nothing_is_written(
+    workplace: Workplace, command: str, run_id: str
+) -> None:
+    before = sorted(workplace.data.parent.rglob("*"))
+    status, _, err = workplace.call(command, "--run-id", run_id)
+    assert status == 10, err
+    assert err.count("error: --run-id") == 1 and "Traceback" not in err
+    assert sorted(workplace.data.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "stop", "attach", "collect"])
+def test_every_command_that_takes_a_run_refuses_what_is_no_name(
+    workplace: Workplace, command: str
+) -> None:
+    for name in ("../../evil", "/tmp/evil", "a b/c"):
+        status, _, err = workplace.call(command, name)
+        assert status == 2, err
+        assert err.startswith("error: run ") and "no run has such a name" in err
+    status, _, err = workplace.call("run", "--resume", "../x")
+    assert status == 2 and "no run has such a name" in err
+
+
+def test_the_trainer_refuses_a_run_folder_that_no_command_would_find_again(tmp_path: Path) -> None:
+    for name in ("a b", "-x", "\u00fc"):
+        command = [sys.executable, "-m", "payload.train", f"--run-dir={tmp_path / name}"]
+        result = subprocess.run(
+            [*command, "--config", "payload/configs/quickstart.toml"],
+            cwd=REPO,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 2
+        assert "the folder's name is the run's id" in result.stderr
+    assert list(tmp_path.iterdir()) == []

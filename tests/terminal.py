@@ -1,0 +1,79 @@
+"""A terminal of a chosen width, for commands that draw differently on one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+DEADLINE_S = 90.0
+_CSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal:
+    """A command whose stdin, stdout and stderr are one pseudo-terminal."""
+
+    def __init__(self, command: Sequence[str], *, columns: int, cwd: Path) -> None:
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+        self.process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment | {"TERM": "xterm-256color"},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(theirs)
+        self._ours = ours
+        self._raw = b""
+
+    def wait(self) -> int:
+        """Read until the command has ended; return its exit code."""
+        self.read_until(lambda _: False)
+        return self.process.wait(timeout=DEADLINE_S)
+
+    def read_until(self, seen: Callable[[str], bool]) -> str:
+        """Read until `seen` holds for all that was printed so far, or the command has ended."""
+        ends = time.monotonic() + DEADLINE_S
+        while not seen(self.raw()):
+            assert time.monotonic() < ends, f"not within {DEADLINE_S:g} s; printed: {self.raw()!r}"
+            if not select.select([self._ours], [], [], 0.1)[0]:
+                continue
+            try:
+                content = os.read(self._ours, 65536)
+            except OSError:  # Linux' end of file: the command and all its children are gone
+                break
+            self._raw += content
+        return self.raw()
+
+    def press_ctrl_c(self) -> None:
+        """Send what the key sends."""
+        os.write(self._ours, b"\x03")
+
+    def raw(self) -> str:
+        """Return everything that was printed, with what steers the terminal."""
+        return self._raw.decode(errors="replace")
+
+    def drawn(self) -> list[str]:
+        """Return every line and every redrawn line, without what steers the terminal."""
+        return [line for line in re.split(r"[\r\n]+", _CSI.sub("\n", self.raw())) if line.strip()]
+
+    def close(self) -> None:
+        """End the command if it still runs."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        os.close(self._ours)
