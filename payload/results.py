@@ -158,13 +158,13 @@ def checkpoint_step(folder: Path) -> int:
 class StepMetrics:
     """One step: a line of metrics.jsonl."""
 
-    step: int
-    tokens: int
+    step: int = checked(low=0)
+    tokens: int = checked(low=1)
     """Trained on so far, this step included."""
     loss: float
     lr: float
     grad_norm: float
-    step_time_s: float
+    step_time_s: float = checked(low=0, high=1e9)
     tokens_per_s: float
     """Of the whole job."""
     mfu: float | None

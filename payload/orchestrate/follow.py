@@ -2,51 +2,86 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+import stat
 import subprocess
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import BinaryIO
 
 from rich.console import Console
 
 from payload.errors import ConfigError
 from payload.orchestrate.live import LiveLine
-from payload.results import RunPaths, RunState, read_json
+from payload.results import RunPaths, RunState, StepMetrics, read_json
 from payload.run_lock import FORCE_SIGNAL
+from payload.untrusted import build, parse_json, printable
 
 _TICK_S = 0.2
+_END_BYTES = 256
+_LINE_BYTES = 2**20
+"""Longer than any line that is meant for a person; a file without line ends must not pile up."""
+_SHOWN_STEPS = 100
 _ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Tail:
-    """New complete lines of a file that another process appends to."""
+    """New complete lines of a file that another process appends to, replaces or cuts short.
+
+    The file is known by its inode and by the last bytes that were read: an offset alone says
+    nothing once a resumed run has cut the file and written past it. Lines are printable.
+    """
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self._path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
+        self._inode: tuple[int, int] | None = None
+        self._offset = 0
+        self._end = b""
         self._rest = b""
+        if from_end:
+            self._skip()
 
     def lines(self) -> list[str]:
-        """What came since the last call; a file cut short is read from its start."""
-        try:
-            with self._path.open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._offset:
-                    self._offset, self._rest = 0, b""
-                file.seek(self._offset)
-                content = file.read()
-        except FileNotFoundError:
-            return []
+        """Return what came since the last call; another file is read from its start."""
+        with _opened(self._path) as file:
+            if file is None:
+                return []
+            if not self._continues(file):
+                self._offset, self._end, self._rest = 0, b"", b""
+            self._inode = _inode(file)
+            file.seek(self._offset)
+            content = file.read()
         self._offset += len(content)
+        self._end = (self._end + content)[-_END_BYTES:]
         *whole, self._rest = (self._rest + content).split(b"\n")
-        return [line.decode(errors="replace") for line in whole]
+        if len(self._rest) > _LINE_BYTES:
+            whole, self._rest = [*whole, self._rest], b""
+        return [_text(line) for line in whole]
 
     def rest(self) -> str:
-        """A last line without its end."""
-        return self._rest.decode(errors="replace")
+        """Return a last line without its end."""
+        return _text(self._rest)
+
+    def _skip(self) -> None:
+        with _opened(self._path) as file:
+            if file is not None:
+                self._inode = _inode(file)
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _END_BYTES))
+                self._end = file.read(_END_BYTES)
+                self._offset = file.tell()
+
+    def _continues(self, file: BinaryIO) -> bool:
+        """Return whether `file` still begins with what was read."""
+        if self._inode not in (None, _inode(file)):
+            return False
+        # A freed inode's number may be given to the next file at once.
+        file.seek(self._offset - len(self._end))
+        return file.read(len(self._end)) == self._end
 
 
 class Asks:
@@ -121,11 +156,11 @@ def follow_log(tail: Tail, *, show: Callable[[str], None], alive: Callable[[], b
 
 
 def show_steps(tail: Tail, live: LiveLine) -> None:
-    """The new steps of a metrics.jsonl."""
-    for line in tail.lines():
-        row = json.loads(line)
-        if "loss" in row:
-            live.step(row)
+    """Show the newest steps of a metrics.jsonl; a line that is no step is passed over."""
+    for line in tail.lines()[-_SHOWN_STEPS:]:
+        with suppress(ConfigError):
+            raw = parse_json(line, where="metrics.jsonl")
+            live.step(asdict(build(StepMetrics, raw, where="metrics.jsonl")))
 
 
 def show_state(paths: RunPaths, live: LiveLine, *, stopping: bool) -> None:
@@ -139,6 +174,31 @@ def show_state(paths: RunPaths, live: LiveLine, *, stopping: bool) -> None:
     live.cost(state.cost_usd if state else None)
     if state and state.note:
         live.news(state.note)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO | None]:
+    """Open a regular file; None where there is none, so that a pipe in its place blocks nobody."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        yield None
+        return
+    with os.fdopen(descriptor, "rb") as file:
+        yield file
+
+
+def _inode(file: BinaryIO) -> tuple[int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino
+
+
+def _text(line: bytes) -> str:
+    return printable(line.decode(errors="replace"))
 
 
 def _pass_on(supervisor: subprocess.Popen[bytes], live: LiveLine, *, heeded: int) -> int:

@@ -16,7 +16,6 @@ from payload.launch.ranks import place_ranks
 from payload.model_shape import PRESETS
 from payload.orchestrate import stop_wait
 from payload.orchestrate.checks import check_data, memory_warning
-from payload.orchestrate.follow import Tail
 from payload.orchestrate.inventories import load_cluster, require_one_machine
 from payload.orchestrate.live import describe_step, duration
 from payload.orchestrate.runs import all_runs, create_run, find_run, view_run
@@ -191,19 +190,6 @@ def test_a_plan_that_needs_more_memory_than_is_free_is_warned_of() -> None:
     assert warning is not None and "1.0 GiB are free" in warning
     assert memory_warning(numbers, placement, free_bytes=2**50) is None
     assert memory_warning(numbers, placement, free_bytes=None) is None
-
-
-def test_a_tail_gives_whole_lines_and_starts_again_when_the_file_shrinks(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    tail = Tail(path)
-    assert tail.lines() == []
-    path.write_bytes(b"one\ntw")
-    assert tail.lines() == ["one"]
-    path.write_bytes(b"one\ntwo\nthree")
-    assert (tail.lines(), tail.rest()) == (["two"], "three")
-    path.write_bytes(b"new\n")
-    assert tail.lines() == ["new"]
-    assert Tail(path, from_end=True).lines() == []
 
 
 def test_the_live_numbers_read_well() -> None:
