@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from payload.checkpoint_files import checkpoint_step
 from payload.errors import ConfigError
 from payload.untrusted import (
     NODE_NAME,
@@ -147,11 +148,6 @@ def new_run_id(name: str, *, now: datetime, suffix: str) -> str:
     """Return `name-YYYYmmdd-HHMMSS-suffix`, in which a shell or a path trips over nothing."""
     plain = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-._") or "run"
     return f"{plain}-{now:%Y%m%d-%H%M%S}-{suffix}"
-
-
-def checkpoint_step(folder: Path) -> int:
-    """The steps that a checkpoint's folder has behind it."""
-    return int(folder.name.partition("_")[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

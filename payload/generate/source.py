@@ -5,14 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from payload.checkpoint_files import MANIFEST_FILE, checkpoint_folders, manifest_problems
 from payload.errors import CheckpointError
 from payload.results import RunPaths
-from payload.train.checkpoint import (
-    MANIFEST_FILE,
-    checkpoint_folders,
-    manifest_problems,
-    newest_checkpoint,
-)
+from payload.train.checkpoint import newest_checkpoint
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

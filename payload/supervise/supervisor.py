@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from payload.checkpoint_files import checkpoint_step
 from payload.checkpoint_watch import Farewell
 from payload.errors import BudgetError, ExitCode, PreflightError, TileforgeError
 from payload.full_disk import write_record
@@ -25,7 +26,6 @@ from payload.results import (
     RunPaths,
     RunState,
     RunStatus,
-    checkpoint_step,
     read_json,
 )
 from payload.run_config import load_run_config

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,6 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from payload.checkpoint_files import (
+    MANIFEST_FILE,
+    SCHEMA_VERSION,
+    TRAINER_FILE,
+    checkpoint_folders,
+    newest_sound,
+    sha256_of,
+)
 from payload.errors import CheckpointError, TrainingError
 from payload.train.model import GPT
 from payload.train.tensor_file import write_tensors
@@ -24,12 +30,8 @@ from payload.train.weights import WEIGHTS_FILE, save_hf
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
-MANIFEST_FILE = "manifest.json"
-TRAINER_FILE = "trainer.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 
-_FOLDER = re.compile(r"step_(\d{8,})")
 _PARTIAL_SUFFIX = ".partial"
 
 
@@ -118,35 +120,12 @@ def load_optimizer_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """The newest folder whose manifest holds, or None; damaged ones are passed over, and named."""
-    for folder in reversed(checkpoint_folders(checkpoints)):
-        problems = manifest_problems(folder)
-        if not problems:
-            return folder
-        log.warning(f"checkpoint {folder} is passed over: {problems[0]}")
-    return None
+    """Return the newest sound folder, or None; damaged ones are passed over, and named."""
 
+    def warn(folder: Path, problem: str) -> None:
+        log.warning(f"checkpoint {folder} is passed over: {problem}")
 
-def checkpoint_folders(checkpoints: Path) -> list[Path]:
-    """Folders named as checkpoints, oldest first, whatever they hold."""
-    if not checkpoints.is_dir():
-        return []
-    named = [path for path in checkpoints.iterdir() if _FOLDER.fullmatch(path.name)]
-    return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
-
-
-def manifest_problems(folder: Path) -> list[str]:
-    """What differs from the manifest, one sentence each; empty for a sound checkpoint."""
-    try:
-        files = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))["files"]
-        wanted = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"{MANIFEST_FILE}: cannot be read ({error})."]
-    found = (
-        _file_problem(folder / name, size_bytes=size, sha256=sha256)
-        for name, (size, sha256) in wanted.items()
-    )
-    return [problem for problem in found if problem is not None]
+    return newest_sound(checkpoints, passed_over=warn)
 
 
 def remove_old_checkpoints(checkpoints: Path, *, keep: int, newest: Path) -> None:
@@ -171,19 +150,6 @@ def remove_partial_checkpoints(checkpoints: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _file_problem(path: Path, *, size_bytes: int, sha256: str) -> str | None:
-    try:
-        if not path.is_file():
-            return f"{path.name}: missing."
-        if path.stat().st_size != size_bytes:
-            return f"{path.name}: {path.stat().st_size} bytes, the manifest says {size_bytes}."
-        if _sha256(path) != sha256:
-            return f"{path.name}: its sha256 is not the manifest's."
-    except OSError as error:
-        return f"{path.name}: cannot be read ({error.strerror})."
-    return None
-
-
 def _put_in_place(partial: Path, folder: Path) -> None:
     """Rename the whole checkpoint; one of the same name goes only when this one is there."""
     replaced = folder.with_name(f"{folder.name}.replaced{_PARTIAL_SUFFIX}")
@@ -202,7 +168,7 @@ def _write_manifest(
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.iterdir()):
         known = sha256.get(path.name)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": known or _sha256(path)}
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": known or sha256_of(path)}
         _flush(path)
         progressed()
     manifest = folder / MANIFEST_FILE
@@ -211,11 +177,6 @@ def _write_manifest(
     )
     _flush(manifest)
     _flush(folder)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from payload.checkpoint_files import MANIFEST_FILE, checkpoint_folders, manifest_problems
 from payload.data.blocks import TokenData
 from payload.data.meta import TRAIN_NAME
 from payload.errors import CheckpointError, ConfigError
@@ -18,12 +19,9 @@ from payload.model_shape import ModelShape
 from payload.results import RunPaths
 from payload.run_config import RunConfig, parse_run_config
 from payload.train.checkpoint import (
-    MANIFEST_FILE,
     TrainerState,
-    checkpoint_folders,
     load_optimizer_tensors,
     load_trainer_state,
-    manifest_problems,
     newest_checkpoint,
     remove_partial_checkpoints,
 )

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from payload.checkpoint_files import checkpoint_folders, manifest_problems
 from payload.errors import ExitCode
 from payload.results import RankProgress, RunPaths, RunState, Summary, read_json, read_metrics
 from payload.supervise.processes import processes_of
-from payload.train.checkpoint import checkpoint_folders, manifest_problems
 from tests.data_folders import make_data_folder
 from tests.small_disk import SmallDisk
 from tests.supervise.planned import REPO, state_of, wait_for, wait_for_steps

@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from payload.checkpoint_files import checkpoint_folders, manifest_problems
 from payload.errors import CheckpointError, TrainingError
 from payload.run_config import OptimizerSection
 from payload.train.checkpoint import (
     TrainerState,
-    checkpoint_folders,
     load_optimizer_tensors,
     load_trainer_state,
-    manifest_problems,
     newest_checkpoint,
     remove_old_checkpoints,
     save_checkpoint,
@@ -121,17 +120,12 @@ def test_a_file_that_cannot_be_read_is_a_problem_of_its_checkpoint_alone(
     (newer / "trainer.json").symlink_to("/proc/self/mem")
     manifest = json.loads((newer / "manifest.json").read_text())
     manifest["files"]["trainer.json"]["bytes"] = 0
-    manifest["files"]["x" * 300] = {"bytes": 0, "sha256": ""}
     (newer / "manifest.json").write_text(json.dumps(manifest))
-    assert manifest_problems(newer) == [
-        "trainer.json: cannot be read (Input/output error).",
-        f"{'x' * 300}: cannot be read (File name too long).",
-    ]
+    problem = "trainer.json: cannot be read (Input/output error)."
+    assert manifest_problems(newer) == [problem]
     assert newest_checkpoint(tmp_path) == good
     (said,) = (record.message for record in caplog.records)
-    assert said == (
-        f"checkpoint {newer} is passed over: trainer.json: cannot be read (Input/output error)."
-    )
+    assert said == f"checkpoint {newer} is passed over: {problem}"
 
 
 def test_an_interrupted_write_leaves_the_older_checkpoint_and_is_cleaned_up(tmp_path: Path) -> None:

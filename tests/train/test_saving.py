@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from payload.checkpoint_files import manifest_problems
 from payload.errors import TrainingError
 from payload.results import RunPaths
 from payload.run_config import load_run_config
 from payload.train import checkpoint
-from payload.train.checkpoint import load_optimizer_tensors, manifest_problems, newest_checkpoint
+from payload.train.checkpoint import load_optimizer_tensors, newest_checkpoint
 from payload.train.optimizer import Optimizers
 from payload.train.saving import Saving
 from payload.train.session import train

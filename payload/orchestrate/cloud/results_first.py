@@ -10,13 +10,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from payload.checkpoint_files import checkpoint_step
 from payload.errors import ConfigError, TileforgeError
 from payload.inventory import ClusterInventory
 from payload.orchestrate.cloud.head import Head, ask_head
 from payload.orchestrate.cloud.stack import StackOutputs
 from payload.orchestrate.mirror import Mirrored, read_mirrored
 from payload.orchestrate.runs import all_runs
-from payload.results import RunPaths, Summary, checkpoint_step, read_json
+from payload.results import RunPaths, Summary, read_json
 
 _HOW_TO_STOP = "Stop it first: python -m payload.orchestrate stop {run}"
 _HOW_TO_STOP_ANOTHERS = (

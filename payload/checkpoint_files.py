@@ -1,0 +1,128 @@
+"""CONTRACT: which checkpoints a run has, and which of them are sound. Standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from payload.errors import CheckpointError, ConfigError
+from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
+
+SCHEMA_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+TRAINER_FILE = "trainer.json"
+
+_FOLDER = re.compile(r"step_(\d{8,18})")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestEntry:
+    """One file of a checkpoint, as it was written."""
+
+    bytes: int = checked(low=0)
+    sha256: str = checked(pattern=_SHA256, wanted="64 hexadecimal digits")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """manifest.json: every other file of a checkpoint."""
+
+    files: Mapping[str, ManifestEntry]
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TrainerConfig:
+    """The part of trainer.json that says what was trained."""
+
+    config_toml: str
+
+
+def checkpoint_step(folder: Path) -> int:
+    """Return the number of steps that a checkpoint's folder has behind it."""
+    return int(folder.name.partition("_")[2])
+
+
+def checkpoint_folders(checkpoints: Path) -> list[Path]:
+    """List the folders named as checkpoints, oldest first, whatever they hold."""
+    if not checkpoints.is_dir():
+        return []
+    named = [path for path in checkpoints.iterdir() if _FOLDER.fullmatch(path.name)]
+    return sorted(named, key=checkpoint_step)
+
+
+def newest_sound(
+    checkpoints: Path, *, passed_over: Callable[[Path, str], None] = lambda _folder, _problem: None
+) -> Path | None:
+    """Return the newest folder whose files are those of its manifest, or None.
+
+    Reads every file of it. `passed_over` is told of each damaged one and what is wrong with it.
+    """
+    for folder in reversed(checkpoint_folders(checkpoints)):
+        problems = manifest_problems(folder)
+        if not problems:
+            return folder
+        passed_over(folder, problems[0])
+    return None
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Read a checkpoint's manifest. Raises CheckpointError, also when it lists no file."""
+    path, fix = folder / MANIFEST_FILE, "Use another checkpoint."
+    try:
+        raw = parse_json(read_bytes(path), where=str(path), error=CheckpointError, fix=fix)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}). {fix}") from None
+    check_schema(raw, SCHEMA_VERSION, where=str(path), error=CheckpointError, fix=fix)
+    manifest = build(Manifest, raw, where=str(path), error=CheckpointError, fix=fix)
+    if not manifest.files:
+        raise CheckpointError(f"{path}: lists no file. {fix}")
+    odd = [name for name in manifest.files if not _FILE_NAME.fullmatch(name)]
+    if odd:
+        raise CheckpointError(f"{path}: {odd[0][:60]!r} is no file name. {fix}")
+    return manifest
+
+
+def manifest_problems(folder: Path) -> list[str]:
+    """List what differs from the manifest, one sentence each; empty for a sound checkpoint."""
+    try:
+        manifest = load_manifest(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    found = (_file_problem(folder / name, entry) for name, entry in manifest.files.items())
+    return [problem for problem in found if problem is not None]
+
+
+def checkpoint_config(folder: Path) -> str | None:
+    """Return the run.toml that a checkpoint was trained by, or None where it does not say."""
+    path = folder / TRAINER_FILE
+    try:
+        raw = parse_json(read_bytes(path), where=str(path))
+        return build(_TrainerConfig, raw, where=str(path)).config_toml
+    except (OSError, ConfigError):
+        return None
+
+
+def sha256_of(path: Path) -> str:
+    """Return the hash of a file's content. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _file_problem(path: Path, entry: ManifestEntry) -> str | None:
+    try:
+        if not path.is_file():
+            return f"{path.name}: missing."
+        size = path.stat().st_size
+        if size != entry.bytes:
+            return f"{path.name}: {size} bytes, the manifest says {entry.bytes}."
+        if sha256_of(path) != entry.sha256:
+            return f"{path.name}: its sha256 is not the manifest's."
+    except OSError as error:
+        return f"{path.name}: cannot be read ({error.strerror})."
+    return None

@@ -1,0 +1,67 @@
+"""Which checkpoints are sound, by their manifests, and which of them is the newest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from payload.checkpoint_files import (
+    checkpoint_config,
+    manifest_problems,
+    newest_sound,
+    sha256_of,
+)
+
+
+def make_checkpoint(folder: Path, *, config: str = "") -> Path:
+    """Write a folder that a run could be resumed from, as far as its manifest tells."""
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "trainer.json").write_text(json.dumps({"config_toml": config}))
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in folder.iterdir()
+    }
+    (folder / "manifest.json").write_text(json.dumps({"schema_version": 1, "files": files}))
+    return folder
+
+
+def test_the_newest_sound_checkpoint_is_found_behind_damaged_ones(tmp_path: Path) -> None:
+    good = make_checkpoint(tmp_path / "step_00000010")
+    (make_checkpoint(tmp_path / "step_00000020") / "model.safetensors").write_bytes(b"weightz")
+    make_checkpoint(tmp_path / "step_00000030.partial")
+    (tmp_path / "step_00000040").write_text("a file")
+    passed: list[str] = []
+    assert newest_sound(tmp_path, passed_over=lambda folder, _: passed.append(folder.name)) == good
+    assert passed == ["step_00000040", "step_00000020"]
+    assert newest_sound(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        '{"schema_version": 1, "files": {}}',
+        '{"schema_version": 1, "files": {"model.safetensors": {"bytes": "7", "sha256": "x"}}}',
+        '{"schema_version": 1, "files": {"../../x": {"bytes": 7, "sha256": "%s"}}}' % ("0" * 64),
+        "[" * 20_000,
+        '{"schema_version": 1, "files": {"a": {"bytes": ' + "9" * 4400 + "}}}",
+        "\ufffe",
+    ],
+)
+def test_a_manifest_that_says_nothing_makes_no_checkpoint_sound(tmp_path: Path, text: str) -> None:
+    folder = make_checkpoint(tmp_path / "step_00000010")
+    (folder / "manifest.json").write_text(text)
+    (problem,) = manifest_problems(folder)
+    assert "manifest.json" in problem and "\n" not in problem
+
+
+def test_a_checkpoint_says_what_it_was_trained_by(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "step_00000010", config="[run]\n")
+    assert checkpoint_config(folder) == "[run]\n"
+    (folder / "trainer.json").write_bytes(b"\xff")
+    assert checkpoint_config(folder) is None
