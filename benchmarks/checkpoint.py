@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     training = _Training(arguments)
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
-        saving = Saving(Path(folder), keep=1, waiting=lambda: None)
+        saving = Saving(Path(folder), keep=1, tokenizer={}, waiting=lambda: None)
         training.block(saving, checkpoint="none")
         rounds = [
             {kind: training.block(saving, checkpoint=kind) for kind in ("none", "beside", "waited")}

@@ -29,9 +29,15 @@ class ModelShape:
     n_head: int
     n_embd: int
     sequence_length: int = 1024
-    """Longest context in tokens (`n_positions`)."""
+    """Tokens of a sequence that it is trained on."""
     vocab_size: int = GPT2_VOCAB_SIZE
     bias: bool = True
+    n_positions: int | None = None
+    """Longest context of the weights in tokens; None = `sequence_length`."""
+
+    def positions(self) -> int:
+        """Return the longest context of the weights in tokens."""
+        return self.n_positions or self.sequence_length
 
     def num_matrix_params(self) -> int:
         """Weights of the layers' matrices: attention 4, MLP 8 times n_embd squared, per layer."""
@@ -42,7 +48,7 @@ class ModelShape:
         width = self.n_embd
         norms = (2 * self.n_layer + 1) * width * (2 if self.bias else 1)
         biases = self.n_layer * 9 * width if self.bias else 0
-        embeddings = (self.vocab_size + self.sequence_length) * width
+        embeddings = (self.vocab_size + self.positions()) * width
         return embeddings + self.num_matrix_params() + norms + biases
 
     def flops_per_token(self) -> int:
@@ -52,7 +58,7 @@ class ModelShape:
         attention. Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311; nanoGPT counts the
         same.
         """
-        multiplying = self.num_params() - self.sequence_length * self.n_embd
+        multiplying = self.num_params() - self.positions() * self.n_embd
         return 6 * multiplying + 12 * self.n_layer * self.n_embd * self.sequence_length
 
     def memory_bytes(

@@ -113,7 +113,7 @@ def buckets(shape: ModelShape, *, tokens: int | None = None) -> tuple[Bucket, ..
             ready = head + (1 - head) * matrices / shape.num_matrix_params()
             found.append(Bucket(numbers=held, ready=ready))
             is_first, held = False, 0
-    held += shape.sequence_length * shape.n_embd
+    held += shape.positions() * shape.n_embd
     if tokens is None:
         held += shape.vocab_size * shape.n_embd
     found.append(Bucket(numbers=held, ready=1.0))

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 TOKENIZER_NAME = "gpt2"
 END_OF_TEXT = 50256
 """Written after every document."""
+END_OF_TEXT_NAME = "<|endoftext|>"
 VOCAB_SIZE = 50257
 TOKENIZER_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 """Of the ranks file: the value that tiktoken itself pins for r50k_base."""
+REINSTALL = "Install the package again."
 RANKS_PATH = Path(__file__).parent / "gpt2" / "r50k_base.tiktoken"
 
 # As in tiktoken_ext.openai_public: GPT-2's own pattern, rewritten there to run faster.
@@ -34,7 +36,7 @@ def gpt2_encoding() -> tiktoken.Encoding:
         TOKENIZER_NAME,
         pat_str=_PATTERN,
         mergeable_ranks=load_ranks(RANKS_PATH),
-        special_tokens={"<|endoftext|>": END_OF_TEXT},
+        special_tokens={END_OF_TEXT_NAME: END_OF_TEXT},
         explicit_n_vocab=VOCAB_SIZE,
     )
 
@@ -47,17 +49,12 @@ def load_ranks(path: Path) -> dict[bytes, int]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"tokenizer {path}: {error.strerror}. {_REINSTALL}") from None
+        raise DataError(f"tokenizer {path}: {error.strerror}. {REINSTALL}") from None
     found = hashlib.sha256(content).hexdigest()
     if found != TOKENIZER_SHA256:
-        raise DataError(
-            f"tokenizer {path}: sha256 is {found}, not {TOKENIZER_SHA256}. {_REINSTALL}"
-        )
+        raise DataError(f"tokenizer {path}: sha256 is {found}, not {TOKENIZER_SHA256}. {REINSTALL}")
     ranks = {}
     for line in content.splitlines():
         token, rank = line.split()
         ranks[binascii.a2b_base64(token)] = int(rank)
     return ranks
-
-
-_REINSTALL = "Install the package again."

@@ -148,7 +148,7 @@ def _encode(prompt: str, *, model: GPT) -> list[int]:
             "only its embedding was made larger or smaller, the text will make no sense",
             file=sys.stderr,
         )
-    context = model.shape.sequence_length
+    context = model.shape.positions()
     if len(tokens) > context:
         print(
             f"note: the prompt has {len(tokens)} tokens, the model reads the last {context}",

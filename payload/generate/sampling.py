@@ -91,7 +91,7 @@ class _Reader:
 
     def next_logits(self, texts: Tensor) -> Tensor:
         """(B, V) for the token after (B, T) `texts`, which continue those of the last call."""
-        context, length = self._model.shape.sequence_length, texts.shape[1]
+        context, length = self._model.shape.positions(), texts.shape[1]
         first = not self._caches
         if length - self._start > context:
             self._start = length - (context if first else max(1, context // 2))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
+from payload.errors import CheckpointError
+from payload.hf_folder import read_config
 from payload.model_shape import PRESETS, ModelShape
 from payload.results import RunPaths
 from payload.run_config import RunConfig
@@ -18,30 +20,24 @@ def initial_shape(config: RunConfig, *, vocab_size: int) -> tuple[ModelShape, st
     init = config.model.init
     if init == "scratch":
         return configured, None
-    known = PRESETS.get(init.rpartition("/")[2])
-    if not Path(init).is_dir() and known is not None:
-        return _sized(configured, known.n_layer, known.n_head, known.n_embd), None
-    try:
-        raw = json.loads((_folder(Path(init)) / "config.json").read_text(encoding="utf-8"))
-        return _sized(configured, raw["n_layer"], raw["n_head"], raw["n_embd"]), None
-    except (OSError, ValueError, KeyError, TypeError):
-        return configured, (
-            f"the sizes of model.init = {init!r} are not known here; the arithmetic is that of "
-            f"model.preset = {config.model.preset!r}"
-        )
+    weights = PRESETS.get(init.rpartition("/")[2])
+    if Path(init).is_dir() or weights is None:
+        try:
+            weights = read_config(_folder(Path(init))).shape()
+        except CheckpointError:
+            return configured, (
+                f"the sizes of model.init = {init!r} are not known here; the arithmetic is that of "
+                f"model.preset = {config.model.preset!r}"
+            )
+    shape = replace(
+        weights,
+        sequence_length=configured.sequence_length,
+        vocab_size=vocab_size,
+        n_positions=weights.positions(),
+    )
+    return shape, None
 
 
 def _folder(init: Path) -> Path:
     """A run stands for its newest checkpoint."""
     return RunPaths(init).newest_checkpoint() or init
-
-
-def _sized(shape: ModelShape, n_layer: int, n_head: int, n_embd: int) -> ModelShape:
-    return ModelShape(
-        n_layer=n_layer,
-        n_head=n_head,
-        n_embd=n_embd,
-        sequence_length=shape.sequence_length,
-        vocab_size=shape.vocab_size,
-        bias=shape.bias,
-    )

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from payload.errors import ConfigError
+from payload.hf_folder import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILES, weight_files
 from payload.results import RunPaths
 
-_CONFIG = "config.json"
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _MANIFEST = "manifest.json"
 
 
@@ -57,7 +55,7 @@ def local_weights(init: str) -> Weights | None:
     if (folder / _MANIFEST).exists():
         promised = _entries(folder / _MANIFEST, "files")
     files = {}
-    for name in (*_weight_files(folder), _CONFIG):
+    for name in (*_files(folder), CONFIG_FILE):
         files[name] = _sha256(folder / name, init=init)
         if promised is not None and files[name] != promised.get(name, {}).get("sha256"):
             raise ConfigError(
@@ -67,14 +65,10 @@ def local_weights(init: str) -> Weights | None:
     return Weights(folder=folder, files=files)
 
 
-def _weight_files(folder: Path) -> list[str]:
-    index = folder / _INDEX
-    if not index.exists():
-        return [_WEIGHTS]
-    names = sorted(set(_entries(index, "weight_map").values()))
-    if any(Path(name).name != name for name in names):
-        raise ConfigError(f"{index}: it names files outside of its folder. Name another folder.")
-    return [*names, _INDEX]
+def _files(folder: Path) -> list[str]:
+    """Return the names of the weights' and the tokenizer's files."""
+    found = (INDEX_FILE, *TOKENIZER_FILES)
+    return [*weight_files(folder), *(name for name in found if (folder / name).is_file())]
 
 
 def _entries(path: Path, key: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def describe(
     )
     return [
         f"model     {shape.num_params() / 1e6:.1f}M parameters: {shape.n_layer} layers, "
-        f"{shape.n_head} heads, width {shape.n_embd}, context {shape.sequence_length}",
+        f"{shape.n_head} heads, width {shape.n_embd}, context {shape.positions()}",
         f"data      {data.meta.train_tokens:,} training and {data.meta.val_tokens:,} validation "
         f"tokens from {data.meta.source}",
         f"batch     {batch.global_batch_size} sequences x {config.data.sequence_length} = "

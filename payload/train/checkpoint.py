@@ -24,9 +24,10 @@ from payload.checkpoint_files import (
     sha256_of,
 )
 from payload.errors import CheckpointError, TrainingError
+from payload.hf_folder import WEIGHTS_FILE
 from payload.train.model import GPT
 from payload.train.tensor_file import write_tensors
-from payload.train.weights import WEIGHTS_FILE, save_hf
+from payload.train.weights import save_hf
 
 log = logging.getLogger(__name__)
 
@@ -65,14 +66,15 @@ def save_checkpoint(
     model: GPT,
     optimizer: Mapping[str, Tensor],
     state: TrainerState,
+    tokenizer: Mapping[str, bytes],
     progressed: Callable[[], None] = lambda: None,
     tensors_read: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the checkpoint `folder`: beside, flushed to disk, then renamed.
 
-    `progressed` is called after each part of the work, `tensors_read` as soon as model and
-    optimizer may change again. Raises TrainingError when the disk refuses; older checkpoints are
-    untouched.
+    `tokenizer` has its files by name. `progressed` is called after each part of the work,
+    `tensors_read` as soon as model and optimizer may change again. Raises TrainingError when the
+    disk refuses; older checkpoints are untouched.
     """
     partial = folder.with_name(folder.name + _PARTIAL_SUFFIX)
     try:
@@ -83,6 +85,8 @@ def save_checkpoint(
             partial / OPTIMIZER_FILE, optimizer, progressed=progressed
         )
         tensors_read()
+        for name, content in tokenizer.items():
+            (partial / name).write_bytes(content)
         (partial / TRAINER_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n", "utf-8")
         _write_manifest(partial, sha256, progressed)
         _put_in_place(partial, folder)

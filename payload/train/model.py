@@ -148,7 +148,7 @@ class GPT(nn.Module):
         self.kernels: Kernels | None = None
         """A faster way for a pass without caches; none = the plain modules, the reference."""
         self.wte = Embedding(shape.vocab_size, shape.n_embd)
-        self.wpe = Embedding(shape.sequence_length, shape.n_embd)
+        self.wpe = Embedding(shape.positions(), shape.n_embd)
         self.h = nn.ModuleList(
             Block(shape, dropout=dropout, activation=activation) for _ in range(shape.n_layer)
         )

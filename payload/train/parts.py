@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,8 @@ class Parts:
     """The model as the engine and Accelerate's precision wrapped it."""
     optimizers: Optimizers
     exchange: GradientExchange
+    tokenizer: Mapping[str, bytes]
+    """Its files for the checkpoints, by name; on rank 0 only."""
     metrics: MetricsFile | None
     """On rank 0 only."""
     sign_of_life: SignOfLife

@@ -21,10 +21,21 @@ class Saving:
     A write that failed is raised as TrainingError by the next call, whichever it is.
     """
 
-    def __init__(self, checkpoints: Path, *, keep: int, waiting: Callable[[], None]) -> None:
-        """`waiting` is called when a wait begins, and whenever the write has come on during one."""
+    def __init__(
+        self,
+        checkpoints: Path,
+        *,
+        keep: int,
+        tokenizer: Mapping[str, bytes],
+        waiting: Callable[[], None],
+    ) -> None:
+        """`tokenizer` has its files by name, for every checkpoint.
+
+        `waiting` is called when a wait begins, and whenever the write has come on during one.
+        """
         self.checkpoints = checkpoints
         self._keep = keep
+        self._tokenizer = tokenizer
         self._waiting = waiting
         self._write: _Write | None = None
 
@@ -40,6 +51,7 @@ class Saving:
                 model=model,
                 optimizer=optimizer,
                 state=state,
+                tokenizer=self._tokenizer,
                 progressed=progressed,
                 tensors_read=tensors_read,
             )

@@ -163,6 +163,7 @@ def _assemble(
         trained=trained.train(),
         optimizers=optimizers,
         exchange=exchange,
+        tokenizer=start.tokenizer,
         metrics=metrics,
         sign_of_life=sign_of_life,
         stop_requested=stop_requested,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from payload.checkpoint_files import MANIFEST_FILE, checkpoint_folders, manifest_problems
 from payload.data.blocks import TokenData
 from payload.data.meta import TRAIN_NAME
+from payload.data.tokenizer_files import tokenizer_files
 from payload.errors import CheckpointError, ConfigError
 from payload.model_shape import ModelShape
 from payload.results import RunPaths
@@ -27,7 +29,7 @@ from payload.train.checkpoint import (
 )
 from payload.train.model import GPT
 from payload.train.optimizer import Optimizers
-from payload.train.weights import crop_sequence_length, load_hf
+from payload.train.weights import load_hf, model_folder, train_on_sequences_of
 from payload.train.world import World
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,8 @@ class Start:
     state: TrainerState | None
     """None for a new run."""
     checkpoint: Path | None
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
+    """The tokenizer's files for the checkpoints, by name; on rank 0 only."""
 
 
 def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: World) -> Start:
@@ -70,8 +74,11 @@ def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: Wo
         shape = config.model.shape(
             sequence_length=config.data.sequence_length, vocab_size=data.meta.vocab_size
         )
-        return Start(model=GPT(shape, dropout=config.model.dropout), state=None, checkpoint=None)
-    model = _loaded_model(checkpoint, config, world=world)
+        model = GPT(shape, dropout=config.model.dropout)
+        tokenizer = _tokenizer(data, source=None, model=model) if world.is_main else {}
+        return Start(model=model, state=None, checkpoint=None, tokenizer=tokenizer)
+    folder = _weights_folder(checkpoint, config) if world.is_main else None
+    model = _loaded_model(folder, config, world=world)
     _require_vocabulary(model.shape, data)
     state = load_trainer_state(checkpoint) if checkpoint else None
     agreed = world.broadcast(state)
@@ -79,7 +86,8 @@ def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: Wo
     if agreed is not None:
         _require_same_data(agreed, data)
         _require_same_run(agreed, config)
-    return Start(model=model, state=agreed, checkpoint=checkpoint)
+    tokenizer = _tokenizer(data, source=folder, model=model) if world.is_main else {}
+    return Start(model=model, state=agreed, checkpoint=checkpoint, tokenizer=tokenizer)
 
 
 def restore_optimizer(optimizers: Optimizers, start: Start, *, world: World) -> None:
@@ -123,16 +131,31 @@ def _checkpoint_to_resume(checkpoints: Path) -> Path | None:
     return newest
 
 
-def _loaded_model(checkpoint: Path | None, config: RunConfig, *, world: World) -> GPT:
-    """Rank 0 loads; the others build the same sizes, to be filled later.
+def _weights_folder(checkpoint: Path | None, config: RunConfig) -> Path:
+    """Return the folder that the weights are in.
 
     `checkpoint` is the run's own, which was verified when it was found; None is `model.init`.
     """
+    return checkpoint or model_folder(_checkpoint_source(config.model.init))
+
+
+def _tokenizer(data: TokenData, *, source: Path | None, model: GPT) -> Mapping[str, bytes]:
+    files = tokenizer_files(data.meta, source=source, context=model.shape.positions())
+    if not files:
+        log.warning(
+            f"checkpoints will have no tokenizer: the one that made the data "
+            f"({data.meta.tokenizer}, {data.meta.vocab_size:,} tokens) is not known here. Copy its "
+            "files into a checkpoint before transformers loads it."
+        )
+    return files
+
+
+def _loaded_model(folder: Path | None, config: RunConfig, *, world: World) -> GPT:
+    """Load the weights in `folder` on rank 0; the others build the same sizes and wait for them."""
     model = None
-    if world.is_main:
-        source = str(checkpoint) if checkpoint else _checkpoint_source(config.model.init)
-        model = load_hf(source, dropout=config.model.dropout)
-        model = crop_sequence_length(model, config.data.sequence_length)
+    if folder is not None:
+        model = load_hf(str(folder), dropout=config.model.dropout)
+        train_on_sequences_of(model, config.data.sequence_length)
         _require_asked_sizes(model.shape, config)
         _say_what_is_not_used(model.shape, config)
     described = world.broadcast((asdict(model.shape), model.activation) if model else None)

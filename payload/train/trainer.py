@@ -56,6 +56,7 @@ class Trainer:
         self._saving = Saving(
             parts.paths.checkpoints,
             keep=parts.config.train.keep_checkpoints,
+            tokenizer=parts.tokenizer,
             waiting=lambda: parts.sign_of_life.tell(step=self._step, phase="checkpoint"),
         )
 

@@ -8,30 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from payload.data.tokenizer import END_OF_TEXT
 from payload.errors import CheckpointError
+from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE, read_config, weight_files
 from payload.model_shape import ModelShape
 from payload.train.model import GPT, Activation
 from payload.train.tensor_file import write_tensors
 
-WEIGHTS_FILE = "model.safetensors"
-CONFIG_FILE = "config.json"
-
 _PREFIX = "transformer."
-_ARITHMETIC = {
-    "tie_word_embeddings": True,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "layer_norm_epsilon": 1e-5,
-    "n_inner": None,
-}
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # Buffers that old releases saved, and the head, which is the token embedding.
 _NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
@@ -61,54 +54,38 @@ def load_hf(source: str, *, dropout: float = 0.0) -> GPT:
 
     Raises CheckpointError when it is absent, damaged or no GPT-2.
     """
-    folder = Path(source)
-    if not folder.is_dir():
-        folder = _download(source)
-    config = _read_config(folder)
-    _refuse_variants(config, folder)
+    folder = model_folder(source)
+    config = read_config(folder)
+    shape = config.shape()
+    _require_room_for(shape, folder)
     tensors = _read_tensors(folder)
-    bias = bool(config.get("tileforge_bias", True))
-    shape = ModelShape(
-        n_layer=_size(config, "n_layer", folder),
-        n_head=_size(config, "n_head", folder),
-        n_embd=_size(config, "n_embd", folder),
-        sequence_length=_size(config, "n_positions", folder),
-        vocab_size=_size(config, "vocab_size", folder),
-        bias=bias,
-    )
-    model = GPT(shape, dropout=dropout, activation=_activation(config, folder), random=False)
+    activation = cast(Activation, config.activation_function)
+    model = GPT(shape, dropout=dropout, activation=activation, random=False)
     _assign(model, tensors, folder=folder)
     return model
 
 
-def crop_sequence_length(model: GPT, sequence_length: int) -> GPT:
-    """The same weights with a shorter longest context. Raises CheckpointError for a longer one."""
-    longest = model.shape.sequence_length
-    if sequence_length > longest:
+def model_folder(source: str) -> Path:
+    """Return `source` where it is a folder, else the folder that the hub gave for this name.
+
+    Raises CheckpointError when there is neither.
+    """
+    folder = Path(source)
+    return folder if folder.is_dir() else _download(source)
+
+
+def train_on_sequences_of(model: GPT, sequence_length: int) -> None:
+    """Set the tokens of a training sequence; the weights keep all their positions.
+
+    Raises CheckpointError for a sequence longer than the weights' context.
+    """
+    positions = model.shape.positions()
+    if sequence_length > positions:
         raise CheckpointError(
-            f"data.sequence_length = {sequence_length} is above the {longest} positions of the "
-            f"initial model. Use at most {longest}."
+            f"data.sequence_length = {sequence_length} is above the {positions} positions of the "
+            f"initial model. Use at most {positions}."
         )
-    if sequence_length == longest:
-        return model
-    shape = model.shape
-    cropped = GPT(
-        ModelShape(
-            n_layer=shape.n_layer,
-            n_head=shape.n_head,
-            n_embd=shape.n_embd,
-            sequence_length=sequence_length,
-            vocab_size=shape.vocab_size,
-            bias=shape.bias,
-        ),
-        dropout=model.dropout,
-        activation=model.activation,
-        random=False,
-    )
-    state = model.state_dict()
-    state["wpe.weight"] = state["wpe.weight"][:sequence_length].clone()
-    cropped.load_state_dict(state)
-    return cropped
+    model.shape = replace(model.shape, sequence_length=sequence_length, n_positions=positions)
 
 
 def _to_hf(name: str, value: Tensor) -> Tensor:
@@ -132,6 +109,8 @@ def _absent_biases(shape: ModelShape) -> dict[str, int]:
 
 def _hf_config(model: GPT) -> dict[str, Any]:
     shape = model.shape
+    # A vocabulary of another tokenizer may not have the token.
+    end_of_text = END_OF_TEXT if shape.vocab_size > END_OF_TEXT else None
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -139,16 +118,16 @@ def _hf_config(model: GPT) -> dict[str, Any]:
         "n_layer": shape.n_layer,
         "n_head": shape.n_head,
         "n_embd": shape.n_embd,
-        "n_positions": shape.sequence_length,
-        "n_ctx": shape.sequence_length,
+        "n_positions": shape.positions(),
+        "n_ctx": shape.positions(),
         "vocab_size": shape.vocab_size,
         "layer_norm_epsilon": 1e-5,
         "initializer_range": 0.02,
         "attn_pdrop": model.dropout,
         "embd_pdrop": model.dropout,
         "resid_pdrop": model.dropout,
-        "bos_token_id": 50256,
-        "eos_token_id": 50256,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
         "tie_word_embeddings": True,
         "dtype": "float32",
         "tileforge_bias": shape.bias,
@@ -160,7 +139,8 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        wanted = ["*.json", "*.safetensors", *TOKENIZER_FILES]
+        return Path(snapshot_download(name, allow_patterns=wanted))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"model {name!r}: no such folder, and the Hugging Face hub did not give it "
@@ -169,60 +149,27 @@ def _download(name: str) -> Path:
         ) from None
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
+def _require_room_for(shape: ModelShape, folder: Path) -> None:
+    """Refuse sizes that the files cannot hold, before memory is taken for them."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        held_bytes = sum((folder / name).stat().st_size for name in weight_files(folder))
+    except OSError:
+        return  # Reading them says what is wrong.
+    if shape.num_matrix_params() > held_bytes:
         raise CheckpointError(
-            f"{path}: {error.strerror}. Name a folder in the Hugging Face GPT-2 layout."
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error}). The folder is damaged.") from None
-    if not isinstance(config, dict) or config.get("model_type") != "gpt2":
-        kind = config.get("model_type") if isinstance(config, dict) else None
-        raise CheckpointError(f"{path}: model_type is {kind!r}; only 'gpt2' can be loaded.")
-    return config
-
-
-def _refuse_variants(config: dict[str, Any], folder: Path) -> None:
-    """GPT-2s of another arithmetic would load without an error and compute something else."""
-    for key, wanted in _ARITHMETIC.items():
-        if config.get(key, wanted) != wanted:
-            raise CheckpointError(
-                f"{folder / CONFIG_FILE}: {key} = {config[key]!r}; only {wanted!r}, as in GPT-2 "
-                "itself, can be loaded."
-            )
-
-
-def _size(config: dict[str, Any], key: str, folder: Path) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"{folder / CONFIG_FILE}: {key} = {value!r} is no size.")
-    return value
-
-
-def _activation(config: dict[str, Any], folder: Path) -> Activation:
-    name = config.get("activation_function", "gelu_new")
-    if name not in ("gelu_new", "gelu"):
-        raise CheckpointError(
-            f"{folder / CONFIG_FILE}: activation_function = {name!r}; gelu_new and gelu are known."
+            f"{folder / CONFIG_FILE}: its sizes make {shape.num_params():,} parameters, but the "
+            f"files with the weights have {held_bytes:,} bytes. The folder is damaged; name "
+            "another one."
         )
-    return cast(Literal["gelu_new", "gelu"], name)
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    index = folder / f"{WEIGHTS_FILE}.index.json"
-    names = [WEIGHTS_FILE]
     tensors: dict[str, Tensor] = {}
+    names = weight_files(folder)
     try:
-        if index.exists():
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
         for name in names:
             tensors |= load_file(folder / name)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(
             f"{folder}: its weights cannot be read ({error}). Only safetensors files are loaded: "
             "the pickle format can run code."

@@ -46,7 +46,9 @@ def make_run(root: Path, *, steps: tuple[int, ...]) -> RunPaths:
             world_size=1,
         )
         model = make_model(seed=step)
-        save_checkpoint(paths.checkpoint(step), model=model, optimizer={}, state=state)
+        save_checkpoint(
+            paths.checkpoint(step), model=model, optimizer={}, state=state, tokenizer={}
+        )
     return paths
 
 

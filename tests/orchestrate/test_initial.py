@@ -12,6 +12,7 @@ from payload.orchestrate.initial import initial_shape
 from payload.run_config import parse_run_config
 
 SMALL = {"n_layer": 3, "n_head": 2, "n_embd": 64}
+CONFIG = json.dumps({**SMALL, "model_type": "gpt2", "n_positions": 256, "vocab_size": 300})
 
 
 def shape(init: str) -> tuple[dict[str, int], str | None]:
@@ -38,7 +39,7 @@ def test_names_that_are_known_have_their_sizes(init: str, expected: str) -> None
 
 
 def test_a_folder_says_its_sizes_itself(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    (tmp_path / "config.json").write_text(CONFIG)
     assert shape(str(tmp_path)) == (SMALL, None)
 
 
@@ -46,8 +47,16 @@ def test_a_run_has_the_sizes_of_its_newest_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "step_00000010"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
-    (folder / "config.json").write_text(json.dumps(SMALL))
+    (folder / "config.json").write_text(CONFIG)
     assert shape(str(tmp_path)) == (SMALL, None)
+
+
+def test_the_weights_keep_the_context_that_their_folder_says(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(CONFIG)
+    overrides = [f"model.init={tmp_path}", "data.sequence_length=32"]
+    config = parse_run_config("", overrides=overrides, where="test")
+    found, _ = initial_shape(config, vocab_size=300)
+    assert (found.sequence_length, found.positions()) == (32, 256)
 
 
 def test_an_unknown_name_is_said_to_be_a_guess() -> None:

@@ -55,6 +55,15 @@ def test_a_run_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
     assert found is not None and found.folder.name == "step_00000020"
 
 
+def test_the_tokenizer_travels_with_the_weights(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "notes.txt").write_text("not part of the model")
+    found = local_weights(str(folder))
+    assert found is not None
+    assert list(found.files) == ["model.safetensors", "tokenizer.json", "config.json"]
+
+
 def test_weights_in_several_files_come_with_their_index(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "part-1.safetensors")

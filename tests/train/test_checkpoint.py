@@ -56,6 +56,7 @@ def save(folder: Path, optimizers: Optimizers | None = None) -> Path:
         model=optimizers.model,  # type: ignore[arg-type]
         optimizer=optimizers.state_tensors(),
         state=STATE,
+        tokenizer={},
     )
     return folder
 
@@ -68,6 +69,7 @@ def test_a_sign_of_life_is_given_after_each_part_of_a_checkpoint(tmp_path: Path)
         model=optimizers.model,  # type: ignore[arg-type]
         optimizer=optimizers.state_tensors(),
         state=STATE,
+        tokenizer={},
         progressed=lambda: parts.append(len(list(partial.iterdir()))),
     )
     tensors = len(optimizers.model.state_dict()) + len(optimizers.state_tensors())
@@ -191,7 +193,7 @@ from payload.train.saving import Saving
 from tests.train.test_checkpoint import STATE, trained_optimizers
 
 def write_without_end(folder, first_written):
-    saving = Saving(folder, keep=3, waiting=lambda: None)
+    saving = Saving(folder, keep=3, tokenizer={}, waiting=lambda: None)
     for step in range(1, 1_000_000):
         model, tensors = optimizers.model, optimizers.state_tensors()
         saving.begin(folder / f"step_{step:08d}", model=model, optimizer=tensors, state=STATE)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from payload.errors import CheckpointError
 from payload.model_shape import PRESETS, ModelShape
 from payload.train.model import GPT, LayerCache
-from payload.train.weights import crop_sequence_length, load_hf, save_hf
+from payload.train.weights import load_hf, save_hf, train_on_sequences_of
 
 SMALL = ModelShape(n_layer=3, n_head=4, n_embd=64, sequence_length=48, vocab_size=301)
 
@@ -103,18 +103,9 @@ def test_saving_and_loading_changes_no_bit(tmp_path: Path, bias: bool) -> None:
         assert torch.equal(value, loaded.state_dict()[name]), name
 
 
-def test_a_cropped_model_gives_the_same_logits_on_short_sequences() -> None:
-    model = make_model()
-    cropped = crop_sequence_length(model, 16).eval()
-    batch = tokens(2, 16)
-    with torch.inference_mode():
-        assert torch.equal(model.logits(model.hidden(batch)), cropped.logits(cropped.hidden(batch)))
-    assert cropped.shape.sequence_length == 16
-
-
 def test_a_longer_sequence_than_the_weights_have_is_refused_with_both_numbers() -> None:
     with pytest.raises(CheckpointError, match=r"= 49 is above the 48 positions"):
-        crop_sequence_length(make_model(), 49)
+        train_on_sequences_of(make_model(), 49)
 
 
 @pytest.mark.parametrize("pieces", [(20,), (1, 19), (7, 1, 12), (5, 5, 5, 5)])
@@ -177,6 +168,58 @@ def test_gpt2s_of_another_arithmetic_are_refused(tmp_path: Path, key: str, value
     save_hf(make_model(), tmp_path)
     _spoil_config(tmp_path, **{key: value})
     with pytest.raises(CheckpointError, match=f"{key} = {value}; only"):
+        load_hf(str(tmp_path))
+
+
+def test_an_mlp_of_the_default_width_that_is_written_out_loads(tmp_path: Path) -> None:
+    save_hf(make_model(), tmp_path)
+    _spoil_config(tmp_path, n_inner=4 * SMALL.n_embd)
+    assert load_hf(str(tmp_path)).shape == SMALL
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("n_layer", 10**30),
+        ("n_layer", 9_000),
+        ("n_layer", "2"),
+        ("n_layer", True),
+        ("n_layer", None),
+        ("n_head", 3),
+        ("n_embd", 0),
+        ("n_embd", 2**20),
+        ("n_positions", -1),
+        ("vocab_size", 1.5),
+        ("layer_norm_epsilon", "small"),
+        ("activation_function", ["gelu"]),
+        ("tileforge_bias", "no"),
+    ],
+)
+def test_a_hostile_config_is_refused_before_memory_is_taken_for_it(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    save_hf(make_model(), tmp_path)
+    _spoil_config(tmp_path, **{key: value})
+    with pytest.raises(CheckpointError, match=r"config\.json: "):
+        load_hf(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {},
+        [],
+        {"weight_map": {}},
+        {"weight_map": {"wte.weight": "../model.safetensors"}},
+        {"weight_map": {"wte.weight": "/etc/passwd"}},
+        {"weight_map": {"wte.weight": 7}},
+        {"weight_map": {"wte.weight": ""}},
+    ],
+)
+def test_a_hostile_index_of_weights_is_refused(tmp_path: Path, index: object) -> None:
+    save_hf(make_model(), tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json: "):
         load_hf(str(tmp_path))
 
 

@@ -75,7 +75,7 @@ def test_an_update_waits_until_the_tensors_are_read_and_changes_nothing_in_the_f
     optimizers, waits = trained_optimizers(), threading.Event()
     before = {name: value.clone() for name, value in optimizers.state_tensors().items()}
     gated = Gated(optimizers.state_tensors())
-    saving = Saving(tmp_path, keep=2, waiting=waits.set)
+    saving = Saving(tmp_path, keep=2, tokenizer={}, waiting=waits.set)
     begin(saving, tmp_path / "step_00000007", optimizers, gated)
 
     def update() -> None:
@@ -106,7 +106,7 @@ def test_an_update_does_not_wait_for_the_disk(
         flush(path)
 
     monkeypatch.setattr(checkpoint, "_flush", slow_flush)
-    saving = Saving(tmp_path, keep=2, waiting=lambda: None)
+    saving = Saving(tmp_path, keep=2, tokenizer={}, waiting=lambda: None)
     begin(saving, tmp_path / "step_00000007", trained_optimizers())
     saving.before_update()
     assert newest_checkpoint(tmp_path) is None
@@ -117,7 +117,7 @@ def test_an_update_does_not_wait_for_the_disk(
 
 def test_the_next_checkpoint_waits_for_the_one_before_it(tmp_path: Path) -> None:
     optimizers = trained_optimizers()
-    saving = Saving(tmp_path, keep=2, waiting=lambda: None)
+    saving = Saving(tmp_path, keep=2, tokenizer={}, waiting=lambda: None)
     for step in (7, 8, 9):
         begin(saving, tmp_path / f"step_{step:08d}", optimizers)
         kept = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".partial")
@@ -128,7 +128,7 @@ def test_the_next_checkpoint_waits_for_the_one_before_it(tmp_path: Path) -> None
 
 def test_a_write_that_failed_is_an_error_of_whatever_comes_next(tmp_path: Path) -> None:
     optimizers = trained_optimizers()
-    saving = Saving(tmp_path, keep=2, waiting=lambda: None)
+    saving = Saving(tmp_path, keep=2, tokenizer={}, waiting=lambda: None)
     begin(saving, tmp_path / "step_00000007", optimizers)
     saving.finish()
     with full_disk():

@@ -1,0 +1,154 @@
+"""The tokenizer's files of a checkpoint, so that it loads in transformers as it is.
+
+A model that has a tokenizer of its own keeps it. For other models the data says which tokenizer
+made the tokens, and the files are made here: one function per known tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from payload.data.meta import DataMeta
+from payload.data.tokenizer import (
+    END_OF_TEXT,
+    END_OF_TEXT_NAME,
+    REINSTALL,
+    TOKENIZER_SHA256,
+    VOCAB_SIZE,
+)
+from payload.errors import CheckpointError, DataError
+from payload.hf_folder import TOKENIZER_FILES
+from payload.untrusted import read_bytes
+
+MERGES_PATH = Path(__file__).parent / "gpt2" / "merges.txt"
+MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+"""Hash of OpenAI's vocab.bpe: the value that tiktoken pins for it."""
+
+# Any of these makes a tokenizer; the other files only describe it.
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+
+
+def tokenizer_files(meta: DataMeta, *, source: Path | None, context: int) -> Mapping[str, bytes]:
+    """Return the tokenizer's files by name: those in the folder `source`, else those of the data.
+
+    `context` is the longest one of the model in tokens. There are none for a vocabulary that is
+    not known here. Raises CheckpointError and DataError for files that cannot be read.
+    """
+    made_by_gpt2 = meta.tokenizer_sha256 == TOKENIZER_SHA256
+    if source is not None and any((source / name).is_file() for name in _VOCABULARIES):
+        copied = _copied(source)
+        if made_by_gpt2 or not _are_gpt2s(copied):
+            return copied
+    if made_by_gpt2 and meta.vocab_size == VOCAB_SIZE:
+        return gpt2_files(context=context)
+    return {}
+
+
+def gpt2_files(*, context: int) -> Mapping[str, bytes]:
+    """Return GPT-2's tokenizer.json and tokenizer_config.json, as transformers has them.
+
+    Raises DataError when the packaged merges are damaged.
+    """
+    vocabulary, merges = _gpt2_vocabulary()
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": END_OF_TEXT,
+                "content": END_OF_TEXT_NAME,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {**byte_level, "trim_offsets": True},
+        "post_processor": {**byte_level, "trim_offsets": False},
+        "decoder": {**byte_level, "trim_offsets": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": vocabulary,
+            "merges": merges,
+        },
+    }
+    config = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "bos_token": END_OF_TEXT_NAME,
+        "eos_token": END_OF_TEXT_NAME,
+        "unk_token": END_OF_TEXT_NAME,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context,
+    }
+    return {"tokenizer.json": _json(tokenizer), "tokenizer_config.json": _json(config)}
+
+
+def _gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
+    """Return the tokens with their numbers, and the merges, in GPT-2's alphabet for bytes.
+
+    A token's number is its place: 256 bytes, then what each merge makes, then the end of text.
+    Source: https://github.com/openai/gpt-2/blob/master/src/encoder.py.
+    """
+    try:
+        content = MERGES_PATH.read_bytes()
+    except OSError as error:
+        raise DataError(f"tokenizer {MERGES_PATH}: {error.strerror}. {REINSTALL}") from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != MERGES_SHA256:
+        raise DataError(
+            f"tokenizer {MERGES_PATH}: sha256 is {found}, not {MERGES_SHA256}. {REINSTALL}"
+        )
+    # The first line is a version; no merge contains white space but the one that divides it.
+    merges = content.decode("utf-8").split("\n")[1:-1]
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    tokens = [chr(byte) for byte in printed]
+    tokens += [chr(0x100 + i) for i in range(256 - len(printed))]
+    tokens += [merge.replace(" ", "") for merge in merges]
+    tokens.append(END_OF_TEXT_NAME)
+    return {token: number for number, token in enumerate(tokens)}, merges
+
+
+def _copied(source: Path) -> Mapping[str, bytes]:
+    files = {}
+    for name in TOKENIZER_FILES:
+        try:
+            files[name] = read_bytes(source / name)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise CheckpointError(
+                f"tokenizer {source / name}: {error.strerror}. Repair the folder, or name another "
+                "one."
+            ) from None
+    return files
+
+
+def _are_gpt2s(files: Mapping[str, bytes]) -> bool:
+    """Say whether the tokens in `files` are those of GPT-2: then they fit no other data."""
+    try:
+        if "tokenizer.json" in files:
+            vocabulary = json.loads(files["tokenizer.json"])["model"]["vocab"]
+        else:
+            vocabulary = json.loads(files.get("vocab.json", b"null"))
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return False
+    return bool(vocabulary == _gpt2_vocabulary()[0])
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n").encode()

@@ -1,0 +1,169 @@
+"""What a run leaves loads in transformers as it is: weights, context and tokenizer, offline."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from payload.data.encode import NASTY
+from payload.data.meta import load_meta, write_meta
+from payload.data.tokenizer import gpt2_encoding
+from payload.hf_folder import TOKENIZER_FILES
+from payload.results import RunPaths
+from payload.train.checkpoint import manifest_problems
+from tests.data_folders import make_data_folder
+from tests.launching import DEADLINE_S, TINY_RUN
+from tests.train.alone import train_alone
+
+ONE_STEP = ("train.steps=1", "train.eval_tokens=64")
+HOSTILE = [
+    *NASTY,
+    "Grüße, 世界! \U0001f600\U0001f3fd",
+    "\x1b[31m\x00\x7f\x9b",
+    "\\u0000 \\n ${HOME} $(rm -rf /) '; DROP TABLE",
+    "\u202ertl\u202c a\u0300\u0301\u0302 \ufffd\ufeff",
+    "a<|endoftext|><|endoftext|> <|endoftext",
+]
+READER = """
+import json, sys
+from transformers import AutoTokenizer, pipeline
+folder, texts = sys.argv[1], json.load(sys.stdin)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+ids = [tokenizer(text)["input_ids"] for text in texts]
+generate = pipeline("text-generation", folder)
+said = generate("def main", max_new_tokens=5, do_sample=False)[0]["generated_text"]
+json.dump({"size": len(tokenizer), "ids": ids, "back": [tokenizer.decode(i) for i in ids],
+           "said": said, "longest": tokenizer.model_max_length}, sys.stdout)
+"""
+
+
+def config_for(folder: Path, data: Path) -> Path:
+    path = folder / "config.toml"
+    path.write_text(TINY_RUN.format(data=data), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def gpt2_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data_folder(tmp_path_factory.mktemp("data") / "gpt2")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, gpt2_data: Path) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    config = config_for(folder, gpt2_data)
+    train_alone(folder / "run", config, "data.sequence_length=64", *ONE_STEP)
+    return RunPaths(folder / "run").checkpoint(1)
+
+
+def read_offline(folder: Path, texts: list[str]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", READER, str(folder)],
+        input=json.dumps(texts),
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_auto_tokenizer_and_pipeline_take_a_checkpoint_offline_with_tiktokens_ids(
+    checkpoint: Path,
+) -> None:
+    result = read_offline(checkpoint, HOSTILE)
+    assert result["size"] == 50257
+    assert result["longest"] == 64
+    for text, found, back in zip(HOSTILE, result["ids"], result["back"], strict=True):
+        assert found == gpt2_encoding().encode(text, allowed_special="all"), repr(text)
+        assert back == text
+    assert result["said"].startswith("def main") and result["said"] != "def main"
+
+
+def test_the_tokenizer_s_files_are_in_the_manifest(checkpoint: Path) -> None:
+    assert not manifest_problems(checkpoint)
+    (checkpoint / "tokenizer.json").rename(checkpoint / "away")
+    assert manifest_problems(checkpoint) == ["tokenizer.json: missing."]
+    (checkpoint / "away").rename(checkpoint / "tokenizer.json")
+
+
+def test_a_model_s_own_tokenizer_is_copied_and_a_resume_keeps_it(
+    tmp_path: Path, checkpoint: Path, gpt2_data: Path
+) -> None:
+    init, config = tmp_path / "init", config_for(tmp_path, gpt2_data)
+    shutil.copytree(checkpoint, init)
+    (init / "manifest.json").unlink()
+    (init / "chat_template.jinja").write_text("{{ messages }}")
+    own = json.loads((init / "tokenizer_config.json").read_text()) | {"model_max_length": 17}
+    (init / "tokenizer_config.json").write_text(json.dumps(own))
+    run = tmp_path / "run"
+    train_alone(run, config, f"model.init={init}", *ONE_STEP)
+    shutil.rmtree(init)
+    train_alone(run, config, f"model.init={init}", *ONE_STEP, "train.steps=2")
+    for step in (1, 2):
+        written = RunPaths(run).checkpoint(step)
+        assert (written / "chat_template.jinja").read_text() == "{{ messages }}"
+        assert json.loads((written / "tokenizer_config.json").read_text()) == own
+        assert (written / "tokenizer.json").read_bytes() == (
+            checkpoint / "tokenizer.json"
+        ).read_bytes()
+
+
+def test_a_model_without_a_tokenizer_gets_the_one_of_the_data(
+    tmp_path: Path, checkpoint: Path, gpt2_data: Path
+) -> None:
+    init = tmp_path / "init"
+    init.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
+        shutil.copy(checkpoint / name, init)
+    train_alone(tmp_path / "run", config_for(tmp_path, gpt2_data), f"model.init={init}", *ONE_STEP)
+    written = RunPaths(tmp_path / "run").checkpoint(1)
+    assert (written / "tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("size", [512, 50257])
+def test_data_of_another_vocabulary_never_gets_gpt2s_tokenizer(
+    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture, size: int
+) -> None:
+    data = make_data_folder(tmp_path / "data", vocab_size=size)
+    if size == 50257:
+        from dataclasses import replace
+
+        meta = replace(load_meta(data), tokenizer="another", tokenizer_sha256="0" * 64)
+        write_meta(data, meta)
+    inits = ["scratch", *([str(checkpoint)] if size == 50257 else [])]
+    for i, init in enumerate(inits):
+        run = tmp_path / f"run_{i}"
+        train_alone(run, config_for(tmp_path, data), f"model.init={init}", *ONE_STEP)
+        written = RunPaths(run).checkpoint(1)
+        assert not [name for name in TOKENIZER_FILES if (written / name).exists()]
+        assert "checkpoints will have no tokenizer" in caplog.text
+        caplog.clear()
+
+
+def test_a_shorter_training_sequence_leaves_the_weights_their_context(
+    tmp_path: Path, checkpoint: Path, gpt2_data: Path
+) -> None:
+    """transformers' generate goes on past data.sequence_length, to the end of the context."""
+    run, config = tmp_path / "run", config_for(tmp_path, gpt2_data)
+    short = (f"model.init={checkpoint}", "data.sequence_length=8", "train.eval_tokens=64")
+    train_alone(run, config, *short, "train.steps=1")
+    train_alone(run, config, *short, "train.steps=2")
+    for step in (1, 2):
+        model: Any = transformers.GPT2LMHeadModel.from_pretrained(RunPaths(run).checkpoint(step))
+        assert model.config.n_positions == 64
+        made = model.generate(
+            model.dummy_inputs["input_ids"][:1, :4], max_new_tokens=40, eos_token_id=None
+        )
+        assert made.shape == (1, 44)
