@@ -31,6 +31,8 @@ TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-cont
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
 
+# Make's -C leaves the shell where it is; a hint that is to be typed there has to know.
+run: export TILEFORGE_SHELL_FOLDER := $(PWD)
 run: data  ## set up if needed, then the quickstart: one real training run on this machine
 	$(PY) -m payload.orchestrate run --inventory local --config $(CONFIG) --run-id $(RUN_ID) $(ARGS)
 	$(PY) -m payload.generate --checkpoint runs/$(RUN_ID) --prompt "def test_" --num-samples 1

@@ -27,6 +27,7 @@ from payload.untrusted import (
 )
 
 SCHEMA_VERSION = 1
+DEFAULT_RUNS_DIR = "runs"
 DEFAULT_GRACE_S = 60.0
 
 RunStatus = Literal["starting", "running", "finished", "stopped", "failed"]

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from payload.errors import UsageError
+from payload.hints import run_command
 from payload.results import RunPaths
 
 FORCE_SIGNAL = signal.SIGUSR1
@@ -34,7 +35,7 @@ class RunLock:
                 os.close(self._descriptor)
                 raise UsageError(
                     f"run {self._paths.run_id} is being supervised already. Follow it with: "
-                    f"python -m payload.orchestrate logs -f {self._paths.run_id}"
+                    + run_command("logs -f", self._paths)
                 )
             time.sleep(0.05)
         return self

@@ -21,14 +21,15 @@ from payload.data.sources import (
     build_source,
 )
 from payload.errors import ExitCode, TileforgeError
+from payload.hints import command
 from payload.untrusted import printable
 
 _EXAMPLES = """\
 examples:
-  python -m payload.data prepare --source stdlib --out data/stdlib
-  python -m payload.data prepare --source openwebtext --out data/openwebtext
-  python -m payload.data prepare --source jsonl --input corpus/ --text-column body --out data/mine
-  python -m payload.data prepare --source hf --input roneneldan/TinyStories --out data/stories
+  {prepare} --source stdlib --out data/stdlib
+  {prepare} --source openwebtext --out data/openwebtext
+  {prepare} --source jsonl --input corpus/ --text-column body --out data/mine
+  {prepare} --source hf --input roneneldan/TinyStories --out data/stories
 
 sources:
   stdlib       the running Python's own library, 31 MB; needs no network
@@ -69,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m payload.data", description="Text to tokens for payload.train."
+        prog=command("data"), description="Text to tokens for payload.train."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     prepare = commands.add_parser(
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         help="make train.bin, val.bin and meta.json from text",
         description="Tokenize text with GPT-2's tokenizer into train.bin, val.bin and meta.json.",
         usage="%(prog)s --source KIND [--input PATH ...] --out DIR [options]",
-        epilog=_EXAMPLES,
+        epilog=_EXAMPLES.format(prepare=command("data", "prepare")),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_source_flags(prepare)

@@ -14,6 +14,7 @@ from payload.data.tokenizer import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
 from payload.errors import ConfigError, ExitCode, TileforgeError
 from payload.generate.sampling import SamplingOptions, sample
 from payload.generate.source import find_weights
+from payload.hints import command
 from payload.train.model import GPT
 from payload.train.weights import load_hf
 from payload.untrusted import printable
@@ -24,7 +25,7 @@ _DEFAULTS = SamplingOptions()
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
-        prog="python -m payload.generate",
+        prog=command("generate"),
         description="Continue a prompt. Text goes to stdout, everything else to stderr.",
     )
     made.add_argument(

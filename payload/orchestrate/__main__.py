@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from payload.errors import TileforgeError
+from payload.hints import command
 from payload.orchestrate import inspect, start
 from payload.orchestrate.cloud.arguments import add_cloud_commands
 from payload.orchestrate.console import text_console
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.runs import check_named_id, check_new_id
-from payload.results import DEFAULT_GRACE_S
+from payload.results import DEFAULT_GRACE_S, DEFAULT_RUNS_DIR
 
 _INTERRUPTED = 130
 
@@ -22,8 +23,7 @@ _INTERRUPTED = 130
 def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | None = None) -> int:
     """Carry out one command and return its exit code."""
     arguments = _parser().parse_args(argv)
-    arguments.runs_dir_given = arguments.runs_dir
-    arguments.runs_dir = Path(arguments.runs_dir or "runs").absolute()
+    arguments.runs_dir = Path(arguments.runs_dir or DEFAULT_RUNS_DIR).absolute()
     try:
         _check_run_ids(arguments)
         return int(arguments.command(arguments, access or LocalAccess(env)))
@@ -46,11 +46,11 @@ def _check_run_ids(arguments: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m payload.orchestrate",
+        prog=command("orchestrate"),
         description="Build clusters; plan, start and follow training runs. Results go to stdout, "
         "talk to stderr.",
-        epilog="Example: python -m payload.orchestrate run --config "
-        "payload/configs/quickstart.toml",
+        epilog="Example: "
+        + command("orchestrate", "run", "--config", "payload/configs/quickstart.toml"),
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_plan(commands)

@@ -6,6 +6,7 @@ import argparse
 
 from rich.console import Console
 
+from payload.hints import run_command
 from payload.orchestrate.console import text_console
 from payload.orchestrate.report import failure_lines, result_lines
 from payload.results import RunPaths, RunState, Summary
@@ -33,8 +34,6 @@ def say_end(
     elif summary.error:
         talk.print(f"note: {summary.error}")
     if summary.status != "finished" and checkpoint is not None:
-        talk.print(
-            f"continue with: python -m payload.orchestrate run --resume {paths.run_id}"
-            + (f" --runs-dir {arguments.runs_dir_given}" if arguments.runs_dir_given else "")
-            + (f" --inventory {given}" if (given := getattr(arguments, "inventory", None)) else "")
-        )
+        given = getattr(arguments, "inventory", None)
+        more = ["--inventory", str(given)] if given else []
+        talk.print(f"continue with: {run_command('run --resume', paths, *more)}")

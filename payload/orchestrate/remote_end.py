@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from payload.errors import ExitCode, RankLostError, SshUnreachableError, TileforgeError
+from payload.hints import run_command
 from payload.orchestrate.console import text_console
 from payload.orchestrate.ending import say_end
 from payload.orchestrate.follow import Asks
@@ -51,7 +52,7 @@ def bring_home(run: RemoteRun, *, talk: Console, at_once: bool = False) -> Home:
         talk.print(_how_to_go_on(run))
         raise
     if failed or missed:
-        talk.print(f"once it is mended: python -m payload.orchestrate collect {run.paths.run_id}")
+        talk.print(f"once it is fixed: {run_command('collect', run.paths)}")
     left = [error for error in failed if isinstance(error, RankLostError)]
     return Home(alive=alive, checkpoint=checkpoint, left=left[0] if left else None)
 
@@ -98,7 +99,4 @@ def _end_for_good(
 
 
 def _how_to_go_on(run: RemoteRun) -> str:
-    return (
-        "What is here stays: python -m payload.orchestrate collect "
-        f"{run.paths.run_id} again goes on from there."
-    )
+    return f"What is here stays: {run_command('collect', run.paths)} again goes on from there."

@@ -11,6 +11,7 @@ from functools import partial
 from rich.console import Console
 
 from payload.errors import ExitCode, PreflightError, SshUnreachableError, TileforgeError
+from payload.hints import run_command
 from payload.inventory import Node
 from payload.orchestrate.follow import Asks, Tail, show_state, show_steps
 from payload.orchestrate.live import LiveLine
@@ -59,8 +60,8 @@ def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Co
 def how_to_attach(run: RemoteRun) -> str:
     """For messages."""
     return (
-        f"run {run.paths.run_id} goes on. Follow it with: python -m payload.orchestrate attach "
-        f"{run.paths.run_id}; end it with: stop {run.paths.run_id}"
+        f"run {run.paths.run_id} goes on. Follow it with: {run_command('attach', run.paths)}; end "
+        f"it with: {run_command('stop', run.paths)}"
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.errors import ConfigError, ExitCode, UsageError
+from payload.hints import command
 from payload.launch.ranks import load_ranks
 from payload.orchestrate.mirror import read_mirrored
 from payload.results import (
@@ -122,7 +123,7 @@ def find_run(runs_dir: Path, run_id: str | None) -> RunPaths:
     if run_id is None or run_id == _LATEST:
         if not runs:
             raise UsageError(
-                f"no run in {runs_dir}. Start one with python -m payload.orchestrate run, or name "
+                f"no run in {runs_dir}. Start one with {command('orchestrate', 'run')}, or name "
                 "another folder with --runs-dir."
             )
         return runs[0]

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from payload.errors import ConfigError, DataError, ExitCode
+from payload.hints import run_command
 from payload.inventory import ClusterInventory
 from payload.model_shape import GPT2_VOCAB_SIZE
 from payload.orchestrate.checks import check_data
@@ -146,10 +147,7 @@ def _start_detached(
     while time.monotonic() < deadline and supervisor.poll() is None:
         state = read_json(RunState, paths.state)
         if state is not None and state.supervisor_pid == supervisor.pid:
-            talk.print(
-                f"detached. Look with: python -m payload.orchestrate status {paths.run_id}, "
-                f"logs -f {paths.run_id}, stop {paths.run_id}"
-            )
+            talk.print(f"detached. Look with: {run_command('status', paths)}; also: logs -f, stop")
             # It outlives this process on purpose; nobody will wait for it here.
             supervisor.returncode = 0
             return ExitCode.OK
@@ -226,8 +224,7 @@ def _refuse_to_resume(paths: RunPaths, config: RunConfig) -> None:
         )
     if is_supervised(paths):
         raise ConfigError(
-            f"run {paths.run_id} is running. Look at it with: python -m payload.orchestrate status "
-            f"{paths.run_id}"
+            f"run {paths.run_id} is running. Look at it with: " + run_command("status", paths)
         )
     summary = read_json(Summary, paths.summary)
     if summary and summary.status == "finished" and summary.steps >= config.train.steps:

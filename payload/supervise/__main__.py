@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from payload.errors import ConfigError, TileforgeError
+from payload.hints import command
 from payload.results import DEFAULT_GRACE_S, RunPaths
 from payload.run_lock import FORCE_SIGNAL, RunLock
 from payload.supervise.processes import adopt_orphans
@@ -27,7 +28,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         if not paths.plan.exists():
             raise ConfigError(
                 f"{paths.root} is no planned run: it has no plan.json. Start one with "
-                "python -m payload.orchestrate run."
+                f"{command('orchestrate', 'run')}."
             )
         adopt_orphans()
         with RunLock(paths):
@@ -45,7 +46,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m payload.supervise",
+        prog=command("supervise"),
         description="Keep one planned run alive until it ends. SIGTERM stops it with a checkpoint, "
         "SIGUSR1 or a second Ctrl-C at once.",
     )

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from payload.errors import ConfigError
+from payload.hints import command
 from payload.results import RankExit, RankProgress, RunPaths, read_json
 from payload.supervise.processes import kill_until_none
 
@@ -33,7 +34,7 @@ _KILL_S = 10.0
 
 def main(argv: Sequence[str]) -> int:
     """Tell until the head is gone."""
-    parser = argparse.ArgumentParser(prog="python -m payload.supervise.heartbeat")
+    parser = argparse.ArgumentParser(prog=command("supervise.heartbeat"))
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
     parser.add_argument("--lifeline", type=float, required=True, metavar="SECONDS")
     arguments = parser.parse_args(argv)

@@ -16,6 +16,7 @@ from pathlib import Path
 from payload.checkpoint_watch import Farewell
 from payload.errors import ConfigError, PreflightError, TileforgeError
 from payload.full_disk import give_room_back, keep_room, write_record
+from payload.hints import command
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Rank, load_ranks
@@ -33,7 +34,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Run one rank to its end and return its status."""
-    parser = argparse.ArgumentParser(prog="python -m payload.supervise.rank")
+    parser = argparse.ArgumentParser(prog=command("supervise.rank"))
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
     paths = RunPaths(parser.parse_args(argv).run_dir)
     try:
@@ -56,7 +57,7 @@ def find_rank(ranks: Sequence[Rank], env: Mapping[str, str]) -> Rank:
     if name is None:
         raise ConfigError(
             f"none of {', '.join(_RANK_NAMES)} is set: this program is started by mpirun or "
-            "torchrun, through python -m payload.orchestrate run."
+            f"torchrun, through {command('orchestrate', 'run')}."
         )
     found = [rank for rank in ranks if str(rank.rank) == env[name]]
     if not found:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Never
 
 from payload.errors import ExitCode, TileforgeError, TrainingError, UsageError
+from payload.hints import command
 from payload.results import RunPaths, new_run_id, write_whole
 from payload.run_config import RunConfig, load_run_config
 from payload.train.start_clock import StartClock
@@ -173,7 +174,7 @@ def _set_up_logging(env: Mapping[str, str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m payload.train",
+        prog=command("train"),
         description="Train a GPT on this process, or on all ranks that a launcher started. "
         "A run folder with a checkpoint in it is resumed.",
         epilog="Example: torchrun --nproc-per-node 2 -m payload.train --config "

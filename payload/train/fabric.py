@@ -31,7 +31,7 @@ def main(argv: Sequence[str], env: MutableMapping[str, str]) -> int:
     The one argument is a JSON object: `deadline_s`, and `ranks`, with node, cores, threads and
     interface of each.
     """
-    parser = argparse.ArgumentParser(prog="python -m payload.train.fabric")
+    parser = argparse.ArgumentParser(prog="payload.train.fabric")
     parser.add_argument("arguments", type=json.loads, metavar="JSON", help="deadline_s and ranks")
     arguments = parser.parse_args(argv).arguments
     # Without a handler it ends the process, whatever gloo is waiting for.

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from payload.errors import ConfigError, RankLostError
+from payload.hints import command
 from payload.run_config import DistributedSection
 
 # Launchers' names for the same number: torchrun and Accelerate, Intel MPI, Open MPI.
@@ -88,7 +89,7 @@ class World:
         if missing:
             raise ConfigError(
                 f"{' and '.join(missing)} not set for a world of {self.world_size} ranks. Start "
-                "with python -m payload.orchestrate run or torchrun, or set them to rank 0's "
+                f"with torchrun or {command('orchestrate', 'run')}, or set them to rank 0's "
                 "address and a free port."
             )
         dist.init_process_group(

@@ -71,7 +71,7 @@ def _sets(*overrides: str) -> Spoil:
         (_sets("batch.micro_batch_size=3"), "is not a multiple of micro_batch_size = 3", 10),
         (
             _sets("data.dir=/nowhere"),
-            "data folder /nowhere does not exist. Make it with: python",
+            "data folder /nowhere does not exist. Make it with: ",
             10,
         ),
         (_no_meta, "it was not made to the end", 10),

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from payload.errors import ConfigError, ExitCode
+from payload.hints import command
 from payload.orchestrate.cloud.endpoints import Endpoints
 from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
@@ -55,7 +56,8 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     except KeyboardInterrupt:
         talk.print(
             f"down was interrupted: what is left of {cluster} is billed until its lifetime ends, "
-            "and it was not looked what that is. Go on with: python -m payload.orchestrate down; "
+            "and it was not looked what that is. Go on with: "
+            f"{command('orchestrate', 'down')}; "
             f"look with: sweep --cluster {cluster} --project {project}"
         )
         raise

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from payload.errors import CapacityError, CloudAuthError, ConfigError, QuotaError, TileforgeError
+from payload.hints import command
 
-UP = "python -m payload.orchestrate up"
 _ZONE = r"[a-z]+(?:-[a-z]+)+\d+-[a-z]"
 _NO_CAPACITY = re.compile(
     r"(ZONE|REGION)_RESOURCE_POOL_EXHAUSTED|does not have enough resources available|STOCKOUT"
@@ -57,16 +57,17 @@ class StockOut:
     def describe(self) -> str:
         """What happened and the next command."""
         machine = self.machine_type or "such machine"
+        build = command("orchestrate", "up")
         tried = ", ".join(self.full) or "the zone that was tried"
         if self.free:
             zone = self.free[0]
             return (
                 f"no {machine} is free in {tried}. Google Cloud says that {', '.join(self.free)} "
-                f"has: pulumi config set --path 'zones[0]' {zone} && {UP}"
+                f"has: pulumi config set --path 'zones[0]' {zone} && {build}"
             )
         return (
             f"no {machine} is free in {tried}, and Google Cloud names no zone that has one. Try "
-            f"the next zone of the config: {UP} --next-zone; or later, or another machineType"
+            f"the next zone of the config: {build} --next-zone; or later, or another machineType"
         )
 
 
@@ -105,7 +106,7 @@ def explain(output: str, *, what: str) -> TileforgeError:
         return QuotaError(
             f"{what}: {'; '.join(quotas) or 'a quota is too small, which Pulumi names above'}. Ask "
             "for more at https://console.cloud.google.com/iam-admin/quotas, or see what fits: "
-            "python -m payload.orchestrate doctor"
+            + command("orchestrate", "doctor")
         )
     if _API_OFF.search(flat):
         named = _API.search(flat)

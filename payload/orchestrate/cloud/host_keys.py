@@ -23,6 +23,7 @@ from payload.errors import (
     RankLostError,
     TileforgeError,
 )
+from payload.hints import command
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
 from payload.orchestrate.fanout import all_or_raise, on_every_node
@@ -71,7 +72,7 @@ class _Reader:
         if found.status in _GONE:
             raise RankLostError(
                 f"{node.name}: its machine is {found.status}, not running. Bring the cluster up to "
-                "date: python -m payload.orchestrate up"
+                f"date: {command('orchestrate', 'up')}"
             )
         return str(found.id)
 
@@ -152,8 +153,8 @@ def pin_host_keys(
     if all(isinstance(outcome, MachineGoneError) for outcome in outcomes.values()):
         raise RankLostError(
             f"cluster {inventory.cluster}: none of its {len(outcomes)} machine(s) exists any more "
-            "(past their lifetime, or removed). Build them anew: python -m payload.orchestrate up; "
-            "or remove the rest: python -m payload.orchestrate down"
+            f"(past their lifetime, or removed). Build them again: {command('orchestrate', 'up')}; "
+            f"or remove the rest: {command('orchestrate', 'down')}"
         )
     pinned = all_or_raise(outcomes, what="reading host keys")
     nodes = tuple(pinned[node.name] for node in inventory.nodes)
@@ -194,7 +195,7 @@ class MachineGoneError(RankLostError):
 def _gone(node: Node) -> MachineGoneError:
     return MachineGoneError(
         f"{node.name}: its machine does not exist any more (preempted, past its lifetime, or "
-        "removed). Make it anew: python -m payload.orchestrate up"
+        f"removed). Build it again: {command('orchestrate', 'up')}"
     )
 
 

@@ -12,18 +12,13 @@ from rich.console import Console
 
 from payload.checkpoint_files import checkpoint_step
 from payload.errors import ConfigError, TileforgeError
+from payload.hints import command
 from payload.inventory import ClusterInventory
 from payload.orchestrate.cloud.head import Head, ask_head
 from payload.orchestrate.cloud.stack import StackOutputs
 from payload.orchestrate.mirror import Mirrored, read_mirrored
 from payload.orchestrate.runs import all_runs
 from payload.results import RunPaths, Summary, read_json
-
-_HOW_TO_STOP = "Stop it first: python -m payload.orchestrate stop {run}"
-_HOW_TO_STOP_ANOTHERS = (
-    "It was started elsewhere. Stop it there, or here after: python -m payload.orchestrate attach "
-    "{run} --inventory stack"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +46,12 @@ class AtStake:
         running = self.head.running
         if running is None:
             return
-        how = _HOW_TO_STOP if running in self.known else _HOW_TO_STOP_ANOTHERS
-        raise ConfigError(
-            f"run {running} is going on, so {kept}. {how.format(run=running)} (or lose its end: "
-            f"{force})"
-        )
+        if running in self.known:
+            how = _how_to_stop(running)
+        else:
+            attach = command("orchestrate", "attach", running, "--inventory", "stack")
+            how = f"It was started elsewhere. Stop it there, or here after: {attach}"
+        raise ConfigError(f"run {running} is going on, so {kept}. {how} (or lose its end: {force})")
 
     def bring_home(self, env: Mapping[str, str], *, kept: str, force: str) -> None:
         """Collect the runs. Raises when one cannot be, or goes on; the words are as above.
@@ -140,6 +136,10 @@ def _collect(paths: RunPaths, env: Mapping[str, str], *, kept: str, force: str) 
     mirrored = read_mirrored(paths)
     if mirrored is not None and mirrored.alive:
         raise ConfigError(
-            f"run {paths.run_id} is going on, so {kept}. {_HOW_TO_STOP.format(run=paths.run_id)} "
+            f"run {paths.run_id} is going on, so {kept}. {_how_to_stop(paths.run_id)} "
             f"(or lose its end: {force})"
         )
+
+
+def _how_to_stop(run_id: str) -> str:
+    return f"Stop it first: {command('orchestrate', 'stop', run_id)}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.errors import ConfigError
+from payload.hints import command
 from payload.inventory import ClusterInventory
 from payload.orchestrate.cloud.endpoints import Endpoints
 from payload.orchestrate.cloud.need import Need
@@ -63,8 +64,8 @@ def read_outputs(pulumi: Pulumi) -> StackOutputs:
     name = f"stack {pulumi.stack}" if pulumi.stack else "the selected stack"
     if not isinstance(outputs, dict) or "inventory" not in outputs:
         raise PulumiError(
-            f"{name} has no output `inventory`: nothing is up. Build the cluster: python -m "
-            "payload.orchestrate up",
+            f"{name} has no output `inventory`: nothing is up. Build the cluster: "
+            + command("orchestrate", "up"),
             "no stack",
         )
     raw = outputs["inventory"]

@@ -16,6 +16,7 @@ from payload.errors import (
     TeardownError,
     TileforgeError,
 )
+from payload.hints import command
 from payload.orchestrate.cloud.endpoints import Endpoints
 from payload.orchestrate.cloud.failures import StackBusyError, explain, find_stock_out
 from payload.orchestrate.cloud.google import Google
@@ -36,10 +37,6 @@ from payload.orchestrate.console import text_console
 from payload.orchestrate.keys import make_operator_key, operator_key_path
 from payload.results import write_whole
 
-_STAYS = (
-    "What was built before stays and is billed until its lifetime ends: look with `pulumi stack`, "
-    "remove it with: python -m payload.orchestrate down"
-)
 _FORCE = "up --without-collect"
 _WORDS = {"kept": "nothing was built", "force": _FORCE}
 
@@ -82,20 +79,28 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         raise
     except TileforgeError as error:
         if there or arguments.keep_on_failure:
-            raise _with_words(error, _STAYS) from None
+            raise _with_words(error, _how_to_remove()) from None
         raise _take_back(error, pulumi, known, arguments, env, talk=talk) from None
     except KeyboardInterrupt:
-        talk.print(f"up was interrupted. {_STAYS}")
+        talk.print(f"up was interrupted. {_how_to_remove()}")
         raise
     outputs = read_outputs(pulumi)
     remember(outputs, folder=Path.cwd())
     name = f"stack:{arguments.stack}" if arguments.stack else "stack"
     talk.print(
         f"cluster {outputs.inventory.cluster}: {len(outputs.inventory.nodes)} node(s), "
-        f"{outputs.price_and_end()}. Check it: python -m payload.orchestrate preflight --inventory "
-        f"{name} --wait 20; remove it: python -m payload.orchestrate down"
+        f"{outputs.price_and_end()}. Check it: "
+        + command("orchestrate", "preflight", "--inventory", name, "--wait", "20")
+        + f"; remove it: {command('orchestrate', 'down')}"
     )
     return ExitCode.OK
+
+
+def _how_to_remove() -> str:
+    return (
+        "What was built before stays and is billed until its lifetime ends: look with `pulumi "
+        f"stack`, remove it with: {command('orchestrate', 'down')}"
+    )
 
 
 class _Results:
@@ -170,7 +175,7 @@ def _refuse_if_changed(pulumi: Pulumi, before: StackState, *, kept: str) -> None
     """Raises ConfigError when somebody else was at work while the operator was thinking."""
     if stack_state(pulumi) != before:
         raise ConfigError(
-            f"the stack has changed meanwhile, so {kept}. Repeat: python -m payload.orchestrate up"
+            f"the stack has changed meanwhile, so {kept}. Repeat: " + command("orchestrate", "up")
         )
 
 
@@ -237,18 +242,18 @@ def _take_back(
     try:
         after = stack_state(pulumi)
         if not after.machines:
-            words = "No machine was built. Remove the rest with: python -m payload.orchestrate down"
+            words = f"No machine was built. Remove the rest with: {command('orchestrate', 'down')}"
             return _with_words(error, words)
         talk.print(f"error: {error}\nbuilt before: {', '.join(after.machines)}")
         if not confirm("Remove what was built?", assume_yes=arguments.yes):
-            return _with_words(error, _STAYS)
+            return _with_words(error, _how_to_remove())
         _refuse_if_changed(pulumi, after, kept="nothing was removed")
         cluster, folder = cluster_name(pulumi, known), Path.cwd()
         project = project_of(known.get("project"), cluster, env, folder=folder)
         google = Google(project, endpoints=Endpoints.from_env(env))
         destroy_and_look(pulumi, google, cluster, folder=folder, steps=2, talk=talk)
     except KeyboardInterrupt:
-        talk.print(f"up was interrupted. {_STAYS}")
+        talk.print(f"up was interrupted. {_how_to_remove()}")
         raise
     except TileforgeError as left:
         words = f"And what was built before is not all removed: {left}"

@@ -1,0 +1,73 @@
+"""Commands that messages tell the user to type, in words that work where the user is."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import site
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from payload.results import DEFAULT_RUNS_DIR, RunPaths
+
+
+def command(program: str, *arguments: str) -> str:
+    """Return the command line that starts `payload.<program>` from the user's current folder.
+
+    That is `python -m payload.<program> ...` where `python` is the interpreter that runs this and
+    the package can be imported. Otherwise the interpreter's path, PYTHONPATH or `cd` are added.
+    """
+    words = _command_words(
+        executable=sys.executable,
+        root=Path(__file__).resolve().parents[1],
+        cwd=Path.cwd(),
+        env=os.environ,
+        site_folders=[*site.getsitepackages(), site.getusersitepackages()],
+    )
+    return " ".join([words, "-m", f"payload.{program}", *map(shlex.quote, arguments)])
+
+
+def run_command(verb: str, paths: RunPaths, *arguments: str) -> str:
+    """Return the command line by which orchestrate does `verb` to this run, wherever its folder is.
+
+    The run's id comes last in `verb`, as in `status` or `run --resume`.
+    """
+    words = [*verb.split(), paths.run_id, *arguments]
+    runs_dir = paths.root.absolute().parent
+    if runs_dir.resolve() != Path(DEFAULT_RUNS_DIR).resolve():
+        within = runs_dir.is_relative_to(Path.cwd())
+        words += ["--runs-dir", str(runs_dir.relative_to(Path.cwd()) if within else runs_dir)]
+    return command("orchestrate", *words)
+
+
+def _command_words(
+    *, executable: str, root: Path, cwd: Path, env: Mapping[str, str], site_folders: list[str]
+) -> str:
+    """Return what has to stand before `-m`; `root` is the folder that `payload` is in."""
+    before = ""
+    # `make -C` and a script's `cd` leave the user's shell where it was.
+    shell_folder = env.get("TILEFORGE_SHELL_FOLDER")
+    if shell_folder and Path(shell_folder).resolve() != cwd.resolve():
+        before = f"cd {shlex.quote(str(cwd))} && "
+    if root != cwd.resolve() and root not in [Path(folder).resolve() for folder in site_folders]:
+        # Repeated even if it is set here: it may have been set for this one command.
+        old = env.get("PYTHONPATH", "").split(os.pathsep)
+        others = [entry for entry in old if entry and Path(cwd, entry).resolve() != root]
+        before += f"PYTHONPATH={shlex.quote(os.pathsep.join([str(root), *others]))} "
+    return before + shlex.quote(_interpreter(executable, cwd=cwd, path=env.get("PATH", "")))
+
+
+def _interpreter(executable: str, *, cwd: Path, path: str) -> str:
+    """Return `python` where that is this interpreter, else its shortest path from `cwd`."""
+    # The link itself is not resolved: it is what makes an environment's python the environment's.
+    folder = Path(executable).parent.resolve()
+    on_path = shutil.which("python", path=path)
+    if on_path is not None and Path(cwd, on_path).parent.resolve() == folder:
+        return "python"
+    try:
+        relative = Path(executable).relative_to(cwd)
+    except ValueError:
+        return executable
+    return f"./{relative}" if len(relative.parts) == 1 else str(relative)
