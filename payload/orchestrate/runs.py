@@ -79,8 +79,8 @@ def check_named_id(run_id: str) -> None:
     """Refuse what is no run's name, before it becomes part of a path. Raises UsageError."""
     if run_id != _LATEST and not RUN_ID.fullmatch(run_id):
         raise UsageError(
-            f"run {run_id!r}: no run has such a name. See them with: python -m "
-            "payload.orchestrate list"
+            f"run {run_id!r}: no run has such a name. See them with: "
+            + command("orchestrate", "list")
         )
 
 
