@@ -15,6 +15,7 @@ from infra.bootstrap_values import user_data
 from infra.cloud_init import BootstrapFiles
 from infra.config import load_config
 from infra.cost import describe, price_of_cluster
+from infra.encryption import KeyAccess, KeyAccessArgs
 from infra.failures import shown_plainly
 from infra.identity import ClusterIdentity, IdentityArgs
 from infra.inventory_output import inventory_output
@@ -65,6 +66,18 @@ network = ClusterNetwork(
     ),
     opts=on_google,
 )
+key_access = None
+if config.kms_key and config.kms_grant:
+    key_access = KeyAccess(
+        config.cluster,
+        KeyAccessArgs(
+            cluster=config.cluster,
+            project=config.project,
+            kms_key=config.kms_key,
+            makes_bucket=config.bucket == "create",
+        ),
+        opts=on_google,
+    )
 results = ResultsBucket(
     config.cluster,
     StorageArgs(
@@ -74,6 +87,7 @@ results = ResultsBucket(
         kms_key=config.kms_key,
         labels=labels,
         node_account=identity.email,
+        after=(key_access,) if key_access else (),
     ),
     opts=on_google,
 )
@@ -85,7 +99,7 @@ nodes = ClusterNodes(
         labels=labels,
         subnetwork=network.subnetwork_id,
         service_account=identity.email,
-        after=(network,),
+        after=(network, key_access) if key_access else (network,),
     ),
     opts=on_google,
 )

@@ -50,6 +50,7 @@ class ClusterConfig:
     tier1: bool = False
     image: str = "projects/ubuntu-os-cloud/global/images/ubuntu-2404-noble-amd64-v20260918"
     kms_key: str = ""
+    kms_grant: bool = True
     confidential: bool = False
     egress: str = "nat"
     wheelhouse: str = ""

@@ -28,8 +28,8 @@ _KMS_KEY = re.compile(
 _LABEL = re.compile(r"(?!tileforge|goog)[a-z][a-z0-9_-]{0,62}=[a-z0-9_-]{0,63}")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _NODE_PATH = re.compile(r"/[\w./+-]+", re.ASCII)
-# Google's own image projects that cannot boot a node, with the reason. Debian's images have Google's
-# agent in place of cloud-init, on purpose: https://github.com/andsens/bootstrap-vz/pull/469.
+# Google's own image projects that cannot boot a node, with the reason. Debian's images have
+# Google's agent in place of cloud-init, on purpose: andsens/bootstrap-vz, pull request 469.
 _NO_APT = "its images have no apt, with which a node installs its packages"
 _UNFIT_IMAGES = {
     "debian-cloud": "Google's Debian images have no cloud-init, so nothing would prepare the nodes "

@@ -19,8 +19,8 @@ FIRST_HOST = 10
 # take their ports from.
 NODE_PORTS = ("22", "20000-31999", "32768-60999")
 _EVERYWHERE = "0.0.0.0/0"
-# restricted.googleapis.com: the Google APIs that VPC Service Controls can restrict, at addresses that
-# are not announced to the internet; the VPC's default route leads there.
+# restricted.googleapis.com: the Google APIs that VPC Service Controls can restrict, at addresses
+# that are not announced to the internet; the VPC's default route leads there.
 # https://cloud.google.com/vpc-service-controls/docs/private-connectivity
 RESTRICTED = "199.36.153.4/30"
 
@@ -122,9 +122,7 @@ class ClusterNetwork(ComponentResource):
             dns_name="googleapis.com.",
             visibility="private",
             private_visibility_config=dns.ManagedZonePrivateVisibilityConfigArgs(
-                networks=[
-                    dns.ManagedZonePrivateVisibilityConfigNetworkArgs(network_url=network.id)
-                ]
+                networks=[dns.ManagedZonePrivateVisibilityConfigNetworkArgs(network_url=network.id)]
             ),
             labels=self._args.labels,
             force_destroy=True,

@@ -140,7 +140,8 @@ RULES = (
         cis="1.4-1.8, 5.1",
         tools="CKV_GCP_28, CKV_GCP_41, CKV_GCP_42, CKV_GCP_46, CKV_GCP_49, CKV_GCP_117, GCP-0001, "
         "GCP-0006, GCP-0007, GCP-0011",
-        holds="the only right given is to the objects of one bucket, and not to everyone",
+        holds="the only rights given are to the objects of one bucket, and of Google's service "
+        "agents to one key",
         types=("*IAM*",),
         problems=check.roles,
     ),

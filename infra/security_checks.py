@@ -18,7 +18,12 @@ NOT_KNOWN = "(known after up)"
 IAP_RANGE = "35.235.240.0/20"
 RESTRICTED_RANGE = "199.36.153.4/30"
 """restricted.googleapis.com."""
-_ALLOWED_ROLES = frozenset({"roles/storage.objectUser"})
+_BUCKET_ROLE = "roles/storage.objectUser"
+_KEY_ROLE = "roles/cloudkms.cryptoKeyEncrypterDecrypter"
+# Google's own identities of a project, which nobody else can act as.
+_SERVICE_AGENT = re.compile(
+    r"serviceAccount:service-[0-9]+@(compute-system|gs-project-accounts)\.iam\.gserviceaccount\.com"
+)
 _EVERYONE = frozenset({"allUsers", "allAuthenticatedUsers"})
 _WEB_PORTS = frozenset({"80", "443"})
 _NAMED_IMAGE = re.compile(r"(.*/)?projects/[^/]+/global/images/(?!family/)[^/]+")
@@ -170,7 +175,11 @@ def roles(resource: Resource) -> Iterator[str]:
     """For the rule least-roles."""
     inputs = resource["inputs"]
     role = inputs.get("role")
-    if _kind(resource) != "BucketIAMMember" or role not in _ALLOWED_ROLES:
+    if (_kind(resource), role) == ("CryptoKeyIAMMember", _KEY_ROLE):
+        member = inputs.get("member")
+        if member != NOT_KNOWN and not _SERVICE_AGENT.fullmatch(str(member)):
+            yield f"gives {role} to {member}, which is no service agent"
+    elif (_kind(resource), role) != ("BucketIAMMember", _BUCKET_ROLE):
         yield f"gives {role or 'a whole policy'} by {_kind(resource)}"
     for member in [inputs.get("member"), *(inputs.get("members") or [])]:
         if member in _EVERYONE:

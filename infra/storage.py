@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pulumi
-from pulumi import ComponentResource, Input, Output, ResourceOptions
+from pulumi import ComponentResource, Input, Output, Resource, ResourceOptions
 from pulumi_gcp import storage
 
 from infra.labels import EXPIRES, KEPT
@@ -26,6 +26,8 @@ class StorageArgs:
     """Empty: Google's own key."""
     labels: dict[str, str]
     node_account: Input[str]
+    after: tuple[Resource, ...]
+    """What has to be there before the bucket: the right to use its key."""
 
 
 class ResultsBucket(ComponentResource):
@@ -66,6 +68,7 @@ class ResultsBucket(ComponentResource):
             labels=args.labels | {KEPT: "true"},
             opts=ResourceOptions(
                 parent=self,
+                depends_on=args.after,
                 protect=True,
                 retain_on_delete=True,
                 ignore_changes=[f'labels["{EXPIRES}"]'],

@@ -156,7 +156,8 @@ def build(
     if not isinstance(raw, Mapping):
         raise error(_sentence(where, f"expected an object, got {shown(raw)}", fix))
     hints = typing.get_type_hints(cls)
-    known = {each.name: each for each in dataclasses.fields(cls) if each.init}  # type: ignore[arg-type]
+    fields = [each for each in dataclasses.fields(cls) if each.init]  # type: ignore[arg-type]
+    known = {each.metadata.get("key") or each.name: each for each in fields}
     unknown = sorted(shown(key) for key in raw if key not in known)
     if refuse_unknown and unknown:
         what = f"unknown key {unknown[0]}. Known: {', '.join(sorted(known))}"
@@ -166,9 +167,9 @@ def build(
     for name, each in known.items():
         if name in raw:
             value = _Field(f"{where}: {name}", fix, error, refuse_unknown).convert(
-                raw[name], hints[name], each.metadata
+                raw[name], hints[each.name], each.metadata
             )
-            values[name] = value
+            values[each.name] = value
         elif _is_required(each):
             missing.append(name)
     if missing:
@@ -185,13 +186,16 @@ def checked(
     wanted: str = "",
     max_items: int | None = None,
     default_factory: Callable[[], Any] | None = None,
+    key: str | None = None,
 ) -> Any:
     """Declare a dataclass field that `build` holds to limits.
 
     `pattern` must match a string whole, and every string in a container; `wanted` says in words
-    what matches. `low` and `high` are the smallest and largest number.
+    what matches. `low` and `high` are the smallest and largest number. `key` is the field's name in
+    the JSON object, where it is another one.
     """
     metadata = {
+        "key": key,
         "low": low,
         "high": high,
         "pattern": pattern,

@@ -65,6 +65,19 @@ def test_json_that_would_trip_a_program_is_refused(text: bytes, problem: str) ->
         parse_json(text, where="x.json", fix="Remove it.", error=CheckpointError)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A record whose writer names fields in another way."""
+
+    next_page: str = checked("", key="nextPage")
+
+
+def test_a_field_may_have_another_name_in_the_json() -> None:
+    assert build(Foreign, {"nextPage": "x", "next_page": "y"}, where="r") == Foreign(next_page="x")
+    with pytest.raises(ConfigError, match="r: nextPage = 1: must be a string"):
+        build(Foreign, {"nextPage": 1}, where="r")
+
+
 def test_json_that_is_sound_is_read() -> None:
     assert parse_json('{"a": [1, -2.5, null, "\\ud83d\\ude00"]}', where="x") == {
         "a": [1, -2.5, None, "\U0001f600"]

@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NOW_UNIX = 1_800_000_000
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDQC5oFuLD7OiNkh4CSiD2bpP7Kvt2AR4GIGfBKesYne operator"
 HEAD_ADDRESS = "203.0.113.9"
+NUMBER = "415104041262"
+"""The project's."""
 
 Plain = dict[str, Any]
 
@@ -80,7 +82,13 @@ class _Cloud(mocks.Mocks):
         state["selfLink"] = f"https://example/{args.name}"
         return f"{args.name}-id", state
 
-    def call(self, args: mocks.MockCallArgs) -> tuple[Plain, None]:
+    def call(self, args: mocks.MockCallArgs) -> tuple[Plain, list[tuple[str, str]]]:
+        # Only what a key's service agents are called; see infra/encryption.py.
+        if args.token == "gcp:organizations/getProject:getProject":
+            return {"number": NUMBER, "projectId": args.args["projectId"]}, []
+        if args.token == "gcp:storage/getProjectServiceAccount:getProjectServiceAccount":
+            address = f"service-{NUMBER}@gs-project-accounts.iam.gserviceaccount.com"
+            return {"emailAddress": address, "project": args.args["project"]}, []
         raise AssertionError(f"the program asks Google: {args.token}")
 
 

@@ -14,7 +14,16 @@ import pytest
 from infra.labels import CLUSTER, EXPIRES, mark
 from payload.inventory import ClusterInventory
 from tests.golden_files import assert_golden
-from tests.infra.stacks import CASES, HEAD_ADDRESS, KEY, NOW_UNIX, Plain, Recorded, deploy
+from tests.infra.stacks import (
+    CASES,
+    HEAD_ADDRESS,
+    KEY,
+    NOW_UNIX,
+    NUMBER,
+    Plain,
+    Recorded,
+    deploy,
+)
 
 
 @functools.cache
@@ -89,9 +98,9 @@ def test_what_has_no_labels_says_the_same_in_its_description(case: str) -> None:
         inputs, kind = resource["inputs"], resource["type"].rpartition(":")[2]
         if "labels" in inputs:
             assert inputs["labels"][CLUSTER] == "dev"
-        # A NAT is part of its router, a right part of its bucket, a record part of its zone.
+        # A NAT is part of its router, a right part of its bucket or key, a record of its zone.
         elif resource["type"].startswith("gcp:") and kind not in (
-            *("RouterNat", "BucketIAMMember", "RecordSet"),
+            *("RouterNat", "BucketIAMMember", "CryptoKeyIAMMember", "RecordSet"),
         ):
             assert (inputs.get("name") or inputs["accountId"]).startswith("dev-")
             assert inputs["description"].endswith(mark(labels))
@@ -114,6 +123,32 @@ def test_an_existing_bucket_is_used_and_not_touched(tmp_path: Path) -> None:
     assert stack.of_type("Bucket") == []
     assert stack.of_type("BucketIAMMember")[0]["bucket"] == "my-results"
     assert stack.outputs["inventory"]["bucket"] == "my-results"
+
+
+def test_googles_service_agents_may_use_the_key_before_anything_is_encrypted_with_it(
+    tmp_path: Path,
+) -> None:
+    key = CASES["bucket"]["kmsKey"]
+    stack = deployed("bucket")
+    grants = [r for r in stack.resources if r["type"].endswith(":CryptoKeyIAMMember")]
+    assert {grant["inputs"]["member"] for grant in grants} == {
+        f"serviceAccount:service-{NUMBER}@{service}.iam.gserviceaccount.com"
+        for service in ("compute-system", "gs-project-accounts")
+    }
+    for grant in grants:
+        assert grant["inputs"]["role"] == "roles/cloudkms.cryptoKeyEncrypterDecrypter"
+        assert grant["inputs"]["cryptoKeyId"] == key
+        # The bucket that is kept could not be read without.
+        assert grant["options"]["retainOnDelete"]
+    names = {grant["name"] for grant in grants}
+    for resource in stack.resources:
+        if resource["type"].endswith((":Bucket", ":Instance")):
+            assert names <= set(resource["options"]["dependsOn"])
+    # Disks alone need Compute Engine's, and a key's owner may do it in the program's place.
+    (only,) = deploy({"kmsKey": key}, folder=tmp_path).of_type("CryptoKeyIAMMember")
+    assert "compute-system" in only["member"]
+    without = deploy({"kmsKey": key, "kmsGrant": False}, folder=tmp_path)
+    assert without.of_type("CryptoKeyIAMMember") == []
 
 
 def test_nodes_go_before_the_network_that_they_boot_through() -> None:

@@ -102,6 +102,8 @@ MUTATIONS: list[tuple[str, Change]] = [
     ),
     ("least-roles", of("BucketIAMMember", lambda i: i.update(role="roles/storage.admin"))),
     ("least-roles", of("BucketIAMMember", lambda i: i.update(member="allUsers"))),
+    ("least-roles", of("CryptoKeyIAMMember", lambda i: i.update(role="roles/cloudkms.admin"))),
+    ("least-roles", of("CryptoKeyIAMMember", lambda i: i.update(member="user:eve@example.com"))),
     ("least-roles", more("gcp:projects/iAMMember:IAMMember", role="roles/editor", member="x")),
     ("no-project-keys", metadata(block_project_ssh_keys="FALSE")),
     ("os-login", metadata(enable_oslogin="FALSE")),
@@ -227,7 +229,15 @@ def leaves(value: object) -> Iterator[tuple[Any, Any]]:
 
 
 def test_a_value_that_is_not_known_yet_or_odd_upsets_no_rule() -> None:
-    for kind in ("Instance", "Firewall", "Subnetwork", "Network", "Bucket", "BucketIAMMember"):
+    for kind in (
+        "Instance",
+        "Firewall",
+        "Subnetwork",
+        "Network",
+        "Bucket",
+        "BucketIAMMember",
+        "CryptoKeyIAMMember",
+    ):
         for odd in (NOT_KNOWN, "", "10.0.0.1/8"):
             for place in range(sum(1 for _ in leaves(first(clean(), kind)))):
                 resources = clean()

@@ -92,7 +92,8 @@ def _add_sweep(commands: Commands) -> None:
         help="look whether anything is left in the cloud",
         description="List what a cluster has in the project, in all zones and regions: machines, "
         "disks, snapshots, images, addresses, forwarding rules, policies, routers, firewall rules, "
-        "networks, service accounts, buckets, but those with results that Pulumi keeps on purpose. "
+        "networks, DNS zones, service accounts, buckets, but those with results that Pulumi keeps "
+        "on purpose. "
         "Exit code 60 and the commands that remove it when something is there. Without --cluster, "
         "what is left of clusters whose lifetime is over.",
     )

@@ -5,40 +5,35 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import quote
+from typing import Any
 
 from rich.table import Table
 
-from payload.errors import CloudAuthError, CloudError, ExitCode, TileforgeError, UsageError
+from payload.errors import CloudAuthError, CloudError, ExitCode, UsageError
 from payload.orchestrate.cloud.endpoints import Endpoints
-from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
-from payload.orchestrate.cloud.need import Need, Scope, need_of
+from payload.orchestrate.cloud.google import CloudMissingError, Google
+from payload.orchestrate.cloud.need import Need, need_of
+from payload.orchestrate.cloud.project_checks import (
+    Check,
+    ask_compute,
+    auth,
+    check_key,
+    check_offers,
+    check_policies,
+    check_services,
+    unknown,
+)
 from payload.orchestrate.cloud.pulumi_cli import Pulumi, PulumiError
-from payload.orchestrate.cloud.settings import settings
+from payload.orchestrate.cloud.quota_checks import check_quotas
+from payload.orchestrate.cloud.settings import cluster_name, settings
 from payload.orchestrate.cloud.sweep import project_of
 from payload.orchestrate.console import text_console
 
 _SCHEMA_VERSION = 1
-Outcome = Literal["ok", "error", "warning", "unknown"]
 _TELLING = (ExitCode.AUTH, ExitCode.QUOTA, ExitCode.CONFIG)
-_QUOTA_PAGE = "https://console.cloud.google.com/iam-admin/quotas?project={project}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One thing that was looked at."""
-
-    name: str
-    outcome: Outcome
-    found: str
-    """With the numbers."""
-    fix: str = ""
-    exit_code: ExitCode = ExitCode.OK
-    """What an error ends the command with."""
 
 
 def doctor(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -76,19 +71,20 @@ def examine(google: Google, need: Need) -> Iterator[Check]:
     """
     yield Check(name="credentials", outcome="ok", found=google.check_credentials())
     try:
-        project = _get(google, "Projects", "GetProjectRequest", what="project")
+        project = ask_compute(google, "Projects", "GetProjectRequest", what="project")
     except (CloudAuthError, CloudMissingError) as error:
         fix = "" if "Enable it" in str(error) else f"Is {google.project} the project's id?"
-        yield _auth("Compute Engine", str(error), fix)
+        yield auth("Compute Engine", str(error), fix)
         return
     except CloudError as error:
-        yield _unknown("Compute Engine", error)
+        yield unknown("Compute Engine", error)
         return
     yield Check(name="Compute Engine", outcome="ok", found="answers for this project")
-    yield from _services(google, need)
-    yield from _offers(google, need)
-    yield from _quotas(google, need, project)
-    yield from _policies(google, need)
+    yield from check_services(google, need)
+    yield from check_offers(google, need)
+    yield from check_quotas(google, need, project)
+    yield from check_policies(google, need)
+    yield from check_key(google, need)
 
 
 def exit_code(checks: Sequence[Check]) -> ExitCode:
@@ -97,170 +93,17 @@ def exit_code(checks: Sequence[Check]) -> ExitCode:
     return next((code for code in _TELLING if code in codes), ExitCode.OK)
 
 
-def _services(google: Google, need: Need) -> Iterator[Check]:
-    try:
-        names = _enabled(google)
-    except TileforgeError as error:
-        yield _unknown("APIs", error)
-        return
-    for service in need.services():
-        api = f"{service}.googleapis.com"
-        if api in names:
-            yield Check(name=api, outcome="ok", found="enabled")
-        else:
-            fix = f"Enable it: gcloud services enable {api} --project={google.project}"
-            yield _auth(api, "not enabled", fix)
-
-
-def _enabled(google: Google) -> set[str]:
-    path = f"/v1/projects/{google.project}/services?filter=state:ENABLED&pageSize=200"
-    names: set[str] = set()
-    token = ""
-    while True:
-        more = f"&pageToken={quote(token)}" if token else ""
-        answer = google.get_json("serviceusage", path + more, what="listing enabled APIs")
-        names |= {entry["config"]["name"] for entry in answer.get("services", [])}
-        token = answer.get("nextPageToken", "")
-        if not token:
-            return names
-
-
-def _offers(google: Google, need: Need) -> Iterator[Check]:
-    for place, zone in enumerate(need.zones):
-        machine = replace(need, zones=(zone,))
-        for kind, name, request in (
-            ("MachineTypes", need.machine_type, "GetMachineTypeRequest"),
-            ("DiskTypes", need.disk_type, "GetDiskTypeRequest"),
-        ):
-            word = "machine_type" if kind == "MachineTypes" else "disk_type"
-            label = f"{name} in {zone}"
-            try:
-                found = _get(google, kind, request, what=label, zone=zone, **{word: name})
-            except CloudMissingError:
-                # The first zone is where the nodes go; the others are for later.
-                yield Check(
-                    name=label,
-                    outcome="warning" if place else "error",
-                    found="not offered there",
-                    fix=f"Use another zone of {machine.region}, or another one of its kind.",
-                    exit_code=ExitCode.CONFIG,
-                )
-            except TileforgeError as error:
-                yield _unknown(label, error)
-            else:
-                size = f", {found.guest_cpus} vCPUs" if kind == "MachineTypes" else ""
-                yield Check(name=label, outcome="ok", found=f"offered{size}")
-
-
-def _quotas(google: Google, need: Need, project: Any) -> Iterator[Check]:
-    try:
-        region = _get(google, "Regions", "GetRegionRequest", what="region", region=need.region)
-        vcpus = _vcpus(google, need)
-    except TileforgeError as error:
-        yield _unknown("quotas", error)
-        return
-    limits: dict[Scope, Mapping[str, Any]] = {
-        "region": {quota.metric: quota for quota in region.quotas},
-        "project": {quota.metric: quota for quota in project.quotas},
-    }
-    page = _QUOTA_PAGE.format(project=google.project)
-    seen = set()
-    for scope, metrics, amount in need.quotas(vcpus_per_node=vcpus):
-        where = need.region if scope == "region" else "all regions"
-        known = [m for m in metrics if m in limits[scope]]
-        # A limit of 0 for preemptible CPUs means that spot machines use the family's quota.
-        metric = next((m for m in known[:-1] if limits[scope][m].limit > 0), (known or [""])[-1])
-        name = f"{metric or metrics[-1]} in {where}"
-        if name in seen:
-            continue  # spot machines that use the quota of the others
-        seen.add(name)
-        if not metric:
-            yield Check(
-                name=name,
-                outcome="unknown",
-                found=f"{amount:g} needed, the limit is not listed",
-                fix=f"Look at {page}",
-            )
-            continue
-        quota = limits[scope][metric]
-        free = quota.limit - quota.usage
-        fits = amount <= free
-        yield Check(
-            name=name,
-            outcome="ok" if fits else "error",
-            found=f"{amount:g} needed, {free:g} free (limit {quota.limit:g}, used {quota.usage:g})",
-            fix="" if fits else f"Ask for {quota.usage + amount:g} at {page}, or need less.",
-            exit_code=ExitCode.OK if fits else ExitCode.QUOTA,
-        )
-
-
-def _vcpus(google: Google, need: Need) -> int:
-    """Of one node, from the first zone that offers it."""
-    for zone in need.zones:
-        try:
-            found = _get(
-                google,
-                "MachineTypes",
-                "GetMachineTypeRequest",
-                what=need.machine_type,
-                zone=zone,
-                machine_type=need.machine_type,
-            )
-        except CloudMissingError:
-            continue
-        return int(found.guest_cpus)
-    raise CloudError(f"no zone offers {need.machine_type}, so its vCPUs are not known")
-
-
-def _policies(google: Google, need: Need) -> Iterator[Check]:
-    wanted = [
-        (
-            "compute.disableGuestAttributesAccess",
-            "nodes could not publish their host keys",
-        ),
-        ("iam.disableServiceAccountCreation", "the nodes' service account could not be made"),
-    ]
-    if not need.uses_os_login:
-        wanted.append(("compute.requireOsLogin", "the operator's key would be ignored"))
-    for constraint, effect in wanted:
-        name = f"policy {constraint}"
-        path = f"/v2/projects/{google.project}/policies/{constraint}:getEffectivePolicy"
-        try:
-            answer = google.get_json("orgpolicy", path, what=name)
-        except TileforgeError as error:
-            yield _unknown(name, error)
-            continue
-        rules = answer.get("spec", {}).get("rules", [])
-        if any(rule.get("enforce") for rule in rules):
-            fix = "Ask the organization's administrators for an exception for this project"
-            more = ", or use accessMode oslogin." if constraint.endswith("OsLogin") else "."
-            yield _auth(name, f"enforced: {effect}", fix + more)
-        else:
-            yield Check(name=name, outcome="ok", found="not enforced")
-
-
-def _auth(name: str, found: str, fix: str) -> Check:
-    return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.AUTH)
-
-
-def _unknown(name: str, error: TileforgeError) -> Check:
-    return Check(name=name, outcome="unknown", found="could not be looked at", fix=str(error))
-
-
-def _get(google: Google, kind: str, request: str, *, what: str, **fields: str) -> Any:
-    client = google.compute(kind)
-    asked = request_of(request, project=google.project, **fields)
-    return google.ask(what, partial(client.get, request=asked, retry=None, timeout=REQUEST_S))
-
-
 def _settings(arguments: argparse.Namespace, env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     """The stack's config, or nothing where there is no stack to be asked."""
     try:
-        known = settings(Pulumi(env, folder=Path.cwd(), stack=arguments.stack))
+        pulumi = Pulumi(env, folder=Path.cwd(), stack=arguments.stack)
+        known = settings(pulumi)
     except PulumiError as error:
         if arguments.stack is not None:
             raise
         return {}, f"defaults and flags, as {error.trouble}: no stack's config"
+    with suppress(PulumiError):  # only a policy's message needs it
+        known["cluster"] = cluster_name(pulumi, known)
     stack = f"stack {arguments.stack}" if arguments.stack else "the selected stack"
     return known, f"config of {stack}, and flags"
 

@@ -13,7 +13,17 @@ from payload.errors import ConfigError
 VARIABLE = "TILEFORGE_API_ENDPOINT"
 _SERVICE = "{service}"
 
-Service = Literal["compute", "storage", "serviceusage", "orgpolicy", "iam"]
+Service = Literal[
+    "cloudkms",
+    "cloudquotas",
+    "cloudresourcemanager",
+    "compute",
+    "dns",
+    "iam",
+    "orgpolicy",
+    "serviceusage",
+    "storage",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

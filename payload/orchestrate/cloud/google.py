@@ -8,12 +8,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from urllib.parse import quote
 
 from payload.errors import CloudAuthError, CloudError, TileforgeError
 from payload.orchestrate.cloud.endpoints import Endpoints, Service
+from payload.untrusted import build, parse_json, printable
 
-_T = TypeVar("_T")
 REQUEST_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 16.0
 _TRY_AGAIN = (429, 500, 502, 503, 504)
@@ -23,6 +24,20 @@ _DISABLED = re.compile(r"SERVICE_DISABLED|accessNotConfigured|has not been used 
 _REQUEST = re.compile(r"^[A-Z]+ https?://\S+: ")
 _API = re.compile(r"apis/api/([a-z.]+)/")
 _LOG_IN = "Log in: gcloud auth application-default login"
+# A list has at most 500 entries a page, and no project a million of anything.
+MOST_PAGES = 2000
+
+
+class Page(Protocol):
+    """One page of a list."""
+
+    @property
+    def next_page_token(self) -> str:
+        """Where the next one begins; empty on the last."""
+
+
+_T = TypeVar("_T")
+_PageT = TypeVar("_PageT", bound=Page)
 
 
 class CloudMissingError(CloudError):
@@ -49,7 +64,7 @@ class Google:
         self._patience_s = patience_s
         self._sleep = sleep
         self._lock = threading.RLock()
-        self._failures = _import()
+        self._failures, self._unreadable = _import()
         self._credentials: Any = None
         self._clients: dict[str, Any] = {}
 
@@ -78,15 +93,41 @@ class Google:
                 )
             return self._clients["storage"]
 
-    def get_json(self, service: Service, path: str, *, what: str) -> Any:
-        """The JSON at `path` of a service that has no client library here."""
-        return self._request_json("GET", service, path, what=what)
+    def get(self, service: Service, path: str, *, what: str, shape: type[_T]) -> _T:
+        """Return the JSON at `path` of a service that has no client library here.
+
+        `shape` is the dataclass that it is held to, as payload.untrusted.build does.
+        """
+        return build(
+            shape, self._request("GET", service, path, what=what), where=what, error=CloudError
+        )
+
+    def get_pages(
+        self, service: Service, path: str, *, what: str, shape: type[_PageT]
+    ) -> Iterator[_PageT]:
+        """Yield every page of such a list; `path` has a query already."""
+        token = ""
+        for _ in range(MOST_PAGES):
+            more = f"&pageToken={quote(token)}" if token else ""
+            page = self.get(service, path + more, what=what, shape=shape)
+            yield page
+            token = page.next_page_token
+            if not token:
+                return
+        raise endless(what)
+
+    def post(self, service: Service, path: str, body: Any, *, what: str, shape: type[_T]) -> _T:
+        """Return the answer of such a service to `body`."""
+        answer = self._request("POST", service, path, what=what, body=body)
+        return build(shape, answer, where=what, error=CloudError)
 
     def delete(self, service: Service, path: str, *, what: str) -> None:
         """Delete what is at `path` of such a service."""
-        self._request_json("DELETE", service, path, what=what)
+        self._request("DELETE", service, path, what=what)
 
-    def _request_json(self, method: str, service: Service, path: str, *, what: str) -> Any:
+    def _request(
+        self, method: str, service: Service, path: str, *, what: str, body: Any = None
+    ) -> Any:
         from google.api_core import exceptions
         from google.auth.transport.requests import AuthorizedSession
 
@@ -97,10 +138,10 @@ class Google:
         session, url = self._clients["session"], self._endpoints.url(service) + path
 
         def request() -> Any:
-            answer = session.request(method, url, timeout=REQUEST_S)
+            answer = session.request(method, url, timeout=REQUEST_S, json=body)
             if answer.status_code >= 400:
                 raise exceptions.from_http_response(answer)  # type: ignore[no-untyped-call]
-            return answer.json()
+            return parse_json(answer.content or b"{}", where=what, error=CloudError)
 
         return self.ask(what, request)
 
@@ -117,17 +158,23 @@ class Google:
                 wait_s = _wait_s(error, pause_s)
                 if wait_s is None or time.monotonic() + wait_s > ends:
                     raise self._explained(error, what) from None
+            except self._unreadable as error:
+                raise CloudError(
+                    f"{what}: Google Cloud's answer cannot be read ({one_line(repr(error))}). Try "
+                    "again; if it stays so, something between here and Google changes answers."
+                ) from None
             self._sleep(wait_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def pages(self, what: str, method: Callable[..., Any], request: Any) -> Iterator[Any]:
         """Every page of a list; each is asked for with the same patience."""
-        while True:
+        for _ in range(MOST_PAGES):
             page = self.ask(what, lambda: method(request=request, retry=None, timeout=REQUEST_S))
             yield page
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
+        raise endless(what)
 
     def check_credentials(self) -> str:
         """Whose credentials these are, in a word. Raises CloudAuthError."""
@@ -175,9 +222,14 @@ def request_of(name: str, **fields: Any) -> Any:
 
 
 def one_line(text: str, *, longest: int = 300) -> str:
-    """The text without line breaks, and not too much of it."""
-    flat = " ".join(text.split())
+    """Return the text without line breaks and control characters, and not too much of it."""
+    flat = " ".join(printable(text).split())
     return flat if len(flat) <= longest else f"{flat[:longest]}..."
+
+
+def endless(what: str) -> CloudError:
+    """Return the error of a list that has a next page for ever."""
+    return CloudError(f"{what}: the list does not end after {MOST_PAGES} pages. Try again later.")
 
 
 @contextmanager
@@ -212,16 +264,27 @@ def _default() -> Any:
     return credentials
 
 
-def _import() -> tuple[type[Exception], ...]:
-    """Import all of them, before there are threads; returns what their requests can raise."""
+_Errors = tuple[type[Exception], ...]
+
+
+def _import() -> tuple[_Errors, _Errors]:
+    """Import the libraries, before there are threads.
+
+    Return what their requests raise, and what they raise on an answer that is not in Google's
+    format.
+    """
     with _quiet():
         import google.cloud.compute_v1
         import google.cloud.storage  # noqa: F401
         import requests
         from google.api_core import exceptions
         from google.auth.exceptions import GoogleAuthError
+        from google.protobuf.json_format import ParseError
 
-    return (exceptions.GoogleAPIError, GoogleAuthError, requests.RequestException)
+    return (
+        (exceptions.GoogleAPIError, GoogleAuthError, requests.RequestException),
+        (AttributeError, LookupError, ParseError, RecursionError, TypeError, ValueError),
+    )
 
 
 def _wait_s(error: Exception, pause_s: float) -> float | None:
@@ -238,4 +301,4 @@ def _wait_s(error: Exception, pause_s: float) -> float | None:
     if error.code not in _TRY_AGAIN and not reasons & _RATE_REASONS:
         return None
     asked = getattr(error.response, "headers", {}).get("Retry-After", "")
-    return max(float(asked), pause_s) if asked.isdigit() else pause_s
+    return max(float(asked), pause_s) if re.fullmatch("[0-9]{1,9}", asked) else pause_s

@@ -12,16 +12,25 @@ from itertools import groupby
 from typing import Any
 
 from payload.errors import CloudAuthError, CloudError, TileforgeError
-from payload.orchestrate.cloud.accounts import remove_service_account, service_accounts
 from payload.orchestrate.cloud.google import (
+    MOST_PAGES,
     REQUEST_S,
     CloudMissingError,
     Google,
+    endless,
     one_line,
     request_of,
 )
+from payload.orchestrate.cloud.other_services import (
+    dns_zones,
+    remove_dns_zone,
+    remove_service_account,
+    service_accounts,
+)
 from payload.orchestrate.cloud.resources import (
     BUCKET,
+    CLOUD_NAME,
+    DNS_ZONE,
     KINDS,
     SERVICE_ACCOUNT,
     Kind,
@@ -31,7 +40,9 @@ from payload.orchestrate.cloud.resources import (
     last_word,
     marks,
     parse_time,
+    printable_labels,
 )
+from payload.untrusted import shown
 
 _OPERATION_S = 300.0
 # Google holds the answer back for up to two minutes, until the operation is done.
@@ -51,7 +62,7 @@ class Listing:
 
 
 def list_everything(google: Google) -> Listing:
-    """Everything of every kind in all zones, every bucket, and clusters' service accounts.
+    """Everything of every kind in all zones, buckets, DNS zones, and clusters' service accounts.
 
     Raises CloudAuthError when not even the first kind may be listed.
     """
@@ -64,7 +75,7 @@ def list_everything(google: Google) -> Listing:
     with ThreadPoolExecutor(max_workers=4) as pool:
         waiting = [
             pool.submit(_attempt, way, blind)
-            for way in (*ways, partial(_buckets, google), partial(service_accounts, google))
+            for way in (*ways, *(partial(way, google) for way in _OTHERS))
         ]
         for each in waiting:
             found += each.result()
@@ -152,17 +163,26 @@ def _see_warning(warning: Any, what: str, blind: list[str]) -> None:
 
 
 def _resource(kind: Kind, item: Any, *, location: str) -> Resource:
-    labels = dict(item.labels) if kind.labelled else marks(item.description)
+    labels = printable_labels(item.labels) if kind.labelled else marks(item.description)
     network = last_word(_network(item)) or None
     return Resource(
         kind=kind.name,
-        name=item.name,
-        location=location,
+        name=_checked_name(item.name, kind.name),
+        location=_checked_name(location, f"{kind.name} {item.name}: place"),
         labels=labels,
         created_unix=parse_time(item.creation_timestamp),
         network=None if kind.name == "network" else network,
         status=str(item.status) or None if kind.name in ("instance", "disk") else None,
     )
+
+
+def _checked_name(name: str, what: str) -> str:
+    """Return a name that Google can have given; it becomes a word of requests and commands."""
+    if not CLOUD_NAME.fullmatch(name):
+        raise CloudError(
+            f"listing: {one_line(what)}: Google Cloud names one {shown(name)}, which is no name."
+        )
+    return name
 
 
 def _network(item: Any) -> str:
@@ -176,33 +196,42 @@ def _buckets(google: Google) -> Iterator[Resource]:
     client = google.storage()
     token: str | None = None
 
-    def next_page(token: str | None) -> tuple[list[Any], str | None]:
+    def next_page(token: str | None) -> tuple[list[Resource], str | None]:
         listed = client.list_buckets(
             max_results=_PAGE, page_token=token, timeout=REQUEST_S, retry=None
         )
-        buckets = list(next(listed.pages))
-        return buckets, listed.next_page_token
+        # Within the request: the library reads a bucket's fields, which may be damaged, only now.
+        return [_bucket(each) for each in next(listed.pages)], listed.next_page_token
 
-    while True:
+    for _ in range(MOST_PAGES):
         buckets, token = google.ask("listing buckets", partial(next_page, token))
-        for bucket in buckets:
-            created = bucket.time_created
-            yield Resource(
-                kind=BUCKET,
-                name=bucket.name,
-                location=(bucket.location or "global").lower(),
-                labels=dict(bucket.labels),
-                created_unix=created.timestamp() if created else None,
-            )
+        yield from buckets
         if not token:
             return
+    raise endless("listing buckets")
+
+
+def _bucket(bucket: Any) -> Resource:
+    created = bucket.time_created
+    location = bucket.location or "global"
+    return Resource(
+        kind=BUCKET,
+        name=_checked_name(bucket.name, BUCKET),
+        location=_checked_name(location.lower(), f"{BUCKET} {bucket.name}: place"),
+        labels=printable_labels(bucket.labels),
+        created_unix=created.timestamp() if created else None,
+    )
+
+
+_OTHERS = (_buckets, service_accounts, dns_zones)
 
 
 def _begin_to_remove(google: Google, resource: Resource) -> Callable[[], None]:
     """Ask for the removal; what is returned waits for its end."""
-    if resource.kind == SERVICE_ACCOUNT:
-        remove_service_account(google, resource.name)
-        return lambda: None
+    for known, way in ((SERVICE_ACCOUNT, remove_service_account), (DNS_ZONE, remove_dns_zone)):
+        if resource.kind == known:
+            way(google, resource.name)
+            return lambda: None
     kind = next(kind for kind in KINDS if kind.name == resource.kind)
     client_name, singular = kind.client, kind.singular
     place, operations = {"project": google.project}, "Global"

@@ -37,6 +37,32 @@ class Need:
     has_public_head: bool = False
     uses_os_login: bool = False
     has_bucket: bool = False
+    makes_bucket: bool = False
+    cluster: str = ""
+    """Empty where it is not known."""
+    image_project: str = "ubuntu-os-cloud"
+    """Project of the boot image."""
+    kms_key: str = ""
+    """Empty for Google's own keys."""
+    grants_key: bool = True
+    """Whether `up` lets Google's services use the key."""
+
+    @property
+    def family(self) -> str:
+        """The machine family as quotas name it: C3 of c3-highmem-8."""
+        return self.machine_type.partition("-")[0].upper()
+
+    def family_quota(self) -> str:
+        """The name of the family's own regional quota; only families up to C3 have one."""
+        return f"{self.family}_CPUS"
+
+    def key_users(self, project_number: str) -> tuple[str, ...]:
+        """Members that have to be allowed to use the key: service agents, for disks and bucket."""
+        services = ("compute-system", *(("gs-project-accounts",) if self.makes_bucket else ()))
+        return tuple(
+            f"serviceAccount:service-{project_number}@{service}.iam.gserviceaccount.com"
+            for service in services
+        )
 
     def describe(self) -> str:
         """For the first line."""
@@ -52,12 +78,14 @@ class Need:
         """APIs that have to be enabled."""
         iap = () if self.has_public_head else ("iap",)
         bucket = ("storage",) if self.has_bucket else ()
-        return ("compute", "iam", *iap, *bucket)
+        dns = () if self.has_nat else ("dns",)
+        key = ("cloudkms", "cloudresourcemanager") if self.kms_key else ()
+        return ("compute", "iam", *iap, *bucket, *dns, *key)
 
     def quotas(self, *, vcpus_per_node: int) -> list[tuple[Scope, tuple[str, ...], float]]:
         """Scope, the metric (or one that stands in for it, later), and how much of it."""
         vcpus = float(self.node_count * vcpus_per_node)
-        family = f"{self.machine_type.partition('-')[0].upper()}_CPUS"
+        family = self.family_quota()
         # Without a quota for preemptible CPUs of its own a project's spot machines use the others.
         spot: list[tuple[Scope, tuple[str, ...], float]] = [
             ("region", ("PREEMPTIBLE_CPUS", family), vcpus)
@@ -105,7 +133,17 @@ def need_of(settings: Mapping[str, Any]) -> Need:
         has_public_head=access == "direct",
         uses_os_login=access == "oslogin",
         has_bucket=(settings.get("bucket") or "none") != "none",
+        makes_bucket=settings.get("bucket") == "create",
+        cluster=str(settings.get("cluster") or ""),
+        image_project=_image_project(str(settings.get("image") or "")),
+        kms_key=str(settings.get("kmsKey") or ""),
+        grants_key=str(settings.get("kmsGrant") or "true").lower() != "false",
     )
+
+
+def _image_project(image: str) -> str:
+    words = image.split("/")
+    return words[1] if len(words) > 1 and words[0] == "projects" else Need().image_project
 
 
 def _disk_type(name: str, machine: str) -> str:

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from payload.errors import ConfigError
+from payload.untrusted import printable
 
 CLUSTER_LABEL, EXPIRES_LABEL = "tileforge-cluster", "tileforge-expires"
 KEPT_LABEL = "tileforge-kept"
 """On what outlives `pulumi destroy` on purpose: the results bucket."""
-BUCKET, SERVICE_ACCOUNT = "bucket", "service account"
+BUCKET, SERVICE_ACCOUNT, DNS_ZONE = "bucket", "service account", "DNS zone"
+CLOUD_NAME = re.compile(r"[a-z0-9][a-z0-9._:@-]{0,252}")
+"""Any name that Google gives to a resource, a place or an account."""
 _MARK = re.compile(rf"(?<!\S)({CLUSTER_LABEL}|{EXPIRES_LABEL})=([a-z0-9-]+)(?!\S)")
 
 
@@ -135,7 +138,7 @@ _ENDINGS = {
     "subnetwork": ("subnet",),
     "network": ("network",),
 }
-_ORDER = {name: place for place, name in enumerate([*_KIND_OF, SERVICE_ACCOUNT, BUCKET])}
+_ORDER = {name: place for place, name in enumerate([DNS_ZONE, *_KIND_OF, SERVICE_ACCOUNT, BUCKET])}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +146,7 @@ class Resource:
     """One thing in the project."""
 
     kind: str
-    """A Kind's name, SERVICE_ACCOUNT or BUCKET."""
+    """A Kind's name, SERVICE_ACCOUNT, DNS_ZONE or BUCKET."""
     name: str
     """A service account's is its e-mail address."""
     location: str
@@ -162,7 +165,7 @@ class Resource:
     def expires_unix(self) -> float | None:
         """When its cluster was meant to be gone, if its label says so."""
         text = self.labels.get(EXPIRES_LABEL, "")
-        return float(text) if text.isdigit() else None
+        return float(text) if re.fullmatch("[0-9]{1,12}", text) else None
 
     def removal(self, *, project: str) -> str:
         """The command that removes it."""
@@ -171,11 +174,25 @@ class Resource:
         if self.kind == SERVICE_ACCOUNT:
             words = ["gcloud", "iam", "service-accounts", "delete", self.name]
             return shlex.join([*words, f"--project={project}", "--quiet"])
+        if self.kind == DNS_ZONE:
+            return self._zone_removal(project)
         kind = _KIND_OF[self.kind]
         words = ["gcloud", "compute", *kind.gcloud.split(), "delete", self.name]
         if kind.aggregated:
             words.append(self._where())
         return shlex.join([*words, f"--project={project}", "--quiet"])
+
+    def _zone_removal(self, project: str) -> str:
+        # A zone with records cannot be removed; these two are all that infra/network.py puts there.
+        records = (("restricted.googleapis.com.", "A"), ("*.googleapis.com.", "CNAME"))
+        where = [f"--project={project}", "--quiet"]
+        delete = ["gcloud", "dns", "record-sets", "delete"]
+        commands = [
+            [*delete, name, f"--type={kind}", f"--zone={self.name}", *where]
+            for name, kind in records
+        ]
+        commands.append(["gcloud", "dns", "managed-zones", "delete", self.name, *where])
+        return "; ".join(map(shlex.join, commands))
 
     def _where(self) -> str:
         if self.location == "global":
@@ -230,6 +247,16 @@ def _owner_by_name(resource: Resource, names: Collection[str]) -> str | None:
 def marks(description: str) -> dict[str, str]:
     """The labels that the description of something without labels stands in for."""
     return dict(_MARK.findall(description))
+
+
+def printable_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return labels as a table may show them."""
+    return {_word(key): _word(value) for key, value in labels.items()}
+
+
+def _word(text: str) -> str:
+    """Return the text without control characters and line breaks."""
+    return printable(str(text)).replace("\n", " ")
 
 
 def expiry_of(resources: Sequence[Resource]) -> float | None:

@@ -195,7 +195,7 @@ def conclude(found: Sweep, *, talk: Console) -> None:
         names = ", ".join(f"gs://{each.name}" for each in found.kept)
         talk.print(f"kept with its results: {names}")
     talk.print(
-        f"0 resources {whose} left in project {found.project}: looked for {len(KINDS) + 2} kinds "
+        f"0 resources {whose} left in project {found.project}: looked for {len(KINDS) + 3} kinds "
         "in all zones and regions"
     )
 

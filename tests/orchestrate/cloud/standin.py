@@ -19,6 +19,8 @@ from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 PROJECT, REGION, ZONE = "acme-lab", "us-central1", "us-central1-a"
+NUMBER = "415104041262"
+"""The project's."""
 _BASE = "https://www.googleapis.com/compute/v1/projects"
 
 # Collections that are in zones or regions, which "aggregated" lists.
@@ -67,6 +69,18 @@ class CloudStandIn:
         self.services = {"compute", "iap", "iam", "storage"}
         self.policies: dict[str, bool] = {}
         """Organization policies that are enforced, by constraint."""
+        self.rules: dict[str, list[dict[str, Any]]] = {}
+        """Rules of organization policies that list values, by constraint."""
+        self.family_limits: list[dict[str, Any]] = []
+        """Limits of the quota CPUS_PER_VM_FAMILY, as Cloud Quotas has them."""
+        self.key_members: dict[str, list[str]] = {}
+        """By Cloud KMS key: who may encrypt and decrypt with it."""
+        self.key_grants = True
+        """Whether the operator may let others use a key."""
+        self.records: dict[str, list[tuple[str, str]]] = {}
+        """By DNS zone: names and types of its records."""
+        self.raw: Callable[[str, str], bytes | None] = lambda method, target: None
+        """The bytes that a request is answered with in place of a document; None: none."""
         self.unreachable: list[str] = []
         """Places that a list of all names as missing from it."""
         self.failing: dict[str, str] = {}
@@ -153,6 +167,16 @@ class CloudStandIn:
             description=description,
         )
 
+    def add_dns_zone(self, name: str, *, labels: dict[str, str]) -> None:
+        """A private zone with the records that the cluster program puts there."""
+        self.add("managedZones", name, place="global", labels=labels, dnsName="googleapis.com.")
+        self.records[name] = [
+            ("googleapis.com.", "NS"),
+            ("googleapis.com.", "SOA"),
+            ("restricted.googleapis.com.", "A"),
+            ("*.googleapis.com.", "CNAME"),
+        ]
+
     def drop(self, collection: str, name: str) -> None:
         """Take something away behind everybody's back."""
         with self._lock:
@@ -192,7 +216,17 @@ class CloudStandIn:
                 return self._service_accounts(method, rest, query)
             case ["v2", "projects", _, "policies", name]:
                 constraint = name.removesuffix(":getEffectivePolicy")
+                if constraint in ("compute.trustedImageProjects", "compute.vmExternalIpAccess"):
+                    return {"spec": {"rules": self.rules.get(constraint, [{"allowAll": True}])}}
                 return {"spec": {"rules": [{"enforce": self.policies.get(constraint, False)}]}}
+            case ["v1", "projects", _, "locations", "global", "services", _, "quotaInfos", _]:
+                return {"dimensionsInfos": self.family_limits}
+            case ["v3", "projects", _]:
+                return {"name": f"projects/{NUMBER}", "projectId": PROJECT}
+            case ["v1", "projects", *_, "cryptoKeys", _]:
+                return self._key(path.removeprefix("/v1/"))
+            case ["dns", "v1", "projects", _, "managedZones", *rest]:
+                return self._dns(method, rest, query)
             case ["compute", "v1", "projects", _, *rest]:
                 return self._compute(method, rest, query)
         raise MissingError(f"the stand-in has no path {path}")
@@ -243,6 +277,34 @@ class CloudStandIn:
             raise MissingError(f"Service account {words[0]} does not exist.")
         items.remove(found[0])
         return {}
+
+    def _key(self, path: str) -> dict[str, Any]:
+        key, _, verb = path.partition(":")
+        if key not in self.key_members:
+            raise MissingError(f"CryptoKey {key} not found.")
+        if verb == "testIamPermissions":
+            return {"permissions": ["cloudkms.cryptoKeys.setIamPolicy"]} if self.key_grants else {}
+        role = "roles/cloudkms.cryptoKeyEncrypterDecrypter"
+        return {"version": 1, "bindings": [{"role": role, "members": self.key_members[key]}]}
+
+    def _dns(self, method: str, words: list[str], query: dict[str, str]) -> dict[str, Any]:
+        zones = self.items.setdefault(("managedZones", "global"), [])
+        match words:
+            case []:
+                page = self._page(zones, query)
+                return {"managedZones": page.pop("items"), **page}
+            case [zone, "rrsets"]:
+                records = [{"name": name, "type": kind} for name, kind in self.records[zone]]
+                page = self._page(records, query)
+                return {"rrsets": page.pop("items"), **page}
+            case [zone, "rrsets", name, kind] if method == "DELETE":
+                self.records[zone].remove((unquote(name), kind))
+                return {}
+            case [zone] if method == "DELETE":
+                assert all(kind in ("NS", "SOA") for _, kind in self.records[zone])
+                self.drop("managedZones", zone)
+                return {}
+        raise MissingError(f"The 'parameters.managedZone' resource named {words} does not exist.")
 
     def _aggregated(self, collection: str, query: dict[str, str]) -> dict[str, Any]:
         scope = _SCOPED[collection]
@@ -327,7 +389,8 @@ def _handler(cloud: CloudStandIn) -> type[BaseHTTPRequestHandler]:
         def _answer(self, method: str) -> None:
             assert "Authorization" not in self.headers, "a stand-in is sent no credentials"
             status, document, headers = cloud.answer(method, self.path)
-            body = json.dumps(document).encode()
+            raw = cloud.raw(method, self.path)
+            body = json.dumps(document).encode() if raw is None else raw
             self.send_response(status)
             for name, value in {"Content-Type": "application/json", **headers}.items():
                 self.send_header(name, value)

@@ -121,9 +121,87 @@ def test_spot_auto_needs_both_quotas_as_on_demand_machines_come_next(
 
 
 def test_a_quota_that_is_not_listed_is_unknown_and_not_ok(project: Site, capsys: Capture) -> None:
-    del project.cloud.regions[REGION]["C3_CPUS"]
+    del project.cloud.regions[REGION]["SSD_TOTAL_GB"]
     assert doctor(project) == ExitCode.OK
-    assert "unknown: C3_CPUS in us-central1: 24 needed, the limit is not" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "unknown: SSD_TOTAL_GB in us-central1: 300 needed, the limit is not listed" in out
+
+
+def test_a_quota_that_fits_and_leaves_nothing_is_said(project: Site, capsys: Capture) -> None:
+    # The default of a project's C3_CPUS, in a public report, and the need of the default cluster.
+    project.cloud.regions[REGION]["C3_CPUS"] = (24.0, 0.0)
+    assert doctor(project) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert "warning: C3_CPUS in us-central1: 24 needed, 24 free (limit 24, used 0)" in out
+    assert "It fits and leaves nothing: for any more than this cluster, ask at https" in out
+    assert doctor(project, "--node-count", "4") == ExitCode.QUOTA
+    assert "error: C3_CPUS in us-central1: 32 needed, 24 free" in capsys.readouterr().out
+
+
+def family_limit(value: str, **dimensions: str) -> dict[str, Any]:
+    """One entry of Cloud Quotas' answer."""
+    return {"dimensions": dimensions, "details": {"value": value}}
+
+
+@pytest.fixture
+def c4(project: Site) -> Site:
+    """The project, and a stack with C4 machines, whose CPUs count by family."""
+    project.cloud.add("machineTypes", "c4-standard-8", place=ZONE, labels={}, guestCpus=8)
+    project.cloud.add("diskTypes", "hyperdisk-balanced", place=ZONE, labels={})
+    project.cloud.regions[REGION]["HDB_TOTAL_GB"] = (500.0, 0.0)
+    configure(project, machineType="c4-standard-8")
+    return project
+
+
+@pytest.mark.parametrize("flags", [(), ("--spot",)])
+@pytest.mark.parametrize(
+    ("limits", "outcome", "words"),
+    [
+        ([family_limit("100", region=REGION, vm_family="C4")], "ok", "24 needed, limit 100"),
+        ([family_limit("-1", region=REGION, vm_family="c4")], "ok", "24 needed, no limit"),
+        ([family_limit("24", region=REGION, vm_family="C4")], "warning", "24 needed, limit 24"),
+        ([family_limit("16", region=REGION, vm_family="C4")], "error", "24 needed, limit 16"),
+        (
+            [family_limit("99"), family_limit("0", region=REGION, vm_family="C4")],
+            "error",
+            "A limit of 0 may mean that the region does not have the family",
+        ),
+        (
+            [family_limit("48", region=REGION), family_limit("99", vm_family="C4")],
+            "ok",
+            "24 needed, limit 48",
+        ),
+        ([family_limit("99", region="us-east1", vm_family="C4")], "unknown", "24 needed"),
+        ([family_limit("99", region=REGION, vm_family="N4")], "unknown", "the limit is not listed"),
+        ([], "unknown", "the limit is not listed"),
+    ],
+)
+def test_a_family_without_a_quota_of_its_own_is_looked_up_by_dimension(
+    c4: Site,
+    capsys: Capture,
+    limits: list[dict[str, Any]],
+    outcome: str,
+    words: str,
+    flags: tuple[str, ...],
+) -> None:
+    c4.cloud.family_limits = limits
+    status = doctor(c4, *flags, "--json")
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    (check,) = [each for each in checks if "CPUS_PER_VM_FAMILY (C4)" in each["name"]]
+    assert check["outcome"] == outcome and words in f"{check['found']} {check['fix']}"
+    assert status == (ExitCode.QUOTA if outcome == "error" else ExitCode.OK)
+    # No spot machine is refused by a quota for preemptible CPUs that the project does not have.
+    assert not any("PREEMPTIBLE" in each["name"] for each in checks)
+
+
+def test_family_quotas_that_may_not_be_read_are_unknown(c4: Site, capsys: Capture) -> None:
+    off = "Cloud Quotas API has not been used in project 1 before or it is disabled."
+    c4.cloud.faults.append(
+        Fault(path="quotaInfos", status=403, message=off, reason="accessNotConfigured")
+    )
+    assert doctor(c4) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert "unknown: CPUS_PER_VM_FAMILY (C4) in us-central1" in out and "Enable it" in out
 
 
 def test_a_type_that_the_first_zone_has_not_is_exit_10(project: Site, capsys: Capture) -> None:

@@ -20,7 +20,10 @@ UNLABELLED = {
     "ResourcePolicy": "resource policy",
 }
 """Kinds by their type's last word in the cluster program."""
-ELSEWHERE = {"Instance", "Bucket", "RouterNat", "BucketIAMMember", "Account"}
+ELSEWHERE = {
+    *("Instance", "Bucket", "RouterNat", "BucketIAMMember", "Account", "ManagedZone"),
+    *("RecordSet", "CryptoKeyIAMMember"),
+}
 """Has labels, is part of something else, or is not Compute Engine's."""
 
 

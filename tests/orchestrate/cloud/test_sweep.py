@@ -32,7 +32,7 @@ def test_nothing_left_is_said_and_is_exit_0(site: Site, capsys: Capture) -> None
     out, err = capsys.readouterr()
     assert out == ""
     assert err == (
-        "0 resources of cluster mine left in project acme-lab: looked for 13 kinds in all zones "
+        "0 resources of cluster mine left in project acme-lab: looked for 14 kinds in all zones "
         "and regions\n"
     )
 
@@ -226,6 +226,33 @@ def test_the_clusters_service_account_is_found_and_removed(site: Site, capsys: C
     assert sweep(site, "--cluster", "mine", "--delete", "--yes") == ExitCode.OK
     (left,) = site.cloud.items["serviceAccounts", "global"]
     assert left["name"] == "mine-two-nodes"
+
+
+def test_a_clusters_dns_zone_is_found_and_removed_with_its_records(
+    site: Site, capsys: Capture
+) -> None:
+    site.cloud.add_dns_zone("mine-googleapis", labels=LABELS)
+    site.cloud.add_dns_zone("somebody-elses", labels={})
+    site.cloud.page_size = 1
+    assert sweep(site, "--cluster", "mine") == ExitCode.TEARDOWN
+    out, err = capsys.readouterr()
+    assert "DNS zone  mine-googleapis" in out and "somebody-elses" not in out
+    assert "gcloud dns record-sets delete '*.googleapis.com.' --type=CNAME" in err
+    assert "; gcloud dns managed-zones delete mine-googleapis --project=acme-lab --quiet" in err
+    assert sweep(site, "--cluster", "mine", "--delete", "--yes") == ExitCode.OK
+    assert [zone["name"] for zone in site.cloud.items["managedZones", "global"]] == [
+        "somebody-elses"
+    ]
+
+
+def test_a_project_without_cloud_dns_has_no_zones(site: Site) -> None:
+    off = "Cloud DNS API has not been used in project 1 before or it is disabled."
+    site.cloud.faults.append(
+        Fault(path="^/dns/", status=403, message=off, reason="accessNotConfigured")
+    )
+    assert sweep(site, "--cluster", "mine") == ExitCode.OK
+    site.cloud.faults.append(Fault(path="^/dns/", status=403, message="dns.zones.list is missing"))
+    assert sweep(site, "--cluster", "mine") == ExitCode.TEARDOWN
 
 
 def test_nothing_is_removed_without_a_yes(site: Site, capsys: Capture) -> None:

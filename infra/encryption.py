@@ -1,0 +1,58 @@
+"""Who may use the operator's own encryption key: service agents that encrypt for the cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pulumi
+from pulumi import ComponentResource, Output, ResourceOptions
+from pulumi_gcp import kms, organizations, storage
+
+ROLE = "roles/cloudkms.cryptoKeyEncrypterDecrypter"
+"""Encrypt and decrypt with the key; nothing about the key itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyAccessArgs:
+    """What the rights are made from."""
+
+    cluster: str
+    project: str
+    kms_key: str
+    makes_bucket: bool
+
+
+class KeyAccess(ComponentResource):
+    """The rights that disks and a bucket with `kmsKey` need.
+
+    Neither the nodes nor the operator use the key: Google's service agents of the project do.
+    https://cloud.google.com/compute/docs/disks/customer-managed-encryption and
+    https://cloud.google.com/storage/docs/encryption/using-customer-managed-keys
+    """
+
+    def __init__(self, name: str, args: KeyAccessArgs, opts: ResourceOptions | None = None) -> None:
+        """Make them under `name`."""
+        super().__init__("tileforge:infra:KeyAccess", name, {}, opts)
+        asking = pulumi.InvokeOptions(parent=self)
+        number = organizations.get_project_output(project_id=args.project, opts=asking).number
+        self._grant(
+            f"{args.cluster}-key-compute",
+            args.kms_key,
+            Output.concat("service-", number, "@compute-system.iam.gserviceaccount.com"),
+        )
+        if args.makes_bucket:
+            # Asking makes this agent; until somebody asks, a project has none.
+            agent = storage.get_project_service_account_output(project=args.project, opts=asking)
+            self._grant(f"{args.cluster}-key-storage", args.kms_key, agent.email_address)
+        self.register_outputs({"kms_key": args.kms_key})
+
+    def _grant(self, name: str, kms_key: str, email: Output[str]) -> None:
+        # Kept: the bucket outlives the cluster, and without the right nobody could read it; and
+        # other clusters of the project may use the same key.
+        kms.CryptoKeyIAMMember(
+            name,
+            crypto_key_id=kms_key,
+            role=ROLE,
+            member=Output.concat("serviceAccount:", email),
+            opts=ResourceOptions(parent=self, retain_on_delete=True),
+        )

@@ -1,0 +1,126 @@
+"""`doctor`: organization policies that list values, and the encryption key."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from payload.errors import ExitCode
+from tests.orchestrate.cloud.conftest import Site
+from tests.orchestrate.cloud.standin import NUMBER, PROJECT, ZONE
+from tests.orchestrate.cloud.test_doctor import configure, doctor
+from tests.orchestrate.cloud.test_doctor import project as project  # a fixture
+
+Capture = pytest.CaptureFixture[str]
+HEAD = f"projects/{PROJECT}/zones/{ZONE}/instances/mine-node-0"
+KEY = f"projects/{PROJECT}/locations/us-central1/keyRings/ring/cryptoKeys/key"
+COMPUTE = f"serviceAccount:service-{NUMBER}@compute-system.iam.gserviceaccount.com"
+STORAGE = f"serviceAccount:service-{NUMBER}@gs-project-accounts.iam.gserviceaccount.com"
+
+
+def found(site: Site, capsys: Capture, name: str) -> tuple[int, dict[str, Any]]:
+    """Exit code, and the one check with this name."""
+    status = doctor(site, "--json")
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    (check,) = [each for each in checks if each["name"] == name]
+    return status, check
+
+
+@pytest.mark.parametrize(
+    ("rules", "outcome"),
+    [
+        ([{"allowAll": True}], "ok"),
+        ([], "ok"),
+        ([{"denyAll": True}], "error"),
+        ([{"values": {"allowedValues": [HEAD]}}], "ok"),
+        ([{"values": {"allowedValues": [f"is:{HEAD}"]}}], "ok"),
+        ([{"values": {"allowedValues": [HEAD.replace("mine", "other")]}}], "error"),
+        ([{"values": {"deniedValues": [HEAD]}}], "error"),
+        ([{"values": {"deniedValues": [HEAD.replace("mine", "other")]}}], "ok"),
+        ([{"values": {"allowedValues": ["under:organizations/1"]}}], "unknown"),
+        ([{"denyAll": True, "condition": {"expression": "x"}}], "unknown"),
+    ],
+)
+def test_a_head_with_an_address_needs_the_policy_on_external_addresses(
+    project: Site, capsys: Capture, rules: list[dict[str, Any]], outcome: str
+) -> None:
+    project.cloud.rules["compute.vmExternalIpAccess"] = rules
+    configure(project, cluster="mine", accessMode="direct")
+    status, check = found(project, capsys, "policy compute.vmExternalIpAccess")
+    assert check["outcome"] == outcome
+    assert status == (ExitCode.AUTH if outcome == "error" else ExitCode.OK)
+    assert ("accessMode iap" in check["fix"]) == (outcome != "ok")
+    # Without such an address nobody asks.
+    configure(project, cluster="mine")
+    assert doctor(project) == ExitCode.OK
+    assert "vmExternalIpAccess" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("image", "allowed", "outcome"),
+    [
+        ("", ["projects/ubuntu-os-cloud"], "ok"),
+        ("", ["projects/baked"], "error"),
+        ("projects/baked/global/images/tileforge", ["projects/baked"], "ok"),
+        ("projects/baked/global/images/tileforge", ["projects/ubuntu-os-cloud"], "error"),
+        ("", ["under:folders/12"], "unknown"),
+    ],
+)
+def test_the_image_has_to_be_of_a_trusted_project(
+    project: Site, capsys: Capture, image: str, allowed: list[str], outcome: str
+) -> None:
+    project.cloud.rules["compute.trustedImageProjects"] = [{"values": {"allowedValues": allowed}}]
+    configure(project, image=image)
+    status, check = found(project, capsys, "policy compute.trustedImageProjects")
+    assert check["outcome"] == outcome
+    assert status == (ExitCode.AUTH if outcome == "error" else ExitCode.OK)
+
+
+@pytest.mark.parametrize(
+    ("members", "may_grant", "settings", "outcome", "words"),
+    [
+        ([COMPUTE], False, {}, "ok", "the service agents may use it"),
+        ([COMPUTE], False, {"bucket": "create"}, "error", STORAGE),
+        ([COMPUTE, STORAGE], False, {"bucket": "create"}, "ok", "may use it"),
+        ([], True, {}, "ok", "`up` will let the service agents use it"),
+        ([], True, {"kmsGrant": "false"}, "error", f"add-iam-policy-binding {KEY} --role=roles/"),
+        ([], False, {}, "error", f"--member={COMPUTE}"),
+    ],
+)
+def test_googles_services_have_to_be_allowed_to_use_the_key(
+    project: Site,
+    capsys: Capture,
+    members: list[str],
+    may_grant: bool,
+    settings: dict[str, str],
+    outcome: str,
+    words: str,
+) -> None:
+    project.cloud.services |= {"cloudkms", "cloudresourcemanager"}
+    project.cloud.key_members[KEY] = members
+    project.cloud.key_grants = may_grant
+    configure(project, kmsKey=KEY, **settings)
+    status, check = found(project, capsys, "kmsKey")
+    assert check["outcome"] == outcome and words in f"{check['found']} {check['fix']}"
+    assert status == (ExitCode.AUTH if outcome == "error" else ExitCode.OK)
+
+
+def test_a_key_that_does_not_exist_or_whose_apis_are_off_is_said(
+    project: Site, capsys: Capture
+) -> None:
+    configure(project, kmsKey=KEY)
+    assert doctor(project) == ExitCode.AUTH
+    out = capsys.readouterr().out
+    assert "error: cloudkms.googleapis.com: not enabled" in out
+    assert "error: cloudresourcemanager.googleapis.com: not enabled" in out
+    project.cloud.services |= {"cloudkms", "cloudresourcemanager"}
+    status, check = found(project, capsys, "kmsKey")
+    assert status == ExitCode.CONFIG and "not found" in check["found"]
+
+
+def test_without_nat_the_dns_api_is_needed(project: Site, capsys: Capture) -> None:
+    configure(project, egress="none", wheelhouse="/srv/wheels")
+    assert doctor(project) == ExitCode.AUTH
+    assert "error: dns.googleapis.com: not enabled" in capsys.readouterr().out
