@@ -108,7 +108,7 @@ def _measurement(arguments: argparse.Namespace) -> Callable[[int], Round]:
             micro_batch_size=micro,
             max_tokens=eval_tokens,
             autocast=accelerator.autocast,
-            should_stop=lambda: False,
+            should_stop=lambda _done, _of: False,
         )
         return Round(stepped_s - started_s, read_s - started_s, time.perf_counter() - stepped_s)
 

@@ -7,8 +7,8 @@ import time
 from payload.errors import ConfigError
 from payload.results import RankProgress, RunPaths, read_json
 
-START_PHASES = ("load", "calibration", "start")
-"""What a rank does before it trains."""
+START_PHASES = ("load", "calibration", "start", "kernels", "weights")
+"""What a rank does before it trains, in this order."""
 SAVING_PHASES = ("sync check", "checkpoint", "end")
 """What a rank does from the last pass of a stop to its own end."""
 

@@ -263,9 +263,13 @@ class RankProgress:
     pid: int = checked(low=1)
     step: int = checked(low=0)
     phase: str
-    """What it was about to do: load, calibration, start (compiling too), step, eval, sync check,
-    checkpoint, end."""
+    """What it was about to do: load, calibration, start, kernels (building them), weights
+    (to every rank), step, eval, sync check, checkpoint, end."""
     time_unix: float
+    micro_step: int | None = checked(None, low=0)
+    """Forward and backward passes done of this step, or batches of this evaluation."""
+    micro_steps: int | None = checked(None, low=0)
+    """All of them."""
     schema_version: int = SCHEMA_VERSION
 
 

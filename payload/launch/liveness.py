@@ -18,7 +18,7 @@ LOST_S = 12.0
 """A node that takes no connection for so long is lost, unless the run goes on all the same."""
 
 # What a rank does at one step count, in this order; ranks wait for those that are behind.
-_PHASES = ("load", "calibration", "start", "sync check", "checkpoint", "eval", "step", "end")
+_PHASES = (*START_PHASES, "sync check", "checkpoint", "eval", "step", "end")
 # One call that nobody can look into: loading, compiling, writing to a slow disk.
 _LONG_PHASES = (*START_PHASES, "checkpoint", "end")
 

@@ -26,7 +26,7 @@ def say_end(
     if arguments.json:
         out.print(paths.summary.read_text(encoding="utf-8"), end="")
     else:
-        out.print("\n".join(result_lines(summary, checkpoint=checkpoint)))
+        out.print("\n".join(result_lines(summary, checkpoint=checkpoint, width=out.width)))
     if summary.status == "failed":
         failed = state.failed_rank
         log = paths.launcher_log if failed is None else paths.rank_log(failed)

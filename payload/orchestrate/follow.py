@@ -17,7 +17,8 @@ from rich.console import Console
 
 from payload.errors import ConfigError
 from payload.orchestrate.live import LiveLine
-from payload.results import RunPaths, RunState, StepMetrics, read_json
+from payload.results import RankProgress, RunPaths, RunState, StepMetrics, read_json
+from payload.run_config import TrainSection
 from payload.run_lock import FORCE_SIGNAL
 from payload.untrusted import build, parse_json, printable
 
@@ -115,7 +116,7 @@ def follow_run(
     supervisor: subprocess.Popen[bytes],
     *,
     console: Console,
-    steps: int,
+    train: TrainSection,
     nodes: int,
     log_tail: Tail,
     metrics_tail: Tail,
@@ -125,12 +126,14 @@ def follow_run(
     The first Ctrl-C asks for a checkpoint and an end, the second for an end at once.
     """
     heeded = 0
-    with Asks() as asks, LiveLine(console, steps=steps, nodes=nodes) as live:
+    stale = read_progress(paths)
+    with Asks() as asks, LiveLine(console, train=train, nodes=nodes) as live:
         while True:
             ended = supervisor.poll() is not None
             for line in log_tail.lines():
                 live.say(line)
             show_steps(metrics_tail, live)
+            show_progress(paths, live, stale=stale)
             show_state(paths, live, stopping=heeded > 0)
             if ended:
                 break
@@ -161,6 +164,20 @@ def show_steps(tail: Tail, live: LiveLine) -> None:
         with suppress(ConfigError):
             raw = parse_json(line, where="metrics.jsonl")
             live.step(asdict(build(StepMetrics, raw, where="metrics.jsonl")))
+
+
+def read_progress(paths: RunPaths) -> RankProgress | None:
+    """Return rank 0's last sign of life; None where there is none that can be read."""
+    try:
+        return read_json(RankProgress, paths.rank_progress(0))
+    except ConfigError:
+        return None
+
+
+def show_progress(paths: RunPaths, live: LiveLine, *, stale: RankProgress | None) -> None:
+    """Show what rank 0 does, unless that is what it did before this command began."""
+    progress = read_progress(paths)
+    live.progress(None if progress == stale else progress)
 
 
 def show_state(paths: RunPaths, live: LiveLine, *, stopping: bool) -> None:

@@ -16,7 +16,7 @@ from payload.orchestrate.console import text_console
 from payload.orchestrate.follow import Tail, follow_log
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.mirror import read_mirrored
-from payload.orchestrate.report import list_table, ranks_table, status_lines
+from payload.orchestrate.report import list_lines, ranks_lines, status_lines
 from payload.orchestrate.runs import all_runs, find_run, view_run
 from payload.orchestrate.stop_wait import StopWait, stop_wish
 from payload.results import RunPaths, RunState, read_json
@@ -35,8 +35,8 @@ def status(arguments: argparse.Namespace, access: LocalAccess) -> int:
     if arguments.json:
         out.print(json.dumps(asdict(view), indent=2))
         return ExitCode.OK
-    out.print("\n".join(status_lines(view)) + "\n")
-    out.print(ranks_table(view))
+    lines = [*status_lines(view, width=out.width), "", *ranks_lines(view, width=out.width)]
+    out.print("\n".join(lines))
     return ExitCode.OK
 
 
@@ -52,7 +52,7 @@ def list_runs(arguments: argparse.Namespace, access: LocalAccess) -> int:
     if arguments.json:
         out.print(json.dumps([asdict(view) for view in views], indent=2))
     elif views:
-        out.print(list_table(views))
+        out.print("\n".join(list_lines(views, width=out.width)))
     else:
         text_console(stderr=True).print(f"no run in {arguments.runs_dir}")
     return ExitCode.OK

@@ -1,47 +1,71 @@
-"""The live line: where the run is now, below everything that rank 0 says."""
+"""The live line: what the run does now, below everything that rank 0 says."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.live import Live
+from rich.text import Text
 
-_PLAIN_EVERY_S = 10.0
+from payload.checkpoint_watch import START_PHASES
+from payload.results import RankProgress
+from payload.run_config import TrainSection
+
+_REDRAWS_PER_S = 4
+# Without a terminal: a line when nothing was printed for so long.
+_PLAIN_EVERY_S = 30.0
 # Steps whose median time the ETA goes by.
 _RECENT = 20
+_BAR_CELLS = 24
+# Parts of the line from this rank on are left out before any other is shortened.
+_EXTRA = 6
+_PHASES = {
+    "load": "loading",
+    "calibration": "calibrating",
+    "start": "preparing",
+    "kernels": "building kernels",
+    "weights": "sharing weights",
+    "eval": "evaluating",
+    "sync check": "checking ranks",
+    "checkpoint": "saving",
+    "end": "ending",
+}
 
 
 class LiveLine:
-    """Step, loss, tokens/s, MFU and ETA: redrawn on a terminal, elsewhere a line now and then."""
+    """Phase, step, micro-step, elapsed time, ETA, loss and speed in one line of any width.
 
-    def __init__(self, console: Console, *, steps: int, nodes: int) -> None:
+    A terminal redraws it several times a second; elsewhere it is printed now and then.
+    """
+
+    def __init__(self, console: Console, *, train: TrainSection, nodes: int) -> None:
         self._console = console
-        self._steps = steps
-        self._nodes = nodes
-        self._cost_usd: float | None = None
-        self._step_times: deque[float] = deque(maxlen=_RECENT)
-        self._last_plain_s = time.monotonic()
+        self._eta = Eta(train)
+        self._view = View(steps=train.steps, nodes=nodes)
+        self._began_s = self._printed_s = time.monotonic()
         self._news: str | None = None
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[numbers]}"),
+        self._live: Live | None = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(
                 console=console,
+                get_renderable=self._draw,
+                refresh_per_second=_REDRAWS_PER_S,
                 transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
             )
-            self._task = self._progress.add_task("starting", total=steps, numbers="")
 
     def __enter__(self) -> Self:
-        if self._progress is not None:
-            self._progress.start()
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(
@@ -50,12 +74,13 @@ class LiveLine:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def say(self, line: str) -> None:
         """Print a line above."""
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._printed_s = time.monotonic()
+        self._console.print(line)
 
     def news(self, text: str) -> None:
         """Print a line above, unless it is the last one of its kind."""
@@ -64,51 +89,220 @@ class LiveLine:
             self.say(text)
 
     def status(self, word: str) -> None:
-        """What the run as a whole is doing."""
-        if self._progress is not None:
-            self._progress.update(self._task, description=word)
+        """Show what the run as a whole is doing; called often, it also prints the plain lines."""
+        self._view = replace(self._view, status=word)
+        if self._live is None and time.monotonic() - self._printed_s >= _PLAIN_EVERY_S:
+            self.say(self._now().line(self._console.width))
 
     def cost(self, usd: float | None) -> None:
-        """What the run has cost so far, from the next step on."""
-        self._cost_usd = usd
+        """Show what the run has cost so far."""
+        self._view = replace(self._view, cost_usd=usd)
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """A step was finished; `row` is its line of metrics.jsonl."""
-        self._step_times.append(row["step_time_s"])
-        left_s = (self._steps - row["step"]) * statistics.median(self._step_times)
-        numbers = describe_step(
-            row,
-            steps=self._steps,
-            left_s=left_s,
-            nodes=self._nodes,
-            cost_usd=self._cost_usd,
+        """Show a finished step; `row` is its line of metrics.jsonl."""
+        self._eta.step(row)
+        self._view = replace(self._view, row=row)
+
+    def progress(self, progress: RankProgress | None) -> None:
+        """Show rank 0's last sign of life, or that there is none yet."""
+        if progress is None or progress.phase in START_PHASES:
+            # Ranks that begin again go on from their checkpoint, not from the last step shown.
+            self._view = replace(self._view, row=None)
+        if progress is not None:
+            self._eta.progress(progress)
+        self._view = replace(self._view, progress=progress)
+
+    def began_before(self, seconds: float) -> None:
+        """Count the elapsed time from so long ago."""
+        self._began_s = min(self._began_s, time.monotonic() - seconds)
+
+    def _now(self) -> View:
+        return replace(
+            self._view,
+            elapsed_s=time.monotonic() - self._began_s,
+            left_s=self._eta.left_s(),
         )
-        if self._progress is not None:
-            self._progress.update(self._task, completed=row["step"], numbers=numbers)
-        elif time.monotonic() - self._last_plain_s >= _PLAIN_EVERY_S:
-            self._last_plain_s = time.monotonic()
-            self.say(numbers)
+
+    def _draw(self) -> Text:
+        # The last column stays free: some terminals wrap as soon as it is written.
+        line = self._now().line(self._console.width - 1)
+        return Text(line, no_wrap=True, overflow="crop", end="")
 
 
-def describe_step(
-    row: Mapping[str, Any], *, steps: int, left_s: float, nodes: int, cost_usd: float | None
-) -> str:
-    """The live line's numbers as text."""
-    parts = [
-        f"{nodes} node{'s' if nodes > 1 else ''}",
-        f"step {row['step']}/{steps}",
-        f"loss {row['loss']:.4f}",
-        f"{row['tokens_per_s']:,.0f} tokens/s",
-    ]
-    if row["mfu"] is not None:
-        parts.append(f"MFU {row['mfu']:.1%}")
-    if cost_usd is not None:
-        parts.append(f"${cost_usd:.2f} (${cost_usd / row['tokens'] * 1e6:.2f} per million tokens)")
-    return "  ".join([*parts, f"ETA {duration(left_s)}"])
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of the live line."""
+
+    rank: int
+    """0 is the most important."""
+    forms: Sequence[str]
+    """From long to short; none when there is nothing to show."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What the live line shows at one moment."""
+
+    steps: int
+    nodes: int
+    status: str = "starting"
+    progress: RankProgress | None = None
+    row: Mapping[str, Any] | None = None
+    """The last finished step's."""
+    elapsed_s: float = 0.0
+    left_s: float | None = None
+    cost_usd: float | None = None
+
+    def line(self, width: int) -> str:
+        """Return what fits into `width` cells; what matters least is shortened and left out."""
+        parts = [
+            Part(0, self._activity()),
+            Part(3, self._micro_step()),
+            Part(6, self._bar()),
+            Part(4, self._number("loss", "loss {:.4f}")),
+            Part(5, self._number("tokens_per_s", "{:,.0f} tokens/s")),
+            Part(7, self._number("mfu", "MFU {:.1%}")),
+            Part(8, self._cost()),
+            Part(9, (f"{self.nodes} nodes",) if self.nodes > 1 else ()),
+            Part(1, (f"{duration(self.elapsed_s)} elapsed", duration(self.elapsed_s))),
+            Part(2, () if self.left_s is None else (f"ETA {duration(self.left_s)}",)),
+        ]
+        return _fit(parts, width)
+
+    def _activity(self) -> tuple[str, ...]:
+        progress = self.progress
+        doing = "starting ranks"
+        if progress is not None:
+            done = max(progress.step, int(self.row["step"]) if self.row else 0)
+            if progress.phase == "step":
+                doing = f"step {min(done + 1, self.steps)}/{self.steps}"
+            else:
+                doing = _PHASES.get(progress.phase, progress.phase)
+                doing += f", step {done}/{self.steps}" if done else ""
+        if self.status == "stopping":
+            return (f"stopping: {doing}", "stopping")
+        return (doing, doing.partition(",")[0])
+
+    def _micro_step(self) -> tuple[str, ...]:
+        progress = self.progress
+        if progress is None or progress.micro_step is None or not progress.micro_steps:
+            return ()
+        counted = f"{progress.micro_step}/{progress.micro_steps}"
+        return (f"micro-step {counted}", f"({counted})")
+
+    def _bar(self) -> tuple[str, ...]:
+        if self.row is None:
+            return ()
+        full = round(_BAR_CELLS * min(1.0, self.row["step"] / self.steps))
+        return ("[" + "#" * full + "-" * (_BAR_CELLS - full) + "]",)
+
+    def _number(self, key: str, form: str) -> tuple[str, ...]:
+        value = None if self.row is None else self.row.get(key)
+        return () if value is None else (form.format(value),)
+
+    def _cost(self) -> tuple[str, ...]:
+        if self.cost_usd is None:
+            return ()
+        spent = f"${self.cost_usd:.2f}"
+        if self.row is None or not self.row["tokens"]:
+            return (spent,)
+        return (f"{spent} (${self.cost_usd / self.row['tokens'] * 1e6:.2f} per M tokens)", spent)
+
+
+class Eta:
+    """Predicts the time left from steps, evaluations, checks and checkpoints seen so far."""
+
+    def __init__(self, train: TrainSection) -> None:
+        self._train = train
+        self._step = 0
+        self._step_s: deque[float] = deque(maxlen=_RECENT)
+        self._phase_s: dict[str, list[float]] = {}
+        self._last: RankProgress | None = None
+        self._phase_began_unix = 0.0
+        self._since_s = time.monotonic()
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Take in a finished step."""
+        self._step = row["step"]
+        self._step_s.append(row["step_time_s"])
+        self._since_s = time.monotonic()
+
+    def progress(self, progress: RankProgress) -> None:
+        """Take in a sign of life; both ends of a phase are by rank 0's clock."""
+        last, self._last = self._last, progress
+        if last is not None and last.phase == progress.phase:
+            return
+        if last is not None:
+            took_s = max(0.0, progress.time_unix - self._phase_began_unix)
+            self._phase_s.setdefault(last.phase, []).append(took_s)
+        is_start = progress.phase in START_PHASES
+        self._step = progress.step if is_start else max(self._step, progress.step)
+        self._phase_began_unix, self._since_s = progress.time_unix, time.monotonic()
+
+    def left_s(self) -> float | None:
+        """Return the predicted time until the run is done; None before anything tells it."""
+        step_s, last = self._median_step_s(), self._last
+        if step_s is None or last is None:
+            return None
+        done, train = self._step, self._train
+        left_s = (train.steps - done) * step_s
+        left_s += evaluations_left(train, done) * self._mean_s("eval")
+        left_s += saves_left(train, done) * (
+            self._mean_s("checkpoint") + self._mean_s("sync check")
+        )
+        since_s = time.monotonic() - self._since_s
+        if last.phase == "step":
+            return max(0.0, left_s - min(since_s, step_s))
+        return left_s + max(0.0, self._mean_s(last.phase) - since_s)
+
+    def _median_step_s(self) -> float | None:
+        """Before the first step is done, its micro-steps tell."""
+        if self._step_s:
+            return statistics.median(self._step_s)
+        last = self._last
+        if last is None or last.phase != "step" or not last.micro_step or not last.micro_steps:
+            return None
+        took_s = last.time_unix - self._phase_began_unix
+        return took_s / last.micro_step * last.micro_steps
+
+    def _mean_s(self, phase: str) -> float:
+        seen = self._phase_s.get(phase)
+        return statistics.fmean(seen) if seen else 0.0
+
+
+def evaluations_left(train: TrainSection, step: int) -> int:
+    """Count the evaluations after those that belong to `step`."""
+    return _due_between(train.eval_every, step, train.steps - 1) + (step < train.steps)
+
+
+def saves_left(train: TrainSection, step: int) -> int:
+    """Count the checkpoints after the one that belongs to `step`."""
+    return _due_between(train.checkpoint_every, step, train.steps - 1) + (step < train.steps)
+
+
+def _due_between(every: int, after: int, last: int) -> int:
+    return max(0, last // every - after // every) if every else 0
+
+
+def _fit(parts: Sequence[Part], width: int) -> str:
+    """Join one form of each part: extras are left out first, then all shortened, then left out."""
+    form = {part.rank: 0 for part in parts}
+    by_importance = sorted(parts, key=lambda part: -part.rank)
+    moves = [(part, len(part.forms)) for part in by_importance if part.rank >= _EXTRA]
+    moves += [(part, len(part.forms) - 1) for part in by_importance if part.forms]
+    moves += [(part, len(part.forms)) for part in by_importance if part.rank]
+    line = ""
+    for part, target in [(parts[0], 0), *moves]:
+        form[part.rank] = max(form[part.rank], target)
+        chosen = (each.forms[form[each.rank] :][:1] for each in parts)
+        line = "  ".join(text for texts in chosen for text in texts)
+        if len(line) <= width:
+            break
+    return line[: max(0, width)]
 
 
 def duration(seconds: float) -> str:
-    """`0:42`, `12:05` or `3:20:00`."""
-    minutes, rest = divmod(round(seconds), 60)
+    """Return `0:42`, `12:05` or `3:20:00`."""
+    minutes, rest = divmod(math.floor(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

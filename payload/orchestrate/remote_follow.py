@@ -13,7 +13,14 @@ from rich.console import Console
 from payload.errors import ExitCode, PreflightError, SshUnreachableError, TileforgeError
 from payload.hints import run_command
 from payload.inventory import Node
-from payload.orchestrate.follow import Asks, Tail, show_state, show_steps
+from payload.orchestrate.follow import (
+    Asks,
+    Tail,
+    read_progress,
+    show_progress,
+    show_state,
+    show_steps,
+)
 from payload.orchestrate.live import LiveLine
 from payload.orchestrate.remote_end import bring_home, say_remote_end
 from payload.orchestrate.remote_run import Look, RemoteRun
@@ -33,18 +40,20 @@ def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Co
     Ctrl-C detaches: the run goes on. A second one soon after stops it with a checkpoint, a third
     one at once.
     """
-    steps = load_run_config(run.paths.config).train.steps
+    train = load_run_config(run.paths.config).train
     log = Tail(run.paths.rank_log(0), from_end=True)
     metrics = Tail(run.paths.metrics, from_end=True)
     heeded = 0
     nodes = len(run.inventory.nodes)
-    with Asks() as asks, LiveLine(talk, steps=steps, nodes=nodes) as live:
+    stale = read_progress(run.paths)
+    with Asks() as asks, LiveLine(talk, train=train, nodes=nodes) as live:
         alive = True
         while alive:
             alive = patiently(run, say=live.say, interrupted=partial(asks.exceed, heeded)).alive
             for line in log.lines():
                 live.say(line)
             show_steps(metrics, live)
+            show_progress(run.paths, live, stale=stale)
             show_state(run.paths, live, stopping=heeded > 0)
             _pause(asks, heeded=heeded, seconds=_POLL_S if alive else 0.0)
             if asks.count > heeded and alive:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
@@ -27,7 +26,8 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
     console.print(f"run folder\n  {planned.paths.root}\n")
     console.print(f"hosts\n{_indent(planned.hosts())}")
     console.print("ranks")
-    console.print(_rank_table(planned.placement))
+    rank_lines = _rank_lines(planned.placement, width=console.width - 2)
+    console.print(_indent("\n".join(rank_lines)))
     console.print("environment of every rank")
     console.print(_indent("\n".join(f"{k}={v}" for k, v in sorted(plan.environment.items()))))
     first = rank_environment(
@@ -80,7 +80,7 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
     ]
 
 
-def result_lines(summary: Summary, *, checkpoint: Path | None) -> list[str]:
+def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> list[str]:
     """The short table at the end of a run."""
     rows = [
         ("run", summary.run_id),
@@ -104,7 +104,7 @@ def result_lines(summary: Summary, *, checkpoint: Path | None) -> list[str]:
     if summary.cost_usd is not None:
         per_million = _number(summary.usd_per_million_tokens, ".2f")
         rows.insert(-1, ("cost", f"${summary.cost_usd:.2f} (${per_million} per million tokens)"))
-    return _aligned(rows)
+    return _aligned(rows, width=width)
 
 
 def failure_lines(error: str, *, log: Path) -> list[str]:
@@ -116,7 +116,7 @@ def failure_lines(error: str, *, log: Path) -> list[str]:
     return lines
 
 
-def status_lines(view: RunView) -> list[str]:
+def status_lines(view: RunView, *, width: int) -> list[str]:
     """One run as a whole."""
     rows = [
         ("run", view.run_id),
@@ -131,16 +131,13 @@ def status_lines(view: RunView) -> list[str]:
         rows.append(("error", view.error))
     elif view.note:
         rows.append(("note", view.note))
-    return _aligned(rows)
+    return _aligned(rows, width=width)
 
 
-def ranks_table(view: RunView) -> Table:
-    """One run's ranks."""
-    ranks = Table(box=None, pad_edge=False)
-    for name in ("rank", "node", "step", "phase", "last sign", "ended"):
-        ranks.add_column(name)
-    for rank in view.ranks:
-        ranks.add_row(
+def ranks_lines(view: RunView, *, width: int) -> list[str]:
+    """Return one run's ranks as lines of at most `width`."""
+    rows = [
+        (
             str(rank.rank),
             rank.node,
             "-" if rank.step is None else str(rank.step),
@@ -148,36 +145,67 @@ def ranks_table(view: RunView) -> Table:
             _age(rank.age_s),
             "-" if rank.exit_code is None else f"status {rank.exit_code}",
         )
-    return ranks
+        for rank in view.ranks
+    ]
+    return table_lines(("rank", "node", "step", "phase", "last sign", "ended"), rows, width=width)
 
 
-def list_table(views: Sequence[RunView]) -> Table:
-    """All runs, one a line."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("run", "status", "step", "loss", "validation"):
-        table.add_column(name, no_wrap=True)
-    for view in views:
-        table.add_row(
+def list_lines(views: Sequence[RunView], *, width: int) -> list[str]:
+    """Return all runs as lines of at most `width`."""
+    rows = [
+        (
             view.run_id,
             view.status,
             f"{view.step}/{view.steps}",
             _number(view.loss),
             _number(view.val_loss),
         )
-    return table
+        for view in views
+    ]
+    return table_lines(("run", "status", "step", "loss", "validation"), rows, width=width)
 
 
-def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
-    width = max(len(name) for name, _ in rows)
-    return [f"{name:<{width}}  {value}" for name, value in rows]
+def table_lines(names: Sequence[str], rows: Sequence[Sequence[str]], *, width: int) -> list[str]:
+    """Return a table; where it is wider than `width`, each row under its first cell instead."""
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    if sum(widths) + 2 * (len(widths) - 1) <= width:
+        padded = (
+            [f"{cell:<{size}}" for cell, size in zip(row, widths, strict=True)]
+            for row in (names, *rows)
+        )
+        return ["  ".join(row).rstrip() for row in padded]
+    lines = []
+    for first, *rest in rows:
+        lines.append(f"{names[0]} {first}")
+        cells = [f"{name} {cell}" for name, cell in zip(names[1:], rest, strict=True)]
+        lines += _filled(cells, width=width)
+    return lines
 
 
-def _rank_table(placement: Placement) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2))
-    for name in ("rank", "node", "local rank", "NUMA domain", "cores", "threads"):
-        table.add_column(name)
-    for rank in placement.ranks:
-        table.add_row(
+def _filled(cells: Sequence[str], *, width: int) -> list[str]:
+    """Return cells in as few indented lines as fit."""
+    lines = ["  " + cells[0]]
+    for cell in cells[1:]:
+        if len(lines[-1]) + 2 + len(cell) <= width:
+            lines[-1] += "  " + cell
+        else:
+            lines.append("  " + cell)
+    return lines
+
+
+def _aligned(rows: Sequence[tuple[str, str]], *, width: int) -> list[str]:
+    """Return names and values; a value that does not fit beside its name goes below it."""
+    column = max(len(name) for name, _ in rows)
+    lines: list[str] = []
+    for name, value in rows:
+        beside = f"{name:<{column}}  {value}"
+        lines += [beside] if len(beside) <= width else [name, f"  {value}"]
+    return lines
+
+
+def _rank_lines(placement: Placement, *, width: int) -> list[str]:
+    rows = [
+        (
             str(rank.rank),
             rank.node,
             str(rank.local_rank),
@@ -185,7 +213,10 @@ def _rank_table(placement: Placement) -> Table:
             _ranges(rank.cores),
             str(rank.threads),
         )
-    return table
+        for rank in placement.ranks
+    ]
+    names = ("rank", "node", "local rank", "NUMA domain", "cores", "threads")
+    return table_lines(names, rows, width=width)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -130,7 +130,7 @@ def _start_and_follow(
         paths,
         supervisor,
         console=talk,
-        steps=planned.config.train.steps,
+        train=planned.config.train,
         nodes=planned.plan.nodes,
         log_tail=log_tail,
         metrics_tail=metrics_tail,

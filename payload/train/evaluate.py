@@ -23,13 +23,13 @@ def evaluate(
     micro_batch_size: int,
     max_tokens: int | None,
     autocast: Callable[[], AbstractContextManager[None]],
-    should_stop: Callable[[], bool],
+    should_stop: Callable[[int, int], bool],
 ) -> EvalMetrics | None:
     """Mean loss per token over the first `max_tokens` validation tokens, or all of them.
 
     Losses are added up in float64 and counted, so that neither the number of ranks nor a short
-    last block weighs on the mean. `should_stop` is asked after every pass and has to answer the
-    same on all ranks; None when it said yes.
+    last block weighs on the mean. `should_stop` is asked after every pass, with the number done
+    and of all, and has to answer the same on all ranks; None when it said yes.
     """
     num_blocks = blocks.num_blocks()
     if max_tokens is not None:
@@ -40,9 +40,10 @@ def evaluate(
     model.eval()
     with torch.inference_mode(), autocast():
         # Every rank makes as many passes, the last perhaps with nothing to do.
-        for start in range(0, -(-num_blocks // world.world_size), micro_batch_size):
+        starts = range(0, -(-num_blocks // world.world_size), micro_batch_size)
+        for done, start in enumerate(starts, 1):
             total += _sums(model, blocks, mine[start : start + micro_batch_size])
-            stopped = should_stop()
+            stopped = should_stop(done, len(starts))
             if stopped:
                 break
     model.train()

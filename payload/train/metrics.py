@@ -119,8 +119,13 @@ class SignOfLife:
         self._last_s = 0.0
         self._last_phase = ""
 
-    def tell(self, *, step: int, phase: str) -> None:
-        """Say what comes next; at most a few times a second, but every change of phase."""
+    def tell(
+        self, *, step: int, phase: str, micro_step: int | None = None, of: int | None = None
+    ) -> None:
+        """Say what comes next; at most twice a second, but every change of phase.
+
+        `micro_step` counts what is done `of` the phase's passes.
+        """
         now = time.monotonic()
         if phase == self._last_phase and now - self._last_s < _PROGRESS_INTERVAL_S:
             return
@@ -132,6 +137,8 @@ class SignOfLife:
             step=step,
             phase=phase,
             time_unix=time.time(),
+            micro_step=micro_step,
+            micro_steps=of,
         )
         # Not worth the run: where it cannot be written, the next one may.
         with suppress(OSError):

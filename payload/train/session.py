@@ -141,6 +141,8 @@ def _assemble(
 ) -> Parts:
     """Wrap the model, and give every rank rank 0's parameters and optimizer state."""
     optimizers = build_optimizers(start.model, config.optimizer, config.engine)
+    step = start.state.step if start.state else 0
+    sign_of_life.tell(step=step, phase="kernels")
     engaged = engage(start.model, optimizers, settings=config.engine, world=world)
     accelerator = Accelerator(
         cpu=True, mixed_precision="bf16" if calibration.dtype == "bf16" else "no"
@@ -148,6 +150,7 @@ def _assemble(
     # evaluation_mode: precision alone, no DDP; see GradientExchange, which does its work.
     trained = accelerator.prepare_model(engaged, device_placement=False, evaluation_mode=True)
     clock.lap("kernels")
+    sign_of_life.tell(step=step, phase="weights")
     exchange = GradientExchange(config.distributed, world)
     exchange.attach(start.model)
     restore_optimizer(optimizers, start, world=world)

@@ -173,7 +173,7 @@ class Trainer:
             if not last:
                 if is_to_stop is not None and is_to_stop():
                     return None
-                is_to_stop = self._ask_to_stop(phase="step")
+                is_to_stop = self._ask_to_stop("step", micro_step + 1, self._accumulation)
         sync_time_s = parts.exchange.finish()
         if is_to_stop is not None:
             is_to_stop()  # The step is whole: `_agree` asks once more.
@@ -234,7 +234,7 @@ class Trainer:
             micro_batch_size=self._batch.micro_batch_size,
             max_tokens=parts.config.train.eval_tokens,
             autocast=parts.accelerator.autocast,
-            should_stop=lambda: self._ask_to_stop(phase="eval")(),
+            should_stop=lambda done, of: self._ask_to_stop("eval", done, of)(),
         )
         if row is None:
             return True
@@ -247,10 +247,10 @@ class Trainer:
 
         return False
 
-    def _ask_to_stop(self, *, phase: str) -> Callable[[], bool]:
+    def _ask_to_stop(self, phase: str, done: int, of: int) -> Callable[[], bool]:
         """Between two passes: this rank is alive. The call tells whether any is asked to stop."""
         parts = self._parts
-        parts.sign_of_life.tell(step=self._step, phase=phase)
+        parts.sign_of_life.tell(step=self._step, phase=phase, micro_step=done, of=of)
         asked = parts.world.begin_sum(torch.tensor(float(parts.stop_requested())))
         return lambda: bool(asked() > 0)
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from payload.orchestrate.follow import Tail, follow_run, show_steps
 from payload.orchestrate.live import LiveLine
 from payload.results import RunPaths, StepMetrics, to_json_line, write_whole
+from payload.run_config import TrainSection
 
 STEP = StepMetrics(
     step=7,
@@ -163,7 +164,7 @@ def test_a_line_that_is_no_step_is_passed_over(tmp_path: Path, terminal: bool) -
             shown.append(row["step"])
 
     console = Console(file=io.StringIO(), force_terminal=terminal)
-    with Seen(console, steps=10, nodes=1) as live:
+    with Seen(console, train=TrainSection(steps=10), nodes=1) as live:
         for chunk in (content, b"\xff\xfe\n", to_json_line(STEP).encode()):
             with path.open("ab") as file:
                 file.write(chunk)

@@ -23,6 +23,7 @@ from payload.orchestrate.remote_follow import patiently
 from payload.orchestrate.remote_run import RemoteRun
 from payload.orchestrate.ssh_settings import Login
 from payload.results import RunPaths
+from payload.run_config import TrainSection
 from tests.orchestrate.conftest import SHORT, StartSshd
 from tests.orchestrate.sshd import Sshd, make_cluster
 
@@ -57,7 +58,7 @@ def test_a_broken_connection_is_made_anew(
     assert run.refresh() is False
     for process in head.processes()[1:]:
         os.kill(process, signal.SIGKILL)
-    with LiveLine(text_console(stderr=True), steps=1, nodes=1) as live:
+    with LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live:
         assert patiently(run, say=live.say).alive is False
     run.close()
     assert "connection lost, trying for" in capsys.readouterr().err
@@ -69,7 +70,7 @@ def test_a_broken_connection_is_made_anew(
 def test_a_head_that_stays_away_leaves_word_how_to_attach(run: RemoteRun, head: Sshd) -> None:
     head.stop()
     with (
-        LiveLine(text_console(stderr=True), steps=1, nodes=1) as live,
+        LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live,
         pytest.raises(SshUnreachableError, match=r"node-0: .*orchestrate attach one"),
     ):
         patiently(run, say=live.say)
@@ -82,7 +83,7 @@ def test_the_operator_need_not_wait_for_a_connection(
     head.stop()
     monkeypatch.setattr(remote_follow, "_RECONNECT_S", 1e6)
     with (
-        LiveLine(text_console(stderr=True), steps=1, nodes=1) as live,
+        LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live,
         pytest.raises(SshUnreachableError, match="attach one"),
     ):
         patiently(run, say=live.say, interrupted=lambda: True)
@@ -121,7 +122,7 @@ def test_a_stop_reaches_the_supervisor_over_a_new_connection_where_the_old_one_b
     argv, folder = [sys.executable, "-c", SUPERVISOR], head.home / "runs" / "one"
     with (
         subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, text=True) as supervisor,
-        LiveLine(text_console(stderr=True), steps=1, nodes=1) as live,
+        LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live,
     ):
         assert supervisor.stdout is not None
         try:
@@ -139,7 +140,7 @@ def test_a_stop_reaches_the_supervisor_over_a_new_connection_where_the_old_one_b
 def test_a_stop_that_cannot_be_delivered_is_said_not_to_be(run: RemoteRun, head: Sshd) -> None:
     head.stop()
     with (
-        LiveLine(text_console(stderr=True), steps=1, nodes=1) as live,
+        LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live,
         pytest.raises(
             SshUnreachableError,
             match=r"the stop was not delivered: node-0: .*run one goes on.*orchestrate attach one",

@@ -17,7 +17,6 @@ from payload.model_shape import PRESETS
 from payload.orchestrate import stop_wait
 from payload.orchestrate.checks import check_data, memory_warning
 from payload.orchestrate.inventories import load_cluster, require_one_machine
-from payload.orchestrate.live import describe_step, duration
 from payload.orchestrate.runs import all_runs, create_run, find_run, view_run
 from payload.results import RankProgress, RunPaths, RunState, StopWish, new_run_id, write_json
 from payload.run_config import LaunchSection, parse_run_config
@@ -190,18 +189,6 @@ def test_a_plan_that_needs_more_memory_than_is_free_is_warned_of() -> None:
     assert warning is not None and "1.0 GiB are free" in warning
     assert memory_warning(numbers, placement, free_bytes=2**50) is None
     assert memory_warning(numbers, placement, free_bytes=None) is None
-
-
-def test_the_live_numbers_read_well() -> None:
-    row = {"step": 3, "tokens": 10**7, "loss": 4.56789, "tokens_per_s": 12345.6, "mfu": 0.312}
-    text = describe_step(row, steps=10, left_s=3725.4, nodes=3, cost_usd=1.5)
-    assert text == (
-        "3 nodes  step 3/10  loss 4.5679  12,346 tokens/s  MFU 31.2%  "
-        "$1.50 ($0.15 per million tokens)  ETA 1:02:05"
-    )
-    bare = describe_step(row | {"mfu": None}, steps=10, left_s=1, nodes=1, cost_usd=None)
-    assert bare == "1 node  step 3/10  loss 4.5679  12,346 tokens/s  ETA 0:01"
-    assert duration(42.2) == "0:42"
 
 
 def test_who_asked_for_a_stop_waits_as_long_as_a_checkpoint_gets_on(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,9 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from payload.orchestrate import live
+from payload.orchestrate.__main__ import main
 from payload.results import RunState, write_json
 from tests.orchestrate.test_commands import Workplace
-from tests.supervise.planned import DEADLINE_S, REPO, plan_stand_in, wait_for_steps, wait_until_gone
+from tests.supervise.planned import (
+    DEADLINE_S,
+    REPO,
+    StandInAccess,
+    plan_stand_in,
+    wait_for_steps,
+    wait_until_gone,
+)
 from tests.terminal import Terminal
 
 WIDTHS = (40, 80, 200)
@@ -174,3 +184,70 @@ def test_the_trainer_refuses_a_run_folder_that_no_command_would_find_again(tmp_p
         assert result.returncode == 2
         assert "the folder's name is the run's id" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_the_live_line_and_the_end_table_fit_the_terminal(
+    workplace: Workplace, open_terminal: OpenTerminal, columns: int
+) -> None:
+    terminal = open_terminal("run", "--run-id", "one", columns=columns, stand_in=("--steps", "60"))
+    assert terminal.wait() == 0
+    drawn = [line for line in terminal.drawn() if re.match(r"(starting ranks|step \d+/\d+) ", line)]
+    assert any(re.search(r"\b0:0[1-9]\b", line) for line in drawn), drawn
+    assert max(map(len, drawn)) < columns
+    assert any("loss" in line for line in drawn)
+    table = terminal.drawn()
+    for name in ("status", "steps", "validation loss", "tokens/s", "checkpoint"):
+        assert any(line.startswith(name) for line in table)
+    assert all(len(line) <= columns for line in table if line.startswith(("status", "steps")))
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_list_and_status_show_everything_at_every_width(
+    workplace: Workplace, open_terminal: OpenTerminal, columns: int
+) -> None:
+    name = "gpt2-finetune-20261122-181530-beef"
+    plan_stand_in(workplace.runs / name)
+    shown = open_terminal("list", columns=columns)
+    assert shown.wait() == 0
+    assert max(map(len, shown.drawn())) <= columns
+    text = " ".join(shown.drawn())
+    assert name in text and "starting" in text and "0/100" in text
+    ranks = open_terminal("status", columns=columns)
+    assert ranks.wait() == 0
+    assert max(map(len, ranks.drawn())) <= columns
+    assert "last sign of life" in " ".join(ranks.drawn())
+
+
+@pytest.mark.ranks
+def test_without_a_terminal_a_line_comes_now_and_then(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(live, "_PLAIN_EVERY_S", 0.5)
+    monkeypatch.chdir(REPO)
+    access = StandInAccess(os.environ)
+    access.options = ("--steps", "60")
+    arguments = workplace.arguments("run", *workplace.settings(), "--inventory", "local")
+    assert main(arguments, os.environ, access=access) == 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if " elapsed" in line]
+    assert len(lines) >= 3
+    assert any(re.match(r"step \d+/100  \[#*-+\]  loss ", line) for line in lines)
+    assert not any("\x1b" in line for line in lines)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("phase", ["loading", "step"])
+def test_ctrl_c_in_a_terminal_ends_the_run_in_every_phase(
+    workplace: Workplace, open_terminal: OpenTerminal, phase: str
+) -> None:
+    options = ("--loads",) if phase == "loading" else ("--steps", "100000")
+    terminal = open_terminal("run", "--run-id", "one", stand_in=options)
+    terminal.read_until(lambda raw: f"{phase} " in raw)
+    terminal.press_ctrl_c()
+    status = terminal.wait()
+    text = " ".join(terminal.drawn())
+    assert "stopping: saving a checkpoint first" in text
+    assert "Traceback" not in text
+    assert status == 0, text
+    wait_until_gone(workplace.run_paths("one"))
