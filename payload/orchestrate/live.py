@@ -105,11 +105,11 @@ class LiveLine:
 
     def progress(self, progress: RankProgress | None) -> None:
         """Show rank 0's last sign of life, or that there is none yet."""
-        if progress is None or progress.phase in START_PHASES:
-            # Ranks that begin again go on from their checkpoint, not from the last step shown.
-            self._view = replace(self._view, row=None)
         if progress is not None:
             self._eta.progress(progress)
+            if progress.phase in START_PHASES:
+                # Ranks that begin again go on from their checkpoint, not from the last step shown.
+                self._view = replace(self._view, row=None)
         self._view = replace(self._view, progress=progress)
 
     def began_before(self, seconds: float) -> None:
@@ -171,9 +171,10 @@ class View:
 
     def _activity(self) -> tuple[str, ...]:
         progress = self.progress
-        doing = "starting ranks"
+        done = int(self.row["step"]) if self.row else 0
+        doing = f"step {done}/{self.steps}" if done else "starting ranks"
         if progress is not None:
-            done = max(progress.step, int(self.row["step"]) if self.row else 0)
+            done = max(progress.step, done)
             if progress.phase == "step":
                 doing = f"step {min(done + 1, self.steps)}/{self.steps}"
             else:

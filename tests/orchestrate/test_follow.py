@@ -127,7 +127,7 @@ def test_a_run_that_restarted_while_nobody_read_is_followed_on(tmp_path: Path, h
         paths,
         supervisor,
         console=Console(file=out, force_terminal=True, width=200),
-        steps=31,
+        train=TrainSection(steps=31),
         nodes=1,
         log_tail=Tail(paths.rank_log(0)),
         metrics_tail=tail,
