@@ -6,6 +6,7 @@ others wrote.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ TOKENIZER_FILES = (
 )
 """Every file that a tokenizer may consist of; a folder has some of them."""
 
+_WEIGHTS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _FIX = "Name a folder in the Hugging Face GPT-2 layout."
 
 
@@ -94,9 +96,9 @@ def weight_files(folder: Path) -> tuple[str, ...]:
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index}: weight_map is missing. {_FIX}")
     for name in names.values():
-        if not isinstance(name, str) or Path(name).name != name or not name.isprintable():
+        if not isinstance(name, str) or not _WEIGHTS_NAME.fullmatch(name):
             raise CheckpointError(
-                f"{index}: {shown(name)} does not name a file of its folder. {_FIX}"
+                f"{index}: {shown(name)} does not name a safetensors file of its folder. {_FIX}"
             )
     return tuple(sorted(set(names.values())))
 

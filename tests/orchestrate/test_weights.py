@@ -103,8 +103,8 @@ def make_run(folder: Path) -> None:
     [
         (damage, "is not what the checkpoint's manifest says"),
         (empty, "No such file"),
-        (point_outside, "files outside of its folder"),
-        (break_index, "cannot be read"),
+        (point_outside, "does not name a safetensors file of its folder"),
+        (break_index, "weight_map is missing"),
         (make_run, "no checkpoint that is whole"),
     ],
 )

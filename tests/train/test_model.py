@@ -214,6 +214,8 @@ def test_a_hostile_config_is_refused_before_memory_is_taken_for_it(
         {"weight_map": {"wte.weight": "/etc/passwd"}},
         {"weight_map": {"wte.weight": 7}},
         {"weight_map": {"wte.weight": ""}},
+        {"weight_map": {"wte.weight": ".."}},
+        {"weight_map": {"wte.weight": "pytorch_model.bin"}},
     ],
 )
 def test_a_hostile_index_of_weights_is_refused(tmp_path: Path, index: object) -> None:
