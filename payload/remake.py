@@ -9,16 +9,52 @@ from payload.hints import command
 # Folders whose name says what is in them. What lies under any other name is the user's own, and no
 # source may be named for it: the command would put that in its place.
 _KNOWN = ("openwebtext", "stdlib")
+_KINDS = {".jsonl": "jsonl", ".gz": "jsonl", ".parquet": "parquet"}
+# What `prepare` leaves in a folder that it has not finished.
+_WRITTEN = (".prepare.jsonl", "train.bin", "val.bin", "train.bin.partial", "val.bin.partial")
 
 
-def how_to_make(folder: Path) -> str:
-    """The command for a folder that is not there or not finished, as a sentence."""
+def missing_data(folder: Path) -> str:
+    """Say what is at `folder` instead of a finished data folder, and how to make one."""
+    if not folder.exists():
+        return f"data folder {folder} does not exist. {_how_to_make(folder)}"
+    if not folder.is_dir():
+        return f"data.dir = {folder} is a file, not a data folder. {_how_to_prepare(folder)}"
+    if _was_begun(folder):
+        return (
+            f"data folder {folder} has no meta.json: it was not made to the end. "
+            f"{_how_to_make(folder)}"
+        )
+    if any(folder.iterdir()):
+        return (
+            f"data.dir = {folder} has no meta.json: it is not a data folder. "
+            f"{_how_to_prepare(folder)}"
+        )
+    return f"data folder {folder} has no meta.json: it is empty. {_how_to_make(folder)}"
+
+
+def _was_begun(folder: Path) -> bool:
+    """Say whether `prepare` has written here."""
+    return any((folder / name).exists() for name in _WRITTEN)
+
+
+def _how_to_make(folder: Path) -> str:
+    """Return the command for a folder that is not there or not finished, as a sentence."""
     if folder.name in _KNOWN:
         return f"Make it with: {_prepare(folder.name, '--out', str(folder))}"
     return (
         f"Make it with: {_prepare('KIND', '--input', 'PATH', '--out', str(folder))} "
         "(prepare --help has the kinds; one that was stopped goes on)"
     )
+
+
+def _how_to_prepare(given: Path) -> str:
+    """Return the command for a file or folder of the user's own texts: data goes elsewhere."""
+    name = given.stem if given.is_file() else given.name
+    out = str(given.with_name(f"{name or 'my'}-tokens"))
+    kind = _KINDS.get(given.suffix, "text")
+    prepare = _prepare(kind, "--input", str(given), "--out", out)
+    return f"If it holds your texts, prepare them with: {prepare} - and set data.dir to {out}"
 
 
 def how_to_make_again(folder: Path, *, source: object) -> str:

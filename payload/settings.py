@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import tomllib
 import types
 import typing
@@ -15,6 +16,10 @@ from typing import Any, TypeVar
 from payload.errors import ConfigError
 
 _T = TypeVar("_T")
+_Names = Mapping[str, Sequence[str]]
+"""The keys of every section."""
+_Problem = tuple[str, str]
+"""A section or `section.key`, and what is wrong with it as a sentence."""
 
 
 def setting(
@@ -27,23 +32,35 @@ def setting(
 def parse_sections(cls: type[_T], text: str, *, overrides: Sequence[str], where: str) -> _T:
     """Build `cls`, a dataclass of dataclasses, from TOML text and `section.key=value` overrides.
 
-    Every problem found is in the one ConfigError that is raised.
+    Every problem found is in the one ConfigError that is raised, each with where it comes from:
+    the text, which `where` names, or an override.
     """
     try:
-        tables = tomllib.loads(text)
+        # Editors on Windows begin a file with a byte order mark.
+        tables = tomllib.loads(text.removeprefix("\ufeff"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where}: not valid TOML: {error}.") from None
-    problems: list[str] = []
     sections = typing.get_type_hints(cls)
-    _refuse_unknown(tables, sections, what="section", problems=problems)
+    known = {name: tuple(typing.get_type_hints(section)) for name, section in sections.items()}
+    in_text = _unknown_names(tables, known)
+    in_overrides: list[str] = []
+    overridden: dict[str, str] = {}
     for override in overrides:
-        _apply_override(tables, override, sections=sections, problems=problems)
-    built = {
-        name: _build_section(section, tables.get(name, {}), name=name, problems=problems)
-        for name, section in sections.items()
-    }
-    if problems:
-        raise ConfigError(f"{where}: " + " ".join(problems))
+        problem = _apply_override(tables, override, known=known, overridden=overridden)
+        if problem:
+            in_overrides.append(f"--set {override}: {problem}")
+    built = {}
+    for name, section in sections.items():
+        built[name], problems = _build_section(section, tables.get(name, {}), name=name)
+        for key, problem in problems:
+            if key in overridden:
+                in_overrides.append(f"--set {overridden[key]}: {problem}")
+            else:
+                in_text.append(problem)
+    if in_text:
+        in_text[0] = f"{where}: {in_text[0]}"
+    if in_text or in_overrides:
+        raise ConfigError(" ".join([*in_text, *in_overrides]))
     return cls(**built)
 
 
@@ -70,52 +87,78 @@ def _render_value(value: str | int | float | bool | None) -> str:
     return repr(value)
 
 
-def _build_section(section: type[Any], table: Any, *, name: str, problems: list[str]) -> Any:
+def _build_section(section: type[Any], table: Any, *, name: str) -> tuple[Any, list[_Problem]]:
+    """Return the section and what is wrong with it."""
     if not isinstance(table, Mapping):
-        problems.append(f"{name} = {table!r} is not a section; write [{name}] with keys below it.")
-        return None
+        text = f"{name} = {table!r} is not a section; write [{name}] with keys below it."
+        return None, [(name, text)]
     hints = typing.get_type_hints(section)
-    _refuse_unknown(table, hints, what=f"key in [{name}]", problems=problems)
-    values = {}
+    values, problems = {}, []
     for field in dataclasses.fields(section):
         if field.name in table:
             value = table[field.name]
             problem = _problem_with(value, hints[field.name], field.metadata)
+            key = f"{name}.{field.name}"
             if problem:
-                problems.append(f"{name}.{field.name} = {value!r}: {problem}")
+                problems.append((key, f"{key} = {value!r}: {problem}"))
             else:
                 values[field.name] = _convert(value, hints[field.name])
-    return section(**values)
+    return section(**values), problems
 
 
-def _refuse_unknown(
-    given: Mapping[str, Any], known: Mapping[str, Any], *, what: str, problems: list[str]
-) -> None:
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        named = ", ".join(repr(name) for name in unknown)
-        problems.append(f"unknown {what}: {named}. Known: {', '.join(known)}.")
+def _unknown_names(tables: Mapping[str, Any], known: _Names) -> list[str]:
+    """Name the sections and keys that do not exist."""
+    problems = [
+        f"unknown section: {name!r}.{_did_you_mean(name, known)} Known: {', '.join(known)}."
+        for name in tables
+        if name not in known
+    ]
+    for name, keys in known.items():
+        table = tables.get(name)
+        if isinstance(table, Mapping):
+            problems += [_unknown_key(name, key, known) for key in table if key not in keys]
+    return problems
+
+
+def _unknown_key(section: str, key: str, known: _Names) -> str:
+    meant = _did_you_mean(f"{section}.{key}", known)
+    return f"unknown key in [{section}]: {key!r}.{meant} Known: {', '.join(known[section])}."
+
+
+def _did_you_mean(name: str, known: _Names) -> str:
+    """Return the question for a mistyped section or `section.key`; empty when nothing is near."""
+    section, _, key = name.partition(".")
+    if not key:
+        near = difflib.get_close_matches(section, known, n=1)
+    else:
+        near = [f"{other}.{key}" for other, keys in known.items() if key in keys]
+        keys = [f"{section}.{each}" for each in known.get(section, ())]
+        every = [f"{other}.{each}" for other, keys in known.items() for each in keys]
+        near = near or difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
+        near = near or difflib.get_close_matches(name, every, n=1, cutoff=0.75)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def _apply_override(
-    tables: dict[str, Any], override: str, *, sections: Mapping[str, Any], problems: list[str]
-) -> None:
+    tables: dict[str, Any], override: str, *, known: _Names, overridden: dict[str, str]
+) -> str | None:
+    """Put an override into `tables` and note it in `overridden`; return what is wrong with it."""
     path, equals, text = override.partition("=")
-    section, dot, key = path.strip().partition(".")
+    section, dot, key = (part.strip() for part in path.partition("."))
     if not equals or not dot or not key:
-        problems.append(
-            f"--set {override!r}: write it as section.key=value, as in train.steps=100."
-        )
-        return
-    if section not in sections:
-        problems.append(
-            f"--set {override!r}: unknown section {section!r}. Known: {', '.join(sections)}."
-        )
-        return
+        meant = _did_you_mean(f".{section}", known) if equals and section not in known else ""
+        return f"write it as section.key=value, as in train.steps=100.{meant}"
+    if section not in known:
+        meant = _did_you_mean(f"{section}.{key}", known)
+        return f"unknown section {section!r}.{meant} Known: {', '.join(known)}."
+    if key not in known[section]:
+        return _unknown_key(section, key, known)
     table = tables.setdefault(section, {})
     # What is no table in the file is said when the section is built.
     if isinstance(table, dict):
         table[key] = _parse_scalar(text.strip())
+        overridden[f"{section}.{key}"] = override
+    return None
 
 
 def _parse_scalar(text: str) -> Any:

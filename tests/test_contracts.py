@@ -63,9 +63,15 @@ def test_the_cluster_costs_what_its_nodes_cost_or_is_not_priced() -> None:
         ({"nodes": ["a"]}, r"nodes\[0\]: expected an object, got 'a'"),
         ({"colour": "red"}, "unknown key 'colour'. Known: access, bucket, cluster"),
         ({"access": {"kindd": "iap"}}, "access: unknown key 'kindd'"),
-        ({"access": {"kind": "telnet"}}, "access: kind = 'telnet': must be one of iap, direct, local"),
+        (
+            {"access": {"kind": "telnet"}},
+            "access: kind = 'telnet': must be one of iap, direct, local",
+        ),
         ({"cluster": "../x"}, "cluster = '../x': must be a name of letters"),
-        ({"ssh_user": "a\nProxyCommand x"}, r"ssh_user = 'a\\nProxyCommand x': must be a login's name"),
+        (
+            {"ssh_user": "a\nProxyCommand x"},
+            r"ssh_user = 'a\\nProxyCommand x': must be a login's name",
+        ),
     ],
 )
 def test_a_wrong_inventory_is_refused_with_the_place(change: dict[str, Any], message: str) -> None:

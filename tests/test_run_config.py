@@ -55,8 +55,14 @@ def test_none_means_the_documented_default_of_an_optional_key() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[trian]\nsteps = 1", "unknown section: 'trian'. Known: run, data, model"),
-        ("[train]\nstep = 1", r"unknown key in \[train\]: 'step'. Known: steps, log_every"),
+        (
+            "[trian]\nsteps = 1",
+            "unknown section: 'trian'. Did you mean train\\? Known: run, data, model",
+        ),
+        (
+            "[train]\nstep = 1",
+            r"key in \[train\]: 'step'. Did you mean train\.steps\? Known: steps, log",
+        ),
         ("train = 5", r"train = 5 is not a section; write \[train\]"),
         ("[train]\nsteps = '5'", "train.steps = '5': a whole number is needed"),
         ("[train]\nsteps = 5.5", "train.steps = 5.5: a whole number is needed"),
@@ -102,8 +108,39 @@ def test_each_mistake_is_named_with_its_value_and_what_would_be_right(
 def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         parse("[train]\nsteps = 0\nfoo = 1\n[run]\nseed = -1", "batch", "modl.preset=tiny")
-    for part in ("train.steps", "'foo'", "run.seed = -1", "--set 'batch'", "section 'modl'"):
+    for part in ("train.steps", "'foo'", "run.seed = -1", "--set batch:", "section 'modl'"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.step=5", r"unknown key in \[train\]: 'step'. Did you mean train\.steps\? Known: "),
+        ("train.stpes=5", r"unknown key .* Did you mean train\.steps\? "),
+        ("train.lr=1", r"unknown key .* Did you mean optimizer\.lr\? "),
+        ("trian.steps=5", r"unknown section 'trian'. Did you mean train\.steps\? "),
+        ("train.zzz=5", r"unknown key in \[train\]: 'zzz'. Known: "),
+        ("steps=5", r"write it as section\.key=value.* Did you mean train\.steps\?"),
+        ("train.steps=many", "train.steps = 'many': a whole number is needed"),
+        ("train.steps=0", "train.steps = 0: it must be at least 1"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_not_blamed_on_the_config_file(
+    override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse("[train]\nsteps = 3", override)
+    assert str(caught.value).startswith(f"--set {override}: ")
+    assert "run.toml" not in str(caught.value)
+
+
+def test_an_override_that_mends_the_file_leaves_nothing_to_complain_of() -> None:
+    assert parse("[train]\nsteps = 0", "train.steps=4").train.steps == 4
+
+
+def test_a_file_with_a_byte_order_mark_is_read_as_without(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 7\r\n")
+    assert load_run_config(tmp_path / "x.toml").train.steps == 7
 
 
 def test_an_override_within_what_is_no_section_does_not_hide_the_mistake() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from payload.errors import DataError
-from payload.remake import how_to_make, how_to_make_again
+from payload.remake import how_to_make_again, missing_data
 from payload.results import write_whole
 
 META_NAME = "meta.json"
@@ -91,8 +91,8 @@ def load_meta(folder: Path) -> DataMeta:
     path = folder / META_NAME
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{_absence(folder)} {how_to_make(folder)}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(missing_data(folder)) from None
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path}: cannot be read: {error}. {how_to_make_again(folder, source=None)}"
@@ -113,16 +113,6 @@ def verify_files(folder: Path, meta: DataMeta) -> None:
                 f"{folder / name}: sha256 is {found}, meta.json says {expected.sha256}. "
                 f"{how_to_make_again(folder, source=meta.source)}"
             )
-
-
-def _absence(folder: Path) -> str:
-    if not folder.exists():
-        return f"data folder {folder} does not exist."
-    if not folder.is_dir():
-        return f"data folder {folder} is not a folder."
-    if (folder / TRAIN_NAME).exists():
-        return f"data folder {folder} has no {META_NAME}: it was not made to the end."
-    return f"data folder {folder} has no {META_NAME}."
 
 
 def _from_json(raw: Any, path: Path) -> DataMeta:

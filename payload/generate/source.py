@@ -22,9 +22,10 @@ def find_weights(source: str) -> str:
     folder = Path(source)
     if not folder.is_dir():
         if folder.exists() or not _may_be_on_the_hub(source):
+            what = "it is a file, not a folder" if folder.exists() else "no such folder"
             raise CheckpointError(
-                f"checkpoint {source!r}: no such folder. Name a run, a checkpoint or a folder in "
-                "the Hugging Face GPT-2 layout."
+                f"checkpoint {source!r}: {what}. Name a run, a checkpoint or a folder in the "
+                "Hugging Face GPT-2 layout."
             )
         return source
     paths = RunPaths(folder)

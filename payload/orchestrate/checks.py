@@ -10,7 +10,7 @@ from payload.errors import ConfigError, DataError
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.ranks import Placement, place_ranks
 from payload.orchestrate.inventories import Chosen
-from payload.remake import how_to_make, how_to_make_again
+from payload.remake import how_to_make_again, missing_data
 from payload.run_config import RunConfig
 
 _GIB = 2**30
@@ -88,8 +88,7 @@ def rate_warning(config: RunConfig) -> str | None:
 def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "meta.json"
     if not path.is_file():
-        state = "is not finished: it has no meta.json" if folder.is_dir() else "does not exist"
-        raise DataError(f"data folder {folder} {state}. {how_to_make(folder)}")
+        raise DataError(missing_data(folder))
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -42,6 +42,8 @@ def local_weights(init: str) -> Weights | None:
     """
     path = Path(init)
     if init == "scratch" or not path.is_dir():
+        if path.is_file():
+            raise ConfigError(f"model.init = {init!r}: it is a file. Name its folder.")
         if init.startswith(("/", "./", "../", "~")):
             raise ConfigError(f"model.init = {init!r}: there is no such folder here. Correct it.")
         return None

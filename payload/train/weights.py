@@ -57,8 +57,8 @@ def load_hf(source: str, *, dropout: float = 0.0) -> GPT:
     folder = model_folder(source)
     config = read_config(folder)
     shape = config.shape()
-    _require_room_for(shape, folder)
     tensors = _read_tensors(folder)
+    _require_enough(tensors, shape, folder)
     activation = cast(Activation, config.activation_function)
     model = GPT(shape, dropout=dropout, activation=activation, random=False)
     _assign(model, tensors, folder=folder)
@@ -71,6 +71,10 @@ def model_folder(source: str) -> Path:
     Raises CheckpointError when there is neither.
     """
     folder = Path(source)
+    if folder.is_file():
+        raise CheckpointError(
+            f"model {source!r}: it is a file. Name its folder, in the Hugging Face GPT-2 layout."
+        )
     return folder if folder.is_dir() else _download(source)
 
 
@@ -149,17 +153,13 @@ def _download(name: str) -> Path:
         ) from None
 
 
-def _require_room_for(shape: ModelShape, folder: Path) -> None:
-    """Refuse sizes that the files cannot hold, before memory is taken for them."""
-    try:
-        held_bytes = sum((folder / name).stat().st_size for name in weight_files(folder))
-    except OSError:
-        return  # Reading them says what is wrong.
-    if shape.num_matrix_params() > held_bytes:
+def _require_enough(tensors: dict[str, Tensor], shape: ModelShape, folder: Path) -> None:
+    """Refuse sizes that the weights do not have, before memory is taken for them."""
+    held = sum(value.numel() for value in tensors.values())
+    if shape.num_matrix_params() > 2 * held:
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: its sizes make {shape.num_params():,} parameters, but the "
-            f"files with the weights have {held_bytes:,} bytes. The folder is damaged; name "
-            "another one."
+            f"files with the weights have {held:,}. The folder is damaged; name another one."
         )
 
 

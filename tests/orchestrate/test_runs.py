@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from payload.data.meta import load_meta
 from payload.errors import ConfigError, DataError, UsageError
 from payload.launch.arithmetic import work_out
 from payload.launch.ranks import place_ranks
@@ -146,7 +149,10 @@ def test_a_whole_data_folder_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "meta.json").unlink(), "is not finished: it has no meta.json"),
+        (
+            lambda folder: (folder / "meta.json").unlink(),
+            "it was not made to the end",
+        ),
         (lambda folder: (folder / "meta.json").write_text("{"), "cannot be read"),
         (lambda folder: (folder / "meta.json").write_text("[]"), "expected an object"),
         (lambda folder: (folder / "meta.json").write_text("{}"), "an entry is missing"),
@@ -172,6 +178,49 @@ def test_a_damaged_data_folder_of_ones_own_text_is_to_be_made_from_that_again(
     with pytest.raises(DataError, match=r"with --force \(it was: jsonl: corpus\)\.$") as raised:
         check_data(folder, sequence_length=10)
     assert "--source" not in str(raised.value)
+
+
+def one_text(folder: Path) -> Path:
+    (folder / "text.txt").write_text("my only copy")
+    return folder / "text.txt"
+
+
+def rows(folder: Path) -> Path:
+    (folder / "rows.jsonl").write_text("{}")
+    return folder / "rows.jsonl"
+
+
+def own_texts(folder: Path) -> Path:
+    (folder / "my texts").mkdir()
+    one_text(folder / "my texts")
+    return folder / "my texts"
+
+
+@pytest.mark.parametrize(
+    ("make", "message", "command"),
+    [
+        (one_text, "is a file, not a data folder", "--source text --input {} --out {}-tokens"),
+        (rows, "is a file, not a data folder", "--source jsonl --input {} --out {}-tokens"),
+        (own_texts, "it is not a data folder", "--source text --input {} --out {}-tokens"),
+    ],
+)
+@pytest.mark.parametrize(
+    "check",
+    [lambda folder: check_data(folder, sequence_length=10), load_meta],
+    ids=["run", "train"],
+)
+def test_no_command_is_suggested_that_writes_where_the_users_own_texts_are(
+    tmp_path: Path, make: Any, message: str, command: str, check: Any
+) -> None:
+    given = make(tmp_path)
+    with pytest.raises(DataError, match=message) as raised:
+        check(given)
+    words = shlex.split(str(raised.value).partition("prepare them with: ")[2].partition(" - ")[0])
+    expected = command.format("GIVEN", "OUT").split()
+    out = str(given.with_name(given.stem))
+    expected = [word.replace("GIVEN", str(given)).replace("OUT", out) for word in expected]
+    assert words[words.index("-m") :] == ["-m", "payload.data", "prepare", *expected]
+    assert "does not exist" not in str(raised.value)
 
 
 def test_missing_data_and_short_data_are_named(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import transformers
 
+from payload.checkpoint_files import manifest_problems
 from payload.data.encode import NASTY
 from payload.data.meta import load_meta, write_meta
 from payload.data.tokenizer import gpt2_encoding
 from payload.hf_folder import TOKENIZER_FILES
 from payload.results import RunPaths
-from payload.train.checkpoint import manifest_problems
 from tests.data_folders import make_data_folder
 from tests.launching import DEADLINE_S, TINY_RUN
 from tests.train.alone import train_alone
