@@ -14,6 +14,8 @@ from payload.untrusted import build, check_schema, checked, parse_json, read_byt
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 TRAINER_FILE = "trainer.json"
+BEST_NAME = "best"
+"""A link beside the checkpoints, to the one with the lowest validation loss."""
 
 _FOLDER = re.compile(r"step_(\d{8,18})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
@@ -69,6 +71,18 @@ def newest_sound(
             return folder
         passed_over(folder, problems[0])
     return None
+
+
+def best_checkpoint(checkpoints: Path, val_losses: Mapping[int, float]) -> Path | None:
+    """Return the folder with the lowest validation loss, the newest of equals, or None.
+
+    `val_losses` is by step. A checkpoint whose step was not evaluated is never the best.
+    """
+    rated = [
+        path for path in checkpoint_folders(checkpoints) if checkpoint_step(path) in val_losses
+    ]
+    # min takes the first of equals.
+    return min(reversed(rated), key=lambda path: val_losses[checkpoint_step(path)], default=None)
 
 
 def load_manifest(folder: Path) -> Manifest:

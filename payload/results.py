@@ -196,6 +196,8 @@ class Summary:
     final_loss: float | None = None
     best_val_loss: float | None = None
     final_val_loss: float | None = None
+    best_checkpoint: str | None = None
+    """Name of the checkpoint with the lowest validation loss; None where none was evaluated."""
     tokens_per_s: float | None = None
     """Median over the steps after warm-up."""
     mfu: float | None = None
@@ -329,6 +331,11 @@ def read_metrics(path: Path) -> list[Mapping[str, Any]]:
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def read_val_losses(path: Path) -> dict[int, float]:
+    """Return the validation losses of a metrics.jsonl by step."""
+    return {row["step"]: row["val_loss"] for row in read_metrics(path) if "val_loss" in row}
 
 
 def write_whole(path: Path, text: str, *, durable: bool = True) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from payload.checkpoint_files import best_checkpoint
 from payload.inventory import ClusterInventory
-from payload.results import RunPaths, Summary
+from payload.results import RunPaths, Summary, read_val_losses
 
 # The first steps build kernels and warm caches; the median leaves out up to this many.
 _WARM_UP_STEPS = 3
@@ -33,6 +34,12 @@ def with_metrics(summary: Summary, rows: Sequence[Mapping[str, Any]]) -> Summary
         tokens_per_s=statistics.median(row["tokens_per_s"] for row in steady),
         mfu=statistics.median(mfus) if mfus else None,
     )
+
+
+def with_best(summary: Summary, paths: RunPaths) -> Summary:
+    """Return the summary with the name of the best checkpoint."""
+    best = best_checkpoint(paths.checkpoints, read_val_losses(paths.metrics))
+    return replace(summary, best_checkpoint=best.name if best else None)
 
 
 def with_time(summary: Summary, paths: RunPaths, *, wall_s: float) -> Summary:

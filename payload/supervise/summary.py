@@ -10,7 +10,7 @@ from payload.full_disk import write_record
 from payload.launch.outcome import Verdict
 from payload.launch.plan import LaunchPlan
 from payload.results import RunPaths, RunState, Summary, read_json, read_metrics
-from payload.run_statistics import with_cost, with_metrics, with_time
+from payload.run_statistics import with_best, with_cost, with_metrics, with_time
 
 
 def last_summary(paths: RunPaths) -> Summary | None:
@@ -44,7 +44,7 @@ def complete_summary(
         restarts=state.attempt - 1,
     )
     if written is None or written.status not in ("finished", "stopped"):
-        summary = with_metrics(summary, read_metrics(paths.metrics))
+        summary = with_best(with_metrics(summary, read_metrics(paths.metrics)), paths)
         wall_s = wall_before_s + time.time() - state.started_unix
         summary = with_time(summary, paths, wall_s=wall_s)
     summary = with_cost(summary, state.cost_usd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from payload.checkpoint_files import (
+    BEST_NAME,
     MANIFEST_FILE,
     SCHEMA_VERSION,
     TRAINER_FILE,
@@ -132,20 +134,35 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
     return newest_sound(checkpoints, passed_over=warn)
 
 
-def remove_old_checkpoints(checkpoints: Path, *, keep: int, newest: Path) -> None:
-    """Remove all but the `keep` up to `newest`, and what an interrupted write left.
+def remove_old_checkpoints(
+    checkpoints: Path, *, keep: int, newest: Path, best: Path | None = None
+) -> None:
+    """Remove all but `best` and the `keep` up to `newest`, and what an interrupted write left.
 
     What lies beyond `newest`, the one just written, was damaged or given up: training has been
     resumed from before it.
     """
     folders = checkpoint_folders(checkpoints)
-    kept = folders[: folders.index(newest) + 1][-keep:]
-    for folder in set(folders) - set(kept):
+    going_on = folders[: folders.index(newest) + 1]
+    kept = {*going_on[-keep:], *({best} & set(going_on))}
+    for folder in set(folders) - kept:
         # Renamed first, so that a half-removed folder is never taken for a checkpoint.
         doomed = folder.with_name(folder.name + _PARTIAL_SUFFIX)
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
     remove_partial_checkpoints(checkpoints)
+
+
+def point_to_best(checkpoints: Path, best: Path) -> None:
+    """Make `checkpoints/best` a link to the folder `best`, unless the file system has no links."""
+    link = checkpoints / BEST_NAME
+    fresh = checkpoints / f".{BEST_NAME}{_PARTIAL_SUFFIX}"
+    with contextlib.suppress(OSError):
+        if link.is_symlink() and link.readlink() == Path(best.name):
+            return
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(best.name)
+        fresh.replace(link)
 
 
 def remove_partial_checkpoints(checkpoints: Path) -> None:

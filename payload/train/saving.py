@@ -9,7 +9,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from payload.train.checkpoint import TrainerState, remove_old_checkpoints, save_checkpoint
+from payload.checkpoint_files import best_checkpoint
+from payload.train.checkpoint import (
+    TrainerState,
+    point_to_best,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
 from payload.train.model import GPT
 
 log = logging.getLogger(__name__)
@@ -27,15 +33,18 @@ class Saving:
         *,
         keep: int,
         tokenizer: Mapping[str, bytes],
+        val_losses: Mapping[int, float] | None = None,
         waiting: Callable[[], None],
     ) -> None:
         """`tokenizer` has its files by name, for every checkpoint.
 
+        `val_losses`: what evaluations found before, by step; see `evaluated`.
         `waiting` is called when a wait begins, and whenever the write has come on during one.
         """
         self.checkpoints = checkpoints
         self._keep = keep
         self._tokenizer = tokenizer
+        self._val_losses = dict(val_losses or {})
         self._waiting = waiting
         self._write: _Write | None = None
 
@@ -55,10 +64,15 @@ class Saving:
                 progressed=progressed,
                 tensors_read=tensors_read,
             )
-            remove_old_checkpoints(self.checkpoints, keep=self._keep, newest=folder)
+            best = best_checkpoint(self.checkpoints, self._val_losses)
+            remove_old_checkpoints(self.checkpoints, keep=self._keep, newest=folder, best=best)
             log.info(f"step {state.step}: checkpoint {folder}")
 
         self._write = _Write(work)
+
+    def evaluated(self, step: int, *, val_loss: float) -> None:
+        """Note the validation loss at `step`: the best checkpoint is never removed."""
+        self._val_losses[step] = val_loss
 
     def before_update(self) -> None:
         """Wait until model and optimizer may change."""
@@ -70,6 +84,9 @@ class Saving:
         if self._write is not None:
             self._write.wait(self._write.is_whole, self._waiting)
             self._write = None
+        best = best_checkpoint(self.checkpoints, self._val_losses)
+        if best is not None:
+            point_to_best(self.checkpoints, best)
 
 
 class _Write:

@@ -101,11 +101,12 @@ def restore_optimizer(optimizers: Optimizers, start: Start, *, world: World) -> 
 def require_disk_space(config: RunConfig, shape: ModelShape, *, paths: RunPaths) -> None:
     """Raise ConfigError when the checkpoints that the run keeps, and one more, do not fit.
 
-    On a resume some of them are there. What an interrupted write left is removed first.
+    It keeps the newest ones and the best. On a resume some of them are there. What an interrupted
+    write left is removed first.
     """
     paths.root.mkdir(parents=True, exist_ok=True)
     remove_partial_checkpoints(paths.checkpoints)
-    keep = config.train.keep_checkpoints
+    keep = config.train.keep_checkpoints + 1
     there = min(keep, len(checkpoint_folders(paths.checkpoints)))
     to_come = keep + 1 - there
     needed = shape.num_params() * _CHECKPOINT_BYTES_PER_PARAM * to_come
@@ -114,7 +115,7 @@ def require_disk_space(config: RunConfig, shape: ModelShape, *, paths: RunPaths)
         advice = "Free space or lower train.keep_checkpoints" if to_come > 1 else "Free space"
         raise ConfigError(
             f"{paths.root}: {free / 1e9:.1f} GB free, but {to_come} more of {keep + 1} checkpoints "
-            f"(train.keep_checkpoints = {keep}, and the one being written) need "
+            f"(train.keep_checkpoints = {keep - 1}, the best one, and the one being written) need "
             f"{needed / 1e9:.1f} GB. {advice}."
         )
 

@@ -19,7 +19,7 @@ from payload.results import (
     read_json,
     read_metrics,
 )
-from payload.run_statistics import with_metrics, with_time
+from payload.run_statistics import with_best, with_metrics, with_time
 from payload.train.metrics import versions
 from payload.train.world import World, as_rank_lost
 
@@ -94,6 +94,7 @@ class SummaryFile:
         if self._world.is_main:
             wall_s = self._wall_s or time.perf_counter() - self._started_s
             known = with_metrics(self._summary, read_metrics(self._paths.metrics))
+            known = with_best(known, self._paths)
             write_record(self._paths.summary, with_time(known, self._paths, wall_s=wall_s))
 
 

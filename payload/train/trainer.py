@@ -15,7 +15,7 @@ import torch
 from payload.data.blocks import BlockOrder
 from payload.data.meta import TRAIN_NAME
 from payload.errors import TrainingError
-from payload.results import StepMetrics
+from payload.results import StepMetrics, read_val_losses
 from payload.train.checkpoint import TrainerState
 from payload.train.evaluate import evaluate
 from payload.train.metrics import rss_bytes, versions
@@ -57,6 +57,7 @@ class Trainer:
             parts.paths.checkpoints,
             keep=parts.config.train.keep_checkpoints,
             tokenizer=parts.tokenizer,
+            val_losses=read_val_losses(parts.paths.metrics) if parts.world.is_main else {},
             waiting=lambda: parts.sign_of_life.tell(step=self._step, phase="checkpoint"),
         )
 
@@ -240,6 +241,7 @@ class Trainer:
             return True
         if parts.metrics is not None:
             parts.metrics.append(row)
+            self._saving.evaluated(row.step, val_loss=row.val_loss)
             log.info(
                 f"step {row.step}: validation loss {row.val_loss:.4f} over {row.val_tokens:,} "
                 "tokens"

@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from payload.checkpoint_files import manifest_problems
+from payload.checkpoint_files import checkpoint_folders, checkpoint_step, manifest_problems
 from payload.errors import TrainingError
-from payload.results import RunPaths
+from payload.results import EvalMetrics, RunPaths, Summary, read_json, read_metrics
 from payload.run_config import load_run_config
-from payload.train import checkpoint
+from payload.train import checkpoint, trainer
 from payload.train.checkpoint import load_optimizer_tensors, newest_checkpoint
 from payload.train.optimizer import Optimizers
 from payload.train.saving import Saving
 from payload.train.session import train
 from payload.train.start_clock import StartClock
-from tests.train.alone import ALONE
+from tests.train.alone import ALONE, train_alone
 from tests.train.test_checkpoint import STATE, trained_optimizers
 
 DEADLINE_S = 60
@@ -155,6 +155,31 @@ def test_a_run_ends_with_the_error_of_a_checkpoint_that_could_not_be_written(
             clock=StartClock(),
         )
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_the_best_checkpoint_is_kept_linked_and_named_and_a_resume_starts_from_the_newest(
+    tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = {1: 4.0, 2: 2.0, 3: 3.0, 4: 5.0, 5: 6.0, 6: 1.0}
+    monkeypatch.setattr(
+        trainer,
+        "evaluate",
+        lambda *_, step, **__: EvalMetrics(step=step, val_loss=losses.get(step, 9.0), val_tokens=1),
+    )
+    paths = RunPaths(tmp_path / "run")
+    every = ("train.checkpoint_every=1", "train.eval_every=1", "train.keep_checkpoints=1")
+    for steps, best in ((1, 1), (2, 2), (4, 2), (6, 6)):
+        train_alone(paths.root, tiny_config, *every, f"train.steps={steps}")
+        found = {checkpoint_step(folder) for folder in checkpoint_folders(paths.checkpoints)}
+        # Besides these, at most the one that was the best when the last save ended.
+        assert {best, steps} <= found and len(found) <= 2
+        assert (paths.checkpoints / "best").resolve() == paths.checkpoint(best).resolve()
+        assert not manifest_problems(paths.checkpoints / "best")
+        summary = read_json(Summary, paths.summary)
+        assert summary is not None and summary.best_checkpoint == paths.checkpoint(best).name
+        assert newest_checkpoint(paths.checkpoints) == paths.checkpoint(steps)
+    trained = [row["step"] for row in read_metrics(paths.metrics) if "loss" in row]
+    assert trained == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_rank_that_fails_makes_the_checkpoint_under_way_whole(

@@ -29,12 +29,12 @@ def shape_of_a_checkpoint(size_bytes: float) -> ModelShape:
 @pytest.mark.parametrize(
     ("there", "room", "refusal"),
     [
-        (0, 2.5, r"3 more of 3 checkpoints .*need .* Free space or lower train.keep_checkpoints"),
-        (0, 3.5, None),
-        (1, 1.5, r"2 more of 3 checkpoints"),
-        (1, 2.5, None),
-        (2, 0.5, r"1 more of 3 checkpoints .* Free space\.$"),
-        (2, 1.5, None),
+        (0, 3.5, r"4 more of 4 checkpoints .*need .* Free space or lower train.keep_checkpoints"),
+        (0, 4.5, None),
+        (1, 2.5, r"3 more of 4 checkpoints"),
+        (1, 3.5, None),
+        (3, 0.5, r"1 more of 4 checkpoints .* Free space\.$"),
+        (3, 1.5, None),
         (5, 1.5, None),
     ],
 )
