@@ -14,6 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from payload.errors import ConfigError
+from payload.untrusted import printable, shown
+
+_SHOWN_PROBLEMS = 8
+_SHOWN_CHARS = 200
 
 _T = TypeVar("_T")
 _Names = Mapping[str, Sequence[str]]
@@ -38,8 +42,10 @@ def parse_sections(cls: type[_T], text: str, *, overrides: Sequence[str], where:
     try:
         # Editors on Windows begin a file with a byte order mark.
         tables = tomllib.loads(text.removeprefix("\ufeff"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where}: not valid TOML: {error}.") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: not valid TOML: nested too deeply.") from None
+    except ValueError as error:  # Also for an integer of more than 4,300 digits.
+        raise ConfigError(f"{where}: not valid TOML: {printable(str(error))}.") from None
     sections = typing.get_type_hints(cls)
     known = {name: tuple(typing.get_type_hints(section)) for name, section in sections.items()}
     in_text = _unknown_names(tables, known)
@@ -48,20 +54,32 @@ def parse_sections(cls: type[_T], text: str, *, overrides: Sequence[str], where:
     for override in overrides:
         problem = _apply_override(tables, override, known=known, overridden=overridden)
         if problem:
-            in_overrides.append(f"--set {override}: {problem}")
+            in_overrides.append(f"--set {_short(override)}: {problem}")
     built = {}
     for name, section in sections.items():
         built[name], problems = _build_section(section, tables.get(name, {}), name=name)
         for key, problem in problems:
             if key in overridden:
-                in_overrides.append(f"--set {overridden[key]}: {problem}")
+                in_overrides.append(f"--set {_short(overridden[key])}: {problem}")
             else:
                 in_text.append(problem)
     if in_text:
         in_text[0] = f"{where}: {in_text[0]}"
     if in_text or in_overrides:
-        raise ConfigError(" ".join([*in_text, *in_overrides]))
+        raise ConfigError(_together([*in_text, *in_overrides]))
     return cls(**built)
+
+
+def _together(problems: Sequence[str]) -> str:
+    more = len(problems) - _SHOWN_PROBLEMS
+    tail = [f"And {more} more."] if more > 0 else []
+    return " ".join([*problems[:_SHOWN_PROBLEMS], *tail])
+
+
+def _short(override: str) -> str:
+    """Return an override as the user typed it, unless that would fill the screen or steer it."""
+    text = printable(override).replace("\n", " ")
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
 def render_sections(config: object) -> str:
@@ -90,7 +108,7 @@ def _render_value(value: str | int | float | bool | None) -> str:
 def _build_section(section: type[Any], table: Any, *, name: str) -> tuple[Any, list[_Problem]]:
     """Return the section and what is wrong with it."""
     if not isinstance(table, Mapping):
-        text = f"{name} = {table!r} is not a section; write [{name}] with keys below it."
+        text = f"{name} = {shown(table)} is not a section; write [{name}] with keys below it."
         return None, [(name, text)]
     hints = typing.get_type_hints(section)
     values, problems = {}, []
@@ -100,7 +118,7 @@ def _build_section(section: type[Any], table: Any, *, name: str) -> tuple[Any, l
             problem = _problem_with(value, hints[field.name], field.metadata)
             key = f"{name}.{field.name}"
             if problem:
-                problems.append((key, f"{key} = {value!r}: {problem}"))
+                problems.append((key, f"{key} = {shown(value)}: {problem}"))
             else:
                 values[field.name] = _convert(value, hints[field.name])
     return section(**values), problems
@@ -109,7 +127,7 @@ def _build_section(section: type[Any], table: Any, *, name: str) -> tuple[Any, l
 def _unknown_names(tables: Mapping[str, Any], known: _Names) -> list[str]:
     """Name the sections and keys that do not exist."""
     problems = [
-        f"unknown section: {name!r}.{_did_you_mean(name, known)} Known: {', '.join(known)}."
+        f"unknown section: {shown(name)}.{_did_you_mean(name, known)} Known: {', '.join(known)}."
         for name in tables
         if name not in known
     ]
@@ -122,7 +140,7 @@ def _unknown_names(tables: Mapping[str, Any], known: _Names) -> list[str]:
 
 def _unknown_key(section: str, key: str, known: _Names) -> str:
     meant = _did_you_mean(f"{section}.{key}", known)
-    return f"unknown key in [{section}]: {key!r}.{meant} Known: {', '.join(known[section])}."
+    return f"unknown key in [{section}]: {shown(key)}.{meant} Known: {', '.join(known[section])}."
 
 
 def _did_you_mean(name: str, known: _Names) -> str:
@@ -150,7 +168,7 @@ def _apply_override(
         return f"write it as section.key=value, as in train.steps=100.{meant}"
     if section not in known:
         meant = _did_you_mean(f"{section}.{key}", known)
-        return f"unknown section {section!r}.{meant} Known: {', '.join(known)}."
+        return f"unknown section {shown(section)}.{meant} Known: {', '.join(known)}."
     if key not in known[section]:
         return _unknown_key(section, key, known)
     table = tables.setdefault(section, {})
@@ -198,7 +216,11 @@ def _problem_with(value: Any, hint: Any, limits: Mapping[str, Any]) -> str | Non
     if kind is bool:
         return None if isinstance(value, bool) else "write true or false."
     if kind is str:
-        return None if isinstance(value, str) else f"a text in quotes is needed{optional}."
+        if not isinstance(value, str):
+            return f"a text in quotes is needed{optional}."
+        # They become paths, names and lines of files.
+        is_plain = value == printable(value) and "\n" not in value
+        return None if is_plain else "a text without control characters is needed."
     whole = kind is int
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         return f"a {'whole ' if whole else ''}number is needed{optional}."
@@ -207,7 +229,8 @@ def _problem_with(value: Any, hint: Any, limits: Mapping[str, Any]) -> str | Non
 
 def _limit_problem(value: float, limits: Mapping[str, Any]) -> str | None:
     low, above, high = limits.get("low"), limits.get("above"), limits.get("high")
-    if not abs(value) < float("inf"):
+    # What is written without a point is a Python integer of any size.
+    if not abs(value) < (float("inf") if isinstance(value, float) else 2**63):
         return "a finite number is needed."
     if low is not None and value < low:
         return f"it must be at least {low}."

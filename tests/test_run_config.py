@@ -173,3 +173,23 @@ def test_a_hang_limit_that_gloo_would_forestall_is_refused() -> None:
     parse_run_config(
         "[distributed]\ntimeout_s = 130\n[limits]\nhang_timeout_s = 117\n", where="test"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[optimizer]\nlr = 1" + "0" * 400, "a finite number is needed"),
+        ("[train]\nsteps = 1" + "0" * 30, "a finite number is needed"),
+        ("[train]\nsteps = 1" + "0" * 4_400, "not valid TOML"),
+        ("a = " + "[" * 20_000, "not valid TOML"),
+        ('[data]\ndir = "a\\u0000b"', "without control characters"),
+        ('[data]\ndir = "a\\nb"', "without control characters"),
+        ('[data]\ndir = "a\\u001b[2Jb"', "without control characters"),
+        ("\n".join(f"[section{i}]" for i in range(100)), "And 92 more"),
+    ],
+)
+def test_absurd_values_are_refused_in_one_short_line(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as refused:
+        parse_run_config(text, where="run.toml")
+    assert len(str(refused.value)) < 4_000
+    assert "\n" not in str(refused.value)
