@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from payload.errors import CheckpointError, ConfigError
+from payload.run_config import TrainSection
 from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
 SCHEMA_VERSION = 1
@@ -16,6 +18,9 @@ MANIFEST_FILE = "manifest.json"
 TRAINER_FILE = "trainer.json"
 BEST_NAME = "best"
 """A link beside the checkpoints, to the one with the lowest validation loss."""
+
+BYTES_PER_PARAM = 12
+"""Of a checkpoint on disk: fp32 weights and two AdamW moments."""
 
 _FOLDER = re.compile(r"step_(\d{8,18})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
@@ -83,6 +88,36 @@ def best_checkpoint(checkpoints: Path, val_losses: Mapping[int, float]) -> Path 
     ]
     # min takes the first of equals.
     return min(reversed(rated), key=lambda path: val_losses[checkpoint_step(path)], default=None)
+
+
+def require_room(train: TrainSection, *, params: int, run: Path) -> None:
+    """Raise ConfigError when the checkpoints that a run keeps, and one more, do not fit its disk.
+
+    It keeps the newest ones and the best. On a resume some of them are there.
+    """
+    most = most_checkpoints(train)
+    to_come = most - min(most - 1, len(checkpoint_folders(run / "checkpoints")))
+    needed = to_come * params * BYTES_PER_PARAM
+    free = free_bytes(run)
+    if free < needed:
+        advice = "Free space or lower train.keep_checkpoints" if to_come > 1 else "Free space"
+        raise ConfigError(
+            f"{run}: {free / 1e9:.1f} GB free, but {to_come} more of {most} checkpoints "
+            f"(train.keep_checkpoints = {train.keep_checkpoints}, the best one, and the one being "
+            f"written) need {needed / 1e9:.1f} GB. {advice}."
+        )
+
+
+def most_checkpoints(train: TrainSection) -> int:
+    """Return how many checkpoints of a run its disk has at once, at most."""
+    return train.keep_checkpoints + 2
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space on the disk that `folder` is on, or will be."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def load_manifest(folder: Path) -> Manifest:

@@ -7,6 +7,7 @@ or into room that was kept for it: what a file has, its file system does not tak
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from io import FileIO
 from pathlib import Path
@@ -33,9 +34,13 @@ def write_record(
 ) -> None:
     """`write_json`, but on a full disk over the record that is there, or into the room for one.
 
-    Raises OSError where there is neither.
+    Raises OSError where there is neither, and where the run's folder has been removed: a part of
+    it must not come back.
     """
     text = to_json(value)
+    run = path.parent.parent if isinstance(value, RankProgress | RankExit) else path.parent
+    if not run.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(run))
     try:
         write_whole(path, text, durable=durable)
     except OSError:

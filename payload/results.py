@@ -29,6 +29,8 @@ from payload.untrusted import (
 SCHEMA_VERSION = 1
 DEFAULT_RUNS_DIR = "runs"
 DEFAULT_GRACE_S = 60.0
+LATEST = "latest"
+"""The link in a runs folder to the newest run that has finished a step."""
 
 RunStatus = Literal["starting", "running", "finished", "stopped", "failed"]
 
@@ -288,6 +290,18 @@ class RankExit:
     """The rank's own words, one line."""
     time_unix: float
     schema_version: int = SCHEMA_VERSION
+
+
+def point_latest_at(paths: RunPaths) -> None:
+    """Make the link `latest` lead to this run, unless it leads to a newer one. Raises OSError."""
+    link = paths.root.with_name(LATEST)
+    there = RunPaths(link).plan
+    if there.exists() and there.stat().st_mtime_ns > paths.plan.stat().st_mtime_ns:
+        return
+    fresh = link.with_name(f".{LATEST}.{paths.run_id}")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(paths.run_id)
+    fresh.replace(link)
 
 
 def to_json_line(row: StepMetrics | EvalMetrics) -> str:

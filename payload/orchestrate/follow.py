@@ -131,7 +131,7 @@ def follow_run(
         while True:
             ended = supervisor.poll() is not None
             for line in log_tail.lines():
-                live.say(line)
+                live.log(line)
             show_steps(metrics_tail, live)
             show_progress(paths, live, stale=stale)
             show_state(paths, live, stopping=heeded > 0)
@@ -142,7 +142,8 @@ def follow_run(
             with suppress(subprocess.TimeoutExpired):
                 supervisor.wait(_TICK_S)
         if log_tail.rest():
-            live.say(log_tail.rest())
+            live.log(log_tail.rest())
+        live.say_kept(unless=final_error(paths))
 
 
 def follow_log(tail: Tail, *, show: Callable[[str], None], alive: Callable[[], bool]) -> None:
@@ -178,6 +179,15 @@ def show_progress(paths: RunPaths, live: LiveLine, *, stale: RankProgress | None
     """Show what rank 0 does, unless that is what it did before this command began."""
     progress = read_progress(paths)
     live.progress(None if progress == stale else progress)
+
+
+def final_error(paths: RunPaths) -> str:
+    """Return what the end of the run will be reported with; empty where nothing is known."""
+    try:
+        state = read_json(RunState, paths.state)
+    except ConfigError:
+        return ""
+    return (state.error or "") if state else ""
 
 
 def show_state(paths: RunPaths, live: LiveLine, *, stopping: bool) -> None:

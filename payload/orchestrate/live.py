@@ -25,6 +25,7 @@ _PLAIN_EVERY_S = 30.0
 # Steps whose median time the ETA goes by.
 _RECENT = 20
 _BAR_CELLS = 24
+_LAST_WORDS = "error: "
 # Parts of the line from this rank on are left out before any other is shortened.
 _EXTRA = 6
 _PHASES = {
@@ -52,6 +53,7 @@ class LiveLine:
         self._view = View(steps=train.steps, nodes=nodes)
         self._began_s = self._printed_s = time.monotonic()
         self._news: str | None = None
+        self._kept = ""
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(
@@ -82,6 +84,20 @@ class LiveLine:
         self._printed_s = time.monotonic()
         self._console.print(line)
 
+    def log(self, line: str) -> None:
+        """Print a line of rank 0's log; its last words wait, as the run's error may repeat them."""
+        self.say_kept()
+        if line.startswith(_LAST_WORDS):
+            self._kept = line
+        else:
+            self.say(line)
+
+    def say_kept(self, *, unless: str = "") -> None:
+        """Print rank 0's last words if they were kept back, but not when `unless` repeats them."""
+        kept, self._kept = self._kept, ""
+        if kept and kept.removeprefix(_LAST_WORDS) not in unless:
+            self.say(kept)
+
     def news(self, text: str) -> None:
         """Print a line above, unless it is the last one of its kind."""
         if text != self._news:
@@ -97,6 +113,11 @@ class LiveLine:
     def cost(self, usd: float | None) -> None:
         """Show what the run has cost so far."""
         self._view = replace(self._view, cost_usd=usd)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Tell whether a finished step has been shown."""
+        return self._view.row is not None
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Show a finished step; `row` is its line of metrics.jsonl."""

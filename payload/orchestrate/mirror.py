@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from payload.errors import ConfigError
+from payload.errors import ConfigError, UsageError
 from payload.results import RankExit, RunPaths, read_json, write_whole
 
 SCHEMA_VERSION = 1
@@ -75,7 +75,14 @@ def note_collected(paths: RunPaths, checkpoint: Path | None) -> None:
 @contextmanager
 def alone(paths: RunPaths, what: str) -> Iterator[None]:
     """Within it no other command of this machine brings `what` of the run here; waits for it."""
-    with (paths.root / f".{what}.lock").open("w") as lock:
+    try:
+        lock = (paths.root / f".{what}.lock").open("w")
+    except FileNotFoundError:
+        raise UsageError(
+            f"{paths.root}, the copy of the run, was removed. Make it again: attach to the run "
+            "with --inventory."
+        ) from None
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -27,10 +27,10 @@ from payload.orchestrate.preflight import operator_key
 from payload.orchestrate.remote_end import bring_home, say_remote_end
 from payload.orchestrate.remote_follow import follow_to_the_end, how_to_attach, patiently
 from payload.orchestrate.remote_run import Look, RemoteRun, planned_run_dir
-from payload.orchestrate.runs import find_run, point_latest_at
+from payload.orchestrate.runs import find_run
 from payload.orchestrate.ssh_settings import Login
 from payload.orchestrate.stop_wait import StopWait, stop_wish
-from payload.results import RunPaths, StopWish
+from payload.results import RunPaths, StopWish, point_latest_at
 from payload.run_lock import FORCE_SIGNAL
 
 _POLL_S = 1.0
@@ -98,7 +98,6 @@ def attach_to(
         if not paths.plan.exists():
             paths.root.mkdir(parents=True, exist_ok=True)
             run.adopt()
-        point_latest_at(paths.root.parent, paths.run_id)
         return follow_to_the_end(run, arguments=arguments, talk=text_console(stderr=True))
     finally:
         run.close()
@@ -110,6 +109,8 @@ def collect(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     talk = text_console(stderr=True)
     with opened(paths, mirrored, env=env) as run:
         home = bring_home(run, talk=talk)
+    if home.checkpoint is not None:
+        point_latest_at(paths)
     talk.print(f"checkpoint: {home.checkpoint or 'none yet'}")
     talk.print(f"everything in {paths.root}" + ("; the run goes on" if home.alive else ""))
     return ExitCode.OK

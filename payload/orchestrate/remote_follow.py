@@ -16,6 +16,7 @@ from payload.inventory import Node
 from payload.orchestrate.follow import (
     Asks,
     Tail,
+    final_error,
     read_progress,
     show_progress,
     show_state,
@@ -24,6 +25,7 @@ from payload.orchestrate.follow import (
 from payload.orchestrate.live import LiveLine
 from payload.orchestrate.remote_end import bring_home, say_remote_end
 from payload.orchestrate.remote_run import Look, RemoteRun
+from payload.results import point_latest_at
 from payload.run_config import load_run_config
 from payload.run_lock import FORCE_SIGNAL
 
@@ -43,7 +45,7 @@ def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Co
     train = load_run_config(run.paths.config).train
     log = Tail(run.paths.rank_log(0), from_end=True)
     metrics = Tail(run.paths.metrics, from_end=True)
-    heeded = 0
+    heeded, is_latest = 0, False
     nodes = len(run.inventory.nodes)
     stale = read_progress(run.paths)
     with Asks() as asks, LiveLine(talk, train=train, nodes=nodes) as live:
@@ -51,9 +53,12 @@ def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Co
         while alive:
             alive = patiently(run, say=live.say, interrupted=partial(asks.exceed, heeded)).alive
             for line in log.lines():
-                live.say(line)
+                live.log(line)
             show_steps(metrics, live)
             show_progress(run.paths, live, stale=stale)
+            if live.has_stepped and not is_latest:
+                is_latest = True
+                point_latest_at(run.paths)
             show_state(run.paths, live, stopping=heeded > 0)
             _pause(asks, heeded=heeded, seconds=_POLL_S if alive else 0.0)
             if asks.count > heeded and alive:
@@ -62,7 +67,8 @@ def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Co
                     return ExitCode.OK
                 heeded = _pass_on(run, live, heeded=heeded)
         if log.rest():
-            live.say(log.rest())
+            live.log(log.rest())
+        live.say_kept(unless=final_error(run.paths))
     return _bring_home(run, arguments=arguments, talk=talk)
 
 

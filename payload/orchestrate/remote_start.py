@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from payload.engines import require_known_backend
 from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError
 from payload.inventory import ClusterInventory
 from payload.launch.budget import time_limit
@@ -20,6 +21,7 @@ from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.cluster_access import ClusterAccess
 from payload.orchestrate.code import Code, archive, this_code, unpack
 from payload.orchestrate.fanout import all_or_raise, on_every_node
+from payload.orchestrate.initial import settle_initial
 from payload.orchestrate.inventories import Chosen
 from payload.orchestrate.planning import PlannedRun, plan_run
 from payload.orchestrate.preflight import check_cluster, lock_sha, operator_key
@@ -28,7 +30,7 @@ from payload.orchestrate.remote_commands import attach_to
 from payload.orchestrate.remote_follow import follow_to_the_end, how_to_attach
 from payload.orchestrate.remote_run import RemoteRun
 from payload.orchestrate.run_key import RunKey, install_run_key, remove_run_key
-from payload.orchestrate.runs import create_run, find_run, point_latest_at
+from payload.orchestrate.runs import create_run, find_run
 from payload.orchestrate.ssh_settings import Login
 from payload.orchestrate.supply import Answers, ask_nodes, bring_code, bring_data, bring_weights
 from payload.orchestrate.trial_report import try_if_new
@@ -62,7 +64,7 @@ def run_on_cluster(
     talk: Console,
 ) -> int:
     """Start a run on the cluster, or follow the one that is on it, and return its exit code."""
-    wanted = _wanted(arguments, chosen, config_of=config_of)
+    wanted = _wanted(arguments, chosen, config_of=config_of, talk=talk)
     inventory = chosen.inventory
     key = operator_key(inventory, given=arguments.ssh_key)
 
@@ -105,6 +107,7 @@ def _wanted(
     chosen: Chosen,
     *,
     config_of: Callable[[RunPaths | None], RunConfig],
+    talk: Console,
 ) -> Wanted:
     """Config and place of the run; what is wrong with them is found here. Raises ConfigError."""
     resumed = find_run(arguments.runs_dir, arguments.resume) if arguments.resume else None
@@ -114,13 +117,17 @@ def _wanted(
     require_mpirun(config)
     require_whole_passes(config, chosen)
     time_limit(config.limits, chosen.inventory)
+    require_known_backend(config.distributed)
     data = Path(config.data.dir)
+    vocab_size = check_data(data, sequence_length=config.data.sequence_length)
+    if resumed is None:
+        config = settle_initial(config, vocab_size=vocab_size, say=talk.print, download=False)
     now, suffix = datetime.now(), secrets.token_hex(2)
     run_id = arguments.run_id or new_run_id(config.run.name, now=now, suffix=suffix)
     return Wanted(
         config=config,
         data=data,
-        vocab_size=check_data(data, sequence_length=config.data.sequence_length),
+        vocab_size=vocab_size,
         weights=_weights(config.model.init, resumes=resumed is not None),
         paths=resumed or RunPaths(arguments.runs_dir / run_id),
         resumes=resumed is not None,
@@ -198,7 +205,6 @@ def _write(wanted: Wanted, planned: PlannedRun, cluster: Cluster, *, there: RunC
     paths = wanted.paths
     if not wanted.resumes:
         create_run(paths.root.parent, paths.run_id)
-    point_latest_at(paths.root.parent, paths.run_id)
     for stale in (paths.summary, paths.state, *paths.root.glob("exits/*.json")):
         stale.unlink(missing_ok=True)
     planned.write(paths)

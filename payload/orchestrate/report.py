@@ -112,7 +112,8 @@ def failure_lines(error: str, *, log: Path) -> list[str]:
     lines = [f"error: {error}", f"log: {log}"]
     if log.exists():
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-        lines += [f"  | {line}" for line in tail]
+        repeated = [line for line in tail if line.startswith("error: ") and line[7:] in error]
+        lines += [f"  | {line}" for line in tail if line not in repeated]
     return lines
 
 

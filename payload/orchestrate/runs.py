@@ -12,6 +12,7 @@ from payload.hints import command
 from payload.launch.ranks import load_ranks
 from payload.orchestrate.mirror import read_mirrored
 from payload.results import (
+    LATEST,
     RankExit,
     RankProgress,
     RunPaths,
@@ -24,7 +25,6 @@ from payload.run_config import load_run_config
 from payload.run_lock import is_supervised
 from payload.untrusted import RUN_ID
 
-_LATEST = "latest"
 # A supervisor takes its lock this soon after the plan was written.
 _START_S = 15.0
 
@@ -71,13 +71,13 @@ def check_new_id(run_id: str) -> None:
     if not RUN_ID.fullmatch(run_id):
         raise ConfigError(
             f"--run-id {run_id!r}: use letters, digits, dots, dashes and underscores, a letter or "
-            f"digit first, and not {_LATEST!r}."
+            f"digit first, and not {LATEST!r}."
         )
 
 
 def check_named_id(run_id: str) -> None:
     """Refuse what is no run's name, before it becomes part of a path. Raises UsageError."""
-    if run_id != _LATEST and not RUN_ID.fullmatch(run_id):
+    if run_id != LATEST and not RUN_ID.fullmatch(run_id):
         raise UsageError(
             f"run {run_id!r}: no run has such a name. See them with: "
             + command("orchestrate", "list")
@@ -85,7 +85,7 @@ def check_named_id(run_id: str) -> None:
 
 
 def create_run(runs_dir: Path, run_id: str) -> RunPaths:
-    """A new, empty run folder, which `latest` then points to. Raises ConfigError."""
+    """Make a new, empty run folder. Raises ConfigError."""
     check_new_id(run_id)
     root = runs_dir / run_id
     try:
@@ -99,16 +99,7 @@ def create_run(runs_dir: Path, run_id: str) -> RunPaths:
         raise ConfigError(
             f"{root}: {error.strerror}. Name a folder you can write to with --runs-dir."
         ) from None
-    point_latest_at(runs_dir, run_id)
     return RunPaths(root)
-
-
-def point_latest_at(runs_dir: Path, run_id: str) -> None:
-    """Make the link `latest` lead to a run."""
-    fresh = runs_dir / f".{_LATEST}.{run_id}"
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(run_id)
-    fresh.replace(runs_dir / _LATEST)
 
 
 def all_runs(runs_dir: Path) -> list[RunPaths]:
@@ -118,9 +109,15 @@ def all_runs(runs_dir: Path) -> list[RunPaths]:
 
 
 def find_run(runs_dir: Path, run_id: str | None) -> RunPaths:
-    """The run of that name, or the newest. Raises UsageError."""
+    """Return the run of that name, or the newest. Raises UsageError.
+
+    `latest` is the newest that has finished a step, where one has.
+    """
     runs = all_runs(runs_dir)
-    if run_id is None or run_id == _LATEST:
+    if run_id == LATEST and (runs_dir / LATEST).is_symlink():
+        run_id = (runs_dir / LATEST).readlink().name
+        run_id = run_id if any(paths.run_id == run_id for paths in runs) else None
+    if run_id is None or run_id == LATEST:
         if not runs:
             raise UsageError(
                 f"no run in {runs_dir}. Start one with {command('orchestrate', 'run')}, or name "

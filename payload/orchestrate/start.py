@@ -15,6 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from payload.checkpoint_files import require_room
+from payload.engines import require_packages_here
 from payload.errors import ConfigError, DataError, ExitCode
 from payload.hints import run_command
 from payload.inventory import ClusterInventory
@@ -23,6 +25,7 @@ from payload.orchestrate.checks import check_data
 from payload.orchestrate.console import text_console
 from payload.orchestrate.ending import say_end
 from payload.orchestrate.follow import Tail, follow_run
+from payload.orchestrate.initial import settle_initial
 from payload.orchestrate.inventories import (
     Chosen,
     load_cluster,
@@ -34,7 +37,6 @@ from payload.orchestrate.report import print_plan
 from payload.orchestrate.runs import (
     create_run,
     find_run,
-    point_latest_at,
     running_here,
 )
 from payload.results import RunPaths, RunState, Summary, new_run_id, read_json
@@ -55,8 +57,13 @@ def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
     except DataError as error:
         vocab_size = GPT2_VOCAB_SIZE
         talk.print(f"note: a run would stop here: {error}")
+    is_local = chosen.inventory.access.kind == "local"
+    try:
+        config = _settle(config, vocab_size=vocab_size, is_local=is_local, talk=talk)
+    except ConfigError as error:
+        talk.print(f"note: a run would stop here: {error}")
     run_id = arguments.run_id or _fresh_id(config)
-    if chosen.inventory.access.kind != "local":
+    if not is_local:
         # paramiko takes half a second to import, which a local run does not need.
         from payload.orchestrate.assumed import plan_elsewhere
 
@@ -69,6 +76,10 @@ def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
         with access.reserve_port() as holder:
             port = _port(holder)
             planned = _plan(paths, config, chosen, access, vocab_size=vocab_size, port=port)
+        try:
+            _require_room(planned)
+        except ConfigError as error:
+            talk.print(f"note: a run would stop here: {error}")
     _say_notes(planned, talk)
     if arguments.json:
         out.print(_plan_json(planned))
@@ -99,16 +110,18 @@ def run(arguments: argparse.Namespace, access: LocalAccess) -> int:
     if resumed is not None:
         _refuse_to_resume(resumed, config)
     vocab_size = _check_data(config)
+    if resumed is None:
+        config = _settle(config, vocab_size=vocab_size, is_local=True, talk=talk)
     others = running_here(arguments.runs_dir)
     if others:
         talk.print(f"note: {', '.join(others)} is running here too and shares the cores")
     paths = resumed or RunPaths(arguments.runs_dir / (arguments.run_id or _fresh_id(config)))
     with access.reserve_port() as holder:
         planned = _plan(paths, config, chosen, access, vocab_size=vocab_size, port=_port(holder))
+        _require_room(planned)
         _say_notes(planned, talk)
         if resumed is None:
             create_run(arguments.runs_dir, paths.run_id)
-        point_latest_at(arguments.runs_dir, paths.run_id)
         planned.write(paths)
         talk.print(
             f"run {paths.run_id}: {planned.plan.world_size} rank(s) through "
@@ -164,6 +177,12 @@ def _report(
 ) -> int:
     """The table at the end, or the failure in the failing rank's own words."""
     status = supervisor.wait()
+    if not paths.root.is_dir():
+        talk.print(
+            f"error: {paths.root} was removed while the run went on, with all that it had saved. "
+            "Start a new run."
+        )
+        return status if status > 0 else ExitCode.TRAINING
     summary = read_json(Summary, paths.summary)
     state = read_json(RunState, paths.state)
     # Without a state of its own, what lies there is the last attempt's.
@@ -236,6 +255,18 @@ def _refuse_to_resume(paths: RunPaths, config: RunConfig) -> None:
 
 def _check_data(config: RunConfig) -> int:
     return check_data(Path(config.data.dir), sequence_length=config.data.sequence_length)
+
+
+def _settle(config: RunConfig, *, vocab_size: int, is_local: bool, talk: Console) -> RunConfig:
+    """Check what can be known before the start; the config then names what the run begins with."""
+    if is_local:
+        require_packages_here(config.engine, config.distributed)
+    return settle_initial(config, vocab_size=vocab_size, say=talk.print, download=is_local)
+
+
+def _require_room(planned: PlannedRun) -> None:
+    params = planned.plan.arithmetic.params
+    require_room(planned.config.train, params=params, run=planned.paths.root)
 
 
 def _fresh_id(config: RunConfig) -> str:

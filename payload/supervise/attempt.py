@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -148,6 +149,10 @@ class Attempt:
             self._end_now()
 
     def _look_for_trouble(self) -> None:
+        if not self._paths.root.is_dir():
+            error = f"{self._paths.root} was removed while the run went on"
+            self._trouble = Verdict(status="failed", exit_code=ExitCode.TRAINING, error=error)
+            return
         self._trouble = find_trouble(
             self._signs.ranks(),
             self._signs.nodes(),
@@ -210,7 +215,9 @@ class Attempt:
             summary = read_json(Summary, self._paths.summary)
         except ConfigError:
             summary = None
-        text = self._paths.launcher_log.read_bytes()[log_start:].decode(errors="replace")
+        text = ""
+        with contextlib.suppress(FileNotFoundError):  # where the run's folder was removed
+            text = self._paths.launcher_log.read_bytes()[log_start:].decode(errors="replace")
 
         def judged(trouble: Verdict | None) -> Verdict:
             return judge(

@@ -21,7 +21,7 @@ from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Rank, load_ranks
 from payload.results import DEFAULT_GRACE_S, RankExit, RunPaths, RunState, read_json
-from payload.run_config import load_run_config
+from payload.run_config import LimitsSection, load_run_config
 from payload.run_lock import is_supervised
 from payload.supervise.processes import die_with_parent
 from payload.supervise.wakeups import Wakeups
@@ -135,6 +135,9 @@ def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths
             if wakeups.counts[number] > forwarded[number] and child.poll() is None:
                 forwarded[number] = wakeups.counts[number]
                 child.send_signal(number)
+        if not paths.root.is_dir():
+            child.kill()  # the run's folder was removed: there is nowhere to save to
+            continue
         # The run folder's lock is on the head; on other nodes, mpirun's proxies end with mpirun.
         if rank.node_rank == 0 and farewell is None and not is_supervised(paths):
             farewell = _farewell(paths)
@@ -149,10 +152,14 @@ def _farewell(paths: RunPaths) -> Farewell:
         state = read_json(RunState, paths.state)
     except ConfigError:
         state = None
+    try:
+        limits = load_run_config(paths.config).limits
+    except ConfigError:
+        limits = LimitsSection()
     return Farewell(
         paths,
         grace_s=state.grace_s if state else DEFAULT_GRACE_S,
-        patience_s=load_run_config(paths.config).limits.hang_timeout_s,
+        patience_s=limits.hang_timeout_s,
     )
 
 

@@ -26,6 +26,7 @@ from payload.results import (
     RunPaths,
     RunState,
     RunStatus,
+    point_latest_at,
     read_json,
 )
 from payload.run_config import load_run_config
@@ -63,6 +64,8 @@ class Supervisor:
         self._ranks = load_ranks(paths.ranks)
         self._config = load_run_config(paths.config)
         self._inventory = ClusterInventory.load(paths.inventory)
+        # On a cluster the link is the operator's, beside the copies there.
+        self._is_latest = self._inventory.access.kind != "local"
         self._streams = self._worker_streams()
         previous = read_json(RunState, paths.state)
         self._dead = previous if previous is not None and previous.exit_class is None else None
@@ -249,6 +252,10 @@ class Supervisor:
         def tick() -> None:
             if self._state.status == "starting" and signs.first_word() is not None:
                 self._tell("running")
+            if not self._is_latest and (signs.steps() or 0) > 0:
+                self._is_latest = True
+                with contextlib.suppress(OSError):
+                    point_latest_at(self._paths)
             self._tell_now_and_then()
 
         return attempt.run(tick)

@@ -81,7 +81,9 @@ def save_checkpoint(
     partial = folder.with_name(folder.name + _PARTIAL_SUFFIX)
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        # Not the run's folder: where that was removed, a part of it must not come back.
+        partial.parent.mkdir(exist_ok=True)
+        partial.mkdir()
         sha256 = {WEIGHTS_FILE: save_hf(model, partial, progressed=progressed)}
         sha256[OPTIMIZER_FILE] = write_tensors(
             partial / OPTIMIZER_FILE, optimizer, progressed=progressed

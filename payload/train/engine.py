@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import shutil
-
 import torch
 
-from payload.errors import ConfigError
+from payload.engines import ipex_missing, require_compiler
 from payload.run_config import EngineSection
 from payload.train.kernels.kernels import find_kernels
 from payload.train.model import GPT
 from payload.train.optimizer import Optimizers
 from payload.train.world import World
 
-INTEL_INSTALL = (
-    "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0, in an environment of its own"
-)
-
-_COMPILERS = ("g++", "clang++", "c++")
-
 
 def require_engine(settings: EngineSection) -> None:
     """Raise ConfigError, with what installs it, when the engine or its compiler is not there."""
-    if settings.compile and not any(shutil.which(name) for name in _COMPILERS):
-        raise ConfigError(
-            "engine.compile = true needs a C++ compiler, and this machine has none. Install one "
-            "with: apt-get install g++ (or use engine.compile = false)."
-        )
+    require_compiler(settings)
     if settings.kind == "ipex":
         try:
             import intel_extension_for_pytorch  # noqa: F401
         except ImportError as error:
-            raise ConfigError(
-                f"engine.kind = 'ipex' needs intel-extension-for-pytorch ({error}). Install it "
-                f"with: {INTEL_INSTALL} (or use engine.kind = 'native')."
-            ) from None
+            raise ipex_missing(error) from None
 
 
 def engage(

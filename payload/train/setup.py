@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,11 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from payload.checkpoint_files import MANIFEST_FILE, checkpoint_folders, manifest_problems
+from payload.checkpoint_files import (
+    MANIFEST_FILE,
+    checkpoint_folders,
+    manifest_problems,
+    require_room,
+)
 from payload.data.blocks import TokenData
 from payload.data.meta import TRAIN_NAME
 from payload.data.tokenizer_files import tokenizer_files
-from payload.errors import CheckpointError, ConfigError
+from payload.errors import CheckpointError
 from payload.model_shape import ModelShape
 from payload.results import RunPaths
 from payload.run_config import RunConfig, parse_run_config
@@ -44,9 +48,6 @@ _FIXED = (
     ("model", "n_embd"),
     ("optimizer", "name"),
 )
-
-# fp32 weights and two AdamW moments, on disk.
-_CHECKPOINT_BYTES_PER_PARAM = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,25 +100,9 @@ def restore_optimizer(optimizers: Optimizers, start: Start, *, world: World) -> 
 
 
 def require_disk_space(config: RunConfig, shape: ModelShape, *, paths: RunPaths) -> None:
-    """Raise ConfigError when the checkpoints that the run keeps, and one more, do not fit.
-
-    It keeps the newest ones and the best. On a resume some of them are there. What an interrupted
-    write left is removed first.
-    """
-    paths.root.mkdir(parents=True, exist_ok=True)
+    """Raise ConfigError when the run's checkpoints do not fit, after removing interrupted ones."""
     remove_partial_checkpoints(paths.checkpoints)
-    keep = config.train.keep_checkpoints + 1
-    there = min(keep, len(checkpoint_folders(paths.checkpoints)))
-    to_come = keep + 1 - there
-    needed = shape.num_params() * _CHECKPOINT_BYTES_PER_PARAM * to_come
-    free = shutil.disk_usage(paths.root).free
-    if free < needed:
-        advice = "Free space or lower train.keep_checkpoints" if to_come > 1 else "Free space"
-        raise ConfigError(
-            f"{paths.root}: {free / 1e9:.1f} GB free, but {to_come} more of {keep + 1} checkpoints "
-            f"(train.keep_checkpoints = {keep - 1}, the best one, and the one being written) need "
-            f"{needed / 1e9:.1f} GB. {advice}."
-        )
+    require_room(config.train, params=shape.num_params(), run=paths.root)
 
 
 def _checkpoint_to_resume(checkpoints: Path) -> Path | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from payload.engines import ccl_missing, require_known_backend
 from payload.errors import ConfigError, RankLostError
 from payload.hints import command
 from payload.run_config import DistributedSection
@@ -75,7 +76,7 @@ class World:
 
     def join(self, settings: DistributedSection) -> None:
         """Form the process group. Raises ConfigError for a backend that this machine lacks."""
-        _load_backend(settings.backend)
+        _load_backend(settings)
         if self.world_size == 1:
             return
         # Accelerate and torch's env:// rendezvous read these names only.
@@ -154,21 +155,13 @@ def as_rank_lost(error: BaseException, *, world: World) -> RankLostError | None:
     )
 
 
-def _load_backend(backend: str) -> None:
-    if backend == "nccl":
-        raise ConfigError(
-            "distributed.backend = 'nccl': this release trains on CPUs, and nccl moves GPU tensors "
-            "only. Use gloo."
-        )
-    if backend == "ccl":
+def _load_backend(settings: DistributedSection) -> None:
+    require_known_backend(settings)
+    if settings.backend == "ccl":
         try:
             import oneccl_bindings_for_pytorch  # noqa: F401
         except ImportError as error:
-            raise ConfigError(
-                f"distributed.backend = 'ccl' needs oneccl_bind_pt ({error}). Install it with: pip "
-                "install torch==2.8.0 oneccl_bind_pt==2.8.0 --extra-index-url "
-                "https://pytorch-extension.intel.com/release-whl/stable/cpu/us/ (or use gloo)."
-            ) from None
+            raise ccl_missing(error) from None
 
 
 def _first(env: Mapping[str, str], names: tuple[str, ...], *, default: int) -> int:

@@ -21,7 +21,15 @@ from payload.orchestrate import stop_wait
 from payload.orchestrate.checks import check_data, memory_warning
 from payload.orchestrate.inventories import load_cluster, require_one_machine
 from payload.orchestrate.runs import all_runs, create_run, find_run, view_run
-from payload.results import RankProgress, RunPaths, RunState, StopWish, new_run_id, write_json
+from payload.results import (
+    RankProgress,
+    RunPaths,
+    RunState,
+    StopWish,
+    new_run_id,
+    point_latest_at,
+    write_json,
+)
 from payload.run_config import LaunchSection, parse_run_config
 from payload.run_lock import RunLock, is_supervised
 from tests.launch.inventories import make_inventory
@@ -61,10 +69,17 @@ def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
         create_run(tmp_path, "a")
 
 
-def test_latest_leads_to_the_last_run(tmp_path: Path) -> None:
-    create_run(tmp_path, "a")
-    create_run(tmp_path, "b")
-    assert (tmp_path / "latest").readlink() == Path("b")
+def test_latest_leads_to_the_run_that_was_planned_last(tmp_path: Path) -> None:
+    old, new = (plan_stand_in(tmp_path / name) for name in ("old", "new"))
+    os.utime(old.plan, times=(time.time() - 100,) * 2)
+    for paths in (new, old):
+        point_latest_at(paths)
+        assert (tmp_path / "latest").readlink() == Path("new")
+    (tmp_path / "latest").unlink()
+    point_latest_at(old)
+    assert (tmp_path / "latest").readlink() == Path("old")
+    point_latest_at(new)
+    assert (tmp_path / "latest").readlink() == Path("new")
 
 
 def test_the_newest_run_is_the_default(tmp_path: Path) -> None:

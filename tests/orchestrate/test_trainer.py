@@ -49,7 +49,7 @@ def start(folder: Path, *settings: str, runs_dir: Path | None = None) -> subproc
     )
 
 
-def test_a_backend_that_is_not_here_is_refused_in_the_ranks_own_words(tmp_path: Path) -> None:
+def test_a_backend_that_is_not_here_is_refused_before_the_start(tmp_path: Path) -> None:
     process = start(tmp_path, "distributed.backend=nccl")
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == ExitCode.CONFIG

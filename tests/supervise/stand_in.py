@@ -7,6 +7,7 @@ stand_in.py RUN_DIR [--steps N] [--fail RANK:CODE] [--crash RANK] [--deaf] [--st
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from payload.full_disk import write_record
 from payload.results import (
     RankExit,
     RankProgress,
@@ -23,7 +25,6 @@ from payload.results import (
     Summary,
     read_json,
     to_json_line,
-    write_json,
 )
 
 STEP_S = 0.05
@@ -78,7 +79,8 @@ class StandIn:
             phase=phase,
             time_unix=time.time(),
         )
-        write_json(self.paths.rank_progress(self.rank), progress)
+        with contextlib.suppress(FileNotFoundError):
+            write_record(self.paths.rank_progress(self.rank), progress, durable=False)
         if self.rank == 0 and phase == "step":
             row = StepMetrics(
                 step=step, tokens=step, loss=5.0 - step / 100, lr=0.1, grad_norm=1.0,
@@ -122,7 +124,7 @@ class StandIn:
         record = RankExit(
             rank=self.rank, node=self.node, exit_code=code, error=error, time_unix=time.time()
         )
-        write_json(self.paths.rank_exit(self.rank), record)
+        write_record(self.paths.rank_exit(self.rank), record)
         return code
 
     def _save(self, step: int) -> None:
@@ -145,7 +147,7 @@ class StandIn:
                 tokens=step,
                 ranks_identical=True,
             )
-            write_json(self.paths.summary, summary)
+            write_record(self.paths.summary, summary)
         _say(f"rank {self.rank} {status}")
         return 0
 

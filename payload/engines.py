@@ -1,0 +1,65 @@
+"""CONTRACT: what engines and backends need beyond the usual installation, and how to get it."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+
+from payload.errors import ConfigError
+from payload.run_config import DistributedSection, EngineSection
+
+IPEX_MODULE = "intel_extension_for_pytorch"
+IPEX_INSTALL = (
+    "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0, in an environment of its own"
+)
+CCL_MODULE = "oneccl_bindings_for_pytorch"
+
+_CCL_INSTALL = (
+    "pip install torch==2.8.0 oneccl_bind_pt==2.8.0 --extra-index-url "
+    "https://pytorch-extension.intel.com/release-whl/stable/cpu/us/"
+)
+_COMPILERS = ("g++", "clang++", "c++")
+
+
+def require_known_backend(settings: DistributedSection) -> None:
+    """Raise ConfigError for a backend that no machine can take."""
+    if settings.backend == "nccl":
+        raise ConfigError(
+            "distributed.backend = 'nccl': this release trains on CPUs, and nccl moves GPU tensors "
+            "only. Use gloo."
+        )
+
+
+def require_compiler(settings: EngineSection) -> None:
+    """Raise ConfigError where engine.compile lacks its compiler."""
+    if settings.compile and not any(shutil.which(name) for name in _COMPILERS):
+        raise ConfigError(
+            "engine.compile = true needs a C++ compiler, and this machine has none. Install one "
+            "with: apt-get install g++ (or use engine.compile = false)."
+        )
+
+
+def require_packages_here(engine: EngineSection, distributed: DistributedSection) -> None:
+    """Raise ConfigError, with what installs it, for a package that this environment lacks."""
+    require_known_backend(distributed)
+    require_compiler(engine)
+    if engine.kind == "ipex" and importlib.util.find_spec(IPEX_MODULE) is None:
+        raise ipex_missing("not installed")
+    if distributed.backend == "ccl" and importlib.util.find_spec(CCL_MODULE) is None:
+        raise ccl_missing("not installed")
+
+
+def ipex_missing(reason: object) -> ConfigError:
+    """Return the error for engine.kind = 'ipex' without its package."""
+    return ConfigError(
+        f"engine.kind = 'ipex' needs intel-extension-for-pytorch ({reason}). Install it with: "
+        f"{IPEX_INSTALL} (or use engine.kind = 'native')."
+    )
+
+
+def ccl_missing(reason: object) -> ConfigError:
+    """Return the error for distributed.backend = 'ccl' without its package."""
+    return ConfigError(
+        f"distributed.backend = 'ccl' needs oneccl_bind_pt ({reason}). Install it with: "
+        f"{_CCL_INSTALL} (or use gloo)."
+    )

@@ -1,0 +1,209 @@
+"""What `run` and `plan` find out before anything starts, and what a run that fails leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from payload import checkpoint_files
+from payload.checkpoint_files import sha256_of
+from payload.errors import ConfigError, ExitCode
+from payload.launch.arithmetic import work_out
+from payload.model_shape import ModelShape
+from payload.orchestrate.initial import settle_initial
+from payload.results import RunPaths
+from payload.run_config import RunConfig, load_run_config, parse_run_config
+from tests.orchestrate.test_commands import ENDLESS, Workplace
+from tests.supervise.planned import (
+    DEADLINE_S,
+    plan_stand_in,
+    wait_for,
+    wait_for_steps,
+    wait_until_gone,
+)
+
+GPT2_CONFIG = {
+    "model_type": "gpt2",
+    "n_layer": 4,
+    "n_head": 4,
+    "n_embd": 128,
+    "n_positions": 64,
+    "vocab_size": 50257,
+}
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Workplace:
+    return Workplace(tmp_path)
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """A sound checkpoint as far as its files go; no weights are in it."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(GPT2_CONFIG))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in folder.iterdir()
+    }
+    (folder / "manifest.json").write_text(json.dumps({"files": files, "schema_version": 1}))
+    return folder
+
+
+def make_run(workplace: Workplace, run_id: str) -> RunPaths:
+    paths = plan_stand_in(workplace.runs / run_id)
+    for step in (5, 10):
+        make_checkpoint(paths.checkpoint(step))
+    (workplace.runs / "latest").symlink_to(run_id)
+    return paths
+
+
+@pytest.mark.ranks
+def test_a_run_starts_from_the_latest_run_and_records_the_very_checkpoint(
+    workplace: Workplace,
+) -> None:
+    before = make_run(workplace, "before")
+    for init in (f"{workplace.runs}/latest", f"{workplace.runs}/latest/checkpoints/step_00000010"):
+        run_id = f"after-{len(init)}"
+        (workplace.runs / "latest").unlink()
+        (workplace.runs / "latest").symlink_to("before")
+        status, _, err = workplace.call("run", "--run-id", run_id, "--set", f"model.init={init}")
+        assert status == 0, err
+        config = load_run_config(workplace.run_paths(run_id).config)
+        assert config.model.init == str(before.checkpoint(10))
+        assert (workplace.runs / "latest").readlink() == Path(run_id)
+
+
+def settings(*extra: str) -> RunConfig:
+    sets = ["model.preset=tiny", "data.sequence_length=16", *extra]
+    return parse_run_config("", overrides=sets, where="test")
+
+
+def test_a_damaged_checkpoint_of_the_initial_run_is_passed_over_and_named(
+    workplace: Workplace,
+) -> None:
+    run = make_run(workplace, "before")
+    (run.checkpoint(10) / "model.safetensors").write_bytes(b"Weights")
+    said: list[str] = []
+    config = settings(f"model.init={run.root}")
+    settled = settle_initial(config, vocab_size=50257, say=said.append, download=False)
+    assert settled.model.init == str(run.checkpoint(5))
+    assert len(said) == 1 and "step_00000010 is passed over: model.safetensors: its" in said[0]
+    with pytest.raises(ConfigError, match="the checkpoint is damaged: model"):
+        settle_initial(
+            settings(f"model.init={run.checkpoint(10)}"),
+            vocab_size=50257,
+            say=said.append,
+            download=False,
+        )
+
+
+def test_a_run_that_fails_before_its_first_step_does_not_become_the_latest(
+    workplace: Workplace,
+) -> None:
+    make_run(workplace, "before")
+    run = workplace.start(("--loads",), "run", "--run-id", "never")
+    paths = workplace.run_paths("never")
+    wait_for(lambda: paths.rank_progress(0).exists(), "the ranks to load")
+    assert (workplace.runs / "latest").readlink() == Path("before")
+    run.terminate()
+    run.communicate(timeout=DEADLINE_S)
+    assert (workplace.runs / "latest").readlink() == Path("before")
+    wait_until_gone(paths)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("model.init=gtp2", "Did you mean 'gpt2'?"),
+        ("model.init=payload/lates", "there is no such folder"),
+        ("model.init=./gpt2", "there is no such folder"),
+        ("model.init=README.md", "that is a file"),
+        ("model.init=a b", "there is no such folder"),
+        ("model.init={before}/nothing", "there is no such folder"),
+        ("engine.kind=ipex", "needs intel-extension-for-pytorch"),
+        ("distributed.backend=ccl", "needs oneccl_bind_pt"),
+        ("distributed.backend=nccl", "this release trains on CPUs"),
+        ("model.init={before}", "above the 64 positions"),
+        ("train.keep_checkpoints=1000000000", "GB free, but"),
+    ],
+)
+def test_what_can_be_known_before_the_start_starts_nothing(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, setting: str, message: str
+) -> None:
+    # Nothing answers there: the hub is out of reach at once.
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    before = make_run(workplace, "before")
+    if "positions" in message:
+        config = GPT2_CONFIG | {"n_positions": 8}
+        for path in (before.checkpoint(5), before.checkpoint(10)):
+            shutil.rmtree(path)
+        (make_checkpoint(before.checkpoint(10)) / "manifest.json").unlink()
+        (before.checkpoint(10) / "config.json").write_text(json.dumps(config))
+        setting, message = f"model.init={before.checkpoint(10)}", "above the 8 positions"
+    words = ["--run-id", "one", "--set", setting.format(before=before.root)]
+    status, _, err = workplace.call("run", *words)
+    assert status == ExitCode.CONFIG, err
+    assert err.count("error: ") == 1 and message in err.splitlines()[-1]
+    assert not workplace.run_paths("one").root.exists()
+    assert (workplace.runs / "latest").readlink() == Path("before")
+    status, _, err = workplace.call("plan", *words)
+    assert status == 0
+    assert "note: a run would stop here: " in err and message in err
+
+
+def test_a_full_disk_is_found_before_the_start(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = ModelShape(n_layer=4, n_head=4, n_embd=128)
+    config = settings("train.keep_checkpoints=2")
+    needed = shape.num_params() * 12 * 4
+    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda _: needed - 1)
+    with pytest.raises(ConfigError, match="4 more of 4 checkpoints"):
+        checkpoint_files.require_room(
+            config.train, params=shape.num_params(), run=workplace.runs / "x"
+        )
+    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda _: needed)
+    checkpoint_files.require_room(config.train, params=shape.num_params(), run=workplace.runs / "x")
+    numbers = work_out(config, shape=shape, world_size=2, link_bytes_per_s=1e9)
+    assert numbers.params == shape.num_params()
+
+
+@pytest.mark.ranks
+def test_the_error_of_a_failed_run_is_printed_once(workplace: Workplace) -> None:
+    for rank in (0, 1):
+        run = workplace.start((f"--fail={rank}:40",), "run", "--run-id", f"rank-{rank}")
+        out, err = run.communicate(timeout=DEADLINE_S)
+        assert run.returncode == ExitCode.TRAINING
+        assert (out + err).count("the loss is nan") == 1, err
+        assert f"error: rank {rank} on " in err
+
+
+@pytest.mark.ranks
+def test_a_run_whose_folder_is_deleted_ends_with_one_line_and_brings_nothing_back(
+    workplace: Workplace,
+) -> None:
+    run = workplace.start(ENDLESS, "run", "--run-id", "one")
+    paths = workplace.run_paths("one")
+    wait_for_steps(paths)
+    moved = workplace.runs.parent / "deleted"
+    paths.root.rename(moved)  # at once, as no file manager leaves it half removed
+    _, err = run.communicate(timeout=DEADLINE_S)
+    assert run.returncode == ExitCode.TRAINING, err
+    assert "Traceback" not in err
+    assert f"error: {paths.root} was removed while the run went on" in err
+    assert not paths.root.exists()
+    wait_until_gone(RunPaths(moved))
+
+
+@pytest.mark.ranks
+def test_latest_means_the_newest_run_with_a_step(workplace: Workplace) -> None:
+    assert workplace.call("run", "--run-id", "good")[0] == 0
+    plan_stand_in(workplace.runs / "never")
+    status, out, _ = workplace.call("status", "latest", "--json")
+    assert status == 0 and json.loads(out)["run_id"] == "good"
+    status, out, _ = workplace.call("status", "--json")
+    assert status == 0 and json.loads(out)["run_id"] == "never"
