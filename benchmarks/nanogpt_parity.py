@@ -25,8 +25,9 @@ import numpy as np
 import torch
 
 from payload.data.blocks import BlockOrder, TokenData
+from payload.metrics_log import read_metrics
 from payload.model_shape import PRESETS, ModelShape
-from payload.results import RunPaths, read_metrics
+from payload.results import RunPaths
 from payload.run_config import RunConfig, parse_run_config
 from payload.train.model import GPT
 from payload.train.weights import save_hf

@@ -13,7 +13,8 @@ from typing import Any
 
 import psutil
 
-from payload.results import RankProgress, RunPaths, read_json, read_metrics
+from payload.metrics_log import read_metrics
+from payload.results import RankProgress, RunPaths, read_json
 
 # 0.3 % of a step of GPT-2 on one core.
 _LOOK_EVERY_S = 0.05

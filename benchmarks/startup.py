@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe_machine
-from payload.results import RunPaths, RunState, Summary, read_json, read_metrics
+from payload.metrics_log import read_metrics
+from payload.results import RunPaths, RunState, Summary, read_json
 
 GOAL_S = 15.0
 _RANKS = 2

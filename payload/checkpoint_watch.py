@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from payload.errors import ConfigError
-from payload.results import RankProgress, RunPaths, read_json
+from payload.results import RankProgress, RunPaths, last_record
 
 START_PHASES = ("load", "calibration", "start", "kernels", "weights")
 """What a rank does before it trains, in this order."""
@@ -51,7 +50,4 @@ class Farewell:
 
 
 def _rank_0(paths: RunPaths) -> RankProgress | None:
-    try:
-        return read_json(RankProgress, paths.rank_progress(0))
-    except ConfigError:
-        return None
+    return last_record(RankProgress, paths.rank_progress(0))

@@ -32,6 +32,11 @@ class ExitCode(IntEnum):
         return self.name.lower()
 
 
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended: its work is not done. A shell gives
+the same for a program that Ctrl-C killed."""
+
+
 class TileforgeError(Exception):
     """A failure that the user can act on: shown as one line, without a traceback."""
 

@@ -5,14 +5,15 @@ Programs read these files; nobody parses a log.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
+import time
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from payload.checkpoint_files import checkpoint_step
 from payload.errors import ConfigError
@@ -35,6 +36,8 @@ LATEST = "latest"
 RunStatus = Literal["starting", "running", "finished", "stopped", "failed"]
 
 _CHECKPOINT = re.compile(r"step_\d{8,}")
+
+_PHASE = re.compile(r"[a-z ]{1,40}")
 
 _T = TypeVar("_T", "Summary", "RunState", "StopWish", "RankProgress", "RankExit")
 
@@ -154,36 +157,6 @@ def new_run_id(name: str, *, now: datetime, suffix: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetrics:
-    """One step: a line of metrics.jsonl."""
-
-    step: int = checked(low=0)
-    tokens: int = checked(low=1)
-    """Trained on so far, this step included."""
-    loss: float
-    lr: float
-    grad_norm: float
-    step_time_s: float = checked(low=0, high=1e9)
-    tokens_per_s: float
-    """Of the whole job."""
-    mfu: float | None
-    """Model FLOP/s over the peak measured on these nodes; None when that cannot be a peak."""
-    data_time_s: float
-    sync_time_s: float
-    """Time that the step waited for gradients after its own backward pass was done."""
-    rss_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalMetrics:
-    """One evaluation: a line of metrics.jsonl."""
-
-    step: int
-    val_loss: float
-    val_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """summary.json: what came of the run."""
 
@@ -194,6 +167,8 @@ class Summary:
     nodes: int
     steps: int = 0
     tokens: int = 0
+    missing_metrics: tuple[tuple[int, ...], ...] = ()
+    """First and last of each range of steps whose rows of metrics.jsonl are lost."""
     first_loss: float | None = None
     final_loss: float | None = None
     best_val_loss: float | None = None
@@ -232,9 +207,10 @@ class RunState:
     error: str | None = None
     failed_rank: int | None = None
     """The rank whose end is the cause, where one is."""
-    supervisor_pid: int = checked(low=1)
-    node: str = checked(pattern=NODE_NAME, wanted="a node name")
-    """Name of the node that the supervisor runs on."""
+    supervisor_pid: int | None = checked(None, low=1)
+    """None where it is not known any more, as in a state that was rebuilt."""
+    node: str | None = checked(None, pattern=NODE_NAME, wanted="a node name")
+    """Name of the node that the supervisor runs on; None likewise."""
     started_unix: float
     updated_unix: float
     attempt: int = checked(1, low=1)
@@ -266,14 +242,17 @@ class RankProgress:
     node: str = checked(pattern=NODE_NAME, wanted="a node name")
     pid: int = checked(low=1)
     step: int = checked(low=0)
-    phase: str
+    phase: str = checked(pattern=_PHASE, wanted="a phase")
     """What it was about to do: load, calibration, start, kernels (building them), weights
     (to every rank), step, eval, sync check, checkpoint, end."""
     time_unix: float
+    """For people."""
     micro_step: int | None = checked(None, low=0)
     """Forward and backward passes done of this step, or batches of this evaluation."""
     micro_steps: int | None = checked(None, low=0)
     """All of them."""
+    monotonic_s: float = checked(default_factory=time.monotonic)
+    """By the node's monotonic clock: nobody sets it, so it orders what happened there."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -289,6 +268,9 @@ class RankExit:
     error: str | None = None
     """The rank's own words, one line."""
     time_unix: float
+    """For people."""
+    monotonic_s: float = checked(default_factory=time.monotonic)
+    """As RankProgress's."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -302,11 +284,6 @@ def point_latest_at(paths: RunPaths) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(paths.run_id)
     fresh.replace(link)
-
-
-def to_json_line(row: StepMetrics | EvalMetrics) -> str:
-    """One line of metrics.jsonl, newline included."""
-    return json.dumps(asdict(row)) + "\n"
 
 
 def write_json(
@@ -338,18 +315,34 @@ def read_json(cls: type[_T], path: Path) -> _T | None:
     return build(cls, raw, where=str(path), fix=fix)
 
 
-def read_metrics(path: Path) -> list[Mapping[str, Any]]:
-    """All complete rows of a metrics.jsonl; a last line still being written is left out."""
+def last_record(cls: type[_T], path: Path) -> _T | None:
+    """Read a file that `write_json` wrote; None when it is absent, damaged or not readable.
+
+    For whoever can go on without it: a damaged record never stops a run or a command.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return read_json(cls, path)
+    except ConfigError:
+        return None
 
 
-def read_val_losses(path: Path) -> dict[int, float]:
-    """Return the validation losses of a metrics.jsonl by step."""
-    return {row["step"]: row["val_loss"] for row in read_metrics(path) if "val_loss" in row}
+def set_aside(path: Path) -> Path:
+    """Rename what is damaged, so that it is neither lost nor in the way; return its new name."""
+    taken = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+    aside = next(each for each in taken if not os.path.lexists(each))
+    path.rename(aside)
+    return aside
+
+
+def require_file(path: Path) -> Path | None:
+    """Set aside what lies in a file's place and is none; return its new name, or None."""
+    return set_aside(path) if os.path.lexists(path) and not path.is_file() else None
+
+
+def discard(path: Path) -> None:
+    """Remove a file that is not needed any more; what is none is set aside. Raises OSError."""
+    if require_file(path) is None:
+        path.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, text: str, *, durable: bool = True) -> None:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from payload.errors import ConfigError
 from payload.model_shape import PRESETS, ModelShape
 from payload.settings import parse_sections, render_sections, setting
+from payload.untrusted import read_bytes
+
+_FIXED = (
+    ("run", "seed"),
+    ("data", "sequence_length"),
+    ("model", "preset"),
+    ("model", "bias"),
+    ("model", "n_layer"),
+    ("model", "n_head"),
+    ("model", "n_embd"),
+    ("optimizer", "name"),
+)
+
+_MAX_BYTES = 2**20
 
 Preset = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 DtypeChoice = Literal["auto", "bf16", "fp32"]
@@ -32,7 +46,7 @@ class DataSection:
 
     dir: str = "data/openwebtext"
     """Folder with train.bin, val.bin and meta.json, written by `python -m payload.data prepare`."""
-    sequence_length: int = setting(1024, low=1)
+    sequence_length: int = setting(1024, low=1, high=2**20)
     """Tokens per sequence."""
 
 
@@ -47,10 +61,10 @@ class ModelSection:
     dropout: float = setting(0.0, low=0.0, high=0.99)
     bias: bool = True
     """Of a model from scratch, likewise."""
-    n_layer: int | None = setting(None, low=1)
+    n_layer: int | None = setting(None, low=1, high=1000)
     """Layers; none = the preset's. Likewise the next two."""
-    n_head: int | None = setting(None, low=1)
-    n_embd: int | None = setting(None, low=1)
+    n_head: int | None = setting(None, low=1, high=1000)
+    n_embd: int | None = setting(None, low=1, high=2**16)
 
     def shape(self, *, sequence_length: int, vocab_size: int) -> ModelShape:
         """The preset's sizes with this section's own in their place."""
@@ -69,9 +83,9 @@ class ModelSection:
 class BatchSection:
     """[batch], in sequences"""
 
-    global_batch_size: int = setting(32, low=1)
+    global_batch_size: int = setting(32, low=1, high=10**9)
     """Sequences per step over all ranks."""
-    micro_batch_size: int = setting(4, low=1)
+    micro_batch_size: int = setting(4, low=1, high=10**6)
     """Sequences per rank per forward and backward pass; lower it when memory runs out."""
 
     def grad_accum_steps(self, world_size: int) -> int:
@@ -171,7 +185,7 @@ class DistributedSection:
     trains on CPUs."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """What gradients travel as."""
-    timeout_s: float = setting(600.0, above=0.0)
+    timeout_s: float = setting(600.0, above=0.0, high=1e7)
     """Longest wait of one rank for another."""
 
 
@@ -181,9 +195,9 @@ class LaunchSection:
 
     launcher: Literal["auto", "mpirun", "torchrun"] = "auto"
     """auto: mpirun where Intel MPI runs (x86-64 Linux), else torchrun; which one is said."""
-    ranks_per_node: int | None = setting(None, low=1)
+    ranks_per_node: int | None = setting(None, low=1, high=4096)
     """none = one per NUMA domain."""
-    threads_per_rank: int | None = setting(None, low=1)
+    threads_per_rank: int | None = setting(None, low=1, high=4096)
     """none = the node's physical cores shared out evenly."""
     malloc: Literal["tuned", "tcmalloc", "default"] = "tuned"
     """`tuned`: glibc kept from giving large blocks back to the kernel between uses."""
@@ -249,6 +263,14 @@ class RunConfig:
         return render_sections(self)
 
 
+def fixed_differences(before: RunConfig, after: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, old and new value of each setting that a resume may not change."""
+    for section, key in _FIXED:
+        old, new = (getattr(getattr(each, section), key) for each in (before, after))
+        if old != new:
+            yield f"{section}.{key}", old, new
+
+
 def parse_run_config(text: str, *, overrides: Sequence[str] = (), where: str) -> RunConfig:
     """Build a RunConfig from TOML text; `where` names the text's origin. Raises ConfigError."""
     config = parse_sections(RunConfig, text, overrides=overrides, where=where)
@@ -261,7 +283,7 @@ def parse_run_config(text: str, *, overrides: Sequence[str] = (), where: str) ->
 def load_run_config(path: Path, *, overrides: Sequence[str] = ()) -> RunConfig:
     """Read the run.toml at `path`. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path, limit_bytes=_MAX_BYTES).decode("utf-8")
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}. Name an existing TOML file.") from None
     except UnicodeDecodeError as error:

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from payload.checkpoint_files import best_checkpoint
+from payload.checkpoint_files import best_checkpoint, checkpoint_step
+from payload.errors import ConfigError
 from payload.inventory import ClusterInventory
-from payload.results import RunPaths, Summary, read_val_losses
+from payload.metrics_log import missing_steps, read_metrics, read_val_losses
+from payload.results import RunPaths, Summary
 
 # The first steps build kernels and warm caches; the median leaves out up to this many.
 _WARM_UP_STEPS = 3
 
 
-def with_metrics(summary: Summary, rows: Sequence[Mapping[str, Any]]) -> Summary:
-    """The summary with steps, tokens, losses, and the medians over the steps after warm-up."""
+def with_metrics(summary: Summary, paths: RunPaths) -> Summary:
+    """Return the summary with what metrics.jsonl says, and the steps whose rows are lost."""
+    newest = paths.newest_checkpoint()
+    return with_rows(
+        summary, read_metrics(paths.metrics), saved_step=checkpoint_step(newest) if newest else 0
+    )
+
+
+def with_rows(summary: Summary, rows: Sequence[Mapping[str, Any]], *, saved_step: int) -> Summary:
+    """Return the summary with steps, tokens, losses, and the medians over the steps after warm-up.
+
+    `saved_step` is the newest checkpoint's: that far the run was trained, whatever rows there are.
+    """
     steps = [row for row in rows if "loss" in row]
+    trained = max(saved_step, steps[-1]["step"] if steps else 0)
+    missing = missing_steps(rows, trained=trained)
+    summary = replace(summary, steps=trained, missing_metrics=missing)
     val_losses = [row["val_loss"] for row in rows if "val_loss" in row]
     if val_losses:
         summary = replace(summary, best_val_loss=min(val_losses), final_val_loss=val_losses[-1])
@@ -27,7 +44,6 @@ def with_metrics(summary: Summary, rows: Sequence[Mapping[str, Any]]) -> Summary
     mfus = [row["mfu"] for row in steady if row["mfu"] is not None]
     return replace(
         summary,
-        steps=steps[-1]["step"],
         tokens=steps[-1]["tokens"],
         first_loss=steps[0]["loss"],
         final_loss=steps[-1]["loss"],
@@ -45,7 +61,7 @@ def with_best(summary: Summary, paths: RunPaths) -> Summary:
 def with_time(summary: Summary, paths: RunPaths, *, wall_s: float) -> Summary:
     """The summary with its time, and what that costs where the inventory has prices."""
     hourly_usd = None
-    if paths.inventory.exists():
+    with suppress(ConfigError):
         hourly_usd = ClusterInventory.load(paths.inventory).hourly_usd()
     cost_usd = None if hourly_usd is None else hourly_usd * wall_s / 3600
     return with_cost(replace(summary, wall_s=wall_s), cost_usd)

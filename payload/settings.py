@@ -18,6 +18,7 @@ from payload.untrusted import printable, shown
 
 _SHOWN_PROBLEMS = 8
 _SHOWN_CHARS = 200
+_MAX_INTEGER = 2**53  # As many as a float can count.
 
 _T = TypeVar("_T")
 _Names = Mapping[str, Sequence[str]]
@@ -183,7 +184,7 @@ def _parse_scalar(text: str) -> Any:
     """A value as TOML would read it; what is no TOML value is a string, so quotes are optional."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -232,6 +233,8 @@ def _limit_problem(value: float, limits: Mapping[str, Any]) -> str | None:
     # What is written without a point is a Python integer of any size.
     if not abs(value) < (float("inf") if isinstance(value, float) else 2**63):
         return "a finite number is needed."
+    if isinstance(value, int) and high is None:
+        high = _MAX_INTEGER
     if low is not None and value < low:
         return f"it must be at least {low}."
     if above is not None and value <= above:

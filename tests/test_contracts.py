@@ -10,16 +10,8 @@ import pytest
 
 from payload.errors import ConfigError, ExitCode, TileforgeError
 from payload.inventory import Access, ClusterInventory, Node
-from payload.results import (
-    EvalMetrics,
-    RankProgress,
-    RunPaths,
-    Summary,
-    read_json,
-    read_metrics,
-    to_json_line,
-    write_json,
-)
+from payload.metrics_log import EvalMetrics, read_metrics, to_json_line
+from payload.results import RankProgress, RunPaths, Summary, read_json, write_json
 
 
 def make_inventory(num_nodes: int = 2, **changes: Any) -> ClusterInventory:

@@ -193,3 +193,38 @@ def test_absurd_values_are_refused_in_one_short_line(text: str, problem: str) ->
         parse_run_config(text, where="run.toml")
     assert len(str(refused.value)) < 4_000
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[model]\nn_layer = 1" + "0" * 30, r"model\.n_layer = 1000.*: a finite number is needed"),
+        ("[model]\nn_layer = 1001", r"model\.n_layer = 1001: it must be at most 1000\."),
+        ("[model]\nn_embd = 0x" + "f" * 50_000, "model.n_embd = "),
+        ("[train]\nsteps = 1" + "0" * 18, r"train\.steps = 1000.*: it must be at most"),
+        ("[launch]\nranks_per_node = 1000000000", "launch.ranks_per_node = 1000000000: it must be"),
+        ("[optimizer]\nlr = 1e999", r"optimizer\.lr = inf: a finite number is needed"),
+        ("[optimizer]\nlr = nan", r"optimizer\.lr = nan: a finite number is needed"),
+        ("model = 1" + "0" * 4000, "is not a section"),
+    ],
+)
+def test_values_that_no_machine_can_train_are_refused_at_once(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as raised:
+        parse(text)
+    assert len(str(raised.value)) < 600 and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("value", ["9" * 30, "9" * 5000, "1e999", "[" * 5000, "0x" + "f" * 9000])
+def test_absurd_overrides_are_refused_too(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.n_layer"):
+        parse("", f"model.n_layer={value}")
+
+
+def test_what_is_no_file_is_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_run_config(tmp_path)
+    (tmp_path / "huge.toml").touch()
+    with (tmp_path / "huge.toml").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ConfigError, match="Larger than"):
+        load_run_config(tmp_path / "huge.toml")

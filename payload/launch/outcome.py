@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from payload.errors import ExitCode
@@ -15,6 +15,10 @@ from payload.results import RankExit, RunStatus
 # Intel MPI's report; it comes when all ranks have ended.
 _KILLED = re.compile(
     r"RANK (?P<rank>\d+) PID \d+ RUNNING AT \S+\s*\n=\s+KILLED BY SIGNAL: (?P<signal>\d+)"
+)
+_DOWNSTREAM = re.compile(
+    r"downstream from host (?P<host>\S+) (?P<how>exited [\w ]+|was killed by signal \d+)",
+    re.IGNORECASE,
 )
 _UNRESOLVED = re.compile(r"getaddrinfo.*(?:name resolution|not known)", re.IGNORECASE)
 
@@ -45,14 +49,17 @@ class Evidence:
     """What the trainer wrote into summary.json, or None."""
     stop: Literal["none", "graceful", "forced", "expired"]
     """Whether someone asked the run to stop, and how that went."""
-    ended_by_us_unix: float | None
-    """When the supervisor began to kill what was left; later signals are its own."""
+    ended_by_us_s: float | None
+    """When the supervisor began to kill what was left, by the head's monotonic clock, as the
+    records' times are; later signals are its own."""
     trouble: Verdict | None = None
     """What the signs of life showed: a hang, or a node that is frozen or gone."""
     begun: bool = False
     """Whether any rank has shown a sign of life."""
     trained: bool = False
     """Whether any rank has come so far that it trained."""
+    node_of: Mapping[str, str] = field(default_factory=dict)
+    """Names of the nodes by the addresses that the launcher knows them by."""
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -100,7 +107,7 @@ def _own_error_or_signal(evidence: Evidence) -> Verdict | None:
     ]
     if not causes:
         return None
-    first = min(causes, key=lambda record: (record.time_unix, record.signal is not None))
+    first = min(causes, key=lambda record: (record.monotonic_s, record.signal is not None))
     where = f"rank {first.rank} on {first.node}"
     if first.signal is not None:
         return Verdict(
@@ -108,6 +115,13 @@ def _own_error_or_signal(evidence: Evidence) -> Verdict | None:
             exit_code=ExitCode.RANK_LOST,
             error=f"{where} was killed by {_name(first.signal)}",
             rank=first.rank,
+        )
+    if len(causes) == len(evidence.ranks) > 1 and len({each.error for each in causes}) == 1:
+        # Each rank says it of all of them, so that who was first says nothing.
+        return Verdict(
+            status="failed",
+            exit_code=_exit_code(first.exit_code),
+            error=f"all ranks: {first.error or f'ended with status {first.exit_code}'}",
         )
     words = first.error or f"ended with status {first.exit_code} and no word; see its log"
     return Verdict(
@@ -120,11 +134,11 @@ def _own_error_or_signal(evidence: Evidence) -> Verdict | None:
 
 def _ended_alone(evidence: Evidence) -> list[RankExit]:
     """The records of ranks that the supervisor did not kill."""
-    began = evidence.ended_by_us_unix
+    began_s = evidence.ended_by_us_s
     return [
         record
         for record in evidence.exits.values()
-        if record.signal is None or began is None or record.time_unix < began
+        if record.signal is None or began_s is None or record.monotonic_s < began_s
     ]
 
 
@@ -142,7 +156,7 @@ def _silent_rank(evidence: Evidence) -> Verdict | None:
                 error=f"rank {number} on {node} was killed by {_name(int(reported['signal']))}",
                 rank=number,
             )
-    if not silent or not evidence.exits or evidence.ended_by_us_unix is not None:
+    if not silent or not evidence.exits or evidence.ended_by_us_s is not None:
         return None
     listed = ", ".join(f"rank {rank.rank} on {rank.node}" for rank in silent)
     return Verdict(
@@ -159,7 +173,7 @@ def _echo(evidence: Evidence) -> Verdict | None:
     if not echoes:
         return None
     silent = [rank for rank in evidence.ranks if rank.rank not in evidence.exits]
-    first = min(echoes, key=lambda record: record.time_unix)
+    first = min(echoes, key=lambda record: record.monotonic_s)
     lost = silent[0] if len(silent) == 1 else None
     named = f"rank {lost.rank} on {lost.node} was lost" if lost else "a rank was lost"
     words = first.error or f"status {first.exit_code}"
@@ -174,8 +188,10 @@ def _echo(evidence: Evidence) -> Verdict | None:
 def _launcher_failure(evidence: Evidence) -> Verdict:
     """No rank failed: either all is well, or no rank ever began."""
     ended = _ended_alone(evidence)
-    if ended and evidence.trainer_status in ("finished", "stopped"):
-        return Verdict(status=evidence.trainer_status, exit_code=ExitCode.OK)
+    if ended and evidence.trainer_status == "finished":
+        return Verdict(status="finished", exit_code=ExitCode.OK)
+    if ended and evidence.trainer_status == "stopped":
+        return _preempted(ended)
     if ended:
         return Verdict(
             status="failed",
@@ -189,6 +205,14 @@ def _launcher_failure(evidence: Evidence) -> Verdict:
             status="failed",
             exit_code=ExitCode.RANK_LOST,
             error=f"the launcher was killed by {_name(killer)}",
+        )
+    lost = _DOWNSTREAM.search(evidence.launcher_text)
+    if evidence.begun and lost:
+        node = evidence.node_of.get(lost["host"], lost["host"])
+        return Verdict(
+            status="failed",
+            exit_code=ExitCode.RANK_LOST,
+            error=f"node lost: the launcher's process on {node} {lost['how']}",
         )
     if evidence.begun:
         return Verdict(
@@ -208,6 +232,19 @@ def _launcher_failure(evidence: Evidence) -> Verdict:
             f"{_last_line(evidence)}"
         )
     return Verdict(status="failed", exit_code=ExitCode.PREFLIGHT, error=words)
+
+
+def _preempted(ended: Sequence[RankExit]) -> Verdict:
+    """Judge a run whose ranks saved and ended because somebody else told one of them to."""
+    told = [record for record in ended if record.error]
+    who = ", ".join(f"rank {record.rank} on {record.node} {record.error}" for record in told)
+    return Verdict(
+        status="failed",
+        exit_code=ExitCode.RANK_LOST,
+        error=f"{who or 'a rank was told to stop'}, and not by this run's supervisor, as when a "
+        "machine is preempted or shut down; the ranks saved and ended",
+        rank=told[0].rank if told else None,
+    )
 
 
 def _last_line(evidence: Evidence) -> str:

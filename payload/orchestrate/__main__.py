@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from payload.errors import TileforgeError
+from payload.errors import INTERRUPTED, TileforgeError
 from payload.hints import command
 from payload.orchestrate import inspect, start
 from payload.orchestrate.cloud.arguments import add_cloud_commands
@@ -17,13 +17,12 @@ from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.runs import check_named_id, check_new_id
 from payload.results import DEFAULT_GRACE_S, DEFAULT_RUNS_DIR
 
-_INTERRUPTED = 130
-
 
 def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | None = None) -> int:
     """Carry out one command and return its exit code."""
     arguments = _parser().parse_args(argv)
-    arguments.runs_dir = Path(arguments.runs_dir or DEFAULT_RUNS_DIR).absolute()
+    # One name for one folder, whatever links lead to it.
+    arguments.runs_dir = Path(arguments.runs_dir or DEFAULT_RUNS_DIR).resolve()
     try:
         _check_run_ids(arguments)
         return int(arguments.command(arguments, access or LocalAccess(env)))
@@ -32,7 +31,7 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | N
         return error.exit_code
     except KeyboardInterrupt:
         text_console(stderr=True).print("interrupted")
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 def _check_run_ids(arguments: argparse.Namespace) -> None:

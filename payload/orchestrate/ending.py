@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rich.console import Console
 
+from payload.errors import ExitCode
 from payload.hints import run_command
 from payload.orchestrate.console import text_console
 from payload.orchestrate.report import failure_lines, result_lines
-from payload.results import RunPaths, RunState, Summary
+from payload.results import RunPaths, RunState, Summary, to_json
 
 
 def say_end(
@@ -24,12 +26,11 @@ def say_end(
     checkpoint = paths.newest_checkpoint()
     out = text_console(stderr=False)
     if arguments.json:
-        out.print(paths.summary.read_text(encoding="utf-8"), end="")
+        out.print(to_json(summary), end="")
     else:
         out.print("\n".join(result_lines(summary, checkpoint=checkpoint, width=out.width)))
     if summary.status == "failed":
-        failed = state.failed_rank
-        log = paths.launcher_log if failed is None else paths.rank_log(failed)
+        log = _telling_log(paths, state)
         talk.print("\n".join(failure_lines(summary.error or "failed", log=log)))
     elif summary.error:
         talk.print(f"note: {summary.error}")
@@ -37,3 +38,11 @@ def say_end(
         given = getattr(arguments, "inventory", None)
         more = ["--inventory", str(given)] if given else []
         talk.print(f"continue with: {run_command('run --resume', paths, *more)}")
+
+
+def _telling_log(paths: RunPaths, state: RunState) -> Path:
+    """Return the log to read on in: what all ranks say is in each one's own."""
+    if state.failed_rank is not None:
+        return paths.rank_log(state.failed_rank)
+    said_by_all = state.exit_class in (ExitCode.TRAINING.label, ExitCode.CONFIG.label)
+    return paths.rank_log(0) if said_by_all else paths.launcher_log

@@ -16,8 +16,9 @@ from typing import BinaryIO
 from rich.console import Console
 
 from payload.errors import ConfigError
+from payload.metrics_log import StepMetrics
 from payload.orchestrate.live import LiveLine
-from payload.results import RankProgress, RunPaths, RunState, StepMetrics, read_json
+from payload.results import RankProgress, RunPaths, RunState, read_json
 from payload.run_config import TrainSection
 from payload.run_lock import FORCE_SIGNAL
 from payload.untrusted import build, parse_json, printable
@@ -120,8 +121,8 @@ def follow_run(
     nodes: int,
     log_tail: Tail,
     metrics_tail: Tail,
-) -> None:
-    """Show the run until its supervisor has ended.
+) -> bool:
+    """Show the run until its supervisor has ended. Returns whether the operator asked for a stop.
 
     The first Ctrl-C asks for a checkpoint and an end, the second for an end at once.
     """
@@ -144,6 +145,7 @@ def follow_run(
         if log_tail.rest():
             live.log(log_tail.rest())
         live.say_kept(unless=final_error(paths))
+    return heeded > 0
 
 
 def follow_log(tail: Tail, *, show: Callable[[str], None], alive: Callable[[], bool]) -> None:

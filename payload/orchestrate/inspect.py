@@ -8,7 +8,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+
+from rich.console import Console
 
 from payload.errors import ConfigError, ExitCode, RankLostError, UsageError
 from payload.launch.ranks import load_ranks
@@ -19,10 +21,13 @@ from payload.orchestrate.mirror import read_mirrored
 from payload.orchestrate.report import list_lines, ranks_lines, status_lines
 from payload.orchestrate.runs import all_runs, find_run, view_run
 from payload.orchestrate.stop_wait import StopWait, stop_wish
-from payload.results import RunPaths, RunState, read_json
+from payload.results import RunPaths, write_json
 from payload.run_lock import FORCE_SIGNAL, is_supervised
+from payload.run_repair import known_state
 
 _LOOK_S = 0.1
+# A supervisor that is told to end at once kills for at most ten seconds.
+_FORCE_S = 15.0
 
 
 def status(arguments: argparse.Namespace, access: LocalAccess) -> int:
@@ -61,15 +66,9 @@ def list_runs(arguments: argparse.Namespace, access: LocalAccess) -> int:
 def logs(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Print a rank's log or the launcher's."""
     paths = find_run(arguments.runs_dir, arguments.run)
-    ranks = load_ranks(paths.ranks)
-    if arguments.launcher:
-        path, node = paths.launcher_log, ranks[0].node
-    else:
-        if not 0 <= arguments.rank < len(ranks):
-            raise UsageError(
-                f"--rank {arguments.rank}: run {paths.run_id} has ranks 0 to {len(ranks) - 1}."
-            )
-        path, node = paths.rank_log(arguments.rank), ranks[arguments.rank].node
+    rank = 0 if arguments.launcher else arguments.rank
+    node = _node_of(paths, rank)
+    path = paths.launcher_log if arguments.launcher else paths.rank_log(rank)
     out = text_console(stderr=False)
     with _watched(paths, access, node=node) as alive:
         if not alive() and not path.exists():
@@ -82,6 +81,17 @@ def logs(arguments: argparse.Namespace, access: LocalAccess) -> int:
     return ExitCode.OK
 
 
+def _node_of(paths: RunPaths, rank: int) -> str | None:
+    """Return the name of a rank's node; None where the rank file cannot be read."""
+    try:
+        ranks = load_ranks(paths.ranks)
+    except ConfigError:
+        return None
+    if not 0 <= rank < len(ranks):
+        raise UsageError(f"--rank {rank}: run {paths.run_id} has ranks 0 to {len(ranks) - 1}.")
+    return ranks[rank].node
+
+
 def stop(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Stop a run with a checkpoint, or at once."""
     paths = find_run(arguments.runs_dir, arguments.run)
@@ -91,27 +101,49 @@ def stop(arguments: argparse.Namespace, access: LocalAccess) -> int:
 
         return remote_commands.stop(paths, mirrored, arguments=arguments, env=access.environment())
     talk = text_console(stderr=True)
-    state = read_json(RunState, paths.state)
     wish = FORCE_SIGNAL if arguments.force else signal.SIGTERM
     asked = stop_wish(arguments.grace)
-    if state is None or not access.signal_supervisor(paths, state, [wish], wish=asked):
+    if not access.signal_supervisor(paths, [wish], wish=asked):
         view = view_run(paths, now_unix=time.time())
         talk.print(f"run {paths.run_id} is not running: {view.status} after step {view.step}")
         return ExitCode.OK
     talk.print(
         f"run {paths.run_id}: " + ("stopping at once" if arguments.force else "saving and stopping")
     )
+    if arguments.force:
+        _end_by_force(paths, access, talk)
     wait = StopWait(paths, asked)
     while is_supervised(paths):
         if wait.is_over():
             raise RankLostError(
-                f"run {paths.run_id} has not ended within {wait.waited_s():.0f} s; its supervisor "
-                f"is process {state.supervisor_pid}. Try again with --force."
+                f"run {paths.run_id} has not ended within {wait.waited_s():.0f} s. End it at once, "
+                f"without a checkpoint: python -m payload.orchestrate stop {paths.run_id} --force"
             )
         time.sleep(_LOOK_S)
     view = view_run(paths, now_unix=time.time())
     talk.print(f"{view.status} after step {view.step}" + (f": {view.error}" if view.error else ""))
     return ExitCode.OK
+
+
+def _end_by_force(paths: RunPaths, access: LocalAccess, talk: Console) -> None:
+    """Kill the run's processes where its supervisor does not do so: it may be frozen itself."""
+    ends = time.monotonic() + _FORCE_S
+    while is_supervised(paths) and time.monotonic() < ends:
+        time.sleep(_LOOK_S)
+    if not is_supervised(paths):
+        return
+    talk.print("its supervisor does not answer: killing it and the run's processes")
+    access.end_at_once(paths)
+    if is_supervised(paths):
+        raise RankLostError(
+            f"run {paths.run_id} cannot be ended: its supervisor is no process that this user can "
+            "see here. Stop it where and as whom it was started."
+        )
+    before = known_state(paths)
+    if before is not None:
+        error = "killed by force, its supervisor did not answer; the last checkpoint is as it was"
+        ended = replace(before, status="stopped", exit_class=ExitCode.OK.label, error=error)
+        write_json(paths.state, ended)
 
 
 @contextmanager

@@ -14,22 +14,25 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from shutil import which
 
 import payload
-from payload.errors import PreflightError
+from payload.errors import PreflightError, UsageError
 from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import LOOPBACK_BYTES_PER_S
 from payload.launch.environment import local_mpirun_environment
 from payload.launch.plan import rank_program
 from payload.orchestrate.discovery import LOOPBACK, free_memory_bytes
-from payload.results import RunPaths, RunState, StopWish, write_json
+from payload.orchestrate.remote import control
+from payload.results import RunPaths, StopWish
 from payload.run_config import DtypeChoice
-from payload.run_lock import is_supervised
 
 _TCMALLOC = ("tcmalloc", "tcmalloc_minimal")
+_KILL_S = 10.0
 # Below Linux' range for outgoing connections (32768 and up), above what services use.
 _PORTS = range(20_000, 32_000)
 
@@ -142,7 +145,7 @@ class LocalAccess:
         python_path = self.python_path()
         if python_path:
             env["PYTHONPATH"] = python_path
-        with paths.supervisor_log.open("ab") as log:
+        with paths.supervisor_log.open("ab") as log, control.held_back(control.STOP_SIGNALS):
             return subprocess.Popen(
                 [*command, "--grace", str(grace_s)],
                 env=env,
@@ -155,19 +158,30 @@ class LocalAccess:
     def signal_supervisor(
         self,
         paths: RunPaths,
-        state: RunState,
         numbers: Sequence[signal.Signals],
         *,
         wish: StopWish | None,
     ) -> bool:
-        """Send signals to the run's supervisor, with what it finds then; says whether it lives."""
-        if not is_supervised(paths):
-            return False
-        if wish is not None:
-            write_json(paths.stop_wish, wish)
-        for number in numbers:
-            os.kill(state.supervisor_pid, number)
-        return True
+        """Send signals to the run's supervisor, with what it finds then; tell whether it lives.
+
+        Raises UsageError when it is another user's.
+        """
+        try:
+            answer = control.send(
+                paths.root, [int(number) for number in numbers], asdict(wish) if wish else None
+            )
+        except PermissionError:
+            raise UsageError(
+                f"run {paths.run_id} belongs to another user. Stop it as that user."
+            ) from None
+        return bool(answer["alive"])
+
+    def end_at_once(self, paths: RunPaths) -> None:
+        """Kill the run's supervisor, which does not answer, and every process of the run."""
+        control.send(paths.root, [int(signal.SIGKILL)])
+        ends = time.monotonic() + _KILL_S
+        while control.left(paths.root, kill=True)["pids"] and time.monotonic() < ends:
+            time.sleep(0.1)
 
     def _path(self) -> str:
         return self._env.get("PATH", os.defpath)

@@ -10,7 +10,13 @@ from functools import partial
 
 from rich.console import Console
 
-from payload.errors import ExitCode, PreflightError, SshUnreachableError, TileforgeError
+from payload.errors import (
+    INTERRUPTED,
+    ExitCode,
+    PreflightError,
+    SshUnreachableError,
+    TileforgeError,
+)
 from payload.hints import run_command
 from payload.inventory import Node
 from payload.orchestrate.follow import (
@@ -25,7 +31,7 @@ from payload.orchestrate.follow import (
 from payload.orchestrate.live import LiveLine
 from payload.orchestrate.remote_end import bring_home, say_remote_end
 from payload.orchestrate.remote_run import Look, RemoteRun
-from payload.results import point_latest_at
+from payload.results import Summary, last_record, point_latest_at
 from payload.run_config import load_run_config
 from payload.run_lock import FORCE_SIGNAL
 
@@ -64,12 +70,15 @@ def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Co
             if asks.count > heeded and alive:
                 if heeded == 0 and not _asks_again(asks, live):
                     live.say(f"detached; {how_to_attach(run)}")
-                    return ExitCode.OK
+                    return INTERRUPTED
                 heeded = _pass_on(run, live, heeded=heeded)
         if log.rest():
             live.log(log.rest())
         live.say_kept(unless=final_error(run.paths))
-    return _bring_home(run, arguments=arguments, talk=talk)
+    status = _bring_home(run, arguments=arguments, talk=talk)
+    summary = last_record(Summary, run.paths.summary)
+    unfinished = summary is None or summary.status != "finished"
+    return INTERRUPTED if heeded and status == ExitCode.OK and unfinished else status
 
 
 def how_to_attach(run: RemoteRun) -> str:

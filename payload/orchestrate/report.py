@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +12,16 @@ from rich.console import Console
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Placement
+from payload.metrics_log import describe_missing
 from payload.orchestrate.live import duration
 from payload.orchestrate.planning import PlannedRun
 from payload.orchestrate.runs import RunView
 from payload.results import Summary
+from payload.untrusted import open_regular
 
 _MIB, _GIB = 2**20, 2**30
 _TAIL_LINES = 12
+_TAIL_BYTES = 2**16
 
 
 def print_plan(planned: PlannedRun, console: Console) -> None:
@@ -99,6 +103,8 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
         ("wall time", duration(summary.wall_s)),
         ("checkpoint", str(checkpoint) if checkpoint else "none"),
     ]
+    if summary.missing_metrics:
+        rows.insert(4, ("metrics lost", f"steps {describe_missing(summary.missing_metrics)}"))
     if summary.restarts:
         rows.insert(2, ("restarts", str(summary.restarts)))
     if summary.cost_usd is not None:
@@ -110,11 +116,19 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
 def failure_lines(error: str, *, log: Path) -> list[str]:
     """The error itself, where to read on, and the log's end."""
     lines = [f"error: {error}", f"log: {log}"]
-    if log.exists():
-        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-        repeated = [line for line in tail if line.startswith("error: ") and line[7:] in error]
-        lines += [f"  | {line}" for line in tail if line not in repeated]
-    return lines
+    tail = log_tail(log)
+    repeated = [line for line in tail if line.startswith("error: ") and line[7:] in error]
+    return [*lines, *(f"  | {line}" for line in tail if line not in repeated)]
+
+
+def log_tail(log: Path) -> list[str]:
+    """Return a log's last lines; none where it cannot be read."""
+    try:
+        with open_regular(log) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-_TAIL_LINES:]
+    except OSError:
+        return []
 
 
 def status_lines(view: RunView, *, width: int) -> list[str]:
@@ -128,6 +142,7 @@ def status_lines(view: RunView, *, width: int) -> list[str]:
         ("tokens/s", _number(view.tokens_per_s, ",.0f")),
         ("last sign of life", _age(view.age_s)),
     ]
+    rows += [("damaged", problem) for problem in view.damaged]
     if view.error:
         rows.append(("error", view.error))
     elif view.note:

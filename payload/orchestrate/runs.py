@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from payload.errors import ConfigError, ExitCode, UsageError
 from payload.hints import command
-from payload.launch.ranks import load_ranks
+from payload.inventory import ClusterInventory
+from payload.launch.plan import LaunchPlan
+from payload.launch.ranks import Rank, load_ranks
+from payload.metrics_log import read_metrics
 from payload.orchestrate.mirror import read_mirrored
 from payload.results import (
     LATEST,
@@ -18,11 +24,13 @@ from payload.results import (
     RunPaths,
     RunState,
     RunStatus,
+    Summary,
+    last_record,
     read_json,
-    read_metrics,
 )
 from payload.run_config import load_run_config
 from payload.run_lock import is_supervised
+from payload.run_repair import known_config, known_state
 from payload.untrusted import RUN_ID
 
 # A supervisor takes its lock this soon after the plan was written.
@@ -64,6 +72,8 @@ class RunView:
     """Since rank 0's last sign of life."""
     started_unix: float
     ranks: tuple[RankView, ...]
+    damaged: tuple[str, ...]
+    """What cannot be read of the run, one sentence each."""
 
 
 def check_new_id(run_id: str) -> None:
@@ -104,7 +114,7 @@ def create_run(runs_dir: Path, run_id: str) -> RunPaths:
 
 def all_runs(runs_dir: Path) -> list[RunPaths]:
     """Every run, the newest first."""
-    found = [(paths.plan.stat().st_mtime, paths.run_id, paths) for paths in _folders(runs_dir)]
+    found = [(_begun_unix(paths), paths.run_id, paths) for paths in _folders(runs_dir)]
     return [paths for _, _, paths in sorted(found, reverse=True)]
 
 
@@ -132,8 +142,8 @@ def find_run(runs_dir: Path, run_id: str | None) -> RunPaths:
 
 
 def view_run(paths: RunPaths, *, now_unix: float) -> RunView:
-    """Read everything about a run. Raises ConfigError."""
-    state = read_json(RunState, paths.state)
+    """Read everything about a run, as far as it can be read."""
+    state = known_state(paths)
     rows = read_metrics(paths.metrics)
     trained: dict[str, Any] = dict(next((row for row in reversed(rows) if "loss" in row), {}))
     evaluated = [row["val_loss"] for row in rows if "val_loss" in row]
@@ -147,13 +157,14 @@ def view_run(paths: RunPaths, *, now_unix: float) -> RunView:
         note=state.note if state else None,
         failed_rank=state.failed_rank if state else None,
         step=trained.get("step", 0),
-        steps=load_run_config(paths.config).train.steps,
+        steps=known_config(paths).train.steps,
         loss=trained.get("loss"),
         val_loss=evaluated[-1] if evaluated else None,
         tokens_per_s=trained.get("tokens_per_s"),
         age_s=ranks[0].age_s if ranks else None,
-        started_unix=state.started_unix if state else paths.plan.stat().st_mtime,
+        started_unix=state.started_unix if state else _begun_unix(paths),
         ranks=ranks,
+        damaged=tuple(_damaged(paths)),
     )
 
 
@@ -162,12 +173,47 @@ def running_here(runs_dir: Path) -> list[str]:
     return [paths.run_id for paths in all_runs(runs_dir) if is_supervised(paths)]
 
 
+def is_copy(paths: RunPaths) -> bool:
+    """Tell whether a run is on a cluster, and the folder here only its copy."""
+    with suppress(ConfigError):
+        kind: str = ClusterInventory.load(paths.inventory).access.kind
+        return kind != "local"
+    return (paths.root / "mirror.json").exists()
+
+
 def _folders(runs_dir: Path) -> Iterator[RunPaths]:
+    """Yield every folder with a run of this program; no one file of it is needed."""
     if not runs_dir.is_dir():
         return
     for folder in runs_dir.iterdir():
-        if not folder.is_symlink() and RunPaths(folder).plan.is_file():
-            yield RunPaths(folder)
+        paths = RunPaths(folder)
+        signs = (paths.plan, paths.ranks, paths.inventory, paths.hosts, paths.state, paths.lock)
+        is_folder = RUN_ID.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
+        if is_folder and any(map(os.path.lexists, signs)):
+            yield paths
+
+
+def _begun_unix(paths: RunPaths) -> float:
+    """When the plan was written, or what else there is of the run."""
+    for path in (paths.plan, paths.config, paths.root):
+        with suppress(OSError):
+            return path.lstat().st_mtime
+    return 0.0
+
+
+def _damaged(paths: RunPaths) -> Iterator[str]:
+    for load, path in (
+        (load_run_config, paths.config),
+        (LaunchPlan.load, paths.plan),
+        (ClusterInventory.load, paths.inventory),
+        (load_ranks, paths.ranks),
+        (partial(read_json, RunState), paths.state),
+        (partial(read_json, Summary), paths.summary),
+    ):
+        try:
+            load(path)
+        except ConfigError as error:
+            yield str(error)
 
 
 def _status(
@@ -179,7 +225,7 @@ def _status(
     mirrored = read_mirrored(paths)
     if mirrored.alive if mirrored else is_supervised(paths):
         return (state.status if state else "starting"), None, None
-    if mirrored is None and state is None and now_unix - paths.plan.stat().st_mtime < _START_S:
+    if mirrored is None and state is None and 0 <= now_unix - _begun_unix(paths) < _START_S:
         return "starting", None, None
     return (
         "failed",
@@ -191,14 +237,17 @@ def _status(
 
 
 def _view_ranks(paths: RunPaths, *, now_unix: float) -> Iterator[RankView]:
-    for rank in load_ranks(paths.ranks):
-        progress = read_json(RankProgress, paths.rank_progress(rank.rank))
-        ended = read_json(RankExit, paths.rank_exit(rank.rank))
+    ranks: tuple[Rank, ...] = ()
+    with suppress(ConfigError):
+        ranks = load_ranks(paths.ranks)
+    for rank in ranks:
+        progress = last_record(RankProgress, paths.rank_progress(rank.rank))
+        ended = last_record(RankExit, paths.rank_exit(rank.rank))
         yield RankView(
             rank=rank.rank,
             node=rank.node,
             step=progress.step if progress else None,
             phase=progress.phase if progress else None,
-            age_s=now_unix - progress.time_unix if progress else None,
+            age_s=max(0.0, now_unix - progress.time_unix) if progress else None,
             exit_code=ended.exit_code if ended else None,
         )

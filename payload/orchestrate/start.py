@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -17,9 +19,8 @@ from rich.console import Console
 
 from payload.checkpoint_files import require_room
 from payload.engines import require_packages_here
-from payload.errors import ConfigError, DataError, ExitCode
+from payload.errors import INTERRUPTED, ConfigError, DataError, ExitCode, PreflightError
 from payload.hints import run_command
-from payload.inventory import ClusterInventory
 from payload.model_shape import GPT2_VOCAB_SIZE
 from payload.orchestrate.checks import check_data
 from payload.orchestrate.console import text_console
@@ -33,15 +34,17 @@ from payload.orchestrate.inventories import (
 )
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.planning import PlannedRun, plan_run
-from payload.orchestrate.report import print_plan
+from payload.orchestrate.report import log_tail, print_plan
 from payload.orchestrate.runs import (
     create_run,
     find_run,
+    is_copy,
     running_here,
 )
-from payload.results import RunPaths, RunState, Summary, new_run_id, read_json
+from payload.results import RunPaths, RunState, Summary, last_record, new_run_id
 from payload.run_config import RunConfig, load_run_config, parse_run_config
 from payload.run_lock import is_supervised
+from payload.run_repair import config_to_resume, known_summary, make_room
 
 _START_TIMEOUT_S = 30.0
 
@@ -106,7 +109,7 @@ def run(arguments: argparse.Namespace, access: LocalAccess) -> int:
         )
     require_one_machine(chosen)
     resumed = find_run(arguments.runs_dir, arguments.resume) if arguments.resume else None
-    config = config_of(arguments, resumed=resumed)
+    config = config_of(arguments, resumed=resumed, say=talk.print)
     if resumed is not None:
         _refuse_to_resume(resumed, config)
     vocab_size = _check_data(config)
@@ -120,9 +123,12 @@ def run(arguments: argparse.Namespace, access: LocalAccess) -> int:
         planned = _plan(paths, config, chosen, access, vocab_size=vocab_size, port=_port(holder))
         _require_room(planned)
         _say_notes(planned, talk)
-        if resumed is None:
-            create_run(arguments.runs_dir, paths.run_id)
-        planned.write(paths)
+        with _room_for(paths):
+            if resumed is None:
+                create_run(arguments.runs_dir, paths.run_id)
+            for sentence in make_room(paths):
+                talk.print(f"warning: {sentence}")
+            planned.write(paths)
         talk.print(
             f"run {paths.run_id}: {planned.plan.world_size} rank(s) through "
             f"{planned.plan.launcher}; everything in {paths.root}"
@@ -139,7 +145,7 @@ def _start_and_follow(
     log_tail = Tail(paths.rank_log(0), from_end=True)
     metrics_tail = Tail(paths.metrics, from_end=True)
     supervisor = access.start_supervisor(paths, detached=False, grace_s=arguments.grace)
-    follow_run(
+    interrupted = follow_run(
         paths,
         supervisor,
         console=talk,
@@ -148,7 +154,7 @@ def _start_and_follow(
         log_tail=log_tail,
         metrics_tail=metrics_tail,
     )
-    return _report(paths, supervisor, arguments=arguments, talk=talk)
+    return _report(paths, supervisor, arguments=arguments, talk=talk, interrupted=interrupted)
 
 
 def _start_detached(
@@ -158,7 +164,7 @@ def _start_detached(
     supervisor = access.start_supervisor(paths, detached=True, grace_s=arguments.grace)
     deadline = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline and supervisor.poll() is None:
-        state = read_json(RunState, paths.state)
+        state = last_record(RunState, paths.state)
         if state is not None and state.supervisor_pid == supervisor.pid:
             talk.print(f"detached. Look with: {run_command('status', paths)}; also: logs -f, stop")
             # It outlives this process on purpose; nobody will wait for it here.
@@ -174,6 +180,7 @@ def _report(
     *,
     arguments: argparse.Namespace,
     talk: Console,
+    interrupted: bool = False,
 ) -> int:
     """The table at the end, or the failure in the failing rank's own words."""
     status = supervisor.wait()
@@ -183,14 +190,17 @@ def _report(
             "Start a new run."
         )
         return status if status > 0 else ExitCode.TRAINING
-    summary = read_json(Summary, paths.summary)
-    state = read_json(RunState, paths.state)
+    summary = last_record(Summary, paths.summary)
+    state = last_record(RunState, paths.state)
     # Without a state of its own, what lies there is the last attempt's.
     began = state is not None and state.supervisor_pid == supervisor.pid
     if status < 0 or summary is None or state is None or not began:
         _say_supervisor_failed(paths, status=status, talk=talk)
         return ExitCode.RANK_LOST if status < 0 else status or ExitCode.TRAINING
     say_end(paths, summary=summary, state=state, arguments=arguments, talk=talk)
+    if interrupted and status == ExitCode.OK and state.status == "stopped":
+        # Whatever a script would do next with a finished run must not be done.
+        return INTERRUPTED
     return status
 
 
@@ -201,8 +211,8 @@ def _say_supervisor_failed(paths: RunPaths, *, status: int, talk: Console) -> No
             "; the ranks save and stop"
         )
         return
-    words = paths.supervisor_log.read_text(encoding="utf-8", errors="replace").strip()
-    talk.print(words.splitlines()[-1] if words else f"error: the supervisor ended with {status}")
+    said = log_tail(paths.supervisor_log)
+    talk.print(said[-1] if said else f"error: the supervisor ended with {status}")
     talk.print(f"log: {paths.supervisor_log}")
 
 
@@ -226,17 +236,38 @@ def _plan(
     )
 
 
-def config_of(arguments: argparse.Namespace, *, resumed: RunPaths | None = None) -> RunConfig:
+@contextmanager
+def _room_for(paths: RunPaths) -> Iterator[None]:
+    """Turn what the disk refuses into an error that says what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise PreflightError(
+            f"{paths.root} cannot be written: {error.strerror}{where}. Free disk space or name "
+            "another folder with --runs-dir, and start the run again."
+        ) from None
+
+
+def config_of(
+    arguments: argparse.Namespace,
+    *,
+    resumed: RunPaths | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> RunConfig:
     """The config file's, the resumed run's, or all defaults; with --set on top."""
     if arguments.config is not None:
         return load_run_config(arguments.config, overrides=arguments.overrides)
     if resumed is not None:
-        return load_run_config(resumed.config, overrides=arguments.overrides)
+        config, warning = config_to_resume(resumed, overrides=arguments.overrides)
+        if warning:
+            say(f"warning: {warning}")
+        return config
     return parse_run_config("", overrides=arguments.overrides, where="defaults")
 
 
 def _refuse_to_resume(paths: RunPaths, config: RunConfig) -> None:
-    if ClusterInventory.load(paths.inventory).access.kind != "local":
+    if is_copy(paths):
         raise ConfigError(
             f"run {paths.run_id} is on a cluster, this is its copy. Name the cluster with "
             "--inventory FILE."
@@ -245,7 +276,7 @@ def _refuse_to_resume(paths: RunPaths, config: RunConfig) -> None:
         raise ConfigError(
             f"run {paths.run_id} is running. Look at it with: " + run_command("status", paths)
         )
-    summary = read_json(Summary, paths.summary)
+    summary = known_summary(paths)
     if summary and summary.status == "finished" and summary.steps >= config.train.steps:
         raise ConfigError(
             f"run {paths.run_id} is finished after {summary.steps} steps. To train on, raise "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from payload.checkpoint_watch import CheckpointWatch
-from payload.results import DEFAULT_GRACE_S, RunPaths, RunState, StopWish, read_json
-from payload.run_config import load_run_config
+from payload.results import DEFAULT_GRACE_S, RunPaths, StopWish
+from payload.run_repair import known_config, known_state
 
 # Beyond the supervisor's own patience with the ranks: killing them and writing it down.
 _MARGIN_S = 20.0
@@ -23,7 +23,7 @@ class StopWait:
     def __init__(self, paths: RunPaths, wish: StopWish | None) -> None:
         """The stop was asked for now."""
         grace_s = wish.grace_s if wish else _grace_s(paths)
-        patience_s = load_run_config(paths.config).limits.hang_timeout_s
+        patience_s = known_config(paths).limits.hang_timeout_s
         self._watch = CheckpointWatch(paths, patience_s=patience_s)
         self._began_s = time.monotonic()
         self._ends_s = self._began_s + grace_s + _MARGIN_S
@@ -41,5 +41,5 @@ class StopWait:
 
 
 def _grace_s(paths: RunPaths) -> float:
-    state = read_json(RunState, paths.state)
+    state = known_state(paths)
     return state.grace_s if state else DEFAULT_GRACE_S

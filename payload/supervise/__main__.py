@@ -9,10 +9,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from payload.errors import ConfigError, TileforgeError
+from payload.errors import ConfigError, PreflightError, TileforgeError
 from payload.hints import command
 from payload.results import DEFAULT_GRACE_S, RunPaths
 from payload.run_lock import FORCE_SIGNAL, RunLock
+from payload.run_repair import make_room
 from payload.supervise.processes import adopt_orphans
 from payload.supervise.supervisor import Supervisor
 from payload.supervise.wakeups import Wakeups
@@ -22,7 +23,8 @@ from payload.untrusted import printable
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Supervise one run and return the exit code that says how it ended."""
     arguments = _parser().parse_args(argv)
-    paths = RunPaths(arguments.run_dir.absolute())
+    # One name for one folder: the run's processes are known by it.
+    paths = RunPaths(arguments.run_dir.resolve())
     wakeups = Wakeups([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, FORCE_SIGNAL])
     try:
         if not paths.plan.exists():
@@ -30,6 +32,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
                 f"{paths.root} is no planned run: it has no plan.json. Start one with "
                 f"{command('orchestrate', 'run')}."
             )
+        _make_room(paths)
         adopt_orphans()
         with RunLock(paths):
             return Supervisor(
@@ -42,6 +45,16 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     except TileforgeError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
+    finally:
+        wakeups.close()
+
+
+def _make_room(paths: RunPaths) -> None:
+    try:
+        for sentence in make_room(paths):
+            print(f"warning: {sentence}", file=sys.stderr)
+    except OSError as error:
+        raise PreflightError(f"{paths.root} cannot be written ({error.strerror}).") from None
 
 
 def _parser() -> argparse.ArgumentParser:

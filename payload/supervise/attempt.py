@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -11,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from payload.checkpoint_files import checkpoint_step
 from payload.checkpoint_watch import START_PHASES
-from payload.errors import ConfigError, ExitCode, PreflightError
+from payload.errors import ExitCode, PreflightError
 from payload.launch.environment import launcher_environment
 from payload.launch.liveness import (
     SILENT_S,
@@ -25,7 +25,7 @@ from payload.launch.liveness import (
 from payload.launch.outcome import Evidence, Verdict, is_failure, judge
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Rank
-from payload.results import RunPaths, Summary, read_json
+from payload.results import RunPaths, Summary, discard, last_record
 from payload.run_config import RunConfig
 from payload.supervise.pace import StepTimes
 from payload.supervise.processes import (
@@ -39,6 +39,7 @@ from payload.supervise.signs import Signs
 from payload.supervise.stopping import Stopping
 from payload.supervise.stream import NodeStream
 from payload.supervise.wakeups import Wakeups
+from payload.untrusted import open_regular
 
 _TICK_S = 0.2
 # After one rank has failed, the others have this long to notice and to leave their own words.
@@ -49,6 +50,7 @@ _KILL_S = 10.0
 # A worker kills for at most ten seconds, and tells within one.
 _ANSWER_S = 15.0
 _SILENT_ANSWER_S = 3.0
+_LOG_BYTES = 2**20
 
 
 class Attempt:
@@ -65,8 +67,10 @@ class Attempt:
         streams: Sequence[NodeStream],
         stopping: Stopping,
         wakeups: Wakeups,
+        node_of: Mapping[str, str],
         env: Mapping[str, str],
     ) -> None:
+        """`node_of` has the nodes' names by their addresses."""
         self._paths = paths
         self._plan = plan
         self._ranks = ranks
@@ -75,11 +79,14 @@ class Attempt:
         self._streams = streams
         self._stopping = stopping
         self._wakeups = wakeups
+        self._node_of = node_of
         self._env = env
+        checkpoint = paths.newest_checkpoint()
+        self._checkpoint_step = checkpoint_step(checkpoint) if checkpoint else 0
         self._step_times = StepTimes(paths.metrics)
         self._trouble: Verdict | None = None
         self._failure_deadline: float | None = None
-        self._ended_by_us_unix: float | None = None
+        self._ended_by_us_s: float | None = None
 
     def run(self, every_tick: Callable[[], None]) -> Verdict:
         """Stay until the last process is gone; the error names what could not be ended."""
@@ -87,7 +94,7 @@ class Attempt:
         self._signs.begin()
         launcher = self._start()
         # Else the last attempt's would be taken for this one's, which takes longer to come.
-        self._paths.summary.unlink(missing_ok=True)
+        discard(self._paths.summary)
         try:
             while launcher.poll() is None:
                 self._wakeups.sleep(_TICK_S)
@@ -100,6 +107,19 @@ class Attempt:
         left |= self._leave_none_elsewhere()
         verdict = self._judge(launcher.returncode, log_start=log_start)
         return _with_leftovers(verdict, left)
+
+    def began_at_step(self) -> int:
+        """Return the step that the attempt began from; the checkpoint's until the ranks say it."""
+        told = self._signs.began_at_step()
+        return self._checkpoint_step if told is None else told
+
+    def reached_step(self) -> int | None:
+        """Return the furthest step of this attempt; None without any sign of life.
+
+        A sign of life may be half a second older than the last row of metrics.jsonl.
+        """
+        finished = self._step_times.reached_step(began_at=self.began_at_step())
+        return max((s for s in (finished, self._signs.steps()) if s is not None), default=None)
 
     def _start(self) -> subprocess.Popen[bytes]:
         plan = self._plan
@@ -161,7 +181,7 @@ class Attempt:
             pace=Pace(
                 hang_timeout_s=self._config.limits.hang_timeout_s,
                 longest_s=self._config.longest_wait_s(),
-                median_step_s=self._step_times.median_s(),
+                median_step_s=self._step_times.median_s(began_at=self.began_at_step()),
             ),
         )
 
@@ -175,8 +195,8 @@ class Attempt:
 
     def _end_now(self) -> None:
         """Kill every process of the run; the loop sees the launcher's end."""
-        if self._ended_by_us_unix is None:
-            self._ended_by_us_unix = time.time()
+        if self._ended_by_us_s is None:
+            self._ended_by_us_s = time.monotonic()
         kill_all(self._paths.root)
 
     def _leave_none_here(self) -> dict[str, list[int] | None]:
@@ -207,17 +227,24 @@ class Attempt:
         return left
 
     def _log_size(self) -> int:
-        log = self._paths.launcher_log
-        return log.stat().st_size if log.exists() else 0
+        try:
+            return self._paths.launcher_log.stat().st_size
+        except OSError:
+            return 0
+
+    def _launcher_text(self, log_start: int) -> str:
+        """Return the end of what the launcher printed in this attempt."""
+        try:
+            with open_regular(self._paths.launcher_log) as log:
+                size = os.fstat(log.fileno()).st_size
+                log.seek(max(log_start, size - _LOG_BYTES))
+                return log.read(_LOG_BYTES).decode(errors="replace")
+        except OSError:
+            return ""
 
     def _judge(self, launcher_status: int, *, log_start: int) -> Verdict:
-        try:
-            summary = read_json(Summary, self._paths.summary)
-        except ConfigError:
-            summary = None
-        text = ""
-        with contextlib.suppress(FileNotFoundError):  # where the run's folder was removed
-            text = self._paths.launcher_log.read_bytes()[log_start:].decode(errors="replace")
+        summary = last_record(Summary, self._paths.summary)
+        text = self._launcher_text(log_start)
 
         def judged(trouble: Verdict | None) -> Verdict:
             return judge(
@@ -228,7 +255,8 @@ class Attempt:
                     launcher_text=text,
                     trainer_status=summary.status if summary else None,
                     stop=self._stopping.kind,
-                    ended_by_us_unix=self._ended_by_us_unix,
+                    ended_by_us_s=self._ended_by_us_s,
+                    node_of=self._node_of,
                     trouble=trouble,
                     begun=bool(self._signs.ranks()),
                     trained=any(sign.phase not in START_PHASES for sign in self._signs.ranks()),

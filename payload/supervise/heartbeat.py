@@ -1,10 +1,11 @@
 """`python -m payload.supervise.heartbeat`: a worker node's signs of life, sent to the head.
 
-Prints a JSON object every second: `now` (this node's clock) and, of the ranks here, `progress`,
-`exits` and `states` (the kernel's letter for a rank's process). Reads one word a line: `ping` says
-that the head is there, `end:N` kills what there is of the run and prints besides `ended` (process
-ids that would not go) and `asked` (N; the same N again is no new wish). Ends when its input does.
-When the head has been silent for too long, the run's processes here are ended: nobody else could.
+Prints a JSON object every second: `now` and `monotonic_s` (this node's clocks) and, of the ranks
+here, `progress`, `exits` and `states` (the kernel's letter for a rank's process). Reads one word a
+line: `ping` says that the head is there, `end:N` kills what there is of the run and prints besides
+`ended` (process ids that would not go) and `asked` (N; the same N again is no new wish). Ends when
+its input does. When the head has been silent for too long, the run's processes here are ended:
+nobody else could.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from payload.errors import ConfigError
 from payload.hints import command
-from payload.results import RankExit, RankProgress, RunPaths, read_json
+from payload.results import RankExit, RankProgress, RunPaths, last_record
 from payload.supervise.processes import kill_until_none
 
 EVERY_S = 1.0
@@ -70,6 +70,7 @@ def signs(paths: RunPaths) -> dict[str, Any]:
     progress = records(RankProgress, paths.rank_progress(0).parent)
     return {
         "now": time.time(),
+        "monotonic_s": time.monotonic(),
         "progress": [asdict(record) for record in progress],
         "exits": [asdict(record) for record in records(RankExit, paths.rank_exit(0).parent)],
         "states": {str(record.rank): process_state(record.pid) for record in progress},
@@ -80,10 +81,7 @@ def records(cls: type[_Record], folder: Path) -> list[_Record]:
     """All that can be read; ranks replace them at any time."""
     found = []
     for path in sorted(folder.glob("rank_*.json")):
-        try:
-            record = read_json(cls, path)
-        except ConfigError:
-            continue
+        record = last_record(cls, path)
         if record is not None:
             found.append(record)
     return found

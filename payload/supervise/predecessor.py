@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from payload.checkpoint_watch import Farewell
 from payload.errors import PreflightError
-from payload.results import RankProgress, RunPaths, read_json
+from payload.results import RankProgress, RunPaths, last_record
 from payload.supervise.processes import kill_until_none, processes_of, signal_process
 
 _LOOK_S = 0.2
@@ -17,10 +17,9 @@ _KILL_S = 10.0
 def see_off(paths: RunPaths, farewell: Farewell, *, pause: Callable[[float], bool]) -> None:
     """Wait on the head until nothing of an earlier supervisor's ranks is left.
 
-    `pause` sleeps, and says false when somebody wants the end at once. Raises PreflightError,
-    ConfigError.
+    `pause` sleeps, and says false when somebody wants the end at once. Raises PreflightError.
     """
-    first = read_json(RankProgress, paths.rank_progress(0))
+    first = last_record(RankProgress, paths.rank_progress(0))
     if first is not None:
         # Its own wrapper may not have seen that nobody was there, before we were.
         signal_process(first.pid, signal.SIGTERM, run_dir=paths.root)

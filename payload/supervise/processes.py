@@ -97,7 +97,7 @@ def _send(pid: int, number: signal.Signals) -> bool:
 
 def _marked_in_proc(run_dir: Path) -> set[int]:
     """By the variable that every process of the run inherits, or an ancestor that has it."""
-    mark = f"{RUN_DIR}={run_dir}".encode()
+    mark, folder = f"{RUN_DIR}=".encode(), os.path.realpath(run_dir)
     parents: dict[int, int] = {}
     marked: set[int] = set()
     for entry in _PROC.iterdir():
@@ -111,7 +111,8 @@ def _marked_in_proc(run_dir: Path) -> set[int]:
         if state == "Z":
             continue
         parents[int(entry.name)] = parent
-        if mark in environment.split(b"\0"):
+        values = [each for each in environment.split(b"\0") if each.startswith(mark)]
+        if any(os.path.realpath(os.fsdecode(each[len(mark) :])) == folder for each in values):
             marked.add(int(entry.name))
     return marked | _descendants(marked, parents)
 
@@ -139,7 +140,9 @@ def _named_by_ps(run_dir: Path) -> set[int]:
     listed = subprocess.run(
         ["ps", "-A", "-ww", *columns], capture_output=True, text=True, check=True
     )
-    return parse_ps(listed.stdout, run_dir=run_dir)
+    return parse_ps(listed.stdout, run_dir=run_dir) | parse_ps(
+        listed.stdout, run_dir=Path(os.path.realpath(run_dir))
+    )
 
 
 def parse_ps(text: str, *, run_dir: Path) -> set[int]:

@@ -20,9 +20,9 @@ from payload.hints import command
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Rank, load_ranks
-from payload.results import DEFAULT_GRACE_S, RankExit, RunPaths, RunState, read_json
-from payload.run_config import LimitsSection, load_run_config
+from payload.results import DEFAULT_GRACE_S, RankExit, RunPaths, discard
 from payload.run_lock import is_supervised
+from payload.run_repair import known_config, known_state
 from payload.supervise.processes import die_with_parent
 from payload.supervise.wakeups import Wakeups
 
@@ -104,8 +104,8 @@ def _run(rank: Rank, *, plan: LaunchPlan, paths: RunPaths, env: Mapping[str, str
         plan.program, rank, several_domains=len(domains) > 1, numactl=shutil.which("numactl")
     )
     # On a worker, those of an earlier attempt are still there.
-    paths.rank_exit(rank.rank).unlink(missing_ok=True)
-    paths.rank_progress(rank.rank).unlink(missing_ok=True)
+    for record in (paths.rank_exit(rank.rank), paths.rank_progress(rank.rank)):
+        discard(record)
     keep_room(paths.rank_exit(rank.rank))
     log = paths.rank_log(rank.rank)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -148,18 +148,11 @@ def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths
 
 
 def _farewell(paths: RunPaths) -> Farewell:
-    try:
-        state = read_json(RunState, paths.state)
-    except ConfigError:
-        state = None
-    try:
-        limits = load_run_config(paths.config).limits
-    except ConfigError:
-        limits = LimitsSection()
+    state = known_state(paths)
     return Farewell(
         paths,
         grace_s=state.grace_s if state else DEFAULT_GRACE_S,
-        patience_s=limits.hang_timeout_s,
+        patience_s=known_config(paths).limits.hang_timeout_s,
     )
 
 

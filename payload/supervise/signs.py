@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,9 +15,10 @@ from payload.full_disk import write_record
 from payload.launch.liveness import NodeSign, RankSign
 from payload.launch.outcome import is_failure
 from payload.launch.ranks import Rank
-from payload.results import RankExit, RankProgress, RunPaths, read_json
+from payload.results import RankExit, RankProgress, RunPaths, discard, last_record
 from payload.supervise.heartbeat import process_state
 from payload.supervise.stream import NodeStream
+from payload.untrusted import build
 
 _STOPPED = "T"
 _SKEW_SLACK_S = 1.0
@@ -46,13 +47,13 @@ class Signs:
 
     def begin(self) -> None:
         """A new attempt: what was shown before counts no more."""
-        self._began_unix = time.time()
+        self._began_at_step: int | None = None
         self._began_s = time.monotonic()
         self._seen: dict[int, _Seen] = {}
         self._exits: dict[int, RankExit] = {}
         for folder in (self._paths.rank_exit(0).parent, self._paths.rank_progress(0).parent):
             for path in folder.glob("*.json"):
-                path.unlink()
+                discard(path)
 
     def look(self) -> None:
         """Take in what is new."""
@@ -71,8 +72,12 @@ class Signs:
         """The furthest step that a rank has shown in this attempt."""
         return max((seen.record.step for seen in self._seen.values()), default=None)
 
+    def began_at_step(self) -> int | None:
+        """Return the step that the ranks began from; None before they have said so."""
+        return self._began_at_step
+
     def exits(self) -> Mapping[int, RankExit]:
-        """How ranks ended, by rank; times are by this node's clock."""
+        """How ranks ended, by rank; times are by this node's clocks."""
         return self._exits
 
     def first_word(self) -> RankProgress | None:
@@ -137,19 +142,22 @@ class Signs:
                 self._exits[rank] = ended
 
     def take(self, node: str, message: Mapping[str, Any]) -> None:
-        """One message of a worker; records of earlier attempts may still lie there."""
-        skew_s = message["skew_s"]
+        """One message of a worker; records of earlier attempts may still lie there.
+
+        `skew_s` and `lag_s` are the node's wall clock less ours, and our monotonic clock less its.
+        """
+        skew_s, lag_s = message["skew_s"], message["lag_s"]
         here = {rank.rank for rank in self._ranks if rank.node == node}
         for progress in _records(RankProgress, message.get("progress")):
-            by_our_clock = replace(progress, time_unix=progress.time_unix - skew_s)
-            if progress.rank in here and self._is_fresh(by_our_clock.time_unix):
+            by_our_clock = _by_our_clocks(progress, skew_s=skew_s, lag_s=lag_s)
+            if progress.rank in here and self._is_fresh(by_our_clock):
                 if self._note(progress):
                     self._copy(by_our_clock, self._paths.rank_progress(progress.rank))
                 state = (message.get("states") or {}).get(str(progress.rank))
                 self._seen[progress.rank].state = state
         for ended in _records(RankExit, message.get("exits")):
-            ended = replace(ended, time_unix=ended.time_unix - skew_s)
-            fresh = ended.rank in here and self._is_fresh(ended.time_unix)
+            ended = _by_our_clocks(ended, skew_s=skew_s, lag_s=lag_s)
+            fresh = ended.rank in here and self._is_fresh(ended)
             if fresh and ended.rank not in self._exits:
                 self._exits[ended.rank] = ended
                 self._copy(ended, self._paths.rank_exit(ended.rank))
@@ -159,33 +167,35 @@ class Signs:
         with contextlib.suppress(OSError):
             write_record(path, record, durable=isinstance(record, RankExit))
 
-    def _is_fresh(self, time_unix: float) -> bool:
-        return time_unix >= self._began_unix - _SKEW_SLACK_S
+    def _is_fresh(self, record: RankProgress | RankExit) -> bool:
+        return record.monotonic_s >= self._began_s - _SKEW_SLACK_S
 
     def _note(self, progress: RankProgress) -> bool:
         """Keep a record as its node wrote it; whether it is another one than before."""
         seen = self._seen.get(progress.rank)
         if seen is not None and seen.record == progress:
             return False
+        if progress.phase == "start":
+            self._began_at_step = progress.step
         self._seen[progress.rank] = _Seen(record=progress, changed_s=time.monotonic())
         return True
 
 
 def _read(cls: type[_Record], paths: RunPaths, rank: int) -> _Record | None:
     path = paths.rank_progress(rank) if cls is RankProgress else paths.rank_exit(rank)
-    try:
-        return read_json(cls, path)
-    except ConfigError:
-        return None
+    return last_record(cls, path)
+
+
+def _by_our_clocks(record: _Record, *, skew_s: float, lag_s: float) -> _Record:
+    return replace(
+        record, time_unix=record.time_unix - skew_s, monotonic_s=record.monotonic_s + lag_s
+    )
 
 
 def _records(cls: type[_Record], raw: Any) -> list[_Record]:
-    """What does not fit is left out."""
-    names = {field.name for field in fields(cls)}
+    """Return the sound ones; what does not fit is left out."""
     found = []
     for entry in raw or ():
-        try:
-            found.append(cls(**{key: value for key, value in entry.items() if key in names}))
-        except (AttributeError, TypeError):
-            continue
+        with contextlib.suppress(ConfigError):
+            found.append(build(cls, entry, where="a worker's record"))
     return found

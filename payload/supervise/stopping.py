@@ -7,8 +7,7 @@ import signal
 import time
 from typing import Literal
 
-from payload.errors import ConfigError
-from payload.results import RunPaths, StopWish, read_json
+from payload.results import RunPaths, StopWish, last_record
 from payload.run_lock import FORCE_SIGNAL
 from payload.supervise.wakeups import Wakeups
 
@@ -76,10 +75,7 @@ class Stopping:
 
     def _heed_grace(self) -> None:
         """What came with the newest wish; during a stop, time counts anew from there."""
-        try:
-            wish = read_json(StopWish, self._paths.stop_wish)
-        except ConfigError:
-            return
+        wish = last_record(StopWish, self._paths.stop_wish)
         if wish is None:
             return
         self._paths.stop_wish.unlink(missing_ok=True)

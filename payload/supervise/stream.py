@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import shlex
@@ -13,16 +12,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
+from payload.errors import ConfigError
 from payload.inventory import Node
 from payload.launch.environment import SSH_ARGUMENTS
 from payload.launch.liveness import SILENT_S, NodeSign
 from payload.launch.plan import LaunchPlan
 from payload.supervise.heartbeat import EVERY_S
 from payload.supervise.processes import die_with_parent
+from payload.untrusted import build, parse_json
 
 _PROBE_S = 3.0
 # Until the first line: a login, and the start of a program on a busy node.
@@ -166,13 +168,13 @@ class NodeStream:
         return True
 
     def _take(self, line: bytes) -> None:
-        message = parse_message(line, now_unix=time.time())
+        message = parse_message(line, now_unix=time.time(), now_s=time.monotonic())
         if message is None:
             return
         self._heard_s = time.monotonic()
         self._unreachable_since_s = None
         self._messages.append(message)
-        if message.get("asked") == self._asked and "ended" in message:
+        if message["asked"] == self._asked and message["ended"] is not None:
             self._left = list(message["ended"])
             self._ended.set()
 
@@ -186,13 +188,31 @@ def close_all(streams: Sequence[NodeStream]) -> None:
         stream.wait_closed(max(0.0, ends_s - time.monotonic()))
 
 
-def parse_message(line: bytes, *, now_unix: float) -> dict[str, Any] | None:
-    """A line with `skew_s`, the node's clock less ours; None for what a login prints besides."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Message:
+    """One line of a worker's heartbeat."""
+
+    now: float
+    monotonic_s: float
+    progress: tuple[Any, ...] = ()
+    exits: tuple[Any, ...] = ()
+    states: Mapping[str, str | None] = field(default_factory=dict)
+    ended: tuple[int, ...] | None = None
+    asked: int | None = None
+
+
+def parse_message(line: bytes, *, now_unix: float, now_s: float) -> dict[str, Any] | None:
+    """Return a line's content, or None for what a login prints besides.
+
+    With it are `skew_s`, the node's wall clock less ours, and `lag_s`, our monotonic clock less
+    the node's.
+    """
     try:
-        message = json.loads(line)
-        return {**message, "skew_s": float(message["now"]) - now_unix}
-    except (ValueError, KeyError, TypeError):
+        message = build(_Message, parse_json(line, where="heartbeat"), where="heartbeat")
+    except ConfigError:
         return None
+    times = {"skew_s": message.now - now_unix, "lag_s": now_s - message.monotonic_s}
+    return asdict(message) | times
 
 
 def heartbeat_argv(node: Node, *, plan: LaunchPlan, run_dir: Path, lifeline_s: float) -> list[str]:

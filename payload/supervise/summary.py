@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
-from payload.errors import ConfigError
 from payload.full_disk import write_record
 from payload.launch.outcome import Verdict
 from payload.launch.plan import LaunchPlan
-from payload.results import RunPaths, RunState, Summary, read_json, read_metrics
+from payload.results import RunPaths, RunState, Summary, last_record
 from payload.run_statistics import with_best, with_cost, with_metrics, with_time
-
-
-def last_summary(paths: RunPaths) -> Summary | None:
-    """What summary.json holds, or None when it is absent or damaged."""
-    try:
-        return read_json(Summary, paths.summary)
-    except ConfigError:
-        return None
 
 
 def complete_summary(
@@ -27,15 +17,15 @@ def complete_summary(
     *,
     plan: LaunchPlan,
     state: RunState,
-    wall_before_s: float,
+    wall_s: float,
 ) -> None:
     """Make summary.json say how the run ended.
 
     A trainer that came to its end has said everything else itself. Of one that did not, the last
-    word dates from its start, so the numbers are made anew from metrics.jsonl and the clock, the
-    `wall_before_s` of earlier attempts included. The cost is always the state's. Raises OSError.
+    word dates from its start, so the numbers are counted from metrics.jsonl again, and `wall_s` is
+    the time of all attempts. The cost is always the state's. Raises OSError.
     """
-    written = last_summary(paths)
+    written = last_record(Summary, paths.summary)
     summary = replace(
         written or _blank(paths, plan=plan),
         status=verdict.status,
@@ -44,8 +34,7 @@ def complete_summary(
         restarts=state.attempt - 1,
     )
     if written is None or written.status not in ("finished", "stopped"):
-        summary = with_best(with_metrics(summary, read_metrics(paths.metrics)), paths)
-        wall_s = wall_before_s + time.time() - state.started_unix
+        summary = with_best(with_metrics(summary, paths), paths)
         summary = with_time(summary, paths, wall_s=wall_s)
     summary = with_cost(summary, state.cost_usd)
     if verdict.status == "failed":

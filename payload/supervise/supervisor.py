@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from payload.checkpoint_files import checkpoint_step
+from payload.checkpoint_files import newest_sound
 from payload.checkpoint_watch import Farewell
 from payload.errors import BudgetError, ExitCode, PreflightError, TileforgeError
 from payload.full_disk import write_record
@@ -27,9 +27,9 @@ from payload.results import (
     RunState,
     RunStatus,
     point_latest_at,
-    read_json,
 )
 from payload.run_config import load_run_config
+from payload.run_repair import known_state, known_summary
 from payload.supervise.attempt import Attempt
 from payload.supervise.predecessor import see_off
 from payload.supervise.processes import processes_of
@@ -37,7 +37,7 @@ from payload.supervise.returning import wait_for_nodes
 from payload.supervise.signs import Signs
 from payload.supervise.stopping import Stopping
 from payload.supervise.stream import NodeStream, close_all
-from payload.supervise.summary import complete_summary, last_summary
+from payload.supervise.summary import complete_summary
 from payload.supervise.wakeups import Wakeups
 
 _STATE_EVERY_S = 5.0
@@ -67,11 +67,11 @@ class Supervisor:
         # On a cluster the link is the operator's, beside the copies there.
         self._is_latest = self._inventory.access.kind != "local"
         self._streams = self._worker_streams()
-        previous = read_json(RunState, paths.state)
+        previous = known_state(paths)
         self._dead = previous if previous is not None and previous.exit_class is None else None
         """What the last supervisor wrote, if it died without a word."""
         self._spent_before_s = previous.spent_s if previous else 0.0
-        self._began_s = time.monotonic()
+        self._began_s = self._told_s = time.monotonic()
         self._limit = time_limit(self._config.limits, self._inventory)
         self._stopping = Stopping(
             paths,
@@ -90,7 +90,7 @@ class Supervisor:
             updated_unix=now,
             attempt=previous.attempt + 1 if previous else 1,
         )
-        before = last_summary(paths)
+        before = known_summary(paths)
         self._wall_before_s = before.wall_s if before else 0.0
 
     def run(self) -> ExitCode:
@@ -117,7 +117,7 @@ class Supervisor:
                 verdict,
                 plan=self._plan,
                 state=self._state,
-                wall_before_s=self._wall_before_s,
+                wall_s=self._wall_before_s + time.monotonic() - self._began_s,
             )
         self._tell(verdict.status, verdict=verdict)
         return verdict.exit_code
@@ -175,15 +175,15 @@ class Supervisor:
         limit = self._config.limits.max_restarts
         restarts = 0
         while True:
-            checkpoint = self._paths.newest_checkpoint()
-            verdict = self._attempt(signs)
+            attempt = self._new_attempt(signs)
+            verdict = attempt.run(lambda: self._tick(signs))
             decision = decide(
                 AttemptEnd(
                     verdict=verdict,
                     asked_to_stop=self._stopping.kind != "none",
                     restarts=restarts,
-                    began_at_step=checkpoint_step(checkpoint) if checkpoint else 0,
-                    reached_step=signs.steps(),
+                    began_at_step=attempt.began_at_step(),
+                    reached_step=attempt.reached_step(),
                 ),
                 max_restarts=limit,
             )
@@ -195,7 +195,7 @@ class Supervisor:
             restarts += 1
             note = restart_note(
                 verdict,
-                checkpoint=self._paths.newest_checkpoint(),
+                checkpoint=newest_sound(self._paths.checkpoints),
                 restart=restarts,
                 max_restarts=limit,
             )
@@ -236,8 +236,8 @@ class Supervisor:
         self._tell_now_and_then()
         return self._stopping.kind in ("none", "graceful")
 
-    def _attempt(self, signs: Signs) -> Verdict:
-        attempt = Attempt(
+    def _new_attempt(self, signs: Signs) -> Attempt:
+        return Attempt(
             self._paths,
             plan=self._plan,
             ranks=self._ranks,
@@ -246,19 +246,18 @@ class Supervisor:
             streams=self._streams,
             stopping=self._stopping,
             wakeups=self._wakeups,
+            node_of={node.address: node.name for node in self._inventory.nodes},
             env=self._env,
         )
 
-        def tick() -> None:
-            if self._state.status == "starting" and signs.first_word() is not None:
-                self._tell("running")
-            if not self._is_latest and (signs.steps() or 0) > 0:
-                self._is_latest = True
-                with contextlib.suppress(OSError):
-                    point_latest_at(self._paths)
-            self._tell_now_and_then()
-
-        return attempt.run(tick)
+    def _tick(self, signs: Signs) -> None:
+        if self._state.status == "starting" and signs.first_word() is not None:
+            self._tell("running")
+        if not self._is_latest and (signs.steps() or 0) > 0:
+            self._is_latest = True
+            with contextlib.suppress(OSError):
+                point_latest_at(self._paths)
+        self._tell_now_and_then()
 
     def _worker_streams(self) -> list[NodeStream]:
         if SSH_ARGUMENTS not in self._plan.launcher_environment:
@@ -276,11 +275,12 @@ class Supervisor:
         ]
 
     def _tell_now_and_then(self) -> None:
-        if time.time() - self._state.updated_unix > _STATE_EVERY_S:
+        if time.monotonic() - self._told_s > _STATE_EVERY_S:
             self._tell(self._state.status)
 
     def _tell(self, status: RunStatus, *, verdict: Verdict | None = None) -> None:
         """Replace state.json; a disk that is full meanwhile is no reason to end a run."""
+        self._told_s = time.monotonic()
         self._state = replace(
             self._state,
             status=status,

@@ -53,6 +53,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> ExitCode:
     if world.is_main:
         write_whole(paths.config, config.to_toml())
     outcome = train(config, paths=paths, world=world, stop_requested=stop.requested, clock=clock)
+    if outcome.stopped and stop.number is not None:
+        last_words.told_to_stop(stop.number)
     world.leave()
     if world.is_main:
         ended = "stopped" if outcome.stopped else "finished"
@@ -64,16 +66,17 @@ class StopSignal:
     """Remembers SIGTERM or SIGINT, for the end of the step. A second SIGINT ends it at once."""
 
     def __init__(self) -> None:
-        self._requested = False
+        self.number: signal.Signals | None = None
+        """The signal that came."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
 
     def requested(self) -> bool:
         """Whether a signal came."""
-        return self._requested
+        return self.number is not None
 
     def _remember(self, number: int, _frame: object) -> None:
-        self._requested = True
+        self.number = signal.Signals(number)
         if number == signal.SIGINT:
             with contextlib.suppress(OSError):
                 print("stopping after this step; Ctrl-C again to stop at once", file=sys.stderr)
@@ -103,18 +106,22 @@ class LastWords:
             # The log may be on the disk that is full.
             with contextlib.suppress(OSError):
                 print(f"error: {printable(str(known))}", file=sys.stderr)
-            self._record(known)
+            self._record(known.exit_code, str(known))
         finally:
             leave(exit_code)
 
-    def _record(self, known: TileforgeError) -> None:
+    def told_to_stop(self, number: signal.Signals) -> None:
+        """Leave word that this rank is the one that was asked to stop, and ended as it should."""
+        self._record(ExitCode.OK, f"was sent {number.name}")
+
+    def _record(self, exit_code: ExitCode, words: str) -> None:
         if self.paths is None or self.world is None:
             return
         # Imported here for the errors before torch was; by now it has been.
         from payload.train.metrics import write_rank_exit
 
         with contextlib.suppress(OSError):
-            write_rank_exit(self.paths, self.world, exit_code=known.exit_code, error=str(known))
+            write_rank_exit(self.paths, self.world, exit_code=exit_code, error=words)
 
     def _known(self, error: BaseException) -> TileforgeError:
         """Our own class for what torch threw; its traceback stays in the log."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from payload.data.blocks import IGNORED_TARGET, Indices, TokenBlocks
-from payload.results import EvalMetrics
+from payload.metrics_log import EvalMetrics
 from payload.train.model import GPT
 from payload.train.world import World
 

@@ -17,16 +17,16 @@ import psutil
 from payload import __version__
 from payload.errors import ExitCode, TrainingError
 from payload.full_disk import write_record
-from payload.results import (
+from payload.metrics_log import (
     EvalMetrics,
-    RankExit,
-    RankProgress,
-    RunPaths,
     StepMetrics,
+    describe_missing,
+    missing_steps,
+    read_lines,
     read_metrics,
     to_json_line,
-    write_whole,
 )
+from payload.results import RankExit, RankProgress, RunPaths, require_file, set_aside, write_whole
 from payload.train.world import World
 
 _PROGRESS_INTERVAL_S = 0.5
@@ -50,8 +50,7 @@ class MetricsFile:
         path = self._paths.metrics
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
-                self._drop_rows_after(self._resumed_at_step)
+            self._keep_rows_up_to(self._resumed_at_step)
             self._file = FileIO(path, "a")
         except OSError as error:
             raise self._unwritable(error) from None
@@ -99,14 +98,33 @@ class MetricsFile:
             "training can be resumed from the last checkpoint."
         )
 
-    def _drop_rows_after(self, step: int) -> None:
-        """Steps past the checkpoint are trained again."""
+    def _keep_rows_up_to(self, step: int) -> None:
+        """Keep each sound row up to the checkpoint once; steps past it are trained again.
+
+        A damaged file is set aside as it is, and what it lost is said.
+        """
         path = self._paths.metrics
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        rows = read_metrics(path)
-        kept = [line for line, row in zip(lines, rows, strict=False) if row["step"] <= step]
-        if kept != lines:
-            write_whole(path, "".join(kept))
+        require_file(path)
+        kept: dict[tuple[str, int], bytes] = {}
+        damaged = 0
+        with suppress(FileNotFoundError):
+            for line, row in read_lines(path):
+                if row is None:
+                    damaged += 1
+                elif row["step"] <= step:
+                    kept["val_loss" if "val_loss" in row else "loss", row["step"]] = line
+        if damaged:
+            aside = set_aside(path)
+            log.warning(f"{path}: {damaged} damaged line(s) left out. The file as it was: {aside}")
+        content = b"".join(kept.values())
+        if not path.exists() or path.stat().st_size != len(content):
+            write_whole(path, content.decode())
+        missing = missing_steps(read_metrics(path), trained=step)
+        if missing:
+            log.warning(
+                f"{path}: the rows of step(s) {describe_missing(missing)} are lost. The checkpoint "
+                "is whole, so training goes on; summary.json lists them."
+            )
 
 
 class SignOfLife:

@@ -10,7 +10,8 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from payload.data.blocks import TokenData
-from payload.results import RunPaths, read_metrics
+from payload.metrics_log import read_metrics
+from payload.results import RunPaths
 from payload.run_config import DtypeChoice, RunConfig
 from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration, calibrate

@@ -23,7 +23,7 @@ from payload.data.tokenizer_files import tokenizer_files
 from payload.errors import CheckpointError
 from payload.model_shape import ModelShape
 from payload.results import RunPaths
-from payload.run_config import RunConfig, parse_run_config
+from payload.run_config import RunConfig, fixed_differences, parse_run_config
 from payload.train.checkpoint import (
     TrainerState,
     load_optimizer_tensors,
@@ -37,17 +37,6 @@ from payload.train.weights import load_hf, model_folder, train_on_sequences_of
 from payload.train.world import World
 
 log = logging.getLogger(__name__)
-
-_FIXED = (
-    ("run", "seed"),
-    ("data", "sequence_length"),
-    ("model", "preset"),
-    ("model", "bias"),
-    ("model", "n_layer"),
-    ("model", "n_head"),
-    ("model", "n_embd"),
-    ("optimizer", "name"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,14 +170,11 @@ def _require_vocabulary(shape: ModelShape, data: TokenData) -> None:
 def _require_same_run(state: TrainerState, config: RunConfig) -> None:
     """What a resume may not change: it would silently be another run."""
     before = parse_run_config(state.config_toml, where="the checkpoint's config")
-    for section, key in _FIXED:
-        old, new = (getattr(getattr(each, section), key) for each in (before, config))
-        if old != new:
-            raise CheckpointError(
-                f"{section}.{key} = {new!r}, but the run's checkpoint was trained with {old!r}. "
-                "Resume without changing it, or start a new run with model.init set to the "
-                "checkpoint."
-            )
+    for name, old, new in fixed_differences(before, config):
+        raise CheckpointError(
+            f"{name} = {new!r}, but the run's checkpoint was trained with {old!r}. Resume without "
+            "changing it, or start a new run with model.init set to the checkpoint."
+        )
 
 
 def _require_asked_sizes(shape: ModelShape, config: RunConfig) -> None:

@@ -11,14 +11,7 @@ from typing import Self
 
 from payload.errors import ExitCode, TileforgeError, TrainingError
 from payload.full_disk import write_record
-from payload.results import (
-    RunPaths,
-    RunState,
-    RunStatus,
-    Summary,
-    read_json,
-    read_metrics,
-)
+from payload.results import RunPaths, RunState, RunStatus, Summary, last_record
 from payload.run_statistics import with_best, with_metrics, with_time
 from payload.train.metrics import versions
 from payload.train.world import World, as_rank_lost
@@ -93,11 +86,10 @@ class SummaryFile:
     def _write(self) -> None:
         if self._world.is_main:
             wall_s = self._wall_s or time.perf_counter() - self._started_s
-            known = with_metrics(self._summary, read_metrics(self._paths.metrics))
-            known = with_best(known, self._paths)
+            known = with_best(with_metrics(self._summary, self._paths), self._paths)
             write_record(self._paths.summary, with_time(known, self._paths, wall_s=wall_s))
 
 
 def _restarts(paths: RunPaths) -> int:
-    state = read_json(RunState, paths.state)
+    state = last_record(RunState, paths.state)
     return state.attempt - 1 if state else 0

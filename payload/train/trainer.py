@@ -15,7 +15,7 @@ import torch
 from payload.data.blocks import BlockOrder
 from payload.data.meta import TRAIN_NAME
 from payload.errors import TrainingError
-from payload.results import StepMetrics, read_val_losses
+from payload.metrics_log import StepMetrics, read_val_losses
 from payload.train.checkpoint import TrainerState
 from payload.train.evaluate import evaluate
 from payload.train.metrics import rss_bytes, versions

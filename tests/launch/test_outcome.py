@@ -21,7 +21,7 @@ CLEAN = Evidence(
     launcher_text="",
     trainer_status=None,
     stop="none",
-    ended_by_us_unix=None,
+    ended_by_us_s=None,
     trained=True,
 )
 KILLED_TEXT = """
@@ -35,7 +35,13 @@ def ended(
     rank: int, code: int, *, at: float = 1.0, signal: int | None = None, error: str | None = None
 ) -> RankExit:
     return RankExit(
-        rank=rank, node="node-0", exit_code=code, signal=signal, error=error, time_unix=at
+        rank=rank,
+        node="node-0",
+        exit_code=code,
+        signal=signal,
+        error=error,
+        time_unix=1.0,
+        monotonic_s=at,
     )
 
 
@@ -46,9 +52,8 @@ def evidence(*exits: RankExit, **changes: object) -> Evidence:
 
 def test_all_well_is_what_the_trainer_says() -> None:
     exits = [ended(rank, 0) for rank in range(3)]
-    for status in ("finished", "stopped"):
-        verdict = judge(evidence(*exits, trainer_status=status))
-        assert (verdict.status, verdict.exit_code) == (status, ExitCode.OK)
+    verdict = judge(evidence(*exits, trainer_status="finished"))
+    assert (verdict.status, verdict.exit_code) == ("finished", ExitCode.OK)
 
 
 def test_status_zero_without_a_result_is_a_failure() -> None:
@@ -86,7 +91,7 @@ def test_the_earliest_of_error_and_signal_is_the_cause() -> None:
 def test_what_we_killed_ourselves_is_no_cause() -> None:
     verdict = judge(
         evidence(
-            ended(0, 137, at=6.0, signal=9), ended(1, 40, at=1.0, error="x"), ended_by_us_unix=5.0
+            ended(0, 137, at=6.0, signal=9), ended(1, 40, at=1.0, error="x"), ended_by_us_s=5.0
         )
     )
     assert (verdict.rank, verdict.exit_code) == (1, ExitCode.TRAINING)
@@ -112,7 +117,7 @@ def test_a_rank_without_a_record_is_named_without_mpirun_too() -> None:
 
 def test_only_echoes_left() -> None:
     verdict = judge(
-        evidence(ended(0, 41, error="gone"), ended(2, 137, at=9.0, signal=9), ended_by_us_unix=5.0)
+        evidence(ended(0, 41, error="gone"), ended(2, 137, at=9.0, signal=9), ended_by_us_s=5.0)
     )
     assert verdict.exit_code is ExitCode.RANK_LOST
     assert verdict.error == "rank 1 on node-0 was lost; rank 0 on node-0 says: gone"
@@ -121,7 +126,7 @@ def test_only_echoes_left() -> None:
 @pytest.mark.parametrize("status", [-9, 137])
 def test_a_killed_launcher_is_said_to_be_killed(status: int) -> None:
     verdict = judge(
-        evidence(ended(0, 137, at=9.0, signal=9), ended_by_us_unix=5.0, launcher_status=status)
+        evidence(ended(0, 137, at=9.0, signal=9), ended_by_us_s=5.0, launcher_status=status)
     )
     assert verdict.exit_code is ExitCode.RANK_LOST
     assert str(verdict.error).startswith("the launcher was killed by signal 9")
@@ -154,19 +159,19 @@ def test_a_run_that_finished_while_asked_to_stop_is_finished() -> None:
 
 
 def test_a_forced_stop_says_what_is_lost() -> None:
-    verdict = judge(evidence(ended(0, 137, at=9.0, signal=9), stop="forced", ended_by_us_unix=5.0))
+    verdict = judge(evidence(ended(0, 137, at=9.0, signal=9), stop="forced", ended_by_us_s=5.0))
     assert (verdict.status, verdict.exit_code) == ("stopped", ExitCode.OK)
     assert "steps since the last checkpoint are lost" in str(verdict.error)
 
 
 def test_a_stop_before_training_began_lost_nothing() -> None:
-    verdict = judge(evidence(stop="graceful", ended_by_us_unix=5.0, trained=False, begun=True))
+    verdict = judge(evidence(stop="graceful", ended_by_us_s=5.0, trained=False, begun=True))
     assert (verdict.status, verdict.exit_code) == ("stopped", ExitCode.OK)
     assert verdict.error == "stopped while the ranks loaded; the last checkpoint is as it was"
 
 
 def test_ranks_that_do_not_stop_are_hanging() -> None:
-    assert judge(evidence(stop="expired", ended_by_us_unix=5.0)).exit_code is ExitCode.HANG
+    assert judge(evidence(stop="expired", ended_by_us_s=5.0)).exit_code is ExitCode.HANG
 
 
 def test_an_own_error_during_a_stop_is_still_an_error() -> None:
@@ -178,13 +183,48 @@ def test_what_the_signs_of_life_showed_wins_over_what_followed_from_it() -> None
     frozen = Verdict(status="failed", exit_code=ExitCode.HANG, error="node frozen: node-1")
     assert judge(evidence(ended(0, 41, error="rank 0 lost contact"), trouble=frozen)) is frozen
     assert judge(evidence(ended(2, 143, signal=15), trouble=frozen)) is frozen
-    assert judge(evidence(trouble=frozen, ended_by_us_unix=5.0)) is frozen
+    assert judge(evidence(trouble=frozen, ended_by_us_s=5.0)) is frozen
 
 
 def test_a_ranks_own_error_wins_over_the_silence_after_it() -> None:
     frozen = Verdict(status="failed", exit_code=ExitCode.HANG, error="node frozen: node-1")
     verdict = judge(evidence(ended(0, 40, error="disk full"), trouble=frozen))
     assert verdict.error == "rank 0 on node-0: disk full"
+
+
+def test_ranks_that_saved_and_ended_unasked_are_a_lost_rank_and_no_result() -> None:
+    """As after SIGTERM to one rank, or to all of a machine that is taken away."""
+    told = ended(1, 0, error="was sent SIGTERM")
+    verdict = judge(evidence(ended(0, 0), told, ended(2, 0), trainer_status="stopped"))
+    assert (verdict.status, verdict.exit_code, verdict.rank) == ("failed", ExitCode.RANK_LOST, 1)
+    assert str(verdict.error).startswith("rank 1 on node-0 was sent SIGTERM, and not by this run's")
+    unknown = judge(evidence(*[ended(rank, 0) for rank in range(3)], trainer_status="stopped"))
+    assert (unknown.exit_code, unknown.rank) == (ExitCode.RANK_LOST, None)
+
+
+def test_what_all_ranks_say_alike_is_no_ones_fault() -> None:
+    words = "after step 20 the ranks do not hold one model: it cannot be known which"
+    records = [ended(rank, 40, at=3.0 - rank, error=words) for rank in range(3)]
+    verdict = judge(evidence(*records))
+    assert (verdict.exit_code, verdict.rank) == (ExitCode.TRAINING, None)
+    assert verdict.error == f"all ranks: {words}"
+    assert judge(evidence(*records[1:])).rank == 2
+
+
+@pytest.mark.parametrize(
+    "how", ["exited with status 255", "exited abnormally", "was killed by signal 9 (Killed)"]
+)
+def test_a_node_whose_launcher_process_ended_is_named(how: str) -> None:
+    verdict = judge(
+        evidence(
+            launcher_status=255,
+            launcher_text=f"[mpiexec@head] downstream from host 10.0.0.3 {how}\n",
+            begun=True,
+            node_of={"10.0.0.3": "node-1"},
+        )
+    )
+    assert verdict.exit_code is ExitCode.RANK_LOST
+    assert str(verdict.error).startswith("node lost: the launcher's process on node-1 ")
 
 
 def test_a_launcher_that_gives_up_with_ranks_at_work_lost_them() -> None:

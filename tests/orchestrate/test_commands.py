@@ -7,15 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.checks import rate_warning
-from payload.results import RunPaths
+from payload.results import RunPaths, write_json
 from payload.run_config import parse_run_config
+from payload.run_lock import is_supervised
 from payload.supervise.processes import processes_of
 from tests.orchestrate.test_runs import make_data
 from tests.supervise.planned import (
@@ -153,7 +155,7 @@ def test_ctrl_c_saves_and_stops_and_the_run_can_go_on(workplace: Workplace) -> N
     wait_for_steps(workplace.run_paths("one"))
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == ExitCode.OK
+    assert process.returncode == INTERRUPTED
     assert "stopping: saving a checkpoint first" in err
     assert "status           stopped" in out
     assert not processes_of(workplace.run_paths("one").root)
@@ -165,13 +167,91 @@ def test_ctrl_c_saves_and_stops_and_the_run_can_go_on(workplace: Workplace) -> N
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_closed_terminal_is_a_stop_as_ctrl_c_is(
+    workplace: Workplace, number: signal.Signals
+) -> None:
+    process = workplace.start(ENDLESS, "run", "--run-id", "one")
+    paths = workplace.run_paths("one")
+    wait_for_steps(paths)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == INTERRUPTED
+    assert "stopping: saving a checkpoint first" in err
+    assert (state_of(paths).status, state_of(paths).error) == ("stopped", None)
+    assert not processes_of(paths.root)
+
+
+@pytest.mark.ranks
+def test_ctrl_c_right_after_the_start_is_a_stop_and_no_killed_supervisor(
+    workplace: Workplace,
+) -> None:
+    """The supervisor is born with signals held back until it is ready for them."""
+    process = workplace.start(ENDLESS, "run", "--run-id", "one")
+    paths = workplace.run_paths("one")
+    # There before the supervisor is: `run` opens it to start the supervisor.
+    wait_for(paths.supervisor_log.exists, "the supervisor to be started")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == INTERRUPTED, err
+    assert "killed by signal" not in err
+    wait_until_gone(paths)
+
+
+@pytest.mark.ranks
+def test_stop_signals_the_supervisor_and_never_a_process_that_got_its_number(
+    workplace: Workplace,
+) -> None:
+    workplace.start(ENDLESS, "run", "--detach", "--run-id", "one").wait(DEADLINE_S)
+    paths = workplace.run_paths("one")
+    wait_for_steps(paths)
+    with subprocess.Popen(["sleep", "600"]) as innocent:
+        write_json(paths.state, replace(state_of(paths), supervisor_pid=innocent.pid))
+        assert workplace.call("stop", "one")[0] == ExitCode.OK
+        assert innocent.poll() is None
+        innocent.kill()
+    assert state_of(paths).status == "stopped"
+
+
+@pytest.mark.ranks
+def test_stop_by_force_ends_a_run_whose_supervisor_is_frozen(workplace: Workplace) -> None:
+    workplace.start(ENDLESS, "run", "--detach", "--run-id", "one").wait(DEADLINE_S)
+    paths = workplace.run_paths("one")
+    wait_for_steps(paths)
+    supervisor = state_of(paths).supervisor_pid
+    assert supervisor is not None
+    os.kill(supervisor, signal.SIGSTOP)
+    paths.state.write_text("garbage")
+    status, _, err = workplace.call("stop", "one", "--force")
+    assert status == ExitCode.OK, err
+    assert "its supervisor does not answer: killing it" in err
+    assert "again" not in err
+    assert not processes_of(paths.root) and not is_supervised(paths)
+
+
+@pytest.mark.ranks
+def test_a_run_without_its_plan_is_seen_and_resumed(workplace: Workplace) -> None:
+    assert workplace.call("run", "--run-id", "one")[0] == ExitCode.OK
+    paths = workplace.run_paths("one")
+    for lost in (paths.plan, paths.ranks, paths.hosts):
+        lost.unlink()
+    status, _, err = workplace.call("run", "--run-id", "one")
+    assert status == ExitCode.CONFIG and "Continue it with --resume one" in err
+    status, out, _ = workplace.call("list")
+    assert status == ExitCode.OK and "one" in out
+    status, _, err = workplace.call("run", "--resume", "one", "--set", "train.steps=200")
+    assert status == ExitCode.OK, err
+    assert paths.plan.exists()
+
+
+@pytest.mark.ranks
 def test_a_second_ctrl_c_stops_at_once(workplace: Workplace) -> None:
     process = workplace.start((*ENDLESS, "--deaf"), "run", "--run-id", "one")
     wait_for_steps(workplace.run_paths("one"))
     os.killpg(process.pid, signal.SIGINT)
     os.killpg(process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == ExitCode.OK
+    assert process.returncode == INTERRUPTED
     assert "stopping at once" in err
     assert not processes_of(workplace.run_paths("one").root)
 
@@ -192,7 +272,9 @@ def test_a_killed_supervisor_is_reported_and_seen_by_status(workplace: Workplace
     process = workplace.start(ENDLESS, "run", "--run-id", "one")
     paths = workplace.run_paths("one")
     wait_for_steps(paths)
-    os.kill(state_of(paths).supervisor_pid, signal.SIGKILL)
+    supervisor = state_of(paths).supervisor_pid
+    assert supervisor is not None
+    os.kill(supervisor, signal.SIGKILL)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == ExitCode.RANK_LOST
     assert "the supervisor was killed by signal 9" in err

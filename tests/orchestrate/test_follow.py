@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from payload.metrics_log import StepMetrics, to_json_line
 from payload.orchestrate.follow import Tail, follow_run, show_steps
 from payload.orchestrate.live import LiveLine
-from payload.results import RunPaths, StepMetrics, to_json_line, write_whole
+from payload.results import RunPaths, write_whole
 from payload.run_config import TrainSection
 
 STEP = StepMetrics(

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from payload.checkpoint_files import checkpoint_folders, manifest_problems
-from payload.errors import ExitCode
-from payload.results import RankProgress, RunPaths, RunState, Summary, read_json, read_metrics
+from payload.errors import INTERRUPTED, ExitCode
+from payload.metrics_log import read_metrics
+from payload.results import RankProgress, RunPaths, RunState, Summary, read_json
 from payload.supervise.processes import processes_of
 from tests.data_folders import make_data_folder
 from tests.small_disk import SmallDisk
@@ -101,7 +102,7 @@ def test_a_step_of_many_passes_is_left_when_the_run_is_stopped(tmp_path: Path) -
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0
+    assert process.returncode == INTERRUPTED
     summary = read_json(Summary, paths.summary)
     assert summary is not None
     assert (summary.status, summary.steps, summary.ranks_identical) == ("stopped", 0, True)

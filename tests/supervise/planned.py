@@ -12,7 +12,7 @@ from pathlib import Path
 from payload.orchestrate.inventories import load_cluster
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.planning import plan_run
-from payload.results import RankProgress, RunPaths, RunState, read_json
+from payload.results import RankProgress, RunPaths, RunState, last_record, read_json
 from payload.run_config import parse_run_config
 from payload.supervise.processes import processes_of
 from tests.supervise import stand_in
@@ -100,7 +100,7 @@ def wait_for_steps(
     """The process ids of all ranks, once each has reached that step."""
 
     def progress() -> list[RankProgress]:
-        found = [read_json(RankProgress, paths.rank_progress(rank)) for rank in range(ranks)]
+        found = [last_record(RankProgress, paths.rank_progress(rank)) for rank in range(ranks)]
         return [entry for entry in found if entry is not None and entry.step >= step]
 
     wait_for(lambda: len(progress()) == ranks, f"every rank's step {step}", timeout_s=timeout_s)

@@ -17,15 +17,8 @@ import time
 from pathlib import Path
 
 from payload.full_disk import write_record
-from payload.results import (
-    RankExit,
-    RankProgress,
-    RunPaths,
-    StepMetrics,
-    Summary,
-    read_json,
-    to_json_line,
-)
+from payload.metrics_log import StepMetrics, to_json_line
+from payload.results import RankExit, RankProgress, RunPaths, Summary, last_record
 
 STEP_S = 0.05
 
@@ -105,17 +98,17 @@ class StandIn:
         if self._peer_is_gone() or self.stop_file.exists():
             return False
         found = [
-            read_json(RankProgress, self.paths.rank_progress(i)) for i in range(self.world_size)
+            last_record(RankProgress, self.paths.rank_progress(i)) for i in range(self.world_size)
         ]
         return any(entry is None or entry.step < step for entry in found)
 
     def _peer_is_gone(self) -> bool:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         for path in map(self.paths.rank_progress, others):
-            progress = read_json(RankProgress, path)
+            progress = last_record(RankProgress, path)
             if progress is not None and not _is_alive(progress.pid):
                 # Read again: its last word may have come in between.
-                last = read_json(RankProgress, path)
+                last = last_record(RankProgress, path)
                 return last is not None and last.phase != "end"
         return False
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from payload.launch.ranks import Rank
-from payload.results import RankExit, RankProgress, RunPaths, read_json, write_json
+from payload.results import RankExit, RankProgress, RunPaths, read_json, write_json, write_whole
 from payload.supervise.pace import StepTimes
 from payload.supervise.signs import Signs
 from payload.supervise.stream import parse_message
+from tests.test_metrics_log import step_line
 
 HOUR_S = 3600.0
 
@@ -36,7 +37,7 @@ def make_signs(folder: Path) -> tuple[Signs, RunPaths]:
 
 
 def progress(rank: int, *, age_s: float = 0.0, step: int = 3) -> RankProgress:
-    """As a node writes it whose clock is an hour ahead."""
+    """As a node writes it whose clocks are an hour ahead."""
     return RankProgress(
         rank=rank,
         node=f"node-{rank}",
@@ -44,6 +45,7 @@ def progress(rank: int, *, age_s: float = 0.0, step: int = 3) -> RankProgress:
         step=step,
         phase="step",
         time_unix=time.time() + HOUR_S - age_s,
+        monotonic_s=time.monotonic() + HOUR_S - age_s,
     )
 
 
@@ -53,6 +55,7 @@ def message(*records: RankProgress, state: str = "S") -> dict[str, object]:
         "exits": [],
         "states": {"1": state},
         "skew_s": HOUR_S,
+        "lag_s": -HOUR_S,
     }
 
 
@@ -71,7 +74,7 @@ def test_the_same_record_again_is_no_progress(tmp_path: Path) -> None:
     record = progress(1)
     signs.take("node-1", message(record))
     first = signs.ranks()[0].quiet_s
-    signs.take("node-1", {**message(record), "skew_s": HOUR_S + 0.7})
+    signs.take("node-1", {**message(record), "skew_s": HOUR_S + 0.7, "lag_s": 0.7 - HOUR_S})
     assert signs.ranks()[0].quiet_s >= first
     signs.take("node-1", message(progress(1, step=4)))
     assert signs.ranks()[0].quiet_s < 1.0 and signs.steps() == 4
@@ -82,7 +85,8 @@ def test_records_from_before_this_attempt_and_of_other_nodes_ranks_count_for_not
 ) -> None:
     signs, paths = make_signs(tmp_path)
     signs.take("node-1", message(progress(1, age_s=30.0), progress(0)))
-    ended = RankExit(rank=1, node="node-1", exit_code=40, time_unix=time.time() + HOUR_S - 30)
+    then_s = time.monotonic() + HOUR_S - 30
+    ended = RankExit(rank=1, node="node-1", exit_code=40, time_unix=1.0, monotonic_s=then_s)
     signs.take("node-1", {**message(), "exits": [asdict(ended), {"rank": "?"}, 5]})
     assert signs.ranks() == [] and not signs.exits()
     assert not paths.rank_exit(1).exists() and not paths.rank_progress(0).exists()
@@ -109,24 +113,64 @@ def test_a_new_attempt_forgets_what_was_shown(tmp_path: Path) -> None:
     assert not signs.exits() and not paths.rank_exit(0).exists()
 
 
-@pytest.mark.parametrize("line", [b"Welcome to node-1!", b"[1]", b"{}", b'{"now": null}', b"\xff"])
+def test_a_wall_clock_that_goes_back_makes_no_new_record_old(tmp_path: Path) -> None:
+    """Neither this node's nor the worker's: both may be set while the run goes on."""
+    signs, _ = make_signs(tmp_path)
+    ended = RankExit(
+        rank=1,
+        node="node-1",
+        exit_code=40,
+        time_unix=time.time() - 2 * HOUR_S,
+        monotonic_s=time.monotonic() + HOUR_S,
+    )
+    back = replace(progress(1), time_unix=time.time() - 2 * HOUR_S)
+    signs.take("node-1", {**message(back), "exits": [asdict(ended)]})
+    assert signs.steps() == 3
+    assert signs.exits()[1].exit_code == 40
+    assert abs(signs.exits()[1].monotonic_s - time.monotonic()) < 60
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"Welcome to node-1!",
+        b"[1]",
+        b"{}",
+        b"\xff",
+        b'{"now": null, "monotonic_s": 1.0}',
+        b'{"now": NaN, "monotonic_s": 1.0}',
+        b'{"now": 1.0, "monotonic_s": 1.0, "ended": 5}',
+        b'{"now": 1.0, "monotonic_s": 1.0, "states": ["S"]}',
+        b'{"now": 1.0, "monotonic_s": 1.0, "progress": 7}',
+        b'{"now": 1.0, "monotonic_s": 1.0, "x": ' + b"[" * 20_000,
+    ],
+)
 def test_what_is_no_message_is_passed_over(line: bytes) -> None:
-    assert parse_message(line, now_unix=1.0) is None
+    assert parse_message(line, now_unix=1.0, now_s=1.0) is None
 
 
-def test_a_message_says_how_far_its_clock_is_off() -> None:
-    parsed = parse_message(json.dumps({"now": 12.5}).encode(), now_unix=10.0)
-    assert parsed is not None and parsed["skew_s"] == 2.5
+def test_a_message_says_how_far_its_clocks_are_off() -> None:
+    line = json.dumps({"now": 12.5, "monotonic_s": 3.0}).encode()
+    parsed = parse_message(line, now_unix=10.0, now_s=7.0)
+    assert parsed is not None and (parsed["skew_s"], parsed["lag_s"]) == (2.5, 4.0)
 
 
-def test_step_times_are_this_attempts_also_when_the_file_is_cut_back(tmp_path: Path) -> None:
+def test_step_times_are_this_attempts_also_when_the_file_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    row = '{"step": 1, "step_time_s": %s}\n'
-    path.write_text(row % 100 + row % 100)
+    path.write_text(step_line(1) + step_line(2) + step_line(3))
     times = StepTimes(path)
-    assert times.median_s() is None
-    path.write_text(row % 100)
-    assert times.median_s() is None
+    assert times.median_s(began_at=2) is None
+    write_whole(path, step_line(1) + step_line(2))
+    assert (times.median_s(began_at=2), times.reached_step(began_at=2)) == (None, None)
+    rows = [step_line(step).replace("0.05", str(step)) for step in (3, 4, 5)]
     with path.open("a") as file:
-        file.write(row % 1 + '{"val_loss": 1.0}\n' + row % 3 + row % 2 + '{"step_time_s": 5')
-    assert times.median_s() == 2
+        file.write(rows[0] + '{"val_loss": 1.0}\nx\n' + rows[1] + rows[2] + step_line(6)[:30])
+    assert (times.median_s(began_at=2), times.reached_step(began_at=2)) == (4, 5)
+
+
+def test_ranks_say_from_which_step_an_attempt_begins(tmp_path: Path) -> None:
+    signs, _ = make_signs(tmp_path)
+    assert signs.began_at_step() is None
+    signs.take("node-1", message(replace(progress(1, step=20), phase="start")))
+    signs.take("node-1", message(progress(1, step=21)))
+    assert (signs.began_at_step(), signs.steps()) == (20, 21)

@@ -8,11 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from payload.errors import ExitCode
+from payload.orchestrate.local import LocalAccess
 from payload.results import (
     RankExit,
     RankProgress,
@@ -145,6 +147,118 @@ def test_sigterm_stops_with_a_result(tmp_path: Path) -> None:
     assert not processes_of(paths.root)
 
 
+@pytest.mark.parametrize("victim", ["program", "wrapper"])
+def test_sigterm_to_one_rank_is_a_lost_rank(tmp_path: Path, victim: str) -> None:
+    """As when its machine is preempted: the ranks save and end, and nobody had asked for it."""
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS)
+    supervisor = supervise(paths)
+    pid = wait_for_steps(paths)[1]
+    if victim == "wrapper":
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(pid, signal.SIGTERM)
+    assert supervisor.wait(DEADLINE_S) == ExitCode.RANK_LOST
+    state, summary = state_of(paths), _summary(paths)
+    assert (state.status, state.exit_class) == ("failed", "rank_lost")
+    assert "not by this run's supervisor" in str(state.error)
+    assert (summary.status, summary.exit_class) == ("failed", "rank_lost")
+    assert not processes_of(paths.root)
+
+
+def test_a_signal_that_comes_before_the_supervisor_is_ready_is_not_lost(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS)
+    supervisor = LocalAccess(os.environ).start_supervisor(paths, detached=True, grace_s=60.0)
+    supervisor.terminate()
+    assert supervisor.wait(DEADLINE_S) == ExitCode.OK
+    assert state_of(paths).status == "stopped"
+    assert not processes_of(paths.root)
+
+
+def test_a_signal_after_the_end_does_not_change_it(tmp_path: Path) -> None:
+    """Python gives signals their default effect back while it takes itself down."""
+    program = (
+        "import os, signal, sys\n"
+        "from payload.supervise import __main__ as supervise\n"
+        "status = supervise.main(sys.argv[1:], os.environ)\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):\n"
+        "        kill(pid, number)\n"
+        "late = Late()\n"
+        "sys.exit(status)\n"
+    )
+    paths = plan_stand_in(tmp_path / "run", "--steps", "2")
+    command = [sys.executable, "-c", program, "--run-dir", str(paths.root)]
+    ended = subprocess.run(command, cwd=REPO, check=False, timeout=DEADLINE_S)
+    assert ended.returncode == ExitCode.OK
+    assert state_of(paths).status == "finished"
+
+
+def test_records_of_the_wrong_kind_in_a_running_runs_folder_do_not_kill_its_supervisor(
+    tmp_path: Path,
+) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS)
+    supervisor = supervise(paths)
+    wait_for_steps(paths)
+    texts = ('{"schema_version": 1, "rank": "0"}', "[" * 20_000)
+    for number, text in enumerate(texts):
+        paths.rank_progress(number).write_text(text)
+        paths.rank_exit(7 + number).write_text(text)
+    paths.state.unlink()
+    paths.state.mkdir()
+    paths.launcher_log.unlink()
+    (paths.rank_progress(0).parent / "rank_0009.json").mkdir()
+    wait_for_steps(paths, ranks=1)
+    supervisor.terminate()
+    assert supervisor.wait(DEADLINE_S) == ExitCode.OK
+    assert _summary(paths).status == "stopped"
+
+
+def test_a_state_that_is_gone_is_rebuilt_from_the_summary(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", "--steps", "3")
+    assert supervise(paths).wait(DEADLINE_S) == ExitCode.OK
+    spent_s = _summary(paths).wall_s
+    paths.state.write_bytes(b"\xff{")
+    write_json(paths.summary, replace(_summary(paths), wall_s=1000.0, restarts=4))
+    assert supervise(paths).wait(DEADLINE_S) == ExitCode.OK
+    assert spent_s < 1000.0 < state_of(paths).spent_s
+    assert state_of(paths).attempt == 6
+
+
+def test_a_run_started_through_a_link_is_known_by_its_own_path(tmp_path: Path) -> None:
+    """Its ranks, and those of a supervisor that died, are found by the folder's one name."""
+    paths = plan_stand_in(tmp_path / "real" / "run", *ENDLESS)
+    (tmp_path / "link").symlink_to("real")
+    linked = RunPaths(tmp_path / "link" / "run")
+    supervisor = supervise(paths)
+    wait_for_steps(paths)
+    assert processes_of(linked.root) == processes_of(paths.root) != set()
+    supervisor.kill()
+    supervisor.wait(DEADLINE_S)
+    assert supervise(linked).wait(DEADLINE_S) == ExitCode.RANK_LOST
+    begins, stops = "rank 0 begins", "rank 0 stopped"
+    assert paths.rank_log(0).read_text().splitlines() == [begins, stops, begins, stops]
+
+
+def test_state_is_kept_up_to_date_while_the_wall_clock_stands_or_goes_back(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, time\n"
+        "began = time.time()\n"
+        "time.time = lambda: began - 3600 * time.monotonic()\n"
+        "from payload.supervise import supervisor\n"
+        "from payload.supervise.__main__ import main\n"
+        "supervisor._STATE_EVERY_S = 0.1\n"
+        "sys.exit(main(sys.argv[1:], os.environ))\n"
+    )
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_hours=5",))
+    command = [sys.executable, "-c", program, "--run-dir", str(paths.root)]
+    running = subprocess.Popen(command, cwd=REPO)
+    wait_for_steps(paths)
+    first = state_of(paths).spent_s
+    wait_for(lambda: state_of(paths).spent_s > first + 1.0, "the time that counts to go on")
+    running.terminate()
+    assert running.wait(DEADLINE_S) == ExitCode.OK
+    assert _summary(paths).wall_s >= 0
+
+
 def test_a_stop_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS)
     supervisor = supervise(paths)
@@ -226,12 +340,12 @@ def test_ranks_save_when_their_supervisor_is_killed_and_the_next_one_waits(tmp_p
     wait_for_steps(paths)
     first.kill()
     first.wait(DEADLINE_S)
-    # The stand-in's wish to stop outlives its attempt.
-    assert supervise(paths).wait(DEADLINE_S) == ExitCode.OK
+    # The stand-in's wish to stop outlives its attempt, and nobody asks the second one for a stop.
+    assert supervise(paths).wait(DEADLINE_S) == ExitCode.RANK_LOST
     begins, stops = "rank 0 begins", "rank 0 stopped"
     assert paths.rank_log(0).read_text().splitlines() == [begins, stops, begins, stops]
     state = state_of(paths)
-    assert (state.status, state.attempt, state.note) == ("stopped", 2, None)
+    assert (state.status, state.attempt, state.note) == ("failed", 2, None)
     assert not processes_of(paths.root)
 
 

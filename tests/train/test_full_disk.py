@@ -9,7 +9,8 @@ import pytest
 
 from payload.errors import TrainingError
 from payload.full_disk import give_room_back, keep_room, write_record
-from payload.results import EvalMetrics, RankExit, RunPaths, read_json, read_metrics, write_json
+from payload.metrics_log import EvalMetrics, read_metrics
+from payload.results import RankExit, RunPaths, read_json, write_json
 from payload.train.metrics import MetricsFile
 from tests.small_disk import SmallDisk
 

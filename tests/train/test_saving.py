@@ -17,7 +17,8 @@ from torch import Tensor
 
 from payload.checkpoint_files import checkpoint_folders, checkpoint_step, manifest_problems
 from payload.errors import TrainingError
-from payload.results import EvalMetrics, RunPaths, Summary, read_json, read_metrics
+from payload.metrics_log import EvalMetrics, read_metrics
+from payload.results import RunPaths, Summary, read_json
 from payload.run_config import load_run_config
 from payload.train import checkpoint, trainer
 from payload.train.checkpoint import load_optimizer_tensors, newest_checkpoint

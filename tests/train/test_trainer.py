@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from payload.results import RunPaths, read_metrics
+from payload.metrics_log import read_metrics
+from payload.results import RunPaths
 from payload.run_config import OptimizerSection, RunConfig, parse_run_config
 from payload.train.metrics import SignOfLife
 from payload.train.optimizer import build_optimizers

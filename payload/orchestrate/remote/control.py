@@ -16,10 +16,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""What a supervisor answers; it takes them once it is ready."""
+
 _START_S = 30.0
+# A supervisor that has just begun has its lock before its command line is read, or has just ended.
+_FIND_S = 2.0
 _MOST_BYTES = 4 * 2**20
 _WHOLE = ("state.json", "summary.json", "progress/*.json", "exits/*.json")
 _GROWING = ("metrics.jsonl", "logs/*.log")
@@ -49,7 +55,8 @@ def start(run_dir: Path, argv: list[str], python_path: str) -> dict[str, Any]:
             if is_held(other):
                 return {"running": other.parent.name}
         (run_dir / "logs").mkdir(exist_ok=True)
-        with (run_dir / "logs" / "supervisor.log").open("ab") as log:
+        log_path = run_dir / "logs" / "supervisor.log"
+        with log_path.open("ab") as log, held_back(STOP_SIGNALS):
             supervisor = subprocess.Popen(
                 argv,
                 cwd=run_dir,
@@ -118,32 +125,92 @@ def send(run_dir: Path, signals: list[int], wish: dict[str, Any] | None = None) 
             partial = run_dir / f".stop.json.{os.getpid()}.partial"
             partial.write_text(json.dumps(wish), "utf-8")
             partial.replace(run_dir / "stop.json")
-        for number in signals:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(state(run_dir)["supervisor_pid"], number)
+        ends = time.monotonic() + _FIND_S
+        while not (found := supervisors(run_dir)) and is_held(run_dir / "supervisor.lock"):
+            if time.monotonic() > ends:
+                break
+            time.sleep(0.05)
+        for pid in found:
+            for number in signals:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
     return {"alive": alive}
+
+
+def supervisors(run_dir: Path) -> list[int]:
+    """List the processes that supervise the run, by their command lines.
+
+    A process id on paper may be another program's by now.
+    """
+    return [pid for pid, words in command_lines() if is_supervisor(words, run_dir)]
+
+
+def is_supervisor(words: list[str], run_dir: Path) -> bool:
+    """Tell whether a command line is that of the run's supervisor."""
+    if "payload.supervise" not in words or "--run-dir" not in words[:-1]:
+        return False
+    return same_folder(words[words.index("--run-dir") + 1], run_dir)
+
+
+def command_lines() -> Iterator[tuple[int, list[str]]]:
+    """Yield every process that can be seen with the words of its command line."""
+    if Path("/proc/self/cmdline").exists():
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                yield int(entry.name), [os.fsdecode(word) for word in words]
+        return
+    columns = ["ps", "-A", "-ww", "-o", "pid=", "-o", "command="]
+    listed = subprocess.run(columns, capture_output=True, text=True, check=True)
+    for line in listed.stdout.splitlines():
+        pid, _, command = line.strip().partition(" ")
+        # Words are lost here, and with them the spaces of a folder's name.
+        before, flag, after = command.partition(" --run-dir ")
+        yield int(pid), [*before.split(), flag.strip(), after.partition(" --")[0].strip()]
+
+
+def same_folder(name: str, run_dir: Path) -> bool:
+    """Tell whether `name` leads to the run's folder, through links or not."""
+    return os.path.realpath(name) == os.path.realpath(run_dir)
+
+
+@contextlib.contextmanager
+def held_back(numbers: tuple[signal.Signals, ...]) -> Iterator[None]:
+    """Within it, children are born with these signals held back until they are ready for them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def left(run_dir: Path, *, kill: bool) -> dict[str, Any]:
     """Living processes of the run on this node, after killing them if `kill`."""
-    mark = f"TILEFORGE_RUN_DIR={run_dir}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             zombie = (entry / "stat").read_text("utf-8").rpartition(")")[2].split()[0] == "Z"
-            if mark in (entry / "environ").read_bytes().split(b"\0") and not zombie:
+            if not zombie and has_mark(entry, run_dir):
                 found.append(int(entry.name))
                 if kill:
                     os.kill(found[-1], signal.SIGKILL)
     return {"pids": sorted(found)}
 
 
+def has_mark(entry: Path, run_dir: Path) -> bool:
+    """Tell whether a process has the variable that every process of the run inherits."""
+    mark = b"TILEFORGE_RUN_DIR="
+    variables = (entry / "environ").read_bytes().split(b"\0")
+    values = [each[len(mark) :] for each in variables if each.startswith(mark)]
+    return any(same_folder(os.fsdecode(value), run_dir) for value in values)
+
+
 def state(run_dir: Path) -> dict[str, Any]:
-    """state.json, or an empty object."""
-    with contextlib.suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads((run_dir / "state.json").read_text("utf-8"))
-        return found
-    return {}
+    """Return state.json, or an empty object."""
+    found = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads((run_dir / "state.json").read_text("utf-8"))
+    return found if isinstance(found, dict) else {}
 
 
 def is_held(lock: Path) -> bool:

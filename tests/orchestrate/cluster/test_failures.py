@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ExitCode
-from payload.results import RunPaths, RunState, read_metrics
+from payload.metrics_log import read_metrics
+from payload.results import RunPaths, RunState
 from tests.launching import losses, summary
 from tests.orchestrate.cluster.operating import (
     TIMEOUT_S,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.errors import INTERRUPTED, ExitCode
 from payload.launch.plan import LaunchPlan
 from payload.orchestrate.cloud.endpoints import VARIABLE
 from payload.orchestrate.mirror import read_mirrored
@@ -146,7 +146,7 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     wait_until(lambda: metrics.stat().st_size > seen, what="steps to arrive", timeout_s=TIMEOUT_S)
     again.send_signal(signal.SIGINT)
     _, err = again.communicate(timeout=TIMEOUT_S)
-    assert again.returncode == ExitCode.OK and "detached; run one goes on" in err, err
+    assert again.returncode == INTERRUPTED and "detached; run one goes on" in err, err
     assert "run one is on this cluster, so nothing was started" in err
     logins = operator.nodes.log_of(0).count("Accepted")
     follower = operator.start("logs", "one", "-f")
@@ -223,7 +223,7 @@ def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_
         assert process.poll() is None
     interrupt(process)
     out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == ExitCode.OK and "status           stopped" in out, out + err
+    assert process.returncode == INTERRUPTED and "status           stopped" in out, out + err
     assert tunnels.read_text(encoding="ascii") == opened
     steps = summary(another.paths("one").root)["steps"]
     assert another.paths("one").checkpoint(steps).is_dir()

@@ -1,0 +1,159 @@
+"""CONTRACT OUT: metrics.jsonl, one object a step and one an evaluation.
+
+A row that is damaged is no row: readers leave it out, and the trainer sets the damaged file aside
+when it resumes the run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from payload.untrusted import checked, open_regular
+
+_MAX_LINE_BYTES = 2**16
+_MAX_BYTES = 2**30  # Three million steps; a larger file is damaged.
+_MAX_INTEGER = 2**63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One step: a line of metrics.jsonl."""
+
+    step: int = checked(low=0)
+    tokens: int = checked(low=1)
+    """Trained on so far, this step included."""
+    loss: float
+    lr: float
+    grad_norm: float
+    step_time_s: float = checked(low=0, high=1e9)
+    tokens_per_s: float
+    """Of the whole job."""
+    mfu: float | None
+    """Model FLOP/s over the peak measured on these nodes; None when that cannot be a peak."""
+    data_time_s: float
+    sync_time_s: float
+    """Time that the step waited for gradients after its own backward pass was done."""
+    rss_bytes: int
+    time_unix: float = field(default_factory=time.time)
+    """When the step was done, by rank 0's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalMetrics:
+    """One evaluation: a line of metrics.jsonl."""
+
+    step: int = checked(low=0)
+    val_loss: float
+    val_tokens: int
+    time_unix: float = field(default_factory=time.time)
+    """When the evaluation was done, by rank 0's clock."""
+
+
+def to_json_line(row: StepMetrics | EvalMetrics) -> str:
+    """Return one line of metrics.jsonl, newline included."""
+    return json.dumps(asdict(row)) + "\n"
+
+
+def read_metrics(path: Path) -> list[Mapping[str, Any]]:
+    """Return all sound rows of a metrics.jsonl; none where there is no such file."""
+    try:
+        return [row for _, row in read_lines(path) if row is not None]
+    except OSError:
+        return []
+
+
+def read_val_losses(path: Path) -> dict[int, float]:
+    """Return the validation losses of a metrics.jsonl by step."""
+    return {row["step"]: row["val_loss"] for row in read_metrics(path) if "val_loss" in row}
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
+    """Yield each complete line with its row, which is None for a damaged one.
+
+    A last line still being written is left out. Raises OSError.
+    """
+    with open_regular(path) as file:
+        left = _MAX_BYTES
+        while left > 0 and (line := file.readline(_MAX_LINE_BYTES)):
+            left -= len(line)
+            if line.endswith(b"\n"):
+                yield line, parse_row(line)
+            elif len(line) == _MAX_LINE_BYTES:
+                yield line, None
+        if left <= 0:
+            yield b"", None
+
+
+def parse_row(line: bytes) -> Mapping[str, Any] | None:
+    """Return the row that a line holds, or None if it is none of ours."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict):
+        return None
+    forms = _forms_of(EvalMetrics) if "val_loss" in row else _forms_of(StepMetrics)
+    return row if all(form.fits(row.get(form.name, MISSING)) for form in forms) else None
+
+
+def missing_steps(
+    rows: Iterable[Mapping[str, Any]], *, trained: int
+) -> tuple[tuple[int, int], ...]:
+    """Return the first and last of each range of steps, up to `trained`, that have no row."""
+    there = sorted({row["step"] for row in rows if "loss" in row and row["step"] <= trained})
+    ends = zip([0, *there], [*there, trained + 1], strict=True)
+    return tuple((before + 1, after - 1) for before, after in ends if after - before > 1)
+
+
+def describe_missing(missing: Iterable[tuple[int, ...]]) -> str:
+    """Return the ranges in words, as in `3, 12 to 20`."""
+    return ", ".join(
+        f"{first}" if first == last else f"{first} to {last}" for first, last in missing
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """What a field of a row may hold."""
+
+    name: str
+    kinds: tuple[type, ...]
+    low: float
+    high: float
+
+    def fits(self, value: Any) -> bool:
+        if type(value) not in self.kinds:
+            return False
+        return value is None or self.low <= value <= self.high
+
+
+@cache
+def _forms_of(kind: type) -> tuple[_Form, ...]:
+    """Return the form of each field that a row must have; rows of old have no time."""
+    hints = typing.get_type_hints(kind)
+    kinds: dict[Any, tuple[type, ...]] = {int: (int,), float: (float, int)}
+    largest = sys.float_info.max  # No comparison holds for a NaN.
+    return tuple(
+        _Form(
+            name=each.name,
+            kinds=kinds.get(hints[each.name], (float, int, type(None))),
+            low=_limit(each.metadata.get("low"), -largest),
+            high=_limit(
+                each.metadata.get("high"), _MAX_INTEGER if hints[each.name] is int else largest
+            ),
+        )
+        for each in fields(kind)
+        if each.default_factory is MISSING
+    )
+
+
+def _limit(given: float | None, otherwise: float) -> float:
+    return otherwise if given is None else given

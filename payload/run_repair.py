@@ -1,0 +1,154 @@
+"""CONTRACT: what can still be known of a run whose files are damaged, and room for new ones.
+
+Nothing that a run wrote may, when damaged, stop the resume of a sound checkpoint: a record is
+rebuilt from the others, and what lies in a file's place is set aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from payload.checkpoint_files import checkpoint_config, newest_sound
+from payload.errors import ConfigError
+from payload.results import RunPaths, RunState, Summary, last_record, set_aside
+from payload.run_config import RunConfig, fixed_differences, load_run_config, parse_run_config
+from payload.untrusted import RUN_ID, build, checked, parse_json, read_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    """The part of plan.json that says whose it is."""
+
+    run_id: str = checked(pattern=RUN_ID, wanted="a run id")
+
+
+def known_summary(paths: RunPaths) -> Summary | None:
+    """Return summary.json; None when it is absent, damaged or another run's."""
+    summary = last_record(Summary, paths.summary)
+    return summary if summary is not None and summary.run_id in _ids_of(paths) else None
+
+
+def known_state(paths: RunPaths) -> RunState | None:
+    """Return state.json, or what summary.json still tells of it; None where neither is readable."""
+    state = last_record(RunState, paths.state)
+    if state is not None and state.run_id in _ids_of(paths):
+        return state
+    summary = known_summary(paths)
+    if summary is None:
+        return None
+    ended = summary.status not in ("starting", "running")
+    return RunState(
+        run_id=paths.run_id,
+        status=summary.status,
+        exit_class=summary.exit_class if ended else None,
+        error=summary.error,
+        started_unix=_changed_unix(paths.summary) - summary.wall_s,
+        updated_unix=_changed_unix(paths.summary),
+        attempt=summary.restarts + 1,
+        spent_s=summary.wall_s,
+        cost_usd=summary.cost_usd,
+    )
+
+
+def known_config(paths: RunPaths) -> RunConfig:
+    """Return run.toml, else what the newest checkpoint was trained by, else the defaults.
+
+    For whoever reads a run; a resume asks `resumable_config`.
+    """
+    with suppress(ConfigError):
+        return load_run_config(paths.config)
+    newest = paths.newest_checkpoint()
+    text = checkpoint_config(newest) if newest else None
+    with suppress(ConfigError):
+        return parse_run_config(text or "", where="checkpoint")
+    return RunConfig()
+
+
+def config_to_resume(paths: RunPaths, *, overrides: Sequence[str]) -> tuple[RunConfig, str | None]:
+    """Return the settings to resume a run with, and a sentence where they are not run.toml's.
+
+    A run.toml that is damaged, or is not the one that the run was trained by, gives way to the
+    newest sound checkpoint's. Raises ConfigError where there is neither.
+    """
+    problem = _problem_with_config(paths)
+    if problem is None:
+        return load_run_config(paths.config, overrides=overrides), None
+    sound = newest_sound(paths.checkpoints)
+    text = checkpoint_config(sound) if sound else None
+    if sound is None or text is None:
+        raise ConfigError(
+            f"{problem} There is no sound checkpoint with its settings either; name them with "
+            "--config FILE."
+        )
+    config = parse_run_config(text, overrides=overrides, where=str(sound))
+    return config, f"{problem} The settings are those of checkpoint {sound.name}."
+
+
+def _problem_with_config(paths: RunPaths) -> str | None:
+    try:
+        config = load_run_config(paths.config)
+    except ConfigError as error:
+        return str(error)
+    newest = paths.newest_checkpoint()
+    text = checkpoint_config(newest) if newest else None
+    with suppress(ConfigError):
+        if text is not None:
+            trained = parse_run_config(text, where=str(newest))
+            for name, old, new in fixed_differences(trained, config):
+                return f"{paths.config}: {name} = {new!r}, but the run was trained with {old!r}."
+    return None
+
+
+def make_room(paths: RunPaths) -> list[str]:
+    """Set aside whatever lies where the run is going to write a file or a folder.
+
+    Returns a sentence for each. A link to a file or folder is left alone. Raises OSError.
+    """
+    odd = [path for path in _folders(paths) if _is_there(path) and not path.is_dir()]
+    odd += [path for path in _files(paths) if _is_there(path) and not path.is_file()]
+    return [f"{path} was no file or folder of a run; it is now {set_aside(path)}" for path in odd]
+
+
+def _ids_of(paths: RunPaths) -> set[str]:
+    """Return the run's ids: its folder may have been renamed after the run."""
+    ids = {paths.run_id}
+    try:
+        raw = parse_json(read_bytes(paths.plan), where="")
+        ids.add(build(_Named, raw, where="").run_id)
+    except (OSError, ConfigError):
+        pass
+    return ids
+
+
+def _folders(paths: RunPaths) -> Iterator[Path]:
+    yield paths.checkpoints
+    yield paths.logs
+    yield paths.rank_progress(0).parent
+    yield paths.rank_exit(0).parent
+
+
+def _files(paths: RunPaths) -> Iterator[Path]:
+    yield from (paths.config, paths.inventory, paths.plan, paths.hosts, paths.ranks)
+    yield from (paths.state, paths.stop_wish, paths.metrics, paths.summary, paths.lock)
+    yield from paths.root.glob("accelerate_node_*.yaml")
+    for folder, pattern in (
+        (paths.logs, "*.log"),
+        (paths.rank_progress(0).parent, "*.json"),
+        (paths.rank_exit(0).parent, "*.json"),
+    ):
+        if folder.is_dir():
+            yield from folder.glob(pattern)
+
+
+def _is_there(path: Path) -> bool:
+    return path.is_symlink() or path.exists()
+
+
+def _changed_unix(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,129 @@
+"""Rows of metrics.jsonl: what counts as one, and which steps have none."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from payload.metrics_log import (
+    EvalMetrics,
+    StepMetrics,
+    describe_missing,
+    missing_steps,
+    parse_row,
+    read_metrics,
+    to_json_line,
+)
+
+
+def step_line(step: int) -> str:
+    """One step's line."""
+    return to_json_line(
+        StepMetrics(
+            step=step,
+            tokens=step * 8,
+            loss=5.0 - step / 100,
+            lr=0.1,
+            grad_norm=1.0,
+            step_time_s=0.05,
+            tokens_per_s=20.0,
+            mfu=None,
+            data_time_s=0.0,
+            sync_time_s=0.0,
+            rss_bytes=1,
+        )
+    )
+
+
+def steps_of(path: Path) -> list[int]:
+    """The steps that have a row, in the file's order."""
+    return [row["step"] for row in read_metrics(path) if "loss" in row]
+
+
+def lines(steps: Iterable[int]) -> str:
+    return "".join(step_line(step) for step in steps)
+
+
+SOUND = json.loads(step_line(3))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\n",
+        b"\0" * 100,
+        b"[" * 20_000,
+        b"7\n",
+        b"[]\n",
+        b"{}\n",
+        *(
+            json.dumps(SOUND | change).encode()
+            for change in (
+                {"step": "3"},
+                {"step": True},
+                {"step": 3.5},
+                {"loss": None},
+                {"loss": float("nan")},
+                {"loss": float("inf")},
+                {"step_time_s": "fast"},
+                {"tokens": 10**30},
+                {"mfu": [0.5]},
+                {"val_loss": "x"},
+            )
+        ),
+        json.dumps(SOUND).replace('"step": 3', '"step": ' + "3" * 5000).encode(),
+        json.dumps(SOUND).replace('"loss": ', '"loss": 1e999, "x": ').encode(),
+    ],
+)
+def test_a_damaged_line_is_no_row(line: bytes) -> None:
+    assert parse_row(line) is None
+
+
+def test_every_row_says_when_it_was_written_and_rows_of_old_count_too(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    old = json.dumps({name: value for name, value in SOUND.items() if name != "time_unix"})
+    path.write_text(step_line(2) + old + "\n" + to_json_line(EvalMetrics(
+        step=3, val_loss=4.0, val_tokens=9
+    )))  # fmt: skip
+    first, second, evaluation = read_metrics(path)
+    assert first["time_unix"] > 1e9 and evaluation["time_unix"] > 1e9
+    assert "time_unix" not in second
+
+
+def test_rows_around_damaged_lines_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    damaged = step_line(3).encode()[:20] + b"\n" + b"\xff\n" + b"x" * 200_000 + b"\n"
+    path.write_bytes(lines([1, 2]).encode() + damaged + lines([4, 5]).encode() + b'{"step": 6')
+    assert steps_of(path) == [1, 2, 4, 5]
+
+
+def test_what_is_no_file_has_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "link", "pipe", "absent"):
+        assert read_metrics(tmp_path / name) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "trained", "missing", "words"),
+    [
+        ([], 0, (), ""),
+        ([], 3, ((1, 3),), "1 to 3"),
+        ([1, 2, 3], 3, (), ""),
+        ([1, 2, 3, 4], 3, (), ""),
+        ([1, 3, 4, 7], 9, ((2, 2), (5, 6), (8, 9)), "2, 5 to 6, 8 to 9"),
+    ],
+)
+def test_steps_without_a_row_are_known(
+    steps: list[int], trained: int, missing: tuple[tuple[int, int], ...], words: str
+) -> None:
+    rows = [{"step": step, "loss": 1.0} for step in steps]
+    assert missing_steps(rows, trained=trained) == missing
+    assert describe_missing(missing) == words
