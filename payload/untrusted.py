@@ -187,6 +187,22 @@ def build(
     return cls(**values)
 
 
+def check_type(
+    kind: type[_T],
+    value: object,
+    *,
+    where: str,
+    fix: str = "",
+    error: type[TileforgeError] = ConfigError,
+) -> _T:
+    """Return `value` when it is a `kind`, which may be any type that `build` has for a field.
+
+    A dataclass is built from an object. Raises `error`.
+    """
+    converted: _T = _Field(where, fix, error, refuse_unknown=False).convert(value, kind, {})
+    return converted
+
+
 def checked(
     default: Any = dataclasses.MISSING,
     *,

@@ -100,6 +100,54 @@ def imports(tree: ast.Module, *, path: PurePosixPath) -> Iterator[tuple[int, str
             yield node.lineno, str(name.value) if constant else "?"  # type: ignore[union-attr]
 
 
+# What runs code that its input names: an unpickled object's constructor can be any function.
+_UNPICKLING_MODULES = frozenset(
+    {"pickle", "_pickle", "cPickle", "pickletools", "shelve", "marshal", "dbm"}
+    | {"dill", "cloudpickle", "joblib", "jsonpickle", "multiprocessing"}
+)
+_UNPICKLING_NAMES = frozenset(
+    {"ProcessPoolExecutor", "read_pickle", "to_pickle"}
+    | {f"{verb}_object_list" for verb in ("broadcast", "scatter", "send", "recv")}
+    | {"all_gather_object", "gather_object", "broadcast_object", "gather_object_list"}
+)
+
+
+def unpickling(path: PurePosixPath, source: str) -> list[str]:
+    """Return where `source` uses pickle or what builds on it, one line each."""
+    tree = ast.parse(source, filename=str(path))
+    found = [
+        (line, module)
+        for line, module in imports(tree, path=path)
+        if module.split(".")[0] in _UNPICKLING_MODULES
+        or "torch.multiprocessing" in module
+        or module.rpartition(".")[2] in _UNPICKLING_NAMES
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in _UNPICKLING_NAMES:
+            found.append((node.lineno, node.attr))
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.multiprocessing":
+            found.append((node.lineno, "torch.multiprocessing"))
+        elif isinstance(node, ast.Call):
+            found += [(node.lineno, what) for what in _unpickling_call(node)]
+    return [f"{path}:{line}: {what}" for line, what in sorted(set(found))]
+
+
+def _unpickling_call(call: ast.Call) -> Iterator[str]:
+    keywords = {each.arg: each.value for each in call.keywords}
+
+    def is_on(name: str) -> bool:
+        value = keywords.get(name)
+        return isinstance(value, ast.Constant) and value.value is True
+
+    if ast.unparse(call.func) in ("torch.load", "torch.save") and not is_on("weights_only"):
+        yield ast.unparse(call.func)
+    if "allow_pickle" in keywords and not (
+        isinstance(keywords["allow_pickle"], ast.Constant)
+        and keywords["allow_pickle"].value is False
+    ):
+        yield "allow_pickle"
+
+
 def work_at_import(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and kind of every statement that does more than define and compute names."""
     yield from _work(tree.body)

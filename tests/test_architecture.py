@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from tests.import_rules import PACKAGES, RULES, violations
+from tests.import_rules import PACKAGES, RULES, unpickling, violations
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTRACTS = sorted(path.stem for path in (ROOT / "payload").glob("*.py"))
@@ -117,6 +117,65 @@ def test_the_checker_finds_what_the_table_forbids(path: str, source: str) -> Non
 )
 def test_the_checker_lets_pass_what_the_table_allows(path: str, source: str) -> None:
     assert violations(PurePosixPath(path), source) == []
+
+
+def test_nothing_in_the_tree_unpickles() -> None:
+    found = [
+        line
+        for path in repository_files()
+        if path.suffix == ".py"
+        for line in unpickling(
+            PurePosixPath(path.relative_to(ROOT).as_posix()), path.read_text(encoding="utf-8")
+        )
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "def f():\n    from pickle import loads\n",
+        "import shelve, json",
+        "import marshal",
+        "import dill as serializer",
+        "from cloudpickle import dumps",
+        "import joblib.externals",
+        "__import__('pickle')",
+        "import importlib\nx = importlib.import_module('pickle')",
+        "from multiprocessing.connection import Client",
+        "import torch.multiprocessing as mp",
+        "from torch import multiprocessing",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "x = concurrent.futures.ProcessPoolExecutor()",
+        "dist.broadcast_object_list(box)",
+        "from torch.distributed import all_gather_object",
+        "dist.all_gather_object(values, value)",
+        "dist.recv_object_list(box)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "torch.load(path, weights_only=safe)",
+        "numpy.load(path, allow_pickle=True)",
+        "np.memmap(path, allow_pickle=trusted)",
+        "pandas.read_pickle(path)",
+    ],
+)
+def test_the_search_for_pickle_finds(source: str) -> None:
+    assert unpickling(PurePosixPath("payload/train/x.py"), source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import json\nfrom safetensors.torch import load_file",
+        "torch.load(path, weights_only=True)",
+        "numpy.load(path, allow_pickle=False)",
+        "MESSAGE = 'the pickle format can run code'",
+        "dist.all_gather(values, value)",
+    ],
+)
+def test_the_search_for_pickle_lets_pass(source: str) -> None:
+    assert unpickling(PurePosixPath("payload/train/x.py"), source) == []
 
 
 _UNSAFE = re.compile(

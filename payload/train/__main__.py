@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Never
@@ -21,7 +22,7 @@ from payload.hints import command
 from payload.results import RunPaths, new_run_id, write_whole
 from payload.run_config import RunConfig, load_run_config
 from payload.train.start_clock import StartClock
-from payload.untrusted import RUN_ID, printable
+from payload.untrusted import RUN_ID, checked, printable
 
 if TYPE_CHECKING:
     from payload.train.world import World
@@ -47,9 +48,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> ExitCode:
     logging.getLogger().setLevel(logging.INFO if world.is_main else logging.WARNING)
     clock.lap("imports")
     world.join(config.distributed)
-    run_dir = arguments.run_dir or world.broadcast(_new_run_dir(config))
+    run_dir = arguments.run_dir or Path("runs", world.broadcast(_new_run(config), _NewRun).run_id)
     clock.lap("group")
-    paths = last_words.paths = RunPaths(Path(str(run_dir)))
+    paths = last_words.paths = RunPaths(run_dir)
     if world.is_main:
         write_whole(paths.config, config.to_toml())
     outcome = train(config, paths=paths, world=world, stop_requested=stop.requested, clock=clock)
@@ -169,9 +170,16 @@ def _load_config(arguments: argparse.Namespace) -> RunConfig:
     )
 
 
-def _new_run_dir(config: RunConfig) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NewRun:
+    """What rank 0 tells the others of a run that was started without a folder."""
+
+    run_id: str = checked(pattern=RUN_ID, wanted="a run id")
+
+
+def _new_run(config: RunConfig) -> _NewRun:
     now = datetime.datetime.now(tz=datetime.UTC)
-    return f"runs/{new_run_id(config.run.name, now=now, suffix=secrets.token_hex(2))}"
+    return _NewRun(run_id=new_run_id(config.run.name, now=now, suffix=secrets.token_hex(2)))
 
 
 def _set_up_logging(env: Mapping[str, str]) -> None:

@@ -98,7 +98,7 @@ def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dic
     for name, dtype in TORCH_DTYPES.items():
         small = _factors(_GEMM_SIZES[0], dtype)
         is_fast = _best_product_s(*small, budget_s=0.0) < _FAST_PRODUCT_S
-        factors[name] = _factors(_GEMM_SIZES[1], dtype) if world.broadcast(is_fast) else small
+        factors[name] = _factors(_GEMM_SIZES[1], dtype) if world.broadcast(is_fast, bool) else small
     found: dict[Dtype, list[float]] = {name: [] for name in factors}
     for _ in range(rounds):
         for name, (left, out) in factors.items():
@@ -151,7 +151,7 @@ def measure_exchange(world: World, *, budget_s: float = _EXCHANGE_BUDGET_S) -> E
         foreseen_s = last_s * size / last_size if last_size else 0.0
         left_s = budget_s - (time.perf_counter() - began)
         # The ranks' clocks differ: rank 0 decides for all.
-        if last_size and not world.broadcast(foreseen_s < left_s):
+        if last_size and not world.broadcast(foreseen_s < left_s, bool):
             break
         last_size, last_s = size, _all_reduce_s(world, size)
         took_s.setdefault(size, []).append(last_s)

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,15 @@ _ROUNDS = 5
 _ROUND_S = 0.12
 # mpirun ends all ranks with the first that fails; those that fail as well may say so before.
 _LAST_WORDS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """What one rank's matrix products reach, FLOP/s."""
+
+    node: str
+    bf16: float
+    fp32: float
 
 
 def main(argv: Sequence[str], env: MutableMapping[str, str]) -> int:
@@ -77,7 +87,8 @@ def _measure(env: Mapping[str, str], *, rank: int, place: Mapping[str, Any]) -> 
     world.barrier()
     say(rank=rank, node=place["node"], stage="joined")
     speeds = gemm_rounds_flops_per_s(world, rounds=_ROUNDS, round_s=_ROUND_S)
-    products = world.gather({"node": world.node, "bf16": speeds["bf16"], "fp32": speeds["fp32"]})
+    own = Speeds(node=world.node, bf16=speeds["bf16"], fp32=speeds["fp32"])
+    products = [asdict(each) for each in world.gather(own, Speeds)]
     exchange = _exchange(world)
     if world.is_main:
         say(result={"ranks": products, "world_size": world.world_size, **exchange})
@@ -92,7 +103,7 @@ def _exchange(world: World) -> dict[str, Any]:
     if world.world_size == 1:
         return {"exchange": None}
     found = measure_exchange(world)
-    received = world.gather(receive_bytes_per_s(world, num_bytes=found.num_bytes))
+    received = world.gather(receive_bytes_per_s(world, num_bytes=found.num_bytes), float)
     return {
         "exchange": {
             "num_bytes": found.num_bytes,

@@ -119,7 +119,9 @@ def _train(
             clock=clock,
         )
         trainer = Trainer(parts, start=start.state)
-        evaluate_first = bool(world.broadcast(_lacks_evaluation(config, paths, resumed_at_step)))
+        evaluate_first = world.broadcast(
+            _lacks_evaluation(config, paths, resumed_at_step) if world.is_main else None, bool
+        )
         log.info(clock.line())
         summary.ready(clock.seconds)
         outcome = trainer.run(evaluate_first=evaluate_first)

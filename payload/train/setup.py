@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,12 +32,21 @@ from payload.train.checkpoint import (
     newest_checkpoint,
     remove_partial_checkpoints,
 )
-from payload.train.model import GPT
+from payload.train.model import GPT, Activation
 from payload.train.optimizer import Optimizers
 from payload.train.weights import load_hf, model_folder, train_on_sequences_of
 from payload.train.world import World
 
 log = logging.getLogger(__name__)
+
+_Dtype = Literal["float32", "float64", "bfloat16", "int64"]
+_DTYPES: dict[_Dtype, torch.dtype] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +61,30 @@ class Start:
     """The tokenizer's files for the checkpoints, by name; on rank 0 only."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Architecture:
+    """What a rank needs to build the model whose weights rank 0 has loaded."""
+
+    shape: ModelShape
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TensorForm:
+    """What a rank needs to receive one tensor."""
+
+    name: str
+    size: tuple[int, ...]
+    dtype: _Dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TensorForms:
+    """Tensors in the order in which rank 0 sends them."""
+
+    tensors: tuple[_TensorForm, ...]
+
+
 def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: World) -> Start:
     """Build the model: from the run's newest checkpoint, else from `model.init`.
 
@@ -58,7 +92,7 @@ def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: Wo
     Raises CheckpointError when there are checkpoints and none is sound.
     """
     checkpoint = _checkpoint_to_resume(paths.checkpoints) if world.is_main else None
-    resumes = world.broadcast(checkpoint is not None)
+    resumes = world.broadcast(checkpoint is not None, bool)
     if not resumes and config.model.init == "scratch":
         torch.manual_seed(config.run.seed)
         shape = config.model.shape(
@@ -70,14 +104,13 @@ def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: Wo
     folder = _weights_folder(checkpoint, config) if world.is_main else None
     model = _loaded_model(folder, config, world=world)
     _require_vocabulary(model.shape, data)
-    state = load_trainer_state(checkpoint) if checkpoint else None
-    agreed = world.broadcast(state)
-    assert agreed is None or isinstance(agreed, TrainerState)
-    if agreed is not None:
-        _require_same_data(agreed, data)
-        _require_same_run(agreed, config)
     tokenizer = _tokenizer(data, source=folder, model=model) if world.is_main else {}
-    return Start(model=model, state=agreed, checkpoint=checkpoint, tokenizer=tokenizer)
+    if not resumes:
+        return Start(model=model, state=None, checkpoint=None, tokenizer=tokenizer)
+    state = world.broadcast(load_trainer_state(checkpoint) if checkpoint else None, TrainerState)
+    _require_same_data(state, data)
+    _require_same_run(state, config)
+    return Start(model=model, state=state, checkpoint=checkpoint, tokenizer=tokenizer)
 
 
 def restore_optimizer(optimizers: Optimizers, start: Start, *, world: World) -> None:
@@ -133,13 +166,11 @@ def _loaded_model(folder: Path | None, config: RunConfig, *, world: World) -> GP
         train_on_sequences_of(model, config.data.sequence_length)
         _require_asked_sizes(model.shape, config)
         _say_what_is_not_used(model.shape, config)
-    described = world.broadcast((asdict(model.shape), model.activation) if model else None)
-    assert isinstance(described, tuple)
-    sizes, activation = described
+    found = _Architecture(shape=model.shape, activation=model.activation) if model else None
+    agreed = world.broadcast(found, _Architecture)
     if model is None:
-        model = GPT(
-            ModelShape(**sizes), dropout=config.model.dropout, activation=activation, random=False
-        )
+        dropout, activation = config.model.dropout, agreed.activation
+        model = GPT(agreed.shape, dropout=dropout, activation=activation, random=False)
     return model
 
 
@@ -216,13 +247,14 @@ def _require_same_data(state: TrainerState, data: TokenData) -> None:
 
 
 def _broadcast_tensors(tensors: dict[str, Tensor], *, world: World) -> dict[str, Tensor]:
-    described = world.broadcast(
-        [(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]
-    )
-    assert isinstance(described, list)
+    """Return rank 0's `tensors` on every rank."""
     if world.world_size == 1:
         return tensors
-    for name, size, dtype in described:
-        value = tensors.setdefault(name, torch.empty(size, dtype=dtype))
+    found = tuple(
+        _TensorForm(name=name, size=tuple(value.shape), dtype=_NAMES[value.dtype])
+        for name, value in tensors.items()
+    )
+    for form in world.broadcast(_TensorForms(tensors=found), _TensorForms).tensors:
+        value = tensors.setdefault(form.name, torch.empty(form.size, dtype=_DTYPES[form.dtype]))
         dist.broadcast(value, src=0)
     return tensors

@@ -24,7 +24,7 @@ def parameter_hash(model: nn.Module) -> str:
 
 def require_identical_ranks(model: nn.Module, world: World, *, step: int) -> str:
     """Compare all ranks' hashes; return the common one. Raises RanksDifferError on every rank."""
-    hashes = [str(value) for value in world.gather(parameter_hash(model))]
+    hashes = world.gather(parameter_hash(model), str)
     common, votes = Counter(hashes).most_common(1)[0]
     if votes == world.world_size:
         return common

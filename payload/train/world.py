@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import json
 import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from payload.engines import ccl_missing, require_known_backend
-from payload.errors import ConfigError, RankLostError
+from payload.errors import ConfigError, RankLostError, TrainingError
 from payload.hints import command
 from payload.run_config import DistributedSection
+from payload.untrusted import check_type, parse_json
 
 # Launchers' names for the same number: torchrun and Accelerate, Intel MPI, Open MPI.
 _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
@@ -35,6 +38,13 @@ _PEER_LOST = (
     "write error",
     "socketstream",
 )
+
+_MAX_MESSAGE_BYTES = 2**22
+"""Largest value that a rank may send: the names of gpt2-xl's optimizer state are 0.2 MB."""
+
+_FOREIGN_RANK = "Check that all nodes run the same release, and that nobody else can reach them."
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,21 +137,62 @@ class World:
         if self.world_size > 1:
             dist.barrier()
 
-    def broadcast(self, value: object) -> object:
-        """Rank 0's `value` on every rank."""
-        if self.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+    def broadcast(self, value: _T | None, kind: type[_T]) -> _T:
+        """Return rank 0's `value`, of type `kind`, on every rank; the others' does not matter.
 
-    def gather(self, value: object) -> list[object]:
-        """Every rank's `value`, on every rank, in rank order."""
+        It travels as JSON and is checked on arrival: torch's collectives for objects unpickle what
+        another rank sent, which runs its code. Raises TrainingError when it is not a `kind`.
+        """
+        if self.world_size == 1:
+            return cast(_T, value)
+        message = _encode(value if self.is_main else None)
+        size = torch.tensor([len(message)])
+        dist.broadcast(size, src=0)
+        if not self.is_main:
+            message = torch.empty(_checked_size(size, rank=0), dtype=torch.uint8)
+        dist.broadcast(message, src=0)
+        return _decode(message, kind, rank=0)
+
+    def gather(self, value: _T, kind: type[_T]) -> list[_T]:
+        """Return every rank's `value`, of type `kind`, on every rank, in rank order.
+
+        As `broadcast` does it. Raises TrainingError when a rank's is not a `kind`.
+        """
         if self.world_size == 1:
             return [value]
-        values: list[object] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        message = _encode(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(message)]))
+        counts = [_checked_size(size, rank=rank) for rank, size in enumerate(sizes)]
+        padded = torch.zeros(max(counts), dtype=torch.uint8)
+        padded[: len(message)] = message
+        messages = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(messages, padded)
+        return [
+            _decode(each[:count], kind, rank=rank)
+            for rank, (each, count) in enumerate(zip(messages, counts, strict=True))
+        ]
+
+
+def _encode(value: object) -> torch.Tensor:
+    """Return `value` as the bytes of its JSON."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _checked_size(size: torch.Tensor, *, rank: int) -> int:
+    count = int(size)
+    if not 0 < count <= _MAX_MESSAGE_BYTES:
+        raise TrainingError(f"rank {rank} announced a message of {count} bytes. {_FOREIGN_RANK}")
+    return count
+
+
+def _decode(message: torch.Tensor, kind: type[_T], *, rank: int) -> _T:
+    where = f"what rank {rank} sent"
+    content = message.numpy().tobytes()
+    raw = parse_json(content, where=where, fix=_FOREIGN_RANK, error=TrainingError)
+    return check_type(kind, raw, where=where, fix=_FOREIGN_RANK, error=TrainingError)
 
 
 def as_rank_lost(error: BaseException, *, world: World) -> RankLostError | None:

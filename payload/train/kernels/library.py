@@ -1,4 +1,8 @@
-"""The built library's functions, on tensors. Each checks that the sizes fit: C++ does not."""
+"""The built library's functions, on tensors.
+
+C++ gets addresses and sizes and checks neither: each function here refuses tensors of another dtype
+or shape with ValueError before it calls. Not with `assert`, which `python -O` removes.
+"""
 
 from __future__ import annotations
 
@@ -79,8 +83,8 @@ class Library:
 
     def attention_forward(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Causal attention: qkv (B, T, 3, H, D) bf16 to (B, T, H, D), and (B, H, T) log sums."""
-        batch, length, three, heads, width = qkv.shape
-        assert three == 3 and width % 2 == 0
+        _require_qkv(qkv)
+        batch, length, _, heads, width = qkv.shape
         out = qkv.new_empty(batch, length, heads, width)
         log_sums = torch.empty(batch, heads, length)
         self._call("attention_forward", qkv, out, log_sums, batch, length, heads, width)
@@ -90,10 +94,13 @@ class Library:
         self, qkv: Tensor, out: Tensor, log_sums: Tensor, grad_out: Tensor
     ) -> Tensor:
         """The gradient of qkv; `out` and `log_sums` are the forward pass's."""
+        _require_qkv(qkv)
         batch, length, _, heads, width = qkv.shape
-        assert out.shape == grad_out.shape == (batch, length, heads, width)
-        grad = torch.empty_like(qkv)
         sizes = (batch, length, heads, width)
+        require_tensor("out", out, torch.bfloat16, sizes)
+        require_tensor("log_sums", log_sums, torch.float32, (batch, heads, length))
+        require_tensor("grad_out", grad_out, torch.bfloat16, sizes)
+        grad = torch.empty_like(qkv)
         self._call("attention_backward", qkv, out, log_sums, grad_out, grad, *sizes)
         return grad
 
@@ -105,9 +112,12 @@ class Library:
         `logits` are bf16 or fp32, (S, N, W) for S slices of the vocabulary; slices may lie apart.
         What is beyond the vocabulary in the last one stays.
         """
-        slices, rows, width = logits.shape
-        assert logits.stride()[1:] == (width, 1) and targets.shape == (rows,)
-        assert (slices - 1) * width < vocabulary <= slices * width
+        _, rows, width = logits.shape
+        _require_slices(logits, vocabulary)
+        _require(logits.dtype in (torch.bfloat16, torch.float32), "logits of another dtype")
+        require_tensor("targets", targets, torch.int64, (rows,))
+        is_word = (targets >= 0) & (targets < vocabulary) | (targets == IGNORED_TARGET)
+        _require(bool(is_word.all()), "a target is outside the vocabulary")
         losses = torch.empty(rows)
         name = "cross_entropy_bf16" if logits.dtype == torch.bfloat16 else "cross_entropy_fp32"
         sizes = (rows, vocabulary, width, logits.stride(0))
@@ -119,13 +129,15 @@ class Library:
 
     def gelu_forward(self, x: Tensor) -> Tensor:
         """GPT-2's tanh form, bf16."""
+        require_tensor("x", x, torch.bfloat16)
         y = torch.empty_like(x)
         self._call("gelu_forward", x, y, x.numel())
         return y
 
     def gelu_backward(self, x: Tensor, grad: Tensor) -> Tensor:
         """The output anew; `grad`, of the output, becomes the gradient of `x` in its place."""
-        assert x.shape == grad.shape
+        require_tensor("x", x, torch.bfloat16)
+        require_tensor("grad", grad, torch.bfloat16, x.shape)
         y = torch.empty_like(x)
         self._call("gelu_backward", x, grad, y, x.numel())
         return y
@@ -137,16 +149,18 @@ class Library:
         the last one may have columns too many.
         """
         slices = grad if grad.ndim == 3 else grad.unsqueeze(0)
-        (number, tokens, slice_rows), (rows, width) = slices.shape, total.shape
-        assert slices.stride()[1:] == (slice_rows, 1) and x.shape == (tokens, width)
-        assert (number - 1) * slice_rows < rows <= number * slice_rows
-        assert grad.dtype == x.dtype == torch.bfloat16 and total.dtype == torch.float32
+        (_, tokens, slice_rows), (rows, width) = slices.shape, total.shape
+        _require_slices(slices, rows)
+        _require(grad.dtype == torch.bfloat16, "grad of another dtype")
+        require_tensor("x", x, torch.bfloat16, (tokens, width))
+        require_tensor("total", total, torch.float32)
         sizes = (tokens, rows, width)
         where = (slices.data_ptr(), slice_rows, slices.stride(0))
         self._call("weight_gradient", *where, x, total, *sizes, int(add))
 
     def sum_rows(self, x: Tensor) -> Tensor:
         """The sum of the rows of x (N, C) bf16, fp32: torch would widen all of x first."""
+        require_tensor("x", x, torch.bfloat16)
         rows, width = x.shape
         parts = torch.empty(-(-rows // _SUM_ROWS), width)
         self._call("sum_rows", x, parts, rows, width)
@@ -154,20 +168,30 @@ class Library:
 
     def widen_add(self, x: Tensor, total: Tensor) -> None:
         """Add x, bf16, to `total`, fp32 of the same shape."""
-        assert x.shape == total.shape and total.dtype == torch.float32
+        require_tensor("x", x, torch.bfloat16)
+        require_tensor("total", total, torch.float32, x.shape)
         self._call("widen_add", x, total, x.numel())
 
     def add_rows(self, total: Tensor, indices: Tensor, rows: Tensor) -> None:
         """Add rows (N, C) to those of `total` (V, C) that indices (N,) name; all fp32."""
-        assert rows.shape == (len(indices), total.shape[1]) and total.dtype == torch.float32
-        assert len(indices) == 0 or 0 <= int(indices.min()) <= int(indices.max()) < len(total)
-        self._call("add_rows", total, indices, rows.contiguous(), *rows.shape)
+        rows = rows.contiguous()
+        require_tensor("total", total, torch.float32)
+        require_tensor("indices", indices, torch.int64, (len(indices),))
+        require_tensor("rows", rows, torch.float32, (len(indices), total.shape[1]))
+        if len(indices):
+            is_row = 0 <= int(indices.min()) <= int(indices.max()) < len(total)
+            _require(is_row, "an index is outside of `total`")
+        self._call("add_rows", total, indices, rows, *rows.shape)
 
     def add_norm_forward(
         self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x (N, C) fp32 plus `added` bf16, its norm in bf16, and each row's mean and 1 / std."""
         rows, width = x.shape
+        require_tensor("x", x, torch.float32)
+        require_tensor("added", added, torch.bfloat16, x.shape)
+        require_tensor("weight", weight, torch.float32, (width,))
+        require_tensor("bias", bias, torch.float32, (width,))
         total = x if added is None else torch.empty_like(x)
         normed = torch.empty(rows, width, dtype=torch.bfloat16)
         mean, rstd = torch.empty(rows), torch.empty(rows)
@@ -185,7 +209,14 @@ class Library:
         adds: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Gradients of x, `added` (when `adds`), weight and bias; `saved` is total, mean, rstd."""
-        rows, width = saved[0].shape
+        total, mean, rstd = saved
+        rows, width = total.shape
+        require_tensor("total", total, torch.float32)
+        for name, each in (("mean", mean), ("rstd", rstd)):
+            require_tensor(name, each, torch.float32, (rows,))
+        require_tensor("weight", weight, torch.float32, (width,))
+        require_tensor("grad_total", grad_total, torch.float32, total.shape)
+        require_tensor("grad_normed", grad_normed, torch.bfloat16, total.shape)
         grad_x = torch.empty(rows, width)
         grad_added = torch.empty(rows, width, dtype=torch.bfloat16) if adds else None
         parts = torch.empty(2, -(-rows // _SUM_ROWS), width)
@@ -196,7 +227,8 @@ class Library:
 
     def sum_squares(self, tensors: list[Tensor]) -> float:
         """The sum of the squares of all numbers, fp32, of all tensors; in double precision."""
-        assert all(each.is_contiguous() and each.dtype == torch.float32 for each in tensors)
+        for each in tensors:
+            require_tensor("a tensor", each, torch.float32)
         addresses = torch.tensor([each.data_ptr() for each in tensors])
         counts = torch.tensor([each.numel() for each in tensors])
         total = torch.zeros((), dtype=torch.float64)
@@ -220,13 +252,48 @@ class Library:
         pointers: list[float | None] = []
         for argument in arguments:
             if isinstance(argument, Tensor):
-                assert argument.is_contiguous()
+                _require(argument.is_contiguous(), "a tensor is in pieces")
                 pointers.append(argument.data_ptr())
             else:
                 pointers.append(argument)
         function = getattr(self._functions, f"tileforge_{name}")
         if function(*pointers, torch.get_num_threads()):
             raise MemoryError(f"no memory for the kernel {name}")
+
+
+def require_tensor(
+    name: str, tensor: Tensor | None, dtype: torch.dtype, size: tuple[int, ...] | None = None
+) -> None:
+    """Refuse a tensor, if there is one, that is not contiguous in memory with this dtype and size.
+
+    Raises ValueError.
+    """
+    if tensor is None:
+        return
+    is_right = tensor.dtype is dtype and tensor.is_contiguous() and tensor.is_cpu
+    if not is_right or (size is not None and tensor.shape != size):
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on "
+            f"{tensor.device}: the kernel wants contiguous {dtype} {'' if size is None else size}"
+        )
+
+
+def _require(fits: bool, problem: str) -> None:
+    if not fits:
+        raise ValueError(f"a kernel's arguments do not fit: {problem}")
+
+
+def _require_qkv(qkv: Tensor) -> None:
+    require_tensor("qkv", qkv, torch.bfloat16)
+    _require(qkv.ndim == 5 and qkv.shape[2] == 3, "qkv is not (B, T, 3, H, D)")
+    _require(qkv.shape[4] % 2 == 0, "a head's width is odd")
+
+
+def _require_slices(slices: Tensor, columns: int) -> None:
+    """Refuse what is not (S, N, W) with whole rows, S slices for `columns`. Raises ValueError."""
+    number, _, width = slices.shape
+    _require(slices.stride()[1:] == (width, 1) and slices.is_cpu, "a slice is in pieces")
+    _require((number - 1) * width < columns <= number * width, "too many or too few slices")
 
 
 def load_library() -> Library:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from payload.train.kernels.library import Library, TensorUpdate
+from payload.train.kernels.library import Library, TensorUpdate, require_tensor
 from payload.train.kernels.low_precision import Bf16Copies
 
 
@@ -26,7 +26,8 @@ def adamw(
     The state is the optimizer's, under its names.
     """
     for group in optimizer.param_groups:
-        assert not group["amsgrad"] and not group["maximize"]
+        if group["amsgrad"] or group["maximize"]:
+            raise ValueError("the kernels' AdamW has neither amsgrad nor maximize")
         parameters = [each for each in group["params"] if each.grad is not None]
         if not parameters:
             continue
@@ -57,8 +58,11 @@ def _tensor_update(
     state["step"] += 1
     step, lr, (beta1, beta2) = state["step"].item(), group["lr"], group["betas"]
     tensors = (parameter, state["exp_avg"], state["exp_avg_sq"], gradient)
-    assert all(each.is_contiguous() and each.dtype == torch.float32 for each in tensors)
     copy = copies.made(parameter)
+    # C++ checks nothing, and the state may come from a file.
+    for each in tensors:
+        require_tensor("an AdamW tensor", each, torch.float32, parameter.shape)
+    require_tensor("a bf16 copy", copy, torch.bfloat16, parameter.shape)
     return TensorUpdate(
         *(each.data_ptr() for each in tensors),
         None if copy is None else copy.data_ptr(),

@@ -1,0 +1,113 @@
+"""What ranks say to each other: JSON that is checked on arrival, and never code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launching import mpirun, rank_env, run, train_program
+
+pytestmark = pytest.mark.ranks
+
+
+# The rank that attacks does what torch's collectives for objects did: it sends a pickle. It then
+# stays until the other one is gone.
+_HOSTILE_RANK = """
+import os, sys
+import torch, torch.distributed as dist
+from payload.train.__main__ import main
+from payload.train.world import World
+
+def wait_for_the_end():
+    try:
+        dist.barrier()
+    finally:
+        os._exit(0)
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch " + os.environ["PROOF"],)
+
+def send_pickle(self, value, kind):
+    from torch.distributed import distributed_c10d
+    message, size = distributed_c10d._object_to_tensor(Evil(), torch.device("cpu"), None)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(sizes, size)
+    message.resize_(max(int(each) for each in sizes))
+    dist.all_gather([torch.empty_like(message) for _ in range(2)], message)
+    wait_for_the_end()
+
+def send(text):
+    def gather(self, value, kind):
+        message = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+        dist.all_gather(sizes, torch.tensor([len(message)]))
+        padded = torch.zeros(max(int(each) for each in sizes), dtype=torch.uint8)
+        padded[: len(message)] = message
+        dist.all_gather([torch.empty_like(padded) for _ in range(2)], padded)
+        wait_for_the_end()
+    return gather
+
+def announce(count):
+    def gather(self, value, kind):
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+        dist.all_gather(sizes, torch.tensor([count]))
+        wait_for_the_end()
+    return gather
+
+if os.environ["PMI_RANK"] == "1":
+    World.gather = eval(os.environ["ATTACK"])
+sys.exit(main(sys.argv[1:], os.environ))
+"""
+
+
+@pytest.mark.parametrize(
+    ("attack", "said"),
+    [
+        ("send_pickle", "what rank 1 sent: byte 0 is not UTF-8"),
+        ("send(b'[' * 20_000)", "what rank 1 sent: nested too deeply"),
+        ("send(b'7')", "what rank 1 sent = 7: must be a string"),
+        ("send(b'9' * 4300)", "an integer of 4300 digits"),
+        ("announce(2**40)", "rank 1 announced a message of 1099511627776 bytes"),
+        ("announce(-1)", "rank 1 announced a message of -1 bytes"),
+    ],
+)
+def test_a_hostile_rank_cannot_run_code_in_another_and_is_named(
+    tmp_path: Path, tiny_config: Path, attack: str, said: str
+) -> None:
+    program, proof = tmp_path / "hostile.py", tmp_path / "proof"
+    program.write_text(_HOSTILE_RANK, encoding="utf-8")
+    words = train_program(tmp_path / "run", tiny_config, "train.steps=3")[2:]
+    result = run(mpirun(2, str(program), *words), env=rank_env(ATTACK=attack, PROOF=str(proof)))
+    assert result.returncode != 0
+    record = json.loads((tmp_path / "run" / "exits" / "rank_0000.json").read_text())
+    assert said in record["error"]
+    assert not proof.exists()
+
+
+def test_values_arrive_as_they_were_sent(tmp_path: Path) -> None:
+    program = tmp_path / "talk.py"
+    program.write_text(_TALK, encoding="utf-8")
+    result = run(mpirun(3, str(program)))
+    assert result.returncode == 0, result.stderr
+
+
+_TALK = """
+import os
+from payload.run_config import DistributedSection
+from payload.train.fabric import Speeds
+from payload.train.world import World
+
+world = World.from_env(os.environ)
+world.join(DistributedSection())
+assert world.broadcast("rank 0's" if world.is_main else None, str) == "rank 0's"
+assert world.broadcast(world.is_main, bool) is True
+own = Speeds(node="é" * (1 + 1000 * world.rank), bf16=1.5, fp32=float(world.rank))
+for rank, each in enumerate(world.gather(own, Speeds)):
+    assert each == Speeds(node="é" * (1 + 1000 * rank), bf16=1.5, fp32=float(rank))
+assert world.gather(world.rank / 3, float) == [0.0, 1 / 3, 2 / 3]
+world.barrier()
+world.leave()
+"""
