@@ -34,7 +34,7 @@ from payload.train.engine import engage
 from payload.train.model import GPT
 from payload.train.optimizer import build_optimizers
 from payload.train.saving import Saving
-from payload.train.sync_check import parameter_hash
+from payload.train.sync_check import rank_state
 from payload.train.world import World
 
 GOAL = 0.05
@@ -98,7 +98,7 @@ class _Training:
         return time.perf_counter() - began_s
 
     def _begin(self, saving: Saving) -> None:
-        parameter_hash(self._model)
+        rank_state(self._optimizers)
         self._saved += 1
         saving.begin(
             saving.checkpoints / f"step_{self._saved:08d}",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from payload.errors import CheckpointError
 from payload.train.model import GPT, LayerCache
 
 
@@ -62,10 +63,20 @@ def sample(
 def choose(
     logits: Tensor, *, options: SamplingOptions, generators: Sequence[torch.Generator]
 ) -> Tensor:
-    """One token for each row of (B, V) logits, drawn with that row's generator."""
+    """Draw one token for each row of (B, V) logits, with that row's generator.
+
+    Raises CheckpointError when a logit is not finite.
+    """
+    if not bool(torch.isfinite(logits).all()):
+        raise CheckpointError(
+            "the model gives NaN or infinity instead of logits: training diverged before these "
+            "weights were saved, or they are damaged. Use another checkpoint."
+        )
     if options.temperature == 0.0:
         return logits.argmax(dim=1)
-    scaled = logits.double() / options.temperature
+    # The largest becomes 0, so that no temperature is too small to divide by.
+    shifted = logits.double() - logits.max(dim=1, keepdim=True).values
+    scaled = shifted / options.temperature
     if options.top_k is not None and options.top_k < scaled.shape[1]:
         lowest = scaled.topk(options.top_k).values[:, -1:]
         scaled = scaled.masked_fill(scaled < lowest, -torch.inf)

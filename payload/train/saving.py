@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from payload.checkpoint_files import best_checkpoint
+from payload.errors import TrainingError
 from payload.train.checkpoint import (
     TrainerState,
     point_to_best,
@@ -19,6 +20,12 @@ from payload.train.checkpoint import (
 from payload.train.model import GPT
 
 log = logging.getLogger(__name__)
+
+_THREAD_CHECK_S = 1.0
+_NO_THREAD = "the checkpoint was not written: its thread could not run"
+_FREE_MEMORY = (
+    "Free memory or lower batch.micro_batch_size, then resume from the checkpoint before."
+)
 
 
 class Saving:
@@ -99,7 +106,11 @@ class _Write:
         self._is_read = False
         self._is_whole = False
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        try:
+            self._thread.start()
+        except (RuntimeError, MemoryError) as error:
+            raise TrainingError(f"{_NO_THREAD} ({error}). {_FREE_MEMORY}") from None
 
     def is_read(self) -> bool:
         """Whether the tensors are no longer needed, or the write has failed."""
@@ -114,7 +125,10 @@ class _Write:
         with self._changed:
             while not is_done():
                 waiting()
-                self._changed.wait()
+                # Without a sign of life meanwhile: a disk that hangs has to look like it.
+                while not self._changed.wait(_THREAD_CHECK_S) and not is_done():
+                    if not self._thread.is_alive():
+                        raise TrainingError(f"{_NO_THREAD}. {_FREE_MEMORY}")
         if self._error is not None:
             raise self._error
 

@@ -1,42 +1,139 @@
-"""Proof that the ranks train one model: a hash of all parameters, compared across ranks."""
+"""Proof that the ranks train one model: hashes of weights and optimizer state, compared."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor
 
-from payload.errors import RanksDifferError
+from payload.errors import RanksDifferError, TrainingError
+from payload.train.optimizer import Optimizers
 from payload.train.world import World
 
-
-def parameter_hash(model: nn.Module) -> str:
-    """sha256 over the names and bytes of all parameters, in order."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        flat = parameter.detach().contiguous().view(-1).view(torch.uint8)
-        digest.update(flat.numpy().data)
-    return digest.hexdigest()
+_CHUNK_BYTES = 2**20  # Summed while it is still in the cache that hashing brought it to.
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-def require_identical_ranks(model: nn.Module, world: World, *, step: int) -> str:
-    """Compare all ranks' hashes; return the common one. Raises RanksDifferError on every rank."""
-    hashes = world.gather(parameter_hash(model), str)
-    common, votes = Counter(hashes).most_common(1)[0]
-    if votes == world.world_size:
-        return common
-    if votes * 2 > world.world_size:
-        odd = [rank for rank, value in enumerate(hashes) if value != common]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """What one rank holds after a step."""
+
+    weights: str
+    """sha256 over all parameters; empty where there is nobody to compare with."""
+    optimizer: str
+    """The same over the optimizer's state."""
+    not_finite: str | None
+    """The first tensor with a NaN or an infinity."""
+
+
+def require_sound_ranks(
+    optimizers: Optimizers, world: World, *, step: int, passed_step: int | None
+) -> None:
+    """Compare weights and optimizer state of all ranks, and look for NaN in them.
+
+    `passed_step` is the last step after which this found nothing. Raises, on every rank,
+    RanksDifferError or TrainingError: what the ranks hold must not be saved then.
+    """
+    states = world.gather(rank_state(optimizers, is_alone=world.world_size == 1), RankState)
+    if len(set(states)) > 1:
+        raise RanksDifferError(_difference(states, step=step, passed_step=passed_step))
+    if states[0].not_finite is not None:
+        raise TrainingError(
+            f"after step {step} {states[0].not_finite} holds NaN or infinity, though loss and "
+            f"gradients were finite. It is not saved. {_resume(passed_step)} with a lower "
+            'optimizer.lr, or precision.dtype = "fp32".'
+        )
+
+
+def rank_state(optimizers: Optimizers, *, is_alone: bool = False) -> RankState:
+    """Read all of this rank's weights and optimizer state once; a rank alone hashes nothing."""
+    with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="sync check") as pool:
+        weights, bad_weight = _inspect(
+            dict(optimizers.model.named_parameters()), pool, hashes=not is_alone
+        )
+        state, bad_state = _inspect(optimizers.state_tensors(), pool, hashes=not is_alone)
+    return RankState(weights=weights, optimizer=state, not_finite=bad_weight or bad_state)
+
+
+def _difference(states: Sequence[RankState], *, step: int, passed_step: int | None) -> str:
+    """Say which ranks differ, in what, and what to do."""
+    common, votes = Counter(states).most_common(1)[0]
+    if votes * 2 > len(states):
+        odd = [rank for rank, state in enumerate(states) if state != common]
         who = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {odd} differ"
         who += " from the others"
     else:
-        listed = ", ".join(f"rank {rank} {value[:8]}" for rank, value in enumerate(hashes))
+        listed = ", ".join(
+            f"rank {rank} {state.weights[:8]}/{state.optimizer[:8]}"
+            for rank, state in enumerate(states)
+        )
         who = f"no majority agrees ({listed})"
-    raise RanksDifferError(
-        f"after step {step} the ranks do not hold one model: {who}. Stopped; checkpoints up to "
-        "the last passed check are good. Run again from there; if it returns, suspect that node's "
-        "memory."
+    has_one_model = len({state.weights for state in states}) == 1
+    what = "optimizer state" if has_one_model else "model"
+    return (
+        f"after step {step} the ranks do not hold one {what}: {who}. Stopped, and nothing was "
+        f"saved since the last check that passed. {_resume(passed_step)}; if it returns, suspect "
+        "that node's memory."
     )
+
+
+def _resume(passed_step: int | None) -> str:
+    """Say where training can go on. Every checkpoint was saved right after a check that passed."""
+    if passed_step is None:
+        return "Resume from the last checkpoint"
+    return f"Resume from the last checkpoint, of step {passed_step} or before"
+
+
+def _inspect(
+    tensors: Mapping[str, Tensor], pool: ThreadPoolExecutor, *, hashes: bool
+) -> tuple[str, str | None]:
+    """Return the sha256 over names and contents, and the first name with a NaN or infinity."""
+    chunks = [
+        (name, chunk)
+        for name, tensor in tensors.items()
+        for chunk in torch.split(tensor.detach().contiguous().view(-1), _chunk_size(tensor))
+    ]
+
+    def inspect(named: tuple[str, Tensor]) -> tuple[bytes, bool]:
+        return (_sha256(named[1]) if hashes else b""), _is_finite(named[1])
+
+    found = list(pool.map(inspect, chunks))
+    not_finite = next(
+        (name for (name, _), (_, is_finite) in zip(chunks, found, strict=True) if not is_finite),
+        None,
+    )
+    names = (name for name, _ in chunks)
+    return _combined(names, [digest for digest, _ in found]) if hashes else "", not_finite
+
+
+def _combined(names: Iterable[str], digests: Iterable[bytes]) -> str:
+    combined = hashlib.sha256()
+    for name, digest in zip(names, digests, strict=True):
+        combined.update(name.encode() + b"\0" + digest)
+    return combined.hexdigest()
+
+
+def _chunk_size(tensor: Tensor) -> int:
+    return max(1, _CHUNK_BYTES // tensor.element_size())
+
+
+def _sha256(chunk: Tensor) -> bytes:
+    # As integers, since numpy has no bf16. hashlib frees Python's lock meanwhile.
+    return hashlib.sha256(chunk.view(_INTEGERS[chunk.element_size()]).numpy().data).digest()
+
+
+def _is_finite(chunk: Tensor) -> bool:
+    if not chunk.is_floating_point():
+        return True
+    if chunk.dtype == torch.bfloat16:
+        return bool(torch.isfinite(chunk).all())
+    values = chunk.numpy()
+    with np.errstate(all="ignore"):
+        # A sum is NaN or infinite where one of its terms is, and rarely otherwise.
+        return bool(np.isfinite(values.sum()) or np.isfinite(values).all())

@@ -22,7 +22,7 @@ from payload.train.metrics import rss_bytes, versions
 from payload.train.parts import Parts
 from payload.train.saving import Saving
 from payload.train.schedule import lr_at
-from payload.train.sync_check import require_identical_ranks
+from payload.train.sync_check import require_sound_ranks
 
 log = logging.getLogger(__name__)
 
@@ -258,7 +258,10 @@ class Trainer:
 
     def _check_sync(self) -> None:
         self._parts.sign_of_life.tell(step=self._step, phase="sync check")
-        require_identical_ranks(self._parts.model, self._parts.world, step=self._step)
+        passed_step = self._checked_step if self._checked_step >= 0 else None
+        require_sound_ranks(
+            self._parts.optimizers, self._parts.world, step=self._step, passed_step=passed_step
+        )
         self._checked_step = self._step
 
     def _checkpoint(self) -> None:

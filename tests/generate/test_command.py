@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from payload.errors import ExitCode
 from payload.generate.__main__ import main
@@ -113,6 +114,20 @@ def test_one_checkpoint_of_a_run_can_be_named(
     paths = make_run(tmp_path / "run", steps=(1, 2))
     assert generate("--json", source=paths.checkpoint(1)) == ExitCode.OK
     assert json.loads(capsys.readouterr().out)["checkpoint"] == str(paths.checkpoint(1))
+
+
+def test_weights_with_nan_are_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.ln_f.weight[3] = torch.nan
+    save_hf(model, tmp_path)
+    assert generate("--prompt", "Once", source=tmp_path) == ExitCode.CONFIG
+    said = capsys.readouterr()
+    assert said.out == ""
+    (error,) = (line for line in said.err.splitlines() if line.startswith("error: "))
+    assert "gives NaN or infinity instead of logits" in error
 
 
 def cut_weights(folder: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from payload.data.tokenizer import END_OF_TEXT, VOCAB_SIZE
+from payload.errors import CheckpointError
 from payload.generate.sampling import SamplingOptions, choose, sample
 from payload.train.weights import save_hf
 from tests.generate.models import make_model
@@ -108,6 +109,22 @@ def test_top_k_never_chooses_outside_of_the_likeliest() -> None:
 
 def test_a_tiny_temperature_is_greedy_and_finite() -> None:
     assert draw(temperature=1e-6) == draw(temperature=0.0)
+
+
+def test_the_smallest_temperature_there_is_is_greedy() -> None:
+    assert draw(temperature=5e-324) == draw(temperature=0.0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_an_error_of_the_checkpoint(
+    temperature: float, bad: float
+) -> None:
+    logits = torch.tensor([[0.0, 1.0], [bad, 1.0]])
+    options = SamplingOptions(temperature=temperature, num_samples=2)
+    generators = [torch.Generator() for _ in range(2)]
+    with pytest.raises(CheckpointError, match=r"gives NaN or infinity .* another checkpoint"):
+        choose(logits, options=options, generators=generators)
 
 
 def test_a_sample_ends_before_the_end_of_text() -> None:
