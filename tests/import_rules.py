@@ -139,8 +139,8 @@ def _unpickling_call(call: ast.Call) -> Iterator[str]:
         value = keywords.get(name)
         return isinstance(value, ast.Constant) and value.value is True
 
-    if ast.unparse(call.func) in ("torch.load", "torch.save") and not is_on("weights_only"):
-        yield ast.unparse(call.func)
+    if ast.unparse(call.func) == "torch.load" and not is_on("weights_only"):
+        yield "torch.load"
     if "allow_pickle" in keywords and not (
         isinstance(keywords["allow_pickle"], ast.Constant)
         and keywords["allow_pickle"].value is False
