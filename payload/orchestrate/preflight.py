@@ -35,6 +35,7 @@ from payload.orchestrate.patience import Patience
 from payload.orchestrate.preflight_report import Report
 from payload.orchestrate.remote.probe import probe
 from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
+from payload.orchestrate.run_key import remove_dead_keys
 from payload.orchestrate.ssh_settings import Login, os_login_command
 from payload.orchestrate.trial_report import try_here, try_there
 from payload.results import write_whole
@@ -79,6 +80,8 @@ def preflight(
         def check() -> Report:
             with Cluster(inventory, login=login, env=env) as cluster:
                 report = check_cluster(inventory, cluster, lock_sha=lock_sha())
+                if not report.exit_code:
+                    report = _without_dead_keys(report, inventory, cluster)
                 return report if arguments.quick else try_there(report, chosen, cluster, config)
 
         report = patience.until_ready(check)
@@ -99,6 +102,18 @@ def preflight(
     else:
         talk.print(f"every node is fit for a run {took}")
     return report.exit_code
+
+
+def _without_dead_keys(report: Report, inventory: ClusterInventory, cluster: Cluster) -> Report:
+    """Remove the keys of runs whose operator was killed before they began; a note for each."""
+    try:
+        notes = [
+            f"the key {name} was left on the nodes; it is gone now"
+            for name in remove_dead_keys(cluster, inventory)
+        ]
+    except TileforgeError as error:
+        notes = [str(error)]
+    return replace(report, notes=[*report.notes, *notes])
 
 
 def operator_key(inventory: ClusterInventory, *, given: Path | None) -> Path:

@@ -20,7 +20,7 @@ from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.fanout import on_every_node
 from payload.orchestrate.mirror import alone, known_ends, merge, note_seen
 from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
-from payload.orchestrate.run_key import remove_run_key
+from payload.orchestrate.run_key import remove_dead_keys
 from payload.orchestrate.transfer import get, local_sha256
 from payload.results import RunPaths, RunState, StopWish, read_json
 from payload.run_config import load_run_config
@@ -75,13 +75,14 @@ class RemoteRun:
             self._cluster.close()
             self._cluster = None
 
-    def start(self, *, grace_s: float) -> dict[str, Any]:
-        """Start the supervisor on the head; see remote/control.py."""
+    def start(self, *, grace_s: float, name: str) -> dict[str, Any]:
+        """Start the supervisor on the head, which `name` has claimed; see remote/control.py."""
         plan = LaunchPlan.load(self.paths.plan)
         argv = [plan.program[0], "-m", "payload.supervise", "--run-dir", str(self._run_dir)]
         return self._act(
             self.inventory.head,
             action="start",
+            name=name,
             timeout_s=_START_S,
             argv=[*argv, "--grace", f"{grace_s:g}"],
             python_path=plan.environment["PYTHONPATH"],
@@ -188,8 +189,8 @@ class RemoteRun:
         return Farewell(self.paths, grace_s=state.grace_s, patience_s=patience_s)
 
     def remove_key(self) -> None:
-        """Let no node trust the run's key any more."""
-        remove_run_key(self.cluster, self.inventory, run_id=self.paths.run_id)
+        """Let no node trust the key of this run, or of another one, once the run has ended."""
+        remove_dead_keys(self.cluster, self.inventory)
 
     def collect_checkpoint(self) -> Path | None:
         """Bring the newest whole checkpoint home, unless it is here; goes on where it broke off."""

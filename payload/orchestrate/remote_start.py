@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -29,14 +30,26 @@ from payload.orchestrate.preflight_report import Report
 from payload.orchestrate.remote_commands import attach_to
 from payload.orchestrate.remote_follow import follow_to_the_end, how_to_attach
 from payload.orchestrate.remote_run import RemoteRun
-from payload.orchestrate.run_key import RunKey, install_run_key, remove_run_key
+from payload.orchestrate.run_key import (
+    RunKey,
+    claimed,
+    install_run_key,
+    remove_dead_keys,
+    remove_run_key,
+)
 from payload.orchestrate.runs import create_run, find_run
 from payload.orchestrate.ssh_settings import Login
 from payload.orchestrate.supply import Answers, ask_nodes, bring_code, bring_data, bring_weights
 from payload.orchestrate.trial_report import try_if_new
 from payload.orchestrate.weights import Weights, local_weights
 from payload.results import RunPaths, new_run_id
-from payload.run_config import RunConfig
+from payload.run_config import LimitsSection, RunConfig
+
+# A machine of ours lives for 30 days at most; on others a run that has no limit may go on for
+# longer, and needs the key again only to bring a lost rank back.
+_KEY_LASTS_S = 30 * 86_400.0
+# The budget counts what the run has used; between its parts may be waits for a node.
+_KEY_MARGIN_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,19 +96,26 @@ def run_on_cluster(
         answers = ask_nodes(
             inventory, cluster, code=this_code(), data=wanted.data, weights=wanted.weights
         )
-        found = _other_run(answers[inventory.head.name], wanted)
+        head = answers[inventory.head.name]
+        found = _other_run(head, wanted)
+        code = None
         if found is None:
-            prepared = _prepare(wanted, cluster, report, answers, talk=talk)
-            run_dir = PurePosixPath(prepared.paths.root)
+            run_dir = PurePosixPath(head["home"], "tileforge", "runs", wanted.paths.run_id)
             run = RemoteRun(wanted.paths, inventory, run_dir=run_dir, key=key, connect=connect)
-            run.note(alive=True)
+            # Before anything is written or installed: two who resume one run must not mix.
+            with claimed(cluster, inventory, run_dir=run_dir, say=talk.print) as claim:
+                found = claim.running
+                if found is None:
+                    _prepare(wanted, cluster, report, answers, name=claim.name, talk=talk)
+                    code = _start(run, cluster, arguments, name=claim.name, talk=talk)
     if found is None:
-        return _start(run, arguments, talk)
+        with closing(run):
+            return _follow(run, arguments, talk) if code is None else code
     talk.print(f"run {found} is on this cluster, so nothing was started; following that one")
     return attach_to(
         RunPaths(arguments.runs_dir / found),
         inventory,
-        home=PurePosixPath(answers[inventory.head.name]["home"]),
+        home=PurePosixPath(head["home"]),
         key=key,
         connect=connect,
         arguments=arguments,
@@ -166,9 +186,13 @@ def _prepare(
     report: Report,
     answers: Answers,
     *,
+    name: str,
     talk: Console,
-) -> PlannedRun:
-    """Bring code, data, key and run folder to every node; nothing runs yet."""
+) -> None:
+    """Bring code, data, key and run folder to every node; nothing runs yet.
+
+    `name` is the attempt's, which has the claim on the head.
+    """
     inventory = wanted.chosen.inventory
     home = PurePosixPath(answers[inventory.head.name]["home"])
     code = this_code()
@@ -183,13 +207,16 @@ def _prepare(
     if wanted.weights is not None:
         init = bring_weights(inventory, cluster, answers, weights=wanted.weights, talk=talk)
         config = replace(config, model=replace(config.model, init=str(init)))
+    for dead in remove_dead_keys(cluster, inventory):
+        talk.print(f"note: the key {dead} was left on the nodes; it is gone now")
     try:
-        run_key = install_run_key(cluster, inventory, run_id=wanted.paths.run_id)
+        lasts_s = _key_lasts_s(config.limits, inventory)
+        run_key = install_run_key(cluster, inventory, name=name, lasts_s=lasts_s)
         planned = _plan(wanted, report, answers, code=code, run_key=run_key, home=home)
         _write(wanted, planned, cluster, there=config)
     except BaseException:
         # Also at Ctrl-C: nothing else would ever remove it.
-        _remove(lambda: remove_run_key(cluster, inventory, run_id=wanted.paths.run_id), talk)
+        _remove_key(cluster, inventory, name, talk)
         raise
     for note in planned.plan.notes:
         talk.print(f"note: {note}")
@@ -197,7 +224,12 @@ def _prepare(
         f"run {wanted.paths.run_id}: {planned.plan.world_size} rank(s) on {len(inventory.nodes)} "
         f"node(s) through {planned.plan.launcher}; a copy of everything in {wanted.paths.root}"
     )
-    return planned
+
+
+def _key_lasts_s(limits: LimitsSection, inventory: ClusterInventory) -> float:
+    """How long the nodes trust the run's key, also if nobody ever removes it."""
+    limit = time_limit(limits, inventory)
+    return _KEY_LASTS_S if limit is None else min(_KEY_LASTS_S, limit.seconds + _KEY_MARGIN_S)
 
 
 def _write(wanted: Wanted, planned: PlannedRun, cluster: Cluster, *, there: RunConfig) -> None:
@@ -252,32 +284,38 @@ def _plan(
     )
 
 
-def _start(run: RemoteRun, arguments: argparse.Namespace, talk: Console) -> int:
-    """Start the supervisor, and follow it unless detached."""
+def _start(
+    run: RemoteRun, cluster: Cluster, arguments: argparse.Namespace, *, name: str, talk: Console
+) -> int | None:
+    """Start the supervisor; returns the exit code where it has not begun."""
+    run.note(alive=True)
     try:
-        try:
-            begun = run.start(grace_s=arguments.grace)
-        except (KeyboardInterrupt, TileforgeError):
-            # It has a session of its own there, and begins although nobody waits for it here.
-            talk.print(f"whether the run has begun is not known; if so, {how_to_attach(run)}")
-            raise
-        if "pid" not in begun:
-            words = begun.get("said") or f"run {begun.get('running')} was started in between"
-            talk.print(f"error: the supervisor did not start: {words}")
-            _remove(run.remove_key, talk)
-            return int(begun.get("status") or ExitCode.PREFLIGHT)
-        if arguments.detach:
-            talk.print(f"detached; {how_to_attach(run)}")
-            run.refresh()
-            return ExitCode.OK
-        return follow_to_the_end(run, arguments=arguments, talk=talk)
-    finally:
+        begun = run.start(grace_s=arguments.grace, name=name)
+    except (KeyboardInterrupt, TileforgeError):
+        # It has a session of its own there, and may begin although nobody waits for it here.
+        talk.print(f"whether the run has begun is not known; if so, {how_to_attach(run)}")
         run.close()
+        raise
+    if "pid" in begun:
+        return None
+    words = begun.get("said") or f"run {begun.get('running')} was started in between"
+    talk.print(f"error: the supervisor did not start: {words}")
+    _remove_key(cluster, run.inventory, name, talk)
+    return int(begun.get("status") or ExitCode.PREFLIGHT)
 
 
-def _remove(key: Callable[[], None], talk: Console) -> None:
-    """Take a run's key back; a failure to is said, and does not hide why it is taken back."""
+def _follow(run: RemoteRun, arguments: argparse.Namespace, talk: Console) -> int:
+    """Follow the run to its end unless detached."""
+    if arguments.detach:
+        talk.print(f"detached; {how_to_attach(run)}")
+        run.refresh()
+        return ExitCode.OK
+    return follow_to_the_end(run, arguments=arguments, talk=talk)
+
+
+def _remove_key(cluster: Cluster, inventory: ClusterInventory, name: str, talk: Console) -> None:
+    """Take an attempt's key back; a failure to is said, and does not hide why it is taken back."""
     try:
-        key()
+        remove_run_key(cluster, inventory, name)
     except TileforgeError as error:
         talk.print(f"warning: {error}")

@@ -138,6 +138,25 @@ class Connection:
             )
         return done.stdout
 
+    @contextlib.contextmanager
+    def listening(
+        self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b""
+    ) -> Iterator[bytes]:
+        """Start a command that stays while somebody listens, and yield its first line of JSON.
+
+        Empty where there is none within `timeout_s`, or the command has ended without.
+        """
+        with self.guard(f"running `{argv[0]}`", timeout_s=timeout_s):
+            channel = self._transport.open_session(timeout=_MARGIN_S)
+            channel.exec_command(shell_text(argv))
+            channel.sendall(stdin)
+            channel.shutdown_write()
+            lines = channel.makefile("rb")
+            # A login shell's greeting may come before it.
+            first = next((line for line in lines if line.startswith(b"{")), b"")
+        with contextlib.closing(channel):
+            yield first
+
     def open_sftp(self) -> SFTPClient:
         """A file session; call it and use it within `guard`."""
         return self._client.open_sftp()

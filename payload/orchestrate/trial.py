@@ -31,7 +31,12 @@ from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.measured import Measured
 from payload.orchestrate.remote.trial import trial
 from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
-from payload.orchestrate.run_key import install_run_key, remove_run_key
+from payload.orchestrate.run_key import (
+    HeadBusyError,
+    claimed,
+    install_run_key,
+    remove_run_key,
+)
 from payload.orchestrate.supply import bring_code
 from payload.orchestrate.trial_findings import Outcome, failures
 from payload.orchestrate.trial_setting import DEADLINE_S, Setting
@@ -75,25 +80,37 @@ def try_cluster(
     answers = {name: got for name, got in outcomes.items() if isinstance(got, dict)}
     head = answers[inventory.head.name]
     if head["running"] is not None:
-        return Trial(note=f"nothing was measured, as run {head['running']} is under way")
+        return _not_measured(head["running"])
     run_id = f"preflight-{secrets.token_hex(4)}"
+    run_dir = PurePosixPath(head["home"], "tileforge", "runs", run_id)
     try:
-        bring_code(inventory, cluster, answers, code=code, talk=talk)
-        try:
-            outcome, folder = _start(chosen, cluster, facts, head, code, config, run_id=run_id)
-            if outcome.status != 0:
-                _end_leftovers(inventory, cluster, folder)
-        except BaseException:
-            with contextlib.suppress(TileforgeError):  # it would hide the first one
-                remove_run_key(cluster, inventory, run_id=run_id)
-            raise
-        remove_run_key(cluster, inventory, run_id=run_id)
+        with claimed(cluster, inventory, run_dir=run_dir, say=talk.print) as claim:
+            if claim.running is not None:
+                return _not_measured(claim.running)
+            bring_code(inventory, cluster, answers, code=code, talk=talk)
+            try:
+                outcome, folder = _start(
+                    chosen, cluster, facts, head, code, config, name=claim.name
+                )
+                if outcome.status != 0:
+                    _end_leftovers(inventory, cluster, folder)
+            except BaseException:
+                with contextlib.suppress(TileforgeError):  # it would hide the first one
+                    remove_run_key(cluster, inventory, claim.name)
+                raise
+            remove_run_key(cluster, inventory, claim.name)
     except ConfigError:
         raise
+    except HeadBusyError as error:
+        return Trial(note=f"nothing was measured: {error}")
     except TileforgeError as error:
         return Trial(findings=[_of_error(inventory.head, error)])
     hostnames = {facts[node.name].hostname: node.name for node in inventory.nodes}
     return _judged(inventory, outcome, hostnames=hostnames)
+
+
+def _not_measured(running: str) -> Trial:
+    return Trial(note=f"nothing was measured, as run {running} is under way")
 
 
 def try_this_machine(chosen: Chosen, access: LocalAccess, folder: Path) -> Trial:
@@ -130,13 +147,13 @@ def _start(
     code: Code,
     config: RunConfig,
     *,
-    run_id: str,
+    name: str,
 ) -> tuple[Outcome, PurePosixPath]:
     """How it went, and the folder that marks the processes."""
     inventory = chosen.inventory
     if head["port"] is None:
         raise PreflightError(f"{inventory.head.name}: it has no free port for the ranks.")
-    key = install_run_key(cluster, inventory, run_id=run_id, lasts_s=_KEY_LASTS_S)
+    key = install_run_key(cluster, inventory, name=name, lasts_s=_KEY_LASTS_S)
     alone = len(inventory.nodes) == 1
     interfaces = {node.name: facts[node.name].interface or LOOPBACK for node in inventory.nodes}
     setting = Setting(

@@ -158,17 +158,27 @@ def test_an_address_that_is_not_here_cannot_be_listened_on() -> None:
 
 
 def test_run_keys_are_kept_apart_by_their_whole_name(tmp_path: Path) -> None:
-    def act(**arguments: str) -> Any:
+    def act(**arguments: Any) -> Any:
         return run_remote("run_key.py", arguments, home=tmp_path)
 
     path = tmp_path / ".ssh" / "authorized_keys"
-    for run_id in ("r", "r1"):
-        act(action="trust", run_id=run_id, public=f"ssh-ed25519 AAAA tileforge-run:{run_id}")
+    for name in ("r", "r1"):
+        public = f"ssh-ed25519 AAAA tileforge-run:{name}"
+        act(action="trust", public=public, head="127.0.0.1", is_head=True, lasts_s=60)
     before = path.read_text(encoding="utf-8")
     assert len(before.splitlines()) == 2
-    act(action="forget", run_id="r")
+    act(action="forget", names=["r"])
     assert path.read_text(encoding="utf-8") == before.splitlines(keepends=True)[1]
-    assert json.dumps(act(action="forget", run_id="none"))
+    assert json.dumps(act(action="forget", names=["none"]))
+
+
+def test_other_people_s_keys_stay_as_they_are_to_the_byte(tmp_path: Path) -> None:
+    path = tmp_path / ".ssh" / "authorized_keys"
+    path.parent.mkdir()
+    others = b"# caf\xe9\n\nssh-rsa AAAA ada\x0b@x\n"
+    path.write_bytes(others + b"restrict ssh-ed25519 AAAA tileforge-run:r.00000000\n")
+    run_remote("run_key.py", {"action": "forget", "names": ["r.00000000"]}, home=tmp_path)
+    assert path.read_bytes() == others
 
 
 def try_out(tmp_path: Path, *argv: str, deadline_s: float = 20.0) -> Any:

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import hashlib
 import os
+import re
 import stat
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import ExitStack
+from pathlib import Path, PurePosixPath
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
-from payload.errors import ConfigError, ExitCode, NodesError
+from payload.errors import ConfigError, ExitCode, NodesError, PreflightError
 from payload.inventory import ClusterInventory, Node
 from payload.launch.environment import cluster_mpirun_environment, launcher_environment
 from payload.launch.files import render_hosts
+from payload.orchestrate import run_key
 from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.run_key import RunKey, install_run_key, remove_run_key
+from payload.orchestrate.run_key import (
+    Claim,
+    HeadBusyError,
+    RunKey,
+    claimed,
+    install_run_key,
+    remove_dead_keys,
+    remove_run_key,
+)
 from payload.orchestrate.ssh import Connection
 from payload.orchestrate.ssh_settings import Completed, Login
 from tests.launching import BIN
@@ -27,6 +39,8 @@ from tests.orchestrate.conftest import SHORT, StartSshd
 from tests.orchestrate.sshd import Sshd, make_cluster, make_key
 
 pytestmark = pytest.mark.sshd
+
+NAME, OTHER = "run-1.0a1b2c3d", "run-11.0a1b2c3d"
 
 
 @pytest.fixture
@@ -55,12 +69,12 @@ def test_the_head_reaches_every_node_until_the_key_is_removed(
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     before = [sshd.authorized_keys.read_text(encoding="ascii") for sshd in nodes]
     with cluster_of(inventory, login) as cluster:
-        key = install_run_key(cluster, inventory, run_id="run-1")
+        key = install_run_key(cluster, inventory, name=NAME, lasts_s=600)
         for sshd in nodes:
             done = ssh_from_head(key, sshd.node, ["echo", "$HOME"])
             assert done.stdout.strip() == str(sshd.home), done.stderr
-        remove_run_key(cluster, inventory, run_id="run-1")
-        remove_run_key(cluster, inventory, run_id="run-1")
+        remove_run_key(cluster, inventory, NAME)
+        remove_run_key(cluster, inventory, NAME)
     assert [sshd.authorized_keys.read_text(encoding="ascii") for sshd in nodes] == before
     assert not Path(key.folder).exists()
 
@@ -70,7 +84,7 @@ def test_the_private_half_stays_on_the_head_for_its_owner_alone(
 ) -> None:
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster:
-        key = Path(install_run_key(cluster, inventory, run_id="run-1").folder)
+        key = Path(install_run_key(cluster, inventory, name=NAME, lasts_s=600).folder)
     assert key.is_relative_to(nodes[0].home / ".ssh")
     assert stat.S_IMODE(key.stat().st_mode) == 0o700
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in key.iterdir()}
@@ -79,7 +93,11 @@ def test_the_private_half_stays_on_the_head_for_its_owner_alone(
     there = {path.name for path in (nodes[1].home / ".ssh").iterdir()}
     assert there == {"authorized_keys", ".tileforge.lock"}
     line = nodes[1].authorized_keys.read_text(encoding="ascii").splitlines()[-1]
-    assert line.startswith("restrict ssh-ed25519 ") and line.endswith(" tileforge-run:run-1")
+    assert re.fullmatch(
+        r'restrict,from="127\.0\.0\.1,127\.0\.0\.2",expiry-time="\d{14}" '
+        rf"ssh-ed25519 \S+ tileforge-run:{re.escape(NAME)}",
+        line,
+    )
     assert stat.S_IMODE(nodes[1].authorized_keys.stat().st_mode) == 0o600
 
 
@@ -97,7 +115,7 @@ def test_no_private_key_travels_or_becomes_an_argument(
     monkeypatch.setattr(Connection, "run", watched)
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster:
-        key = install_run_key(cluster, inventory, run_id="run-1")
+        key = install_run_key(cluster, inventory, name=NAME, lasts_s=600)
     private = [Path(key.folder) / "id_ed25519", login.key]
     lines = [line for path in private for line in path.read_text().splitlines()[1:-1]]
     assert len(lines) > 8 and len(seen) > 4
@@ -107,14 +125,14 @@ def test_no_private_key_travels_or_becomes_an_argument(
 def test_removing_one_run_s_key_leaves_the_others(nodes: list[Sshd], login: Login) -> None:
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster:
-        install_run_key(cluster, inventory, run_id="run-1")
-        kept = install_run_key(cluster, inventory, run_id="run-11")
-        install_run_key(cluster, inventory, run_id="run-11")
-        remove_run_key(cluster, inventory, run_id="run-1")
+        install_run_key(cluster, inventory, name=NAME, lasts_s=600)
+        kept = install_run_key(cluster, inventory, name=OTHER, lasts_s=600)
+        install_run_key(cluster, inventory, name=OTHER, lasts_s=600)
+        remove_run_key(cluster, inventory, NAME)
         assert ssh_from_head(kept, nodes[1].node, ["true"]).returncode == 0
     text = nodes[1].authorized_keys.read_text(encoding="ascii")
-    assert "tileforge-run:run-1\n" not in text
-    assert text.count("tileforge-run:run-11\n") == 1
+    assert f"tileforge-run:{NAME}\n" not in text
+    assert text.count(f"tileforge-run:{OTHER}\n") == 1
 
 
 def test_a_key_that_lasts_ends_by_itself_and_the_next_action_clears_it_away(
@@ -122,15 +140,15 @@ def test_a_key_that_lasts_ends_by_itself_and_the_next_action_clears_it_away(
 ) -> None:
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster:
-        lasting = install_run_key(cluster, inventory, run_id="long", lasts_s=600)
-        ended = install_run_key(cluster, inventory, run_id="short", lasts_s=-1)
+        lasting = install_run_key(cluster, inventory, name="long.00000000", lasts_s=600)
+        ended = install_run_key(cluster, inventory, name="short.00000000", lasts_s=-1)
         for key, reached in ((lasting, True), (ended, False)):
             done = ssh_from_head(key, nodes[1].node, ["true"])
             assert (done.returncode == 0) is reached, done.stderr
-        install_run_key(cluster, inventory, run_id="next")
+        install_run_key(cluster, inventory, name="next.00000000", lasts_s=600)
     for sshd in nodes:
         text = sshd.authorized_keys.read_text(encoding="ascii")
-        assert "tileforge-run:long\n" in text and "tileforge-run:short\n" not in text
+        assert "tileforge-run:long." in text and "tileforge-run:short." not in text
     assert Path(lasting.folder).is_dir() and not Path(ended.folder).exists()
 
 
@@ -156,7 +174,7 @@ def test_mpirun_starts_ranks_with_the_run_s_key(
 ) -> None:
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster:
-        key = install_run_key(cluster, inventory, run_id="run-1")
+        key = install_run_key(cluster, inventory, name=NAME, lasts_s=600)
     done = mpirun(key, inventory, tmp_path)
     assert done.stdout == "here\nhere\n", done.stderr
     public = (Path(key.folder) / "id_ed25519.pub").read_text(encoding="ascii").split()[1]
@@ -169,7 +187,7 @@ def test_mpirun_s_ssh_refuses_another_host_key(
 ) -> None:
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster:
-        key = install_run_key(cluster, inventory, run_id="run-1")
+        key = install_run_key(cluster, inventory, name=NAME, lasts_s=600)
     known_hosts = Path(key.folder) / "known_hosts"
     lines = known_hosts.read_text(encoding="ascii").splitlines()
     lines[1] = f"node-1 {make_key(tmp_path / 'other')}"
@@ -185,14 +203,119 @@ def test_a_node_that_does_not_take_the_key_is_named(nodes: list[Sshd], login: Lo
         cluster.connect(inventory.nodes[1])
         nodes[1].stop()
         with pytest.raises(NodesError, match=r"failed on 1 node\(s\):\n  node-1: ") as caught:
-            install_run_key(cluster, inventory, run_id="run-1")
+            install_run_key(cluster, inventory, name=NAME, lasts_s=600)
     assert caught.value.exit_code == ExitCode.SSH_UNREACHABLE
 
 
-@pytest.mark.parametrize("run_id", ["", "../x", "a b", "a;b", "-x", "a\nb"])
+@pytest.mark.parametrize("run_id", ["..", "a b", "a;b", "-x", "a\nb"])
 def test_a_run_id_that_is_no_plain_name_is_refused(
     nodes: list[Sshd], login: Login, run_id: str
 ) -> None:
     inventory = make_cluster(nodes[0].node)
     with cluster_of(inventory, login) as cluster, pytest.raises(ConfigError, match="run id"):
-        install_run_key(cluster, inventory, run_id=run_id)
+        enter(cluster, inventory, run_dir=PurePosixPath(f"{nodes[0].home}/runs/{run_id}"))
+
+
+def enter(cluster: Cluster, inventory: ClusterInventory, *, run_dir: PurePosixPath) -> Claim:
+    """What one gets who claims the head now."""
+    with claimed(cluster, inventory, run_dir=run_dir, say=print, patience_s=0) as claim:
+        return claim
+
+
+def run_dir_on(head: Sshd, run_id: str) -> PurePosixPath:
+    return PurePosixPath(head.home, "tileforge", "runs", run_id)
+
+
+def trusted(sshd: Sshd) -> list[str]:
+    """Names of the run's keys that a node lets in."""
+    return re.findall(r"tileforge-run:(\S+)", sshd.authorized_keys.read_text(encoding="ascii"))
+
+
+def test_two_people_who_resume_one_run_have_one_key_each_and_the_loser_touches_neither(
+    nodes: list[Sshd], login: Login
+) -> None:
+    inventory = make_cluster(*(sshd.node for sshd in nodes))
+    run_dir = run_dir_on(nodes[0], "one")
+    with cluster_of(inventory, login) as winner, cluster_of(inventory, login) as loser:
+        with claimed(winner, inventory, run_dir=run_dir, say=print) as claim:
+            key = install_run_key(winner, inventory, name=claim.name, lasts_s=600)
+            with pytest.raises(
+                HeadBusyError, match=r"from 127\.0\.0\.1\) is starting one, so noth"
+            ):
+                enter(loser, inventory, run_dir=run_dir)
+            # Whatever the other one removes, a key whose attempt is alive stays.
+            assert remove_dead_keys(loser, inventory) == []
+            assert [trusted(sshd) for sshd in nodes] == [[claim.name]] * 2
+            assert ssh_from_head(key, nodes[1].node, ["true"]).returncode == 0
+        later = enter(loser, inventory, run_dir=run_dir)
+        assert later.running is None and later.name != claim.name
+
+
+def test_the_head_is_claimed_while_a_supervisor_starts_and_then_has_a_run(
+    nodes: list[Sshd], login: Login
+) -> None:
+    inventory = make_cluster(*(sshd.node for sshd in nodes))
+    run_dir = run_dir_on(nodes[0], "one")
+    with cluster_of(inventory, login) as cluster:
+        name = enter(cluster, inventory, run_dir=run_dir).name
+        install_run_key(cluster, inventory, name=name, lasts_s=600)
+        Path(run_dir).mkdir()
+        with Path(run_dir, "supervisor.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert enter(cluster, inventory, run_dir=run_dir_on(nodes[0], "two")).running == "one"
+            assert remove_dead_keys(cluster, inventory) == []
+        assert remove_dead_keys(cluster, inventory) == [name]
+    assert not trusted(nodes[0]) and not trusted(nodes[1])
+    assert not list((nodes[0].home / ".ssh" / "tileforge").iterdir())
+
+
+def test_the_claim_of_an_operator_whose_connection_breaks_is_free_again(
+    nodes: list[Sshd], login: Login
+) -> None:
+    inventory = make_cluster(*(sshd.node for sshd in nodes))
+    run_dir = run_dir_on(nodes[0], "one")
+    with ExitStack() as stack, cluster_of(inventory, login) as other:
+        broken = stack.enter_context(cluster_of(inventory, login))
+        stack.enter_context(claimed(broken, inventory, run_dir=run_dir, say=print))
+        broken.connect(inventory.head).close()
+        with claimed(other, inventory, run_dir=run_dir, say=print, patience_s=20) as claim:
+            assert claim.running is None
+
+
+def test_a_stolen_run_key_opens_no_node_from_elsewhere(nodes: list[Sshd], login: Login) -> None:
+    inventory = make_cluster(*(sshd.node for sshd in nodes))
+    with cluster_of(inventory, login) as cluster:
+        key = install_run_key(cluster, inventory, name=NAME, lasts_s=600)
+    worker = nodes[1].node
+    assert ssh_from_head(key, worker, ["true"]).returncode == 0
+    argv = ["ssh", "-F", str(key.config), "-b", "127.0.0.9", worker.address, "true"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 255 and "Permission denied" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"public": f"ssh-ed25519 {'A' * 68} tileforge-run:{NAME}\nssh-ed25519 {'B' * 68} mine"},
+        {"public": f"ssh-ed25519 {'A' * 68} mine"},
+        {"public": f"ssh-ed25519 {'A' * 68} tileforge-run:{OTHER}"},
+        {"folder": "/root/.ssh"},
+        {"folder": f'/x"\nProxyCommand id/.ssh/tileforge/{NAME}'},
+        {"folder": None},
+    ],
+)
+def test_a_head_that_answers_with_another_key_than_asked_for_reaches_no_worker(
+    nodes: list[Sshd], login: Login, answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    act = run_key._act
+
+    def lie(connection: Connection, **arguments: Any) -> dict[str, Any]:
+        lies = answer if arguments["action"] == "make" else {}
+        return act(connection, **arguments) | lies
+
+    monkeypatch.setattr(run_key, "_act", lie)
+    inventory = make_cluster(*(sshd.node for sshd in nodes))
+    with cluster_of(inventory, login) as cluster, pytest.raises(PreflightError, match="node-0: "):
+        install_run_key(cluster, inventory, name=NAME, lasts_s=600)
+    assert not trusted(nodes[1])
+    assert len(nodes[1].authorized_keys.read_text(encoding="ascii").splitlines()) == 1

@@ -125,7 +125,7 @@ def test_no_secret_is_anywhere_but_in_its_own_file_and_stop_leaves_no_process(
 
 def files_in_run_key(head: Machine) -> dict[str, Path]:
     """What the head has of run `one`'s key."""
-    folder = head.root / HOME / ".ssh/tileforge/one"
+    (folder,) = (head.root / HOME / ".ssh/tileforge").glob("one.*")
     return {path.name: path for path in folder.iterdir()}
 
 

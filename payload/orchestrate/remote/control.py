@@ -1,8 +1,8 @@
 """Starts, reads and ends one run on the node it runs on.
 
 Runs on a node as `python3 -I - ARGUMENTS`, with this text on stdin; ARGUMENTS is a JSON object:
-action (start, read, signal, left), run_dir, and what the action's function takes. Prints a JSON
-object.
+action (claim, start, read, signal, left), run_dir, and what the action's function takes. Prints a
+JSON object.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """What a supervisor answers; it takes them once it is ready."""
@@ -26,6 +27,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _START_S = 30.0
 # A supervisor that has just begun has its lock before its command line is read, or has just ended.
 _FIND_S = 2.0
+_PING_S = 5
 _MOST_BYTES = 4 * 2**20
 _WHOLE = ("state.json", "summary.json", "progress/*.json", "exits/*.json")
 _GROWING = ("metrics.jsonl", "logs/*.log")
@@ -35,8 +37,10 @@ def act(arguments: dict[str, Any]) -> dict[str, Any]:
     """Carry out one action."""
     run_dir = Path(arguments["run_dir"])
     action = arguments["action"]
+    if action == "claim":
+        return claim(run_dir, arguments["name"])
     if action == "start":
-        return start(run_dir, arguments["argv"], arguments["python_path"])
+        return start(run_dir, arguments["argv"], arguments["python_path"], name=arguments["name"])
     if action == "read":
         return read(run_dir, arguments["known"])
     if action == "signal":
@@ -44,13 +48,70 @@ def act(arguments: dict[str, Any]) -> dict[str, Any]:
     return left(run_dir, kill=arguments["kill"])
 
 
-def start(run_dir: Path, argv: list[str], python_path: str) -> dict[str, Any]:
+def claim(run_dir: Path, name: str) -> dict[str, Any]:
+    """Make this node the caller's alone to start something on, for as long as it listens.
+
+    `claim` is true then, and the program stays until nobody reads its output any more, as after
+    the caller's death. Else `running` names the run that is under way, or `held` has the words of
+    who else has the claim.
+    """
+    runs = run_dir.parent
+    runs.mkdir(parents=True, exist_ok=True)
+    with (runs / ".claim.lock").open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            return {"claim": False, "running": None, "held": lock.read()}
+        lock.truncate(0)
+        holder = {"name": name, "run_id": run_dir.name}
+        if "SSH_CONNECTION" in os.environ:
+            holder["origin"] = os.environ["SSH_CONNECTION"].split()[0]
+        lock.write(json.dumps(holder))
+        lock.flush()
+        with (runs / ".start.lock").open("w") as starting:
+            # Whoever had the claim before may have died while its supervisor was starting.
+            fcntl.flock(starting, fcntl.LOCK_EX)
+        running = [each.parent.name for each in runs.glob("*/supervisor.lock") if is_held(each)]
+        if running:
+            return {"claim": False, "running": running[0], "held": None}
+        answer = {"claim": True, "running": None, "held": None}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+        leave_with_the_reader()
+
+
+def claimed_by(runs: Path) -> str | None:
+    """The name of the living claim."""
+    claim = runs / ".claim.lock"
+    if not is_held(claim):
+        return None
+    name: str = json.loads(claim.read_text("utf-8"))["name"]
+    return name
+
+
+def leave_with_the_reader() -> NoReturn:
+    """Stay for as long as somebody reads our output."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors and hang-ups alone
+    with contextlib.suppress(OSError):
+        while not poll.poll(1000 * _PING_S):
+            # Without traffic the kernel would never find out that the other machine is gone.
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+    os._exit(0)  # what is still to be written has no reader
+
+
+def start(run_dir: Path, argv: list[str], python_path: str, *, name: str) -> dict[str, Any]:
     """Start the supervisor in a session of its own, unless a run is under way on this node.
 
-    `pid` when it is at work; `running` names the other run; else `status` and what it `said`.
+    `name` is what the caller has claimed the node with. `pid` when the supervisor is at work;
+    `running` names the other run; else `status` and what it `said`.
     """
     with (run_dir.parent / ".start.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        if claimed_by(run_dir.parent) != name:
+            return {"status": 0, "said": "the claim on this node was lost with its connection"}
         for other in run_dir.parent.glob("*/supervisor.lock"):
             if is_held(other):
                 return {"running": other.parent.name}

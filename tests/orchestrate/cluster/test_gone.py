@@ -29,7 +29,7 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 
 GONE = "node-between"
-KEY = "restrict ssh-ed25519 AAAA tileforge-run:cut\n"
+KEY = "restrict ssh-ed25519 AAAA tileforge-run:far.0a1b2c3d\n"
 
 
 @pytest.fixture

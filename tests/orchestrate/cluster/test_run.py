@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -202,8 +203,11 @@ def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     there = another.nodes.home_of(0) / "tileforge" / "runs"
     words = another.run_words("one", "train.steps=100000", "train.checkpoint_every=0")
-    with held(there / ".start.lock"):
-        process = another.start(*words, env=env)
+    with ExitStack() as starting:
+        with held(folders_of_keys(another)[1] / ".tileforge.lock"):
+            process = another.start(*words, env=env)
+            wait_for_a_key(another)
+            starting.enter_context(held(there / ".start.lock"))
         wait_until(
             lambda: any('"action": "start"' in line for line in another.nodes.processes_of(0)),
             what="the head to be told to start",
@@ -213,7 +217,10 @@ def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130 and err.splitlines()[-1] == "interrupted", err
     assert "not known; if so, run one goes on. Follow it with: " in err, err
-    wait_until((there / "one" / "state.json").exists, what="the supervisor", timeout_s=TIMEOUT_S)
+    # Nobody has the claim any more by which it was to start.
+    wait_for_nobody(another)
+    code, said = another.do(*words, "--resume", "one", "--detach", env=env)
+    assert code == ExitCode.OK and "was left on the nodes; it is gone now" in said, said
     process = another.start("attach", "one", env=env)
     another.wait_for_a_step()
     opened = tunnels.read_text(encoding="ascii")
@@ -230,22 +237,34 @@ def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_
     assert not another.nodes.processes()
 
 
+def folders_of_keys(operator: Operator) -> list[Path]:
+    return [operator.nodes.home_of(i) / ".ssh" for i in range(2)]
+
+
+def keys_of_runs(operator: Operator) -> list[list[str]]:
+    """By node: the names of the runs' keys that it lets in."""
+    texts = [path / "authorized_keys" for path in folders_of_keys(operator)]
+    return [re.findall(r"tileforge-run:(\S+)", path.read_text(encoding="ascii")) for path in texts]
+
+
+def wait_for_a_key(operator: Operator) -> None:
+    """Until the head lets one in."""
+    wait_until(
+        lambda: bool(keys_of_runs(operator)[0]), what="the head to trust it", timeout_s=TIMEOUT_S
+    )
+
+
 def test_no_key_outlives_a_run_that_is_not_started(another: Operator) -> None:
     words = another.run_words("one")
-    folders = [another.nodes.home_of(i) / ".ssh" for i in range(2)]
-
-    def trusting() -> list[Path]:
-        known = [folder / "authorized_keys" for folder in folders]
-        return [path for path in known if "tileforge-run:" in path.read_text(encoding="ascii")]
-
+    folders = folders_of_keys(another)
     lock = folders[1] / ".tileforge.lock"
     with held(lock):
         process = another.start(*words)
-        wait_until(lambda: bool(trusting()), what="the head to trust the key", timeout_s=TIMEOUT_S)
+        wait_for_a_key(another)
         interrupt(process)
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130 and err.splitlines()[-1] == "interrupted", err
-    assert not trusting() and not list((folders[0] / "tileforge").iterdir())
+    assert keys_of_runs(another) == [[], []] and not list((folders[0] / "tileforge").iterdir())
     assert not another.paths("one").root.exists()
     # Now the key can neither be brought to the worker nor removed there.
     lock.unlink()
@@ -257,7 +276,63 @@ def test_no_key_outlives_a_run_that_is_not_started(another: Operator) -> None:
     assert code == ExitCode.PREFLIGHT, said
     assert "error: installing the run's key failed on 1 node(s):\n  node-1: " in said
     assert "warning: removing the run's key failed on 1 node(s):\n  node-1: " in said
-    assert not trusting()
+    assert keys_of_runs(another) == [[], []]
+
+
+@pytest.mark.parametrize("command", ["preflight", "run", "stop"])
+def test_the_key_of_an_operator_who_was_killed_before_the_supervisor_is_cleared_away(
+    another: Operator, command: str
+) -> None:
+    with held(folders_of_keys(another)[1] / ".tileforge.lock"):
+        process = another.start(*another.run_words("one"))
+        wait_for_a_key(another)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=TIMEOUT_S)
+    wait_for_nobody(another)
+    before = keys_of_runs(another)
+    assert before[0] == before[1] and before[0][0].startswith("one.")
+    if command == "preflight":
+        code, said = another.do(*another.on_cluster("preflight"), "--quick")
+    elif command == "run":
+        code, said = another.do(*another.run_words("two", "train.steps=2"))
+    else:
+        shutil.copytree(another.nodes.folder / "runs" / "far", another.paths("far").root)
+        code, said = another.do("stop", "far")
+    assert code == ExitCode.OK, said
+    assert command == "stop" or f"the key {before[0][0]} was left on the nodes" in said, said
+    assert keys_of_runs(another) == [[], []]
+    assert not list((folders_of_keys(another)[0] / "tileforge").iterdir())
+
+
+def test_of_two_who_resume_one_run_at_once_one_does_and_the_other_breaks_nothing(
+    another: Operator, tmp_path: Path
+) -> None:
+    endless = ("train.steps=100000", "train.checkpoint_every=5")
+    code, said = another.do(*another.run_words("one", "train.steps=6"))
+    assert code == ExitCode.OK, said
+    (tmp_path / "b").mkdir()
+    rival = Operator(tmp_path / "b", another.nodes)
+    shutil.copytree(another.paths("one").root, rival.paths("one").root)
+    processes = [
+        operator.start(*operator.run_words("one", *endless), "--resume", "one", "--detach")
+        for operator in (another, rival)
+    ]
+    wait_until(
+        lambda: any(process.poll() is not None for process in processes),
+        what="one of them to have started it",
+        timeout_s=TIMEOUT_S,
+    )
+    (name,), same = keys_of_runs(another)
+    assert same == [name]
+    there = RunPaths(another.nodes.home_of(0) / "tileforge" / "runs" / "one")
+    assert f"tileforge/{name}/ssh_config" in there.plan.read_text(encoding="utf-8")
+    code, said = another.do("stop", "one")
+    assert code == ExitCode.OK and "no process of it is left on any node" in said, said
+    ends = [finish(process) for process in processes]
+    won = [text for _, text in ends if "detached; run one goes on" in text]
+    lost = [text for _, text in ends if "so nothing was started; following that one" in text]
+    assert len(won) == len(lost) == 1, ends
+    assert keys_of_runs(another) == [[], []]
 
 
 def test_no_rank_outlives_a_supervisor_that_is_killed(operator: Operator) -> None:
