@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 
-GONE = "node-between"
+GONE, NOWHERE = "node-between", "127.0.0.9"
 KEY = "restrict ssh-ed25519 AAAA tileforge-run:far.0a1b2c3d\n"
 
 
@@ -45,7 +45,7 @@ def paths(trained: Trained, mirrored: Mirrored) -> Iterator[RunPaths]:
     copy = operator.paths("cut")
     shutil.copytree(operator.paths("far").root, copy.root)
     head, worker = operator.nodes.inventory.nodes
-    gone = replace(worker, name=GONE, ssh_port=free_port(worker.address))
+    gone = replace(worker, name=GONE, address=NOWHERE, ssh_port=free_port(NOWHERE))
     inventory = replace(operator.nodes.inventory, nodes=(head, gone, worker))
     copy.inventory.write_text(inventory.to_json(), encoding="utf-8")
     write_mirrored(copy, mirrored)
