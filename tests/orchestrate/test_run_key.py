@@ -299,7 +299,7 @@ def test_a_stolen_run_key_opens_no_node_from_elsewhere(nodes: list[Sshd], login:
         {"public": f"ssh-ed25519 {'A' * 68} tileforge-run:{NAME}\nssh-ed25519 {'B' * 68} mine"},
         {"public": f"ssh-ed25519 {'A' * 68} mine"},
         {"public": f"ssh-ed25519 {'A' * 68} tileforge-run:{OTHER}"},
-        {"folder": "/root/.ssh"},
+        {"folder": "/etc/.ssh"},
         {"folder": f'/x"\nProxyCommand id/.ssh/tileforge/{NAME}'},
         {"folder": None},
     ],
