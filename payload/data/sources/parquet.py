@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Iterator, Sequence
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from payload.data.documents import (
     MIB,
@@ -23,11 +31,15 @@ from payload.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
 ROWS_AT_ONCE = 1024
 """Rows that are decoded together; few enough for rows of 100 kB."""
 _READ_BUFFER_BYTES = 8 * MIB
+_WORKER = Path(__file__).with_name("parquet_worker.py")
+_FRAME = struct.Struct(">cQ")
+_UNREACHABLE = frozenset(
+    {"ConnectionError", "TimeoutError", "ConnectError", "ConnectTimeout", "LocalEntryNotFoundError"}
+)
 
 
 class ParquetSource(ColumnFiles):
@@ -50,19 +62,17 @@ class ParquetSource(ColumnFiles):
 def survey_parquet(places: Sequence[str], column: str, *, skip_bad: bool) -> Survey:
     """Rows and text sizes from the files' footers. Raises DataError."""
     rows = text_bytes = 0
-    for place in places:
-        try:
-            file = open_parquet(place)
-        except DamagedFileError as error:
-            if not skip_bad:
-                raise DataError(
-                    f"{error} Copy it again, or leave it out with --skip-bad."
-                ) from None
-            continue
-        with file:
-            check_column(file.schema_arrow, column, where=place)
-            rows += file.metadata.num_rows
-            text_bytes += _column_bytes(file, column)
+    with ParquetReader(column) as reader:
+        for place in places:
+            try:
+                more_rows, more_bytes = reader.survey(place)
+            except DamagedFileError as error:
+                if not skip_bad:
+                    raise DataError(
+                        f"{error} Copy it again, or leave it out with --skip-bad."
+                    ) from None
+                continue
+            rows, text_bytes = rows + more_rows, text_bytes + more_bytes
     return Survey(documents=rows, text_bytes=text_bytes)
 
 
@@ -72,30 +82,32 @@ def read_parquet(
     """Row after row of the files at `places`: paths, or URLs that fsspec opens."""
     batcher = Batcher(skip_bad=skip_bad)
     number, row = cursor.get("document", 0), cursor.get("row", 0)
-    for index in range(cursor.get("file", 0), len(places)):
-        place = places[index]
-        try:
-            for values in _read_column(place, column, skip_rows=row):
-                if isinstance(values, _LostRows):
-                    complaint = f"{place} rows {row + 1} to {row + len(values)}: {values.reason}"
-                    batcher.skip(complaint, number=number, documents=len(values))
-                else:
-                    add_column(values, batcher, number=number, row=row, where=place)
-                row, number = row + len(values), number + len(values)
-                if batcher.is_full:
-                    yield batcher.take({"file": index, "row": row, "document": number})
-        except DamagedFileError as error:
-            batcher.skip(str(error), number=number)
-        row = 0
+    with ParquetReader(column) as reader:
+        for index in range(cursor.get("file", 0), len(places)):
+            place = places[index]
+            try:
+                for values in reader.read(place, skip_rows=row):
+                    if isinstance(values, LostRows):
+                        complaint = f"{place} rows {row + 1} to {row + len(values)}: "
+                        complaint += values.reason
+                        batcher.skip(complaint, number=number, documents=len(values))
+                    else:
+                        add_column(values, batcher, number=number, row=row, where=place)
+                    row, number = row + len(values), number + len(values)
+                    if batcher.is_full:
+                        yield batcher.take({"file": index, "row": row, "document": number})
+            except DamagedFileError as error:
+                batcher.skip(str(error), number=number)
+            row = 0
     yield batcher.take({"file": len(places), "document": number})
 
 
 class DamagedFileError(DataError):
-    """A file whose footer cannot be read."""
+    """A file that cannot be read as parquet."""
 
 
 @dataclass(frozen=True, slots=True)
-class _LostRows:
+class LostRows:
     """What is left of a row group behind a damaged page."""
 
     count: int
@@ -105,28 +117,136 @@ class _LostRows:
         return self.count
 
 
-def open_parquet(place: str) -> pq.ParquetFile:
-    """Open and read the footer. Raises DamagedFileError, or OSError where the network fails."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+class ParquetReader:
+    """Reads one text column of parquet files in a process that may die of a damaged one.
 
-    source = _open_remote(place) if "://" in place else place
-    try:
-        # Without pre_buffer a row group is read a page at a time, however large it is.
-        return pq.ParquetFile(source, pre_buffer=False, buffer_size=_READ_BUFFER_BYTES)
-    except (pa.ArrowException, OSError) as error:
-        # pyarrow also reports a bad footer as an OSError, one without a number.
-        if isinstance(error, OSError) and ("://" in place or error.errno is not None):
-            raise
+    Every method raises DamagedFileError for such a file, DataError where the column is not there,
+    and OSError where the disk or the network fails.
+    """
+
+    def __init__(self, column: str) -> None:
+        self._column = column
+        self._worker: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end_worker()
+
+    def survey(self, place: str) -> tuple[int, int]:
+        """Return the rows of the file, and the column's bytes."""
+        end: dict[str, Any] = {}
+        for answer in self._ask("survey", place, skip_rows=0):
+            if isinstance(answer, dict):
+                end = answer
+        return int(end["rows"]), int(end["bytes"])
+
+    def read(self, place: str, *, skip_rows: int) -> Iterator[pa.Array | LostRows]:
+        """Yield the column behind `skip_rows` rows, in stretches of at most ROWS_AT_ONCE."""
+        for answer in self._ask("read", place, skip_rows=skip_rows):
+            if isinstance(answer, dict):
+                if answer.get("lost"):
+                    yield LostRows(answer["lost"], answer["reason"])
+            elif answer.num_rows:
+                yield answer.column(0)
+
+    def _ask(
+        self, what: str, place: str, *, skip_rows: int
+    ) -> Iterator[dict[str, Any] | pa.RecordBatch]:
+        """Yield the frames of an answer; the first one has the file's schema, which is checked."""
+        import pyarrow as pa
+
+        request = {
+            "do": what,
+            "place": place,
+            "column": self._column,
+            "skip_rows": skip_rows,
+            "rows": ROWS_AT_ONCE,
+            "buffer_bytes": _READ_BUFFER_BYTES,
+        }
+        is_whole = False
+        try:
+            self._send(request)
+            is_first = True
+            while not is_whole:
+                kind, content = self._frame(place)
+                if kind == b"J":
+                    answer = json.loads(content)
+                    is_whole = "end" in answer
+                    _raise_failure(answer, place)
+                    yield answer
+                    continue
+                batch = pa.ipc.open_stream(content).read_next_batch()
+                if is_first:
+                    check_column(batch.schema, self._column, where=place)
+                    is_first = False
+                yield batch
+        finally:
+            if not is_whole:
+                # The rest of the answer would be taken for the next one's.
+                self._end_worker()
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        if self._worker is None:
+            self._worker = subprocess.Popen(
+                [sys.executable, "-P", str(_WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        assert self._worker.stdin is not None
+        try:
+            self._worker.stdin.write(json.dumps(request).encode() + b"\n")
+            self._worker.stdin.flush()
+        except BrokenPipeError:
+            pass  # Its end is noticed when its answer is read.
+
+    def _frame(self, place: str) -> tuple[bytes, bytes]:
+        assert self._worker is not None and self._worker.stdout is not None
+        out = self._worker.stdout
+        header = out.read(_FRAME.size)
+        if len(header) == _FRAME.size:
+            kind, size = _FRAME.unpack(header)
+            content = out.read(size)
+            if len(content) == size:
+                return kind, content
+        status = self._worker.wait()
+        how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
         raise DamagedFileError(
-            f"{place}: not a readable parquet file: {first_line(error)}"
-        ) from None
+            f"{place}: not a readable parquet file: the process that read it ended with {how}."
+        )
+
+    def _end_worker(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        worker.kill()
+        for pipe in (worker.stdin, worker.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        worker.wait()
 
 
-def _open_remote(url: str) -> Any:
-    import fsspec
-
-    return fsspec.open(url, "rb").open()
+def _raise_failure(answer: Mapping[str, Any], place: str) -> None:
+    """Raise what ended an answer, if it failed."""
+    failed = answer.get("failed")
+    if failed is None:
+        return
+    reason = answer["reason"]
+    if failed == "damaged":
+        raise DamagedFileError(f"{place}: not a readable parquet file: {reason}")
+    if _UNREACHABLE & set(answer["types"]):
+        raise ConnectionError(reason)
+    if answer["errno"] is not None and "://" not in place:
+        raise OSError(answer["errno"], os.strerror(answer["errno"]), place)
+    raise OSError(reason)
 
 
 def check_column(schema: pa.Schema, column: str, *, where: str) -> None:
@@ -178,42 +298,6 @@ def _is_utf8(text: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def _read_column(place: str, column: str, *, skip_rows: int) -> Iterator[pa.Array | _LostRows]:
-    """The column behind `skip_rows` rows, in stretches of at most ROWS_AT_ONCE."""
-    import pyarrow as pa
-
-    with open_parquet(place) as file:
-        for group in range(file.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
-            if skip_rows >= rows:
-                skip_rows -= rows
-                continue
-            reached = 0
-            try:
-                for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[column]):
-                    dropped = min(max(0, skip_rows - reached), batch.num_rows)
-                    reached += batch.num_rows
-                    if dropped < batch.num_rows:
-                        yield batch.column(0).slice(dropped)
-            except (pa.ArrowException, OSError) as error:
-                if isinstance(error, OSError) and "://" in place:
-                    raise
-                reason = f"damaged: {first_line(error)}"
-                yield _LostRows(rows - max(reached, skip_rows), reason)
-            skip_rows = 0
-
-
-def _column_bytes(file: pq.ParquetFile, column: str) -> int:
-    """Uncompressed size; less than the text's own where it is stored as a dictionary."""
-    total = 0
-    for group in range(file.num_row_groups):
-        for index in range(file.metadata.num_columns):
-            entry = file.metadata.row_group(group).column(index)
-            if entry.path_in_schema == column:
-                total += entry.total_uncompressed_size
-    return total
 
 
 def first_line(error: Exception) -> str:

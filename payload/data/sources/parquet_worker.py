@@ -1,0 +1,154 @@
+"""Reads parquet files for the process that started it.
+
+A bit that is wrong in a footer can make Arrow abort the process that reads it, so it is a process
+of its own that does. It stands alone: it is started as a file, and imports nothing of ours.
+Requests are JSON lines on stdin. Answers are frames on stdout: a letter, the length in eight bytes,
+the content. `J` is a JSON object, `A` an Arrow stream with one batch. The last frame of an answer
+is a JSON object with `end`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import struct
+import sys
+from typing import Any
+
+HEADER = struct.Struct(">cQ")
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    # Ctrl-C is for the parent, whose end closes stdin.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        try:
+            answer = _survey(request) if request["do"] == "survey" else _read(request)
+            _send_json({"end": True, **answer})
+        except BrokenPipeError:
+            return
+        except Exception as error:
+            _send_json(_failure(error, is_remote="://" in request["place"]))
+
+
+def _survey(request: dict[str, Any]) -> dict[str, Any]:
+    """Send the schema; return the rows and the column's bytes, uncompressed.
+
+    That is less than the text's own where it is stored as a dictionary.
+    """
+    with _open(request) as file:
+        _send_schema(file)
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        column_bytes = 0
+        for group in groups:
+            for index in range(file.metadata.num_columns):
+                entry = group.column(index)
+                if entry.path_in_schema == request["column"]:
+                    column_bytes += max(0, entry.total_uncompressed_size)
+        rows = file.metadata.num_rows
+        if rows < 0 or rows != sum(max(0, group.num_rows) for group in groups):
+            raise ValueError("its row groups do not add up to its rows")
+    return {"rows": rows, "bytes": column_bytes}
+
+
+def _read(request: dict[str, Any]) -> dict[str, Any]:
+    """Send the schema, then the column behind `skip_rows` rows; what is damaged as lost rows."""
+    import pyarrow as pa
+
+    column, skip_rows = request["column"], request["skip_rows"]
+    is_remote = "://" in request["place"]
+    with _open(request) as file:
+        _send_schema(file)
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if skip_rows >= rows:
+                skip_rows -= rows
+                continue
+            reached = 0
+            try:
+                batches = file.iter_batches(request["rows"], row_groups=[group], columns=[column])
+                for batch in batches:
+                    dropped = min(max(0, skip_rows - reached), batch.num_rows)
+                    reached += batch.num_rows
+                    if dropped < batch.num_rows:
+                        _send_batch(batch.slice(dropped))
+            except BrokenPipeError:
+                raise
+            except Exception as error:
+                if is_remote and not isinstance(error, pa.ArrowException):
+                    raise
+                lost = max(0, rows - max(reached, skip_rows))
+                _send_json({"lost": lost, "reason": f"damaged: {_first_line(error)}"})
+            skip_rows = 0
+    return {}
+
+
+def _open(request: dict[str, Any]) -> Any:
+    import pyarrow.parquet as pq
+
+    source = request["place"]
+    if "://" in source:
+        import fsspec
+
+        source = fsspec.open(source, "rb").open()
+    # Without pre_buffer a row group is read a page at a time, however large it is.
+    return pq.ParquetFile(source, pre_buffer=False, buffer_size=request["buffer_bytes"])
+
+
+def _failure(error: Exception, *, is_remote: bool) -> dict[str, Any]:
+    import pyarrow as pa
+
+    # pyarrow also reports a bad footer as an OSError, one without a number.
+    of_system = isinstance(error, OSError) and (is_remote or error.errno is not None)
+    outside = of_system or (is_remote and not isinstance(error, pa.ArrowException))
+    types: set[str] = set()
+    seen: BaseException | None = error
+    while seen is not None and len(types) < 100:
+        types |= {each.__name__ for each in type(seen).__mro__}
+        seen = seen.__cause__ or seen.__context__
+    return {
+        "end": True,
+        "failed": "system" if outside else "damaged",
+        "reason": _first_line(error),
+        "errno": error.errno if isinstance(error, OSError) else None,
+        "types": sorted(types),
+    }
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".") + "."
+
+
+def _send_schema(file: Any) -> None:
+    import pyarrow as pa
+
+    schema = file.schema_arrow.remove_metadata()
+    schema.names  # noqa: B018 - raises where a name is not UTF-8
+    _send_batch(pa.RecordBatch.from_pylist([], schema=schema))
+
+
+def _send_batch(batch: Any) -> None:
+    import pyarrow as pa
+
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    _send(b"A", sink.getvalue())
+
+
+def _send_json(value: dict[str, Any]) -> None:
+    _send(b"J", json.dumps(value).encode())
+
+
+def _send(kind: bytes, content: Any) -> None:
+    out = sys.stdout.buffer
+    out.write(HEADER.pack(kind, len(content)))
+    out.write(content)
+    out.flush()
+
+
+if __name__ == "__main__":
+    main()

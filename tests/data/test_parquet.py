@@ -1,0 +1,92 @@
+"""Parquet files that are damaged: a clean refusal or a good read, and never the end of us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from payload.data.__main__ import main
+from payload.data.sources.parquet import DamagedFileError, LostRows, ParquetReader
+from payload.errors import DataError, ExitCode
+
+TEXTS = [f"document {i} hello" for i in range(50)]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("parquet") / "good.parquet"
+    pq.write_table(pa.table({"text": TEXTS, "n": list(range(50))}), path)
+    return path
+
+
+def footer_bits(path: Path) -> range:
+    """Every bit of the footer: its length is in the four bytes before the last four."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[-8:-4], "little")
+    return range((len(content) - 8 - size) * 8, len(content) * 8)
+
+
+def flipped(path: Path, bit: int, target: Path) -> Path:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    target.write_bytes(content)
+    return target
+
+
+def outcome(reader: ParquetReader, place: Path) -> str:
+    """What surveying and reading a file ends with; any other exception is the test's failure."""
+    try:
+        rows, size = reader.survey(str(place))
+        assert rows >= 0 and size >= 0
+        for values in reader.read(str(place), skip_rows=0):
+            assert isinstance(values, LostRows) or values.type in (pa.string(), pa.large_string())
+    except DamagedFileError as error:
+        assert str(error).startswith(f"{place}: not a readable parquet file: ")
+        assert "\n" not in str(error)
+        return "ended" if "the process that read it ended with SIG" in str(error) else "damaged"
+    except DataError:
+        return "another column"
+    return "read"
+
+
+def test_a_flipped_bit_of_a_footer_is_a_clean_error_or_a_good_read(
+    good: Path, tmp_path: Path
+) -> None:
+    """Arrow 26 aborts for one in two hundred of them, in std::vector or in thrift."""
+    seen: dict[str, int] = {}
+    deadly = None
+    with ParquetReader("text") as reader:
+        for bit in footer_bits(good)[::8]:
+            place = flipped(good, bit, tmp_path / "in.parquet")
+            how = outcome(reader, place)
+            seen[how] = seen.get(how, 0) + 1
+            deadly = bit if how == "ended" else deadly
+        assert outcome(reader, good) == "read"
+    assert seen["damaged"] > 50 and seen["read"] > 50
+    assert deadly is not None, "no bit ends the reader any more: is the process of its own needed?"
+    place = flipped(good, deadly, tmp_path / "in.parquet")
+    command = ["prepare", "--source", "parquet", "--input", str(good), str(place), "--out"]
+    assert main([*command, str(tmp_path / "out")]) == ExitCode.CONFIG
+    assert main([*command, str(tmp_path / "out"), "--skip-bad"]) == ExitCode.OK
+
+
+def test_a_bit_flipped_in_the_data_is_a_clean_error_or_a_good_read(
+    good: Path, tmp_path: Path
+) -> None:
+    with ParquetReader("text") as reader:
+        for bit in range(0, footer_bits(good).start, 29):
+            outcome(reader, flipped(good, bit, tmp_path / "in.parquet"))
+
+
+def test_the_reading_process_ends_with_its_reader_also_in_the_middle_of_a_file(
+    good: Path,
+) -> None:
+    with ParquetReader("text") as reader:
+        rows = reader.read(str(good), skip_rows=10)
+        assert len(next(rows)) == 40
+        worker = reader._worker
+        assert worker is not None and worker.poll() is None
+    assert worker.poll() is not None
