@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from payload.data.documents import MIB
 from payload.data.meta import DataMeta, load_meta, verify_files
@@ -34,7 +35,8 @@ examples:
 sources:
   stdlib       the running Python's own library, 31 MB; needs no network
   openwebtext  Skylion007/openwebtext at a fixed commit, 40 GB of text; --input FOLDER for a copy
-  text         files or folders, one document a file
+  text         files or folders, one document a file; one single file is divided: at form feeds,
+               else at blank lines, and where these are far apart at line ends or spaces
   jsonl        files or folders, one JSON object a line (.gz too)
   parquet      files or folders, one document a row
   hf           any dataset of the Hugging Face hub, or a folder in its formats
@@ -234,7 +236,7 @@ def _show_meta(folder: Path, meta: DataMeta) -> None:
             print(f"  {example}")
 
 
-def _show_estimate(label: str, values: dict[str, int | None], *, as_json: bool) -> None:
+def _show_estimate(label: str, values: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"source": label, **values}))
         return
@@ -246,6 +248,8 @@ def _show_estimate(label: str, values: dict[str, int | None], *, as_json: bool) 
     print(f"source      {label}")
     print(f"documents   {known('documents')}")
     print(f"text        {known('text_bytes')} bytes")
+    if values["note"] is not None:
+        print(f"note        {values['note']}")
     print(f"tokens      {known('tokens')} (about)")
     print(f"output      {known('need_bytes')} bytes (about), {known('free_bytes')} free")
 

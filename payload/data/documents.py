@@ -52,6 +52,8 @@ class Survey:
     text_bytes: int | None
     """Of the text itself, or near it."""
     bytes_are_exact: bool = False
+    note: str | None = None
+    """What the user should know of how the documents were found."""
 
 
 class Source(Protocol):
@@ -150,7 +152,7 @@ def read_pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
         if len(held) < PIECE_BYTES + _LONGEST_CHARACTER:
             yield held, True
             return
-        place = cut_at(held) or _character_start(held, PIECE_BYTES)
+        place = cut_at(held) or character_start(held, PIECE_BYTES)
         yield held[:place], False
         held = held[place:]
 
@@ -158,9 +160,9 @@ def read_pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
 _LONGEST_CHARACTER = 4
 
 
-def _character_start(data: bytes, place: int) -> int:
-    """The last start of a UTF-8 character at or before `place`."""
-    while data[place] & 0xC0 == 0x80:
+def character_start(data: bytes, place: int) -> int:
+    """Return the last start of a UTF-8 character at or before `place`."""
+    while place > 0 and data[place] & 0xC0 == 0x80:
         place -= 1
     return place
 

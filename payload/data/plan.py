@@ -67,6 +67,7 @@ class Estimate:
     tokens: int | None
     need_bytes: int | None
     free_bytes: int
+    note: str | None
 
 
 def estimate(source: Source, settings: PrepareSettings) -> Estimate:
@@ -83,6 +84,7 @@ def estimate(source: Source, settings: PrepareSettings) -> Estimate:
         tokens=tokens,
         need_bytes=None if tokens is None else tokens * TOKEN_BYTES,
         free_bytes=free_bytes(settings.out),
+        note=survey.note,
     )
 
 
@@ -106,11 +108,11 @@ def limited(survey: Survey, max_documents: int | None) -> Survey:
     if max_documents is None or (survey.documents or max_documents) <= max_documents:
         if survey.documents is not None or max_documents is None:
             return survey
-        return Survey(documents=None, text_bytes=None)
+        return Survey(documents=None, text_bytes=None, note=survey.note)
     assert survey.documents is not None
     share = max_documents / survey.documents
     text_bytes = None if survey.text_bytes is None else int(survey.text_bytes * share)
-    return Survey(documents=max_documents, text_bytes=text_bytes)
+    return Survey(documents=max_documents, text_bytes=text_bytes, note=survey.note)
 
 
 def expected_tokens(survey: Survey, batch: Batch, encoded: Encoded) -> int | None:

@@ -126,6 +126,8 @@ class _Run:
     def _say_survey(self, survey: Survey, split: Split) -> None:
         size = "" if survey.text_bytes is None else f", {format_bytes(survey.text_bytes)}"
         count = "not counted" if survey.documents is None else f"{survey.documents:,}"
+        if survey.note is not None:
+            self._reporter.say(f"note: {survey.note}")
         chosen = split.record
         how = (
             "as datasets' train_test_split chooses them"

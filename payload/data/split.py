@@ -86,8 +86,8 @@ def choose_split(*, documents: int | None, val_fraction: float, seed: int) -> Sp
     if documents < 2:
         raise DataError(
             f"the source has {documents} document{'' if documents == 1 else 's'}; at least 2 are "
-            "needed, one to train on and one to validate on. Add text, or divide it: into several "
-            "files for --source text, into lines for jsonl."
+            "needed, one to train on and one to validate on. Add text, or divide it: by blank "
+            "lines for --source text, into lines for jsonl."
         )
     num_val = math.ceil(val_fraction * documents)
     if num_val >= documents:

@@ -15,6 +15,7 @@ from typing import Any
 
 from payload.data.documents import PIECE_BYTES, Batch, Batcher, Cursor, Survey, read_pieces
 from payload.data.sources import SourceRequest
+from payload.data.sources.sections import Division, divide
 from payload.errors import DataError
 
 STDLIB_VAL_FRACTION = 0.02
@@ -101,7 +102,7 @@ def describe_inputs(kind: str, given: Sequence[Path]) -> str:
 
 
 class TextSource:
-    """Every file is a document."""
+    """Every file is a document; a file that is alone is divided into several."""
 
     default_val_fraction: float | None = None
     revision: str | None = None
@@ -114,6 +115,7 @@ class TextSource:
         # Not paths: of many small files those would take as long as reading them.
         self._files: list[str] = []
         self._size = 0
+        self._division: Division | None = None
 
     def identity(self) -> list[Any]:
         """Place, size and time of every file. Raises DataError when one is missing."""
@@ -124,12 +126,22 @@ class TextSource:
         return identity
 
     def survey(self) -> Survey:
-        """Files and their sizes."""
+        """Files and their sizes; one that is alone is read, to see how it can be divided."""
+        if len(self._files) == 1:
+            division = divide(Path(self._files[0]))
+            if division.documents > 1:
+                self._division = division
+                return Survey(
+                    documents=division.documents, text_bytes=self._size, note=division.note
+                )
         return Survey(documents=len(self._files), text_bytes=self._size, bytes_are_exact=True)
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
-        """File after file."""
+        """File after file, or section after section of the only one."""
         batcher = Batcher(skip_bad=self._skip_bad)
+        if self._division is not None:
+            yield from self._sections(self._division, batcher, cursor)
+            return
         number, offset = cursor.get("document", 0), cursor.get("offset", 0)
         while number < len(self._files):
             path = self._files[number]
@@ -147,6 +159,22 @@ class TextSource:
             if batcher.is_full:
                 yield batcher.take({"document": number})
         yield batcher.take({"document": number})
+
+    def _sections(self, division: Division, batcher: Batcher, cursor: Cursor) -> Iterator[Batch]:
+        path, reached = self._files[0], cursor.get("offset", 0)
+        number = cursor.get("document", 0)
+        for section, end, cut in division.sections(Path(path), offset=reached):
+            try:
+                section.decode("utf-8")
+            except UnicodeDecodeError as error:
+                begin = end - len(section) - (cut == "form feed")
+                batcher.skip(_not_utf8(path, held=begin, error=error), number=number)
+            else:
+                batcher.add(section, number=number)
+            number, reached = number + 1, end
+            if batcher.is_full:
+                yield batcher.take({"document": number, "offset": reached})
+        yield batcher.take({"document": number, "offset": reached})
 
     def _read(self, path: str) -> bytes | _Obstacle:
         """The whole file, when it is a document of one piece."""
