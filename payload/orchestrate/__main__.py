@@ -8,12 +8,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import payload
 from payload.errors import INTERRUPTED, TileforgeError
 from payload.hints import command
 from payload.orchestrate import inspect, start
 from payload.orchestrate.cloud.arguments import add_cloud_commands
 from payload.orchestrate.console import text_console
 from payload.orchestrate.local import LocalAccess
+from payload.orchestrate.remove import remove
 from payload.orchestrate.runs import check_named_id, check_new_id
 from payload.results import DEFAULT_GRACE_S, DEFAULT_RUNS_DIR
 
@@ -21,6 +23,8 @@ from payload.results import DEFAULT_GRACE_S, DEFAULT_RUNS_DIR
 def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | None = None) -> int:
     """Carry out one command and return its exit code."""
     arguments = _parser().parse_args(argv)
+    if getattr(arguments, "config_file", None) is not None:
+        arguments.config = arguments.config_file
     # One name for one folder, whatever links lead to it.
     arguments.runs_dir = Path(arguments.runs_dir or DEFAULT_RUNS_DIR).resolve()
     try:
@@ -41,6 +45,8 @@ def _check_run_ids(arguments: argparse.Namespace) -> None:
     for option in ("run", "resume"):
         if (named := getattr(arguments, option, None)) is not None:
             check_named_id(named)
+    for named in getattr(arguments, "runs", ()):
+        check_named_id(named)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_attach(commands)
     _add_stop(commands)
     _add_collect(commands)
+    _add_remove(commands)
     add_cloud_commands(commands)
     return parser
 
@@ -204,6 +211,21 @@ def _collect(arguments: argparse.Namespace, access: LocalAccess) -> int:
     return collect(arguments, access.environment())
 
 
+def _add_remove(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "remove",
+        help="remove old runs with their checkpoints from this disk",
+        description="Remove runs with all their checkpoints. One that is running stays, and one on "
+        "a cluster that was not collected.",
+    )
+    parser.set_defaults(command=remove)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="ids of the runs to remove")
+    parser.add_argument("--keep", type=int, metavar="N", help="remove all but the newest N instead")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be removed")
+    parser.add_argument("--force", action="store_true", help="also what was not collected")
+    _add_runs_dir(parser)
+
+
 def _add_ssh_key(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ssh-key",
@@ -221,7 +243,11 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="run.toml (default: defaults)")
+    config = parser.add_mutually_exclusive_group()
+    config.add_argument(
+        "config_file", nargs="?", type=_toml_file, metavar="FILE.toml", help="the same as --config"
+    )
+    config.add_argument("--config", type=Path, metavar="FILE", help="run.toml (default: defaults)")
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -230,6 +256,18 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         metavar="SECTION.KEY=VALUE",
         help="override one setting; may be repeated",
     )
+
+
+def _toml_file(text: str) -> Path:
+    if not text.endswith(".toml"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no config: a config's name ends in .toml. A run is continued with run "
+            f"--resume {text}"
+        )
+    path, packaged = Path(text), Path(payload.__file__).parent / "configs" / text
+    if not path.exists() and packaged.is_file():
+        raise argparse.ArgumentTypeError(f"{text!r}: no such file here. Did you mean {packaged}?")
+    return path
 
 
 def _add_inventory(parser: argparse.ArgumentParser) -> None:

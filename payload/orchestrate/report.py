@@ -13,6 +13,7 @@ from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Placement
 from payload.metrics_log import describe_missing
+from payload.orchestrate.estimate import Estimate
 from payload.orchestrate.live import duration
 from payload.orchestrate.planning import PlannedRun
 from payload.orchestrate.runs import RunView
@@ -24,7 +25,7 @@ _TAIL_LINES = 12
 _TAIL_BYTES = 2**16
 
 
-def print_plan(planned: PlannedRun, console: Console) -> None:
+def print_plan(planned: PlannedRun, estimated: Estimate, console: Console) -> None:
     """Hosts, ranks, environment, command line, Accelerate config and arithmetic."""
     plan = planned.plan
     console.print(f"run folder\n  {planned.paths.root}\n")
@@ -51,7 +52,8 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
         console.print(f"accelerate config of {node.name}")
         console.print(_indent(planned.accelerate(node_rank)))
     console.print("arithmetic")
-    console.print(_indent("\n".join(arithmetic_lines(planned.plan))))
+    lines = [*arithmetic_lines(planned.plan), *estimated.lines()]
+    console.print(_indent("\n".join(lines)))
 
 
 def arithmetic_lines(plan: LaunchPlan) -> list[str]:

@@ -25,6 +25,7 @@ from payload.model_shape import GPT2_VOCAB_SIZE
 from payload.orchestrate.checks import check_data
 from payload.orchestrate.console import text_console
 from payload.orchestrate.ending import say_end
+from payload.orchestrate.estimate import Estimate, estimate
 from payload.orchestrate.follow import Tail, follow_run
 from payload.orchestrate.initial import settle_initial
 from payload.orchestrate.inventories import (
@@ -36,6 +37,7 @@ from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.planning import PlannedRun, plan_run
 from payload.orchestrate.report import log_tail, print_plan
 from payload.orchestrate.runs import (
+    all_runs,
     create_run,
     find_run,
     is_copy,
@@ -84,10 +86,12 @@ def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
         except ConfigError as error:
             talk.print(f"note: a run would stop here: {error}")
     _say_notes(planned, talk)
+    data, earlier = Path(config.data.dir), all_runs(arguments.runs_dir)
+    estimated = estimate(planned, data=data, earlier=earlier, is_local=is_local)
     if arguments.json:
-        out.print(_plan_json(planned))
+        out.print(_plan_json(planned, estimated))
     else:
-        print_plan(planned, out)
+        print_plan(planned, estimated, out)
     return ExitCode.OK
 
 
@@ -313,7 +317,7 @@ def _say_notes(planned: PlannedRun, talk: Console) -> None:
         talk.print(f"note: {note}")
 
 
-def _plan_json(planned: PlannedRun) -> str:
+def _plan_json(planned: PlannedRun, estimated: Estimate) -> str:
     nodes = range(len(planned.inventory.nodes))
     return json.dumps(
         {
@@ -321,6 +325,7 @@ def _plan_json(planned: PlannedRun) -> str:
             "hosts": planned.hosts(),
             "ranks": [asdict(rank) for rank in planned.placement.ranks],
             "plan": asdict(planned.plan),
+            "estimate": asdict(estimated),
             "accelerate": [planned.accelerate(node_rank) for node_rank in nodes],
         },
         indent=2,

@@ -1,0 +1,124 @@
+"""`remove`: old runs and their checkpoints leave the disk."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from payload.errors import ConfigError, ExitCode, TileforgeError, UsageError
+from payload.orchestrate.console import text_console
+from payload.orchestrate.local import LocalAccess
+from payload.orchestrate.mirror import read_mirrored
+from payload.orchestrate.runs import all_runs, find_run
+from payload.results import LATEST, RankProgress, RunPaths, RunState, point_latest_at, read_json
+from payload.run_config import load_run_config
+from payload.run_lock import RunLock, is_supervised
+
+_REMOVED_PREFIX = ".removed-"
+# Ranks whose supervisor died may still be saving; they show a sign of life more often than this.
+_ALIVE_S = 60.0
+
+
+def remove(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    """Remove the named runs, or all but the newest; never one that is running."""
+    runs_dir: Path = arguments.runs_dir
+    talk, out = text_console(stderr=True), text_console(stderr=False)
+    if bool(arguments.runs) == (arguments.keep is not None):
+        raise UsageError("name the runs to remove, or say how many to keep with --keep N.")
+    if arguments.keep is not None and arguments.keep < 0:
+        raise UsageError(f"--keep {arguments.keep}: must be 0 or more.")
+    refused: TileforgeError | None = None
+    for paths in _chosen(runs_dir, arguments.runs, keep=arguments.keep):
+        size = _size_bytes(paths.root) / 1e9
+        try:
+            _refuse_to_remove(paths, all_runs(runs_dir), force=arguments.force)
+            if not arguments.dry_run:
+                _remove(paths)
+        except TileforgeError as error:
+            refused = error
+            talk.print(f"kept: {error}")
+            continue
+        verb = "would remove" if arguments.dry_run else "removed"
+        out.print(f"{verb} {paths.run_id} ({size:,.2f} GB)")
+    if not arguments.dry_run:
+        for left in runs_dir.glob(f"{_REMOVED_PREFIX}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        _mend_latest(runs_dir)
+    # What --keep passes over is no failure: it was not asked for by name.
+    return refused.exit_code if refused is not None and arguments.runs else ExitCode.OK
+
+
+def _chosen(runs_dir: Path, names: Sequence[str], *, keep: int | None) -> list[RunPaths]:
+    """Return the runs that the command line means, each once. Raises UsageError."""
+    if keep is not None:
+        return all_runs(runs_dir)[keep:]
+    found = {paths.root: paths for paths in (find_run(runs_dir, name) for name in names)}
+    return list(found.values())
+
+
+def _refuse_to_remove(paths: RunPaths, all_of_them: Sequence[RunPaths], *, force: bool) -> None:
+    """Raise UsageError for a run that is going on, is needed by another, or is nowhere else."""
+    mirrored = read_mirrored(paths)
+    if is_supervised(paths) or (mirrored is not None and mirrored.alive):
+        raise UsageError(f"run {paths.run_id} is running. Stop it first.")
+    if _may_be_saving(paths):
+        raise UsageError(f"run {paths.run_id}: its ranks may still be saving. Wait a minute.")
+    for other in all_of_them:
+        if is_supervised(other) and _starts_from(other, paths):
+            raise UsageError(f"run {paths.run_id}: run {other.run_id} starts from it and goes on.")
+    if mirrored is not None and mirrored.collected is None and not force:
+        raise UsageError(
+            f"run {paths.run_id} was not collected: its newest checkpoint may be on the cluster "
+            "only. Collect it, or remove the copy with --force."
+        )
+
+
+def _may_be_saving(paths: RunPaths) -> bool:
+    try:
+        state = read_json(RunState, paths.state)
+        sign = read_json(RankProgress, paths.rank_progress(0))
+    except ConfigError:
+        return False
+    if state is None:
+        return time.time() - paths.root.stat().st_mtime < _ALIVE_S
+    ended = state.exit_class is not None
+    return not ended and sign is not None and time.time() - sign.time_unix < _ALIVE_S
+
+
+def _starts_from(other: RunPaths, paths: RunPaths) -> bool:
+    try:
+        init = load_run_config(other.config).model.init
+    except ConfigError:
+        return False
+    return Path(init).resolve().is_relative_to(paths.root.resolve())
+
+
+def _remove(paths: RunPaths) -> None:
+    """Take the run out of sight at once, then remove it; an interrupted removal goes on later."""
+    hidden = paths.root.with_name(f"{_REMOVED_PREFIX}{paths.run_id}")
+    try:
+        # Held so that nobody resumes it meanwhile.
+        with RunLock(paths):
+            shutil.rmtree(hidden, ignore_errors=True)
+            paths.root.rename(hidden)
+            shutil.rmtree(hidden)
+    except OSError as error:
+        raise ConfigError(f"{paths.root}: cannot be removed ({error.strerror}).") from None
+
+
+def _mend_latest(runs_dir: Path) -> None:
+    """Let `latest` lead to the newest run that has a checkpoint, where its own is gone."""
+    link = runs_dir / LATEST
+    if not link.is_symlink() or link.exists():
+        return
+    link.unlink()
+    trained = [paths for paths in all_runs(runs_dir) if paths.newest_checkpoint() is not None]
+    if trained:
+        point_latest_at(trained[0])
+
+
+def _size_bytes(root: Path) -> int:
+    return sum(path.lstat().st_size for path in root.rglob("*") if not path.is_dir())

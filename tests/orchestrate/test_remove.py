@@ -1,0 +1,163 @@
+"""Removing runs, naming a config, and what `plan` says of disk and time."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.mirror import Mirrored, write_mirrored
+from payload.orchestrate.runs import all_runs
+from payload.results import RunPaths, RunState, Summary, point_latest_at, write_json
+from payload.run_lock import RunLock
+from tests.orchestrate.test_commands import Workplace
+from tests.supervise.planned import plan_stand_in
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Workplace:
+    return Workplace(tmp_path)
+
+
+def make_run(runs: Path, name: str, *, age_s: float, settings: tuple[str, ...] = ()) -> RunPaths:
+    paths = plan_stand_in(runs / name, settings=settings)
+    os.utime(paths.plan, times=(time.time() - age_s,) * 2)
+    checkpoint = paths.checkpoint(5)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    write_json(
+        paths.state,
+        RunState(
+            run_id=name, status="finished", exit_class="ok", supervisor_pid=1, node="a",
+            started_unix=1.0, updated_unix=2.0,
+        ),
+    )  # fmt: skip
+    return paths
+
+
+def names(runs: Path) -> list[str]:
+    return [paths.run_id for paths in all_runs(runs)]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for age_s, name in enumerate("dcba", 1):
+        point_latest_at(make_run(tmp_path / "runs", name, age_s=100 * age_s))
+    return tmp_path / "runs"
+
+
+def remove(runs: Path, *arguments: str) -> int:
+    return main(["remove", *arguments, "--runs-dir", str(runs)], os.environ)
+
+
+def test_named_runs_are_removed_and_latest_leads_to_one_that_is_left(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert remove(runs, "d", "b", "--dry-run") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "would remove d (0.00 GB)",
+        "would remove b (0.00 GB)",
+    ]
+    assert names(runs) == ["d", "c", "b", "a"]
+    (runs / "latest").unlink()
+    (runs / "latest").symlink_to("d")
+    assert remove(runs, "d", "b") == 0
+    assert names(runs) == ["c", "a"]
+    assert (runs / "latest").readlink() == Path("c")
+    assert sorted(path.name for path in runs.iterdir()) == ["a", "c", "latest"]
+
+
+def test_all_but_the_newest_are_removed(runs: Path) -> None:
+    assert remove(runs, "--keep", "1") == 0
+    assert names(runs) == ["d"]
+    assert remove(runs, "--keep", "0") == 0
+    assert list(runs.iterdir()) == []
+
+
+def test_a_running_run_is_never_removed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLock(RunPaths(runs / "b")):
+        assert remove(runs, "b", "--force") == ExitCode.USAGE
+        assert "kept: run b is running" in capsys.readouterr().err
+        assert remove(runs, "--keep", "0", "--force") == 0
+    assert names(runs) == ["b"]
+
+
+def test_a_run_that_another_one_starts_from_is_not_removed_meanwhile(runs: Path) -> None:
+    init = f"model.init={runs / 'a' / 'checkpoints' / 'step_00000005'}"
+    other = make_run(runs, "other", age_s=1, settings=(init,))
+    with RunLock(other):
+        assert remove(runs, "a") == ExitCode.USAGE
+    assert remove(runs, "a") == 0
+
+
+def test_what_was_not_collected_is_removed_by_force_only(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, collected, alive in (("a", None, False), ("b", "step", False), ("c", None, True)):
+        mirrored = Mirrored(alive=alive, seen_unix=1.0, ssh_key="k", collected=collected)
+        write_mirrored(RunPaths(runs / name), mirrored)
+    assert remove(runs, "a", "b", "c") == ExitCode.USAGE
+    assert "a was not collected" in capsys.readouterr().err
+    assert names(runs) == ["d", "c", "a"]
+    assert remove(runs, "a", "c", "--force") == ExitCode.USAGE
+    assert names(runs) == ["d", "c"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["a", "--keep", "1"], ["--keep", "-1"], ["../x"], ["nothing"]]
+)
+def test_remove_says_what_it_wants(runs: Path, arguments: list[str]) -> None:
+    assert remove(runs, *arguments) == ExitCode.USAGE
+    assert len(names(runs)) == 4
+
+
+def test_a_config_is_named_with_and_without_its_option(workplace: Workplace) -> None:
+    config = workplace.data.parent / "my.toml"
+    config.write_text("[train]\nsteps = 7\n")
+    for words in ([str(config)], ["--config", str(config)]):
+        status, out, err = workplace.call("plan", *words, "--json")
+        assert status == 0, err
+        numbers = json.loads(out)["plan"]["arithmetic"]
+        assert numbers["tokens_total"] == 7 * numbers["tokens_per_step"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["quickstart.toml"], "Did you mean"),
+        (["quickstart"], "run --resume quickstart"),
+        (["a.toml", "--config", "b.toml"], "not allowed with argument"),
+    ],
+)
+def test_a_config_that_is_not_there_says_what_to_type(
+    workplace: Workplace, words: list[str], message: str
+) -> None:
+    status, _, err = workplace.call("run", *words)
+    assert status == ExitCode.USAGE
+    assert message in err.splitlines()[-1]
+
+
+def test_plan_says_how_much_disk_and_time_and_from_what(workplace: Workplace) -> None:
+    status, out, _ = workplace.call("plan")
+    assert status == 0
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
+    assert "up to 4 checkpoints of 0.09 GB; " in lines["disk"] and "GB are free" in lines["disk"]
+    assert "typical of" in lines["duration"] and "not measured" in lines["duration"]
+    before = plan_stand_in(workplace.runs / "before", settings=tuple(workplace.settings()[1::2]))
+    speed = Summary(
+        run_id="before", status="finished", exit_class="ok", world_size=2, nodes=1,
+        tokens_per_s=512.0,
+    )  # fmt: skip
+    write_json(before.summary, speed)
+    batch = ("--set", "batch.global_batch_size=8", "--set", "batch.micro_batch_size=1")
+    status, out, _ = workplace.call("plan", *batch, "--json")
+    assert status == 0
+    found = json.loads(out)["estimate"]
+    assert found["basis"] == "at the 512 tokens/s of run before"
+    # 100 steps of 128 tokens, and two evaluations of 10 tokens at a third of a step's price.
+    assert abs(found["seconds"] - (12_800 + 20 / 3) / 512) < 0.01
