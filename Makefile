@@ -5,7 +5,12 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
+# For set-up: the Python to build on, a mirror of PyTorch's CPU builds, a folder of wheels to take
+# everything from, and 1 to take torch's CUDA build without being asked.
 PYTHON ?=
+TORCH_INDEX ?=
+WHEELHOUSE ?=
+TORCH_CUDA ?=
 VENV ?= .venv
 VENV_IPEX ?= .venv-ipex
 # Unique, so that two runs at once do not meet.
@@ -21,8 +26,12 @@ UPGRADE ?=
 BENCH ?=
 
 PY := $(VENV)/bin/python
-INSTALL := bash bootstrap/install-payload.sh $(if $(PYTHON),--python $(PYTHON))
+INSTALL := bash bootstrap/install-payload.sh --from-make --writable data --writable runs \
+	$(if $(PYTHON),--python "$(PYTHON)") $(if $(TORCH_INDEX),--torch-index "$(TORCH_INDEX)") \
+	$(if $(WHEELHOUSE),--wheelhouse "$(WHEELHOUSE)") $(if $(TORCH_CUDA),--torch-cuda)
 SHELL_FILES := bootstrap/install-payload.sh bootstrap/node-setup.sh tests/install_packages.sh .ci/run
+# make itself ends with 2, whatever failed.
+OR_SAY = || { code=$$?; echo "make $@: exit code $$code (README.md, Exit codes)" >&2; exit $$code; }
 # What the tests marked `sshd` start, real servers on loopback addresses, and `rig`, machines.
 TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-container
 
@@ -34,11 +43,11 @@ help:  ## list the targets
 # Make's -C leaves the shell where it is; a hint that is to be typed there has to know.
 run: export TILEFORGE_SHELL_FOLDER := $(PWD)
 run: data  ## set up if needed, then the quickstart: one real training run on this machine
-	$(PY) -m payload.orchestrate run --inventory local --config $(CONFIG) --run-id $(RUN_ID) $(ARGS)
-	$(PY) -m payload.generate --checkpoint runs/$(RUN_ID) --prompt "def test_" --num-samples 1
+	$(PY) -m payload.orchestrate run --inventory local --config $(CONFIG) --run-id $(RUN_ID) $(ARGS) $(OR_SAY)
+	$(PY) -m payload.generate --checkpoint runs/$(RUN_ID) --prompt "def test_" --num-samples 1 $(OR_SAY)
 
 data: setup-run  ## tokenize the quickstart's text, the Python standard library's source
-	@test -f data/stdlib/meta.json || $(PY) -m payload.data prepare --source stdlib --out data/stdlib --wait
+	@test -f data/stdlib/meta.json || $(PY) -m payload.data prepare --source stdlib --out data/stdlib --wait $(OR_SAY)
 
 test: setup test-packages  ## set up if needed, then every test that needs no cloud
 	@echo "not in this run: tests/ipex, which needs torch 2.8 in an environment of its own (make test-ipex)"
@@ -70,13 +79,13 @@ lock: setup  ## pin all packages anew for pyproject.toml (UPGRADE=1: the newest 
 	$(PY) bootstrap/make_lock.py --uv $(VENV)/bin/uv $(if $(UPGRADE),--upgrade)
 
 setup:  ## make .venv from the lock, for running, testing and checking
-	@$(INSTALL) --venv $(VENV) --extras train,orchestrate,infra,dev
+	@$(INSTALL) --venv $(VENV) --extras train,orchestrate,infra,dev $(OR_SAY)
 
 setup-run:
-	@$(INSTALL) --venv $(VENV) --extras train,orchestrate
+	@$(INSTALL) --venv $(VENV) --extras train,orchestrate $(OR_SAY)
 
 setup-ipex:  ## make .venv-ipex: torch 2.8 with intel-extension-for-pytorch
-	@$(INSTALL) --venv $(VENV_IPEX) --extras intel,ccl,orchestrate,dev
+	@$(INSTALL) --venv $(VENV_IPEX) --extras intel,ccl,orchestrate,dev $(OR_SAY)
 
 clean:  ## remove environments and caches; data/ and runs/ stay
 	rm -rf $(VENV) $(VENV_IPEX) .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with exactly the locked requirements. Safe to run twice.
+# Makes a virtual environment with exactly the locked wheels. Safe to run twice.
 # Needs bash 3.2 or newer, and Python 3.11 or newer with venv. `--help` says more.
 set -euo pipefail
 
@@ -14,14 +14,21 @@ lock=$here/requirements.lock
 wheelhouse=
 python=
 torch_index=https://download.pytorch.org/whl/cpu
+cuda=
+from_make=
+writable=()
+scratch=
+ticker=
+hush=
 
 usage() {
     cat <<USAGE
 usage: install-payload.sh [--venv DIR] [--extras LIST] [--lock FILE] [--wheelhouse DIR]
-                          [--python PYTHON] [--torch-index URL]
+                          [--python PYTHON] [--torch-index URL] [--torch-cuda]
 
-Makes a virtual environment with exactly the versions in the lock file. A second run with the
-same lock and extras changes nothing and returns at once.
+Makes a virtual environment with exactly the wheels in the lock file: pip refuses a file whose
+SHA-256 the lock does not have. A second run with the same lock and extras changes nothing and
+returns at once.
 
   --venv DIR         where to make it (default: .venv)
   --extras LIST      what it is for, from train, orchestrate, dev, or intel, ccl
@@ -31,6 +38,9 @@ same lock and extras changes nothing and returns at once.
   --python PYTHON    interpreter to build on (default: python3, then python3.14 ... python3.11)
   --torch-index URL  index of PyTorch's CPU builds, used on Linux when it can be reached
                      (default: https://download.pytorch.org/whl/cpu)
+  --torch-cuda       take torch's CUDA build (about 3 GB) without asking, where no CPU build is
+  --writable DIR     also check that this folder, if it is there, can be written; may be repeated
+  --from-make        name make's variables in messages in place of these options
 
 pip's own settings (PIP_INDEX_URL, PIP_CERT, proxies, pip.conf) are honoured.
 Exit codes: 0 ready, 2 usage, 30 not ready (the last line says why).
@@ -49,6 +59,60 @@ usage_error() {
     exit "$EXIT_USAGE"
 }
 
+# Prints an option as the user gives it: --torch-index URL, or TORCH_INDEX=URL for make.
+option() {
+    local value=${2-}
+    if [[ -z $from_make ]]; then
+        printf -- '--%s' "$1${value:+ $value}"
+    else
+        printf '%s=%s' "$(tr 'a-z-' 'A-Z_' <<<"$1")" "${value:-1}"
+    fi
+}
+
+interrupted() {
+    stop_ticker
+    say "interrupted; the same command goes on from here"
+    exit "$1"
+}
+
+on_exit() {
+    stop_ticker
+    [[ -z $scratch ]] || rm -rf "$scratch"
+}
+
+# working WHAT COMMAND...: shows that time passes, in place on a terminal, else every 15 s.
+working() {
+    local status=0
+    tick "$1" 9>&- &
+    ticker=$!
+    shift
+    "$@" || status=$?
+    stop_ticker
+    return "$status"
+}
+
+tick() {
+    local began=$SECONDS
+    while sleep 1 && kill -0 $$ 2>/dev/null; do
+        if [[ -t 2 ]]; then
+            printf '\rsetup: %s: %d s' "$1" "$((SECONDS - began))" >&2
+        elif (((SECONDS - began) % 15 == 0)); then
+            say "$1: $((SECONDS - began)) s"
+        fi
+    done
+}
+
+stop_ticker() {
+    [[ -n $ticker ]] || return 0
+    kill "$ticker" 2>/dev/null || true
+    wait "$ticker" 2>/dev/null || true
+    ticker=
+    [[ ! -t 2 ]] || printf '\r\033[K' >&2
+}
+
+# Runs a command whose words are of use only if it fails; they are in $scratch/said then.
+quietly() { "$@" >"$scratch/said" 2>&1; }
+
 parse_arguments() {
     while (($#)); do
         case $1 in
@@ -56,7 +120,11 @@ parse_arguments() {
             usage
             exit 0
             ;;
-        --venv | --extras | --lock | --wheelhouse | --python | --torch-index)
+        --torch-cuda | --from-make)
+            [[ $1 == --torch-cuda ]] && cuda=yes || from_make=yes
+            shift
+            ;;
+        --venv | --extras | --lock | --wheelhouse | --python | --torch-index | --writable)
             (($# > 1)) || usage_error "$1 needs a value; --help shows them."
             case $1 in
             --venv) venv=$2 ;;
@@ -65,6 +133,7 @@ parse_arguments() {
             --wheelhouse) wheelhouse=$2 ;;
             --python) python=$2 ;;
             --torch-index) torch_index=${2%/} ;;
+            --writable) writable+=("$2") ;;
             esac
             shift 2
             ;;
@@ -74,7 +143,7 @@ parse_arguments() {
     [[ -f $lock ]] || usage_error "lock file '$lock' does not exist; name one with --lock."
     [[ -z $wheelhouse || -d $wheelhouse ]] || usage_error "wheelhouse '$wheelhouse' is no folder."
     local known extra
-    known=$(sed -n 's/^[A-Za-z0-9].*  # //p' "$lock" | tr ',' '\n' | tr -d ' ' | sort -u)
+    known=$(sed -n 's/^[A-Za-z0-9].*  # //p' "$lock" | tr ',' '\n' | tr -d ' ' | grep -v -e -cuda | sort -u)
     for extra in ${extras//,/ }; do
         grep -qxF -- "$extra" <<<"$known" ||
             usage_error "unknown extra '$extra'. The lock has: $(tr '\n' ' ' <<<"$known")"
@@ -95,7 +164,7 @@ find_python() {
     done
     local found
     found=$("${python:-python3}" --version 2>&1) || found="no ${python:-python3}"
-    fail "Python 3.11 or newer is needed, found: $found. Install it, or name one with --python."
+    fail "Python 3.11 or newer is needed, found: $found. Install it, or name one: $(option python PYTHON)"
 }
 
 # What is installed already: "HASH extra,extra", or nothing.
@@ -124,19 +193,37 @@ merge_with_installed() {
     [[ $stamp == "$hash $extras" ]] && "$venv/bin/python" -c '' 2>/dev/null
 }
 
-# The lock's lines for the extras; a line's own extras are in the comment at its end.
-requirements() {
-    awk -v wanted="$extras" '
+# The lock's entries for some extras, each with its hashes in one line, as pip reads them.
+entries() {
+    awk -v wanted="$1" '
+        function flush() { if (entry != "") print entry; entry = "" }
         BEGIN { split(wanted, list, ","); for (i in list) want[list[i]] = 1 }
         /^[A-Za-z0-9]/ {
-            n = split($0, part, "  # "); m = split(part[2], own, ", ")
-            for (i = 1; i <= m; i++) if (own[i] in want) { print part[1]; break }
-        }' "$lock"
+            flush(); split($0, part, "  # "); m = split(part[2], own, ", ")
+            for (i = 1; i <= m; i++) if (own[i] in want) { entry = part[1]; break }
+        }
+        /^ +--hash=/ { if (entry != "") entry = entry " " $1 }
+        END { flush() }' "$lock"
+}
+
+# After a set-up under sudo, what it made belongs to root.
+refuse_foreign_files() {
+    local folder path foreign=()
+    for folder in "$@"; do
+        for path in "$folder" "$folder"/* "$folder"/.tileforge-setup*; do
+            [[ ! -e $path || -w $path ]] || {
+                foreign+=("$folder")
+                break
+            }
+        done
+    done
+    ((${#foreign[@]} == 0)) ||
+        fail "$(id -un) may not write in ${foreign[*]}, which somebody else made (with sudo?). Take it over: sudo chown -R $(id -un) ${foreign[*]}"
 }
 
 # A second set-up of the same environment waits for the first, where flock exists (Linux).
 wait_for_others() {
-    mkdir -p "$venv" 2>/dev/null || fail "cannot make the folder '$venv'; choose another with --venv."
+    mkdir -p "$venv" 2>/dev/null || fail "cannot make the folder '$venv'. Choose another: $(option venv DIR)"
     command -v flock >/dev/null || return 0
     exec 9>"$venv/.tileforge-setup.lock"
     flock -n 9 || {
@@ -149,27 +236,34 @@ need_disk_gb() {
     local free_kb
     free_kb=$(df -Pk "$venv" | awk 'NR == 2 { print $4 }')
     ((free_kb >= $1 * 1000000)) ||
-        fail "$venv has $((free_kb / 1000000)) GB free and needs $1 GB $2. Free some, or choose another place with --venv."
+        fail "$venv has $((free_kb / 1000000)) GB free and needs $1 GB $2. Free some, or choose another place: $(option venv DIR)"
 }
 
 make_venv() {
     [[ -x $venv/bin/python ]] && "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
     say "making $venv with $("$python" --version)"
-    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    quietly "$python" -c 'import ensurepip, venv' ||
         fail "this Python has no venv module. On Debian and Ubuntu: apt-get install python3-venv"
     local clear=()
     [[ ! -e $venv/pyvenv.cfg ]] || clear=(--clear) # it was an environment, and works no more
-    "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv" || fail "python -m venv $venv failed; what it said is above."
+    working "making $venv" quietly "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv" ||
+        fail "python -m venv $venv failed: $(tail -n 3 "$scratch/said")"
 }
 
-# Not compiled: of the 35 s of one core that this takes, what a run imports needs 4.
+# pip_install WHAT ENTRIES OPTION...: what a file of the lock's entries names, and nothing else. No
+# source is built: its build would bring packages that no hash pins. Not compiled: of the 35 s of
+# one core that this takes, what a run imports needs 4.
 pip_install() {
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input --no-compile "$@"
+    local what=$1 list=$2
+    shift 2
+    working "$what" ${hush:+quietly} "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input \
+        --no-compile --no-deps --only-binary=:all: --require-hashes --requirement "$list" "$@"
 }
 
 reachable() {
     "$python" - "$1" <<'PYTHON'
 import signal, ssl, sys, urllib.error, urllib.request
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 signal.alarm(5)  # name look-ups have no timeout of their own; this ends them too
 try:
     urllib.request.urlopen(urllib.request.Request(sys.argv[1], method="HEAD"), timeout=4)
@@ -183,15 +277,18 @@ except (OSError, ValueError):
 PYTHON
 }
 
-# Prints "count gigabytes" for the CUDA packages that `pip install TORCH` would bring, or nothing.
+# cuda_packages TORCH ALL OPTION...: "count gigabytes" of what torch brings from there, or nothing.
 cuda_packages() {
-    "$venv/bin/python" - "$1" <<'PYTHON'
-import json, pathlib, re, subprocess, sys, urllib.error, urllib.parse, urllib.request
+    "$venv/bin/python" - "$@" <<'PYTHON'
+import json, pathlib, re, signal, subprocess, sys, urllib.error, urllib.parse, urllib.request
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 PIP = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-input",
-       "--dry-run", "--ignore-installed", "--report", "-", sys.argv[1]]
+       "--dry-run", "--ignore-installed", "--no-deps", "--only-binary=:all:", "--require-hashes",
+       *sys.argv[3:]]
 
-def report(*options):
-    done = subprocess.run([*PIP, *options], stdout=subprocess.PIPE, check=False)
+def report(requirements):
+    command = [*PIP, "--report", "-", "--requirement", requirements]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if done.returncode:
         sys.exit(done.returncode)
     return json.loads(done.stdout)["install"]
@@ -207,66 +304,87 @@ def size(url):
     except (OSError, ValueError):
         return 0
 
-def is_cuda(name):
-    return re.match(r"(nvidia|cuda)[-_.]|triton", name) is not None
-
-needs = [need for entry in report("--no-deps") for need in entry["metadata"].get("requires_dist", [])]
-if any(is_cuda(need) for need in needs):
-    wheels = [e for e in report() if is_cuda(e["metadata"]["name"]) or e["metadata"]["name"] == "torch"]
-    print(len(wheels), round(sum(size(e["download_info"]["url"]) for e in wheels) / 1e9, 1))
+(torch,) = report(sys.argv[1])
+needs = torch["metadata"].get("requires_dist", [])
+if any(re.match(r"(nvidia|cuda)[-_.]|triton", need) for need in needs):
+    wheels = report(sys.argv[2])
+    print(len(wheels), round(sum(size(each["download_info"]["url"]) for each in wheels) / 1e9, 1))
 PYTHON
 }
 
+# torch==V is in the lock once for the plain index and once, as V+cpu, for PyTorch's. A CPU build
+# goes first wherever it is: pip itself would prefer an index that tells hashes beforehand.
 install_torch() {
-    local torch=$1
+    local torch=$1 cpu=$scratch/torch-cpu any=$scratch/torch source=() found
     "$venv/bin/python" -m pip freeze --disable-pip-version-check 2>/dev/null |
         grep -qE "^${torch//./\\.}(\+.*)?$" && return
-    if [[ -n $wheelhouse ]]; then
-        pip_install --no-deps --no-index --find-links "$wheelhouse" "$torch" ||
-            fail "the wheelhouse $wheelhouse has no $torch for this Python and machine."
-        return
-    fi
-    if [[ $(uname -s) == Linux ]]; then
-        if reachable "$torch_index/torch/"; then
+    entries "$extras" | grep -F "$torch+cpu " >"$cpu" || true
+    entries "$extras" | grep -E "^$torch( |$)" >"$any" || true
+    [[ -z $wheelhouse ]] || source=(--no-index --find-links "$wheelhouse")
+    if [[ $(uname -s) == Linux && -s $cpu ]]; then
+        if [[ -z $wheelhouse ]] && reachable "$torch_index/torch/"; then
             say "installing $torch, CPU build, from $torch_index"
-            pip_install --no-deps --retries 1 --index-url "$torch_index" "$torch" && return
-            say "that failed; trying the plain package index"
-        else
+            pip_install "installing $torch" "$cpu" --retries 1 --index-url "$torch_index" && return
+            say "that failed; trying pip's own sources"
+        elif [[ -z $wheelhouse ]]; then
             say "$torch_index cannot be reached; using the plain package index"
         fi
-        announce_cuda "$torch" && return
+        hush=yes pip_install "looking for its CPU build" "$cpu" ${source[@]+"${source[@]}"} && return
+        ! grep -q "DO NOT MATCH" "$scratch/said" || fail "$(cat "$scratch/said")"
     fi
-    say "installing $torch"
-    pip_install --no-deps "$torch" || fail "pip could not install $torch; what it said is above."
-}
-
-# Installs torch with its CUDA packages, having said so; fails when torch brings none.
-announce_cuda() {
-    local torch=$1 found count gigabytes
-    found=$(cuda_packages "$torch") || fail "pip found no $torch; what it said is above."
-    [[ -n $found ]] || return 1
-    read -r count gigabytes <<<"$found"
-    [[ $gigabytes != 0.0 ]] || gigabytes="about 3" # the index tells no sizes
-    say "NOTE: the plain index has $torch only as a CUDA build: $count packages, $gigabytes GB to"
-    say "NOTE: download, about 7 GB on disk, and of no use without an NVIDIA GPU. To avoid it, stop"
-    say "NOTE: this now (Ctrl-C) and give the CPU build another way: --torch-index URL for a mirror"
-    say "NOTE: of https://download.pytorch.org/whl/cpu, or --wheelhouse DIR."
-    [[ ! -t 2 ]] || sleep 10
-    need_disk_gb 9 "for the CUDA build of torch"
-    say "installing $torch, CUDA build"
-    # A constraint may not name a package's extras.
-    pip_install --constraint <(requirements | grep -v '^torch==' | sed 's/\[[^]]*\]//') "$torch" ||
+    found=$(with_cuda_packages "$torch" "$any" ${source[@]+"${source[@]}"}) || exit
+    [[ -z $found || -n $wheelhouse ]] || announce_cuda "$torch" "$found"
+    say "installing $torch${found:+, CUDA build}"
+    pip_install "installing $torch" "$any" ${source[@]+"${source[@]}"} ||
         fail "pip could not install $torch; what it said is above."
 }
 
-# oneccl_bind_pt is on Intel's own index only. Without it everything but backend = "ccl" works.
+# with_cuda_packages TORCH ENTRIES OPTION...: adds to the entries what this source's torch brings,
+# and prints "count gigabytes" of it; prints and adds nothing for a CPU build.
+with_cuda_packages() {
+    local torch=$1 any=$2 group=train found
+    shift 2
+    [[ ,$extras, != *,intel,* ]] || group=intel
+    { cat "$any" && entries "$group-cuda"; } >"$any-cuda"
+    found=$(cuda_packages "$any" "$any-cuda" "$@") ||
+        fail "pip found no $torch that the lock knows; what it said is above."
+    [[ -z $found ]] || mv "$any-cuda" "$any"
+    printf '%s' "$found"
+}
+
+# Says what the CUDA build brings, and goes on once that is agreed to.
+announce_cuda() {
+    local torch=$1 count gigabytes
+    read -r count gigabytes <<<"$2"
+    [[ $gigabytes != 0.0 ]] || gigabytes="about 3" # the index tells no sizes
+    say "NOTE: the plain index has $torch only as a CUDA build: $count packages, $gigabytes GB to"
+    say "NOTE: download, about 7 GB on disk, and of no use without an NVIDIA GPU. The CPU build comes"
+    say "NOTE: from a mirror of https://download.pytorch.org/whl/cpu, $(option torch-index URL),"
+    say "NOTE: or from a folder of wheels, $(option wheelhouse DIR)."
+    agree_to_cuda
+    need_disk_gb 9 "for the CUDA build of torch"
+}
+
+agree_to_cuda() {
+    [[ -z $cuda ]] || return 0
+    [[ -t 0 && -t 2 ]] ||
+        fail "the CUDA build of torch is not installed unasked. Agree to it: $(option torch-cuda)"
+    local answer
+    read -r -p "setup: install the CUDA build? [y/N] " answer || answer=
+    [[ $answer == [yY]* ]] || fail "the CUDA build of torch was declined; nothing was downloaded."
+}
+
+# oneccl_bind_pt is on Intel's own index only, of which the lock has no hash, so pip may look
+# nowhere else for it. Without it everything but backend = "ccl" works.
 install_ccl() {
-    local ccl=$1
-    if [[ -n $wheelhouse ]]; then
-        pip_install --no-deps --no-index --find-links "$wheelhouse" "$ccl" && return
-    elif reachable "$CCL_INDEX"; then
-        say "installing $ccl from $CCL_INDEX"
-        pip_install --no-deps --retries 1 --extra-index-url "$CCL_INDEX" "$ccl" && return
+    local ccl=$1 source=(--index-url "$CCL_INDEX" --retries 1)
+    [[ -z $wheelhouse ]] || source=(--no-index --find-links "$wheelhouse")
+    if [[ -n $wheelhouse ]] || reachable "$CCL_INDEX"; then
+        say "installing $ccl"
+        # The variable is stronger than a pip.conf that names more indexes.
+        PIP_EXTRA_INDEX_URL=$CCL_INDEX working "installing $ccl" "$venv/bin/python" -m pip install \
+            -qq --disable-pip-version-check --no-input --no-compile --no-deps --only-binary=:all: \
+            "${source[@]}" "$ccl" && return
     fi
     say "NOTE: $ccl is not installed: $CCL_INDEX cannot be reached"
     say "NOTE: or has none for this Python. Everything but distributed.backend = \"ccl\" works."
@@ -283,14 +401,16 @@ only_ccl_is_missing() {
 install_rest() {
     local list=$1 source=()
     [[ -z $wheelhouse ]] || source=(--no-index --find-links "$wheelhouse")
-    say "installing $(grep -c . "$list") packages for $extras"
-    pip_install --no-deps ${source[@]+"${source[@]}"} --requirement "$list" ||
+    local what
+    what="installing $(grep -c . "$list") packages for $extras"
+    say "$what"
+    pip_install "$what" "$list" ${source[@]+"${source[@]}"} ||
         fail "pip could not install the packages of $lock; what it said is above."
 }
 
 # Where PYTHONDONTWRITEBYTECODE is set, as in many containers, every process would do it anew.
 compile_imports() {
-    env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" - >/dev/null 2>&1 <<'PYTHON' || true
+    quietly env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" - <<'PYTHON' || true
 import contextlib, importlib
 for name in ("torch", "accelerate", "safetensors.torch", "tiktoken", "paramiko", "rich.progress", "datasets",
              "transformers", "google.cloud.compute_v1", "google.cloud.storage", "pulumi", "pytest"):
@@ -299,17 +419,17 @@ for name in ("torch", "accelerate", "safetensors.torch", "tiktoken", "paramiko",
 PYTHON
 }
 
-# An older lock's packages that this one no longer has. torch's CUDA packages are torch's to pin.
+# An older lock's packages that this one no longer has.
 remove_strays() {
     local strays
-    strays=$("$venv/bin/python" - <(requirements) <<'PYTHON'
+    strays=$("$venv/bin/python" - <(entries "$extras,train-cuda,intel-cuda") <<'PYTHON'
 import importlib.metadata, pathlib, re, sys
 def plain(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 locked = {plain(re.split(r"[\[=; ]", line)[0]) for line in pathlib.Path(sys.argv[1]).read_text().splitlines()}
 there = {plain(found.metadata["Name"]) for found in importlib.metadata.distributions()}
 kept = locked | {"pip", "setuptools", "wheel"}
-print(*sorted(name for name in there - kept if not re.match(r"(nvidia|cuda)[-_.]|triton", name)))
+print(*sorted(there - kept))
 PYTHON
     )
     [[ -n $strays ]] || return 0
@@ -325,40 +445,43 @@ refuse_other_python() {
     old=$("$venv/bin/python" --version 2>&1) || return 0 # broken; it is made anew
     new=$("$python" --version)
     [[ $old == "$new" ]] ||
-        usage_error "$venv was made with $old, --python names $new. Remove it first (rm -r $venv), or choose another --venv."
+        usage_error "$venv was made with $old, $(option python "$named_python") is $new. Remove it first (rm -r $venv), or choose another: $(option venv DIR)"
 }
 
 main() {
     parse_arguments "$@"
+    trap on_exit EXIT
+    trap 'interrupted 130' INT
+    trap 'interrupted 143' TERM
     local named_python=$python
     find_python
     refuse_other_python
+    refuse_foreign_files ${writable[@]+"${writable[@]}"}
     hash=$(lock_hash)
     if merge_with_installed; then return; fi
+    refuse_foreign_files "$venv"
     wait_for_others
     if merge_with_installed; then return; fi
-    local began=$SECONDS list torch ccl
-    torch=$(requirements | grep -E '^torch==' || true)
-    ccl=$(requirements | grep -E '^oneccl_bind_pt==' || true)
+    scratch=$(mktemp -d)
+    local began=$SECONDS list=$scratch/rest torch ccl
+    torch=$(entries "$extras" | grep -oE '^torch==[^ +]+' | sort -u || true)
+    ccl=$(entries "$extras" | grep -oE '^oneccl_bind_pt==[^ ]+' || true)
     if only_ccl_is_missing; then
-        install_ccl "${ccl%% *}"
+        install_ccl "$ccl"
         write_stamp
         return
     fi
     need_disk_gb 3 "for the environment"
     make_venv
     rm -f "$venv/.tileforge-setup"
-    list=$(mktemp)
-    # shellcheck disable=SC2064 # the name as it is now
-    trap "rm -f '$list'" EXIT
-    [[ -z $torch ]] || install_torch "${torch%% *}"
-    requirements | grep -vE '^(torch|oneccl_bind_pt)==' >"$list" || true
+    [[ -z $torch ]] || install_torch "$torch"
+    entries "$extras" | grep -vE '^(torch|oneccl_bind_pt)==' >"$list" || true
     [[ ! -s $list ]] || install_rest "$list"
-    [[ -z $ccl ]] || install_ccl "${ccl%% *}"
+    [[ -z $ccl ]] || install_ccl "$ccl"
     remove_strays
-    "$venv/bin/python" -m pip check --disable-pip-version-check >&2 ||
-        fail "the installed packages do not fit together; the lock needs a repair (make lock)."
-    compile_imports
+    quietly "$venv/bin/python" -m pip check --disable-pip-version-check ||
+        fail "the installed packages do not fit together; the lock needs a repair (make lock): $(tail -n 3 "$scratch/said")"
+    working "compiling what runs import" compile_imports
     write_stamp
     say "$venv is ready ($((SECONDS - began)) s)"
 }

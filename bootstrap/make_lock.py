@@ -1,85 +1,214 @@
 """Write requirements.lock from pyproject.toml: `make lock`, with UPGRADE=1 for newer versions.
 
 uv resolves, for every system and Python that the project allows. All extras get the same
-version of a package, but for torch, of which `intel` has its own. Each line ends with the extras
-that need it, so that install-payload.sh can choose lines without a resolver.
+version of a package, but for torch, of which `intel` has its own. A line names the extras that
+need it, so that install-payload.sh can choose lines without a resolver; below it are the SHA-256
+of the package's wheels for the supported systems and Pythons.
+
+torch has two lines: `torch==V` for the plain package index, whose Linux builds bring CUDA packages
+(extras that end in `-cuda`), and `torch==V+cpu` for PyTorch's index of CPU builds. Where that
+index cannot be reached, a lock keeps the hashes that it has for the same version.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
+import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from packaging.tags import Tag
+from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "bootstrap" / "requirements.lock"
 TOGETHER = ("train", "orchestrate", "infra", "dev")
 UNRESOLVED = ("ccl",)
 """On an index of its own and without dependencies: taken from pyproject.toml as it is."""
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+NEWEST_PYTHON = 14
 HEADER = """\
-# Written by `make lock` from pyproject.toml; do not edit. For Python 3.11 or newer.
-# A line: package==version ; where  # the extras that need it. Installed without a resolver by
-# install-payload.sh, which takes torch's CPU build on Linux.
+# Written by `make lock` from pyproject.toml; do not edit. For Python 3.11 to 3.14, on Linux
+# (x86-64, Arm) and macOS. A line: package==version ; where  # the extras that need it. Below it:
+# SHA-256 of its wheels. Installed without a resolver by install-payload.sh, which refuses any
+# other file.
 """
+_PLATFORM = re.compile(r"any|(manylinux|linux|macosx)\w*_(x86_64|aarch64|arm64|universal2)")
+
+Hashes = Mapping[str, Sequence[str]]
+"""By `package==version`, sorted."""
 
 
 def resolve(
-    extras: Iterable[str], *, pins: Sequence[str], keep: Sequence[str], uv: str
-) -> list[str]:
-    """Requirement lines of `extras` with all that they need.
+    requirements: Sequence[str],
+    *,
+    uv: str,
+    pins: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    options: Sequence[str] = (),
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the requirement lines of what is asked for with all that it needs, and their hashes.
 
-    `pins` are versions that must be met, `keep` versions to prefer.
+    `requirements` are what `uv pip compile` takes: files, and `--extra` for pyproject.toml. `pins`
+    are versions that must be met, `keep` versions to prefer.
     """
     with tempfile.TemporaryDirectory() as folder:
         constraints, output = Path(folder, "constraints.txt"), Path(folder, "lock.txt")
         constraints.write_text("\n".join(pins), encoding="utf-8")
         output.write_text("\n".join(keep), encoding="utf-8")
-        command = [uv, "pip", "compile", "pyproject.toml", "--quiet", "--universal"]
+        command = [uv, "pip", "compile", *requirements, "--quiet", "--universal", *options]
         command += ["--python-version", "3.11", "--fork-strategy", "fewest"]
         command += ["--no-header", "--no-annotate", "--no-strip-extras"]
-        command += ["--constraints", str(constraints), "--output-file", str(output)]
-        command += [part for extra in extras for part in ("--extra", extra)]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        return output.read_text(encoding="utf-8").splitlines()
+        _run([*command, "--constraints", str(constraints), "--output-file", str(output)])
+        lines = output.read_text(encoding="utf-8").splitlines()
+        constraints.write_text("\n".join([*pins, *lines]), encoding="utf-8")
+        files = Path(folder, "pylock.toml")
+        command += ["--format", "pylock.toml"]
+        _run([*command, "--constraints", str(constraints), "--output-file", str(files)])
+        return lines, hashes_of(files.read_text(encoding="utf-8"))
 
 
-def render(lines_by_extra: dict[str, list[str]]) -> str:
-    """The lock's text."""
+def _run(command: Sequence[str]) -> None:
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def hashes_of(pylock: str) -> dict[str, list[str]]:
+    """Return the hashes in a pylock.toml, of the wheels that fit a supported system and Python.
+
+    Raises SystemExit for a package that has no wheel for any of them.
+    """
+    found: dict[str, list[str]] = {}
+    for package in tomllib.loads(pylock).get("packages", []):
+        pin = f"{package['name']}=={package['version']}"
+        wheels = {
+            unquote(urlsplit(wheel["url"]).path.rpartition("/")[2]): wheel["hashes"]["sha256"]
+            for wheel in package.get("wheels", [])
+        }
+        fitting = [value for name, value in wheels.items() if is_supported(name)]
+        if not fitting and "emscripten" not in package.get("marker", ""):
+            raise SystemExit(f"{pin} has no wheel for a supported system; it cannot be locked.")
+        found[pin] = sorted(fitting)
+    return found
+
+
+def is_supported(wheel: str) -> bool:
+    """Tell whether the wheel of this file name fits one of the supported systems and Pythons."""
+    return any(_fits(tag) for tag in parse_wheel_filename(wheel)[3])
+
+
+def _fits(tag: Tag) -> bool:
+    if not _PLATFORM.fullmatch(tag.platform):
+        return False
+    if tag.interpreter.startswith("py3"):
+        return tag.abi == "none"
+    python = re.fullmatch(r"cp3(\d+)", tag.interpreter)
+    if python is None or int(python[1]) > NEWEST_PYTHON:
+        return False
+    if tag.abi in ("abi3", "none"):
+        return True
+    return int(python[1]) >= 11 and tag.abi == tag.interpreter
+
+
+def render(lines_by_extra: Mapping[str, Sequence[str]], hashes: Hashes) -> str:
+    """Return the lock's text."""
     extras_of: dict[str, set[str]] = {}
     for extra, lines in lines_by_extra.items():
         for line in lines:
             extras_of.setdefault(line, set()).add(extra)
-    rows = [f"{line}  # {', '.join(sorted(extras_of[line]))}" for line in sorted(extras_of)]
-    return HEADER + "\n".join(rows) + "\n"
+    text = HEADER
+    for line in sorted(extras_of):
+        text += f"{line}  # {', '.join(sorted(extras_of[line]))}\n"
+        text += "".join(f"    --hash=sha256:{value}\n" for value in hashes.get(_pin(line), ()))
+    return text
 
 
-def old_lines(extras: Iterable[str]) -> list[str]:
-    """Lines of the present lock for `extras`, without their comments."""
-    if not LOCK.exists():
-        return []
-    wanted = set(extras)
-    rows = [line.split("  # ") for line in LOCK.read_text(encoding="utf-8").splitlines()]
-    return [row[0] for row in rows if len(row) == 2 and wanted & set(row[1].split(", "))]
+def _pin(line: str) -> str:
+    """Return `package==version` of a requirement line, without extras and where it applies."""
+    return re.sub(r"\[[^]]*\]", "", line.partition(" ;")[0])
 
 
-def make_lock(*, upgrade: bool, uv: str) -> str:
-    """The text of a lock for the present pyproject.toml."""
-    keep = [] if upgrade else old_lines(TOGETHER)
-    pins = resolve(TOGETHER, pins=[], keep=keep, uv=uv)
-    lines = {extra: resolve([extra], pins=pins, keep=[], uv=uv) for extra in TOGETHER}
+def read_lock(text: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return a lock's requirement lines by extra, and its hashes."""
+    lines: dict[str, list[str]] = {}
+    hashes: dict[str, list[str]] = {}
+    line = ""
+    for row in text.splitlines():
+        if row.startswith("    --hash=sha256:"):
+            hashes.setdefault(_pin(line), []).append(row.partition(":")[2])
+        elif not row.startswith("#"):
+            line, _, extras = row.partition("  # ")
+            for extra in extras.split(", "):
+                lines.setdefault(extra, []).append(line)
+    return lines, hashes
+
+
+def cpu_build(pin: str, *, old: Hashes, torch_index: str, uv: str) -> list[str]:
+    """Return the hashes of torch's CPU builds for Linux, from their index or else the old lock."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = Path(folder, "torch.in")
+        wanted.write_text(f"{pin}\n", encoding="utf-8")
+        options = ["--no-config", "--no-deps", "--default-index", torch_index]
+        try:
+            return resolve([str(wanted)], uv=uv, options=options)[1][pin]
+        except subprocess.CalledProcessError:
+            pass
+    if pin not in old:
+        raise SystemExit(
+            f"{pin}: {torch_index} cannot be reached or has no such build, and the present lock "
+            "has no hashes of it. Run make lock where it can be reached."
+        )
+    sys.stderr.write(f"{pin}: {torch_index} cannot be reached; its hashes stay as they are\n")
+    return list(old[pin])
+
+
+def make_lock(*, upgrade: bool, torch_index: str, uv: str) -> str:
+    """Return the text of a lock for the present pyproject.toml."""
+    old_lines, old_hashes = read_lock(LOCK.read_text(encoding="utf-8") if LOCK.exists() else "")
+
+    def extra(*names: str, pins: Sequence[str] = ()) -> tuple[list[str], dict[str, list[str]]]:
+        keep = [] if upgrade else [line for name in names for line in old_lines.get(name, ())]
+        flags = [part for name in names for part in ("--extra", name)]
+        return resolve(["pyproject.toml", *flags], uv=uv, pins=pins, keep=sorted(set(keep)))
+
+    pins, hashes = extra(*TOGETHER)
+    lines = {name: extra(name, pins=pins)[0] for name in TOGETHER}
     shared = [pin for pin in pins if not pin.startswith("torch==")]
-    keep = [] if upgrade else old_lines(["intel"])
-    lines["intel"] = resolve(["intel"], pins=shared, keep=keep, uv=uv)
+    lines["intel"], more = extra("intel", pins=shared)
+    hashes |= more
+    for name in ("train", "intel"):
+        (torch,) = (line for line in lines[name] if line.startswith("torch=="))
+        lines[f"{name}-cuda"], more = cuda_packages(torch, pins=lines[name], uv=uv)
+        hashes |= more
+        lines[name].append(f"{torch}+cpu")
+        hashes[f"{torch}+cpu"] = cpu_build(
+            f"{torch}+cpu", old=old_hashes, torch_index=torch_index, uv=uv
+        )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for extra in UNRESOLVED:
-        lines[extra] = [
+    for name in UNRESOLVED:
+        lines[name] = [
             " ; ".join(part.strip() for part in requirement.split(";"))
-            for requirement in project["optional-dependencies"][extra]
+            for requirement in project["optional-dependencies"][name]
         ]
-    return render(lines)
+    return render(lines, hashes)
+
+
+def cuda_packages(
+    torch: str, *, pins: Iterable[str], uv: str
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Return what the plain index's Linux build of torch needs besides, and its hashes."""
+    pins = list(pins)
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = Path(folder, "torch.in")
+        wanted.write_text(f"{torch}\n", encoding="utf-8")
+        # Without pyproject.toml's word on what torch needs.
+        lines, hashes = resolve([str(wanted)], uv=uv, pins=pins, options=["--no-config"])
+    known = {_pin(pin) for pin in pins}
+    return [line for line in lines if _pin(line) not in known], hashes
 
 
 def main() -> None:
@@ -87,8 +216,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Pin every package in requirements.lock.")
     parser.add_argument("--upgrade", action="store_true", help="take the newest allowed versions")
     parser.add_argument("--uv", default="uv", help="the uv program (default: the one on PATH)")
+    parser.add_argument(
+        "--torch-index",
+        default=CPU_INDEX,
+        metavar="URL",
+        help="index of PyTorch's CPU builds (default: %(default)s)",
+    )
     arguments = parser.parse_args()
-    LOCK.write_text(make_lock(upgrade=arguments.upgrade, uv=arguments.uv), encoding="utf-8")
+    text = make_lock(upgrade=arguments.upgrade, torch_index=arguments.torch_index, uv=arguments.uv)
+    LOCK.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

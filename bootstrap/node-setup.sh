@@ -155,7 +155,8 @@ step_user() {
 }
 
 step_payload() {
-    local options=(--venv "$VENV" --extras "$EXTRAS" --lock "$here/requirements.lock")
+    # --torch-cuda: nobody is there to ask, and a node without torch is of no use.
+    local options=(--venv "$VENV" --extras "$EXTRAS" --lock "$here/requirements.lock" --torch-cuda)
     [[ -z $WHEELHOUSE ]] || options+=(--wheelhouse "$WHEELHOUSE")
     [[ -z $TORCH_INDEX ]] || options+=(--torch-index "$TORCH_INDEX")
     install -d -o "$NODE_USER" -g "$NODE_USER" -m 0755 "$(dirname "$VENV")"

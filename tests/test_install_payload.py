@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from bootstrap.make_lock import read_lock
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "bootstrap" / "install-payload.sh"
@@ -35,8 +43,15 @@ def make_wheel(folder: Path, name: str, version: str, *, requires: Sequence[str]
 
 
 def write_lock(folder: Path, *lines: str) -> Path:
+    """Write a lock of these lines, with the hashes of all such wheels below the folder."""
+    text = "# A lock\n"
+    for line in lines:
+        name, version = re.split(r"[=\[]", line)[0], line.split(" ")[0].rpartition("==")[2]
+        text += f"{line}\n"
+        for wheel in sorted(folder.rglob(f"{name}-{version}-*.whl")):
+            text += f"    --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n"
     path = folder / "requirements.lock"
-    path.write_text("# A lock\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -53,6 +68,7 @@ def install(*arguments: str | Path, cwd: Path, **env: str) -> subprocess.Complet
             "PIP_FIND_LINKS": "",
             **env,
         },
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
@@ -120,12 +136,14 @@ def test_an_interrupted_set_up_is_done_again_once_for_two_that_come_at_once(
 ) -> None:
     wheels = tmp_path / "wheels"
     make_wheel(wheels, "alpha", "1.0")
+    beta = make_wheel(wheels, "beta", "1.0")
     lock = write_lock(tmp_path, "alpha==1.0  # train", "beta==1.0  # train")
     options: list[str | Path] = ["--lock", lock, "--wheelhouse", wheels, "--extras", "train"]
+    beta.rename(tmp_path / beta.name)
     broken = install(*options, cwd=tmp_path)
     assert broken.returncode == 30
     assert "beta" in broken.stderr
-    make_wheel(wheels, "beta", "1.0")
+    (tmp_path / beta.name).rename(beta)
     command: list[str | Path] = ["bash", SCRIPT, "--python", sys.executable, *options]
     both = [
         subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for _ in range(2)
@@ -144,20 +162,23 @@ def test_a_cuda_build_is_announced_with_its_size_before_it_is_installed(tmp_path
     with zipfile.ZipFile(cuda, "a") as wheel:
         wheel.writestr("weight.bin", os.urandom(60_000_000))
     make_wheel(links, "api", "1.0")
+    make_wheel(tmp_path / "on an index out of reach", "torch", "2.13.0+cpu")
     lock = write_lock(
-        tmp_path, "torch==2.13.0  # train", "filelock==4.0  # train", "api[grpc]==1.0  # train"
+        tmp_path,
+        "torch==2.13.0  # train",
+        "torch==2.13.0+cpu  # train",
+        "filelock==4.0  # train",
+        "api[grpc]==1.0  # train",
+        "nvidia_cublas==13.0  # train-cuda",
     )
-    done = install(
-        "--lock",
-        lock,
-        "--extras",
-        "train",
-        "--torch-index",
-        CLOSED,
-        cwd=tmp_path,
-        PIP_NO_INDEX="1",
-        PIP_FIND_LINKS=str(links),
-    )
+    options: list[str | Path] = ["--lock", lock, "--extras", "train", "--torch-index", CLOSED]
+    plain = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(links)}
+    # Nobody can be asked without a terminal.
+    unasked = install(*options, cwd=tmp_path, **plain)
+    assert unasked.returncode == 30
+    assert "not installed unasked. Agree to it: --torch-cuda" in unasked.stderr.splitlines()[-1]
+    assert installed(tmp_path / ".venv") == set()
+    done = install(*options, "--torch-cuda", cwd=tmp_path, **plain)
     assert done.returncode == 0, done.stderr
     assert "api==1.0" in installed(tmp_path / ".venv")
     lines = done.stderr.splitlines()
@@ -171,7 +192,7 @@ def test_a_cuda_build_is_announced_with_its_size_before_it_is_installed(tmp_path
 def test_a_cpu_build_on_the_plain_index_is_taken_without_ado(tmp_path: Path) -> None:
     links = tmp_path / "links"
     make_wheel(links, "torch", "2.13.0+cpu")
-    lock = write_lock(tmp_path, "torch==2.13.0  # train")
+    lock = write_lock(tmp_path, "torch==2.13.0  # train", "torch==2.13.0+cpu  # train")
     done = install(
         "--lock",
         lock,
@@ -189,6 +210,27 @@ def test_a_cpu_build_on_the_plain_index_is_taken_without_ado(tmp_path: Path) -> 
     assert installed(tmp_path / ".venv") == {"torch==2.13.0+cpu"}
     # What runs import is compiled, also where no process after this one may.
     assert list((tmp_path / ".venv").glob("lib/python*/site-packages/__pycache__/torch.*.pyc"))
+
+
+@pytest.mark.parametrize("build", ["2.13.0", "2.13.0+cpu"])
+def test_a_wheelhouse_with_either_build_of_torch_is_enough(build: str, tmp_path: Path) -> None:
+    """As on the rig's machines and on nodes without internet; nothing is downloaded or asked."""
+    wheels = tmp_path / "wheels"
+    needs = ["nvidia-cublas==13.0"] if build == "2.13.0" else []
+    make_wheel(wheels, "torch", build, requires=needs)
+    make_wheel(wheels if needs else tmp_path / "elsewhere", "nvidia_cublas", "13.0")
+    lock = write_lock(
+        tmp_path,
+        "torch==2.13.0  # train",
+        "torch==2.13.0+cpu  # train",
+        "nvidia_cublas==13.0  # train-cuda",
+    )
+    options: list[str | Path] = ["--lock", lock, "--wheelhouse", wheels, "--extras", "train"]
+    done = install(*options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "NOTE" not in done.stderr
+    cuda = {"nvidia_cublas==13.0"} if needs else set()
+    assert installed(tmp_path / ".venv") == {f"torch=={build}"} | cuda
 
 
 def test_the_extras_with_different_torch_do_not_mix(tmp_path: Path) -> None:
@@ -231,8 +273,8 @@ def test_another_python_than_the_environments_is_not_ignored(tmp_path: Path) -> 
     write_program(tmp_path / ".venv" / "bin" / "python", 'echo "Python 3.99.0"')
     refused = install("--python", sys.executable, cwd=tmp_path)
     assert refused.returncode == 2
-    assert ".venv was made with Python 3.99.0, --python names Python 3." in refused.stderr
-    assert "choose another --venv" in refused.stderr
+    assert ".venv was made with Python 3.99.0, --python " in refused.stderr
+    assert "choose another: --venv DIR" in refused.stderr
 
 
 def test_a_full_disk_is_found_before_anything_is_installed(tmp_path: Path) -> None:
@@ -268,7 +310,7 @@ def test_the_lock_has_every_package_of_pyproject_at_an_allowed_version() -> None
     groups = project["optional-dependencies"]
     locked: dict[tuple[str, str], list[str]] = {}
     for line in (ROOT / "bootstrap" / "requirements.lock").read_text("utf-8").splitlines():
-        if not line.startswith("#"):
+        if not line.startswith(("#", " ")):
             pin, extras = line.split("  # ")
             requirement = Requirement(pin)
             for extra in extras.split(", "):
@@ -281,6 +323,134 @@ def test_the_lock_has_every_package_of_pyproject_at_an_allowed_version() -> None
         for requirement in map(Requirement, wanted):
             versions = locked[extra, requirement.name.lower()]
             assert all(version in requirement.specifier for version in versions)
+
+
+def test_a_wheel_that_the_lock_does_not_know_is_refused(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    make_wheel(wheels, "alpha", "1.0")
+    lock = write_lock(tmp_path, "alpha==1.0  # train")
+    make_wheel(wheels, "alpha", "1.0", requires=["evil"])
+    options: list[str | Path] = ["--lock", lock, "--wheelhouse", wheels, "--extras", "train"]
+    refused = install(*options, cwd=tmp_path)
+    assert refused.returncode == 30
+    assert "DO NOT MATCH THE HASHES" in refused.stderr
+    assert installed(tmp_path / ".venv") == set()
+
+
+@pytest.mark.parametrize("name", ["alpha", "torch"])
+def test_an_index_that_shadows_a_package_gets_nothing_installed(name: str, tmp_path: Path) -> None:
+    """The same name and version on an index that pip.conf adds: dependency confusion."""
+    make_wheel(tmp_path / "ours", name, "1.0")
+    lock = write_lock(tmp_path, f"{name}==1.0  # train", f"{name}==1.0+cpu  # train")
+    make_wheel(tmp_path / "theirs", name, "1.0", requires=["evil"])
+    make_wheel(tmp_path / "theirs", name, "1.0+cpu", requires=["evil"])
+    refused = install(
+        *("--lock", lock, "--extras", "train", "--torch-index", CLOSED),
+        cwd=tmp_path,
+        PIP_NO_INDEX="1",
+        PIP_FIND_LINKS=str(tmp_path / "theirs"),
+    )
+    assert refused.returncode == 30
+    assert "DO NOT MATCH THE HASHES" in refused.stderr
+    assert installed(tmp_path / ".venv") == set()
+
+
+def test_a_package_without_a_hash_is_refused(tmp_path: Path) -> None:
+    lock = write_lock(tmp_path, "alpha==1.0  # train")
+    make_wheel(tmp_path / "wheels", "alpha", "1.0")
+    options: list[str | Path] = ["--lock", lock, "--wheelhouse", tmp_path / "wheels"]
+    refused = install(*options, "--extras", "train", cwd=tmp_path)
+    assert refused.returncode == 30
+    assert "Hashes are required" in refused.stderr
+
+
+def test_every_package_of_the_lock_has_hashes_but_for_intels_own() -> None:
+    lines, hashes = read_lock((ROOT / "bootstrap" / "requirements.lock").read_text("utf-8"))
+    names = {re.split(r"[=\[]", line)[0] for each in lines.values() for line in each}
+    hashed = {pin.partition("==")[0] for pin in hashes}
+    assert names - hashed == {"oneccl_bind_pt"}
+    # torch's CPU builds: Linux on two processors, for each Python.
+    assert len(hashes["torch==2.13.0+cpu"]) == 8
+    assert len(hashes["torch==2.8.0+cpu"]) == 6
+    assert not set(hashes["torch==2.13.0+cpu"]) & set(hashes["torch==2.13.0"])
+
+
+def test_ctrl_c_while_the_environment_is_made_leaves_no_traceback(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    make_wheel(wheels, "alpha", "1.0")
+    lock = write_lock(tmp_path, "alpha==1.0  # train")
+    options: list[str | Path] = ["--lock", lock, "--wheelhouse", wheels, "--extras", "train"]
+    process = subprocess.Popen(
+        ["bash", SCRIPT, "--python", sys.executable, *options],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # What ignores it itself, as a shell's background job does, hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    wait_until((tmp_path / ".venv" / "pyvenv.cfg").exists, what="the environment's first file")
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == "setup: interrupted; the same command goes on from here"
+    assert "Traceback" not in said
+    again = install(*options, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert installed(tmp_path / ".venv") == {"alpha==1.0"}
+
+
+def test_messages_name_what_make_can_pass(tmp_path: Path) -> None:
+    old = install("--from-make", "--python", old_python(tmp_path), cwd=tmp_path)
+    assert "name one: PYTHON=PYTHON" in old.stderr
+    make = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {"PYTHON", "VENV", "TORCH_INDEX", "WHEELHOUSE", "TORCH_CUDA"}
+    assert all(f"\n{name} ?=" in make for name in named)
+
+
+def test_set_up_says_every_15_s_that_it_is_at_work(tmp_path: Path) -> None:
+    """A stand-in for a slow pip: the clock of the script is what counts, so it is sped up."""
+    slow = write_program(
+        tmp_path / "python",
+        f'[[ "$*" == "-m venv"* ]] && sleep 16\nexec {sys.executable} "$@"',
+    )
+    make_wheel(tmp_path / "wheels", "alpha", "1.0")
+    lock = write_lock(tmp_path, "alpha==1.0  # train")
+    done = install(
+        *("--lock", lock, "--wheelhouse", tmp_path / "wheels", "--extras", "train"),
+        *("--python", slow),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "setup: making .venv: 15 s" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to leave files of root's")
+@pytest.mark.parametrize("what", [".venv", "data", "runs"])
+def test_what_sudo_left_behind_is_named_with_its_remedy(what: str, tmp_path: Path) -> None:
+    reachable = Path(tempfile.mkdtemp(dir="/var/tmp"))
+    try:
+        reachable.chmod(0o777)
+        (reachable / what).mkdir()
+        (reachable / what / ".tileforge-setup.lock").touch()
+        lock = write_lock(tmp_path, "alpha==1.0  # train")
+        shutil.copy(SCRIPT, reachable)
+        shutil.copy(lock, reachable)
+        options = ("--python", "/usr/bin/python3", "--writable", "data", "--writable", "runs")
+        nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+        done = subprocess.run(
+            [*nobody, "bash", "install-payload.sh", "--extras", "train", *options],
+            cwd=reachable,
+            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        shutil.rmtree(reachable)
+    assert done.returncode == 30
+    assert f"may not write in {what}, which somebody else made (with sudo?)" in done.stderr
+    assert f"Take it over: sudo chown -R nobody {what}" in done.stderr
 
 
 def test_the_script_is_clean_for_shellcheck() -> None:

@@ -118,6 +118,7 @@ def torchrun_argv(
         *(python, "-m", "torch.distributed.run"),
         *("--nnodes", "1", "--nproc-per-node", str(world_size)),
         *("--master-addr", master_address, "--master-port", str(master_port)),
-        *("--max-restarts", "0"),
+        # By default its own files go to a new folder in the temporary one, and stay there.
+        *("--max-restarts", "0", "--log-dir", str(run_dir / "logs" / "torchrun")),
         *("-m", "payload.supervise.rank", "--run-dir", str(run_dir)),
     )

@@ -22,12 +22,17 @@ def test_the_wheelhouse_follows_the_machines_python_and_not_this_one() -> None:
             "d==1  # dev",
         ]
     )
-    assert requirements(lock, extra="train") == ["a==1", "b==1"]
+    assert requirements(lock, extra="train", torch="1") == ["a==1", "b==1"]
 
 
-def test_the_lock_has_torch_and_mpi_for_the_machines() -> None:
-    names = {line.split("==")[0] for line in requirements(LOCK.read_text("utf-8"), extra="train")}
-    assert {"torch", "impi-rt"} <= names
+@pytest.mark.parametrize("build", ["2.13.0", "2.13.0+cpu"])
+def test_the_machines_get_the_build_of_torch_that_the_host_has(build: str) -> None:
+    wanted = requirements(LOCK.read_text("utf-8"), extra="train", torch=build)
+    names = {line.partition("==")[0].partition("[")[0] for line in wanted}
+    assert [line for line in wanted if line.startswith("torch==")] == [f"torch=={build}"]
+    assert "impi-rt" in names
+    cuda = {"cuda-toolkit", "nvidia-cublas", "triton"}
+    assert names & cuda == (cuda if build == "2.13.0" else set())
 
 
 def test_what_is_cached_is_whole_or_absent_and_made_once(

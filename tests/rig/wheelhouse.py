@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,32 +25,43 @@ _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def wheelhouse(extra: str = "train") -> Path:
-    """Folder of the wheels that `install-payload.sh --wheelhouse` needs; 0.4 GB for `train`."""
-    wanted = requirements(LOCK.read_text(encoding="utf-8"), extra=extra)
+    """Return the folder of wheels that `install-payload.sh --wheelhouse` needs.
+
+    0.4 GB for `train`, 3 GB where this host has torch's CUDA build: the machines get the build that
+    could be had here.
+    """
+    wanted = requirements(
+        LOCK.read_text(encoding="utf-8"), extra=extra, torch=importlib.metadata.version("torch")
+    )
     return cached("wheels", recipe=wanted, build=lambda folder: _download(folder, wanted))
 
 
-def requirements(lock: str, *, extra: str) -> list[str]:
-    """`name==version` of the lock's lines for `extra` that hold on the machines."""
+def requirements(lock: str, *, extra: str, torch: str) -> list[str]:
+    """Return `name==version` of the lock's lines for `extra` that hold on the machines.
+
+    Of torch's two builds it is `torch`, such as 2.13.0+cpu; the other one, 2.13.0, brings CUDA
+    packages.
+    """
+    extras = {extra} if torch.endswith("+cpu") else {extra, f"{extra}-cuda"}
     found = []
     for line in lock.splitlines():
-        if line.startswith("#"):
+        if line.startswith(("#", " ")):
             continue
-        requirement, _, extras = line.partition("  # ")
+        requirement, _, own = line.partition("  # ")
         name, _, marker = requirement.partition(" ; ")
         applies = not marker or Marker(marker).evaluate(dict(_PYTHON))
-        if extra in extras.split(", ") and applies:
+        is_other_build = name.startswith("torch==") and name != f"torch=={torch}"
+        if extras & set(own.split(", ")) and applies and not is_other_build:
             found.append(name)
     return found
 
 
 def _download(folder: Path, wanted: Sequence[str]) -> None:
-    torch = [name for name in wanted if name.startswith("torch==")]
-    rest = [name for name in wanted if name not in torch]
-    _pip_download(folder, *rest)
-    if torch:
+    cpu = [name for name in wanted if name.endswith("+cpu")]
+    _pip_download(folder, *(name for name in wanted if name not in cpu))
+    if cpu:
         # Where it cannot be reached, pip says so and takes what its own settings give.
-        _pip_download(folder, "--extra-index-url", _CPU_INDEX, "--retries=1", "--timeout=5", *torch)
+        _pip_download(folder, "--extra-index-url", _CPU_INDEX, "--retries=1", "--timeout=5", *cpu)
 
 
 def _pip_download(folder: Path, *arguments: str) -> None:

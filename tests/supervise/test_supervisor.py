@@ -75,6 +75,14 @@ def test_a_run_ends_well_and_every_rank_had_its_place(tmp_path: Path, launcher: 
     assert paths.supervisor_log.exists() is False
 
 
+def test_torchrun_leaves_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    paths = plan_stand_in(tmp_path / "run", launcher="torchrun")
+    assert supervise(paths, env={"TMPDIR": str(temporary)}).wait(DEADLINE_S) == ExitCode.OK
+    assert [path.name for path in temporary.iterdir()] == []
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, launcher: str) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, launcher=launcher)
