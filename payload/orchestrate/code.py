@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ from payload.errors import PreflightError
 from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
 from payload.orchestrate.ssh import Connection
 from payload.orchestrate.transfer import put
+from payload.untrusted import RUN_ID, build, checked
 
+_CHECKPOINT = re.compile(r"(step_[0-9]{1,20})?")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _LOOK_S = 30.0
 _UNPACK_S = 120.0
 _COPY_S = 600.0
@@ -58,10 +62,30 @@ def look(
     return _place(connection, code, action="look", venv=str(venv), wholes=list(wholes))
 
 
-def running_on(connection: Connection) -> str | None:
-    """The run that is going on on this node, whoever started it."""
-    found: str | None = _send(connection, action="running")["running"]
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunThere:
+    """What a node has of one run."""
+
+    run_id: str = checked(pattern=RUN_ID, wanted="a run's name")
+    checkpoint: str = checked(pattern=_CHECKPOINT, wanted="a checkpoint's name, or empty")
+    """The newest whole one; empty where there is none."""
+    state: str | None = checked(pattern=_SHA256, wanted="a sha256")
+    """Of state.json; None for a run that has never begun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunsThere:
+    """What a node has of all runs."""
+
+    running: str | None = checked(pattern=RUN_ID, wanted="a run's name")
+    """The run that is going on, whoever started it."""
+    runs: tuple[RunThere, ...] = checked(max_items=10_000)
+
+
+def runs_on(connection: Connection) -> RunsThere:
+    """What is going on on the node, and what its runs have. Raises PreflightError."""
+    where = f"{connection.node.name}: its runs"
+    return build(RunsThere, _send(connection, action="running"), where=where, error=PreflightError)
 
 
 def send_code(

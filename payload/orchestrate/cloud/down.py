@@ -44,13 +44,12 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         talk.print("dry run: nothing was collected or destroyed")
         return ExitCode.OK
     if stake is not None:
-        stake.refuse_while_running(**_WORDS)
+        stake.refuse_losses(**_WORDS)
     if not confirm(f"Destroy cluster {cluster}?", assume_yes=arguments.yes):
         talk.print("nothing was destroyed")
         return ExitCode.OK
-    if stake is not None:
-        stake.bring_home(env, **_WORDS)
-    talk.print(f"1/3 collect: {0 if stake is None else len(stake.missing)} run(s) brought home")
+    brought = [] if stake is None else stake.bring_home(env, **_WORDS)
+    talk.print(f"1/3 collect: {len(brought)} run(s) brought home")
     try:
         destroy_and_look(pulumi, google, cluster, folder=folder, steps=3, talk=talk)
     except KeyboardInterrupt:

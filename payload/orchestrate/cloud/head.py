@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -15,6 +16,9 @@ from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.host_keys import MachineGoneError, pin_node
 from payload.orchestrate.cloud.stack import StackOutputs, cluster_folder
 from payload.orchestrate.keys import operator_key_path
+
+if TYPE_CHECKING:
+    from payload.orchestrate.code import RunsThere, RunThere
 
 # A machine that has no host keys yet is booting, and nobody has reached it over SSH.
 _KEYS_S = 5.0
@@ -30,6 +34,8 @@ class Head:
     """Whether the cloud has no such machine any more."""
     running: str | None = None
     """The run that is going on, whoever started it."""
+    runs: Sequence[RunThere] = ()
+    """What it has of every run, as far as it could be asked."""
     unasked: str | None = None
     """Why it could not be asked for one."""
 
@@ -90,18 +96,18 @@ def _ask(
     if key is None:
         return Head(machine=node.instance_id, unasked=f"there is no key here: {keys[0]}")
     try:
-        running = _running(replace(inventory, nodes=(node,)), env, key=key)
+        found = _runs(replace(inventory, nodes=(node,)), env, key=key)
     except TileforgeError as error:
         return Head(machine=node.instance_id, unasked=str(error))
-    return Head(machine=node.instance_id, running=running)
+    return Head(machine=node.instance_id, running=found.running, runs=found.runs)
 
 
-def _running(inventory: ClusterInventory, env: Mapping[str, str], *, key: Path) -> str | None:
+def _runs(inventory: ClusterInventory, env: Mapping[str, str], *, key: Path) -> RunsThere:
     # paramiko takes half a second to import.
     from payload.orchestrate.cluster import Cluster
-    from payload.orchestrate.code import running_on
+    from payload.orchestrate.code import runs_on
     from payload.orchestrate.ssh_settings import Login
 
     login = Login(user=inventory.ssh_user, key=key)
     with Cluster(inventory, login=login, env=env) as cluster:
-        return running_on(cluster.connect(inventory.head))
+        return runs_on(cluster.connect(inventory.head))

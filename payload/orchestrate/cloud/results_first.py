@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -19,49 +21,81 @@ from payload.orchestrate.cloud.stack import StackOutputs
 from payload.orchestrate.mirror import Mirrored, read_mirrored
 from payload.orchestrate.runs import all_runs
 from payload.results import RunPaths, Summary, read_json
+from payload.untrusted import read_bytes
+
+if TYPE_CHECKING:
+    from payload.orchestrate.code import RunThere
+
+
+Copies = Sequence[tuple[RunPaths, Mirrored, ClusterInventory]]
+"""The runs of a cluster that have a copy here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtStake:
     """What the cluster's machines would take with them."""
 
-    missing: Sequence[RunPaths]
-    """Runs whose copy here lacks something, or that may still be going on."""
-    known: Sequence[str]
-    """Every run of the cluster that has a copy here."""
+    copies: Copies
     head: Head
     ask: Callable[[], Head] | None
     """Asks the head anew; None where there is none."""
+
+    @property
+    def missing(self) -> Sequence[RunPaths]:
+        """Runs whose copy here lacks something that the head has, or that may be going on."""
+        there = {run.run_id: run for run in self.head.runs}
+        return [
+            paths
+            for paths, mirrored, inventory in self.copies
+            if not self.head.has_lost(inventory.head)
+            and not _is_whole(paths, mirrored, there.get(paths.run_id))
+        ]
+
+    @property
+    def elsewhere(self) -> Sequence[str]:
+        """Runs that have something on the head and no copy here."""
+        known = {paths.run_id for paths, _, _ in self.copies}
+        return [run.run_id for run in self.head.runs if run.state and run.run_id not in known]
 
     def names(self) -> str:
         """The runs to collect, for people, and the one that goes on."""
         names = ", ".join(paths.run_id for paths in self.missing) or "nothing is missing here"
         return names + (f"; run {self.head.running} is going on" if self.head.running else "")
 
-    def refuse_while_running(self, *, kept: str, force: str) -> None:
-        """Raises ConfigError when a run is going on.
+    def refuse_losses(self, *, kept: str, force: str) -> None:
+        """Raises ConfigError when a run is going on, or has results that only others can collect.
 
         `kept` says what is not done then, `force` is the command that does it all the same.
         """
         running = self.head.running
-        if running is None:
-            return
-        if running in self.known:
-            how = _how_to_stop(running)
-        else:
-            attach = command("orchestrate", "attach", running, "--inventory", "stack")
-            how = f"It was started elsewhere. Stop it there, or here after: {attach}"
-        raise ConfigError(f"run {running} is going on, so {kept}. {how} (or lose its end: {force})")
+        if running is not None:
+            if running in [paths.run_id for paths, _, _ in self.copies]:
+                how = _how_to_stop(running)
+            else:
+                how = f"It was started elsewhere. Stop it there, or here after: {_attach(running)}"
+            raise ConfigError(
+                f"run {running} is going on, so {kept}. {how} (or lose its end: {force})"
+            )
+        if self.elsewhere:
+            raise ConfigError(
+                f"{len(self.elsewhere)} run(s) that were started elsewhere have results on the "
+                f"head: {', '.join(self.elsewhere[:5])}, so {kept}. Bring each here first: "
+                f"{_attach(self.elsewhere[0])} "
+                f"(or lose them: {force})"
+            )
 
-    def bring_home(self, env: Mapping[str, str], *, kept: str, force: str) -> None:
-        """Collect the runs. Raises when one cannot be, or goes on; the words are as above.
+    def bring_home(self, env: Mapping[str, str], *, kept: str, force: str) -> Sequence[RunPaths]:
+        """Collect the runs and return them. Raises when one cannot be; the words are as above.
 
-        The head is asked once more: a run may have begun while the operator was thinking.
+        The head is asked once more: a run may have begun, or gone on and ended, while the operator
+        was thinking.
         """
-        if self.ask is not None:
-            replace(self, head=self.ask()).refuse_while_running(kept=kept, force=force)
-        for paths in self.missing:
+        now = self if self.ask is None else replace(self, head=self.ask())
+        now.refuse_losses(kept=kept, force=force)
+        missing = now.missing
+        for paths in missing:
             _collect(paths, env, kept=kept, force=force)
+        return missing
 
 
 def at_stake(
@@ -81,19 +115,13 @@ def at_stake(
         keys = [Path(mirrored.ssh_key) for _, mirrored, _ in copies]
         ask = partial(ask_head, outputs, env, folder=folder, more_keys=keys, talk=talk)
         head = ask()
-    missing = []
     for paths, mirrored, inventory in copies:
-        if not mirrored.alive and _is_whole(paths, collected=mirrored.collected):
-            continue
-        if head.has_lost(inventory.head):
+        if head.has_lost(inventory.head) and not _is_whole(paths, mirrored, None):
             talk.print(f"run {paths.run_id}: the machine that had its results is gone")
-        else:
-            missing.append(paths)
-    known = [paths.run_id for paths, _, _ in copies]
-    return AtStake(missing=missing, known=known, head=head, ask=ask)
+    return AtStake(copies=copies, head=head, ask=ask)
 
 
-def _copies(runs_dir: Path, cluster: str) -> list[tuple[RunPaths, Mirrored, ClusterInventory]]:
+def _copies(runs_dir: Path, cluster: str) -> Copies:
     found = []
     for paths in all_runs(runs_dir):
         mirrored = read_mirrored(paths)
@@ -105,18 +133,34 @@ def _copies(runs_dir: Path, cluster: str) -> list[tuple[RunPaths, Mirrored, Clus
     return found
 
 
-def _is_whole(paths: RunPaths, *, collected: str | None) -> bool:
-    """Whether all of a run that has ended is here.
+def _is_whole(paths: RunPaths, mirrored: Mirrored, there: RunThere | None) -> bool:
+    """Whether all of a run that has ended is here; `there` is what the head has of it now.
 
-    The newest checkpoint of one that failed may be older than its last step, or there is none; what
-    was `collected` tells.
+    Somebody else may have resumed it since it was collected. Without the head's word the copy's has
+    to do: the newest checkpoint of a run that failed may be older than its last step, or there is
+    none, so that what was collected tells.
     """
+    if mirrored.alive:
+        return False
+    if there is not None:
+        newest = paths.checkpoints / there.checkpoint / "manifest.json"
+        has_newest = not there.checkpoint or newest.is_file()
+        if not has_newest or _sha256(paths.state) != there.state:
+            return False
+    collected = mirrored.collected
     if collected is not None and (not collected or (paths.checkpoints / collected).is_dir()):
         return True
     summary, checkpoint = read_json(Summary, paths.summary), paths.newest_checkpoint()
     if summary is None or checkpoint is None or summary.status == "running":
         return False
     return checkpoint_step(checkpoint) >= summary.steps
+
+
+def _sha256(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(read_bytes(path)).hexdigest()
+    except OSError:
+        return None
 
 
 def _collect(paths: RunPaths, env: Mapping[str, str], *, kept: str, force: str) -> None:
@@ -139,6 +183,10 @@ def _collect(paths: RunPaths, env: Mapping[str, str], *, kept: str, force: str) 
             f"run {paths.run_id} is going on, so {kept}. {_how_to_stop(paths.run_id)} "
             f"(or lose its end: {force})"
         )
+
+
+def _attach(run_id: str) -> str:
+    return command("orchestrate", "attach", run_id, "--inventory", "stack")
 
 
 def _how_to_stop(run_id: str) -> str:

@@ -64,7 +64,7 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         talk.print("dry run: nothing was built")
         return ExitCode.OK
     if stake is not None:
-        stake.refuse_while_running(**_WORDS)
+        stake.refuse_losses(**_WORDS)
     if not confirm("Build this?", assume_yes=arguments.yes):
         talk.print("nothing was built")
         return ExitCode.OK
@@ -146,7 +146,7 @@ class _Results:
         if not going or self._arguments.without_collect:
             return True
         if stake is not None:
-            stake.refuse_while_running(kept=kept, force=_FORCE)
+            stake.refuse_losses(kept=kept, force=_FORCE)
             if stake.head.unasked:
                 raise ConfigError(
                     f"it is not known whether a run is going on, so {kept} (go on all the same: "

@@ -30,7 +30,7 @@ def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
     """Carry out one action in the login's `home`."""
     root = home / "tileforge"
     if arguments["action"] == "running":
-        return {"running": running(root / "runs")}
+        return {"running": running(root / "runs"), "runs": results(root / "runs")}
     if arguments["action"] == "finish":
         return finish(root, arguments["digest"], arguments["files"])
     missing = missing_files(root, arguments["digest"], arguments["files"])
@@ -98,6 +98,19 @@ def running(runs: Path) -> str | None:
             except BlockingIOError:
                 return lock.parent.name
     return None
+
+
+def results(runs: Path) -> list[dict[str, Any]]:
+    """What each run has to lose: its newest whole checkpoint (or empty) and its state's sha256."""
+    found = []
+    for plan in sorted(runs.glob("*/plan.json")):
+        folder = plan.parent
+        whole = [path.parent.name for path in folder.glob("checkpoints/step_*/manifest.json")]
+        whole = [name for name in whole if not name.endswith(".partial")]
+        state = sha256_of(folder / "state.json")
+        newest = max(whole, default="")
+        found.append({"run_id": folder.name, "checkpoint": newest, "state": state})
+    return found
 
 
 def free_port() -> int | None:

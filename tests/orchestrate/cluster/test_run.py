@@ -77,9 +77,12 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
 
 
 @pytest.fixture
-def another(trained: Trained, tmp_path: Path) -> Operator:
+def another(trained: Trained, tmp_path: Path) -> Iterator[Operator]:
     """Who comes to nodes that have the payload, from a machine that knows of no run."""
-    return Operator(tmp_path, trained.operator.nodes)
+    yield Operator(tmp_path, trained.operator.nodes)
+    # The trained operator's cluster has one run.
+    for folder in trained.on_head("").parent.glob("[!f.]*"):
+        shutil.rmtree(folder)
 
 
 @contextmanager
@@ -132,6 +135,28 @@ def test_what_is_missing_here_is_brought_home_before_anything_is_destroyed(
     assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
     assert (checkpoint / "model.safetensors").exists()
     assert told == ["stack", "destroy"]
+
+
+def test_what_another_operator_resumed_or_started_is_brought_home_before_anything_is_destroyed(
+    trained: Trained, another: Operator, tmp_path: Path
+) -> None:
+    code, said = another.do(*another.run_words("one", "train.steps=2"))
+    assert code == ExitCode.OK, said
+    (tmp_path / "b").mkdir()
+    rival = Operator(tmp_path / "b", another.nodes)
+    shutil.copytree(another.paths("one").root, rival.paths("one").root, symlinks=True)
+    code, said = rival.do(*rival.run_words("one", "train.steps=4"), "--resume", "one")
+    assert code == ExitCode.OK and not another.paths("one").checkpoint(4).exists(), said
+    # Of a run that this machine has never seen, it cannot know how to bring it home.
+    code, said, told = as_stack(another, "down")
+    assert code == ExitCode.CONFIG and told == ["stack"], said
+    assert "have results on the head: far, so nothing was destroyed" in said, said
+    mine = another.paths("far").root
+    shutil.copytree(trained.operator.paths("far").root, mine, symlinks=True)
+    code, said, told = as_stack(another, "down")
+    assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
+    assert (another.paths("one").checkpoint(4) / "model.safetensors").exists()
+    assert summary(another.paths("one").root)["steps"] == 4 and told == ["stack", "destroy"]
 
 
 def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Operator) -> None:
