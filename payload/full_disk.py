@@ -57,11 +57,16 @@ def _room(path: Path) -> Path:
     return path.with_name(f".{path.name}.room")
 
 
+def _open_here(path: str, flags: int) -> int:
+    """Open a file, but none that a link leads to: it may be outside of the run folder."""
+    return os.open(path, flags | os.O_NOFOLLOW)
+
+
 def _write_over(path: Path, content: bytes) -> bool:
     """Whether there is a file with room enough."""
     try:
-        file = FileIO(path, "r+")
-    except FileNotFoundError:
+        file = FileIO(path, "r+", opener=_open_here)
+    except OSError:
         return False
     with file:
         there = os.fstat(file.fileno())

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import stat
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -334,9 +335,20 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
+def is_odd_file(path: Path) -> bool:
+    """Tell whether something lies in a file's place and is none: a folder, a pipe, a link.
+
+    What is written through a link would leave the run folder.
+    """
+    try:
+        return not stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
 def require_file(path: Path) -> Path | None:
     """Set aside what lies in a file's place and is none; return its new name, or None."""
-    return set_aside(path) if os.path.lexists(path) and not path.is_file() else None
+    return set_aside(path) if is_odd_file(path) else None
 
 
 def discard(path: Path) -> None:

@@ -52,7 +52,7 @@ class RunLock:
 def is_supervised(paths: RunPaths) -> bool:
     """Whether a living supervisor holds the run's lock; true for no moment after its death."""
     try:
-        descriptor = os.open(paths.lock, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(paths.lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

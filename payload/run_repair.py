@@ -6,6 +6,7 @@ rebuilt from the others, and what lies in a file's place is set aside.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from payload.checkpoint_files import checkpoint_config, newest_sound
 from payload.errors import ConfigError
-from payload.results import RunPaths, RunState, Summary, last_record, set_aside
+from payload.results import RunPaths, RunState, Summary, is_odd_file, last_record, set_aside
 from payload.run_config import RunConfig, fixed_differences, load_run_config, parse_run_config
 from payload.untrusted import RUN_ID, build, checked, parse_json, read_bytes
 
@@ -105,10 +106,10 @@ def _problem_with_config(paths: RunPaths) -> str | None:
 def make_room(paths: RunPaths) -> list[str]:
     """Set aside whatever lies where the run is going to write a file or a folder.
 
-    Returns a sentence for each. A link to a file or folder is left alone. Raises OSError.
+    Returns a sentence for each. A link to a folder is left alone. Raises OSError.
     """
-    odd = [path for path in _folders(paths) if _is_there(path) and not path.is_dir()]
-    odd += [path for path in _files(paths) if _is_there(path) and not path.is_file()]
+    odd = [path for path in _folders(paths) if os.path.lexists(path) and not path.is_dir()]
+    odd += [path for path in _files(paths) if is_odd_file(path)]
     return [f"{path} was no file or folder of a run; it is now {set_aside(path)}" for path in odd]
 
 
@@ -141,10 +142,6 @@ def _files(paths: RunPaths) -> Iterator[Path]:
     ):
         if folder.is_dir():
             yield from folder.glob(pattern)
-
-
-def _is_there(path: Path) -> bool:
-    return path.is_symlink() or path.exists()
 
 
 def _changed_unix(path: Path) -> float:

@@ -137,6 +137,10 @@ def find_run(runs_dir: Path, run_id: str | None) -> RunPaths:
     for paths in runs:
         if paths.run_id == run_id:
             return paths
+    # Its checkpoints alone are enough to go on from.
+    alone = RunPaths(runs_dir / run_id)
+    if RUN_ID.fullmatch(run_id) and alone.newest_checkpoint() is not None:
+        return alone
     names = ", ".join(paths.run_id for paths in runs[:5]) or "none"
     raise UsageError(f"no run {run_id!r} in {runs_dir}. The newest there: {names}.")
 

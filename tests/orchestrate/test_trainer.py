@@ -14,11 +14,14 @@ import pytest
 from payload.checkpoint_files import checkpoint_folders, manifest_problems
 from payload.errors import INTERRUPTED, ExitCode
 from payload.metrics_log import read_metrics
+from payload.orchestrate.__main__ import main
 from payload.results import RankProgress, RunPaths, RunState, Summary, read_json
+from payload.run_config import parse_run_config
 from payload.supervise.processes import processes_of
 from tests.data_folders import make_data_folder
 from tests.small_disk import SmallDisk
 from tests.supervise.planned import REPO, state_of, wait_for, wait_for_steps
+from tests.test_checkpoint_files import make_checkpoint
 
 pytestmark = pytest.mark.ranks
 TIMEOUT_S = 180.0
@@ -134,6 +137,42 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_is_offered(tmp_path: Pat
     assert summary.wall_s >= sum(row["step_time_s"] for row in rows)
     assert "run --resume one" in err
     assert not processes_of(paths.root)
+
+
+def test_a_rank_that_is_sent_sigterm_is_lost_and_the_run_goes_on_from_what_it_saved(
+    tmp_path: Path,
+) -> None:
+    settings = ("train.steps=150", "train.checkpoint_every=0", "limits.max_restarts=1")
+    process = start(tmp_path, *settings)
+    paths = RunPaths(tmp_path / "runs" / "one")
+    pids = wait_for_steps(paths, step=12, timeout_s=TIMEOUT_S)
+    os.kill(pids[1], signal.SIGTERM)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    assert "was sent SIGTERM, and not by this run's supervisor" in err
+    assert "Going on from checkpoint step_" in err and "(restart 1 of 1)" in err
+    summary = read_json(Summary, paths.summary)
+    assert summary is not None
+    assert (summary.status, summary.steps, summary.restarts) == ("finished", 150, 1)
+    rows = [row for row in read_metrics(paths.metrics) if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 151))
+    assert all(row["time_unix"] > 0 for row in rows)
+    assert not processes_of(paths.root)
+
+
+def test_a_resume_on_a_full_disk_is_refused_in_one_line(
+    tmp_path: Path, small_disk: SmallDisk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_data_folder(tmp_path / "data", num_train_tokens=4000, num_val_tokens=200)
+    paths = make_checkpoint(small_disk.path / "one" / "checkpoints" / "step_00000001").parents[1]
+    settings = (*SETTINGS, f"data.dir={data}", "train.steps=3")
+    config = parse_run_config("", overrides=settings, where="test")
+    (paths / "run.toml").write_text(config.to_toml())
+    small_disk.fill()
+    words = ["run", "--resume", "one", "--inventory", "local", "--runs-dir", str(small_disk.path)]
+    assert main(words, os.environ) in (ExitCode.PREFLIGHT, ExitCode.CONFIG)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert (last.startswith("error: ") and "room" in last.lower()) or "space" in last, last
 
 
 def test_a_stopped_rank_is_a_hang_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

@@ -1,0 +1,225 @@
+"""Every file of a run, damaged in ten ways: each command ends cleanly, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from payload.checkpoint_files import manifest_problems
+from payload.errors import ExitCode, UsageError
+from payload.metrics_log import read_metrics
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.local import LocalAccess
+from payload.results import RunPaths, Summary, read_json
+from payload.supervise.processes import processes_of
+from tests.data_folders import make_data_folder
+
+pytestmark = pytest.mark.ranks
+STEPS = 4
+HUGE_BYTES = 2**27
+"""Sparse, and more than a record may have."""
+HUGE_LOG_BYTES = 2**23
+SETTINGS = (
+    "data.sequence_length=16",
+    "model.preset=tiny",
+    "model.n_layer=1",
+    "model.n_head=2",
+    "model.n_embd=32",
+    "batch.global_batch_size=2",
+    "batch.micro_batch_size=1",
+    "precision.dtype=fp32",
+    "launch.ranks_per_node=1",
+    "train.checkpoint_every=2",
+    "train.eval_tokens=32",
+    "engine.kernels=off",
+)
+# What a run leaves besides its checkpoints; those of one rank on one node.
+FILES = (
+    *("run.toml", "inventory.json", "plan.json", "hosts", "ranks.json", "accelerate_node_0.yaml"),
+    *("state.json", "metrics.jsonl", "summary.json", "supervisor.lock"),
+    *("progress/rank_0000.json", "exits/rank_0000.json"),
+    *("logs/rank_0000.log", "logs/launcher.log", "logs/supervisor.log"),
+)
+CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors", "trainer.json", "manifest.json")
+
+
+class Runs:
+    """A stopped run with two checkpoints, what it was after the first, and another run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        data = make_data_folder(
+            folder / "data", num_train_tokens=400, num_val_tokens=100, vocab_size=64
+        )
+        self.settings = (*SETTINGS, f"data.dir={data}")
+        self.runs_dir = folder / "runs"
+        other = ("train.steps=2", "model.n_embd=16", "optimizer.lr=1e-3", "run.seed=9")
+        assert self.run("--run-id", "other", *self.words(*other)) == ExitCode.OK
+        first = ("train.steps=2", "schedule.kind=constant")
+        assert self.run("--run-id", "one", *self.words(*first)) == ExitCode.OK
+        shutil.copytree(self.runs_dir / "one", folder / "older")
+        assert self.run("--resume", "one", "--set", f"train.steps={STEPS}") == ExitCode.OK
+
+    def words(self, *settings: str) -> list[str]:
+        return [word for each in (*self.settings, *settings) for word in ("--set", each)]
+
+    def run(self, *words: str, runs_dir: Path | None = None) -> int:
+        where = ["--inventory", "local", "--runs-dir", str(runs_dir or self.runs_dir)]
+        return main(["run", *where, *words], os.environ)
+
+    def copy(self, folder: Path) -> RunPaths:
+        """Return a copy of the run, alone in a runs folder."""
+        shutil.copytree(self.runs_dir / "one", folder / "runs" / "one", symlinks=True)
+        return RunPaths(folder / "runs" / "one")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("damage"))
+
+
+def missing(path: Path, _source: Path, _outside: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def empty(path: Path, _source: Path, _outside: Path) -> None:
+    path.write_bytes(b"")
+
+
+def truncated(path: Path, _source: Path, _outside: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def bit_flip(path: Path, _source: Path, _outside: Path) -> None:
+    content = bytearray(path.read_bytes() or b"x")
+    content[len(content) // 3] ^= 4
+    path.write_bytes(content)
+
+
+def not_utf_8(path: Path, _source: Path, _outside: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] + b"\xff\xfe\x80" + content[len(content) // 2 :])
+
+
+def huge(path: Path, _source: Path, _outside: Path) -> None:
+    with path.open("ab") as file:
+        file.truncate(HUGE_LOG_BYTES if path.suffix == ".log" else HUGE_BYTES)
+
+
+def folder_in_its_place(path: Path, _source: Path, _outside: Path) -> None:
+    path.unlink(missing_ok=True)
+    (path / "x").mkdir(parents=True)
+
+
+def symlink(path: Path, _source: Path, outside: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(outside)
+
+
+def copied(path: Path, source: Path, _outside: Path) -> None:
+    if source.exists():
+        shutil.copyfile(source, path)
+
+
+Damage = Callable[[Path, Path, Path], None]
+WAYS: dict[str, Damage] = {
+    "missing": missing,
+    "empty": empty,
+    "truncated": truncated,
+    "a bit flipped": bit_flip,
+    "not UTF-8": not_utf_8,
+    "huge": huge,
+    "a folder in its place": folder_in_its_place,
+    "a symlink": symlink,
+    "an older copy": copied,
+    "another run's": copied,
+}
+
+
+def damage(runs: Runs, paths: RunPaths, name: str, *, way: str) -> Path:
+    """Damage one file; returns a file outside of the run folder, which nobody may write."""
+    source = runs.folder / "older" if way == "an older copy" else runs.runs_dir / "other"
+    outside = paths.root.parent.parent / "outside"
+    outside.write_text("not the run's")
+    path = paths.root / name
+    path.parent.mkdir(exist_ok=True)
+    if way not in ("missing", "a symlink", "a folder in its place"):
+        path.touch()
+    WAYS[way](path, source / name, outside)
+    return outside
+
+
+class StartedError(UsageError):
+    """The supervisor would be started now: all that comes before has passed."""
+
+
+class StartsNothing(LocalAccess):
+    """This machine up to the supervisor's start."""
+
+    def start_supervisor(self, paths: RunPaths, *, detached: bool, grace_s: float) -> None:  # type: ignore[override]
+        raise StartedError("started")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", FILES)
+def test_commands_end_cleanly_and_a_resume_gets_to_its_start(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, way: str
+) -> None:
+    paths = runs.copy(tmp_path)
+    outside = damage(runs, paths, name, way=way)
+    where = ["--runs-dir", str(paths.root.parent)]
+    documented = {ExitCode.OK, ExitCode.USAGE, ExitCode.CONFIG}
+    for words in (["status", "one"], ["status", "one", "--json"], ["list"], ["stop", "one"]):
+        assert main([*words, *where], os.environ) == ExitCode.OK, words
+        said = capsys.readouterr()
+        assert "one" in said.out + said.err
+    for words in (["logs", "one"], ["logs", "one", "--launcher"]):
+        assert main([*words, *where], os.environ) in documented
+    words = ["run", "--resume", "one", "--inventory", "local", *where, "--set", "train.steps=9"]
+    capsys.readouterr()
+    assert main(words, os.environ, access=StartsNothing(os.environ)) == ExitCode.USAGE
+    assert capsys.readouterr().err.splitlines()[-1] == "error: started"
+    assert outside.read_text() == "not the run's"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sound_checkpoint_is_resumed_when_all_other_files_are_damaged(
+    runs: Runs, tmp_path: Path, way: str
+) -> None:
+    paths = runs.copy(tmp_path)
+    for name in FILES:
+        # With another run's plan, too, this would be that run under another name.
+        if (name, way) != ("plan.json", "another run's"):
+            outside = damage(runs, paths, name, way=way)
+    assert runs.run("--resume", "one", "--set", "train.steps=6", runs_dir=paths.root.parent) == 0
+    log = paths.rank_log(0).read_bytes().replace(b"\0", b"").decode(errors="replace")
+    assert f"resuming after step {STEPS} from" in log
+    assert not manifest_problems(paths.checkpoint(6))
+    summary = read_json(Summary, paths.summary)
+    assert summary is not None and (summary.status, summary.steps) == ("finished", 6)
+    rows = [row["step"] for row in read_metrics(paths.metrics) if "loss" in row]
+    lost = [step for first, last in summary.missing_metrics for step in range(first, last + 1)]
+    assert sorted([*rows, *lost]) == [1, 2, 3, 4, 5, 6]
+    assert outside.read_text() == "not the run's"
+    assert not processes_of(paths.root)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "an older copy"])
+def test_the_checkpoint_before_a_damaged_one_is_resumed(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    """Each of its files in turn; which one the trainer would take is asked without training."""
+    from payload.train.checkpoint import newest_checkpoint
+
+    newest = f"checkpoints/step_{STEPS:08d}"
+    for number, name in enumerate(CHECKPOINT_FILES):
+        paths = runs.copy(tmp_path / str(number))
+        target = paths.root / newest / name
+        other = runs.runs_dir / "other" / "checkpoints" / "step_00000002" / name
+        WAYS[way](target, other, tmp_path / "outside")
+        assert newest_checkpoint(paths.checkpoints) == paths.checkpoint(2), name
+        assert main(["status", "one", "--runs-dir", str(paths.root.parent)], os.environ) == 0
