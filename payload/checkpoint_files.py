@@ -152,7 +152,7 @@ def checkpoint_config(folder: Path) -> str | None:
     path = folder / TRAINER_FILE
     try:
         raw = parse_json(read_bytes(path), where=str(path))
-        return build(_TrainerConfig, raw, where=str(path)).config_toml
+        return build(_TrainerConfig, raw, where=str(path)).config_toml or None
     except (OSError, ConfigError):
         return None
 

@@ -160,19 +160,28 @@ def test_a_rank_that_is_sent_sigterm_is_lost_and_the_run_goes_on_from_what_it_sa
     assert not processes_of(paths.root)
 
 
+@pytest.mark.parametrize("found_before", [True, False])
 def test_a_resume_on_a_full_disk_is_refused_in_one_line(
-    tmp_path: Path, small_disk: SmallDisk, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    small_disk: SmallDisk,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    found_before: bool,
 ) -> None:
+    """By the check of the room for checkpoints, or when the first file does not fit."""
+    if not found_before:
+        monkeypatch.setattr("payload.orchestrate.start._require_room", lambda _planned: None)
     data = make_data_folder(tmp_path / "data", num_train_tokens=4000, num_val_tokens=200)
-    paths = make_checkpoint(small_disk.path / "one" / "checkpoints" / "step_00000001").parents[1]
     settings = (*SETTINGS, f"data.dir={data}", "train.steps=3")
-    config = parse_run_config("", overrides=settings, where="test")
-    (paths / "run.toml").write_text(config.to_toml())
+    text = parse_run_config("", overrides=settings, where="test").to_toml()
+    paths = RunPaths(small_disk.path / "one")
+    make_checkpoint(paths.checkpoint(1), config=text)
+    paths.config.write_text(text)
     small_disk.fill()
     words = ["run", "--resume", "one", "--inventory", "local", "--runs-dir", str(small_disk.path)]
-    assert main(words, os.environ) in (ExitCode.PREFLIGHT, ExitCode.CONFIG)
+    assert main(words, os.environ) == (ExitCode.CONFIG if found_before else ExitCode.PREFLIGHT)
     last = capsys.readouterr().err.splitlines()[-1]
-    assert (last.startswith("error: ") and "room" in last.lower()) or "space" in last, last
+    assert last.startswith("error: ") and "Free " in last, last
 
 
 def test_a_stopped_rank_is_a_hang_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
