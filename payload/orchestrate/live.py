@@ -186,7 +186,7 @@ class View:
             Part(8, self._cost()),
             Part(9, (f"{self.nodes} nodes",) if self.nodes > 1 else ()),
             Part(1, (f"{duration(self.elapsed_s)} elapsed", duration(self.elapsed_s))),
-            Part(2, () if self.left_s is None else (f"ETA {duration(self.left_s)}",)),
+            Part(2, self._eta()),
         ]
         return _fit(parts, width)
 
@@ -207,10 +207,16 @@ class View:
 
     def _micro_step(self) -> tuple[str, ...]:
         progress = self.progress
-        if progress is None or progress.micro_step is None or not progress.micro_steps:
+        if progress is None or progress.micro_step is None or (progress.micro_steps or 0) < 2:
             return ()
         counted = f"{progress.micro_step}/{progress.micro_steps}"
-        return (f"micro-step {counted}", f"({counted})")
+        unit = "batch" if progress.phase == "eval" else "micro-step"
+        return (f"{unit} {counted}", f"({counted})")
+
+    def _eta(self) -> tuple[str, ...]:
+        if self.left_s is None or self.status == "stopping":
+            return ()
+        return (f"ETA {duration(self.left_s)}",)
 
     def _bar(self) -> tuple[str, ...]:
         if self.row is None:

@@ -78,7 +78,7 @@ class Trainer:
         train = self._parts.config.train
         stopping = evaluate_first and self._evaluate()
         while self._step < train.steps and not stopping:
-            self._parts.sign_of_life.tell(step=self._step, phase="step")
+            self._tell_step(0)
             stopping = self._train_step()
             last = stopping or self._step == train.steps
             save = last or _due(self._step, train.checkpoint_every)
@@ -120,7 +120,7 @@ class Trainer:
         grad_norm = self._clip()
         self._saving.before_update()
         # Else a wait for the writer would seem to go on, while this rank waits for others.
-        parts.sign_of_life.tell(step=self._step, phase="step")
+        self._tell_step(self._accumulation)
         parts.optimizers.step()
         mean_loss, stopping = self._agree(loss)
         self._step += 1
@@ -248,6 +248,11 @@ class Trainer:
             )
 
         return False
+
+    def _tell_step(self, done: int) -> None:
+        self._parts.sign_of_life.tell(
+            step=self._step, phase="step", micro_step=done, of=self._accumulation
+        )
 
     def _ask_to_stop(self, phase: str, done: int, of: int) -> Callable[[], bool]:
         """Between two passes: this rank is alive. The call tells whether any is asked to stop."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from payload.errors import INTERRUPTED
 from payload.orchestrate import live
 from payload.orchestrate.__main__ import main
 from payload.results import RunState, write_json
@@ -237,17 +238,28 @@ def test_without_a_terminal_a_line_comes_now_and_then(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("phase", ["loading", "step"])
+@pytest.mark.parametrize(
+    ("phase", "shown"),
+    [
+        ("load", "loading"),
+        ("calibration", "calibrating"),
+        ("kernels", "building kernels"),
+        ("weights", "sharing weights"),
+        ("step", "step"),
+        ("eval", "evaluating"),
+        ("sync check", "checking ranks"),
+        ("checkpoint", "saving"),
+    ],
+)
 def test_ctrl_c_in_a_terminal_ends_the_run_in_every_phase(
-    workplace: Workplace, open_terminal: OpenTerminal, phase: str
+    open_terminal: OpenTerminal, workplace: Workplace, phase: str, shown: str
 ) -> None:
-    options = ("--loads",) if phase == "loading" else ("--steps", "100000")
-    terminal = open_terminal("run", "--run-id", "one", stand_in=options)
-    terminal.read_until(lambda raw: f"{phase} " in raw)
+    terminal = open_terminal("run", "--run-id", "one", stand_in=(f"--stays={phase}",))
+    terminal.read_until(lambda raw: f"{shown} " in raw)
     terminal.press_ctrl_c()
     status = terminal.wait()
     text = " ".join(terminal.drawn())
     assert "stopping: saving a checkpoint first" in text
     assert "Traceback" not in text
-    assert status == 0, text
+    assert status == INTERRUPTED, text
     wait_until_gone(workplace.run_paths("one"))

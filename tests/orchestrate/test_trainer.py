@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,9 +101,12 @@ def test_a_step_of_many_passes_is_left_when_the_run_is_stopped(tmp_path: Path) -
     process = start(tmp_path, "batch.global_batch_size=2000000", "train.checkpoint_every=1")
     paths = RunPaths(tmp_path / "runs" / "one")
     deadline = time.monotonic() + TIMEOUT_S
-    while '"phase": "step"' not in _text(paths.rank_progress(1)):
+    while not re.search(r'"micro_step": [1-9]', _text(paths.rank_progress(1))):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    sign = read_json(RankProgress, paths.rank_progress(1))
+    assert sign is not None and (sign.phase, sign.step) == ("step", 0)
+    assert sign.micro_steps == 1_000_000
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == INTERRUPTED

@@ -2,6 +2,7 @@
 
 stand_in.py RUN_DIR [--steps N] [--fail RANK:CODE] [--crash RANK] [--deaf] [--stray] [--lockstep]
             [--loads] [--save-s SECONDS] [--says TEXT]
+            [--stays PHASE]
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class StandIn:
             subprocess.Popen(["sleep", "600"], start_new_session=True)
         while self.arguments.loads:
             self._progress(0, "load")
+            time.sleep(STEP_S)
+        while self.arguments.stays and not self.stop_file.exists():
+            self._progress(0, self.arguments.stays)
             time.sleep(STEP_S)
         for step in range(1, self.arguments.steps + 1):
             self._progress(step)
@@ -169,6 +173,7 @@ def main() -> int:
     parser.add_argument("--lockstep", action="store_true")
     parser.add_argument("--loads", action="store_true")
     parser.add_argument("--says", default="")
+    parser.add_argument("--stays")
     parser.add_argument("--save-s", type=float, default=0.0)
     return StandIn(parser.parse_args()).run()
 
