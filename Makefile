@@ -32,6 +32,7 @@ INSTALL := bash bootstrap/install-payload.sh --from-make --writable data --writa
 SHELL_FILES := bootstrap/install-payload.sh bootstrap/node-setup.sh tests/install_packages.sh .ci/run
 # make itself ends with 2, whatever failed.
 OR_SAY = || { code=$$?; echo "make $@: exit code $$code (README.md, Exit codes)" >&2; exit $$code; }
+SHOWN = @printf '%s\n' '$(subst ','\'',$(1))'; $(1) $(OR_SAY)
 # What the tests marked `sshd` start, real servers on loopback addresses, and `rig`, machines.
 TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-container
 
@@ -43,8 +44,8 @@ help:  ## list the targets
 # Make's -C leaves the shell where it is; a hint that is to be typed there has to know.
 run: export TILEFORGE_SHELL_FOLDER := $(PWD)
 run: data  ## set up if needed, then the quickstart: one real training run on this machine
-	$(PY) -m payload.orchestrate run --inventory local --config $(CONFIG) --run-id $(RUN_ID) $(ARGS) $(OR_SAY)
-	$(PY) -m payload.generate --checkpoint runs/$(RUN_ID) --prompt "def test_" --num-samples 1 $(OR_SAY)
+	$(call SHOWN,$(PY) -m payload.orchestrate run --inventory local --config $(CONFIG) --run-id $(RUN_ID) $(ARGS))
+	$(call SHOWN,$(PY) -m payload.generate --checkpoint runs/$(RUN_ID) --prompt "def test_" --num-samples 1)
 
 data: setup-run  ## tokenize the quickstart's text, the Python standard library's source
 	@test -f data/stdlib/meta.json || $(PY) -m payload.data prepare --source stdlib --out data/stdlib --wait $(OR_SAY)

@@ -453,6 +453,25 @@ def test_what_sudo_left_behind_is_named_with_its_remedy(what: str, tmp_path: Pat
     assert f"Take it over: sudo chown -R nobody {what}" in done.stderr
 
 
+def test_make_says_the_exit_code_of_what_failed() -> None:
+    """make itself ends with 2, whatever failed."""
+    python = Path(sys.prefix)
+    done = subprocess.run(
+        ["make", "run", f"VENV={python}", "CONFIG=missing.toml", "--old-file=data"],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "MAKEFLAGS"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    code, last = done.stderr.splitlines()[-2:]
+    assert code.startswith("make run: exit code ")
+    assert last.endswith(f"Error {code.split()[4]}")
+
+
 def test_the_script_is_clean_for_shellcheck() -> None:
     shellcheck = Path(sys.executable).with_name("shellcheck")
     subprocess.run([shellcheck, SCRIPT, ROOT / ".ci" / "run"], check=True)

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from rich.console import Console
 
 from payload.errors import ConfigError, ExitCode, RankLostError, UsageError
+from payload.hints import run_command
 from payload.launch.ranks import load_ranks
 from payload.orchestrate.console import text_console
 from payload.orchestrate.follow import Tail, follow_log
@@ -117,7 +118,7 @@ def stop(arguments: argparse.Namespace, access: LocalAccess) -> int:
         if wait.is_over():
             raise RankLostError(
                 f"run {paths.run_id} has not ended within {wait.waited_s():.0f} s. End it at once, "
-                f"without a checkpoint: python -m payload.orchestrate stop {paths.run_id} --force"
+                f"without a checkpoint: {run_command('stop', paths, '--force')}"
             )
         time.sleep(_LOOK_S)
     view = view_run(paths, now_unix=time.time())

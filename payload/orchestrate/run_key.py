@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from payload.errors import ConfigError, PreflightError
+from payload.hints import command
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.fanout import all_or_raise, on_every_node
@@ -120,7 +121,7 @@ def claimed(
         if time.monotonic() > ends:
             raise HeadBusyError(
                 f"{held}, so nothing was started. Wait until it runs, and follow it with: "
-                "python -m payload.orchestrate attach"
+                + command("orchestrate", "attach")
             )
         if not has_told:
             say(f"{held}: waiting for that")
