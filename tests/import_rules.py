@@ -60,6 +60,7 @@ RULES = {
     ),
 }
 GOOGLE_MODULE = PurePosixPath("payload/orchestrate/cloud/google.py")
+HUB_MODULE = PurePosixPath("payload/orchestrate/initial.py")
 SSH_MODULE = PurePosixPath("payload/orchestrate/ssh.py")
 
 
@@ -220,6 +221,8 @@ def _allowed(module: str, *, area: str, path: PurePosixPath) -> bool:
         return path == SSH_MODULE
     if top == "google":
         return path == GOOGLE_MODULE
+    if top == "huggingface_hub" and area == "orchestrate":
+        return path == HUB_MODULE
     if rule.stdlib_only:
         return top in sys.stdlib_module_names
     return top not in rule.never

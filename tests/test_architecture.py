@@ -74,6 +74,7 @@ def test_the_contracts_import_without_any_installed_package() -> None:
         ("payload/orchestrate/run.py", "import paramiko"),
         ("payload/orchestrate/run.py", "def f():\n    from google.cloud import compute_v1\n"),
         ("payload/orchestrate/cloud/sweep.py", "import google.auth"),
+        ("payload/orchestrate/start.py", "import huggingface_hub"),
         ("infra/nodes.py", "import google.cloud.storage"),
         ("payload/orchestrate/ssh.py", "from torch import nn"),
         ("payload/orchestrate/run.py", "from payload.train.world import World"),
