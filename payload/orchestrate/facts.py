@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import ipaddress
+import json
+import socket
+import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
+
+from payload.inventory import Node
+from payload.orchestrate.remote.mesh import BULK_BYTES
+
+STRANGER = "operator"
+"""What this machine is called where it tries what is open to others."""
+_PAUSE_S = 0.1
 
 STATE_FILE = "/var/lib/tileforge/bootstrap.json"
 """The only sign that a node's bootstrap is done, written last by it."""
@@ -58,3 +70,28 @@ def clock_offset_s(
     """The node's clock minus ours: its answer was given between sending and receiving."""
     travel_s = max(0.0, received_unix - sent_unix - took_s)
     return node_unix - (sent_unix + travel_s / 2)
+
+
+def reaches(
+    node: Node, others: Collection[Node], *, port: int, trial: str, within_s: float
+) -> bool:
+    """Whether this machine gets through to mesh.py on that port of `node`, and is no node itself.
+
+    The answer has to be that program's: whatever else takes a connection there does not count.
+    """
+    ends = time.monotonic() + within_s
+    target = (node.external_address or node.address, port)
+    hello = json.dumps({"trial": trial, "me": STRANGER}).encode() + b"\n"
+    while (left_s := ends - time.monotonic()) > 0:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(target, timeout=left_s) as connection,
+        ):
+            connection.sendall(hello + bytes(BULK_BYTES))
+            if connection.recv(16) == b"got it\n":
+                connection.sendall(b"done\n")
+                here = str(connection.getsockname()[0]).partition("%")[0]
+                is_node = here in {other.address for other in others}
+                return not is_node and not ipaddress.ip_address(here).is_loopback
+        time.sleep(_PAUSE_S)
+    return False

@@ -215,6 +215,17 @@ def route_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         yield _warning(node, "route", cause, "See that both are open between the nodes.")
 
 
+def exposure_finding(head: Node, *, port: int) -> Finding:
+    """What it means that the operator's machine, which is no node, reaches the ranks' ports."""
+    address = head.external_address or head.address
+    cause = (
+        f"this machine is no node and reaches port {port} of {address}, so others may, too: the "
+        "port where the ranks meet has no password"
+    )
+    fix = "Open TCP 20000-31999 and 32768-60999 to the nodes' addresses alone (docs/security.md)."
+    return _warning(head, "ports", cause, fix)
+
+
 def mesh_findings(
     nodes: Sequence[Node], answers: Mapping[str, Mapping[str, Any]], *, mtus: Mapping[str, int]
 ) -> Iterator[Finding]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,10 @@ from payload.orchestrate.discovery import discover
 from payload.orchestrate.facts import (
     LOGS,
     STATE_FILE,
+    STRANGER,
     NodeFacts,
     clock_offset_s,
+    reaches,
 )
 from payload.orchestrate.fanout import on_every_node
 from payload.orchestrate.findings import Finding
@@ -44,6 +48,7 @@ from payload.run_config import RunConfig
 _TABLE_WIDTH = 180
 _PROBE_S = 15.0
 _MESH_S = 6.0
+_EXPOSED_S = 3.0
 # One where the ranks meet, one of those that gloo takes from the kernel.
 _PORT_RANGES = (range(20_000, 32_000), range(33_000, 60_000))
 _LOCAL_CHECKS = ("cpu", "memory", "disk", "name")
@@ -172,10 +177,13 @@ def check_cluster(
             left_out.add("route")
         checks[node.name] += [name for name in find.PROBED[1:-1] if name not in left_out]
     mesh: list[Finding] = []
-    if len(there) > 1:
-        mesh = _mesh(there, facts, cluster, mesh_s)
-        for node in there:
-            checks[node.name].append("ports")
+    with ThreadPoolExecutor(1) as pool:
+        exposed = pool.submit(_exposed, inventory, cluster) if inventory.head in there else None
+        if len(there) > 1:
+            mesh = _mesh(there, facts, cluster, mesh_s)
+            for node in there:
+                checks[node.name].append("ports")
+    mesh += exposed.result() if exposed else []
     return Report(
         cluster=inventory.cluster,
         checks=checks,
@@ -298,6 +306,36 @@ def _try_mesh(
         return parse_answer(text, node=node.name)
 
     return on_every_node(nodes, attempt)
+
+
+def _exposed(inventory: ClusterInventory, cluster: Cluster) -> list[Finding]:
+    """A warning if this machine reaches a port of the head as the ranks' rendezvous has one.
+
+    The rendezvous listens on all interfaces, and so does this.
+    """
+    head, port, trial = inventory.head, random.choice(_PORT_RANGES[0]), secrets.token_hex(8)
+    arguments = {
+        "me": head.name,
+        "address": "0.0.0.0",
+        "ports": [port],
+        "peers": {},
+        "strangers": [STRANGER],
+        "trial": trial,
+        "deadline_s": _EXPOSED_S,
+        "mtu": None,
+    }
+
+    def listen() -> None:
+        with contextlib.suppress(TileforgeError):  # what is wrong there others say
+            cluster.connect(head).check_run(
+                remote_argv(arguments), stdin=remote_program("mesh.py"), timeout_s=_PROBE_S
+            )
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(listen)
+        within_s = _EXPOSED_S
+        open_to_us = reaches(head, inventory.nodes, port=port, trial=trial, within_s=within_s)
+    return [find.exposure_finding(head, port=port)] if open_to_us else []
 
 
 def _probe_arguments(*, state_file: str, route_to: str | None) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from payload.inventory import ClusterInventory, Node
 from payload.orchestrate import patience, ssh
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cluster import Cluster
+from payload.orchestrate.facts import reaches
 from payload.orchestrate.findings import PROBED
 from payload.orchestrate.keys import make_operator_key
 from payload.orchestrate.patience import Patience
@@ -379,3 +382,20 @@ def test_this_machine_is_checked_against_the_inventory(
     said = capsys.readouterr()
     assert "physical core(s), the inventory says 4096" in said.out
     assert "error: 1 of 1 node(s) not fit: me" in said.err
+
+
+def test_a_port_counts_as_open_to_others_only_if_the_head_itself_answers_there() -> None:
+    head = make_cluster(
+        Node(name="node-0", address="127.0.0.1", physical_cores=1, memory_gib=1)
+    ).head
+    port = free_port("127.0.0.1")
+    assert not reaches(head, [], port=port, trial="t", within_s=0.3)
+    with socket.create_server(("127.0.0.1", port)) as proxy, ThreadPoolExecutor(1) as pool:
+
+        def answer() -> None:
+            connection, _ = proxy.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 200\r\n")
+
+        pool.submit(answer)
+        assert not reaches(head, [], port=port, trial="t", within_s=0.3)

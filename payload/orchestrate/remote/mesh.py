@@ -5,6 +5,7 @@ object: me, address (to listen on), ports, peers (addresses by name), trial (a r
 strangers are not answered), deadline_s, mtu (of the way to the peers, or null). Each node listens
 on all ports and connects to all ports of all peers until it works or the deadline comes, so it
 does not matter who starts first; it ends early when it has reached, and heard from, all of them.
+With `strangers`, names of machines that are no nodes, it waits for these to be heard, too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 # More than fits a path that loses all large packets: a connection that only opens is not enough.
-_BULK_BYTES = 64 * 1024
+BULK_BYTES = 64 * 1024
 _CONNECT_S = 2.0
 _BULK_S = 4.0  # at 1 Mbit/s the bulk takes half a second
 _PAUSE_S = 0.1
@@ -41,6 +42,7 @@ class Mesh:
         self._address: str = arguments["address"]
         self._ports: list[int] = arguments["ports"]
         self._peers: dict[str, str] = arguments["peers"]
+        self._strangers: list[str] = arguments.get("strangers", [])
         self._trial: str = arguments["trial"]
         self._mtu: int | None = arguments["mtu"]
         self._ends: float = time.monotonic() + arguments["deadline_s"]
@@ -67,8 +69,9 @@ class Mesh:
             wanted = {(peer, port) for peer in self._peers for port in self._ports}
             for peer, port in wanted:
                 self._start(self._connect, peer, port)
+            heard = wanted | {(name, port) for name in self._strangers for port in self._ports}
             with self._changed:
-                while self._left() > 0 and not (self._heard >= wanted and self._reached >= wanted):
+                while self._left() > 0 and not (self._heard >= heard and self._reached >= wanted):
                     self._changed.wait(timeout=self._left())
         return _answer(None, pairs={peer: self._pair(peer) for peer in self._peers})
 
@@ -111,7 +114,7 @@ class Mesh:
             hello = json.loads(reader.readline(_LINE_BYTES))
             if hello["trial"] != self._trial:
                 return
-            bulk = _BULK_BYTES if port == self._ports[0] else 0
+            bulk = BULK_BYTES if port == self._ports[0] else 0
             if len(reader.read(bulk)) != bulk:
                 return
             connection.sendall(b"got it\n")
@@ -152,7 +155,7 @@ class Mesh:
                     if self._largest.get(peer) is None:
                         self._largest[peer] = self._largest_packet(target)
                     connected = "it connects, then data get lost"
-                    connection.sendall(bytes(_BULK_BYTES))
+                    connection.sendall(bytes(BULK_BYTES))
                 if connection.recv(_LINE_BYTES) != b"got it\n":
                     return "the connection was closed"
                 connection.sendall(b"done\n")

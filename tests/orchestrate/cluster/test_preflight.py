@@ -107,6 +107,9 @@ def test_mpirun_and_gloo_are_tried_and_measured_and_plan_uses_the_figures(
     for i in range(3):
         checks = report["nodes"][f"node-{i}"]["checks"]
         assert not {checks[name] for name in CHECKS} & {"-", "error"}
+    # The operator's machine is on the nodes' network, and is no node.
+    exposed = warnings(report, "ports")
+    assert list(exposed) == ["node-0"] and "no node and reaches port 2" in exposed["node-0"]
     measured = report["measured"]
     assert measured["world_size"] == 3 and list(measured["nodes"]) == ["node-0", "node-1", "node-2"]
     for speed in measured["nodes"].values():
