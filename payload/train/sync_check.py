@@ -68,18 +68,20 @@ def _difference(states: Sequence[RankState], *, step: int, passed_step: int | No
         odd = [rank for rank, state in enumerate(states) if state != common]
         who = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {odd} differ"
         who += " from the others"
+        suspect = "that node's memory"
     else:
         listed = ", ".join(
             f"rank {rank} {state.weights[:8]}/{state.optimizer[:8]}"
             for rank, state in enumerate(states)
         )
-        who = f"no majority agrees ({listed})"
+        who = f"which rank is wrong cannot be known, as no majority agrees ({listed})"
+        suspect = "the memory of each of their nodes"
     has_one_model = len({state.weights for state in states}) == 1
     what = "optimizer state" if has_one_model else "model"
     return (
         f"after step {step} the ranks do not hold one {what}: {who}. Stopped, and nothing was "
         f"saved since the last check that passed. {_resume(passed_step)}; if it returns, suspect "
-        "that node's memory."
+        f"{suspect}."
     )
 
 

@@ -36,6 +36,8 @@ from tests.supervise.planned import (
     wait_for_steps,
     wait_until_gone,
 )
+from tests.test_checkpoint_files import make_checkpoint
+from tests.test_metrics_log import step_line
 
 pytestmark = pytest.mark.ranks
 ENDLESS = ("--steps", "100000")
@@ -463,6 +465,32 @@ def test_a_second_attempt_forgets_the_first(tmp_path: Path) -> None:
     )
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.OK
     assert (state_of(paths).attempt, state_of(paths).status) == (2, "finished")
+
+
+def test_a_restart_is_told_from_the_checkpoint_that_is_sound(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_restarts=1",))
+    make_checkpoint(paths.checkpoint(1))
+    (make_checkpoint(paths.checkpoint(2)) / "model.safetensors").write_bytes(b"damaged")
+    supervisor = supervise(paths)
+    os.kill(wait_for_steps(paths, step=3)[1], signal.SIGKILL)
+    wait_for(lambda: "Going on from" in str(state_of(paths).note), "the restart to be told")
+    assert "Going on from checkpoint step_00000001 (restart 1 of 1)" in str(state_of(paths).note)
+    supervisor.terminate()
+    assert supervisor.wait(DEADLINE_S) == ExitCode.OK
+
+
+def test_a_step_that_only_metrics_have_is_worth_a_restart(tmp_path: Path) -> None:
+    """A sign of life may be half a second older than the last row."""
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_restarts=1",))
+    make_checkpoint(paths.checkpoint(5000))
+    supervisor = supervise(paths)
+    pids = wait_for_steps(paths)
+    with paths.metrics.open("a") as file:
+        file.write(step_line(5001))
+    os.kill(pids[1], signal.SIGKILL)
+    wait_for(lambda: "(restart 1 of 1)" in str(state_of(paths).note), "the restart")
+    supervisor.terminate()
+    assert supervisor.wait(DEADLINE_S) == ExitCode.OK
 
 
 def test_a_restart_that_never_comes_is_not_counted(tmp_path: Path) -> None:

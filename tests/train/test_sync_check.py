@@ -13,9 +13,10 @@ from torch import Tensor
 from payload.checkpoint_files import checkpoint_folders, manifest_problems
 from payload.errors import TrainingError
 from payload.results import RunPaths
+from payload.train import sync_check
 from payload.train.optimizer import Optimizers
 from payload.train.saving import Saving
-from payload.train.sync_check import rank_state
+from payload.train.sync_check import RankState, rank_state
 from payload.train.trainer import Trainer
 from tests.launching import mpirun, run, train_program
 from tests.train.alone import train_alone
@@ -171,3 +172,11 @@ def flipped(self):
 trainer.Trainer._train_step = flipped
 sys.exit(main(sys.argv[1:], os.environ))
 """
+
+
+def test_with_two_ranks_neither_is_blamed() -> None:
+    states = [RankState(weights=name * 64, optimizer="0" * 64, not_finite=None) for name in "ab"]
+    words = sync_check._difference(states, step=20, passed_step=10)
+    assert "which rank is wrong cannot be known" in words
+    assert "rank 0 aaaaaaaa/00000000, rank 1 bbbbbbbb/00000000" in words
+    assert "differs" not in words and "the memory of each of their nodes" in words
