@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import math
+import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +15,7 @@ from pathlib import Path
 
 from payload.data.tokenizer import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
 from payload.errors import ConfigError, ExitCode, TileforgeError
-from payload.generate.sampling import SamplingOptions, sample
+from payload.generate.sampling import SamplingOptions, add_tokens, stream
 from payload.generate.source import find_weights
 from payload.hints import command
 from payload.train.model import GPT
@@ -26,13 +29,16 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
         prog=command("generate"),
-        description="Continue a prompt. Text goes to stdout, everything else to stderr.",
+        description="Continue a prompt. Text goes to stdout as it is made, everything else to "
+        "stderr. Several samples are made together: the first is shown meanwhile, the others after "
+        "it. Ctrl-C ends the command and keeps what was made until then.",
     )
     made.add_argument(
         "--checkpoint",
         required=True,
         metavar="DIR",
-        help="a run (its newest checkpoint), a checkpoint, or a Hugging Face GPT-2 folder or name",
+        help="a run (its newest checkpoint), a checkpoint such as RUN/checkpoints/best, or a "
+        "Hugging Face GPT-2 folder or name",
     )
     prompt = made.add_mutually_exclusive_group()
     prompt.add_argument(
@@ -86,16 +92,20 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = parser().parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
+    for output in (sys.stdout, sys.stderr):
         # The text can hold any character, whatever the terminal's locale.
-        stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+        output.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     try:
         _generate(arguments)
     except TileforgeError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # Nobody reads on, as with `| head`. Python would complain once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return ExitCode.OK
 
 
@@ -110,14 +120,30 @@ def _generate(arguments: argparse.Namespace) -> None:
     )
     weights = find_weights(arguments.checkpoint)
     model = load_hf(weights)
-    print(f"model: {weights} ({model.shape.num_params() / 1e6:.1f}M parameters)", file=sys.stderr)
     tokens = _encode(prompt, model=model)
     began = time.perf_counter()
-    samples = sample(model, tokens, options=options, end_token=END_OF_TEXT, num_tokens=VOCAB_SIZE)
+    samples: list[list[int]] = [[] for _ in range(options.num_samples)]
+    output = (
+        _JsonOutput(prompt, weights=weights, options=options)
+        if arguments.json
+        else _TextOutput(prompt)
+    )
+    try:
+        size = model.shape.num_params() / 1e6
+        print(f"model: {weights} ({size:.1f}M parameters)", file=sys.stderr)
+        for made in stream(
+            model, tokens, options=options, end_token=END_OF_TEXT, num_tokens=VOCAB_SIZE
+        ):
+            add_tokens(samples, made)
+            output.go_on(made[0])
+    except KeyboardInterrupt:
+        # What was made until then is not lost.
+        output.end(samples)
+        raise
     took_s = time.perf_counter() - began
-    _show(prompt, samples, weights=weights, options=options, as_json=arguments.json)
-    made = sum(len(new) for new in samples)
-    print(f"{made} tokens in {took_s:.1f} s ({made / took_s:.0f} tokens/s)", file=sys.stderr)
+    output.end(samples)
+    count = sum(map(len, samples))
+    print(f"{count} tokens in {took_s:.1f} s ({count / took_s:.0f} tokens/s)", file=sys.stderr)
 
 
 def _read_prompt(arguments: argparse.Namespace) -> str:
@@ -158,24 +184,59 @@ def _encode(prompt: str, *, model: GPT) -> list[int]:
     return tokens
 
 
-def _show(
-    prompt: str,
-    samples: list[list[int]],
-    *,
-    weights: str,
-    options: SamplingOptions,
-    as_json: bool,
-) -> None:
-    # A sample may stop within a character: its bytes so far become the replacement character.
-    texts = [gpt2_encoding().decode(new, errors="replace") for new in samples]
-    if not as_json:
-        print("\n---\n".join(prompt + text for text in texts), flush=True)
-        return
-    rows = [
-        {"text": text, "num_tokens": len(new), "seed": options.seed + i}
-        for i, (text, new) in enumerate(zip(texts, samples, strict=True))
-    ]
-    print(json.dumps({"checkpoint": weights, "prompt": prompt, "samples": rows}), flush=True)
+class _TextOutput:
+    """Prints the first sample as it is made and, when it is done, the others that were made beside.
+
+    A token may end within a character: its bytes wait for the rest. Where there is none, they
+    become the replacement character.
+    """
+
+    def __init__(self, prompt: str) -> None:
+        self._prompt = prompt
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_begun = False
+
+    def go_on(self, token: int | None) -> None:
+        """Print the first sample's next token."""
+        if token is not None:
+            content = gpt2_encoding().decode_single_token_bytes(token)
+            print(self._begin() + self._decoder.decode(content), end="", flush=True)
+
+    def end(self, samples: Sequence[list[int]]) -> None:
+        """Print what is left of the first sample, and the other samples."""
+        texts = [gpt2_encoding().decode(tokens, errors="replace") for tokens in samples[1:]]
+        rest = self._begin() + self._decoder.decode(b"", final=True)
+        print("\n---\n".join([rest, *(self._prompt + text for text in texts)]), flush=True)
+
+    def _begin(self) -> str:
+        """Return the prompt once: no text begins before the model gives a token."""
+        is_begun, self._is_begun = self._is_begun, True
+        return "" if is_begun else self._prompt
+
+
+class _JsonOutput:
+    """Prints one object at the end."""
+
+    def __init__(self, prompt: str, *, weights: str, options: SamplingOptions) -> None:
+        self._prompt = prompt
+        self._weights = weights
+        self._first_seed = options.seed
+
+    def go_on(self, token: int | None) -> None:
+        """Print nothing yet."""
+
+    def end(self, samples: Sequence[list[int]]) -> None:
+        """Print all samples."""
+        rows = [
+            {
+                "text": gpt2_encoding().decode(tokens, errors="replace"),
+                "num_tokens": len(tokens),
+                "seed": self._first_seed + i,
+            }
+            for i, tokens in enumerate(samples)
+        ]
+        result = {"checkpoint": self._weights, "prompt": self._prompt, "samples": rows}
+        print(json.dumps(result), flush=True)
 
 
 def _positive(text: str) -> int:

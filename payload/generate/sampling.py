@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ class SamplingOptions:
 
 
 @torch.inference_mode()
-def sample(
+def stream(
     model: GPT,
     prompt: Sequence[int],
     *,
@@ -35,8 +35,8 @@ def sample(
     end_token: int,
     num_tokens: int,
     use_cache: bool = True,
-) -> list[list[int]]:
-    """New tokens of each sample, the prompt not included.
+) -> Iterator[list[int | None]]:
+    """Yield the next token of each sample, again and again; None for a sample that has ended.
 
     A sample ends before `end_token`. Only tokens below `num_tokens` are drawn: a model's embedding
     may have rows that stand for nothing. Where the text outgrows the model's context, the model
@@ -56,8 +56,41 @@ def sample(
         texts = torch.cat((texts, chosen[:, None]), dim=1)
         ended |= chosen == end_token
         if bool(ended.all()):
-            break
-    return [_until(row[len(prompt) :], end_token) for row in texts.tolist()]
+            return
+        yield [
+            None if is_over else token
+            for token, is_over in zip(chosen.tolist(), ended.tolist(), strict=True)
+        ]
+
+
+def sample(
+    model: GPT,
+    prompt: Sequence[int],
+    *,
+    options: SamplingOptions,
+    end_token: int,
+    num_tokens: int,
+    use_cache: bool = True,
+) -> list[list[int]]:
+    """Return all that `stream` yields, sample by sample."""
+    samples: list[list[int]] = [[] for _ in range(options.num_samples)]
+    for tokens in stream(
+        model,
+        prompt,
+        options=options,
+        end_token=end_token,
+        num_tokens=num_tokens,
+        use_cache=use_cache,
+    ):
+        add_tokens(samples, tokens)
+    return samples
+
+
+def add_tokens(samples: Sequence[list[int]], tokens: Sequence[int | None]) -> None:
+    """Append to each sample its token."""
+    for made, token in zip(samples, tokens, strict=True):
+        if token is not None:
+            made.append(token)
 
 
 def choose(
@@ -113,7 +146,3 @@ class _Reader:
         hidden = self._model.hidden(texts[:, self._read :], self._caches)
         self._read = length
         return self._model.logits(hidden[:, -1])
-
-
-def _until(tokens: list[int], end_token: int) -> list[int]:
-    return tokens[: tokens.index(end_token)] if end_token in tokens else tokens

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from payload.train.checkpoint import TrainerState, save_checkpoint
 from payload.train.weights import save_hf
 from tests.generate.models import make_model
 
+DEADLINE_S = 120
 ROOT = Path(__file__).resolve().parents[2]
 
 Damage = Callable[[Path], None]
@@ -65,6 +68,60 @@ def test_text_goes_to_stdout_and_talk_to_stderr(folder: Path) -> None:
     assert first.startswith("def ") and second.startswith("def ")
     assert first != second
     assert "model:" in done.stderr and "tokens/s" in done.stderr
+
+
+@contextmanager
+def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The command at work on a text without an end."""
+    command = [sys.executable, "-m", "payload.generate", "--checkpoint", str(folder)]
+    command += ["--prompt", "def ", "--max-new-tokens", "1000000", *arguments]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_text_is_printed_as_it_is_made_and_ctrl_c_keeps_it(folder: Path, samples: int) -> None:
+    with started(folder, "--num-samples", str(samples)) as process:
+        assert process.stdout is not None and process.stderr is not None
+        first = b""
+        while len(first) < 100:
+            # The command never comes to its end: whatever can be read was streamed.
+            more = process.stdout.read(10)
+            assert more, process.stderr.read()
+            first += more
+        process.send_signal(signal.SIGINT)
+        rest, error = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert b"Traceback" not in error
+    texts = (first + rest).decode().removesuffix("\n").split("\n---\ndef ")
+    assert first.startswith(b"def ") and len(texts) == samples
+    assert all(len(text) > 20 for text in texts)
+
+
+def test_ctrl_c_leaves_whole_json_of_what_was_made(folder: Path) -> None:
+    with started(folder, "--json") as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith(b"model: ")
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130 and b"Traceback" not in error
+    assert len(json.loads(out)["samples"]) == 3
+
+
+def test_a_reader_that_leaves_ends_the_command_without_a_traceback(folder: Path) -> None:
+    with started(folder) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        error = process.stderr.read()
+        assert process.wait(DEADLINE_S) == 141
+    assert b"Traceback" not in error and b"BrokenPipe" not in error
 
 
 def test_json_carries_every_sample(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
