@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +15,13 @@ from infra.cloud_init import key_problem
 from infra.config_checks import problems
 from infra.machines import MachineType, machine_type
 from payload.errors import ConfigError
+from payload.untrusted import parse_json, read_bytes, shown
 
 PROJECT = "tileforge"
 """Pulumi project: the namespace of the settings."""
 
+_MOST_KEY_BYTES = 2**18
+"""Of the public key file: as much as user-data may have."""
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 
 
@@ -167,7 +169,7 @@ def _parsed(values: Mapping[str, str], *, stack: str) -> tuple[ClusterConfig, Pr
             continue
         value, wanted = _read(text, default=field.default)
         if wanted:
-            found.append((key, f" = {text!r} is not {wanted}. pulumi config set {key} VALUE"))
+            found.append((key, f" = {shown(text)} is not {wanted}. pulumi config set {key} VALUE"))
         elif not (field.name == "cluster" and not value):
             fields[field.name] = value
     return ClusterConfig(**fields), found  # type: ignore[arg-type]  # _read keeps to the types
@@ -184,8 +186,8 @@ def _read(text: str, *, default: object) -> tuple[object, str | None]:
             return (int(text), None) if good else (None, "a whole number")
         case tuple():
             try:
-                items = json.loads(text)
-            except json.JSONDecodeError:
+                items = parse_json(text, where="a list")
+            except ConfigError:
                 items = None
             good = isinstance(items, list) and all(isinstance(item, str) for item in items)
             return (tuple(items), None) if good else (None, "a list of texts")
@@ -200,7 +202,7 @@ def _operator_keys(config: ClusterConfig, *, root: Path) -> tuple[tuple[str, ...
     private = path.with_suffix("")
     make = f"mkdir -p -m 700 {private.parent} && ssh-keygen -q -t ed25519 -N '' -f {private}"
     try:
-        text = (root / path).read_text(encoding="utf-8")
+        text = read_bytes(root / path, limit_bytes=_MOST_KEY_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         return (), [(name, f": {path}: {reason}. Make a key pair: {make}")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -10,6 +11,8 @@ EXPIRES = "tileforge-expires"
 """Unix seconds."""
 KEPT = "tileforge-kept"
 """On what outlives `pulumi destroy` on purpose: the results bucket."""
+
+_UNIX_S = re.compile(r"[0-9]{1,11}")
 
 IGNORED = ("description",)
 """For `ignore_changes`, wherever the description is a `mark`."""
@@ -32,6 +35,10 @@ def mark(labels: dict[str, str], text: str = "") -> str:
 
 
 def last_expiry(labels: Sequence[dict[str, str] | None]) -> str:
-    """When the last of the machines with these labels has ended: ISO 8601, UTC."""
-    latest = max(int((found or {}).get(EXPIRES, "0")) for found in labels)
+    """Return when the last of the machines with these labels has ended: ISO 8601, UTC.
+
+    What was changed by hand to something else than Unix seconds counts as ended.
+    """
+    texts = [str((found or {}).get(EXPIRES)) for found in labels]
+    latest = max((int(text) for text in texts if _UNIX_S.fullmatch(text)), default=0)
     return datetime.fromtimestamp(latest, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

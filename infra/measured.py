@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
+
+from payload.errors import ConfigError
+from payload.untrusted import RUN_ID, build, checked, parse_json, read_bytes
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,38 +20,49 @@ class Speed:
     tokens_per_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Summary:
+    """What is read of summary.json."""
+
+    status: str
+    tokens_per_s: float = checked(low=1e-9, high=1e12)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Node:
+    machine_type: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inventory:
+    """What is read of inventory.json."""
+
+    nodes: tuple[_Node, ...]
+
+
 def last_measured_speed(runs: Path, *, machine_type: str, node_count: int) -> Speed | None:
     """Of the newest finished run under `runs` on as many nodes, all of this machine type.
 
     Newest is the latest written summary.json. A damaged or foreign run counts as none.
     """
-    found = [
-        (summary.stat().st_mtime, speed)
-        for summary in runs.glob("*/summary.json")
-        if not summary.parent.is_symlink()
-        and (speed := _speed(summary, machine_type=machine_type, node_count=node_count))
-    ]
+    found = []
+    for path in runs.glob("*/summary.json"):
+        name = path.parent.name
+        if path.parent.is_symlink() or not RUN_ID.fullmatch(name):
+            continue
+        summary = _read(_Summary, path)
+        inventory = _read(_Inventory, path.with_name("inventory.json"))
+        if summary is None or inventory is None or summary.status != "finished":
+            continue
+        if [node.machine_type for node in inventory.nodes] == [machine_type] * node_count:
+            speed = Speed(run_id=name, tokens_per_s=summary.tokens_per_s)
+            found.append((path.stat().st_mtime, speed))
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def _speed(summary: Path, *, machine_type: str, node_count: int) -> Speed | None:
-    result, inventory = _read(summary), _read(summary.with_name("inventory.json"))
-    nodes, speed = inventory.get("nodes"), result.get("tokens_per_s")
-    if not isinstance(nodes, list) or len(nodes) != node_count:
-        return None
-    if any(
-        not isinstance(node, dict) or node.get("machine_type") != machine_type for node in nodes
-    ):
-        return None
-    finished = result.get("status") == "finished"
-    if not finished or not isinstance(speed, (int, float)) or isinstance(speed, bool) or speed <= 0:
-        return None
-    return Speed(run_id=summary.parent.name, tokens_per_s=float(speed))
-
-
-def _read(path: Path) -> dict[str, Any]:
+def _read(cls: type[_T], path: Path) -> _T | None:
+    where = str(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return build(cls, parse_json(read_bytes(path), where=where), where=where)
+    except (OSError, ConfigError):
+        return None

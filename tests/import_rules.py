@@ -38,7 +38,8 @@ class Rule:
 RULES = {
     CONTRACTS: Rule(frozenset({CONTRACTS}), stdlib_only=True),
     "infra": Rule(
-        frozenset({"payload.inventory", "payload.errors"}), frozenset({"paramiko", "torch"})
+        frozenset({"payload.inventory", "payload.errors", "payload.untrusted"}),
+        frozenset({"paramiko", "torch"}),
     ),
     "launch": Rule(
         frozenset({CONTRACTS, "launch"}), frozenset({"paramiko", "torch", "subprocess"}) | PULUMI

@@ -148,6 +148,21 @@ def test_the_speed_is_of_the_newest_finished_run_on_as_many_of_the_same_machines
     assert found == Speed(run_id="right", tokens_per_s=2.0)
 
 
+@pytest.mark.parametrize("file", ["summary.json", "inventory.json"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"[]", b"null", b"\xff", b"[" * 20_000, b'{"a":' * 20_000, b"1" * 5_000),
+        *(b'{"status": "finished", "tokens_per_s": Infinity}', b'{"nodes": 7}'),
+        *(b'{"status": "finished", "tokens_per_s": -1}', b'{"nodes": [7, [], null]}'),
+    ],
+)
+def test_a_damaged_run_has_no_speed(tmp_path: Path, file: str, content: bytes) -> None:
+    run_folder(tmp_path, "one", age_s=1)
+    (tmp_path / "one" / file).write_bytes(content)
+    assert last_measured_speed(tmp_path, machine_type="c3-highmem-8", node_count=3) is None
+
+
 def test_without_a_run_there_is_no_speed(tmp_path: Path) -> None:
     assert last_measured_speed(tmp_path, machine_type="c3-highmem-8", node_count=3) is None
 

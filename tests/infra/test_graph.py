@@ -11,7 +11,7 @@ from pathlib import Path
 import pulumi
 import pytest
 
-from infra.labels import CLUSTER, EXPIRES, mark
+from infra.labels import CLUSTER, EXPIRES, last_expiry, mark
 from payload.inventory import ClusterInventory
 from tests.golden_files import assert_golden
 from tests.infra.stacks import (
@@ -81,6 +81,13 @@ def test_with_os_login_the_user_is_the_operators_own_and_no_key_is_in_user_data(
     assert stack.outputs["inventory"]["ssh_user"] == "ada_example_com"
     (text,) = {instance["metadata"]["user-data"] for instance in stack.of_type("Instance")}
     assert KEY not in text and "AllowUsers ada_example_com" in text
+
+
+def test_an_expiry_that_somebody_has_changed_to_no_time_is_passed_over() -> None:
+    texts = ("", "soon", "-1", "\u0663", "9" * 5_000, "1e9")
+    hostile: list[dict[str, str] | None] = [{EXPIRES: text} for text in texts]
+    assert last_expiry([*hostile, {EXPIRES: "1800000000"}, {}, None]) == "2027-01-15T08:00:00Z"
+    assert last_expiry(hostile) == "1970-01-01T00:00:00Z"
 
 
 def test_the_cluster_expires_at_the_limit_of_its_machines() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from payload.errors import CapacityError, CloudAuthError, ConfigError, QuotaError, TileforgeError
 from payload.hints import command
+from payload.untrusted import printable
 
 _ZONE = r"[a-z]+(?:-[a-z]+)+\d+-[a-z]"
 _NO_CAPACITY = re.compile(
@@ -27,17 +28,20 @@ _FREE_ZONES = (
 _MACHINE = re.compile(r"\bAn? ([a-z0-9]+-[a-z0-9-]+) VM instance")
 _BUSY = re.compile(r"stack is currently locked|Another update is currently in progress")
 _QUOTA = re.compile(
-    r"Quota '(?P<metric>\w+)' exceeded\.? +Limit: (?P<limit>[\d.]+) *"
+    r"Quota '(?P<metric>\w{1,64})' exceeded\.? +Limit: (?P<limit>\d{1,19}(?:\.\d{1,9})?) *"
     r"(?:in region (?P<region>[a-z0-9-]+)|globally)?"
+    # CPUS_PER_VM_FAMILY, of C4 and newer families.
+    r"(?: *dimensions = map\[[^\]]{0,200}?vm_family:(?P<family>\w{1,16}))?",
+    re.ASCII,
 )
 _QUOTA_WORDS = re.compile(r"QUOTA_EXCEEDED|quotaExceeded|Quota exceeded|quota limit .* exceeded")
 _API = re.compile(r"apis/api/([a-z.]+)/")
 _API_OFF = re.compile(r"has not been used in project|accessNotConfigured|SERVICE_DISABLED")
 _NO_CREDENTIALS = re.compile(r"could not find default credentials|invalid_grant|reauth", re.I)
 _DENIED = re.compile(
-    r"[^.]*(?:googleapi: Error 40[13]|PERMISSION_DENIED|Permission denied|Required '[\w.]+' "
-    r"permission|IAM_PERMISSION_DENIED)[^.]*(?:\.\w[^.]*)*"
+    r"googleapi: Error 40[13]|PERMISSION_DENIED|Permission denied|Required '[\w.]{1,99}' permission"
 )
+_SENTENCE_END = re.compile(r"\.(?!\w)")
 
 
 class StackBusyError(ConfigError):
@@ -92,6 +96,7 @@ def explain(output: str, *, what: str) -> TileforgeError:
     A stock-out goes before quota: Google reports some as QUOTA_EXCEEDED, with the zones that have
     capacity in the details (https://github.com/GoogleCloudPlatform/ai-on-gke/issues/849).
     """
+    output = printable(output)
     flat = " ".join(output.split())
     if _BUSY.search(flat):
         return StackBusyError(
@@ -120,7 +125,7 @@ def explain(output: str, *, what: str) -> TileforgeError:
     denied = _DENIED.search(flat)
     if denied:
         return CloudAuthError(
-            f"{what}: {denied.group(0).strip()[:300]}. Ask for the roles in docs/operating.md."
+            f"{what}: {_sentence(flat, denied)[:300]}. Ask for the roles in docs/operating.md."
         )
     errors = [line.strip() for line in output.splitlines() if "error: " in line]
     last = errors[-1].partition("error: ")[2] if errors else "Pulumi's output above says why"
@@ -131,7 +136,14 @@ def _quota_words(flat: str) -> Iterable[str]:
     for found in _QUOTA.finditer(flat):
         where = f"in {found['region']}" if found["region"] else "in all regions together"
         limit = f"{float(found['limit']):g} {where}"
-        yield f"quota {found['metric']} is {limit}, the cluster needs more"
+        family = f" ({found['family']})" if found["family"] else ""
+        yield f"quota {found['metric']}{family} is {limit}, the cluster needs more"
+
+
+def _sentence(text: str, found: re.Match[str]) -> str:
+    """Return the sentence around a match."""
+    end = _SENTENCE_END.search(text, found.end())
+    return text[text.rfind(".", 0, found.start()) + 1 : end.start() if end else None].strip()
 
 
 def _found(patterns: Sequence[str], text: str) -> list[str]:

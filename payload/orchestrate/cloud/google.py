@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
-from payload.errors import CloudAuthError, CloudError, TileforgeError
+from payload.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
 from payload.orchestrate.cloud.endpoints import Endpoints, Service
-from payload.untrusted import build, parse_json, printable
+from payload.orchestrate.cloud.resources import CLOUD_NAME
+from payload.untrusted import build, parse_json, printable, shown
 
 REQUEST_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 16.0
@@ -58,7 +59,15 @@ class Google:
         patience_s: float = 60.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`patience_s` is how long one request is tried again while the cloud is busy."""
+        """`patience_s` is how long one request is tried again while the cloud is busy.
+
+        Raises ConfigError for a project that cannot be one: it is a part of every request's path.
+        """
+        if not CLOUD_NAME.fullmatch(project):
+            raise ConfigError(
+                f"project {shown(project)}: must be a Google Cloud project's id. `gcloud projects "
+                "list` shows yours."
+            )
         self.project = project
         self._endpoints = endpoints
         self._patience_s = patience_s
@@ -192,7 +201,8 @@ class Google:
         from google.api_core import exceptions
         from google.auth import exceptions as auth
 
-        said = _REQUEST.sub("", one_line(getattr(error, "message", None) or str(error)))
+        message = _attribute(error, "message") or _attribute(error, "__str__")
+        said = _REQUEST.sub("", one_line(str(message)))
         if isinstance(error, auth.RefreshError):
             return CloudAuthError(f"{what}: these credentials are refused ({said}). {_LOG_IN}")
         if isinstance(error, exceptions.NotFound):
@@ -207,7 +217,8 @@ class Google:
         return CloudError(f"{what}: Google Cloud cannot be reached ({said}). See to the network.")
 
     def _permission_fix(self, error: Any, said: str) -> str:
-        if not _DISABLED.search(f"{said} {error.errors} {getattr(error, 'details', '')}"):
+        more = f"{_attribute(error, 'errors')} {_attribute(error, 'details')}"
+        if not _DISABLED.search(f"{said} {more}"):
             return "Ask for a role that allows it, see docs/operating.md."
         named = _API.search(said)
         api = named.group(1) if named else "compute.googleapis.com"
@@ -287,6 +298,18 @@ def _import() -> tuple[_Errors, _Errors]:
     )
 
 
+def _attribute(error: Exception, name: str) -> Any:
+    """Return what an error of Google's libraries holds; None where its answer was damaged.
+
+    The libraries make these of the answer's fields unchecked, and only when they are asked for.
+    """
+    try:
+        value = getattr(error, name, None)
+        return value() if callable(value) else value
+    except (TypeError, ValueError):
+        return None
+
+
 def _wait_s(error: Exception, pause_s: float) -> float | None:
     """How long to wait before the next attempt, or None when another one is of no use."""
     import requests
@@ -297,7 +320,8 @@ def _wait_s(error: Exception, pause_s: float) -> float | None:
         return pause_s
     if not isinstance(error, exceptions.GoogleAPICallError):
         return None
-    reasons = {entry.get("reason") for entry in error.errors if isinstance(entry, dict)}
+    entries = _attribute(error, "errors") or ()
+    reasons = {str(entry.get("reason")) for entry in entries if isinstance(entry, dict)}
     if error.code not in _TRY_AGAIN and not reasons & _RATE_REASONS:
         return None
     asked = getattr(error.response, "headers", {}).get("Retry-After", "")

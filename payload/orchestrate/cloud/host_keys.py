@@ -7,8 +7,8 @@ machine showed it first. cloud-init on the node writes them (DataSourceGCE.publi
 from __future__ import annotations
 
 import base64
-import binascii
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
 from payload.orchestrate.fanout import all_or_raise, on_every_node
 from payload.results import write_whole
+from payload.untrusted import check_schema, parse_json, read_bytes, shown
 
 DEADLINE_S = 180.0
 _POLL_S = 3.0
@@ -35,6 +36,9 @@ _CACHE_VERSION = 1
 _GONE = ("STOPPING", "STOPPED", "TERMINATED", "SUSPENDING", "SUSPENDED")
 _UNWRITTEN = "of type 'Guest Attribute' was not found"
 _CONSTRAINT = "compute.disableGuestAttributesAccess"
+_KIND = re.compile(r"(ssh-|ecdsa-)[a-z0-9@.-]{1,58}")
+# An RSA key of 16,384 bits has 2,760; ssh-keygen makes at most one key of each kind.
+_MOST_CHARS, _MOST_KEYS = 4096, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +126,13 @@ class _Reader:
                     f"instance's metadata enable-guest-attributes. Google Cloud said: {error}"
                 ) from None
             raise
-        return tuple(sorted(_key(node, item.key, item.value) for item in _items(answer)))
+        keys = sorted({_key(node, item.key, item.value) for item in _items(answer)})
+        if len(keys) > _MOST_KEYS:
+            raise HostKeyError(
+                f"{node.name}: it has published {len(keys)} host keys, at most {_MOST_KEYS} are "
+                "taken. Make the machine anew."
+            )
+        return tuple(keys)
 
 
 def pin_host_keys(
@@ -206,21 +216,25 @@ def _is_disabled(message: str) -> bool:
 
 def _items(answer: Any) -> list[Any]:
     known = ("ssh-", "ecdsa-")
-    return [item for item in answer.query_value.items if item.value and item.key.startswith(known)]
+    return [item for item in answer.query_value.items if item.key.startswith(known)]
 
 
 def _key(node: Node, kind: str, value: str) -> str:
-    """`type base64`. Raises HostKeyError: what a machine writes about itself may be anything."""
-    text = value.split()[0]
+    """Return `type base64`.
+
+    Raises HostKeyError: what a machine writes about itself may be anything.
+    """
+    text = next(iter(value.split()), "")
     try:
         blob = base64.b64decode(text, validate=True)
-    except binascii.Error:
+    except ValueError:
         blob = b""
     # RFC 4253, section 6.6: the key begins with its type, as a string with its length before it.
     begins = len(kind).to_bytes(4, "big") + kind.encode()
-    if not blob.startswith(begins) or len(blob) <= len(begins) or len(kind.split()) != 1:
+    is_key = blob.startswith(begins) and len(blob) > len(begins) and len(text) <= _MOST_CHARS
+    if not is_key or not _KIND.fullmatch(kind):
         raise HostKeyError(
-            f"{node.name}: it has published a host key that is none: {f'{kind} {text}'[:60]!r}. "
+            f"{node.name}: it has published a host key that is none: {shown(f'{kind} {text}')}. "
             "Make the machine anew."
         )
     return f"{kind} {text}"
@@ -233,13 +247,13 @@ def _check(nodes: Sequence[Node]) -> None:
 
 
 def _read_cache(path: Path) -> dict[str, Node]:
-    """What was pinned before; nothing when the file cannot be used."""
+    """Return what was pinned before; nothing when the file cannot be used."""
+    where = str(path)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw["schema_version"] != _CACHE_VERSION:
-            return {}
-        inventory = ClusterInventory.from_json(json.dumps(raw["inventory"]), where=str(path))
-    except (OSError, ValueError, KeyError, TypeError, TileforgeError):
+        raw = parse_json(read_bytes(path), where=where)
+        check_schema(raw, _CACHE_VERSION, where=where)
+        inventory = ClusterInventory.from_json(json.dumps(raw.get("inventory")), where=where)
+    except (OSError, TileforgeError):
         return {}
     return {node.name: node for node in inventory.nodes}
 

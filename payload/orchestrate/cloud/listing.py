@@ -268,7 +268,8 @@ def _see_to_its_end(
     client = google.compute(f"{operations}Operations")
     request = request_of(f"Wait{operations}OperationRequest", operation=operation.name, **place)
     is_late = False
-    while operation.status.name != "DONE":
+    # A status that the library does not know is a bare number.
+    while getattr(operation.status, "name", "") != "DONE":
         if is_late:
             raise CloudError(f"{what}: it is not done after {_OPERATION_S:g} s. Look again later.")
         # Asked once even when the time is over, which others of its kind may have taken.

@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from payload.errors import ConfigError
-from payload.orchestrate.cloud.pulumi_cli import Pulumi
+from payload.orchestrate.cloud.pulumi_cli import NEWER, Pulumi
+from payload.untrusted import build, checked, parse_json
 
 _INSTANCE = "gcp:compute/instance:Instance"
 # Operations of a preview that end what is there; a replacement is one of them.
 _ENDS = ("delete", "replace", "delete-replaced")
 _PREVIEW_S = 600.0
+# urn:pulumi:STACK::PROJECT::PARENT'S TYPE$TYPE::NAME
+_URN = re.compile(r"urn:pulumi:[^\s:]+::[^\s:]+::(?:[^\s:]|:(?!:))+::[ -~]+")
+
+
+def _urn() -> str:
+    urn: str = checked(pattern=_URN, wanted="a URN of Pulumi's")
+    return urn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Resource:
+    urn: str = _urn()
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Deployment:
+    resources: tuple[_Resource, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Export:
+    deployment: _Deployment | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    op: str
+    urn: str = _urn()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Preview:
+    steps: tuple[_Step, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,41 +60,32 @@ class StackState:
 
 
 def stack_state(pulumi: Pulumi) -> StackState:
-    """The state that Pulumi's backend has now. Raises PulumiError, ConfigError."""
-    words = ("stack", "export")
-    try:
-        deployment = json.loads(pulumi.ask(*words)).get("deployment") or {}
-        resources = deployment.get("resources") or []
-        return StackState(
-            machines=tuple(_names(resources)),
-            parts=tuple((each["urn"], each.get("id")) for each in resources),
-        )
-    except (ValueError, AttributeError, TypeError, KeyError) as error:
-        raise _unreadable(" ".join(words), error) from None
+    """Return the state that Pulumi's backend has now. Raises PulumiError, ConfigError."""
+    where = _where("stack export")
+    text = pulumi.ask("stack", "export")
+    export = build(_Export, parse_json(text, where=where, fix=NEWER), where=where, fix=NEWER)
+    resources = (export.deployment or _Deployment()).resources or ()
+    return StackState(
+        machines=tuple(_names(each.urn for each in resources)),
+        parts=tuple((each.urn, each.id) for each in resources),
+    )
 
 
 def machines_that_go(pulumi: Pulumi) -> list[str]:
-    """Names of those that `pulumi up` would remove or make anew. Raises PulumiError, ConfigError.
+    """Return those that `pulumi up` would remove or make anew. Raises PulumiError, ConfigError.
 
     A preview once more, for programs: the one for people is no format.
     """
     document = pulumi.ask_json("preview", timeout_s=_PREVIEW_S)
-    try:
-        steps = document.get("steps") or []
-        return _names(step for step in steps if step["op"] in _ENDS)
-    except (AttributeError, TypeError, KeyError) as error:
-        raise _unreadable("preview --json", error) from None
+    preview = build(_Preview, document, where=_where("preview --json"), fix=NEWER)
+    return _names(step.urn for step in preview.steps or () if step.op in _ENDS)
 
 
-def _names(resources: Iterable[dict[str, Any]]) -> list[str]:
-    # urn:pulumi:STACK::PROJECT::PARENT'S TYPE$TYPE::NAME
-    parts = [resource["urn"].split("::") for resource in resources]
+def _names(urns: Iterable[str]) -> list[str]:
+    parts = [urn.split("::", 3) for urn in urns]
     found = [each[3] for each in parts if each[2].rpartition("$")[2] == _INSTANCE]
     return list(dict.fromkeys(found))
 
 
-def _unreadable(words: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"`pulumi {words}` printed what cannot be read ({error!r}). See that it is Pulumi 3.200 or "
-        "newer: pulumi version"
-    )
+def _where(words: str) -> str:
+    return f"`pulumi {words}` printed what cannot be read"

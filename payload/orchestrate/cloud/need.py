@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from payload.errors import ConfigError
+from payload.orchestrate.cloud.resources import CLOUD_NAME
 from payload.orchestrate.cloud.settings import text_list
+from payload.untrusted import shown
 
 Scope = Literal["region", "project"]
 Spot = Literal["false", "true", "auto"]
+_KMS_KEY = re.compile(r"projects/[\w:.-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.A)
 
 # The compute quotas count pd-balanced as SSD, too.
 _DISK_QUOTAS = {
@@ -112,22 +116,31 @@ def need_of(settings: Mapping[str, Any]) -> Need:
 
     Raises ConfigError.
     """
-    machine = str(settings.get("machineType") or Need().machine_type)
+    machine = _name(settings, "machineType", Need().machine_type)
     nodes = _whole(settings, "nodeCount", Need().node_count)
-    region = str(settings.get("region") or Need().region)
+    region = _name(settings, "region", Need().region)
     disk_gib = _whole(settings, "diskGb", 100)
     head_gib = _whole(settings, "headDiskGb", 0) or disk_gib
     access = settings.get("accessMode") or "iap"
     spot = str(settings.get("spot") or "false").lower()
     if spot not in ("false", "true", "auto"):
-        raise ConfigError(f"spot = {spot!r}; use false, true or auto.")
+        raise ConfigError(f"spot = {shown(spot)}; use false, true or auto.")
+    zones = tuple(text_list(settings.get("zones"))) or (f"{region}-a",)
+    for zone in zones:
+        _name({"zones": zone}, "zones", "")
+    kms_key = str(settings.get("kmsKey") or "")
+    if kms_key and not _KMS_KEY.fullmatch(kms_key):
+        raise ConfigError(
+            f"kmsKey = {shown(kms_key)}: must be projects/P/locations/L/keyRings/R/cryptoKeys/K. "
+            "pulumi config set kmsKey NAME"
+        )
     return Need(
         machine_type=machine,
         node_count=nodes,
         region=region,
-        zones=tuple(text_list(settings.get("zones"))) or (f"{region}-a",),
+        zones=zones,
         spot=spot,  # type: ignore[arg-type]
-        disk_type=_disk_type(str(settings.get("diskType") or "auto"), machine),
+        disk_type=_disk_type(_name(settings, "diskType", "auto"), machine),
         disk_gib=head_gib + (nodes - 1) * disk_gib,
         has_nat=(settings.get("egress") or "nat") == "nat",
         has_public_head=access == "direct",
@@ -136,7 +149,7 @@ def need_of(settings: Mapping[str, Any]) -> Need:
         makes_bucket=settings.get("bucket") == "create",
         cluster=str(settings.get("cluster") or ""),
         image_project=_image_project(str(settings.get("image") or "")),
-        kms_key=str(settings.get("kmsKey") or ""),
+        kms_key=kms_key,
         grants_key=str(settings.get("kmsGrant") or "true").lower() != "false",
     )
 
@@ -152,6 +165,14 @@ def _disk_type(name: str, machine: str) -> str:
     return "pd-balanced" if machine.startswith("c3-") else "hyperdisk-balanced"
 
 
+def _name(settings: Mapping[str, Any], key: str, default: str) -> str:
+    """Return a setting that becomes a word of a request. Raises ConfigError."""
+    value = settings.get(key) or default
+    if not isinstance(value, str) or not CLOUD_NAME.fullmatch(value):
+        raise ConfigError(f"{key} = {shown(value)}: must be a name. pulumi config set {key} NAME")
+    return value
+
+
 def _whole(settings: Mapping[str, Any], key: str, default: int) -> int:
     value = settings.get(key)
     if value in (None, ""):
@@ -161,5 +182,5 @@ def _whole(settings: Mapping[str, Any], key: str, default: int) -> int:
     except ValueError:
         number = -1
     if number < 0:
-        raise ConfigError(f"{key} = {value!r}; a whole number is needed.")
+        raise ConfigError(f"{key} = {shown(value)}; a whole number is needed.")
     return number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +10,12 @@ from shutil import which
 from typing import Any, Literal
 
 from payload.errors import ConfigError, ExitCode
+from payload.untrusted import parse_json, printable
 
 ASK_S = 120.0
 _STACK = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*){0,2}")
+
+NEWER = "See that it is Pulumi 3.200 or newer: pulumi version"
 
 Trouble = Literal["not installed", "no project", "not logged in", "no stack", "other"]
 
@@ -113,14 +115,11 @@ class Pulumi:
     def ask_json(self, *words: str, timeout_s: float | None = None) -> Any:
         """The JSON that the command printed. Raises PulumiError."""
         text = self.ask(*words, "--json", timeout_s=timeout_s)
+        where = f"what `pulumi {' '.join(words)} --json` printed"
         try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            raise PulumiError(
-                f"`pulumi {' '.join(words)} --json` printed no JSON: {text[:80]!r}. See that it is "
-                "Pulumi 3.200 or newer: pulumi version",
-                "other",
-            ) from None
+            return parse_json(text, where=where, fix=NEWER)
+        except ConfigError as error:
+            raise PulumiError(str(error), "other") from None
 
     def follow(self, *words: str, say: Callable[[str], None]) -> tuple[int, str]:
         """Run it to its end and pass each line on; returns its status and all that it printed.
@@ -140,16 +139,18 @@ class Pulumi:
         try:
             # As bytes: an interrupt within the decoding of text would lose what was read.
             for raw in process.stdout:
-                lines.append(raw.decode("utf-8", errors="replace"))
+                lines.append(printable(raw.decode("utf-8", errors="replace")))
                 say(lines[-1].rstrip("\n"))
         except KeyboardInterrupt:
             say("interrupted: waiting for pulumi to end, so that its state stays true")
-            say(process.stdout.read().decode("utf-8", errors="replace").rstrip("\n"))
+            rest = process.stdout.read().decode("utf-8", errors="replace")
+            say(printable(rest).rstrip("\n"))
             process.wait()
             raise
         return process.wait(), "".join(lines)
 
     def _refusal(self, shown: str, said: str) -> PulumiError:
+        said = printable(said)
         for pattern, trouble, fix in _COMPLAINTS:
             found = re.search(rf"^.*({pattern}).*$", said, re.MULTILINE)
             if found:

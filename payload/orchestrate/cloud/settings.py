@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from payload.errors import ConfigError
-from payload.orchestrate.cloud.pulumi_cli import Pulumi
+from payload.orchestrate.cloud.pulumi_cli import NEWER, Pulumi
+from payload.untrusted import NODE_NAME, parse_json, shown
 
 
 def settings(pulumi: Pulumi) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def settings(pulumi: Pulumi) -> dict[str, Any]:
     """
     raw = pulumi.ask_json("config")
     if not isinstance(raw, dict):
-        raise ConfigError(f"`pulumi config --json` printed {raw!r}; an object is needed.")
+        raise ConfigError(f"`pulumi config --json` printed {shown(raw)}, not an object. {NEWER}")
     known: dict[str, Any] = {}
     for key in sorted(raw, key=lambda key: not key.startswith("gcp:")):
         entry = raw[key] if isinstance(raw[key], dict) else {}
@@ -26,17 +26,21 @@ def settings(pulumi: Pulumi) -> dict[str, Any]:
 
 def cluster_name(pulumi: Pulumi, known: dict[str, Any]) -> str:
     """The cluster that the config means: its key, or the stack's name. Raises PulumiError."""
-    name = known.get("cluster")
-    if isinstance(name, str) and name:
-        return name
-    return pulumi.ask("stack", "--show-name").strip().rpartition("/")[2]
+    name = known.get("cluster") or pulumi.ask("stack", "--show-name").strip().rpartition("/")[2]
+    # It names a folder here, with the key that opens the cluster.
+    if not isinstance(name, str) or not NODE_NAME.fullmatch(name):
+        raise ConfigError(
+            f"cluster = {shown(name)}: must be a name of letters, digits and hyphens. "
+            "pulumi config set cluster NAME"
+        )
+    return name
 
 
 def text_list(value: Any) -> list[str]:
     """A list from a config value, which may be JSON text."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError:
+            value = parse_json(value, where="a list")
+        except ConfigError:
             value = [value] if value else []
     return [str(each) for each in value] if isinstance(value, list) else []

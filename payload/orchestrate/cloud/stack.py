@@ -9,17 +9,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from payload.errors import ConfigError
+from payload.errors import ConfigError, TileforgeError
 from payload.hints import command
 from payload.inventory import ClusterInventory
 from payload.orchestrate.cloud.endpoints import Endpoints
 from payload.orchestrate.cloud.need import Need
 from payload.orchestrate.cloud.pulumi_cli import Pulumi, PulumiError
+from payload.orchestrate.cloud.resources import CLOUD_NAME
 from payload.orchestrate.cloud.settings import cluster_name
 from payload.results import write_whole
-from payload.untrusted import parse_json
+from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes, shown
 
 _MEMORY_VERSION = 1
+_MOST_USD = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +48,10 @@ class StackOutputs:
 class Remembered:
     """What is known of a cluster after `pulumi destroy`, which takes the outputs with it."""
 
-    cluster: str
-    project: str
-    region: str
-    node_usd: Mapping[str, float | None]
+    cluster: str = checked(pattern=NODE_NAME)
+    project: str = checked(pattern=CLOUD_NAME)
+    region: str = checked(pattern=CLOUD_NAME)
+    node_usd: Mapping[str, float | None] = checked(low=0, high=_MOST_USD)
     """Dollars per hour by node; of nothing while it has only been planned."""
 
     @property
@@ -167,11 +169,10 @@ def recall(folder: Path, cluster: str) -> Remembered | None:
     """What was kept of a cluster, or None."""
     path = folder / ".cluster" / cluster / "stack.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw.pop("schema_version") != _MEMORY_VERSION:
-            return None
-        return Remembered(**raw)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raw = parse_json(read_bytes(path), where=str(path))
+        check_schema(raw, _MEMORY_VERSION, where=str(path))
+        return build(Remembered, raw, where=str(path))
+    except (OSError, TileforgeError):
         return None
 
 
@@ -183,18 +184,20 @@ def remembered_clusters(folder: Path) -> list[Remembered]:
 
 def _text(outputs: Mapping[str, Any], key: str, name: str) -> str:
     value = outputs.get(key)
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not CLOUD_NAME.fullmatch(value):
         raise ConfigError(
-            f"{name}: output {key} is {value!r}; a name is needed. Bring the stack up to date: "
-            "pulumi up"
+            f"{name}: output {key} is {shown(value)}; a name is needed. Bring the stack up to "
+            "date: pulumi up"
         )
     return value
 
 
 def _number(value: Any, name: str) -> float | None:
-    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+    if value is None:
         return value
-    raise ConfigError(f"{name}: output hourly_usd is {value!r}; a number or nothing is needed.")
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= _MOST_USD:
+        return value
+    raise ConfigError(f"{name}: output hourly_usd is {shown(value)}; dollars or nothing is needed.")
 
 
 def _time(value: Any, name: str) -> str | None:
@@ -202,7 +205,7 @@ def _time(value: Any, name: str) -> str | None:
         return None
     try:
         return datetime.fromisoformat(value).astimezone(UTC).isoformat()
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         raise ConfigError(
-            f"{name}: output expires is {value!r}; a time in ISO 8601 is needed."
+            f"{name}: output expires is {shown(value)}; a time in ISO 8601 is needed."
         ) from None

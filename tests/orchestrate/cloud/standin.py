@@ -79,8 +79,8 @@ class CloudStandIn:
         """Whether the operator may let others use a key."""
         self.records: dict[str, list[tuple[str, str]]] = {}
         """By DNS zone: names and types of its records."""
-        self.raw: Callable[[str, str], bytes | None] = lambda method, target: None
-        """The bytes that a request is answered with in place of a document; None: none."""
+        self.tamper: Callable[[str, dict[str, Any]], bytes | None] = lambda target, document: None
+        """What answers a path in place of this document; None leaves it as it is."""
         self.unreachable: list[str] = []
         """Places that a list of all names as missing from it."""
         self.failing: dict[str, str] = {}
@@ -244,7 +244,7 @@ class CloudStandIn:
                 return self._aggregated(collection, query)
             case ["regions", region] if region in self.regions:
                 return {"name": region, "quotas": _quotas(self.regions[region])}
-            case [*_, "operations", operation, "wait"] if method == "POST":
+            case [*_, "operations", operation, "wait"] if operation in self._operations:
                 return self._operations[operation] | {"status": "DONE"}
             case ["global", collection]:
                 return self._page(self.items.get((collection, "global"), []), query)
@@ -375,6 +375,9 @@ def _error(status: int, fault: Fault) -> dict[str, Any]:
 def _handler(cloud: CloudStandIn) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        # Else each answer on a kept connection waits 40 ms for a delayed acknowledgement.
+        disable_nagle_algorithm = True
+        wbufsize = -1
 
         def do_GET(self) -> None:
             self._answer("GET")
@@ -389,7 +392,7 @@ def _handler(cloud: CloudStandIn) -> type[BaseHTTPRequestHandler]:
         def _answer(self, method: str) -> None:
             assert "Authorization" not in self.headers, "a stand-in is sent no credentials"
             status, document, headers = cloud.answer(method, self.path)
-            raw = cloud.raw(method, self.path)
+            raw = cloud.tamper(self.path, document)
             body = json.dumps(document).encode() if raw is None else raw
             self.send_response(status)
             for name, value in {"Content-Type": "application/json", **headers}.items():

@@ -138,7 +138,7 @@ def test_outputs_of_another_release_or_without_sense_are_refused(site: Site) -> 
         with pytest.raises(ConfigError, match=message):
             read_outputs(pulumi)
     site.pulumi.on("stack", "output", out="Current stack outputs (0)")
-    with pytest.raises(ConfigError, match="printed no JSON"):
+    with pytest.raises(ConfigError, match="printed: not JSON"):
         read_outputs(pulumi)
 
 

@@ -1,0 +1,432 @@
+"""Google's answers, Pulumi's outputs and the files beside them: hostile or damaged, field by field.
+
+Each is read or refused with one printable line; nothing else is raised, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from payload.errors import TileforgeError
+from payload.inventory import ClusterInventory
+from payload.orchestrate.cloud import host_keys
+from payload.orchestrate.cloud.failures import explain
+from payload.orchestrate.cloud.google import Google
+from payload.orchestrate.cloud.listing import _buckets, _of_kind, list_everything, remove
+from payload.orchestrate.cloud.machines import machines_that_go, stack_state
+from payload.orchestrate.cloud.need import Need, need_of
+from payload.orchestrate.cloud.other_services import dns_zones, service_accounts
+from payload.orchestrate.cloud.project_checks import (
+    ask_compute,
+    check_key,
+    check_offers,
+    check_policies,
+    check_services,
+)
+from payload.orchestrate.cloud.pulumi_cli import Pulumi
+from payload.orchestrate.cloud.quota_checks import check_quotas
+from payload.orchestrate.cloud.resources import KINDS, Resource, by_cluster
+from payload.orchestrate.cloud.settings import cluster_name, settings
+from payload.orchestrate.cloud.stack import read_outputs, recall, remember
+from tests.orchestrate.cloud.conftest import KEY, Site
+from tests.orchestrate.cloud.standin import NUMBER, PROJECT, REGION, ZONE, Fault
+from tests.orchestrate.cloud.test_doctor import family_limit
+from tests.orchestrate.test_inventory_fuzz import HOSTILE
+
+CRYPTO_KEY = f"projects/{PROJECT}/locations/{REGION}/keyRings/r/cryptoKeys/k"
+LABELS = {"tileforge-cluster": "mine", "tileforge-expires": "1700000000"}
+NEED = Need(
+    machine_type="c4-standard-8",
+    disk_type="hyperdisk-balanced",
+    has_public_head=True,
+    cluster="mine",
+    kms_key=CRYPTO_KEY,
+    makes_bucket=True,
+)
+# Bodies that are no document in Google's or Pulumi's format.
+BODIES = (
+    *(b"", b" ", b"null", b"0", b"[]", b"[[]]", b"{}", b"{", b'"x"', b"\xff", b"\x00", b"NaN"),
+    *(b"<html><h1>502</h1></html>", b'{"a": 1}{"a": 2}', b'{"error": []}', b'{"error": "x"}'),
+    *(b"[" * 20_000, b'{"a":' * 20_000, b"1" * 5_000, b"1e999", b'{"items": Infinity}'),
+    *(b'{"error": {"message": 7, "errors": 7}}', b'{"error": {"errors": [7]}}', b'{"items": 7}'),
+)
+
+
+def pinned(site: Site) -> object:
+    site.cloud.guest_attributes["mine-0"] = {"ssh-ed25519": KEY}
+    inventory = known_inventory(site)
+    cache = site.folder / "no-cache.json"
+    options: dict[str, Any] = {"cache": cache, "say": str, "deadline_s": 0.0, "sleep": float}
+    node = host_keys.pin_node(inventory.head, google(site), **options)
+    # What came of it is an inventory's node still, as the cache will have it.
+    ClusterInventory.from_json(replace(inventory, nodes=(node,)).to_json(), where="pinned")
+    return node
+
+
+def known_inventory(site: Site) -> ClusterInventory:
+    known: ClusterInventory = _once(
+        site, "known", lambda: read_outputs(Pulumi(site.env, folder=site.folder)).inventory
+    )
+    return known
+
+
+def google(site: Site) -> Google:
+    """The client of this site, with its connections, for thousands of requests."""
+    client: Google = _once(site, "google", lambda: site.google(patience_s=0.0))
+    return client
+
+
+def _once(site: Site, name: str, make: Callable[[], Any]) -> Any:
+    known = vars(site)
+    key = f"_{name}"
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
+def quotas(site: Site) -> list[object]:
+    client = google(site)
+    project = ask_compute(client, "Projects", "GetProjectRequest", what="project")
+    return list(check_quotas(client, NEED, project))
+
+
+def zone_gone(site: Site) -> list[str]:
+    site.cloud.drop("managedZones", "mine-zone")
+    site.cloud.add_dns_zone("mine-zone", labels=LABELS)
+    return remove(google(site), [Resource(kind="DNS zone", name="mine-zone", location="global")])
+
+
+def machine_gone(site: Site) -> list[str]:
+    site.cloud.drop("disks", "extra")
+    site.cloud.add("disks", "extra", place=ZONE, labels=LABELS)
+    return remove(google(site), [Resource(kind="disk", name="extra", location=ZONE)])
+
+
+def listed(*names: str) -> Callable[[Site], object]:
+    """What reads these kinds, and says how to remove what there is."""
+
+    def read(site: Site) -> object:
+        kinds = [kind for kind in KINDS if kind.name in names]
+        found = [each for kind in kinds for each in _of_kind(google(site), kind, [])]
+        found += _buckets(google(site)) if "bucket" in names else ()
+        owned = by_cluster(found)
+        return [each.removal(project=PROJECT) for group in owned.values() for each in group]
+
+    return read
+
+
+# What reads an answer, and the pattern of the path that it comes from.
+READS: dict[str, tuple[str, Callable[[Site], object]]] = {
+    "guest attributes": ("getGuestAttributes", pinned),
+    "instance": ("instances/mine-0$|instances/mine-0[?]", pinned),
+    "machines": ("aggregated/instances", listed("instance")),
+    "policies": ("aggregated/resourcePolicies", listed("resource policy")),
+    "networks": ("global/networks", listed("network")),
+    "buckets": ("/storage/v1/b", listed("bucket")),
+    "service accounts": ("/serviceAccounts", lambda site: list(service_accounts(google(site)))),
+    "DNS zones": ("managedZones", lambda site: list(dns_zones(google(site)))),
+    "DNS records": ("rrsets[?]", zone_gone),
+    "operation": ("operations/|disks/extra", machine_gone),
+    "APIs": ("/services[?]", lambda site: list(check_services(google(site), NEED))),
+    "machine type": ("machineTypes/", lambda site: list(check_offers(google(site), NEED))),
+    "org policies": (":getEffective", lambda site: list(check_policies(google(site), NEED))),
+    "region": (f"regions/{REGION}", quotas),
+    "project": ("projects/acme-lab$|projects/acme-lab[?]", quotas),
+    "family quota": ("quotaInfos", quotas),
+    "project number": ("/v3/projects", lambda site: list(check_key(google(site), NEED))),
+    "key policy": (":getIamPolicy", lambda site: list(check_key(google(site), NEED))),
+    "key permissions": (":testIam", lambda site: list(check_key(google(site), NEED))),
+}
+
+
+@pytest.fixture
+def full(site: Site) -> Site:
+    """A cloud that has something of every kind that is read."""
+    site.build(nodes=1)
+    cloud = site.cloud
+    cloud.add_dns_zone("mine-googleapis", labels=LABELS)
+    cloud.add("machineTypes", "c4-standard-8", place=ZONE, labels={}, guestCpus=8)
+    cloud.add("diskTypes", "hyperdisk-balanced", place=ZONE, labels={})
+    cloud.regions[REGION] = {"HDB_TOTAL_GB": (500.0, 1.0), "PREEMPTIBLE_CPUS": (0.0, 0.0)}
+    cloud.project_quotas = {"NETWORKS": (5.0, 1.0)}
+    cloud.family_limits = [family_limit("48", region=REGION, vm_family="C4")]
+    cloud.rules["compute.vmExternalIpAccess"] = [{"values": {"allowedValues": ["under:folders/1"]}}]
+    cloud.key_members[CRYPTO_KEY] = [f"serviceAccount:service-{NUMBER}@x.example"]
+    return site
+
+
+def is_sound(read: Callable[[], object]) -> bool:
+    """Whether it was read; else it was refused as it should be."""
+    try:
+        read()
+    except TileforgeError as error:
+        message = str(error)
+        assert message.replace("\n", "").isprintable() and len(message) < 2_000, message
+        return False
+    return True
+
+
+def places(document: Any) -> Iterator[tuple[Any, ...]]:
+    """The path of every value within."""
+    is_list = isinstance(document, list)
+    keys = range(len(document)) if is_list else list(document if isinstance(document, dict) else ())
+    for key in keys:
+        value = document[key]
+        yield (key,)
+        yield from ((key, *rest) for rest in places(value))
+
+
+def answering(pattern: str, body: bytes) -> Callable[[str, dict[str, Any]], bytes | None]:
+    """What answers paths that match with these bytes."""
+    return lambda target, _: body if re.search(pattern, target) else None
+
+
+def with_value(document: Any, path: tuple[Any, ...], value: object) -> Any:
+    """A copy with another value there."""
+    changed = copy.deepcopy(document)
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return changed
+
+
+@pytest.mark.parametrize("name", READS)
+def test_every_field_of_googles_answers_may_be_hostile(
+    full: Site, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("payload.orchestrate.cloud.listing._OPERATION_S", 0.0)
+    pattern, read = READS[name]
+    seen: list[Any] = []
+
+    def record(target: str, document: dict[str, Any]) -> None:
+        if re.search(pattern, target):
+            seen.append(document)
+
+    full.cloud.tamper = record
+    assert is_sound(lambda: read(full)) and seen
+    for number, path in enumerate(places(seen[0])):
+        for value in HOSTILE[number % 2 :: 2]:
+            body = json.dumps(with_value(seen[0], path, value)).encode()
+            full.cloud.tamper = answering(pattern, body)
+            is_sound(lambda: read(full))
+
+
+@pytest.mark.parametrize("status", [200, 403, 404, 500])
+@pytest.mark.parametrize("name", READS)
+def test_an_answer_of_google_that_is_no_document_is_refused(
+    full: Site, name: str, status: int
+) -> None:
+    pattern, read = READS[name]
+    for body in BODIES:
+        full.cloud.faults = [
+            Fault(path=pattern, status=status, times=10**6, method=method)
+            for method in ("GET", "POST", "DELETE")
+            if status != 200
+        ]
+        full.cloud.tamper = answering(pattern, body)
+        is_sound(lambda: read(full))
+
+
+def test_a_guest_attribute_of_blanks_alone_is_refused(full: Site) -> None:
+    for value in (" ", "\n", "\t \r\n", "\u00a0", ""):
+        full.cloud.guest_attributes["mine-0"] = {"ssh-ed25519": value}
+        options: dict[str, Any] = {"say": str, "deadline_s": 0.0, "sleep": float}
+        with pytest.raises(TileforgeError, match="it has published a host key that is none"):
+            host_keys.pin_node(
+                known_inventory(full).head, google(full), cache=full.folder / "none", **options
+            )
+
+
+def test_a_list_of_google_that_never_ends_is_given_up(
+    full: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("payload.orchestrate.cloud.google.MOST_PAGES", 5)
+    monkeypatch.setattr("payload.orchestrate.cloud.listing.MOST_PAGES", 5)
+    # Machines are listed first and alone: an error there is one of everything.
+    full.cloud.tamper = lambda target, document: (
+        None if "instances" in target else json.dumps(document | {"nextPageToken": "0"}).encode()
+    )
+    blind = "; ".join(list_everything(google(full)).blind)
+    assert "listing networks: the list does not end after 5 pages" in blind
+    for kind in ("buckets", "service accounts", "DNS zones"):
+        assert f"listing {kind}: the list does not end" in blind
+
+
+class Saying(Pulumi):
+    """A Pulumi that prints these words."""
+
+    text = ""
+
+    def ask(self, *words: str, timeout_s: float | None = None) -> str:
+        return self.text
+
+
+def exported(*, op: str | None = None) -> dict[str, Any]:
+    urn = "urn:pulumi:dev::tileforge::a$gcp:compute/instance:Instance::mine-0"
+    if op:
+        return {"config": {}, "steps": [{"op": op, "urn": urn}]}
+    return {"version": 3, "deployment": {"resources": [{"urn": urn, "type": "x", "id": "7"}]}}
+
+
+def outputs(site: Site) -> dict[str, Any]:
+    known = known_inventory(site)
+    return {
+        "inventory": json.loads(known.to_json()),
+        "hourly_usd": 1.5,
+        "expires": "2026-11-22T08:00:00Z",
+        "project": PROJECT,
+        "region": REGION,
+    }
+
+
+def described(pulumi: Pulumi) -> object:
+    return read_outputs(pulumi).price_and_end()
+
+
+def needed(pulumi: Pulumi) -> object:
+    known = settings(pulumi)
+    need = need_of(known)
+    name = cluster_name(pulumi, known)
+    assert "/" not in name and name != ".."
+    return need.describe(), need.services(), need.quotas(vcpus_per_node=8)
+
+
+CONFIG = {
+    "cluster": "mine",
+    "project": PROJECT,
+    "region": REGION,
+    "machineType": "c3-highmem-8",
+    "nodeCount": "3",
+    "diskType": "auto",
+    "diskGb": "100",
+    "spot": "false",
+    "image": "projects/ubuntu-os-cloud/global/images/x",
+    "kmsKey": CRYPTO_KEY,
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "read"),
+    [
+        ("outputs", described),
+        ("export", stack_state),
+        ("preview", machines_that_go),
+        ("config", needed),
+    ],
+)
+def test_every_field_that_pulumi_prints_may_be_hostile(
+    full: Site, what: str, read: Callable[[Pulumi], object]
+) -> None:
+    sound = {
+        "outputs": outputs(full),
+        "export": exported(),
+        "preview": exported(op="delete"),
+        "config": {f"tileforge:{key}": {"value": value} for key, value in CONFIG.items()}
+        | {"tileforge:zones": {"value": "[]", "objectValue": [ZONE]}},
+    }[what]
+    pulumi = Saying(full.env, folder=full.folder)
+    pulumi.text = json.dumps(sound)
+    assert is_sound(lambda: read(pulumi))
+    for path in places(sound):
+        for value in HOSTILE:
+            pulumi.text = json.dumps(with_value(sound, path, value))
+            is_sound(lambda: read(pulumi))
+    for body in BODIES:
+        pulumi.text = body.decode(errors="replace")
+        is_sound(lambda: read(pulumi))
+
+
+def instead(path: Path) -> Path:
+    """The path, with nothing there."""
+    path.unlink()
+    return path
+
+
+DAMAGES: dict[str, Callable[[Path, bytes], object]] = {
+    "missing": lambda path, _: path.unlink(),
+    "empty": lambda path, _: path.write_bytes(b""),
+    "truncated": lambda path, sound: path.write_bytes(sound[: len(sound) // 2]),
+    "a bit flip": lambda path, sound: path.write_bytes(
+        sound[:20] + bytes([sound[20] ^ 4]) + sound[21:]
+    ),
+    "not UTF-8": lambda path, sound: path.write_bytes(sound.replace(b"m", b"\xff")),
+    "huge": lambda path, _: os.truncate(path, 2**31),
+    "a directory": lambda path, _: instead(path).mkdir(),
+    "a pipe": lambda path, _: os.mkfifo(instead(path)),
+    "a link to a device": lambda path, _: instead(path).symlink_to("/dev/zero"),
+    "a link to itself": lambda path, _: instead(path).symlink_to(path),
+    "of a later release": lambda path, sound: path.write_bytes(
+        sound.replace(b'"schema_version": 1', b'"schema_version": 2')
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_beside_the_cluster_is_passed_over(full: Site, damage: str) -> None:
+    known = read_outputs(Pulumi(full.env, folder=full.folder))
+    remember(known, folder=full.folder)
+    cache, memory = full.folder / "host_keys.json", full.folder / ".cluster/mine/stack.json"
+    options: dict[str, Any] = {"cache": cache, "say": str, "sleep": float}
+    first = host_keys.pin_host_keys(known.inventory, google(full), **options)
+    for path in (cache, memory):
+        DAMAGES[damage](path, path.read_bytes())
+    assert recall(full.folder, "mine") is None or damage == "a bit flip"
+    said: list[str] = []
+    node = host_keys.pin_node(
+        known.inventory.head, google(full), cache=cache, say=said.append, deadline_s=0.0
+    )
+    assert node == first.head
+
+
+@pytest.mark.parametrize("file", ["host_keys.json", "stack.json"])
+def test_every_field_of_a_file_beside_the_cluster_may_be_hostile(full: Site, file: str) -> None:
+    known = read_outputs(Pulumi(full.env, folder=full.folder))
+    remember(known, folder=full.folder)
+    path = full.folder / ".cluster/mine" / file
+    said: list[str] = []
+    host_keys.pin_host_keys(
+        known.inventory, google(full), cache=path.with_name("host_keys.json"), say=said.append
+    )
+    sound = json.loads(path.read_text())
+    for place in places(sound):
+        for value in HOSTILE:
+            path.write_text(json.dumps(with_value(sound, place, value)))
+            if file == "stack.json":
+                found = recall(full.folder, "mine")
+                assert found is None or Google(found.project, endpoints=google(full)._endpoints)
+            else:
+                assert isinstance(host_keys._read_cache(path), dict)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "error: Quota 'C3_CPUS' exceeded.  Limit: 1.2.3 in region us-central1",
+        "error: Quota 'C3_CPUS' exceeded.  Limit: \u0663 in region us-central1",
+        f"error: Quota 'C3_CPUS' exceeded.  Limit: {'9' * 5_000} globally",
+        "x" * 1_000_000 + " googleapi: Error 403: \x1b]52;c;AAAA\x07 denied",
+        "error: \x1b]0;title\x07 \u202e \x9b2J failed",
+        "\x00" * 1_000 + "error: ",
+    ],
+)
+def test_what_pulumi_says_of_a_failure_may_be_hostile(text: str) -> None:
+    message = str(explain(text, what="pulumi up"))
+    assert message.isprintable() and len(message) < 1_200_000
+
+
+def test_a_family_quota_that_is_exceeded_is_named_with_its_family() -> None:
+    text = (
+        "error: Quota 'CPUS_PER_VM_FAMILY' exceeded.  Limit: 24.0 in region us-central1\n"
+        "  dimensions = map[region:us-central1 vm_family:C4]"
+    )
+    assert "quota CPUS_PER_VM_FAMILY (C4) is 24 in us-central1" in str(explain(text, what="up"))
