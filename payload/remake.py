@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from payload.hints import command
+from payload.untrusted import printable
 
 # Folders whose name says what is in them. What lies under any other name is the user's own, and no
 # source may be named for it: the command would put that in its place.
@@ -61,11 +62,21 @@ def how_to_make_again(folder: Path, *, source: object) -> str:
     """The same for a damaged folder; `source` is what its meta.json says that it was made from."""
     if not isinstance(source, str):
         source = None
-    was = "" if source is None else f" (it was: {source})"
+    plain = printable(source or "").replace("\n", " ")[:200]
+    was = f" (it was: {plain})" if plain else ""
     if folder.name in _KNOWN and (source is None or source.startswith(f"{folder.name}:")):
         again = _prepare(folder.name, "--out", str(folder), "--force")
         return f"Make it again with: {again}{was}"
     return f"Repeat the command that made it with --force{was}."
+
+
+def no_range_hashes(folder: Path) -> str:
+    """Say that a folder's content is not checked while it is read, and what changes that."""
+    return (
+        f"note: {folder} was made by a release that kept no hashes of parts: what training reads "
+        "of it is not checked. Check it whole, and add them, with: "
+        f"{command('data', 'verify', str(folder), '--add-hashes')}"
+    )
 
 
 def _prepare(source: str, *arguments: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from payload.data.meta import DataFile, DataMeta, SplitRecord, token_dtype, write_meta
+from payload.data.ranges import RangeHasher
 from payload.data.tokenizer import END_OF_TEXT, TOKENIZER_NAME, TOKENIZER_SHA256, VOCAB_SIZE
 
 
@@ -28,7 +29,13 @@ def make_data_folder(
         chosen = phrases[generator.integers(0, len(phrases), size=-(-count // 16))]
         content = chosen.reshape(-1)[:count].astype(token_dtype(vocab_size)).tobytes()
         (folder / name).write_bytes(content)
-        files[name] = DataFile(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        ranges = RangeHasher()
+        ranges.update(content)
+        files[name] = DataFile(
+            bytes=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+            range_sha256=ranges.hashes(),
+        )
     write_meta(
         folder,
         DataMeta(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.data.documents import MIB
-from payload.data.meta import DataMeta, load_meta, verify_files
+from payload.data.meta import DataMeta, add_range_hashes, load_meta, verify_files
 from payload.data.sources import (
     DEFAULT_SPLIT,
     DEFAULT_TEXT_COLUMN,
@@ -23,6 +23,7 @@ from payload.data.sources import (
 )
 from payload.errors import ExitCode, TileforgeError
 from payload.hints import command
+from payload.remake import no_range_hashes
 from payload.untrusted import printable
 
 _EXAMPLES = """\
@@ -91,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Read a data folder's files and compare them with the hashes in meta.json.",
     )
     verify.add_argument("folder", type=Path, metavar="DIR")
+    verify.add_argument(
+        "--add-hashes",
+        action="store_true",
+        help="write the hashes by which training checks what it reads into a meta.json that an "
+        "older release made without them",
+    )
     return parser
 
 
@@ -210,16 +217,24 @@ def _prepare(args: argparse.Namespace) -> int:
             "wall_s": round(time.monotonic() - started_s, 3),
             "worked_s": round(outcome.worked_s, 3),
         }
-        print(json.dumps(result | asdict(outcome.meta)))
+        described = asdict(outcome.meta)
+        for file in described["files"].values():
+            del file["range_sha256"]
+        print(json.dumps(result | described))
     else:
         _show_meta(args.out, outcome.meta)
     return ExitCode.OK
 
 
 def _verify(args: argparse.Namespace) -> int:
-    meta = load_meta(args.folder)
-    verify_files(args.folder, meta)
+    if args.add_hashes:
+        meta = add_range_hashes(args.folder)
+    else:
+        meta = load_meta(args.folder)
+        verify_files(args.folder, meta)
     _show_meta(args.folder, meta)
+    if not all(file.range_sha256 for file in meta.files.values()):
+        print(no_range_hashes(args.folder), file=sys.stderr)
     return ExitCode.OK
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from payload.data.meta import TRAIN_NAME, VAL_NAME, DataMeta, load_meta
+from payload.data.ranges import RangeCheck
 from payload.errors import DataError
 
 IGNORED_TARGET = -100
@@ -88,6 +89,8 @@ class TokenBlocks:
     tokens: np.memmap[tuple[int], np.dtype[np.unsignedinteger]]
     sequence_length: int
     vocab_size: int
+    check: RangeCheck | None = None
+    """Compares what is read with meta.json; None where that has no hashes of ranges."""
 
     def num_full_blocks(self) -> int:
         """Blocks with sequence_length targets."""
@@ -101,9 +104,12 @@ class TokenBlocks:
         """Inputs and targets of these blocks, both (B, T) int64.
 
         What a short last block lacks is token 0 with the target `IGNORED_TARGET`. Raises DataError
-        on a token outside the vocabulary.
+        when the file is not the one that meta.json describes, and on a token outside the
+        vocabulary.
         """
         length = self.sequence_length
+        if self.check is not None:
+            self.check.require([self._span(block) for block in blocks.tolist()])
         inputs = np.zeros((len(blocks), length), dtype=np.int64)
         targets = np.full((len(blocks), length), IGNORED_TARGET, dtype=np.int64)
         for row, block in enumerate(blocks):
@@ -126,21 +132,33 @@ class TokenBlocks:
         file = self.tokens.base
         if not isinstance(file, mmap.mmap) or not hasattr(mmap, "MADV_WILLNEED"):
             return
-        block_bytes = self.sequence_length * self.tokens.itemsize
         for block in blocks.tolist():
+            start, end = self._span(block)
+            if self.check is not None:
+                start, end = self.check.extended(start, end)
             # The system takes whole pages only.
-            start = block * block_bytes // mmap.PAGESIZE * mmap.PAGESIZE
-            end = min((block + 1) * block_bytes + self.tokens.itemsize, len(file))
+            start = start // mmap.PAGESIZE * mmap.PAGESIZE
             file.madvise(mmap.MADV_WILLNEED, start, end - start)
+
+    def _span(self, block: int) -> tuple[int, int]:
+        """Return the first byte of a block with its targets, and the one after its last."""
+        block_bytes = self.sequence_length * self.tokens.itemsize
+        end = (block + 1) * block_bytes + self.tokens.itemsize
+        return block * block_bytes, min(end, self.tokens.nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenData:
     """A prepared data folder, opened for one sequence length."""
 
+    folder: Path
     meta: DataMeta
     train: TokenBlocks
     val: TokenBlocks
+
+    def has_range_hashes(self) -> bool:
+        """Say whether what training reads is compared with meta.json."""
+        return all(blocks.check is not None for blocks in (self.train, self.val))
 
     @classmethod
     def open(cls, folder: Path, *, sequence_length: int) -> TokenData:
@@ -156,16 +174,23 @@ class TokenData:
                 f"data.sequence_length + 1 = {sequence_length + 1}. Shorten the sequence or "
                 "prepare more text."
             )
-        return cls(meta=meta, train=train, val=val)
+        return cls(folder=folder, meta=meta, train=train, val=val)
 
 
 def _open_tokens(path: Path, *, meta: DataMeta, sequence_length: int) -> TokenBlocks:
     dtype = np.dtype(meta.dtype).newbyteorder("<")
-    if meta.files[path.name].bytes < 2 * dtype.itemsize:
+    file = meta.files[path.name]
+    if file.bytes < 2 * dtype.itemsize:
         raise DataError(f"{path}: fewer than two tokens. Prepare more text.")
+    check = None
+    if file.range_sha256:
+        check = RangeCheck(
+            path, size_bytes=file.bytes, hashes=file.range_sha256, source=meta.source
+        )
     return TokenBlocks(
         path=path,
         tokens=np.memmap(path, dtype=dtype, mode="r"),
         sequence_length=sequence_length,
         vocab_size=meta.vocab_size,
+        check=check,
     )

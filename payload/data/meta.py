@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields
+import re
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from payload.data.ranges import HASH_DIGITS, RANGE_BYTES, RangeHasher, damaged_ranges
 from payload.errors import DataError
 from payload.remake import how_to_make_again, missing_data
 from payload.results import write_whole
+from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
 META_NAME = "meta.json"
 TRAIN_NAME = "train.bin"
 VAL_NAME = "val.bin"
 SCHEMA_VERSION = 1
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
+_READ_BYTES = 8 * 2**20
 
 TokenDtype = Literal["uint16", "uint32"]
 
@@ -24,8 +31,11 @@ TokenDtype = Literal["uint16", "uint32"]
 class DataFile:
     """One file of the folder."""
 
-    bytes: int
-    sha256: str
+    bytes: int = checked(low=0)
+    sha256: str = checked(pattern=_SHA256, wanted="64 hexadecimal digits")
+    range_sha256: tuple[str, ...] = checked((), pattern=_RANGE_HASH, wanted="hexadecimal digits")
+    """The first digits of the sha256 of each RANGE_BYTES, which training checks as it reads; empty
+    in folders that older releases made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +45,7 @@ class SplitRecord:
     method: Literal["permutation", "hash"]
     """`permutation`: the same documents as `datasets`' train_test_split; `hash`: by a keyed hash of
     the document's number, where the number of documents was not known beforehand."""
-    val_fraction: float
+    val_fraction: float = checked(low=0, high=1)
     seed: int
 
 
@@ -45,20 +55,20 @@ class DataMeta:
 
     tokenizer: str
     tokenizer_sha256: str
-    vocab_size: int
-    end_of_text: int
+    vocab_size: int = checked(low=1, high=2**32)
+    end_of_text: int = checked(low=0)
     """Token that ends every document."""
     dtype: TokenDtype
     """Of the .bin files, little endian."""
-    train_tokens: int
-    val_tokens: int
-    train_documents: int
-    val_documents: int
-    skipped_documents: int
+    train_tokens: int = checked(low=0)
+    val_tokens: int = checked(low=0)
+    train_documents: int = checked(low=0)
+    val_documents: int = checked(low=0)
+    skipped_documents: int = checked(low=0)
     """Left out as unreadable because --skip-bad allowed it."""
     skipped_examples: list[str] = field(default_factory=list)
     """Where the first few of them are and what was wrong."""
-    text_bytes: int
+    text_bytes: int = checked(low=0)
     """UTF-8 bytes that were tokenized."""
     source: str
     """Kind and place, as in `jsonl: corpus/part-*.jsonl`."""
@@ -89,48 +99,76 @@ def load_meta(folder: Path) -> DataMeta:
     Raises DataError, which says how to make the folder, when it is missing or damaged.
     """
     path = folder / META_NAME
+    remedy = how_to_make_again(folder, source=None)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_json(read_bytes(path), where=str(path), fix=remedy, error=DataError)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(missing_data(folder)) from None
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path}: cannot be read: {error}. {how_to_make_again(folder, source=None)}"
-        ) from None
-    meta = _from_json(raw, path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}). {remedy}") from None
+    check_schema(raw, SCHEMA_VERSION, where=str(path), fix=remedy, error=DataError)
+    meta = build(DataMeta, raw, where=str(path), fix=remedy, error=DataError)
+    _require_consistent(meta, path, remedy)
     for name, expected in meta.files.items():
         _check_size(folder, name, expected, source=meta.source)
     return meta
 
 
-def verify_files(folder: Path, meta: DataMeta) -> None:
-    """Compare each file's sha256 with meta.json. Raises DataError naming the first that differs."""
+def verify_files(folder: Path, meta: DataMeta) -> dict[str, DataFile]:
+    """Compare each file with its hashes in meta.json; return what was found.
+
+    Raises DataError naming the first that differs, and where.
+    """
+    found = {name: _describe(folder / name) for name in meta.files}
     for name, expected in meta.files.items():
-        with (folder / name).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != expected.sha256:
+        whole = found[name].sha256
+        where = damaged_ranges(found[name].range_sha256, expected.range_sha256)
+        if whole != expected.sha256 or where:
             raise DataError(
-                f"{folder / name}: sha256 is {found}, meta.json says {expected.sha256}. "
+                f"{folder / name}: sha256 is {whole}, meta.json says {expected.sha256}{where}. "
                 f"{how_to_make_again(folder, source=meta.source)}"
             )
+    return found
 
 
-def _from_json(raw: Any, path: Path) -> DataMeta:
-    source = raw.get("source") if isinstance(raw, dict) else None
-    remedy = how_to_make_again(path.parent, source=source)
-    if not isinstance(raw, dict) or raw.get("schema_version") != SCHEMA_VERSION:
-        raise DataError(
-            f"{path}: schema_version is not {SCHEMA_VERSION}; another release or tool wrote it. "
-            f"{remedy}"
-        )
-    known = {entry.name for entry in fields(DataMeta)}
-    try:
-        values = {key: value for key, value in raw.items() if key in known}
-        values["split"] = SplitRecord(**values["split"])
-        values["files"] = {name: DataFile(**entry) for name, entry in values["files"].items()}
-        return DataMeta(**values)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: an entry is missing or malformed ({error}). {remedy}") from None
+def add_range_hashes(folder: Path) -> DataMeta:
+    """Verify the files, then write the hashes of their ranges, which older releases did not keep.
+
+    Raises DataError.
+    """
+    meta = load_meta(folder)
+    meta = replace(meta, files=verify_files(folder, meta))
+    write_meta(folder, meta)
+    return meta
+
+
+def _describe(path: Path) -> DataFile:
+    whole, ranges, size = hashlib.sha256(), RangeHasher(), 0
+    with path.open("rb") as file:
+        while content := file.read(_READ_BYTES):
+            whole.update(content)
+            ranges.update(content)
+            size += len(content)
+    return DataFile(bytes=size, sha256=whole.hexdigest(), range_sha256=ranges.hashes())
+
+
+def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
+    """Refuse numbers that contradict each other: sizes of what is read follow from them."""
+    if set(meta.files) != {TRAIN_NAME, VAL_NAME}:
+        raise DataError(f"{path}: files has not just {TRAIN_NAME} and {VAL_NAME}. {remedy}")
+    token_bytes = 2 if meta.dtype == "uint16" else 4
+    counts = {TRAIN_NAME: meta.train_tokens, VAL_NAME: meta.val_tokens}
+    for name, file in meta.files.items():
+        if file.bytes != counts[name] * token_bytes:
+            raise DataError(
+                f"{path}: {name} has {file.bytes:,} bytes, but {counts[name]:,} tokens of "
+                f"{token_bytes} bytes. {remedy}"
+            )
+        if file.range_sha256 and len(file.range_sha256) != -(-file.bytes // RANGE_BYTES):
+            raise DataError(
+                f"{path}: {name} has {len(file.range_sha256):,} hashes of ranges of "
+                f"{RANGE_BYTES:,} bytes for {file.bytes:,} bytes. {remedy}"
+            )
 
 
 def _check_size(folder: Path, name: str, expected: DataFile, *, source: str) -> None:

@@ -25,7 +25,10 @@ import numpy.typing as npt
 
 from payload.data.documents import MIB, Cursor
 from payload.data.meta import META_NAME, TRAIN_NAME, VAL_NAME, DataFile
+from payload.data.ranges import RangeHasher
 from payload.errors import DataError
+from payload.results import fsync_folder
+from payload.untrusted import build, parse_json, read_bytes
 
 JOURNAL_NAME = ".prepare.jsonl"
 LOCK_NAME = ".prepare.lock"
@@ -52,6 +55,16 @@ class Totals:
     def documents(self) -> int:
         """In both files."""
         return self.train_documents + self.val_documents
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shard:
+    """One line of the journal: what the output held when a shard was finished."""
+
+    cursor: dict[str, Any]
+    totals: Totals
+    files: dict[str, DataFile]
+    is_complete: bool
 
 
 class Store:
@@ -85,15 +98,20 @@ class Store:
     def resume(self) -> bool:
         """Go on from the last finished shard; False when there is none. Raises DataError."""
         lines = _read_journal(self.folder / JOURNAL_NAME)
-        if len(lines) < 2 or lines[0].get("fingerprint") != self._fingerprint:
+        last = _shard(lines[-1]) if len(lines) > 1 else None
+        if last is None or lines[0].get("fingerprint") != self._fingerprint:
             return False
-        self.encoder = lines[0]["encoder"]
-        last = lines[-1]
-        self.totals, self.cursor = Totals(**last["totals"]), last["cursor"]
-        self.is_complete, self.has_shards = last["is_complete"], True
+        self.encoder = str(lines[0].get("encoder"))
+        self.totals, self.cursor = last.totals, dict(last.cursor)
+        self.is_complete, self.has_shards = last.is_complete, True
         if not self.is_complete:
-            for name, entry in last["files"].items():
-                self._files[name] = _GrowingFile(self.folder, name, keep_bytes=entry["bytes"])
+            for name, entry in last.files.items():
+                file = self._files[name] = _GrowingFile(self.folder, name, keep_bytes=entry.bytes)
+                if file.describe(with_ranges=False) != entry:
+                    raise DataError(
+                        f"{_partial_path(self.folder, name)}: its content is not what the journal "
+                        "beside it has the hash of. Start again with --force."
+                    )
         self._journal = _cut_journal(self.folder / JOURNAL_NAME, lines)
         return True
 
@@ -117,7 +135,11 @@ class Store:
                 {
                     "cursor": cursor,
                     "totals": asdict(self.totals),
-                    "files": {name: asdict(file.describe()) for name, file in self._files.items()},
+                    # The hashes of ranges follow from the files; all are needed at the end alone.
+                    "files": {
+                        name: asdict(file.describe(with_ranges=is_complete))
+                        for name, file in self._files.items()
+                    },
                     "is_complete": is_complete,
                 }
             )
@@ -129,15 +151,16 @@ class Store:
 
         A run killed in the middle of this does it again: what is renamed already stays.
         """
-        last = _read_journal(self.folder / JOURNAL_NAME)[-1]
+        last = _shard(_read_journal(self.folder / JOURNAL_NAME)[-1])
+        assert last is not None, "commit() wrote it"
         with writing_to(self.folder):
             (self.folder / META_NAME).unlink(missing_ok=True)
-            for name in last["files"]:
+            for name in last.files:
                 partial = _partial_path(self.folder, name)
                 if partial.exists():
                     partial.replace(self.folder / name)
-            _sync_folder(self.folder)
-        return {name: DataFile(**entry) for name, entry in last["files"].items()}
+            fsync_folder(self.folder)
+        return last.files
 
     def discard(self) -> None:
         """Remove the journal and the unfinished files."""
@@ -168,7 +191,7 @@ class _GrowingFile:
         path = _partial_path(folder, name)
         if keep_bytes and not path.exists():
             raise DataError(f"{path}: gone, though the journal lists it. Start again with --force.")
-        self._hash = hashlib.sha256()
+        self._hash, self._ranges = hashlib.sha256(), RangeHasher()
         self.size = keep_bytes
         self._file = path.open("r+b" if keep_bytes else "wb")
         if keep_bytes:
@@ -177,7 +200,7 @@ class _GrowingFile:
     def _cut(self, path: Path, keep_bytes: int) -> None:
         self._file.truncate(keep_bytes)
         while chunk := self._file.read(8 * MIB):
-            self._hash.update(chunk)
+            self._update(chunk)
         if self._file.tell() != keep_bytes or path.stat().st_size != keep_bytes:
             raise DataError(
                 f"{path}: shorter than the journal beside it says. Start again with --force."
@@ -186,15 +209,20 @@ class _GrowingFile:
     def append(self, tokens: npt.NDArray[np.generic]) -> None:
         content = np.ascontiguousarray(tokens).view(np.uint8).data
         self._file.write(content)
-        self._hash.update(content)
+        self._update(content)
         self.size += tokens.nbytes
+
+    def _update(self, content: memoryview | bytes) -> None:
+        self._hash.update(content)
+        self._ranges.update(content)
 
     def sync(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def describe(self) -> DataFile:
-        return DataFile(bytes=self.size, sha256=self._hash.hexdigest())
+    def describe(self, *, with_ranges: bool) -> DataFile:
+        ranges = self._ranges.hashes() if with_ranges else ()
+        return DataFile(bytes=self.size, sha256=self._hash.hexdigest(), range_sha256=ranges)
 
     def close(self) -> None:
         # After a failed write, closing fails as well; commit() has flushed what counts.
@@ -264,21 +292,31 @@ def _partial_path(folder: Path, name: str) -> Path:
 
 
 def _read_journal(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a journal; a last line cut short by a kill is left out."""
+    """Return the whole lines of a journal, up to one that a kill cut short or that is damaged."""
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
     except FileNotFoundError:
         return []
-    lines = []
+    lines: list[dict[str, Any]] = []
     for line in content.splitlines(keepends=True):
         try:
-            value = json.loads(line)
-        except ValueError:
+            value = parse_json(line, where=str(path), error=DataError)
+        except DataError:
             break
-        if not line.endswith(b"\n") or not isinstance(value, dict):
+        is_whole = line.endswith(b"\n") and isinstance(value, dict)
+        if not is_whole or (lines and _shard(value) is None):
             break
         lines.append(value)
     return lines
+
+
+def _shard(line: dict[str, Any]) -> _Shard | None:
+    """Return a line of the journal after its first, or None when it is damaged."""
+    try:
+        shard = build(_Shard, line, where=JOURNAL_NAME, error=DataError)
+    except DataError:
+        return None
+    return shard if set(shard.files) <= {TRAIN_NAME, VAL_NAME} else None
 
 
 def _cut_journal(path: Path, lines: list[dict[str, Any]]) -> BinaryIO:
@@ -288,11 +326,3 @@ def _cut_journal(path: Path, lines: list[dict[str, Any]]) -> BinaryIO:
     file.truncate(len(whole))
     file.seek(len(whole))
     return file
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from payload.data.blocks import TokenData
 from payload.metrics_log import read_metrics
+from payload.remake import no_range_hashes
 from payload.results import RunPaths
 from payload.run_config import DtypeChoice, RunConfig
 from payload.train.arithmetic import describe
@@ -95,6 +96,8 @@ def _train(
     sign_of_life.tell(step=resumed_at_step, phase="start")
     if world.is_main:
         require_disk_space(config, start.model.shape, paths=paths)
+        if not data.has_range_hashes():
+            log.warning(no_range_hashes(data.folder))
         for line in describe(
             config, shape=start.model.shape, data=data, world=world, calibration=calibration
         ):
