@@ -16,6 +16,9 @@ from payload.untrusted import build, check_schema, checked, parse_json, read_byt
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 TRAINER_FILE = "trainer.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+NEEDED_FILES = ("model.safetensors", "config.json", OPTIMIZER_FILE, TRAINER_FILE)
+"""What a run cannot be resumed without; the tokenizer's files are for others."""
 BEST_NAME = "best"
 """A link beside the checkpoints, to the one with the lowest validation loss."""
 
@@ -143,6 +146,9 @@ def manifest_problems(folder: Path) -> list[str]:
         manifest = load_manifest(folder)
     except CheckpointError as error:
         return [str(error)]
+    missing = [name for name in NEEDED_FILES if name not in manifest.files]
+    if missing:
+        return [f"{MANIFEST_FILE}: does not list {missing[0]}."]
     found = (_file_problem(folder / name, entry) for name, entry in manifest.files.items())
     return [problem for problem in found if problem is not None]
 

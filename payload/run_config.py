@@ -148,7 +148,8 @@ class TrainSection:
     keep_checkpoints: int = setting(2, low=1)
     """How many of the newest are kept; the one with the lowest val_loss is kept besides."""
     sync_check_every: int = setting(100, low=0)
-    """Steps between comparisons of all ranks' parameters; 0 = only at the end."""
+    """Steps between comparisons of all ranks' weights and optimizer state; 0 = only at checkpoints
+    and the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from payload.checkpoint_files import (
+    NEEDED_FILES,
     checkpoint_config,
     manifest_problems,
     newest_sound,
@@ -18,7 +19,8 @@ from payload.checkpoint_files import (
 def make_checkpoint(folder: Path, *, config: str = "") -> Path:
     """Write a folder that a run could be resumed from, as far as its manifest tells."""
     folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(b"weights")
+    for name in ("model.safetensors", "optimizer.safetensors", "config.json"):
+        (folder / name).write_bytes(b"weights")
     (folder / "trainer.json").write_text(json.dumps({"config_toml": config}))
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
@@ -58,6 +60,19 @@ def test_a_manifest_that_says_nothing_makes_no_checkpoint_sound(tmp_path: Path, 
     (folder / "manifest.json").write_text(text)
     (problem,) = manifest_problems(folder)
     assert "manifest.json" in problem and "\n" not in problem
+
+
+@pytest.mark.parametrize("name", NEEDED_FILES)
+def test_a_manifest_that_leaves_out_a_file_makes_no_checkpoint_sound(
+    tmp_path: Path, name: str
+) -> None:
+    folder = make_checkpoint(tmp_path / "step_00000010")
+    assert manifest_problems(folder) == []
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"][name]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert manifest_problems(folder) == [f"manifest.json: does not list {name}."]
+    assert newest_sound(tmp_path) is None
 
 
 def test_a_checkpoint_says_what_it_was_trained_by(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from payload.checkpoint_files import (
     BEST_NAME,
     MANIFEST_FILE,
+    OPTIMIZER_FILE,
     SCHEMA_VERSION,
     TRAINER_FILE,
     checkpoint_folders,
@@ -30,10 +31,9 @@ from payload.hf_folder import WEIGHTS_FILE
 from payload.train.model import GPT
 from payload.train.tensor_file import write_tensors
 from payload.train.weights import save_hf
+from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
 log = logging.getLogger(__name__)
-
-OPTIMIZER_FILE = "optimizer.safetensors"
 
 _PARTIAL_SUFFIX = ".partial"
 
@@ -42,20 +42,20 @@ _PARTIAL_SUFFIX = ".partial"
 class TrainerState:
     """trainer.json: where training stands, besides weights and optimizer."""
 
-    step: int
+    step: int = checked(low=0)
     """Updates done."""
-    next_sample: int
+    next_sample: int = checked(low=0)
     """Global index of the first sequence not trained on: the whole data position."""
-    tokens: int
+    tokens: int = checked(low=0)
     seed: int
     """Dropout masks are drawn from (seed, sample index); there is no generator state to keep."""
     dtype: Literal["bf16", "fp32"]
     """What the run computes in; under `auto`, a resume keeps it."""
     train_sha256: str
     """Hash of the train.bin that the data position refers to."""
-    wall_s: float = 0.0
+    wall_s: float = checked(0.0, low=0)
     """Time spent training so far, over all attempts."""
-    world_size: int
+    world_size: int = checked(low=1)
     tokenizer: dict[str, str] = field(default_factory=dict)
     config_toml: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -104,19 +104,13 @@ def save_checkpoint(
 
 def load_trainer_state(folder: Path) -> TrainerState:
     """Read trainer.json of a checkpoint. Raises CheckpointError."""
-    path = folder / TRAINER_FILE
+    path, fix = folder / TRAINER_FILE, "Use another checkpoint."
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw.get("schema_version") != SCHEMA_VERSION:
-            raise CheckpointError(
-                f"{path}: schema_version is {raw.get('schema_version')!r}, this release reads "
-                f"{SCHEMA_VERSION}."
-            )
-        return TrainerState(**raw)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error}); use another checkpoint."
-        ) from None
+        raw = parse_json(read_bytes(path), where=str(path), fix=fix, error=CheckpointError)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}). {fix}") from None
+    check_schema(raw, SCHEMA_VERSION, where=str(path), fix=fix, error=CheckpointError)
+    return build(TrainerState, raw, where=str(path), fix=fix, error=CheckpointError)
 
 
 def load_optimizer_tensors(folder: Path) -> dict[str, Tensor]:
@@ -181,6 +175,8 @@ def _put_in_place(partial: Path, folder: Path) -> None:
         folder.rename(replaced)
     partial.rename(folder)
     _flush(folder.parent)
+    # Of a first checkpoint, the folder that it lies in is new as well.
+    _flush(folder.parent.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

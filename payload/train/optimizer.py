@@ -91,7 +91,8 @@ class Optimizers:
         for full_name, value in tensors.items():
             key, _, name = full_name.partition(".")
             parameter = parameters.get(name)
-            if parameter is None or (value.dim() and value.shape != parameter.shape):
+            is_count = key == "step" and value.dim() == 0
+            if parameter is None or not (is_count or value.shape == parameter.shape):
                 raise CheckpointError(
                     f"the optimizer state {full_name!r} of shape {tuple(value.shape)} fits no "
                     "parameter of this model; the checkpoint belongs to another model."

@@ -7,6 +7,7 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -181,7 +182,7 @@ def test_prepare_writes_the_hashes_also_after_it_was_stopped(tmp_path: Path) -> 
     assert load_meta(out) == meta
 
 
-_HOSTILE = [
+_HOSTILE: list[Any] = [
     None, True, -1, 2**63, 10**30, 1.5, 1e308, "", "x", "../../x", "/etc/passwd", "\x1b[2J", "\n",
     "a" * 70_000, [], [[]], [None], {}, {"a": {}}, [1] * 1000, "uint16\n", "uint8", "é", "\u202e",
     0, {"train.bin": None}, {"../../x": {"bytes": 1, "sha256": "0" * 64}}, ["x"], [{}], -0.0,

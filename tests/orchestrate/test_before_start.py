@@ -44,7 +44,8 @@ def make_checkpoint(folder: Path) -> Path:
     """A sound checkpoint as far as its files go; no weights are in it."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(GPT2_CONFIG))
-    (folder / "model.safetensors").write_bytes(b"weights")
+    for name in ("model.safetensors", "optimizer.safetensors", "trainer.json"):
+        (folder / name).write_bytes(b"weights")
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
         for path in folder.iterdir()

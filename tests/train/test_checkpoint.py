@@ -97,6 +97,14 @@ def test_optimizer_state_of_another_model_is_refused() -> None:
         other.load_state_tensors(state)
 
 
+def test_optimizer_state_of_another_shape_is_refused_also_where_it_is_one_number() -> None:
+    """The kernels would write beyond it."""
+    state = trained_optimizers().state_tensors()
+    optimizers = build_optimizers(make_model(), OptimizerSection())
+    with pytest.raises(CheckpointError, match=r"'exp_avg\.wte\.weight' of shape \(\) fits no"):
+        optimizers.load_state_tensors(state | {"exp_avg.wte.weight": torch.zeros(())})
+
+
 def test_a_checkpoint_with_any_damaged_file_does_not_exist_for_resume(tmp_path: Path) -> None:
     good, newer = save(tmp_path / "step_00000007"), save(tmp_path / "step_00000014")
     assert newest_checkpoint(tmp_path) == newer
@@ -234,4 +242,46 @@ def test_trainer_json_of_another_release_is_refused(tmp_path: Path) -> None:
     raw = json.loads((folder / "trainer.json").read_text())
     (folder / "trainer.json").write_text(json.dumps({**raw, "schema_version": 9}))
     with pytest.raises(CheckpointError, match="schema_version is 9"):
+        load_trainer_state(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "7"},
+        {"step": -1},
+        {"step": None},
+        {"step": 10**30},
+        {"next_sample": 1.5},
+        {"tokens": True},
+        {"dtype": ""},
+        {"dtype": "fp64"},
+        {"wall_s": "x"},
+        {"wall_s": -1},
+        {"world_size": 0},
+        {"tokenizer": []},
+        {"tokenizer": {"name": 7}},
+        {"versions": "x"},
+        {"config_toml": {}},
+        {"schema_version": True},
+    ],
+)
+def test_hostile_values_in_trainer_json_are_one_error(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    folder = save(tmp_path / "step_00000007")
+    raw = json.loads((folder / "trainer.json").read_text())
+    (folder / "trainer.json").write_text(json.dumps(raw | change))
+    with pytest.raises(CheckpointError, match=r"trainer\.json") as raised:
+        load_trainer_state(folder)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"\xff", b"[" * 20_000, b"9" * 4300, b"Infinity", b'{"a": 1e999}']
+)
+def test_a_damaged_trainer_json_is_one_error(tmp_path: Path, content: bytes) -> None:
+    folder = save(tmp_path / "step_00000007")
+    (folder / "trainer.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"trainer\.json"):
         load_trainer_state(folder)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from payload.results import fsync_folder
 from payload.train.kernels.unavailable import KernelsUnavailableError
 
 SOURCES = ("attention.cpp", "pointwise.cpp", "products.cpp", "update.cpp")
@@ -75,7 +76,11 @@ def _compile(library: Path) -> None:
             lines = done.stderr.strip().splitlines()
             reason = next((line for line in lines if "error" in line), "no reason given")
             raise KernelsUnavailableError(f"{compiler} failed: {reason}")
+        # Else a power cut could leave an empty library under its name.
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
         partial.replace(library)
+        fsync_folder(library.parent)
     except subprocess.TimeoutExpired:
         raise KernelsUnavailableError(f"{compiler} took over {_TIMEOUT_S} s") from None
     finally:
