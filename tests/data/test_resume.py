@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import time
 from pathlib import Path
@@ -129,7 +130,8 @@ def test_an_unfinished_run_of_another_source_is_not_overwritten(
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / JOURNAL_NAME).write_text('{"fingerprint": "another"}\n{}\n')
+    shard = {"cursor": {}, "totals": {}, "files": {}, "is_complete": False}
+    (out / JOURNAL_NAME).write_text(f'{{"fingerprint": "another"}}\n{json.dumps(shard)}\n')
     args = ["prepare", "--source", "jsonl", f"--input={corpus}", f"--out={out}", "--quiet"]
     assert main(args) == 10
     assert "unfinished run with another source" in capsys.readouterr().err
