@@ -277,12 +277,16 @@ def state(run_dir: Path) -> dict[str, Any]:
 def is_held(lock: Path) -> bool:
     """Whether a living supervisor holds the lock."""
     try:
-        with lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        # Whatever lies there, opening it neither blocks nor fails for being no file.
+        descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    finally:
+        os.close(descriptor)
     return False
 
 

@@ -92,11 +92,16 @@ def sha256_of(path: Path) -> str | None:
 def running(runs: Path) -> str | None:
     """The run that a living supervisor holds, if any."""
     for lock in runs.glob("*/supervisor.lock"):
-        with lock.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return lock.parent.name
+        try:
+            descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return lock.parent.name
+        finally:
+            os.close(descriptor)
     return None
 
 
