@@ -239,7 +239,7 @@ def _train_and_kill(run_dir: Path, config: Path, *overrides: str, after_step: in
     pid = int(progress.split('"pid": ')[1].split(",")[0])
     subprocess.run(["kill", f"-{signal.SIGKILL.value}", str(pid)], check=False)
     assert process.wait(timeout=DEADLINE_S) != 0
-    for folder in (run_dir / "checkpoints").iterdir():
+    for folder in (run_dir / "checkpoints").glob("step_*"):
         if folder.name != f"step_{after_step:08d}":
             shutil.rmtree(folder)
     assert summary(run_dir)["status"] != "finished"
