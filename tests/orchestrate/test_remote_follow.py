@@ -119,7 +119,9 @@ print(signal.sigwait(asks).name, flush=True)
 def test_a_stop_reaches_the_supervisor_over_a_new_connection_where_the_old_one_broke(
     run: RemoteRun, head: Sshd
 ) -> None:
-    argv, folder = [sys.executable, "-c", SUPERVISOR], head.home / "runs" / "one"
+    folder = head.home / "runs" / "one"
+    # A supervisor is known by its command line.
+    argv = [sys.executable, "-c", SUPERVISOR, "payload.supervise", "--run-dir", str(folder)]
     with (
         subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, text=True) as supervisor,
         LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live,
