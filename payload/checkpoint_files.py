@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from payload.errors import CheckpointError, ConfigError
 from payload.run_config import TrainSection
@@ -25,7 +25,8 @@ BEST_NAME = "best"
 BYTES_PER_PARAM = 12
 """Of a checkpoint on disk: fp32 weights and two AdamW moments."""
 
-_FOLDER = re.compile(r"step_(\d{8,18})")
+FOLDER_NAME = re.compile(r"step_(\d{8,18})")
+"""A checkpoint's folder, by the number of its step."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -53,7 +54,7 @@ class _TrainerConfig:
     config_toml: str
 
 
-def checkpoint_step(folder: Path) -> int:
+def checkpoint_step(folder: PurePath) -> int:
     """Return the number of steps that a checkpoint's folder has behind it."""
     return int(folder.name.partition("_")[2])
 
@@ -62,7 +63,7 @@ def checkpoint_folders(checkpoints: Path) -> list[Path]:
     """List the folders named as checkpoints, oldest first, whatever they hold."""
     if not checkpoints.is_dir():
         return []
-    named = [path for path in checkpoints.iterdir() if _FOLDER.fullmatch(path.name)]
+    named = [path for path in checkpoints.iterdir() if FOLDER_NAME.fullmatch(path.name)]
     return sorted(named, key=checkpoint_step)
 
 

@@ -123,6 +123,10 @@ class PreflightError(TileforgeError):
     exit_code = ExitCode.PREFLIGHT
 
 
+class AnswerError(PreflightError):
+    """A node answered what it may not: damaged, or from somebody else's program."""
+
+
 class TrainingError(TileforgeError):
     """Training itself went wrong: a loss that is not finite, an exception in the step."""
 

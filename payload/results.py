@@ -24,6 +24,7 @@ from payload.untrusted import (
     build,
     check_schema,
     checked,
+    no_follow,
     parse_json,
     read_bytes,
 )
@@ -362,7 +363,7 @@ def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with open(partial, "w", encoding="utf-8", opener=no_follow) as file:
             file.write(text)
             if durable:
                 file.flush()

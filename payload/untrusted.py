@@ -93,6 +93,11 @@ def read_bytes(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     return content
 
 
+def no_follow(path: str, flags: int) -> int:
+    """Open a file, but never through a symlink in its place; an `opener` of `open`."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
 def parse_json(
     text: str | bytes,
     *,
@@ -211,6 +216,7 @@ def checked(
     pattern: re.Pattern[str] | None = None,
     wanted: str = "",
     max_items: int | None = None,
+    max_chars: int = MAX_TEXT_CHARS,
     default_factory: Callable[[], Any] | None = None,
     key: str | None = None,
 ) -> Any:
@@ -227,6 +233,7 @@ def checked(
         "pattern": pattern,
         "wanted": wanted,
         "max_items": max_items,
+        "max_chars": max_chars,
     }
     if default_factory is not None:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)
@@ -332,8 +339,9 @@ class _Field:
         pattern = limits.get("pattern")
         if pattern is not None and not pattern.fullmatch(value):
             self.refuse(value, f"must be {limits.get('wanted') or f'like {pattern.pattern}'}")
-        if len(value) > MAX_TEXT_CHARS:
-            self.refuse(value, f"must have at most {MAX_TEXT_CHARS:,} characters")
+        most = limits.get("max_chars", MAX_TEXT_CHARS)
+        if len(value) > most:
+            self.refuse(value, f"must have at most {most:,} characters")
 
     def _check_count(self, value: Any, limits: Mapping[str, Any]) -> None:
         most = limits.get("max_items")

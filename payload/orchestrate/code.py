@@ -14,14 +14,15 @@ from typing import Any
 
 import payload
 from payload.errors import PreflightError
-from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
+from payload.orchestrate.remote_programs import Finished, NodeLook, ask, require_known
 from payload.orchestrate.ssh import Connection
 from payload.orchestrate.transfer import put
-from payload.untrusted import RUN_ID, build, checked
+from payload.untrusted import RUN_ID, checked, shown
 
 _CHECKPOINT = re.compile(r"(step_[0-9]{1,20})?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LOOK_S = 30.0
+_PROGRAM = "place.py"
 _UNPACK_S = 120.0
 _COPY_S = 600.0
 _BUILD_S = 300.0
@@ -57,9 +58,15 @@ def this_code() -> Code:
 
 def look(
     connection: Connection, code: Code, *, venv: PurePosixPath, wholes: Sequence[str] = ()
-) -> dict[str, Any]:
-    """What the node has and lacks for a run; see remote/place.py."""
-    return _place(connection, code, action="look", venv=str(venv), wholes=list(wholes))
+) -> NodeLook:
+    """Return what the node has and lacks for a run; see remote/place.py."""
+    arguments = {"action": "look", "venv": str(venv), "wholes": list(wholes), **_files(code)}
+    answer = ask(connection, _PROGRAM, NodeLook, arguments, timeout_s=_LOOK_S)
+    # What it says it lacks is read here and sent to it.
+    require_known(
+        answer.missing or (), code.files, node=connection.node.name, what="missing: the file"
+    )
+    return answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +91,7 @@ class RunsThere:
 
 def runs_on(connection: Connection) -> RunsThere:
     """What is going on on the node, and what its runs have. Raises PreflightError."""
-    where = f"{connection.node.name}: its runs"
-    return build(RunsThere, _send(connection, action="running"), where=where, error=PreflightError)
+    return ask(connection, _PROGRAM, RunsThere, {"action": "running"}, timeout_s=_LOOK_S)
 
 
 def send_code(
@@ -96,11 +102,12 @@ def send_code(
     if missing:
         content = archive({name: (code.root / name).read_bytes() for name in missing})
         unpack(connection, content, root / f".payload-{code.digest}")
-    wrong = _place(connection, code, action="finish")["wrong"]
+    arguments = {"action": "finish", **_files(code)}
+    wrong = ask(connection, _PROGRAM, Finished, arguments, timeout_s=_LOOK_S).wrong
     if wrong:
         raise PreflightError(
             f"{connection.node.name}: {len(wrong)} file(s) of the payload did not arrive whole, "
-            f"the first is {wrong[0]}. Is its disk full? Try again."
+            f"the first is {shown(wrong[0])}. Is its disk full? Try again."
         )
 
 
@@ -168,12 +175,5 @@ def _has(
     return sha256 is not None and done.stdout.startswith(sha256.encode())
 
 
-def _place(connection: Connection, code: Code, **arguments: str | list[str]) -> dict[str, Any]:
-    return _send(connection, **arguments, digest=code.digest, files=dict(code.files))
-
-
-def _send(connection: Connection, **arguments: Any) -> dict[str, Any]:
-    text = connection.check_run(
-        remote_argv(arguments), stdin=remote_program("place.py"), timeout_s=_LOOK_S
-    )
-    return parse_answer(text, node=connection.node.name)
+def _files(code: Code) -> dict[str, Any]:
+    return {"digest": code.digest, "files": dict(code.files)}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import re
 import socket
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from payload.inventory import Node
 from payload.orchestrate.remote.mesh import BULK_BYTES
+from payload.untrusted import checked
 
 STRANGER = "operator"
 """What this machine is called where it tries what is open to others."""
@@ -23,45 +25,38 @@ STATE_FILE = "/var/lib/tileforge/bootstrap.json"
 LOGS = ("/var/log/tileforge-bootstrap.log", "/var/log/cloud-init-output.log")
 
 
+# It becomes part of mpirun's and gloo's settings.
+_INTERFACE = re.compile(r"[A-Za-z0-9_.:@-]{1,15}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """The probe's answer from one node; None is what the machine did not tell."""
 
-    time_unix: float
+    time_unix: float = checked(low=0, high=1e11)
     """The node's clock when the probe began."""
-    took_s: float
-    hostname: str
-    hostname_addresses: tuple[str, ...]
-    architecture: str
-    python: str
+    took_s: float = checked(low=0, high=3600)
+    hostname: str = checked(max_chars=255)
+    hostname_addresses: tuple[str, ...] = checked(max_items=1000, max_chars=255)
+    architecture: str = checked(max_chars=64)
+    python: str = checked(max_chars=64)
     bootstrap: Any
     """bootstrap.json: an object, or text when it is no JSON, or None when there is none."""
-    bootstrap_log: tuple[str, ...]
-    cpu_flags: tuple[str, ...] | None
-    physical_cores: int | None
-    numa_domains: int | None
-    memory_bytes: int | None
-    disk_path: str
-    disk_free_bytes: int
-    interface: str | None
+    bootstrap_log: tuple[str, ...] = checked(max_items=100)
+    cpu_flags: tuple[str, ...] | None = checked(max_items=1000)
+    physical_cores: int | None = checked(low=1, high=2**16)
+    numa_domains: int | None = checked(low=1, high=2**16)
+    memory_bytes: int | None = checked(low=0)
+    disk_path: str = checked(max_chars=1024)
+    disk_free_bytes: int = checked(low=0)
+    interface: str | None = checked(pattern=_INTERFACE, wanted="an interface's name")
     """On the way to the head; on the head, to the first worker."""
-    source_address: str | None
-    mtu: int | None
+    source_address: str | None = checked(max_chars=64)
+    mtu: int | None = checked(low=1, high=2**31)
     resolver_answers: bool = True
     """Whether asking for the name of another node's address comes to an end."""
     clock_offset_s: float | None = None
     """The node's clock minus the operator's."""
-
-    @classmethod
-    def from_probe(cls, raw: Mapping[str, Any], *, clock_offset_s: float | None) -> NodeFacts:
-        """The facts of a probe's JSON object."""
-        known = {field.name for field in fields(cls)}
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in raw.items()
-            if name in known
-        }
-        return cls(**values, clock_offset_s=clock_offset_s)
 
 
 def clock_offset_s(

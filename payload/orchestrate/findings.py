@@ -11,6 +11,8 @@ from typing import Any, Literal
 from payload.errors import ExitCode, TileforgeError
 from payload.inventory import Node
 from payload.orchestrate.facts import STATE_FILE, NodeFacts
+from payload.orchestrate.remote_programs import MeshAnswer, Pair
+from payload.untrusted import printable, shown
 
 Severity = Literal["error", "warning"]
 
@@ -20,6 +22,8 @@ TRIED = ("mpirun", "gloo", "speed")
 CHECKS = (*PROBED, *TRIED)
 
 _GIB = 2**30
+_LINE_CHARS = 2000
+_LOG_LINES = 12
 # Firmware and the kernel keep some: a 32 GiB machine reports 31.3.
 _MEMORY_SHARE = 0.9
 _DISK_ERROR_GIB, _DISK_WARNING_GIB = 2, 10
@@ -45,8 +49,13 @@ class Finding:
     """Lines from the node that tell more."""
 
     def line(self) -> str:
-        """Node, cause and fix on one line."""
-        return f"{self.node}: {self.cause}. {self.fix}".rstrip()
+        """Return node, cause and fix on one line, whatever a node said."""
+        return one_line(f"{self.node}: {self.cause}. {self.fix}")
+
+
+def one_line(text: str) -> str:
+    """Return the text as one line that a terminal shows as it is."""
+    return " ".join(printable(text[:_LINE_CHARS]).split("\n")).rstrip()
 
 
 def from_error(node: Node, error: TileforgeError) -> Finding:
@@ -70,17 +79,18 @@ def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         cause = f"bootstrap has not begun to report: there is no {STATE_FILE}"
         fix = "Wait if the machine has just booted; else see `cloud-init status --long` there."
     elif not _is_whole(state):
-        cause = f"{STATE_FILE} is damaged: {str(state)[:80]!r}"
+        cause = f"{STATE_FILE} is damaged: {shown(state)}"
         fix = "Make the machine anew, or run its bootstrap again."
     elif state["ok"] is True:
         return
     elif state["ok"] is False:
         # The reason is the end of the bootstrap's log, which only root may read.
-        log = tuple(str(state["reason"] or "").strip().splitlines()) or log
-        cause = f"bootstrap failed in step {state['step']!r}: {_main_line(log)}"
+        lines = str(state["reason"] or "").strip().splitlines()[-_LOG_LINES:]
+        log = tuple(lines) or log
+        cause = f"bootstrap failed in step {shown(state['step'])}: {_main_line(log)}"
         fix = "Mend the cause and run the bootstrap again."
     else:
-        cause = f"bootstrap is not done yet, it is at step {state['step']!r}"
+        cause = f"bootstrap is not done yet, it is at step {shown(state['step'])}"
         fix = "Wait and try again."
     yield _error(node, "bootstrap", cause, fix, exit_code=ExitCode.BOOTSTRAP, log=log)
 
@@ -106,12 +116,12 @@ def payload_findings(
             continue
         state = states[node.name]
         if state.get("version") != version:
-            cause = f"it has payload {state.get('version')}, this machine has {version}"
+            cause = f"it has payload {_word(state.get('version'))}, this machine has {version}"
             yield _error(node, "payload", cause, "Run the bootstrap again with this release.")
         elif state.get("sha") != expected:
             cause = (
                 f"its packages are from another lock than {whose}'s "
-                f"({str(state.get('sha'))[:12]}, {str(expected)[:12]})"
+                f"({_word(state.get('sha'))}, {_word(expected)})"
             )
             fix = "Run the bootstrap again with this release's requirements.lock."
             yield _error(node, "payload", cause, fix)
@@ -227,26 +237,24 @@ def exposure_finding(head: Node, *, port: int) -> Finding:
 
 
 def mesh_findings(
-    nodes: Sequence[Node], answers: Mapping[str, Mapping[str, Any]], *, mtus: Mapping[str, int]
+    nodes: Sequence[Node], answers: Mapping[str, MeshAnswer], *, mtus: Mapping[str, int]
 ) -> Iterator[Finding]:
     """Pairs of nodes between which a port is closed, or large packets are lost."""
     by_name = {node.name: node for node in nodes}
-    deaf = {name for name, answer in answers.items() if answer["bind_error"]}
+    deaf = {name for name, answer in answers.items() if answer.bind_error}
     for name in sorted(deaf):
-        cause = f"it cannot listen on {answers[name]['bind_error']}"
+        cause = f"it cannot listen on {answers[name].bind_error}"
         fix = "Is the inventory's address its own, and the port free? Correct it, or try again."
         yield _error(by_name[name], "ports", cause, fix)
     for name, answer in answers.items():
-        for peer, pair in answer["pairs"].items():
+        for peer, pair in answer.pairs.items():
             if peer in deaf:
                 continue
             yield from _pair_findings(by_name[name], by_name[peer], pair, mtu=mtus.get(name))
 
 
-def _pair_findings(
-    node: Node, peer: Node, pair: Mapping[str, Any], *, mtu: int | None
-) -> Iterator[Finding]:
-    failed, largest = pair["failed"], pair["largest_packet"]
+def _pair_findings(node: Node, peer: Node, pair: Pair, *, mtu: int | None) -> Iterator[Finding]:
+    failed, largest = pair.failed, pair.largest_packet
     loses = largest is not None and mtu is not None and largest < min(mtu, _LARGEST_PROBE_BYTES)
     if loses:
         cause = (
@@ -269,6 +277,11 @@ def _main_line(log: Sequence[str]) -> str:
     """The last line that names an error, or the last one."""
     named = [line for line in log if "error" in line.lower() or line.startswith("E: ")]
     return (named or list(log) or ["it gave no reason"])[-1].strip().rstrip(".")
+
+
+def _word(value: Any) -> str:
+    """Return the beginning of what should be a version or a hash."""
+    return shown(value).strip("'")[:12]
 
 
 def _is_whole(state: Any) -> bool:

@@ -7,12 +7,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from payload.errors import ConfigError
 from payload.inventory import ClusterInventory
+from payload.orchestrate.trial_findings import Result
 from payload.results import write_whole
 from payload.run_config import DtypeChoice
 from payload.step_time import sends_per_byte
+from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
 SCHEMA_VERSION = 1
 
@@ -24,9 +26,9 @@ BF16_MIN_GAIN = 1.1
 class NodeSpeed:
     """One node's figures, over all of its ranks."""
 
-    bf16_flops_per_s: float
-    fp32_flops_per_s: float
-    received_bytes_per_s: float | None
+    bf16_flops_per_s: float = checked(low=1)
+    fp32_flops_per_s: float = checked(low=1)
+    received_bytes_per_s: float | None = checked(low=1)
     """From the node before it, while all send to the next; None where it is alone."""
 
     def gain(self) -> float:
@@ -42,43 +44,37 @@ class NodeSpeed:
 class Measured:
     """One trial's figures."""
 
-    world_size: int
+    world_size: int = checked(low=1)
     nodes: Mapping[str, NodeSpeed]
     """In the inventory's order."""
-    all_reduce_bytes_per_s: float | None
+    all_reduce_bytes_per_s: float | None = checked(low=1)
     """Gradient bytes that all ranks have summed in a second; None with one rank."""
-    latency_s: float | None
+    latency_s: float | None = checked(low=0)
     """Of an all-reduce of 4 KiB."""
 
     @classmethod
-    def from_result(cls, result: Mapping[str, Any]) -> Measured:
-        """Read what rank 0 of the trial printed, see payload/train/fabric.py."""
-        exchange = result["exchange"] or {}
-        names = [str(rank["node"]) for rank in result["ranks"]]
-        received = exchange.get("received_bytes_per_s")
+    def from_result(cls, result: Result) -> Measured:
+        """Sum up what rank 0 of the trial printed, see payload/train/fabric.py."""
+        exchange = result.exchange
+        names = [rank.node for rank in result.ranks]
+        received = exchange.received_bytes_per_s if exchange else None
         nodes = {}
         for name in dict.fromkeys(names):
             first = names.index(name)
-            mine = [rank for rank in result["ranks"] if rank["node"] == name]
+            mine = [rank for rank in result.ranks if rank.node == name]
             others = len(mine) < len(names)
             nodes[name] = NodeSpeed(
-                bf16_flops_per_s=sum(rank["bf16"] for rank in mine),
-                fp32_flops_per_s=sum(rank["fp32"] for rank in mine),
+                bf16_flops_per_s=sum(rank.bf16 for rank in mine),
+                fp32_flops_per_s=sum(rank.fp32 for rank in mine),
                 # Its first rank's neighbour is on another node.
                 received_bytes_per_s=received[first] if received and others else None,
             )
         return cls(
             world_size=len(names),
             nodes=nodes,
-            all_reduce_bytes_per_s=exchange.get("all_reduce_bytes_per_s"),
-            latency_s=exchange.get("latency_s"),
+            all_reduce_bytes_per_s=exchange.all_reduce_bytes_per_s if exchange else None,
+            latency_s=exchange.latency_s if exchange else None,
         )
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Measured:
-        """Read what `asdict` made."""
-        nodes = {name: NodeSpeed(**speed) for name, speed in raw["nodes"].items()}
-        return cls(**{**raw, "nodes": nodes})
 
     def link_bytes_per_s(self) -> float | None:
         """What one rank sends in an all-reduce while it receives as much."""
@@ -123,13 +119,12 @@ def record_path(root: Path, *, cluster: str) -> Path:
 
 
 def read_record(path: Path) -> Record | None:
-    """The record at `path`, or None when there is none that this release can read."""
+    """Return the record at `path`, or None when there is none that this release can read."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw["schema_version"] != SCHEMA_VERSION:
-            return None
-        return Record(**{**raw, "measured": Measured.from_json(raw["measured"])})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raw = parse_json(read_bytes(path), where=str(path))
+        check_schema(raw, SCHEMA_VERSION, where=str(path))
+        return build(Record, raw, where=str(path))
+    except (OSError, ConfigError):
         return None
 
 

@@ -1,22 +1,51 @@
-"""The local copy of a run that is on a cluster: kept up to date, and good without a connection."""
+"""The local copy of a run that is on a cluster: kept up to date, and good without a connection.
+
+A node's answer changes what is that node's to tell, and nothing else: a worker its own ranks' logs
+and exit records, the head the run's. Nothing is read or written through a symlink.
+"""
 
 from __future__ import annotations
 
 import base64
 import fcntl
 import json
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import TypeAlias
 
-from payload.errors import ConfigError, UsageError
-from payload.results import RankExit, RunPaths, read_json, write_whole
+from payload.checkpoint_files import FOLDER_NAME
+from payload.errors import AnswerError, ConfigError, UsageError
+from payload.launch.ranks import load_ranks
+from payload.orchestrate.remote_programs import Part, Piece, require_known
+from payload.results import (
+    SCHEMA_VERSION as RESULTS_VERSION,
+)
+from payload.results import (
+    RankExit,
+    RankProgress,
+    RunPaths,
+    RunState,
+    Summary,
+    write_whole,
+)
+from payload.untrusted import build, check_schema, checked, no_follow, parse_json, read_bytes
 
 SCHEMA_VERSION = 1
 _END_BYTES = 256
+_COLLECTED = re.compile(rf"|{FOLDER_NAME.pattern}")
+
+_Record: TypeAlias = RunState | Summary | RankProgress | RankExit
+_RECORDS: Mapping[str, type[_Record]] = {
+    "state.json": RunState,
+    "summary.json": Summary,
+    "progress": RankProgress,
+    "exits": RankExit,
+}
+"""What a small file is, by its folder or its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,21 +57,23 @@ class Mirrored:
     seen_unix: float
     ssh_key: str
     """Path of the key that the nodes know."""
-    collected: str | None = None
+    collected: str | None = checked(None, pattern=_COLLECTED, wanted="a checkpoint's name")
     """Name of the newest checkpoint that the head had when it was brought here after the run's end,
     empty where it had none; None while that has not been done."""
     schema_version: int = SCHEMA_VERSION
 
 
 def read_mirrored(paths: RunPaths) -> Mirrored | None:
-    """None when the run is this machine's own. Raises ConfigError."""
-    path = paths.root / "mirror.json"
+    """Read mirror.json; None when the run is this machine's own. Raises ConfigError."""
+    path, fix = paths.root / "mirror.json", "Remove it, then attach."
     try:
-        return Mirrored(**json.loads(path.read_text(encoding="utf-8")))
+        raw = parse_json(read_bytes(path), where=str(path), fix=fix)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}). Remove it, then attach.") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). {fix}") from None
+    check_schema(raw, SCHEMA_VERSION, where=str(path), fix=fix)
+    return build(Mirrored, raw, where=str(path), fix=fix)
 
 
 def write_mirrored(paths: RunPaths, mirrored: Mirrored) -> None:
@@ -75,65 +106,162 @@ def note_collected(paths: RunPaths, checkpoint: Path | None) -> None:
 @contextmanager
 def alone(paths: RunPaths, what: str) -> Iterator[None]:
     """Within it no other command of this machine brings `what` of the run here; waits for it."""
-    try:
-        lock = (paths.root / f".{what}.lock").open("w")
-    except FileNotFoundError:
-        raise UsageError(
-            f"{paths.root}, the copy of the run, was removed. Make it again: attach to the run "
-            "with --inventory."
-        ) from None
-    with lock:
+    with open(inside(paths, f".{what}.lock"), "w", opener=no_follow) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def known_ends(paths: RunPaths) -> dict[str, tuple[int, str]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What one node is to tell of a run: the files that are its own to write."""
+
+    node: str
+    is_head: bool
+    ranks: frozenset[int]
+    """Whose exit records it may tell, and take back."""
+    whole: tuple[str, ...]
+    """Small files."""
+    known: Mapping[str, tuple[int, str]]
     """Of each growing file: how many bytes are here, and the last of them as base64."""
-    return {str(path.relative_to(paths.root)): _end(path) for path in _growing(paths)}
+
+    def arguments(self) -> dict[str, object]:
+        """Return what `read` of remote/control.py takes."""
+        return {"whole": self.whole, "known": self.known}
 
 
-def merge(paths: RunPaths, answer: Mapping[str, Any], *, node: str) -> None:
-    """Bring what a node answered into the local copy."""
-    for stale in _ends_taken_back(paths, answer, node=node):
-        stale.unlink(missing_ok=True)
-    for name, text in answer["whole"].items():
-        write_whole(_inside(paths, name), text, durable=False)
-    for name, (offset, content) in answer["more"].items():
-        target = _inside(paths, name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("ab") as file:
-            file.truncate(offset)
-            file.write(base64.b64decode(content))
+def wanted_of(paths: RunPaths, node: str, *, is_head: bool) -> Wanted:
+    """Return what `node` may tell, by its role. Raises ConfigError."""
+    every = load_ranks(paths.ranks)
+    mine = frozenset(rank.rank for rank in every if is_head or rank.node == node)
+    whole = [paths.rank_exit(rank) for rank in sorted(mine)]
+    growing = [paths.rank_log(rank) for rank in sorted(mine)]
+    if is_head:
+        whole += [paths.state, paths.summary, *(paths.rank_progress(rank) for rank in sorted(mine))]
+        growing = [paths.metrics, paths.launcher_log, paths.supervisor_log, *growing]
+    return Wanted(
+        node=node,
+        is_head=is_head,
+        ranks=frozenset(rank.rank for rank in every if rank.node == node),
+        whole=tuple(_name(paths, path) for path in whole),
+        known={name: _end(paths, name) for name in (_name(paths, path) for path in growing)},
+    )
 
 
-def _ends_taken_back(paths: RunPaths, answer: Mapping[str, Any], *, node: str) -> Iterator[Path]:
-    """Records of ranks' ends that the node has no more, as the ranks were started again.
+def merge(paths: RunPaths, answer: Part, wanted: Wanted) -> list[str]:
+    """Bring what a node answered into the local copy.
 
-    A worker knows of its own ranks alone, a living supervisor of all.
+    Returns what is damaged there, of which the copy stays as it was. Raises AnswerError when the
+    node names a file that is not its own, and ConfigError when the copy cannot be written.
     """
-    if not answer["whole"]:
-        return  # it was made anew, and knows nothing of the run
-    for path in paths.rank_exit(0).parent.glob("rank_*.json"):
-        if str(path.relative_to(paths.root)) in answer["whole"]:
-            continue
-        ended = read_json(RankExit, path)
-        if ended is not None and (ended.node == node or answer["alive"]):
+    require_known(answer.whole, wanted.whole, node=wanted.node, what="the file")
+    require_known(answer.more, wanted.known, node=wanted.node, what="the file")
+    pieces = {name: _content(wanted, name, piece) for name, piece in answer.more.items()}
+    damaged = []
+    try:
+        for stale in _ends_taken_back(paths, answer, wanted):
+            stale.unlink(missing_ok=True)
+        for name, text in answer.whole.items():
+            problem = _problem(paths, name, text, wanted)
+            if problem is None:
+                write_whole(inside(paths, name), text, durable=False)
+            else:
+                damaged.append(problem)
+        for name, (offset, content) in pieces.items():
+            with open(inside(paths, name), "ab", opener=no_follow) as file:
+                file.truncate(offset)
+                file.write(content)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or paths.root}: the run's copy cannot be written ({error.strerror}). "
+            "Free disk space, or move away what is in its place."
+        ) from None
+    return damaged
+
+
+def inside(paths: RunPaths, name: str) -> Path:
+    """Return a file's place in the run folder, and make the folders on the way.
+
+    Raises ConfigError when a part of the way is a symlink, which could lead out of the folder, and
+    UsageError when the run's folder is gone.
+    """
+    path = paths.root
+    _refuse_link(path)
+    if not path.is_dir():
+        raise UsageError(
+            f"{path}, the copy of the run, was removed. Make it again: attach to the run with "
+            "--inventory."
+        )
+    for part in PurePosixPath(name).parts:
+        path.mkdir(exist_ok=True)
+        path = path / part
+        _refuse_link(path)
+    return path
+
+
+def _refuse_link(path: Path) -> None:
+    if path.is_symlink():
+        raise ConfigError(
+            f"{path} is a symlink: a run's copy is neither read nor written through one. Move it "
+            "away."
+        )
+
+
+def _content(wanted: Wanted, name: str, piece: Piece) -> tuple[int, bytes]:
+    """Return where a piece goes and what it is: the file goes on, or comes from its start."""
+    if piece.offset not in (0, wanted.known[name][0]):
+        raise AnswerError(f"{wanted.node}: its answer: {name} goes on at byte {piece.offset}.")
+    try:
+        return piece.offset, base64.b64decode(piece.content, validate=True)
+    except ValueError:
+        raise AnswerError(f"{wanted.node}: its answer: {name} is not base64.") from None
+
+
+def _problem(paths: RunPaths, name: str, text: str, wanted: Wanted) -> str | None:
+    """Return what keeps a small file from replacing the one that is here."""
+    where = f"{wanted.node}: {name}"
+    folder, _, file = name.rpartition("/")
+    cls = _RECORDS[folder or file]
+    try:
+        raw = parse_json(text, where=where)
+        check_schema(raw, RESULTS_VERSION, where=where)
+        record = build(cls, raw, where=where)
+    except ConfigError as error:
+        return f"{error} The copy here stays as it was."
+    if isinstance(record, RankProgress | RankExit):
+        rank = int(PurePosixPath(file).stem.partition("_")[2])
+        is_own = record.rank == rank and (wanted.is_head or record.node == wanted.node)
+    else:
+        is_own = record.run_id == paths.run_id
+    return None if is_own else f"{where}: it is of another rank, node or run."
+
+
+def _ends_taken_back(paths: RunPaths, answer: Part, wanted: Wanted) -> Iterator[Path]:
+    """List records of ranks' ends that the node has no more, as the ranks were started again.
+
+    A worker knows of its own ranks alone, a living supervisor of all. A node that was made from
+    scratch knows nothing of the run.
+    """
+    if not answer.begun:
+        return
+    of_all = wanted.is_head and answer.alive
+    for rank in load_ranks(paths.ranks):
+        path = paths.rank_exit(rank.rank)
+        if (of_all or rank.rank in wanted.ranks) and _name(paths, path) not in answer.whole:
             yield path
 
 
-def _growing(paths: RunPaths) -> Iterable[Path]:
-    return [path for path in (paths.metrics, *paths.logs.glob("*.log")) if path.exists()]
+def _name(paths: RunPaths, path: Path) -> str:
+    return str(path.relative_to(paths.root))
 
 
-def _end(path: Path) -> tuple[int, str]:
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - _END_BYTES))
-        return size, base64.b64encode(file.read()).decode()
-
-
-def _inside(paths: RunPaths, name: str) -> Path:
-    target = (paths.root / name).resolve()
-    if not target.is_relative_to(paths.root.resolve()):
-        raise ConfigError(f"the head names a file outside of the run folder: {name!r}.")
-    return target
+def _end(paths: RunPaths, name: str) -> tuple[int, str]:
+    path = inside(paths, name)
+    try:
+        with open(path, "rb", opener=no_follow) as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _END_BYTES))
+            return size, base64.b64encode(file.read()).decode()
+    except FileNotFoundError:
+        return 0, ""
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Move it away.") from None

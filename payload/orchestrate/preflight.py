@@ -38,12 +38,13 @@ from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.patience import Patience
 from payload.orchestrate.preflight_report import Report
 from payload.orchestrate.remote.probe import probe
-from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
+from payload.orchestrate.remote_programs import MeshAnswer, ask, require_known
 from payload.orchestrate.run_key import remove_dead_keys
 from payload.orchestrate.ssh_settings import Login, os_login_command
 from payload.orchestrate.trial_report import try_here, try_there
 from payload.results import write_whole
 from payload.run_config import RunConfig
+from payload.untrusted import build
 
 _TABLE_WIDTH = 180
 _PROBE_S = 15.0
@@ -220,7 +221,7 @@ def check_this_machine(inventory: ClusterInventory, access: LocalAccess) -> Repo
     # What this machine may use, which in a container is less than what it has.
     machine = discover()
     facts = replace(
-        NodeFacts.from_probe(raw, clock_offset_s=None),
+        build(NodeFacts, raw, where="this machine"),
         physical_cores=machine.num_cores(),
         numa_domains=len(machine.domains),
         memory_bytes=machine.memory_bytes,
@@ -254,25 +255,21 @@ def _probe(node: Node, inventory: ClusterInventory, cluster: Cluster, state_file
     )
     connection = cluster.connect(node)
     sent_unix = time.time()
-    text = connection.check_run(
-        remote_argv(arguments), stdin=remote_program("probe.py"), timeout_s=_PROBE_S
-    )
-    received_unix = time.time()
-    answer = parse_answer(text, node=node.name)
+    facts = ask(connection, "probe.py", NodeFacts, arguments, timeout_s=_PROBE_S)
     offset_s = clock_offset_s(
         sent_unix=sent_unix,
-        received_unix=received_unix,
-        node_unix=answer["time_unix"],
-        took_s=answer["took_s"],
+        received_unix=time.time(),
+        node_unix=facts.time_unix,
+        took_s=facts.took_s,
     )
-    return NodeFacts.from_probe(answer, clock_offset_s=offset_s)
+    return replace(facts, clock_offset_s=offset_s)
 
 
 def _mesh(
     nodes: Sequence[Node], facts: Mapping[str, NodeFacts], cluster: Cluster, mesh_s: float
 ) -> list[Finding]:
     outcomes = _try_mesh(nodes, facts, cluster, mesh_s)
-    if any(isinstance(got, dict) and got["port_taken"] for got in outcomes.values()):
+    if any(isinstance(got, MeshAnswer) and got.port_taken for got in outcomes.values()):
         outcomes = _try_mesh(nodes, facts, cluster, mesh_s)  # on other ports
     answers = {name: got for name, got in outcomes.items() if not isinstance(got, TileforgeError)}
     mtus = {name: mtu for name in answers if (mtu := facts[name].mtu) is not None}
@@ -286,24 +283,25 @@ def _mesh(
 
 def _try_mesh(
     nodes: Sequence[Node], facts: Mapping[str, NodeFacts], cluster: Cluster, mesh_s: float
-) -> dict[str, dict[str, Any] | TileforgeError]:
+) -> dict[str, MeshAnswer | TileforgeError]:
     ports = [random.choice(numbers) for numbers in _PORT_RANGES]
     trial = secrets.token_hex(8)
 
-    def attempt(node: Node) -> dict[str, Any]:
+    def attempt(node: Node) -> MeshAnswer:
+        peers = {other.name: other.address for other in nodes if other.name != node.name}
         arguments = {
             "me": node.name,
             "address": node.address,
             "ports": ports,
-            "peers": {other.name: other.address for other in nodes if other.name != node.name},
+            "peers": peers,
             "trial": trial,
             "deadline_s": mesh_s,
             "mtu": facts[node.name].mtu,
         }
-        text = cluster.connect(node).check_run(
-            remote_argv(arguments), stdin=remote_program("mesh.py"), timeout_s=mesh_s + _PROBE_S
-        )
-        return parse_answer(text, node=node.name)
+        connection = cluster.connect(node)
+        answer = ask(connection, "mesh.py", MeshAnswer, arguments, timeout_s=mesh_s + _PROBE_S)
+        require_known(answer.pairs, peers, node=node.name, what="pairs: the node")
+        return answer
 
     return on_every_node(nodes, attempt)
 

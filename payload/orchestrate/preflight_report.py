@@ -10,7 +10,7 @@ from rich.table import Table
 
 from payload.errors import ExitCode, most_telling
 from payload.orchestrate.facts import NodeFacts
-from payload.orchestrate.findings import CHECKS, Finding
+from payload.orchestrate.findings import CHECKS, Finding, one_line
 from payload.orchestrate.measured import Measured
 
 SCHEMA_VERSION = 1
@@ -74,7 +74,7 @@ class Report:
         lines = []
         for finding in sorted(self.findings, key=lambda finding: finding.severity):
             lines.append(f"{finding.severity}: {finding.line()}")
-            lines += [f"  | {line}" for line in finding.log]
+            lines += [f"  | {one_line(line)}" for line in finding.log]
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def to_json(self) -> str:

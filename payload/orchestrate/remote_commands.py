@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from signal import SIGTERM
 
 from payload.errors import (
+    ConfigError,
     ExitCode,
     RankLostError,
     TileforgeError,
@@ -69,13 +70,13 @@ def attach(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     with connect() as cluster:
         head = cluster.connect(inventory.head)
         answer = look(head, this_code(), venv=VENV)
-    run_id = arguments.run or answer["running"]
+    run_id = arguments.run or answer.running
     if run_id is None:
         raise UsageError(f"no run is under way on {inventory.cluster}. Name one: attach RUN.")
     return attach_to(
         RunPaths(arguments.runs_dir / run_id),
         inventory,
-        home=PurePosixPath(answer["home"]),
+        home=PurePosixPath(answer.home),
         key=key,
         connect=connect,
         arguments=arguments,
@@ -92,15 +93,27 @@ def attach_to(
     arguments: argparse.Namespace,
 ) -> int:
     """Follow a run that the head has, with or without a copy of it here."""
+    exists = paths.root.exists() or paths.root.is_symlink()
+    if exists and not is_copy(paths, inventory):
+        raise ConfigError(
+            f"{paths.root} is no copy of a run on {inventory.cluster}, and stays as it is. Move it "
+            "away, or name another folder with --runs-dir."
+        )
     run_dir = home / "tileforge" / "runs" / paths.run_id
     run = RemoteRun(paths, inventory, run_dir=run_dir, key=key, connect=connect)
     try:
-        if not paths.plan.exists():
-            paths.root.mkdir(parents=True, exist_ok=True)
+        if not exists:
             run.adopt()
         return follow_to_the_end(run, arguments=arguments, talk=text_console(stderr=True))
     finally:
         run.close()
+
+
+def is_copy(paths: RunPaths, inventory: ClusterInventory) -> bool:
+    """Return whether `paths` is the copy of a run on this cluster. Raises ConfigError."""
+    if paths.root.is_symlink() or not paths.plan.is_file() or read_mirrored(paths) is None:
+        return False
+    return ClusterInventory.load(paths.inventory).cluster == inventory.cluster
 
 
 def collect(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -188,10 +201,11 @@ class Watch:
         return self._noted(patiently(self._run, *self._nodes, say=self._talk.print))
 
     def _noted(self, look: Look) -> bool:
-        for error in look.missed.values():
-            if str(error) not in self._said:
-                self._said.add(str(error))
-                self._talk.print(f"warning: not all is here: {error}")
+        missed = [f"not all is here: {error}" for error in look.missed.values()]
+        for problem in (*missed, *look.damaged):
+            if problem not in self._said:
+                self._said.add(problem)
+                self._talk.print(f"warning: {problem}")
         if look.missed:
             self._run.close()  # a node that did not answer is else not tried again
         self._due_s = time.monotonic() + (_RETRY_S if look.missed else _POLL_S)

@@ -40,10 +40,13 @@ def bring_home(run: RemoteRun, *, talk: Console, at_once: bool = False) -> Home:
     try:
         # First what is soon done: the rest may take long enough for someone to start the run again.
         alive, failed = _end_for_good(run, talk=talk, at_once=at_once)
-        missed = run.look_at_all().missed
+        look = run.look_at_all()
+        missed = look.missed
         for error in missed.values():
             talk.print(f"warning: not all is here: {error}")
-        checkpoint = run.collect_checkpoint()
+        for problem in look.damaged:
+            talk.print(f"warning: {problem}")
+        checkpoint = run.collect_checkpoint(say=talk.print)
         if not missed and not failed:
             note_collected(run.paths, checkpoint)
     except SshUnreachableError as error:
@@ -70,7 +73,8 @@ def say_remote_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Conso
     say_end(run.paths, summary=summary, state=state, arguments=arguments, talk=talk)
     if arguments.json:
         text_console(stderr=True).print(f"everything in {run.paths.root}")
-    return next(code for code in ExitCode if code.label == state.exit_class)
+    known = {code.label: code for code in ExitCode}
+    return known.get(state.exit_class, ExitCode.TRAINING)
 
 
 def _end_for_good(

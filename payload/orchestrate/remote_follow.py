@@ -12,6 +12,7 @@ from rich.console import Console
 
 from payload.errors import (
     INTERRUPTED,
+    AnswerError,
     ExitCode,
     PreflightError,
     SshUnreachableError,
@@ -57,7 +58,10 @@ def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Co
     with Asks() as asks, LiveLine(talk, train=train, nodes=nodes) as live:
         alive = True
         while alive:
-            alive = patiently(run, say=live.say, interrupted=partial(asks.exceed, heeded)).alive
+            look = patiently(run, say=live.say, interrupted=partial(asks.exceed, heeded))
+            alive = look.alive
+            for problem in look.damaged:
+                live.news(f"warning: {problem}")
             for line in log.lines():
                 live.log(line)
             show_steps(metrics, live)
@@ -103,6 +107,8 @@ def patiently(
     while True:
         try:
             return run.look(*others, enough=interrupted)
+        except AnswerError:
+            raise  # asked again, it would say the same
         except (SshUnreachableError, PreflightError) as error:
             run.close()
             if ends is None:

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from signal import Signals
-from typing import Any
+from typing import Any, TypeVar
 
+from payload.checkpoint_files import FOLDER_NAME, MANIFEST_FILE, checkpoint_step
 from payload.checkpoint_watch import Farewell
-from payload.errors import NodesError, RankLostError, TileforgeError
+from payload.errors import (
+    AnswerError,
+    CheckpointError,
+    ConfigError,
+    NodesError,
+    RankLostError,
+    TileforgeError,
+)
 from payload.inventory import ClusterInventory, Node
 from payload.launch.environment import RUN_DIR
 from payload.launch.plan import LaunchPlan
+from payload.launch.ranks import load_ranks
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.fanout import on_every_node
-from payload.orchestrate.mirror import alone, known_ends, merge, note_seen
-from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
+from payload.orchestrate.mirror import Wanted, alone, merge, note_seen, wanted_of
+from payload.orchestrate.remote_programs import FOLDER, Begun, Left, Part, Signalled, ask
 from payload.orchestrate.run_key import remove_dead_keys
-from payload.orchestrate.transfer import get, local_sha256
+from payload.orchestrate.transfer import fetch_checkpoint, get
 from payload.results import RunPaths, RunState, StopWish, read_json
 from payload.run_config import load_run_config
+from payload.untrusted import shown
 
 _ACTION_S = 20.0
 _START_S = 60.0
-_COPY_S = 600.0
-_SLOWEST_BYTES_PER_S = 1e6
 _LEAVE_S = 10.0
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +50,8 @@ class Look:
     """Whether a supervisor holds the run."""
     missed: Mapping[str, TileforgeError]
     """Why some worker's part is not here, by node."""
+    damaged: Sequence[str]
+    """What is there and of no use, one sentence each; the copy of it stayed as it was."""
 
 
 class RemoteRun:
@@ -75,12 +87,13 @@ class RemoteRun:
             self._cluster.close()
             self._cluster = None
 
-    def start(self, *, grace_s: float, name: str) -> dict[str, Any]:
+    def start(self, *, grace_s: float, name: str) -> Begun:
         """Start the supervisor on the head, which `name` has claimed; see remote/control.py."""
         plan = LaunchPlan.load(self.paths.plan)
         argv = [plan.program[0], "-m", "payload.supervise", "--run-dir", str(self._run_dir)]
         return self._act(
             self.inventory.head,
+            Begun,
             action="start",
             name=name,
             timeout_s=_START_S,
@@ -108,13 +121,13 @@ class RemoteRun:
         # Before the lock, as others should not wait for a node that does not answer.
         on_every_node(nodes, self.cluster.connect)
         with alone(self.paths, "copy"):
-            seen = self._read(nodes, enough=enough)
+            seen, damaged = self._read(nodes, enough=enough)
             alive = seen.pop(head.name)
             if isinstance(alive, TileforgeError):
                 raise alive
             self.note(alive=alive)
         missed = {name: got for name, got in seen.items() if isinstance(got, TileforgeError)}
-        return Look(alive=alive, missed=missed)
+        return Look(alive=alive, missed=missed, damaged=damaged)
 
     def note(self, *, alive: bool) -> None:
         """Write down that this is a cluster's run, and how to reach it."""
@@ -124,11 +137,12 @@ class RemoteRun:
         """Send signals, and leave `wish` for the supervisor; says whether it lives."""
         answer = self._act(
             self.inventory.head,
+            Signalled,
             action="signal",
             signals=[int(number) for number in numbers],
             wish=asdict(wish) if wish else None,
         )
-        return bool(answer["alive"])
+        return answer.alive
 
     def is_alive(self) -> bool:
         """Whether a supervisor holds the run at this moment."""
@@ -148,11 +162,11 @@ class RemoteRun:
 
         def ask(nodes: Sequence[Node], *, kill: bool = False) -> list[Node]:
             """Those that have processes."""
-            for name, answer in self._ask(nodes, action="left", kill=kill).items():
+            for name, answer in self._ask(nodes, Left, action="left", kill=kill).items():
                 if isinstance(answer, TileforgeError):
                     gone[name] = answer
                 else:
-                    found[name] = answer["pids"]
+                    found[name] = list(answer.pids)
             return [node for node in nodes if node.name not in gone and found[node.name]]
 
         ends = time.monotonic() + _LEAVE_S
@@ -192,92 +206,134 @@ class RemoteRun:
         """Let no node trust the key of this run, or of another one, once the run has ended."""
         remove_dead_keys(self.cluster, self.inventory)
 
-    def collect_checkpoint(self) -> Path | None:
-        """Bring the newest whole checkpoint home, unless it is here; goes on where it broke off."""
+    def collect_checkpoint(self, *, say: Callable[[str], None] = lambda _: None) -> Path | None:
+        """Bring the newest sound checkpoint home; goes on where it broke off.
+
+        One that is here already has to be the head's, file by file. A damaged one is named, and the
+        one before it is taken. Raises the newest one's error when none can be had.
+        """
+        folders = self._checkpoints_there()
+        failures: list[TileforgeError] = []
+        for folder in reversed(folders):
+            try:
+                with alone(self.paths, "checkpoint"):
+                    return fetch_checkpoint(
+                        self.cluster.connect(self.inventory.head), folder, self.paths
+                    )
+            except (AnswerError, CheckpointError) as error:
+                failures.append(error)
+                say(f"warning: checkpoint {folder.name} is passed over: {error}")
+        if failures:
+            raise failures[0]
+        return None
+
+    def _checkpoints_there(self) -> list[PurePosixPath]:
+        """List the head's checkpoints that have a manifest, oldest first."""
         head = self.cluster.connect(self.inventory.head)
         folder = self._run_dir / "checkpoints"
-        pattern = "step_*/manifest.json"
-        found = head.run(
-            ["find", str(folder), "-path", f"*/{pattern}", "-printf", "%h\n"], timeout_s=_ACTION_S
-        )
-        names = sorted(line.rpartition("/")[2] for line in found.stdout.decode().splitlines())
-        names = [name for name in names if not name.endswith(".partial")]
-        if not names:
-            return None
-        with alone(self.paths, "checkpoint"):
-            return self._fetch(str(folder), names[-1])
-
-    def _fetch(self, folder: str, name: str) -> Path:
-        target = self.paths.checkpoints / name
-        if (target / "manifest.json").exists():
-            return target
-        partial = self.paths.checkpoints / f".{name}.collecting"
-        partial.mkdir(parents=True, exist_ok=True)
-        self._collect(f"{folder}/{name}", partial)
-        partial.replace(target)
-        for stale in self.paths.checkpoints.glob(".step_*.collecting"):
-            shutil.rmtree(stale)  # of a checkpoint that is not the newest any more
-        return target
-
-    def _collect(self, source: str, partial: Path) -> None:
-        """Every file of a checkpoint, checked by the manifest, which comes first."""
-        head = self.cluster.connect(self.inventory.head)
-        manifest = partial / "manifest.json"
-        get(head, f"{source}/manifest.json", manifest, timeout_s=_ACTION_S)
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        for name, entry in files.items():
-            target = partial / Path(name).name
-            sha256 = entry["sha256"]
-            if not (target.exists() and local_sha256(target) == sha256):
-                timeout_s = _COPY_S + int(entry["bytes"]) / _SLOWEST_BYTES_PER_S
-                get(head, f"{source}/{name}", target, sha256=sha256, timeout_s=timeout_s)
+        pattern = f"*/{MANIFEST_FILE}"
+        argv = ["find", str(folder), "-maxdepth", "2", "-path", pattern, "-printf", "%h\n"]
+        lines = head.run(argv, timeout_s=_ACTION_S).stdout.decode(errors="replace").splitlines()
+        names = {name for line in lines if FOLDER_NAME.fullmatch(name := PurePosixPath(line).name)}
+        return sorted((folder / name for name in names), key=checkpoint_step)
 
     def adopt(self) -> None:
-        """Bring the files home that say what the run is; for one that was started elsewhere."""
+        """Make the local copy of a run that was started elsewhere: whole, or absent.
+
+        Its settings are the head's word; the nodes and their host keys are the operator's own.
+        """
         head = self.cluster.connect(self.inventory.head)
-        for path in (self.paths.config, self.paths.inventory, self.paths.hosts, self.paths.ranks):
-            get(head, str(self._run_dir / path.name), path, timeout_s=_ACTION_S)
-        # Last, as what has a plan counts as a run.
-        get(head, str(self._run_dir / "plan.json"), self.paths.plan, timeout_s=_ACTION_S)
+        runs_dir, run_id = self.paths.root.parent, self.paths.run_id
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        staging = RunPaths(Path(tempfile.mkdtemp(prefix=f".{run_id}.", dir=runs_dir)))
+        try:
+            for path in (staging.config, staging.hosts, staging.ranks, staging.plan):
+                get(head, str(self._run_dir / path.name), path, timeout_s=_ACTION_S)
+            staging.inventory.write_text(self.inventory.to_json(), encoding="utf-8")
+            load_run_config(staging.config)
+            load_ranks(staging.ranks)
+            plan = LaunchPlan.load(staging.plan)
+            if (plan.run_id, plan.environment.get(RUN_DIR)) != (run_id, str(self._run_dir)):
+                raise AnswerError(f"{head.node.name}: its plan.json is of another run.")
+            note_seen(staging, alive=True, ssh_key=self._key)
+            staging.root.chmod(0o755)
+            staging.root.rename(self.paths.root)
+        except OSError as error:
+            raise ConfigError(f"{self.paths.root}: {error.strerror}. Try again.") from None
+        finally:
+            shutil.rmtree(staging.root, ignore_errors=True)
 
     def _read(
         self, nodes: Sequence[Node], *, enough: Callable[[], bool]
-    ) -> dict[str, bool | TileforgeError]:
-        """Whether each node has a supervisor of the run; all that it had then is here."""
+    ) -> tuple[dict[str, bool | TileforgeError], list[str]]:
+        """Bring all that is new here.
+
+        Returns whether each node has a supervisor of the run, and what is damaged there.
+        """
         seen: dict[str, bool | TileforgeError] = {}
         left: dict[str, int] = {}
-        waiting = list(nodes)
+        damaged: dict[str, list[str]] = {}
+        head, waiting = self.inventory.head.name, list(nodes)
         while waiting:
-            answers = self._ask(waiting, action="read", known=known_ends(self.paths))
+            wanted = {
+                node.name: wanted_of(self.paths, node.name, is_head=node.name == head)
+                for node in waiting
+            }
+            answers = on_every_node(
+                waiting,
+                lambda node, of=wanted: self._act(  # type: ignore[misc]
+                    node, Part, action="read", **of[node.name].arguments()
+                ),
+            )
             for node in tuple(waiting):
                 answer = answers[node.name]
+                if not isinstance(answer, TileforgeError):
+                    answer = self._merged(answer, wanted[node.name], damaged)
                 if isinstance(answer, TileforgeError):
                     seen[node.name] = answer
                     waiting.remove(node)
                     continue
-                merge(self.paths, answer, node=node.name)
-                seen.setdefault(node.name, bool(answer["alive"]))
-                before, left[node.name] = left.get(node.name), int(answer["left"])
+                seen.setdefault(node.name, answer.alive)
+                before, left[node.name] = left.get(node.name), answer.left
                 # What grows faster than it comes is left for the next time.
                 shrinks = before is None or left[node.name] < before
                 if left[node.name] == 0 or not shrinks or enough():
                     waiting.remove(node)
-        return seen
+        return seen, [problem for problems in damaged.values() for problem in problems]
+
+    def _merged(
+        self, answer: Part, wanted: Wanted, damaged: dict[str, list[str]]
+    ) -> Part | AnswerError:
+        """Return the answer, which is here now; or why none of it is."""
+        try:
+            damaged[wanted.node] = merge(self.paths, answer, wanted)
+        except AnswerError as error:
+            return error
+        return answer
 
     def _ask(
-        self, nodes: Sequence[Node], **arguments: Any
-    ) -> dict[str, dict[str, Any] | TileforgeError]:
-        return on_every_node(nodes, lambda node: self._act(node, **arguments))
+        self, nodes: Sequence[Node], answer: type[_T], **arguments: Any
+    ) -> dict[str, _T | TileforgeError]:
+        return on_every_node(nodes, lambda node: self._act(node, answer, **arguments))
 
-    def _act(self, node: Node, *, timeout_s: float = _ACTION_S, **arguments: Any) -> dict[str, Any]:
-        text = self.cluster.connect(node).check_run(
-            remote_argv({**arguments, "run_dir": str(self._run_dir)}),
-            stdin=remote_program("control.py"),
+    def _act(
+        self, node: Node, answer: type[_T], *, timeout_s: float = _ACTION_S, **arguments: Any
+    ) -> _T:
+        return ask(
+            self.cluster.connect(node),
+            "control.py",
+            answer,
+            {**arguments, "run_dir": str(self._run_dir)},
             timeout_s=timeout_s,
         )
-        return parse_answer(text, node=node.name)
 
 
 def planned_run_dir(paths: RunPaths) -> PurePosixPath:
-    """Where the nodes have the run whose local copy is at `paths`. Raises ConfigError."""
-    return PurePosixPath(LaunchPlan.load(paths.plan).environment[RUN_DIR])
+    """Return where the nodes have the run whose local copy is at `paths`. Raises ConfigError."""
+    found = LaunchPlan.load(paths.plan).environment.get(RUN_DIR, "")
+    if not FOLDER.fullmatch(found) or PurePosixPath(found).name != paths.run_id:
+        raise ConfigError(
+            f"{paths.plan}: {RUN_DIR} = {shown(found)} is no folder of run {paths.run_id}. Name "
+            "another run."
+        )
+    return PurePosixPath(found)

@@ -9,12 +9,12 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from rich.console import Console
 
 from payload.engines import require_known_backend
 from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError
+from payload.hints import run_command
 from payload.inventory import ClusterInventory
 from payload.launch.budget import time_limit
 from payload.orchestrate.checks import check_data, require_mpirun, require_whole_passes
@@ -27,8 +27,9 @@ from payload.orchestrate.inventories import Chosen
 from payload.orchestrate.planning import PlannedRun, plan_run
 from payload.orchestrate.preflight import check_cluster, lock_sha, operator_key
 from payload.orchestrate.preflight_report import Report
-from payload.orchestrate.remote_commands import attach_to
+from payload.orchestrate.remote_commands import attach_to, is_copy
 from payload.orchestrate.remote_follow import follow_to_the_end, how_to_attach
+from payload.orchestrate.remote_programs import Begun, NodeLook
 from payload.orchestrate.remote_run import RemoteRun
 from payload.orchestrate.run_key import (
     RunKey,
@@ -100,7 +101,7 @@ def run_on_cluster(
         found = _other_run(head, wanted)
         code = None
         if found is None:
-            run_dir = PurePosixPath(head["home"], "tileforge", "runs", wanted.paths.run_id)
+            run_dir = PurePosixPath(head.home, "tileforge", "runs", wanted.paths.run_id)
             run = RemoteRun(wanted.paths, inventory, run_dir=run_dir, key=key, connect=connect)
             # Before anything is written or installed: two who resume one run must not mix.
             with claimed(cluster, inventory, run_dir=run_dir, say=talk.print) as claim:
@@ -111,11 +112,18 @@ def run_on_cluster(
     if found is None:
         with closing(run):
             return _follow(run, arguments, talk) if code is None else code
+    theirs = RunPaths(arguments.runs_dir / found)
+    if not is_copy(theirs, inventory):
+        how = run_command("attach", theirs, "--inventory", arguments.inventory or "stack")
+        raise ConfigError(
+            f"run {found} is on this cluster, and was not started from here, so nothing was "
+            f"started. Follow it with: {how}"
+        )
     talk.print(f"run {found} is on this cluster, so nothing was started; following that one")
     return attach_to(
-        RunPaths(arguments.runs_dir / found),
+        theirs,
         inventory,
-        home=PurePosixPath(head["home"]),
+        home=PurePosixPath(head.home),
         key=key,
         connect=connect,
         arguments=arguments,
@@ -169,9 +177,9 @@ def _refuse_another_place(paths: RunPaths, inventory: ClusterInventory) -> None:
         )
 
 
-def _other_run(answer: Mapping[str, Any], wanted: Wanted) -> str | None:
+def _other_run(answer: NodeLook, wanted: Wanted) -> str | None:
     """The run that the head is busy with, if any."""
-    running: str | None = answer["running"]
+    running = answer.running
     if running is None and not wanted.resumes and wanted.paths.root.exists():
         raise ConfigError(
             f"run {wanted.paths.run_id} exists in {wanted.paths.root.parent}. Continue it with "
@@ -194,7 +202,7 @@ def _prepare(
     `name` is the attempt's, which has the claim on the head.
     """
     inventory = wanted.chosen.inventory
-    home = PurePosixPath(answers[inventory.head.name]["home"])
+    home = PurePosixPath(answers[inventory.head.name].home)
     code = this_code()
     bring_code(inventory, cluster, answers, code=code, talk=talk)
     config = replace(
@@ -261,9 +269,10 @@ def _plan(
 ) -> PlannedRun:
     """The plan as it holds on the nodes."""
     root = home / "tileforge"
-    libraries = {answer["tcmalloc"] for answer in answers.values()}
+    libraries = {answer.tcmalloc for answer in answers.values()}
     head = wanted.chosen.inventory.head.name
-    if answers[head]["port"] is None:
+    port = answers[head].port
+    if port is None:
         raise PreflightError(f"{head}: it has no free port for the ranks. Stop what holds them.")
     return plan_run(
         RunPaths(Path(root / "runs" / wanted.paths.run_id)),
@@ -280,7 +289,7 @@ def _plan(
         ),
         vocab_size=wanted.vocab_size,
         work_dir=Path(home),
-        port=answers[head]["port"],
+        port=port,
     )
 
 
@@ -296,12 +305,18 @@ def _start(
         talk.print(f"whether the run has begun is not known; if so, {how_to_attach(run)}")
         run.close()
         raise
-    if "pid" in begun:
+    if begun.pid is not None:
         return None
-    words = begun.get("said") or f"run {begun.get('running')} was started in between"
+    words = begun.said or f"run {begun.running} was started in between"
     talk.print(f"error: the supervisor did not start: {words}")
     _remove_key(cluster, run.inventory, name, talk)
-    return int(begun.get("status") or ExitCode.PREFLIGHT)
+    return _failure_code(begun)
+
+
+def _failure_code(begun: Begun) -> int:
+    """Return how the supervisor ended; a signal has no exit code, and 0 would be no failure."""
+    known = [int(code) for code in ExitCode if code != ExitCode.OK]
+    return next((code for code in known if code == begun.status), ExitCode.PREFLIGHT)
 
 
 def _follow(run: RemoteRun, arguments: argparse.Namespace, talk: Console) -> int:

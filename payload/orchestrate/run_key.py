@@ -14,20 +14,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
-from payload.errors import ConfigError, PreflightError
+from payload.errors import AnswerError, ConfigError, PreflightError
 from payload.hints import command
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.fanout import all_or_raise, on_every_node
 from payload.orchestrate.keys import render_known_hosts, render_ssh_config
-from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
+from payload.orchestrate.remote_programs import (
+    Nothing,
+    ask,
+    parse_answer,
+    remote_argv,
+    remote_stdin,
+)
 from payload.orchestrate.ssh import Connection
 from payload.orchestrate.transfer import put
 from payload.untrusted import RUN_ID, build, checked, parse_json
 
 _ACTION_S = 30.0
+_T = TypeVar("_T")
 # Somebody else's supervisor may be starting, for which the head has 30 s.
 _CLAIM_S = 60.0
 _RETRY_S = 2.0
@@ -138,17 +145,10 @@ def install_run_key(
     connecting raises; call `remove_run_key` then, too.
     """
     head = inventory.head
-    made = build(
-        _Made,
-        _act(cluster.connect(head), action="make", name=name),
-        where=f"{head.name}: the run's key",
-        error=PreflightError,
-    )
+    made = _act(cluster.connect(head), _Made, action="make", name=name)
     folder = PurePosixPath(made.folder)
     if folder.name != name or not made.public.endswith(f":{name}"):
-        raise PreflightError(
-            f"{head.name}: it made another key than {name!r}. Look at the machine."
-        )
+        raise AnswerError(f"{head.name}: it made another key than {name!r}. Look at the machine.")
     known_hosts = folder / "known_hosts"
     config = render_ssh_config(
         inventory, key=folder / "id_ed25519", known_hosts=known_hosts, on_head=True
@@ -159,6 +159,7 @@ def install_run_key(
     def trust(node: Node) -> None:
         _act(
             cluster.connect(node),
+            Nothing,
             action="trust",
             public=made.public,
             head=head.address,
@@ -179,7 +180,7 @@ def remove_run_key(cluster: Cluster, inventory: ClusterInventory, *names: str) -
     """
 
     def forget(node: Node) -> None:
-        _act(cluster.connect(node), action="forget", names=list(names))
+        _act(cluster.connect(node), Nothing, action="forget", names=list(names))
 
     all_or_raise(on_every_node(inventory.nodes, forget), what="removing the run's key")
 
@@ -203,20 +204,18 @@ def remove_dead_keys(cluster: Cluster, inventory: ClusterInventory) -> Sequence[
 
 
 def _names(connection: Connection, action: str, **arguments: Any) -> tuple[str, ...]:
-    answer = _act(connection, action=action, timeout_s=2 * _ACTION_S, **arguments)
-    where = f"{connection.node.name}: its runs' keys"
-    return build(_Names, answer, where=where, error=PreflightError).names
+    return _act(connection, _Names, action=action, timeout_s=2 * _ACTION_S, **arguments).names
 
 
 @contextmanager
 def _asked(connection: Connection, run_dir: PurePosixPath, name: str) -> Iterator[_Claimed]:
     arguments = {"action": "claim", "run_dir": str(run_dir), "name": name}
     with connection.listening(
-        remote_argv(arguments), stdin=remote_program("control.py"), timeout_s=_CLAIM_S
+        remote_argv("control.py"),
+        stdin=remote_stdin("control.py", arguments),
+        timeout_s=_CLAIM_S,
     ) as line:
-        node = connection.node.name
-        answer = parse_answer(line, node=node)
-        yield build(_Claimed, answer, where=f"{node}: claiming it", error=PreflightError)
+        yield parse_answer(_Claimed, line, node=connection.node.name)
 
 
 def _words(held: str | None, *, head: str) -> str:
@@ -229,12 +228,9 @@ def _words(held: str | None, *, head: str) -> str:
 
 
 def _act(
-    connection: Connection, *, timeout_s: float = _ACTION_S, **arguments: Any
-) -> dict[str, Any]:
-    text = connection.check_run(
-        remote_argv(arguments), stdin=remote_program("run_key.py"), timeout_s=timeout_s
-    )
-    return parse_answer(text, node=connection.node.name)
+    connection: Connection, answer: type[_T], *, timeout_s: float = _ACTION_S, **arguments: Any
+) -> _T:
+    return ask(connection, "run_key.py", answer, arguments, timeout_s=timeout_s)
 
 
 def _put_text(connection: Connection, text: str, target: PurePosixPath) -> None:

@@ -11,6 +11,7 @@ import io
 import logging
 import shlex
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from typing import BinaryIO, TypeAlias
 import paramiko
 
 from payload.errors import (
+    AnswerError,
     ConfigError,
     HostKeyError,
     PreflightError,
@@ -31,17 +33,29 @@ from payload.errors import (
 from payload.inventory import Node
 from payload.orchestrate.ssh_settings import Completed, Deadlines, Login, os_login_command
 from payload.orchestrate.streams import ProxyProcess
+from payload.untrusted import MAX_FILE_BYTES, printable
 
 _KEEPALIVE_S = 15
 # A key that was handed out a moment ago may need one to arrive; a second refusal is meant.
 _RETRY_AFTER_REFUSAL_S = 1.0
 _MARGIN_S = 5.0
 _NOTED_S = 1.0
+_SAID_CHARS = 500
 _CHUNK_BYTES = 64 * 2**10
 _TIMED_OUT = 124  # coreutils' timeout
 # paramiko's words for a node that is silent; the class is that of many other errors.
 _SILENT = "Timeout opening channel."
 _NO_KEY = (paramiko.SSHException, paramiko.hostkeys.InvalidHostKey, ValueError)
+
+# What paramiko raises when the other side does not keep to the protocol.
+_BROKEN = (
+    paramiko.SSHException,
+    paramiko.SFTPError,
+    EOFError,
+    OSError,
+    UnicodeDecodeError,
+    struct.error,
+)
 
 Stream: TypeAlias = socket.socket | paramiko.Channel | ProxyProcess
 """What a connection runs over: TCP, a channel through the head, or a proxy command."""
@@ -93,20 +107,23 @@ class Connection:
         timeout_s: float,
         stdin: bytes = b"",
         sink: BinaryIO | None = None,
+        most_bytes: int = MAX_FILE_BYTES,
     ) -> Completed:
         """Run a command and wait for it; on the node, too, it ends after `timeout_s`.
 
         With a `sink`, stdout goes there as it comes. Raises SshUnreachableError when the connection
-        breaks, PreflightError at the deadline.
+        breaks, PreflightError at the deadline, AnswerError when it prints over `most_bytes`.
         """
         command = shell_text(["timeout", "--kill-after=5", f"{timeout_s:g}", *argv])
         with self.guard(f"running `{argv[0]}`", timeout_s=timeout_s + 2 * _MARGIN_S):
             channel = self._transport.open_session(timeout=_MARGIN_S)
-            kept = io.BytesIO()
+            kept, complaints = io.BytesIO(), io.BytesIO()
             with ThreadPoolExecutor(2) as pool, contextlib.closing(channel):
                 channel.exec_command(command)
-                stdout = pool.submit(_drain, channel.recv, sink or kept)
-                stderr = pool.submit(channel.makefile_stderr("rb").read)
+                stdout = pool.submit(self._drain, channel, channel.recv, sink or kept, most_bytes)
+                stderr = pool.submit(
+                    self._drain, channel, channel.recv_stderr, complaints, MAX_FILE_BYTES
+                )
                 # A command need not read all of its input; its status says what matters.
                 with contextlib.suppress(OSError):
                     channel.sendall(stdin)
@@ -115,7 +132,8 @@ class Connection:
                 if status < 0 and self._is_gone():
                     raise EOFError
                 stdout.result()
-                done = Completed(status=status, stdout=kept.getvalue(), stderr=stderr.result())
+                stderr.result()
+        done = Completed(status=status, stdout=kept.getvalue(), stderr=complaints.getvalue())
         if done.status < 0:
             raise PreflightError(
                 f"{self.node.name}: `{argv[0]}` was ended there by a signal. Is the memory used up?"
@@ -131,10 +149,10 @@ class Connection:
         """Run a command that must succeed, and return its stdout. Raises PreflightError besides."""
         done = self.run(argv, timeout_s=timeout_s, stdin=stdin)
         if done.status != 0:
-            said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            said = printable(done.stderr.decode(errors="replace")).strip().rpartition("\n")[2]
             raise PreflightError(
                 f"{self.node.name}: `{argv[0]}` ended with status {done.status}: "
-                f"{said or 'it gave no word'}"
+                f"{said[:_SAID_CHARS] or 'it gave no word'}"
             )
         return done.stdout
 
@@ -156,6 +174,20 @@ class Connection:
             first = next((line for line in lines if line.startswith(b"{")), b"")
         with contextlib.closing(channel):
             yield first
+
+    def _drain(
+        self,
+        channel: paramiko.Channel,
+        receive: Callable[[int], bytes],
+        sink: BinaryIO,
+        most_bytes: int,
+    ) -> None:
+        while chunk := receive(_CHUNK_BYTES):
+            most_bytes -= len(chunk)
+            if most_bytes < 0:
+                channel.close()
+                raise AnswerError(f"{self.node.name}: it sends more than it was asked for.")
+            sink.write(chunk)
 
     def open_sftp(self) -> SFTPClient:
         """A file session; call it and use it within `guard`."""
@@ -200,7 +232,7 @@ class Connection:
         timer.start()
         try:
             yield
-        except (paramiko.SSHException, EOFError, OSError) as error:
+        except _BROKEN as error:
             raise self._translate(error, doing, timeout_s if expired.is_set() else None) from None
         finally:
             timer.cancel()
@@ -298,11 +330,6 @@ def _classify(node: Node, login: Login, error: Exception, deadlines: Deadlines) 
         f"{deadlines.handshake_s:g} s ({said or type(error).__name__}). It may be starting, "
         "overloaded, or not be an SSH server."
     )
-
-
-def _drain(receive: Callable[[int], bytes], sink: BinaryIO) -> None:
-    while chunk := receive(_CHUNK_BYTES):
-        sink.write(chunk)
 
 
 def _host_keys(node: Node) -> Iterator[tuple[str, paramiko.PKey]]:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from rich.console import Console
 
@@ -16,12 +15,14 @@ from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.cluster_access import VENV
 from payload.orchestrate.code import Code, build_kernels, look, send_code, send_files
 from payload.orchestrate.fanout import all_or_raise, on_every_node
+from payload.orchestrate.remote_programs import NodeLook
 from payload.orchestrate.weights import Weights
+from payload.untrusted import shown
 
 _META = "meta.json"
 
-Answers = Mapping[str, dict[str, Any]]
-"""By node: what `look` gave, see remote/place.py."""
+Answers = Mapping[str, NodeLook]
+"""By node."""
 
 
 def ask_nodes(
@@ -41,7 +42,7 @@ def ask_nodes(
         ),
         what="looking at the nodes",
     )
-    homes = {name: answer["home"] for name, answer in answers.items()}
+    homes = {name: answer.home for name, answer in answers.items()}
     if len(set(homes.values())) > 1:
         listed = ", ".join(f"{name} {home}" for name, home in homes.items())
         raise PreflightError(
@@ -49,9 +50,9 @@ def ask_nodes(
             "with the same paths. Give the user the same home everywhere."
         )
     for name, answer in answers.items():
-        if answer["lacking"]:
+        if answer.lacking:
             raise PreflightError(
-                f"{name}: it has no {', '.join(answer['lacking'])}. Run its bootstrap again "
+                f"{name}: it has no {shown(', '.join(answer.lacking))}. Run its bootstrap again "
                 "(bootstrap/node-setup.sh)."
             )
     return answers
@@ -61,7 +62,7 @@ def bring_code(
     inventory: ClusterInventory, cluster: Cluster, answers: Answers, *, code: Code, talk: Console
 ) -> None:
     """To the nodes that lack it, and what is compiled of it there; failing at that is a note."""
-    lacking = {name: a["missing"] for name, a in answers.items() if a["missing"] is not None}
+    lacking = {name: a.missing for name, a in answers.items() if a.missing is not None}
     nodes = [node for node in inventory.nodes if node.name in lacking]
     if not nodes:
         return
@@ -95,7 +96,7 @@ def bring_data(
     target = _home(answers, inventory.head) / "tileforge" / PurePosixPath(whole).parent
     known = json.loads((source / _META).read_text("utf-8"))["files"]
     files = {**{name: entry["sha256"] for name, entry in known.items()}, _META: None}
-    nodes = [node for node in inventory.nodes if whole not in answers[node.name]["has"]]
+    nodes = [node for node in inventory.nodes if whole not in answers[node.name].has]
     if nodes:
         size = sum(path.stat().st_size for path in source.iterdir()) / 1e6
         names = ", ".join(node.name for node in nodes)
@@ -119,7 +120,7 @@ def bring_weights(
     head = inventory.head
     whole = _whole_weights(weights)
     target = _home(answers, head) / "tileforge" / PurePosixPath(whole).parent
-    if whole not in answers[head.name]["has"]:
+    if whole not in answers[head.name].has:
         size = weights.size_bytes() / 1e6
         talk.print(f"weights {weights.folder}: sending {size:,.0f} MB to {head.name}")
         send_files(cluster.connect(head), weights.folder, target, weights.files)
@@ -137,4 +138,4 @@ def _whole_weights(weights: Weights) -> str:
 
 
 def _home(answers: Answers, node: Node) -> PurePosixPath:
-    return PurePosixPath(answers[node.name]["home"])
+    return PurePosixPath(answers[node.name].home)

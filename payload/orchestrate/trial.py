@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from rich.console import Console
 
@@ -30,7 +29,7 @@ from payload.orchestrate.inventories import Chosen
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.measured import Measured
 from payload.orchestrate.remote.trial import trial
-from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
+from payload.orchestrate.remote_programs import Left, NodeLook, ask
 from payload.orchestrate.run_key import (
     HeadBusyError,
     claimed,
@@ -41,6 +40,7 @@ from payload.orchestrate.supply import bring_code
 from payload.orchestrate.trial_findings import Outcome, failures
 from payload.orchestrate.trial_setting import DEADLINE_S, Setting
 from payload.run_config import LaunchSection, RunConfig
+from payload.untrusted import build, shown
 
 _MARGIN_S = 20.0
 _ACTION_S = 20.0
@@ -77,12 +77,12 @@ def try_cluster(
     refused = [*_not_looked_at(inventory, outcomes)]
     if refused:
         return Trial(findings=refused)
-    answers = {name: got for name, got in outcomes.items() if isinstance(got, dict)}
+    answers = {name: got for name, got in outcomes.items() if isinstance(got, NodeLook)}
     head = answers[inventory.head.name]
-    if head["running"] is not None:
-        return _not_measured(head["running"])
+    if head.running is not None:
+        return _not_measured(head.running)
     run_id = f"preflight-{secrets.token_hex(4)}"
-    run_dir = PurePosixPath(head["home"], "tileforge", "runs", run_id)
+    run_dir = PurePosixPath(head.home, "tileforge", "runs", run_id)
     try:
         with claimed(cluster, inventory, run_dir=run_dir, say=talk.print) as claim:
             if claim.running is not None:
@@ -136,14 +136,14 @@ def try_this_machine(chosen: Chosen, access: LocalAccess, folder: Path) -> Trial
             mpirun_environment=access.mpirun_environment() if mpirun else {},
         )
         answer = trial(setting.arguments(inventory, ssh_config=None), env=access.environment())
-    return _judged(inventory, Outcome(**answer), hostnames={})
+    return _judged(inventory, build(Outcome, answer, where="this machine"), hostnames={})
 
 
 def _start(
     chosen: Chosen,
     cluster: Cluster,
     facts: Mapping[str, NodeFacts],
-    head: Mapping[str, Any],
+    head: NodeLook,
     code: Code,
     config: RunConfig,
     *,
@@ -151,7 +151,7 @@ def _start(
 ) -> tuple[Outcome, PurePosixPath]:
     """How it went, and the folder that marks the processes."""
     inventory = chosen.inventory
-    if head["port"] is None:
+    if head.port is None:
         raise PreflightError(f"{inventory.head.name}: it has no free port for the ranks.")
     key = install_run_key(cluster, inventory, name=name, lasts_s=_KEY_LASTS_S)
     alone = len(inventory.nodes) == 1
@@ -160,10 +160,10 @@ def _start(
         placement=_placement(chosen, config),
         interfaces=interfaces,
         address=inventory.head.address,
-        port=head["port"],
+        port=head.port,
         folder=key.folder,
         python=str(VENV / "bin" / "python"),
-        python_path=str(PurePosixPath(head["home"]) / "tileforge" / f"payload-{code.digest}"),
+        python_path=str(PurePosixPath(head.home) / "tileforge" / f"payload-{code.digest}"),
         mpirun=str(VENV / "bin" / "mpirun"),
         mpirun_environment=(
             local_mpirun_environment(LOOPBACK)
@@ -174,12 +174,9 @@ def _start(
         ),
     )
     arguments = setting.arguments(inventory, ssh_config=None if alone else str(key.config))
-    text = cluster.connect(inventory.head).check_run(
-        remote_argv(arguments),
-        stdin=remote_program("trial.py"),
-        timeout_s=DEADLINE_S + _MARGIN_S,
-    )
-    return Outcome(**parse_answer(text, node=inventory.head.name)), key.folder
+    connection = cluster.connect(inventory.head)
+    outcome = ask(connection, "trial.py", Outcome, arguments, timeout_s=DEADLINE_S + _MARGIN_S)
+    return outcome, key.folder
 
 
 def _placement(chosen: Chosen, config: RunConfig) -> Placement:
@@ -198,11 +195,18 @@ def _judged(
     result = outcome.result()
     if found or result is None:
         return Trial(findings=found)
+    names = {rank.node for rank in result.ranks}
+    received = result.exchange.received_bytes_per_s if result.exchange else ()
+    if names != {node.name for node in inventory.nodes} or (
+        received and len(received) != len(result.ranks)
+    ):
+        cause, fix = "the figures it sent are not those of these nodes", "Try again."
+        return Trial(findings=[_error(inventory.head, "speed", cause, fix)])
     return Trial(measured=Measured.from_result(result))
 
 
 def _not_looked_at(
-    inventory: ClusterInventory, outcomes: Mapping[str, dict[str, Any] | TileforgeError]
+    inventory: ClusterInventory, outcomes: Mapping[str, NodeLook | TileforgeError]
 ) -> list[Finding]:
     """Nodes where the program cannot be."""
     found = []
@@ -212,9 +216,9 @@ def _not_looked_at(
         if isinstance(answer, TileforgeError):
             found.append(find.from_error(node, answer))
             continue
-        homes.add(answer["home"])
-        if answer["lacking"]:
-            cause = f"it has no {', '.join(answer['lacking'])}"
+        homes.add(answer.home)
+        if answer.lacking:
+            cause = f"it has no {shown(', '.join(answer.lacking))}"
             fix = "Run its bootstrap again (bootstrap/node-setup.sh)."
             found.append(_error(node, "payload", cause, fix))
     if len(homes) > 1:
@@ -229,9 +233,7 @@ def _end_leftovers(inventory: ClusterInventory, cluster: Cluster, folder: PurePo
     arguments = {"action": "left", "run_dir": str(folder), "kill": True}
     on_every_node(
         inventory.nodes,
-        lambda node: cluster.connect(node).check_run(
-            remote_argv(arguments), stdin=remote_program("control.py"), timeout_s=_ACTION_S
-        ),
+        lambda node: ask(cluster.connect(node), "control.py", Left, arguments, timeout_s=_ACTION_S),
     )
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
+from payload.errors import ConfigError
 from payload.inventory import Node
 from payload.orchestrate.findings import Finding
+from payload.untrusted import NODE_NAME, build, checked, parse_json
 
 MARK = "tileforge-trial "
 """Begins a line of payload/train/fabric.py that is meant for us."""
 
+MAX_RANKS = 100_000
+_OUTPUT_CHARS = 2**19
 _LOG_LINES = 8
 _ALARM = 14
 _UNABLE = re.compile(r"[Uu]nable to run bstrap_proxy on (\S+) \(pid \d+, exit code (\d+)\)")
@@ -34,6 +38,44 @@ _AGAIN = "Run the bootstrap again there (bootstrap/node-setup.sh)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpeed:
+    """What one rank's matrix products reached."""
+
+    node: str = checked(pattern=NODE_NAME, wanted="a node name")
+    bf16: float = checked(low=1, high=1e18)
+    fp32: float = checked(low=1, high=1e18)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What the ranks reached together."""
+
+    all_reduce_bytes_per_s: float = checked(low=1, high=1e15)
+    latency_s: float = checked(low=0, high=1e4)
+    received_bytes_per_s: tuple[float, ...] = checked(low=1, high=1e15, max_items=MAX_RANKS)
+    """By rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Rank 0's figures."""
+
+    ranks: tuple[RankSpeed, ...] = checked(max_items=MAX_RANKS)
+    exchange: Exchange | None
+    """None with one rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A line of payload/train/fabric.py."""
+
+    node: str | None = checked(None, pattern=NODE_NAME, wanted="a node name")
+    stage: str | None = checked(None, max_chars=32)
+    error: str | None = checked(None, max_chars=10_000)
+    result: Result | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What remote/trial.py answered."""
 
@@ -42,23 +84,25 @@ class Outcome:
     status: int | None
     """mpirun's; None when it was not started or did not end in time."""
     late: bool
-    stdout: str
-    stderr: str
+    stdout: str = checked(max_chars=_OUTPUT_CHARS)
+    stderr: str = checked(max_chars=_OUTPUT_CHARS)
 
-    def records(self) -> list[dict[str, Any]]:
-        """What the ranks said, in the order in which it came."""
+    def records(self) -> list[Said]:
+        """Return what the ranks said, in the order in which it came; what is damaged is left out.
+
+        mpirun mixes the ranks' lines, so that one may follow another without a line's end.
+        """
         found = []
         for part in self.stdout.split(MARK)[1:]:
-            try:
-                record, _ = json.JSONDecoder().raw_decode(part)
-            except ValueError:
-                continue
-            found.append(record)
+            with suppress(ConfigError, ValueError, RecursionError):
+                _, end = json.JSONDecoder().raw_decode(part)
+                raw = parse_json(part[:end], where="the trial")
+                found.append(build(Said, raw, where="the trial"))
         return found
 
-    def result(self) -> dict[str, Any] | None:
-        """Rank 0's figures, if it came so far."""
-        return next((r["result"] for r in self.records() if "result" in r), None)
+    def result(self) -> Result | None:
+        """Return rank 0's figures, if it came so far."""
+        return next((said.result for said in self.records() if said.result is not None), None)
 
 
 def failures(
@@ -89,7 +133,7 @@ def _unreached(
         said = outcome.unreached.get(node.name)
         if said is None:
             continue
-        last = said.splitlines()[-1].rstrip(".")
+        last = (said.splitlines() or ["no word"])[-1].rstrip(".")
         if "verification failed" in said:
             fix = f"Its sshd shows {head} another host key than the inventory's. Correct either."
         elif "Permission denied" in said:
@@ -104,7 +148,8 @@ def _said_by_ranks(
     nodes: Sequence[Node], outcome: Outcome, hostnames: Mapping[str, str]
 ) -> Iterator[Finding]:
     records = outcome.records()
-    errors = {str(r["node"]): str(r["error"]) for r in records if "error" in r}
+    known = {node.name for node in nodes}
+    errors = {said.node: said.error for said in records if said.node in known and said.error}
     broken = {name: text for name, text in errors.items() if _is_environment(text)}
     for name, text in broken.items():
         library = _LIBRARY.search(text)
@@ -114,7 +159,7 @@ def _said_by_ranks(
         yield _error(name, "payload", cause, _AGAIN, log=(text,) if library else ())
     if broken:
         return  # the others only lost them
-    joined = {r["node"] for r in records if r.get("stage") == "joined"}
+    joined = {said.node for said in records if said.stage == "joined"}
     for name, text in errors.items():
         doing = "while measuring" if name in joined else "while the ranks look for each other"
         cause = f"gloo failed {doing}: {_one_line(text)}"
@@ -188,7 +233,7 @@ def _silent(nodes: Sequence[Node], outcome: Outcome, *, deadline_s: float) -> It
     """Nothing said why: the nodes that came least far."""
     records = outcome.records()
     reached = {
-        stage: {r["node"] for r in records if r.get("stage") == stage}
+        stage: {said.node for said in records if said.stage == stage}
         for stage in ("started", "joined")
     }
     log = _log(outcome)

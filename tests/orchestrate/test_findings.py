@@ -13,6 +13,7 @@ from payload.inventory import Node
 from payload.orchestrate import findings as find
 from payload.orchestrate.facts import NodeFacts, clock_offset_s
 from payload.orchestrate.findings import Finding
+from payload.orchestrate.remote_programs import MeshAnswer, Pair
 
 READY = {"schema_version": 1, "step": "done", "ok": True, "reason": None}
 GIB = 2**30
@@ -183,12 +184,12 @@ def test_nodes_with_packages_from_another_lock_are_named() -> None:
 
 def answer(
     *, failed: dict[str, str] | None = None, largest: int | None = 1460, peer: str
-) -> dict[str, Any]:
-    pair = {"failed": failed or {}, "largest_packet": largest}
-    return {"bind_error": None, "pairs": {peer: pair}}
+) -> MeshAnswer:
+    pair = Pair(failed=failed or {}, largest_packet=largest)
+    return MeshAnswer(bind_error=None, port_taken=False, pairs={peer: pair})
 
 
-def of_mesh(first: dict[str, Any], second: dict[str, Any]) -> list[Finding]:
+def of_mesh(first: MeshAnswer, second: MeshAnswer) -> list[Finding]:
     nodes = [make_node(0), make_node(1)]
     mtus = {"node-0": 1460, "node-1": 1460}
     return list(find.mesh_findings(nodes, {"node-0": first, "node-1": second}, mtus=mtus))
@@ -220,7 +221,8 @@ def test_lost_large_packets_that_stop_tcp_too_are_an_error() -> None:
 
 
 def test_a_node_that_cannot_listen_is_the_cause_and_not_those_who_call_it() -> None:
-    deaf = {"bind_error": "10.0.0.3 port 20001: Cannot assign requested address", "pairs": {}}
+    said = "10.0.0.3 port 20001: Cannot assign requested address"
+    deaf = MeshAnswer(bind_error=said, port_taken=False, pairs={})
     (finding,) = of_mesh(answer(peer="node-1", failed={"20001": "refused"}), deaf)
     assert finding.line().startswith("node-1: it cannot listen on 10.0.0.3 port 20001")
 

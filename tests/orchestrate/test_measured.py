@@ -31,8 +31,10 @@ from payload.orchestrate.speed_findings import (
     summary,
 )
 from payload.orchestrate.ssh_settings import Login
+from payload.orchestrate.trial_findings import Result
 from payload.orchestrate.trial_report import FRESH_S, is_fresh, try_if_new, with_trial
 from payload.run_config import parse_run_config
+from payload.untrusted import build
 from tests.orchestrate.test_findings import make_facts, make_node
 
 CONFIG = parse_run_config("", where="test")
@@ -136,15 +138,19 @@ def test_a_node_that_receives_and_sends_slowly_has_the_slow_link(
     assert slow_links(list(measured.nodes), measured) == slow
 
 
+def result_of(ranks: list[dict[str, Any]], exchange: dict[str, Any] | None) -> Result:
+    return build(Result, {"ranks": ranks, "exchange": exchange}, where="test")
+
+
 def test_figures_of_ranks_become_those_of_their_nodes() -> None:
     ranks = [{"node": f"node-{i // 2}", "bf16": 2e12, "fp32": 1e12} for i in range(4)]
-    exchange = {"num_bytes": 1, "all_reduce_bytes_per_s": 1e9, "latency_s": 1e-3}
-    exchange["received_bytes_per_s"] = [1.0, 2.0, 3.0, 4.0]  # type: ignore[assignment]
-    measured = Measured.from_result({"ranks": ranks, "world_size": 4, "exchange": exchange})
+    received = [1.0, 2.0, 3.0, 4.0]
+    exchange = {"all_reduce_bytes_per_s": 1e9, "latency_s": 1e-3, "received_bytes_per_s": received}
+    measured = Measured.from_result(result_of(ranks, exchange))
     assert measured.nodes["node-1"] == NodeSpeed(
         bf16_flops_per_s=4e12, fp32_flops_per_s=2e12, received_bytes_per_s=3.0
     )
-    alone = Measured.from_result({"ranks": ranks[:1], "world_size": 1, "exchange": None})
+    alone = Measured.from_result(result_of(ranks[:1], None))
     prediction = predict(CONFIG, GPT2, alone)
     assert alone.link_bytes_per_s() is None and prediction.sync_s == 0.0
     assert summary(alone, prediction).startswith("one rank, nothing to exchange; predicted for ")

@@ -3,51 +3,78 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from payload.errors import ConfigError
+from payload.errors import AnswerError, ConfigError
 from payload.orchestrate.mirror import (
     Mirrored,
-    known_ends,
     merge,
     read_mirrored,
+    wanted_of,
     write_mirrored,
 )
 from payload.orchestrate.remote.control import read, send
-from payload.results import RankExit, RunPaths, write_json
+from payload.orchestrate.remote_programs import Part, Piece, parse_answer
+from payload.results import RunPaths, write_json, write_whole
+from tests.orchestrate.run_copies import (
+    end_of,
+    exit_text,
+    progress_text,
+    state_text,
+    summary_text,
+    write_ranks,
+)
 
 
 @pytest.fixture
 def there(tmp_path: Path) -> RunPaths:
-    paths = RunPaths(tmp_path / "there")
+    paths = RunPaths(tmp_path / "there" / "one")
     paths.logs.mkdir(parents=True)
     return paths
 
 
 @pytest.fixture
 def here(tmp_path: Path) -> RunPaths:
-    paths = RunPaths(tmp_path / "here")
-    paths.root.mkdir()
+    paths = RunPaths(tmp_path / "here" / "one")
+    write_ranks(paths, "node-0", "node-1", "node-2")
     return paths
+
+
+def exchange(
+    there: RunPaths,
+    here: RunPaths,
+    *,
+    node: str = "node-0",
+    alive: bool | None = None,
+    most_bytes: int = 2**20,
+) -> tuple[Part, list[str]]:
+    """One exchange with a node: what it answered, and what of it is damaged."""
+    wanted = wanted_of(here, node, is_head=node == "node-0")
+    arguments = json.loads(json.dumps(wanted.arguments()))
+    raw = read(there.root, arguments["whole"], arguments["known"], most_bytes=most_bytes)
+    if alive is not None:
+        raw["alive"] = alive
+    answer = parse_answer(Part, json.dumps(raw).encode(), node=node)
+    return answer, merge(here, answer, wanted)
 
 
 def refresh(there: RunPaths, here: RunPaths) -> dict[str, int]:
     """One exchange; returns how many bytes of each growing file came (in base64)."""
-    answer = json.loads(json.dumps(read(there.root, known_ends(here))))
-    merge(here, answer, node="node-0")
-    return {name: len(content) for name, (_, content) in answer["more"].items()}
+    answer, _ = exchange(there, here)
+    return {name: len(piece.content) for name, piece in answer.more.items()}
 
 
 def test_only_new_bytes_travel_and_the_copy_is_equal(there: RunPaths, here: RunPaths) -> None:
     there.metrics.write_text('{"step": 1}\n')
     there.rank_log(0).write_text("hello\n")
-    there.state.write_text("{}")
+    there.state.write_text(state_text("one"))
     refresh(there, here)
     with there.metrics.open("a") as file:
         file.write('{"step": 2}\n')
-    there.state.write_text('{"status": "running"}')
+    there.state.write_text(state_text("one", error="lost"))
     came = refresh(there, here)
     assert came == {"metrics.jsonl": 16, "logs/rank_0000.log": 0}
     for path in (there.metrics, there.rank_log(0), there.state):
@@ -69,21 +96,21 @@ def test_an_answer_says_how_much_it_has_no_room_for(there: RunPaths, here: RunPa
     there.rank_log(0).write_text("hello\n" * 10)
     left: list[int] = []
     while not left or left[-1]:
-        answer = read(there.root, known_ends(here), most_bytes=70)
-        merge(here, answer, node="node-0")
-        left.append(answer["left"])
+        answer, _ = exchange(there, here, most_bytes=70)
+        left.append(answer.left)
     assert left == [110, 40, 0]
     assert here.metrics.read_bytes() == there.metrics.read_bytes()
     assert here.rank_log(0).read_bytes() == there.rank_log(0).read_bytes()
 
 
-def end_of(rank: int, *, node: str) -> RankExit:
-    return RankExit(rank=rank, node=node, exit_code=137, signal=9, time_unix=1.0)
-
-
 @pytest.mark.parametrize(
     ("node", "alive", "kept"),
-    [("node-1", False, {0, 2}), ("node-0", False, {1, 2}), ("node-0", True, set())],
+    [
+        ("node-1", False, {0, 2}),
+        ("node-1", True, {0, 2}),
+        ("node-0", False, {1, 2}),
+        ("node-0", True, set()),
+    ],
 )
 def test_the_end_of_a_rank_that_was_started_again_is_taken_back(
     there: RunPaths, here: RunPaths, node: str, alive: bool, kept: set[int]
@@ -91,22 +118,187 @@ def test_the_end_of_a_rank_that_was_started_again_is_taken_back(
     # A worker knows how its own ranks are, a living supervisor how all are.
     for rank in range(3):
         write_json(here.rank_exit(rank), end_of(rank, node=f"node-{rank}"))
-    there.state.write_text("{}")
-    answer = read(there.root, known_ends(here))
-    merge(here, answer | {"alive": alive}, node=node)
+    write_whole(there.rank_progress(0), progress_text(0, node=node))
+    exchange(there, here, node=node, alive=alive)
     assert {rank for rank in range(3) if here.rank_exit(rank).exists()} == kept
 
 
 def test_a_node_that_was_made_anew_takes_nothing_back(there: RunPaths, here: RunPaths) -> None:
     write_json(here.rank_exit(0), end_of(0, node="node-0"))
-    merge(here, read(there.root, known_ends(here)), node="node-0")
+    exchange(there, here)
     assert here.rank_exit(0).exists()
 
 
-def test_a_name_outside_of_the_run_folder_is_refused(here: RunPaths) -> None:
-    with pytest.raises(ConfigError, match="outside"):
-        merge(here, {"alive": True, "whole": {"../evil": "x"}, "more": {}}, node="node-0")
-    assert not (here.root.parent / "evil").exists()
+FOREIGN = [
+    "/etc/passwd",
+    "../evil",
+    "logs/../../evil",
+    "",
+    ".",
+    "logs",
+    "run.toml",
+    "plan.json",
+    "mirror.json",
+    "inventory.json",
+    ".copy.lock",
+    "checkpoints/step_00000010/manifest.json",
+    "logs/rank_0003.log",
+    "logs/rank_0000.log\n",
+    "logs/\0",
+    "logs/\x1b[2J.log",
+    "x" * 4096,
+]
+HEADS_OWN = ["state.json", "summary.json", "progress/rank_0001.json"]
+OTHERS = ["exits/rank_0000.json", "exits/rank_0002.json"]
+
+
+def content_of(root: Path) -> dict[str, bytes]:
+    """Every file below `root`."""
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("name", [*FOREIGN, *HEADS_OWN, *OTHERS])
+def test_a_worker_tells_its_own_ranks_exits_and_nothing_else(here: RunPaths, name: str) -> None:
+    before = content_of(here.root.parent.parent)
+    wanted = wanted_of(here, "node-1", is_head=False)
+    answer = Part(alive=True, begun=True, whole={name: state_text("one")}, more={}, left=0)
+    with pytest.raises(AnswerError, match=r"^node-1: its answer: the file .* was not asked for"):
+        merge(here, answer, wanted)
+    assert content_of(here.root.parent.parent) == before
+
+
+@pytest.mark.parametrize("name", [*FOREIGN, "metrics.jsonl", "logs/rank_0000.log"])
+def test_a_worker_sends_its_own_ranks_logs_and_nothing_else(here: RunPaths, name: str) -> None:
+    before = content_of(here.root.parent.parent)
+    wanted = wanted_of(here, "node-1", is_head=False)
+    piece = Piece(offset=0, content="aGk=")
+    answer = Part(alive=True, begun=True, whole={}, more={name: piece}, left=0)
+    with pytest.raises(AnswerError, match=r"^node-1: its answer: the file .* was not asked for"):
+        merge(here, answer, wanted)
+    assert content_of(here.root.parent.parent) == before
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_head_sends_the_run_s_known_files_and_nothing_else(here: RunPaths, name: str) -> None:
+    before = content_of(here.root.parent.parent)
+    wanted = wanted_of(here, "node-0", is_head=True)
+    for answer in (
+        Part(alive=True, begun=True, whole={name: "{}"}, more={}, left=0),
+        Part(alive=True, begun=True, whole={}, more={name: Piece(offset=0, content="")}, left=0),
+    ):
+        with pytest.raises(AnswerError, match=r"^node-0: "):
+            merge(here, answer, wanted)
+    assert content_of(here.root.parent.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("offset", "content"), [(1, "aGk="), (2**62, "aGk="), (0, "not base64!"), (0, "\u00e4")]
+)
+def test_a_piece_fits_the_copy_or_is_refused(here: RunPaths, offset: int, content: str) -> None:
+    wanted = wanted_of(here, "node-0", is_head=True)
+    piece = Piece(offset=offset, content=content)
+    with pytest.raises(AnswerError, match=r"^node-0: its answer: metrics\.jsonl "):
+        merge(
+            here,
+            Part(alive=True, begun=True, whole={}, more={"metrics.jsonl": piece}, left=0),
+            wanted,
+        )
+    assert not here.metrics.exists()
+
+
+def test_what_is_damaged_there_is_named_and_the_copy_stays(here: RunPaths) -> None:
+    good = {
+        "state.json": state_text("one"),
+        "summary.json": summary_text("one"),
+        "progress/rank_0001.json": progress_text(1, node="node-1"),
+        "exits/rank_0002.json": exit_text(2, node="node-2"),
+    }
+    wanted = wanted_of(here, "node-0", is_head=True)
+    assert merge(here, Part(alive=True, begun=True, whole=good, more={}, left=0), wanted) == []
+    before = content_of(here.root)
+    swapped = {
+        "state.json": state_text("another"),
+        "summary.json": summary_text("another"),
+        "progress/rank_0001.json": progress_text(2, node="node-1"),
+        "exits/rank_0002.json": exit_text(1, node="node-2"),
+    }
+    bad = [{name: text for name in good} for text in ("", "{", "[]", "{}", "[" * 20_000, "\0")]
+    for whole in (swapped, *bad):
+        answer = Part(alive=True, begun=True, whole=whole, more={}, left=0)
+        problems = merge(here, answer, wanted)
+        assert len(problems) == len(good) and all("\n" not in problem for problem in problems)
+        assert content_of(here.root) == before
+
+
+def test_a_worker_tells_of_itself_alone_in_an_exit_record(here: RunPaths) -> None:
+    wanted = wanted_of(here, "node-1", is_head=False)
+    whole = {"exits/rank_0001.json": exit_text(1, node="node-0")}
+    answer = Part(alive=False, begun=True, whole=whole, more={}, left=0)
+    assert merge(here, answer, wanted) != []
+    assert not here.rank_exit(1).exists()
+
+
+LINKED = ["metrics.jsonl", "logs", "logs/rank_0001.log", "progress", "exits", ""]
+
+
+@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_symlink_in_the_copy_is_neither_read_nor_written_through(
+    there: RunPaths, here: RunPaths, tmp_path: Path, name: str, dangling: bool
+) -> None:
+    there.metrics.write_text("1\n")
+    there.rank_log(1).write_text("log\n")
+    there.state.write_text(state_text("one"))
+    write_whole(there.rank_progress(0), progress_text(0, node="node-0"))
+    write_whole(there.rank_exit(0), exit_text(0, node="node-0"))
+    outside = tmp_path / "outside"
+    link = here.root / name if name else here.root
+    if not name:
+        here.root.rename(outside)
+    elif not dangling and "." in name:
+        outside.write_text("a secret")
+    elif not dangling:
+        outside.mkdir()
+    before = content_of(outside) if outside.is_dir() else outside.exists()
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(outside)
+    with pytest.raises(ConfigError, match=r"is a symlink: .* Move it away\.$"):
+        exchange(there, here)
+    assert (content_of(outside) if outside.is_dir() else outside.exists()) == before
+    if outside.is_file():
+        assert outside.read_text() == "a secret"
+
+
+def test_a_small_file_takes_the_place_of_a_symlink_and_not_of_what_it_leads_to(
+    there: RunPaths, here: RunPaths, tmp_path: Path
+) -> None:
+    there.state.write_text(state_text("one"))
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    partial = here.root / f".state.json.{os.getpid()}.partial"
+    partial.symlink_to(outside)
+    with pytest.raises(ConfigError):
+        exchange(there, here)
+    assert outside.read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["symlink", "pipe", "folder"])
+def test_what_is_no_file_on_the_node_is_not_sent(
+    there: RunPaths, here: RunPaths, tmp_path: Path, kind: str
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(state_text("one"))
+    for path in (there.metrics, there.rank_log(1), there.state):
+        if kind == "symlink":
+            path.symlink_to(secret)
+        elif kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.mkdir()
+    answer, damaged = exchange(there, here)
+    assert (dict(answer.whole), dict(answer.more), damaged) == ({}, {}, [])
 
 
 def test_a_run_of_this_machine_has_no_mirror(here: RunPaths) -> None:

@@ -25,6 +25,7 @@ from payload.orchestrate.ssh_settings import Login
 from payload.results import RunPaths
 from payload.run_config import TrainSection
 from tests.orchestrate.conftest import SHORT, StartSshd
+from tests.orchestrate.run_copies import write_ranks
 from tests.orchestrate.sshd import Sshd, make_cluster
 
 pytestmark = pytest.mark.sshd
@@ -43,7 +44,7 @@ def run(head: Sshd, login: Login, tmp_path: Path) -> RemoteRun:
     there, here = head.home / "runs" / "one", RunPaths(tmp_path / "here" / "one")
     there.mkdir(parents=True)
     (there / "metrics.jsonl").write_text('{"step": 1}\n', encoding="ascii")
-    here.root.mkdir(parents=True)
+    write_ranks(here, "node-0")
     inventory = make_cluster(head.node)
 
     def connect() -> Cluster:

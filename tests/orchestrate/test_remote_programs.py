@@ -16,7 +16,8 @@ import pytest
 
 from payload.errors import PreflightError
 from payload.orchestrate.facts import NodeFacts
-from payload.orchestrate.remote_programs import parse_answer, remote_argv, remote_program
+from payload.orchestrate.remote_programs import Signalled, parse_answer, remote_argv, remote_stdin
+from payload.untrusted import build
 from tests.launching import free_port
 from tests.waiting import wait_until
 
@@ -25,18 +26,18 @@ FOLDER = Path(__file__).parents[2] / "payload" / "orchestrate" / "remote"
 
 def run_remote(program: str, arguments: dict[str, Any], *, home: Path | None = None) -> Any:
     """What the program answers. -S leaves out every installed package, as on a bare node."""
-    argv = remote_argv(arguments)
+    argv = remote_argv(program)
     env = dict(os.environ) | ({"HOME": str(home)} if home else {})
     done = subprocess.run(
         [sys.executable, "-S", *argv[1:]],
-        input=remote_program(program),
+        input=remote_stdin(program, arguments),
         capture_output=True,
         check=False,
         timeout=60,
         env=env,
     )
     assert done.returncode == 0, done.stderr.decode()
-    return parse_answer(done.stdout, node="here")
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
@@ -54,9 +55,7 @@ def probe(tmp_path: Path, *, state: str | None, route_to: str | None = "127.0.0.
     (tmp_path / "log").write_text("".join(f"line {i}\n" for i in range(100)), encoding="utf-8")
     logs = [str(tmp_path / "none"), str(tmp_path / "log")]
     arguments = {"state_file": "~/state.json", "logs": logs, "route_to": route_to}
-    return NodeFacts.from_probe(
-        run_remote("probe.py", arguments, home=tmp_path), clock_offset_s=None
-    )
+    return build(NodeFacts, run_remote("probe.py", arguments, home=tmp_path), where="here")
 
 
 def test_the_probe_tells_what_the_machine_has(tmp_path: Path) -> None:
@@ -72,18 +71,26 @@ def test_the_probe_tells_what_the_machine_has(tmp_path: Path) -> None:
 def test_a_state_file_that_is_none_does_not_stop_the_probe(
     tmp_path: Path, state: str | None, found: Any
 ) -> None:
-    expected = tuple(found) if isinstance(found, list) else found
-    assert probe(tmp_path, state=state, route_to=None).bootstrap == expected
+    assert probe(tmp_path, state=state, route_to=None).bootstrap == found
 
 
 def test_an_answer_after_a_greeting_is_still_the_answer() -> None:
-    assert parse_answer(b'Welcome!\n{"a": 1}\n', node="n") == {"a": 1}
+    text = b'Welcome!\n{"alive": true}\n'
+    assert parse_answer(Signalled, text, node="n") == Signalled(alive=True)
 
 
 @pytest.mark.parametrize("text", [b"", b"Welcome!\n", b"[1]\n", b"\xff\xfe"])
 def test_no_answer_is_said_to_be_none(text: bytes) -> None:
-    with pytest.raises(PreflightError, match="n: the probe printed no result"):
-        parse_answer(text, node="n")
+    with pytest.raises(PreflightError, match="n: the program printed no result"):
+        parse_answer(Signalled, text, node="n")
+
+
+def test_arguments_may_be_longer_than_one_word_of_a_command_line(tmp_path: Path) -> None:
+    # The kernel's limit for one word is 128 KiB.
+    known = {f"logs/rank_{rank:04d}.log": (0, "A" * 344) for rank in range(2000)}
+    arguments = {"action": "read", "run_dir": str(tmp_path), "whole": [], "known": known}
+    assert len(json.dumps(arguments)) > 600_000
+    assert run_remote("control.py", arguments)["more"] == {}
 
 
 def mesh_arguments(me: str, peers: dict[str, str], ports: list[int], **more: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from payload.orchestrate.mirror import note_collected, read_mirrored
 from payload.orchestrate.remote_run import RemoteRun
 from payload.orchestrate.ssh_settings import Login
 from payload.results import RunPaths
+from tests.orchestrate.run_copies import write_ranks
 from tests.orchestrate.sshd import Sshd, make_cluster
 
 pytestmark = pytest.mark.sshd
@@ -40,7 +41,7 @@ def test_a_checkpoint_and_metrics_come_once_however_many_ask(
     (run_dir / "metrics.jsonl").write_text(ROWS)
     inventory = make_cluster(node.node)
     paths = RunPaths(tmp_path / "one")
-    paths.root.mkdir()
+    write_ranks(paths, "node-0")
 
     def bring_home(_: int) -> Path | None:
         run = RemoteRun(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import fcntl
 import hashlib
+import json
 import os
 import re
 import stat
 import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from subprocess import CompletedProcess
 from typing import Any
@@ -23,6 +25,7 @@ from payload.launch.environment import cluster_mpirun_environment, launcher_envi
 from payload.launch.files import render_hosts
 from payload.orchestrate import run_key
 from payload.orchestrate.cluster import Cluster
+from payload.orchestrate.remote_programs import parse_answer
 from payload.orchestrate.run_key import (
     Claim,
     HeadBusyError,
@@ -307,13 +310,16 @@ def test_a_stolen_run_key_opens_no_node_from_elsewhere(nodes: list[Sshd], login:
 def test_a_head_that_answers_with_another_key_than_asked_for_reaches_no_worker(
     nodes: list[Sshd], login: Login, answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    act = run_key._act
+    honest = run_key.ask
 
-    def lie(connection: Connection, **arguments: Any) -> dict[str, Any]:
-        lies = answer if arguments["action"] == "make" else {}
-        return act(connection, **arguments) | lies
+    def lie(connection: Connection, program: str, cls: type[Any], asked: Any, **more: Any) -> Any:
+        found = honest(connection, program, cls, asked, **more)
+        if asked["action"] != "make":
+            return found
+        text = json.dumps(asdict(found) | answer).encode()
+        return parse_answer(cls, text, node=connection.node.name)
 
-    monkeypatch.setattr(run_key, "_act", lie)
+    monkeypatch.setattr(run_key, "ask", lie)
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster, pytest.raises(PreflightError, match="node-0: "):
         install_run_key(cluster, inventory, name=NAME, lasts_s=600)

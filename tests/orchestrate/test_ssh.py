@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from payload.errors import (
+    AnswerError,
     ConfigError,
     ExitCode,
     HostKeyError,
@@ -95,6 +96,15 @@ def test_much_output_and_input_that_nobody_reads_do_not_block(node: Sshd, login:
     with connected(node.node, login) as connection:
         done = connection.run(["sh", "-c", program], timeout_s=20, stdin=bytes(8_000_000))
     assert (len(done.stdout), len(done.stderr)) == (8_000_000, 8_000_000)
+
+
+def test_a_node_that_sends_without_end_is_not_listened_to(node: Sshd, login: Login) -> None:
+    with connected(node.node, login) as connection:
+        for stream in ("", " >&2"):
+            argv = ["sh", "-c", f"cat /dev/zero{stream}"]
+            with pytest.raises(AnswerError, match=r"^node-0: it sends more than it was asked for"):
+                connection.run(argv, timeout_s=60)
+        assert connection.check_run(["echo", "still here"], timeout_s=10) == b"still here\n"
 
 
 def test_a_failing_command_is_named_with_its_last_words(node: Sshd, login: Login) -> None:

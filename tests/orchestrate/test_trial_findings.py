@@ -16,6 +16,7 @@ from tests.orchestrate.test_findings import make_node
 NODES = [make_node(i) for i in range(3)]
 HOSTNAMES = {"first": "node-0", "second": "node-1", "third": "node-2"}
 STARTED = [{"rank": i, "node": f"node-{i}", "stage": "started"} for i in range(3)]
+RESULT = {"ranks": [{"node": "node-0", "bf16": 2e12, "fp32": 1e12}], "exchange": None}
 JOINED = [{"rank": i, "node": f"node-{i}", "stage": "joined"} for i in range(3)]
 # All of these are from Intel MPI 2021.18.1.
 GUESSES = """\
@@ -78,7 +79,7 @@ def test_the_ranks_mark_their_lines_as_we_look_for_them() -> None:
 
 
 def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
-    assert found(outcome(*STARTED, *JOINED, {"result": {}}, status=0)) == []
+    assert found(outcome(*STARTED, *JOINED, {"result": RESULT}, status=0)) == []
 
 
 @pytest.mark.parametrize(
@@ -202,5 +203,7 @@ def test_the_log_leaves_out_what_mpirun_always_guesses() -> None:
 
 
 def test_lines_that_are_cut_short_are_passed_over() -> None:
-    broken = outcome(*STARTED, *JOINED, {"result": {}}, stdout=f'{MARK}{{"rank": 1, "no', status=0)
+    broken = outcome(
+        *STARTED, *JOINED, {"result": RESULT}, stdout=f'{MARK}{{"rank": 1, "no', status=0
+    )
     assert found(broken) == []

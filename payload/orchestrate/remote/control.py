@@ -1,6 +1,6 @@
 """Starts, reads and ends one run on the node it runs on.
 
-Runs on a node as `python3 -I - ARGUMENTS`, with this text on stdin; ARGUMENTS is a JSON object:
+Runs on a node by python3 alone, from stdin, where its arguments follow, a JSON object:
 action (claim, start, read, signal, left), run_dir, and what the action's function takes. Prints a
 JSON object.
 """
@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """What a supervisor answers; it takes them once it is ready."""
@@ -29,8 +31,7 @@ _START_S = 30.0
 _FIND_S = 2.0
 _PING_S = 5
 _MOST_BYTES = 4 * 2**20
-_WHOLE = ("state.json", "summary.json", "progress/*.json", "exits/*.json")
-_GROWING = ("metrics.jsonl", "logs/*.log")
+_WHOLE_BYTES = 2**20
 
 
 def act(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def act(arguments: dict[str, Any]) -> dict[str, Any]:
     if action == "start":
         return start(run_dir, arguments["argv"], arguments["python_path"], name=arguments["name"])
     if action == "read":
-        return read(run_dir, arguments["known"])
+        return read(run_dir, arguments["whole"], arguments["known"])
     if action == "signal":
         return send(run_dir, arguments["signals"], arguments.get("wish"))
     return left(run_dir, kill=arguments["kill"])
@@ -139,7 +140,11 @@ def start(run_dir: Path, argv: list[str], python_path: str, *, name: str) -> dic
 
 
 def read(
-    run_dir: Path, known: dict[str, tuple[int, str]], *, most_bytes: int = _MOST_BYTES
+    run_dir: Path,
+    whole: list[str],
+    known: dict[str, tuple[int, str]],
+    *,
+    most_bytes: int = _MOST_BYTES,
 ) -> dict[str, Any]:
     """Small files whole, and of growing ones what the caller does not have.
 
@@ -148,34 +153,41 @@ def read(
     `left` are the bytes that it has no room for.
     """
     alive = is_held(run_dir / "supervisor.lock")
-    whole = {}
-    for pattern in _WHOLE:
-        for path in run_dir.glob(pattern):
-            with contextlib.suppress(FileNotFoundError):
-                whole[str(path.relative_to(run_dir))] = path.read_text("utf-8")
+    begun = (run_dir / "state.json").exists() or any((run_dir / "progress").glob("*.json"))
+    found = {}
+    for name in whole:
+        with contextlib.suppress(OSError), regular(run_dir / name) as file:
+            found[name] = file.read(_WHOLE_BYTES).decode("utf-8", errors="replace")
     more = {}
     room = most_bytes
     left = 0
-    for pattern in _GROWING:
-        for path in sorted(run_dir.glob(pattern)):
-            name = str(path.relative_to(run_dir))
-            offset, end = known.get(name, (0, ""))
-            offset, content, size = new_bytes(path, offset, base64.b64decode(end), most=room)
+    for name, (offset, end) in known.items():
+        with contextlib.suppress(OSError), regular(run_dir / name) as file:
+            offset, content, size = new_bytes(file, offset, base64.b64decode(end), most=room)
             room -= len(content)
             left += max(0, size - offset - len(content))
-            more[name] = [offset, base64.b64encode(content).decode()]
-    return {"alive": alive, "whole": whole, "more": more, "left": left}
+            more[name] = {"offset": offset, "content": base64.b64encode(content).decode()}
+    return {"alive": alive, "begun": begun, "whole": found, "more": more, "left": left}
 
 
-def new_bytes(path: Path, offset: int, end: bytes, *, most: int) -> tuple[int, bytes, int]:
+@contextlib.contextmanager
+def regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a file; a symlink or a pipe in its place is none. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        yield file
+
+
+def new_bytes(file: BinaryIO, offset: int, end: bytes, *, most: int) -> tuple[int, bytes, int]:
     """What follows `offset`, before which is `end`; else the file from its start. And its size."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        file.seek(offset - len(end))
-        if file.read(len(end)) != end:
-            offset = 0
-            file.seek(0)
-        return offset, file.read(most), size
+    size = os.fstat(file.fileno()).st_size
+    file.seek(offset - len(end))
+    if file.read(len(end)) != end:
+        offset = 0
+        file.seek(0)
+    return offset, file.read(most), size
 
 
 def send(run_dir: Path, signals: list[int], wish: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -291,4 +303,4 @@ def is_held(lock: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(act(json.loads(sys.argv[1]))) + "\n")
+    sys.stdout.write(json.dumps(act(json.load(sys.stdin))) + "\n")

@@ -1,11 +1,11 @@
 """Tries every connection between this machine and its peers, in both directions, as JSON.
 
-Runs on all nodes at once as `python3 -I - ARGUMENTS`, with this text on stdin; ARGUMENTS is a JSON
-object: me, address (to listen on), ports, peers (addresses by name), trial (a random word;
-strangers are not answered), deadline_s, mtu (of the way to the peers, or null). Each node listens
-on all ports and connects to all ports of all peers until it works or the deadline comes, so it
-does not matter who starts first; it ends early when it has reached, and heard from, all of them.
-With `strangers`, names of machines that are no nodes, it waits for these to be heard, too.
+Runs on all nodes at once by python3 alone, from stdin, where its arguments follow, a JSON object:
+me, address (to listen on), ports, peers (addresses by name), trial (a random word; strangers are
+not answered), deadline_s, mtu (of the way to the peers, or null). Each node listens on all ports
+and connects to all ports of all peers until it works or the deadline comes, so it does not matter
+who starts first; it ends early when it has reached, and heard from, all of them. With `strangers`,
+names of machines that are no nodes, it waits for these to be heard, too.
 """
 
 from __future__ import annotations
@@ -202,4 +202,4 @@ def _answer(
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(Mesh(json.loads(sys.argv[1])).run()) + "\n")
+    sys.stdout.write(json.dumps(Mesh(json.load(sys.stdin)).run()) + "\n")

@@ -1,6 +1,6 @@
 """Looks what a run lacks on this node, and puts the payload's code in its place.
 
-Runs on a node as `python3 -I - ARGUMENTS`, with this text on stdin; ARGUMENTS is a JSON object:
+Runs on a node by python3 alone, from stdin, where its arguments follow, a JSON object:
 action (look, finish, running); but for running digest (of the code) and files (sha256 by path);
 for look also venv and wholes (files under ~/tileforge, each the last one of a folder). Prints a
 JSON object. Each action may be repeated.
@@ -131,4 +131,4 @@ def free_port() -> int | None:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(act(json.loads(sys.argv[1]), home=Path.home())) + "\n")
+    sys.stdout.write(json.dumps(act(json.load(sys.stdin), home=Path.home())) + "\n")

@@ -1,6 +1,6 @@
 """Looks at the machine it runs on and prints what it finds as JSON.
 
-Runs on a node as `python3 -I - ARGUMENTS`, with this text on stdin; ARGUMENTS is a JSON object:
+Runs on a node by python3 alone, from stdin, where its arguments follow, a JSON object:
 state_file, logs (paths, the first that can be read is shown), route_to (an address, or null).
 What the machine does not tell is null.
 """
@@ -158,4 +158,4 @@ def route(address: str | None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(probe(json.loads(sys.argv[1]))) + "\n")
+    sys.stdout.write(json.dumps(probe(json.load(sys.stdin))) + "\n")

@@ -1,9 +1,9 @@
 """Makes, installs and removes the keys by which a run's head reaches its workers.
 
-Runs on a node as `python3 -I - ARGUMENTS`, with this text on stdin; ARGUMENTS is a JSON object with
-an action and what its function takes. Prints a JSON object. Each action may be repeated. A key is
-named `RUN_ID.ATTEMPT`: each attempt to start a run has one of its own. trust and forget also clear
-away keys whose time is over: who made them was killed before removing them.
+Runs on a node by python3 alone, from stdin, where its arguments follow, a JSON object: an action
+and what its function takes. Prints a JSON object. Each action may be repeated. A key is named
+`RUN_ID.ATTEMPT`: each attempt to start a run has one of its own. trust and forget also clear away
+keys whose time is over: who made them was killed before removing them.
 """
 
 from __future__ import annotations
@@ -212,4 +212,4 @@ def authorized_keys(home: Path) -> Iterator[list[str]]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(act(json.loads(sys.argv[1]), home=Path.home())) + "\n")
+    sys.stdout.write(json.dumps(act(json.load(sys.stdin), home=Path.home())) + "\n")

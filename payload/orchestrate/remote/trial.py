@@ -1,6 +1,6 @@
 """Starts a program on every node through mpirun, for a while, and says how that went.
 
-Runs on the head as `python3 -I - ARGUMENTS`, with this text on stdin; ARGUMENTS is a JSON object:
+Runs on the head by python3 alone, from stdin, where its arguments follow, a JSON object:
 ssh_config (or null), workers (addresses by name), hosts_file and hosts (its text), argv,
 environment, path (folders in front of PATH), without (beginnings of names that are left out of the
 environment), deadline_s. Prints a JSON object.
@@ -103,4 +103,4 @@ def _text(file: IO[bytes]) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(trial(json.loads(sys.argv[1]), env=os.environ)) + "\n")
+    sys.stdout.write(json.dumps(trial(json.load(sys.stdin), env=os.environ)) + "\n")

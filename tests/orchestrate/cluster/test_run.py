@@ -190,6 +190,11 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     code, said, told = as_stack(operator, "down", "--runs-dir", "none")
     assert code == ExitCode.CONFIG and "run one is going on, so nothing was destroyed" in said, said
     assert "attach one --inventory stack" in said and told == ["stack"]
+    code, said = operator.do(*operator.run_words("two"), "--runs-dir", "none")
+    assert (
+        code == ExitCode.CONFIG and "run one is on this cluster, and was not started from" in said
+    )
+    assert "attach one --inventory" in said and not (operator.folder / "none").exists(), said
     code, said, told = as_stack(operator, "up")
     assert code == ExitCode.CONFIG and "run one is going on, so nothing was built" in said, said
     assert "up" not in told
@@ -234,7 +239,7 @@ def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_
             wait_for_a_key(another)
             starting.enter_context(held(there / ".start.lock"))
         wait_until(
-            lambda: any('"action": "start"' in line for line in another.nodes.processes_of(0)),
+            lambda: any("control.py" in line for line in another.nodes.processes_of(0)),
             what="the head to be told to start",
             timeout_s=TIMEOUT_S,
         )
