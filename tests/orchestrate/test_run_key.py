@@ -25,7 +25,7 @@ from payload.launch.environment import cluster_mpirun_environment, launcher_envi
 from payload.launch.files import render_hosts
 from payload.orchestrate import run_key
 from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.remote_programs import parse_answer
+from payload.orchestrate.remote_programs import ask, parse_answer
 from payload.orchestrate.run_key import (
     Claim,
     HeadBusyError,
@@ -310,10 +310,9 @@ def test_a_stolen_run_key_opens_no_node_from_elsewhere(nodes: list[Sshd], login:
 def test_a_head_that_answers_with_another_key_than_asked_for_reaches_no_worker(
     nodes: list[Sshd], login: Login, answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = run_key.ask
 
     def lie(connection: Connection, program: str, cls: type[Any], asked: Any, **more: Any) -> Any:
-        found = honest(connection, program, cls, asked, **more)
+        found = ask(connection, program, cls, asked, **more)
         if asked["action"] != "make":
             return found
         text = json.dumps(asdict(found) | answer).encode()
