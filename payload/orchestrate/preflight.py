@@ -325,9 +325,7 @@ def _exposed(inventory: ClusterInventory, cluster: Cluster) -> list[Finding]:
 
     def listen() -> None:
         with contextlib.suppress(TileforgeError):  # what is wrong there others say
-            cluster.connect(head).check_run(
-                remote_argv(arguments), stdin=remote_program("mesh.py"), timeout_s=_PROBE_S
-            )
+            ask(cluster.connect(head), "mesh.py", MeshAnswer, arguments, timeout_s=_PROBE_S)
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(listen)
