@@ -298,7 +298,7 @@ def test_the_run_that_a_head_names_never_leads_out_of_the_runs_folder(
     inventory.write_text(make_cluster(head.node).to_json())
     monkeypatch.chdir(folder)
     before = files_below(folder)
-    hostile = str(keys) if running == "/root/.ssh" else running
+    hostile = str(keys) if running == "/var/op/.ssh" else running
     lie(head, place={**LOOK, "running": hostile, "missing": None}, control={"whole": {}})
     arguments = argparse.Namespace(
         inventory=str(inventory), ssh_key=login.key, run=None, runs_dir=folder / "runs", json=False
@@ -368,11 +368,11 @@ def test_a_login_s_greeting_and_a_short_answer_are_told_apart(head: Sshd, cluste
 @pytest.mark.parametrize(
     ("folder", "public"),
     [
-        ("/root/.ssh/tileforge/one", PUBLIC + "\nssh-ed25519 " + "B" * 68 + " theirs"),
-        ("/root/.ssh/tileforge/one", f"ssh-ed25519 {'A' * 68} theirs"),
-        ("/root/.ssh/tileforge/one", 'command="x" ' + PUBLIC),
-        ("/root/.ssh/tileforge/other", PUBLIC),
-        ("/root/.ssh/tileforge/../one", PUBLIC),
+        ("/var/op/.ssh/tileforge/one", PUBLIC + "\nssh-ed25519 " + "B" * 68 + " theirs"),
+        ("/var/op/.ssh/tileforge/one", f"ssh-ed25519 {'A' * 68} theirs"),
+        ("/var/op/.ssh/tileforge/one", 'command="x" ' + PUBLIC),
+        ("/var/op/.ssh/tileforge/other", PUBLIC),
+        ("/var/op/.ssh/tileforge/../one", PUBLIC),
     ],
 )
 def test_a_head_plants_no_key_of_its_own_choice_on_the_nodes(
