@@ -438,7 +438,8 @@ def write_checkpoint(folder: Path, **files: bytes) -> dict[str, Any]:
     """A checkpoint as the trainer leaves it; returns its manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = {}
-    for name, content in {"model.safetensors": b"weights", "config.json": b"{}", **files}.items():
+    small = {"config.json": b"{}", "trainer.json": b"{}", "optimizer.safetensors": b""}
+    for name, content in {"model.safetensors": b"weights", **small, **files}.items():
         (folder / name).write_bytes(content)
         entries[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     manifest = {"schema_version": 1, "files": entries}
