@@ -35,11 +35,11 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.machine import describe_machine
-from payload.data.meta import TRAIN_NAME, VAL_NAME
 from payload.data.plan import DTYPE
 from payload.data.sources.files import STDLIB_VAL_FRACTION, stdlib_source
 from payload.data.split import choose_split
 from payload.data.tokenizer import END_OF_TEXT, gpt2_encoding
+from payload.data_folder import TRAIN_NAME, VAL_NAME
 
 SEED = 2357
 RATIO_BOUND = 5

@@ -45,6 +45,7 @@ _SEQUENCES = re.compile(
 )
 _MAX_INTEGER_DIGITS = 19  # 64-bit.
 _SHOWN_CHARS = 60
+_LINE_CHARS = 300
 _KINDS = {str: "a string", int: "an integer", float: "a finite number", bool: "a boolean"}
 
 _T = TypeVar("_T")
@@ -62,6 +63,13 @@ def shown(value: object) -> str:
     except (ValueError, RecursionError):
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
+
+
+def one_line(text: object) -> str:
+    """Return the first line of another program's message: printable, short, with a full stop."""
+    lines = printable(str(text)).strip().splitlines() or [type(text).__name__]
+    line = lines[0] if len(lines[0]) <= _LINE_CHARS else f"{lines[0][: _LINE_CHARS - 3]}..."
+    return f"{line.rstrip('.')}."
 
 
 def open_regular(path: Path) -> BinaryIO:

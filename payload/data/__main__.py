@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.data.documents import MIB
-from payload.data.meta import DataMeta, add_range_hashes, load_meta, verify_files
+from payload.data.meta import add_range_hashes, verify_files
 from payload.data.sources import (
     DEFAULT_SPLIT,
     DEFAULT_TEXT_COLUMN,
@@ -21,6 +21,7 @@ from payload.data.sources import (
     SourceRequest,
     build_source,
 )
+from payload.data_folder import DataMeta, load_meta
 from payload.errors import ExitCode, TileforgeError
 from payload.hints import command
 from payload.remake import no_range_hashes

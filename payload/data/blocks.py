@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from payload.data.meta import TRAIN_NAME, VAL_NAME, DataMeta, load_meta
 from payload.data.ranges import RangeCheck
+from payload.data_folder import TRAIN_NAME, VAL_NAME, DataMeta, load_meta
 from payload.errors import DataError
 
 IGNORED_TARGET = -100

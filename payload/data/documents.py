@@ -109,7 +109,9 @@ class Batcher:
         """Count bad documents, or raise DataError where the user did not allow that."""
         if not self._skip_bad:
             raise DataError(f"{complaint} Mend it, or leave such documents out with --skip-bad.")
-        self._batch.skipped.append((number, documents, complaint))
+        # The journal and meta.json are UTF-8; a file's name need not be.
+        written = complaint.encode("utf-8", "backslashreplace").decode("utf-8")
+        self._batch.skipped.append((number, documents, written))
 
     def take(self, cursor: Cursor) -> Batch:
         """The batch so far; the next one starts empty."""

@@ -1,117 +1,24 @@
-"""meta.json: what a data folder holds. Written last, so a folder without it is not finished."""
+"""meta.json of a data folder: written, and its files' hashes compared with it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
 
-from payload.data.ranges import HASH_DIGITS, RANGE_BYTES, RangeHasher, damaged_ranges
+from payload.data.ranges import RangeHasher, damaged_ranges
+from payload.data_folder import META_NAME, DataFile, DataMeta, load_meta
 from payload.errors import DataError
-from payload.remake import how_to_make_again, missing_data
+from payload.remake import how_to_make_again
 from payload.results import write_whole
-from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
-META_NAME = "meta.json"
-TRAIN_NAME = "train.bin"
-VAL_NAME = "val.bin"
-SCHEMA_VERSION = 1
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
 _READ_BYTES = 8 * 2**20
-
-TokenDtype = Literal["uint16", "uint32"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataFile:
-    """One file of the folder."""
-
-    bytes: int = checked(low=0)
-    sha256: str = checked(pattern=_SHA256, wanted="64 hexadecimal digits")
-    range_sha256: tuple[str, ...] = checked((), pattern=_RANGE_HASH, wanted="hexadecimal digits")
-    """The first digits of the sha256 of each RANGE_BYTES, which training checks as it reads; empty
-    in folders that older releases made."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitRecord:
-    """How documents were chosen for validation."""
-
-    method: Literal["permutation", "hash"]
-    """`permutation`: the same documents as `datasets`' train_test_split; `hash`: by a keyed hash of
-    the document's number, where the number of documents was not known beforehand."""
-    val_fraction: float = checked(low=0, high=1)
-    seed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataMeta:
-    """meta.json"""
-
-    tokenizer: str
-    tokenizer_sha256: str
-    vocab_size: int = checked(low=1, high=2**32)
-    end_of_text: int = checked(low=0)
-    """Token that ends every document."""
-    dtype: TokenDtype
-    """Of the .bin files, little endian."""
-    train_tokens: int = checked(low=0)
-    val_tokens: int = checked(low=0)
-    train_documents: int = checked(low=0)
-    val_documents: int = checked(low=0)
-    skipped_documents: int = checked(low=0)
-    """Left out as unreadable because --skip-bad allowed it."""
-    skipped_examples: list[str] = field(default_factory=list)
-    """Where the first few of them are and what was wrong."""
-    text_bytes: int = checked(low=0)
-    """UTF-8 bytes that were tokenized."""
-    source: str
-    """Kind and place, as in `jsonl: corpus/part-*.jsonl`."""
-    revision: str | None
-    """The hub's commit, the Python version for `stdlib`, else None."""
-    fingerprint: str
-    """sha256 over the source's files (name, size, time) and the settings that shape the output."""
-    split: SplitRecord
-    encoder: str
-    """What made the tokens, as in `gigatoken 0.10.0`; checked against tiktoken."""
-    files: dict[str, DataFile]
-    schema_version: int = SCHEMA_VERSION
-
-
-def token_dtype(vocab_size: int) -> TokenDtype:
-    """The narrowest type that holds every token: nanoGPT's uint16 up to 65,536."""
-    return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def write_meta(folder: Path, meta: DataMeta) -> None:
     """Write meta.json whole or not at all."""
     write_whole(folder / META_NAME, json.dumps(asdict(meta), indent=2) + "\n")
-
-
-def load_meta(folder: Path) -> DataMeta:
-    """Read a prepared folder's meta.json and compare the files' sizes with it.
-
-    Raises DataError, which says how to make the folder, when it is missing or damaged.
-    """
-    path = folder / META_NAME
-    remedy = how_to_make_again(folder, source=None)
-    try:
-        raw = parse_json(read_bytes(path), where=str(path), fix=remedy, error=DataError)
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(missing_data(folder)) from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}). {remedy}") from None
-    check_schema(raw, SCHEMA_VERSION, where=str(path), fix=remedy, error=DataError)
-    meta = build(DataMeta, raw, where=str(path), fix=remedy, error=DataError)
-    _require_consistent(meta, path, remedy)
-    for name, expected in meta.files.items():
-        _check_size(folder, name, expected, source=meta.source)
-    return meta
 
 
 def verify_files(folder: Path, meta: DataMeta) -> dict[str, DataFile]:
@@ -150,37 +57,3 @@ def _describe(path: Path) -> DataFile:
             ranges.update(content)
             size += len(content)
     return DataFile(bytes=size, sha256=whole.hexdigest(), range_sha256=ranges.hashes())
-
-
-def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
-    """Refuse numbers that contradict each other: sizes of what is read follow from them."""
-    if set(meta.files) != {TRAIN_NAME, VAL_NAME}:
-        raise DataError(f"{path}: files has not just {TRAIN_NAME} and {VAL_NAME}. {remedy}")
-    token_bytes = 2 if meta.dtype == "uint16" else 4
-    counts = {TRAIN_NAME: meta.train_tokens, VAL_NAME: meta.val_tokens}
-    for name, file in meta.files.items():
-        if file.bytes != counts[name] * token_bytes:
-            raise DataError(
-                f"{path}: {name} has {file.bytes:,} bytes, but {counts[name]:,} tokens of "
-                f"{token_bytes} bytes. {remedy}"
-            )
-        if file.range_sha256 and len(file.range_sha256) != -(-file.bytes // RANGE_BYTES):
-            raise DataError(
-                f"{path}: {name} has {len(file.range_sha256):,} hashes of ranges of "
-                f"{RANGE_BYTES:,} bytes for {file.bytes:,} bytes. {remedy}"
-            )
-
-
-def _check_size(folder: Path, name: str, expected: DataFile, *, source: str) -> None:
-    try:
-        found = (folder / name).stat().st_size
-    except OSError as error:
-        raise DataError(
-            f"{folder / name}: {error.strerror}, though meta.json lists it. "
-            f"{how_to_make_again(folder, source=source)}"
-        ) from None
-    if found != expected.bytes:
-        raise DataError(
-            f"{folder / name}: {found:,} bytes, meta.json says {expected.bytes:,}. "
-            f"{how_to_make_again(folder, source=source)}"
-        )

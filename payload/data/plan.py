@@ -15,7 +15,6 @@ import numpy as np
 
 from payload.data.documents import MIB, Batch, Source, Survey
 from payload.data.encode import Encoded, TiktokenEncoder
-from payload.data.meta import META_NAME, TRAIN_NAME, VAL_NAME, DataMeta, load_meta, token_dtype
 from payload.data.split import (
     NANOGPT_VAL_FRACTION,
     Split,
@@ -24,6 +23,7 @@ from payload.data.split import (
 )
 from payload.data.store import JOURNAL_NAME, remove_unfinished, unfinished_fingerprint
 from payload.data.tokenizer import TOKENIZER_SHA256, VOCAB_SIZE
+from payload.data_folder import META_NAME, TRAIN_NAME, VAL_NAME, DataMeta, load_meta, token_dtype
 from payload.errors import DataError
 
 SHARD_BYTES = 64 * MIB

@@ -13,7 +13,7 @@ from payload.data.encode import (
     TiktokenEncoder,
     choose_encoder,
 )
-from payload.data.meta import DataMeta, write_meta
+from payload.data.meta import write_meta
 from payload.data.plan import (
     DTYPE,
     TOKEN_BYTES,
@@ -31,6 +31,7 @@ from payload.data.split import Split
 from payload.data.store import Store, locked, remove_unfinished, writing_to
 from payload.data.tokenizer import END_OF_TEXT, TOKENIZER_NAME, TOKENIZER_SHA256, VOCAB_SIZE
 from payload.data.write import write_batch
+from payload.data_folder import DataMeta
 from payload.errors import DataError
 
 _FEW_VAL_DOCUMENTS = 20

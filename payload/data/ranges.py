@@ -9,13 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from payload.data_folder import HASH_DIGITS, RANGE_BYTES
 from payload.errors import DataError
 from payload.remake import how_to_make_again
-
-RANGE_BYTES = 256 * 1024
-"""A block of 1,024 tokens is 2 kB: hashing a range takes 0.2 ms, training on one block 200 ms."""
-HASH_DIGITS = 32
-"""Of the sha256's 64: half of meta.json, and 128 bits still cannot be forged."""
 
 
 class RangeHasher:

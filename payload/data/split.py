@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from payload.data.meta import SplitRecord
+from payload.data_folder import SplitRecord
 from payload.errors import DataError
 
 Numbers = npt.NDArray[np.int64]

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from payload.data.documents import MIB, Cursor
-from payload.data.meta import META_NAME, TRAIN_NAME, VAL_NAME, DataFile
 from payload.data.ranges import RangeHasher
+from payload.data_folder import META_NAME, TRAIN_NAME, VAL_NAME, DataFile
 from payload.errors import DataError
 from payload.results import fsync_folder
 from payload.untrusted import build, parse_json, read_bytes

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from payload.data.meta import DataMeta
 from payload.data.tokenizer import (
     END_OF_TEXT,
     END_OF_TEXT_NAME,
@@ -20,6 +19,7 @@ from payload.data.tokenizer import (
     TOKENIZER_SHA256,
     VOCAB_SIZE,
 )
+from payload.data_folder import DataMeta
 from payload.errors import CheckpointError, DataError
 from payload.hf_folder import TOKENIZER_FILES
 from payload.untrusted import read_bytes

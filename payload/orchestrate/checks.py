@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
+from payload.data_folder import TRAIN_NAME, load_meta
 from payload.errors import ConfigError, DataError
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.ranks import Placement, place_ranks
 from payload.orchestrate.inventories import Chosen
-from payload.remake import how_to_make_again, missing_data
 from payload.run_config import RunConfig
 
 _GIB = 2**30
@@ -19,33 +17,18 @@ _MOST_FINE_TUNING_RATE = 3e-4
 
 
 def check_data(folder: Path, *, sequence_length: int) -> int:
-    """The vocabulary size of a data folder that is there and whole by its sizes.
+    """Return the vocabulary size of a data folder that is whole by its sizes.
 
     Raises DataError that says how to make the folder.
     """
-    meta = _read_meta(folder)
-    remedy = how_to_make_again(folder, source=meta.get("source"))
-    try:
-        sizes = {name: int(entry["bytes"]) for name, entry in meta["files"].items()}
-        tokens = {"train.bin": int(meta["train_tokens"]), "val.bin": int(meta["val_tokens"])}
-        vocab_size = int(meta["vocab_size"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"{folder / 'meta.json'}: an entry is missing or malformed ({error!r}). {remedy}"
-        ) from None
-    for name in ("train.bin", "val.bin"):
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found is None or found != sizes.get(name):
-            said = "is missing" if found is None else f"has {found:,} bytes"
-            raise DataError(f"{path} {said}; meta.json says {sizes.get(name, 0):,}. {remedy}")
+    meta = load_meta(folder)
     # A block holds one token more than the sequence: the last one's target.
-    if tokens["train.bin"] <= sequence_length:
+    if meta.train_tokens <= sequence_length:
         raise DataError(
-            f"{folder / 'train.bin'} has {tokens['train.bin']:,} tokens, too few for one sequence "
+            f"{folder / TRAIN_NAME} has {meta.train_tokens:,} tokens, too few for one sequence "
             f"of data.sequence_length = {sequence_length}. Lower it, or prepare more text."
         )
-    return vocab_size
+    return meta.vocab_size
 
 
 def require_whole_passes(config: RunConfig, chosen: Chosen) -> None:
@@ -83,18 +66,3 @@ def rate_warning(config: RunConfig) -> str | None:
         f"optimizer.lr = {rate:g} is a rate for training from scratch, and model.init = {init!r} "
         "has weights that are trained already; fine-tuning wants about 3e-5"
     )
-
-
-def _read_meta(folder: Path) -> dict[str, Any]:
-    path = folder / "meta.json"
-    if not path.is_file():
-        raise DataError(missing_data(folder))
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path}: cannot be read ({error}). {how_to_make_again(folder, source=None)}"
-        ) from None
-    if not isinstance(meta, dict):
-        raise DataError(f"{path}: expected an object. {how_to_make_again(folder, source=None)}")
-    return meta

@@ -37,6 +37,8 @@ from payload.untrusted import build, check_schema, checked, no_follow, parse_jso
 SCHEMA_VERSION = 1
 _END_BYTES = 256
 _COLLECTED = re.compile(rf"|{FOLDER_NAME.pattern}")
+_PATH = re.compile(r"[^\x00-\x1f\x7f]+")
+_MOST_UNIX = 253402300799  # The year 9999, the last that a date can have.
 
 _Record: TypeAlias = RunState | Summary | RankProgress | RankExit
 _RECORDS: Mapping[str, type[_Record]] = {
@@ -54,8 +56,8 @@ class Mirrored:
 
     alive: bool
     """Whether a supervisor held it."""
-    seen_unix: float
-    ssh_key: str
+    seen_unix: float = checked(low=0, high=_MOST_UNIX)
+    ssh_key: str = checked(pattern=_PATH, wanted="a path", max_chars=4096)
     """Path of the key that the nodes know."""
     collected: str | None = checked(None, pattern=_COLLECTED, wanted="a checkpoint's name")
     """Name of the newest checkpoint that the head had when it was brought here after the run's end,

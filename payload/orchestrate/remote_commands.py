@@ -42,6 +42,11 @@ _RETRY_S = 5.0
 def opened(paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str]) -> Iterator[RemoteRun]:
     """The run whose local copy is at `paths`; connections are made when they are needed."""
     inventory = ClusterInventory.load(paths.inventory)
+    if inventory.access.kind == "local":
+        raise ConfigError(
+            f"{paths.inventory}: access.kind = 'local': the run is on a cluster. Put the "
+            "cluster's inventory there."
+        )
     key = Path(mirrored.ssh_key)
 
     def connect() -> Cluster:

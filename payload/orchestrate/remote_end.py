@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from payload.errors import ExitCode, RankLostError, SshUnreachableError, TileforgeError
+from payload.errors import ConfigError, ExitCode, RankLostError, SshUnreachableError, TileforgeError
 from payload.hints import run_command
 from payload.orchestrate.console import text_console
 from payload.orchestrate.ending import say_end
@@ -40,13 +41,11 @@ def bring_home(run: RemoteRun, *, talk: Console, at_once: bool = False) -> Home:
     try:
         # First what is soon done: the rest may take long enough for someone to start the run again.
         alive, failed = _end_for_good(run, talk=talk, at_once=at_once)
-        look = run.look_at_all()
-        missed = look.missed
-        for error in missed.values():
-            talk.print(f"warning: not all is here: {error}")
-        for problem in look.damaged:
-            talk.print(f"warning: {problem}")
+        missed, unfit = _bring_records(run, talk=talk)
         checkpoint = run.collect_checkpoint(say=talk.print)
+        if unfit is not None:
+            talk.print(f"checkpoint: {checkpoint or 'none yet'}")
+            raise unfit
         if not missed and not failed:
             note_collected(run.paths, checkpoint)
     except SshUnreachableError as error:
@@ -58,6 +57,24 @@ def bring_home(run: RemoteRun, *, talk: Console, at_once: bool = False) -> Home:
         talk.print(f"once it is fixed: {run_command('collect', run.paths)}")
     left = [error for error in failed if isinstance(error, RankLostError)]
     return Home(alive=alive, checkpoint=checkpoint, left=left[0] if left else None)
+
+
+def _bring_records(
+    run: RemoteRun, *, talk: Console
+) -> tuple[Mapping[str, TileforgeError], ConfigError | None]:
+    """Bring logs and records here; return why some node's are not, and why the copy takes none.
+
+    A copy that cannot be written keeps no checkpoint from coming.
+    """
+    try:
+        look = run.look_at_all()
+    except ConfigError as unfit:
+        return {}, unfit
+    for error in look.missed.values():
+        talk.print(f"warning: not all is here: {error}")
+    for problem in look.damaged:
+        talk.print(f"warning: {problem}")
+    return look.missed, None
 
 
 def say_remote_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Console) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from rich.console import Console
 
+from payload.data_folder import META_NAME, load_meta
 from payload.errors import PreflightError
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.cluster import Cluster
@@ -18,8 +18,6 @@ from payload.orchestrate.fanout import all_or_raise, on_every_node
 from payload.orchestrate.remote_programs import NodeLook
 from payload.orchestrate.weights import Weights
 from payload.untrusted import shown
-
-_META = "meta.json"
 
 Answers = Mapping[str, NodeLook]
 """By node."""
@@ -94,8 +92,8 @@ def bring_data(
     """To the nodes that lack it, each from here; returns where it is."""
     whole = _whole_data(source)
     target = _home(answers, inventory.head) / "tileforge" / PurePosixPath(whole).parent
-    known = json.loads((source / _META).read_text("utf-8"))["files"]
-    files = {**{name: entry["sha256"] for name, entry in known.items()}, _META: None}
+    known = load_meta(source).files
+    files = {**{name: entry.sha256 for name, entry in known.items()}, META_NAME: None}
     nodes = [node for node in inventory.nodes if whole not in answers[node.name].has]
     if nodes:
         size = sum(path.stat().st_size for path in source.iterdir()) / 1e6
@@ -129,8 +127,8 @@ def bring_weights(
 
 def _whole_data(source: Path) -> str:
     """The file that a node with this data has under ~/tileforge: equal for equal data."""
-    digest = hashlib.sha256((source / _META).read_bytes()).hexdigest()[:16]
-    return f"data/{digest}/{_META}"
+    digest = hashlib.sha256((source / META_NAME).read_bytes()).hexdigest()[:16]
+    return f"data/{digest}/{META_NAME}"
 
 
 def _whole_weights(weights: Weights) -> str:

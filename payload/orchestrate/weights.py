@@ -7,13 +7,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from payload.checkpoint_files import MANIFEST_FILE, load_manifest
 from payload.errors import ConfigError
 from payload.hf_folder import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILES, weight_files
 from payload.results import RunPaths
-
-_MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +51,11 @@ def local_weights(init: str) -> Weights | None:
         if newest is None:
             raise ConfigError(f"model.init = {init!r}: the run has no checkpoint that is whole.")
         folder = newest
-    promised = None
-    if (folder / _MANIFEST).exists():
-        promised = _entries(folder / _MANIFEST, "files")
+    promised = _promised(folder)
     files = {}
     for name in (*_files(folder), CONFIG_FILE):
         files[name] = _sha256(folder / name, init=init)
-        if promised is not None and files[name] != promised.get(name, {}).get("sha256"):
+        if promised is not None and files[name] != promised.get(name):
             raise ConfigError(
                 f"model.init = {init!r}: {folder / name} is not what the checkpoint's manifest "
                 "says. It is damaged; name another checkpoint."
@@ -73,12 +69,11 @@ def _files(folder: Path) -> list[str]:
     return [*weight_files(folder), *(name for name in found if (folder / name).is_file())]
 
 
-def _entries(path: Path, key: str) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))[key]
-        return dict(found.items())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error!r}). Name another folder.") from None
+def _promised(folder: Path) -> dict[str, str] | None:
+    """Return the hashes in a checkpoint's manifest, by file; None for a folder that has none."""
+    if not (folder / MANIFEST_FILE).exists():
+        return None
+    return {name: entry.sha256 for name, entry in load_manifest(folder).files.items()}
 
 
 def _sha256(path: Path, *, init: str) -> str:

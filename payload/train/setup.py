@@ -19,8 +19,8 @@ from payload.checkpoint_files import (
     require_room,
 )
 from payload.data.blocks import TokenData
-from payload.data.meta import TRAIN_NAME
 from payload.data.tokenizer_files import tokenizer_files
+from payload.data_folder import TRAIN_NAME
 from payload.errors import CheckpointError
 from payload.model_shape import ModelShape
 from payload.results import RunPaths

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from payload.data.blocks import BlockOrder
-from payload.data.meta import TRAIN_NAME
+from payload.data_folder import TRAIN_NAME
 from payload.errors import TrainingError
 from payload.metrics_log import StepMetrics, read_val_losses
 from payload.train.checkpoint import TrainerState

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.prepare import prepare_in_a_process
-from payload.data.meta import load_meta
+from payload.data_folder import load_meta
 
 
 def test_a_round_is_the_command_in_a_process_that_has_loaded_nothing_before(tmp_path: Path) -> None:

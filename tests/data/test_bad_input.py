@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from payload.data.__main__ import main
-from payload.data.meta import load_meta
+from payload.data_folder import load_meta
 from tests.data.running import write_jsonl
 
 GOOD = [f"document number {i}" for i in range(20)]
@@ -145,9 +145,32 @@ FATAL = [
     (jsonl_holding(gzip.compress(b"{}" * 9999)[:40], "in.jsonl.gz"), "damaged gzip file"),
     (jsonl_folder_with_pipe, "in.jsonl: no file that can be read"),
     (jsonl_holding(gzip.compress(b""), "in.jsonl.gz"), "no documents in jsonl: "),
-    (parquet_holding(pa.table({"body": GOOD})), "no column 'text'; columns there: body"),
+    (parquet_holding(pa.table({"body": GOOD})), "no column 'text'; columns there: 'body'"),
     (parquet_holding(pa.table({"text": [1, 2, 3]})), "column 'text' is int64, not text"),
 ]
+
+
+HOSTILE_NAME = "a\nb\x1b]52;c;eA==\x07" + "x" * 20_000
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        jsonl_with(json.dumps({HOSTILE_NAME: "x"}).encode()),
+        jsonl_with(json.dumps({f"{HOSTILE_NAME}{i}": "x" for i in range(100)}).encode()),
+        parquet_holding(pa.table({HOSTILE_NAME: GOOD})),
+        parquet_holding(pa.table({f"{i}{HOSTILE_NAME}": GOOD for i in range(100)})),
+        parquet_holding(pa.table({"text": [{HOSTILE_NAME: 1}] * 9})),
+    ],
+)
+def test_names_of_20_000_characters_in_a_source_are_quoted_in_short_on_one_line(
+    make: Callable[[Path], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    assert main(["prepare", *make(tmp_path / "in"), "--quiet", f"--out={tmp_path / 'out'}"]) == 10
+    complaint = capsys.readouterr().err
+    assert complaint.count("\n") == 1 and complaint.rstrip("\n").isprintable()
+    assert len(complaint.replace(str(tmp_path), "")) < 700
 
 
 @pytest.mark.parametrize(("make", "message"), SKIPPABLE)

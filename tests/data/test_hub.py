@@ -13,9 +13,9 @@ import pytest
 from datasets import Dataset
 
 from payload.data.__main__ import main
-from payload.data.meta import load_meta
 from payload.data.sources import SourceRequest, build_source
 from payload.data.sources.hub import OPENWEBTEXT, OPENWEBTEXT_REVISION
+from payload.data_folder import load_meta
 from tests.data.fake_hub import COMMIT, fake_hub
 from tests.data.running import read_bin, reference_tokens, run_data
 
@@ -149,7 +149,7 @@ def test_unreachable_hub_is_one_clear_line(tmp_path: Path) -> None:
     [
         (["--split", "test"], "no split 'test'; splits there: train"),
         (["--text-column", "id"], "column 'id' is int64, not text"),
-        (["--text-column", "body"], "no column 'body'; columns there: id, text"),
+        (["--text-column", "body"], "no column 'body'; columns there: 'id', 'text'"),
         (["--config", "other"], "'other' not found"),
     ],
 )

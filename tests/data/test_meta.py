@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from payload.data.__main__ import main
-from payload.data.meta import load_meta, token_dtype, verify_files
+from payload.data.meta import verify_files
+from payload.data_folder import load_meta, token_dtype
 from payload.errors import DataError
 from tests.data.running import write_jsonl
 

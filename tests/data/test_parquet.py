@@ -90,3 +90,24 @@ def test_the_reading_process_ends_with_its_reader_also_in_the_middle_of_a_file(
         worker = reader._worker
         assert worker is not None and worker.poll() is None
     assert worker.poll() is not None
+
+
+@pytest.mark.parametrize("failed", ["damaged", "system"])
+def test_what_arrow_says_in_many_lines_is_one_short_line(
+    failed: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its message may quote the file; so the process that reads it is one that says anything."""
+    said = "Couldn't deserialize thrift\x1b[2J\r\n" + "x" * 20_000
+    answer = {"end": True, "failed": failed, "reason": said, "errno": None, "types": []}
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import json, struct, sys\n"
+        "sys.stdin.buffer.readline()\n"
+        f"content = json.dumps({answer!r}).encode()\n"
+        "sys.stdout.buffer.write(struct.pack('>cQ', b'J', len(content)) + content)\n"
+    )
+    monkeypatch.setattr("payload.data.sources.parquet._WORKER", worker)
+    with ParquetReader("text") as reader, pytest.raises((DamagedFileError, OSError)) as raised:
+        reader.survey(str(good))
+    text = str(raised.value)
+    assert text.endswith("Couldn't deserialize thrift.") and text.isprintable()

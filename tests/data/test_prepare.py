@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from payload.data.__main__ import main
-from payload.data.meta import load_meta, verify_files
+from payload.data.meta import verify_files
 from payload.data.split import choose_split
+from payload.data_folder import load_meta
 from tests.data.running import (
     REPOSITORY,
     contents,

@@ -14,8 +14,9 @@ import pytest
 
 from payload.data.__main__ import main
 from payload.data.blocks import TokenData
-from payload.data.meta import load_meta, write_meta
-from payload.data.ranges import RANGE_BYTES, RangeHasher
+from payload.data.meta import write_meta
+from payload.data.ranges import RangeHasher
+from payload.data_folder import RANGE_BYTES, load_meta
 from payload.errors import DataError
 from tests.data.running import write_jsonl
 from tests.data_folders import make_data_folder

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from payload.data.__main__ import main
-from payload.data.meta import load_meta, verify_files
+from payload.data.meta import verify_files
 from payload.data.store import JOURNAL_NAME, locked
+from payload.data_folder import load_meta
 from payload.errors import DataError
 from tests.data.running import (
     REPOSITORY,

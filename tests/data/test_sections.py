@@ -11,11 +11,11 @@ import pytest
 
 from payload.data.__main__ import main
 from payload.data.documents import Batch
-from payload.data.meta import load_meta
 from payload.data.sources import sections
 from payload.data.sources.files import TextSource
 from payload.data.sources.sections import divide
 from payload.data.tokenizer import END_OF_TEXT, gpt2_encoding
+from payload.data_folder import load_meta
 from payload.errors import ExitCode
 
 SPEECH = "ROMEO:\nBut, soft! what light through yonder window breaks?\n\n"

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from payload.checkpoint_files import manifest_problems
 from payload.errors import ExitCode, UsageError
+from payload.inventory import ClusterInventory
+from payload.launch.environment import RUN_DIR
+from payload.launch.plan import LaunchPlan
 from payload.metrics_log import read_metrics
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.local import LocalAccess
+from payload.orchestrate.mirror import Mirrored, write_mirrored
 from payload.results import RunPaths, Summary, read_json
 from payload.supervise.processes import processes_of
 from tests.data_folders import make_data_folder
+from tests.orchestrate.damage import WAYS, damage_file
+from tests.orchestrate.sshd import USER, free_port, make_cluster, make_key
 
 pytestmark = pytest.mark.ranks
 STEPS = 4
-HUGE_BYTES = 2**27
-"""Sparse, and more than a record may have."""
-HUGE_LOG_BYTES = 2**23
 SETTINGS = (
     "data.sequence_length=16",
     "model.preset=tiny",
@@ -45,6 +48,9 @@ FILES = (
     *("logs/rank_0000.log", "logs/launcher.log", "logs/supervisor.log"),
 )
 CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors", "trainer.json", "manifest.json")
+
+
+DOCUMENTED = {ExitCode.OK, ExitCode.USAGE, ExitCode.CONFIG, ExitCode.SSH_UNREACHABLE}
 
 
 class Runs:
@@ -82,74 +88,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("damage"))
 
 
-def missing(path: Path, _source: Path, _outside: Path) -> None:
-    path.unlink(missing_ok=True)
-
-
-def empty(path: Path, _source: Path, _outside: Path) -> None:
-    path.write_bytes(b"")
-
-
-def truncated(path: Path, _source: Path, _outside: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def bit_flip(path: Path, _source: Path, _outside: Path) -> None:
-    content = bytearray(path.read_bytes() or b"x")
-    content[len(content) // 3] ^= 4
-    path.write_bytes(content)
-
-
-def not_utf_8(path: Path, _source: Path, _outside: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2] + b"\xff\xfe\x80" + content[len(content) // 2 :])
-
-
-def huge(path: Path, _source: Path, _outside: Path) -> None:
-    with path.open("ab") as file:
-        file.truncate(HUGE_LOG_BYTES if path.suffix == ".log" else HUGE_BYTES)
-
-
-def folder_in_its_place(path: Path, _source: Path, _outside: Path) -> None:
-    path.unlink(missing_ok=True)
-    (path / "x").mkdir(parents=True)
-
-
-def symlink(path: Path, _source: Path, outside: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.symlink_to(outside)
-
-
-def copied(path: Path, source: Path, _outside: Path) -> None:
-    if source.exists():
-        shutil.copyfile(source, path)
-
-
-Damage = Callable[[Path, Path, Path], None]
-WAYS: dict[str, Damage] = {
-    "missing": missing,
-    "empty": empty,
-    "truncated": truncated,
-    "a bit flipped": bit_flip,
-    "not UTF-8": not_utf_8,
-    "huge": huge,
-    "a folder in its place": folder_in_its_place,
-    "a symlink": symlink,
-    "an older copy": copied,
-    "another run's": copied,
-}
-
-
 def damage(runs: Runs, paths: RunPaths, name: str, *, way: str) -> Path:
     """Damage one file; returns a file outside of the run folder, which nobody may write."""
     source = runs.folder / "older" if way == "an older copy" else runs.runs_dir / "other"
     outside = paths.root.parent.parent / "outside"
-    outside.write_text("not the run's")
-    path = paths.root / name
-    path.parent.mkdir(exist_ok=True)
-    if way not in ("missing", "a symlink", "a folder in its place"):
-        path.touch()
-    WAYS[way](path, source / name, outside)
+    damage_file(paths.root / name, way=way, source=source / name, outside=outside)
     return outside
 
 
@@ -183,6 +126,47 @@ def test_commands_end_cleanly_and_a_resume_gets_to_its_start(
     capsys.readouterr()
     assert main(words, os.environ, access=StartsNothing(os.environ)) == ExitCode.USAGE
     assert capsys.readouterr().err.splitlines()[-1] == "error: started"
+    assert outside.read_text() == "not the run's"
+
+
+@pytest.fixture(scope="module")
+def copies(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A runs folder with the copy of a cluster's run, whose nodes do not answer."""
+    paths = runs.copy(tmp_path_factory.mktemp("copies"))
+    shutil.rmtree(paths.checkpoints)
+    (node,) = ClusterInventory.load(paths.inventory).nodes
+    node = replace(node, name="node-0", address="127.0.0.9", ssh_port=free_port("127.0.0.9"))
+    node = replace(node, host_keys=(make_key(paths.root.parent.parent / "host"),))
+    paths.inventory.write_text(make_cluster(node).to_json())
+    plan = LaunchPlan.load(paths.plan)
+    there = {RUN_DIR: f"/home/{USER}/tileforge/runs/one"}
+    paths.plan.write_text(replace(plan, environment={**plan.environment, **there}).to_json())
+    key = paths.root.parent.parent / "key"
+    make_key(key)
+    write_mirrored(paths, Mirrored(alive=True, seen_unix=1.0, ssh_key=str(key)))
+    return paths.root.parent
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ("mirror.json", *FILES))
+def test_commands_on_a_damaged_copy_of_a_clusters_run_end_cleanly(
+    runs: Runs,
+    copies: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    way: str,
+) -> None:
+    shutil.copytree(copies, tmp_path / "runs", symlinks=True)
+    outside = damage(runs, RunPaths(tmp_path / "runs" / "one"), name, way=way)
+    codes = {}
+    for command in ("collect", "stop", "status", "list", "logs"):
+        words = [command, *([] if command == "list" else ["one"])]
+        codes[command] = main([*words, "--runs-dir", str(tmp_path / "runs")], os.environ)
+        errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+        assert all(len(line) < 1000 and line.isprintable() for line in errors), errors
+        assert codes[command] in DOCUMENTED and (codes[command] == 0 or errors), command
+    assert codes["list"] == ExitCode.OK and codes["collect"] != ExitCode.OK, codes
     assert outside.read_text() == "not the run's"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ from tests.orchestrate.run_copies import (
     summary_text,
     write_ranks,
 )
+
+SEEN = Mirrored(alive=False, seen_unix=1.0, ssh_key="/k")
 
 
 @pytest.fixture
@@ -127,6 +130,60 @@ def test_a_node_that_was_made_anew_takes_nothing_back(there: RunPaths, here: Run
     write_json(here.rank_exit(0), end_of(0, node="node-0"))
     exchange(there, here)
     assert here.rank_exit(0).exists()
+
+
+LONG = "x" * 20_000
+HOSTILE: dict[str, list[object]] = {
+    "collected": [
+        *("../../x", "/etc", "step_1", "step_00000010/..", "latest", "step_00000010\n", "\x1b[2J"),
+        *(LONG, 7, True, [], {}),
+    ],
+    "ssh_key": ["", "a\0b", "a\nb", "\x1b]52;c;eA==\x07", LONG, None, 7],
+    "seen_unix": [-1, 1e300, 10**18, "1", LONG, None, True],
+    "alive": ["yes", 1, None, LONG, [LONG]],
+    "schema_version": [2, True, LONG, None, {LONG: LONG}],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, each) for field, values in HOSTILE.items() for each in values]
+)
+def test_a_hostile_value_in_mirror_json_is_one_short_line(
+    here: RunPaths, field: str, value: object
+) -> None:
+    write_mirrored(here, SEEN)
+    path = here.root / "mirror.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(ConfigError) as raised:
+        read_mirrored(here)
+    said = str(raised.value)
+    assert said.startswith(f"{path}: ") and said.endswith("Remove it, then attach.")
+    assert said.isprintable() and len(said.replace(str(path), "")) < 300
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"[]", b"7", b"{}", b"[" * 20_000, b'{"alive":' * 20_000, b"\xff{}", b"NaN"),
+        *(b'{"seen_unix": 1e999}', b'{"seen_unix": Infinity}', b'{"x": ' + b"1" * 4300 + b"}"),
+        b'{"x": "' + LONG.encode(),
+    ],
+)
+def test_a_mirror_json_that_is_no_record_is_one_short_line(here: RunPaths, text: bytes) -> None:
+    path = here.root / "mirror.json"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError) as raised:
+        read_mirrored(here)
+    said = str(raised.value)
+    assert said.isprintable() and len(said.replace(str(path), "")) < 300
+
+
+@pytest.mark.parametrize("collected", [None, "", "step_00000010"])
+def test_a_sound_mirror_json_is_read_as_it_was_written(
+    here: RunPaths, collected: str | None
+) -> None:
+    write_mirrored(here, replace(SEEN, collected=collected))
+    assert read_mirrored(here) == replace(SEEN, collected=collected)
 
 
 FOREIGN = [

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from payload.data.meta import load_meta
+from payload.data_folder import load_meta
 from payload.errors import ConfigError, DataError, UsageError
 from payload.launch.arithmetic import work_out
 from payload.launch.ranks import place_ranks
@@ -32,6 +32,7 @@ from payload.results import (
 )
 from payload.run_config import LaunchSection, parse_run_config
 from payload.run_lock import RunLock, is_supervised
+from tests.data_folders import make_data_folder
 from tests.launch.inventories import make_inventory
 from tests.supervise.planned import plan_stand_in
 
@@ -143,17 +144,9 @@ def test_machines_elsewhere_are_not_taken_for_this_one(tmp_path: Path) -> None:
 
 
 def make_data(folder: Path, **changes: object) -> Path:
-    folder.mkdir(parents=True)
-    sizes = {"train.bin": 200, "val.bin": 20}
-    for name, size in sizes.items():
-        (folder / name).write_bytes(bytes(size))
-    meta: dict[str, object] = {
-        "vocab_size": 50257,
-        "train_tokens": 100,
-        "val_tokens": 10,
-        "files": {name: {"bytes": size} for name, size in sizes.items()},
-    }
-    (folder / "meta.json").write_text(json.dumps(meta | changes))
+    make_data_folder(folder, num_train_tokens=100, num_val_tokens=10)
+    meta = folder / "meta.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | changes))
     return folder
 
 
@@ -168,21 +161,64 @@ def test_a_whole_data_folder_passes(tmp_path: Path) -> None:
             lambda folder: (folder / "meta.json").unlink(),
             "it was not made to the end",
         ),
-        (lambda folder: (folder / "meta.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "meta.json").write_text("{"), "not JSON"),
         (lambda folder: (folder / "meta.json").write_text("[]"), "expected an object"),
-        (lambda folder: (folder / "meta.json").write_text("{}"), "an entry is missing"),
-        (lambda folder: (folder / "train.bin").unlink(), "train.bin is missing"),
-        (lambda folder: (folder / "val.bin").write_bytes(b"1"), "val.bin has 1 bytes; .* says 20"),
+        (lambda folder: (folder / "meta.json").write_text("{}"), "schema_version is None"),
+        (lambda folder: (folder / "train.bin").unlink(), r"train\.bin: No such file"),
+        (lambda folder: (folder / "val.bin").write_bytes(b"1"), r"val\.bin: 1 bytes, .* says 20"),
     ],
 )
 def test_a_damaged_data_folder_says_how_to_make_it(
     tmp_path: Path, damage: object, message: str
 ) -> None:
-    folder = make_data(tmp_path / "stdlib")
+    folder = make_data(tmp_path / "stdlib", source="stdlib: Python 3.13")
     damage(folder)  # type: ignore[operator]
     with pytest.raises(DataError, match=message) as raised:
         check_data(folder, sequence_length=10)
     assert "python -m payload.data prepare --source stdlib --out" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", "Infinity"),
+        ("vocab_size", "-Infinity"),
+        ("vocab_size", "NaN"),
+        ("vocab_size", "1e999"),
+        ("vocab_size", "50257.5"),
+        ("vocab_size", '"50257"'),
+        ("vocab_size", "true"),
+        ("vocab_size", "0"),
+        ("vocab_size", "9" * 4300),
+        ("train_tokens", "[" * 20_000 + "]" * 20_000),
+        ("train_tokens", "-1"),
+        ("train_tokens", "null"),
+        ("files", "[]"),
+        ("files", '{"train.bin": 7}'),
+        ("files", '{"../../x": {"bytes": 1}}'),
+        ("files", json.dumps({"x" * 5000: {"bytes": "y" * 5000}})),
+        ("dtype", json.dumps("x" * 20_000)),
+        ("source", json.dumps("x" * 60_000)),
+        ("source", r'"a\nb\u001b]52;c;eA==\u0007"'),
+        ("schema_version", json.dumps("x" * 20_000)),
+        ("split", r'"a\nb"'),
+    ],
+)
+def test_a_hostile_value_in_meta_json_is_one_short_line(
+    tmp_path: Path, field: str, value: str
+) -> None:
+    folder = make_data(tmp_path / "d")
+    raw = json.loads((folder / "meta.json").read_text())
+    raw[field] = "HERE"
+    (folder / "meta.json").write_text(json.dumps(raw).replace('"HERE"', value))
+    if field == "source":
+        (folder / "val.bin").write_bytes(b"1")
+    for check in (lambda: check_data(folder, sequence_length=10), lambda: load_meta(folder)):
+        with pytest.raises(DataError) as raised:
+            check()
+        said = str(raised.value)
+        assert str(folder) in said and said.isprintable()
+        assert len(said.replace(str(folder), "")) < 600
 
 
 def test_a_damaged_data_folder_of_ones_own_text_is_to_be_made_from_that_again(

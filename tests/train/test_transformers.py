@@ -15,8 +15,9 @@ import transformers
 
 from payload.checkpoint_files import manifest_problems
 from payload.data.encode import NASTY
-from payload.data.meta import load_meta, write_meta
+from payload.data.meta import write_meta
 from payload.data.tokenizer import gpt2_encoding
+from payload.data_folder import load_meta
 from payload.hf_folder import TOKENIZER_FILES
 from payload.results import RunPaths
 from tests.data_folders import make_data_folder

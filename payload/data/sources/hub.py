@@ -16,12 +16,12 @@ from payload.data.sources.parquet import (
     ROWS_AT_ONCE,
     add_column,
     check_column,
-    first_line,
     read_parquet,
     survey_parquet,
 )
 from payload.data.split import NANOGPT_VAL_FRACTION
 from payload.errors import DataError, UsageError
+from payload.untrusted import one_line
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder, IterableDataset
@@ -168,12 +168,12 @@ class HubSource:
         except (OSError, HTTPError, DatasetsError, pa.ArrowException) as error:
             raise DataError(self._explain(error, doing)) from None
         except (ValueError, RuntimeError, KeyError, NotImplementedError) as error:
-            raise DataError(f"{doing} {self._dataset}: {first_line(error)}") from None
+            raise DataError(f"{doing} {self._dataset}: {one_line(error)}") from None
 
     def _explain(self, error: Exception, doing: str) -> str:
         if self._folder is not None:
-            return f"{doing} {self._dataset}: {first_line(error)}"
-        message = first_line(error)
+            return f"{doing} {self._dataset}: {one_line(error)}"
+        message = one_line(error)
         if _is_unreachable(error):
             return (
                 f"the Hugging Face hub cannot be reached for {self._dataset} ({message}) Check the "

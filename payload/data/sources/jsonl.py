@@ -15,9 +15,11 @@ from payload.data.documents import MIB, Batch, Batcher, Cursor, Survey, read_pie
 from payload.data.sources import SourceRequest
 from payload.data.sources.files import ColumnFiles
 from payload.errors import DataError
+from payload.untrusted import shown
 
 LINE_BYTES = 64 * MIB
 """A longer line is bad: JSON has to be parsed whole, at up to four bytes a character."""
+_KEYS_SHOWN = 5
 
 
 class JsonlSource(ColumnFiles):
@@ -102,7 +104,7 @@ def _complaint_about(line: bytes, column: str) -> str:
     if not isinstance(value, dict):
         return f"not an object but {type(value).__name__}; write {{{json.dumps(column)}: ...}}."
     if column not in value:
-        keys = ", ".join(repr(key) for key in list(value)[:10]) or "none"
+        keys = ", ".join(shown(key) for key in list(value)[:_KEYS_SHOWN]) or "none"
         return f"no key {column!r}; keys there: {keys}. Choose one with --text-column."
     return f"{column!r} is {type(value[column]).__name__}, not text."
 

@@ -28,12 +28,14 @@ from payload.data.documents import (
 from payload.data.sources import SourceRequest
 from payload.data.sources.files import ColumnFiles
 from payload.errors import DataError
+from payload.untrusted import one_line, shown
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 ROWS_AT_ONCE = 1024
 """Rows that are decoded together; few enough for rows of 100 kB."""
+_NAMES_SHOWN = 5
 _READ_BUFFER_BYTES = 8 * MIB
 _WORKER = Path(__file__).with_name("parquet_worker.py")
 _FRAME = struct.Struct(">cQ")
@@ -152,7 +154,7 @@ class ParquetReader:
         for answer in self._ask("read", place, skip_rows=skip_rows):
             if isinstance(answer, dict):
                 if answer.get("lost"):
-                    yield LostRows(answer["lost"], answer["reason"])
+                    yield LostRows(answer["lost"], one_line(answer["reason"]))
             elif answer.num_rows:
                 yield answer.column(0)
 
@@ -239,7 +241,7 @@ def _raise_failure(answer: Mapping[str, Any], place: str) -> None:
     failed = answer.get("failed")
     if failed is None:
         return
-    reason = answer["reason"]
+    reason = one_line(answer["reason"])
     if failed == "damaged":
         raise DamagedFileError(f"{place}: not a readable parquet file: {reason}")
     if _UNREACHABLE & set(answer["types"]):
@@ -254,16 +256,21 @@ def check_column(schema: pa.Schema, column: str, *, where: str) -> None:
     import pyarrow as pa
 
     if column not in schema.names:
+        names = ", ".join(shown(name) for name in schema.names[:_NAMES_SHOWN]) or "none"
         raise DataError(
-            f"{where}: no column {column!r}; columns there: {', '.join(schema.names)}. "
-            "Choose one with --text-column."
+            f"{where}: no column {column!r}; columns there: {names}. Choose one with --text-column."
         )
     kind = schema.field(column).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     if not (is_text or pa.types.is_string_view(kind)):
-        raise DataError(f"{where}: column {column!r} is {kind}, not text.")
+        raise DataError(f"{where}: column {column!r} is {_kind_name(kind)}, not text.")
+
+
+def _kind_name(kind: pa.DataType) -> str:
+    """Return a type's name; a struct's own contains the names of its fields."""
+    return one_line(kind).rstrip(".")
 
 
 def add_column(
@@ -298,9 +305,3 @@ def _is_utf8(text: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def first_line(error: Exception) -> str:
-    """A library's message without its second half."""
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__).rstrip(".") + "."
