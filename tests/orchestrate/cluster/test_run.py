@@ -93,6 +93,13 @@ def held(lock: Path) -> Iterator[None]:
         yield
 
 
+def is_waited_for(lock: Path) -> bool:
+    """Tell whether some process waits for a lock that another one holds."""
+    inode = f":{lock.stat().st_ino} "
+    lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    return any("-> FLOCK" in line and inode in line for line in lines)
+
+
 def interrupt(process: subprocess.Popen[str]) -> None:
     """What a terminal does at Ctrl-C."""
     os.killpg(process.pid, signal.SIGINT)
@@ -239,7 +246,7 @@ def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_
             wait_for_a_key(another)
             starting.enter_context(held(there / ".start.lock"))
         wait_until(
-            lambda: any("control.py" in line for line in another.nodes.processes_of(0)),
+            lambda: is_waited_for(there / ".start.lock"),
             what="the head to be told to start",
             timeout_s=TIMEOUT_S,
         )
