@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,34 @@ def test_other_people_s_keys_stay_as_they_are_to_the_byte(tmp_path: Path) -> Non
     path.write_bytes(others + b"restrict ssh-ed25519 AAAA tileforge-run:r.00000000\n")
     run_remote("run_key.py", {"action": "forget", "names": ["r.00000000"]}, home=tmp_path)
     assert path.read_bytes() == others
+
+
+LOCK_DAMAGE: dict[str, Callable[[Path], None]] = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+}
+
+
+@pytest.mark.parametrize("way", LOCK_DAMAGE)
+def test_what_lies_in_an_old_run_s_lock_s_place_keeps_no_other_run_from_the_node(
+    tmp_path: Path, way: str
+) -> None:
+    runs = tmp_path / "tileforge" / "runs"
+    for name in ("old", "new"):
+        (runs / name).mkdir(parents=True)
+    LOCK_DAMAGE[way](runs / "old" / "supervisor.lock")
+    with (runs / "new" / "supervisor.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        names = ["old.00000000", "new.00000000"]
+        for name in names:
+            (tmp_path / ".ssh" / "tileforge" / name).mkdir(parents=True)
+        dead = run_remote("run_key.py", {"action": "dead", "names": names}, home=tmp_path)
+        claim = {"action": "claim", "run_dir": str(runs / "old"), "name": names[0]}
+        assert run_remote("control.py", claim)["running"] == "new"
+        assert run_remote("place.py", {"action": "running"}, home=tmp_path)["running"] == "new"
+    assert dead == {"names": ["old.00000000"]}
 
 
 def try_out(tmp_path: Path, *argv: str, deadline_s: float = 20.0) -> Any:

@@ -291,7 +291,7 @@ def is_held(lock: Path) -> bool:
     try:
         # Whatever lies there, opening it neither blocks nor fails for being no file.
         descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

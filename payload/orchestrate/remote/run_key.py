@@ -125,12 +125,16 @@ def run_of(name: str) -> str:
 def is_held(lock: Path) -> bool:
     """Whether a living process holds the lock."""
     try:
-        with lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
+        # Whatever lies there, opening it neither blocks nor fails for being no file.
+        descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
         return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    finally:
+        os.close(descriptor)
     return False
 
 
