@@ -188,8 +188,9 @@ def remove_run_key(cluster: Cluster, inventory: ClusterInventory, *names: str) -
 def remove_dead_keys(cluster: Cluster, inventory: ClusterInventory) -> Sequence[str]:
     """Remove every key that no attempt uses or will use; returns the names of them.
 
-    They are left by operators who were killed, or by runs that have ended. The head says which: a
-    key that is in use stays, whoever asks. Raises NodesError, as `remove_run_key`.
+    They are left by operators who were killed, or by runs that have ended. The head says which of
+    those that it made: one that is in use stays, whoever asks, and one that another head made is
+    left to that head and to its own end. Raises NodesError, as `remove_run_key`.
     """
     asked = on_every_node(inventory.nodes, lambda node: _names(cluster.connect(node), "names"))
     found = {name for got in asked.values() if isinstance(got, tuple) for name in got}

@@ -272,6 +272,24 @@ def test_the_head_is_claimed_while_a_supervisor_starts_and_then_has_a_run(
     assert not list((nodes[0].home / ".ssh" / "tileforge").iterdir())
 
 
+def test_the_key_of_a_run_with_another_head_is_not_removed(nodes: list[Sshd], login: Login) -> None:
+    mine = make_cluster(*(sshd.node for sshd in nodes))
+    theirs = make_cluster(*(sshd.node for sshd in reversed(nodes)))
+    with cluster_of(mine, login) as owner, cluster_of(theirs, login) as other:
+        with claimed(owner, mine, run_dir=run_dir_on(nodes[0], "one"), say=print) as claim:
+            install_run_key(owner, mine, name=claim.name, lasts_s=600)
+        # Every node has the run's files, and only its own head the supervisor.
+        for sshd in nodes:
+            Path(run_dir_on(sshd, "one")).mkdir(parents=True)
+        with Path(run_dir_on(nodes[0], "one"), "supervisor.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert remove_dead_keys(other, theirs) == []
+        # Its end is not for the other head to know.
+        assert remove_dead_keys(other, theirs) == []
+        assert [trusted(sshd) for sshd in nodes] == [[claim.name]] * 2
+        assert remove_dead_keys(owner, mine) == [claim.name]
+
+
 def test_the_claim_of_an_operator_whose_connection_breaks_is_free_again(
     nodes: list[Sshd], login: Login
 ) -> None:

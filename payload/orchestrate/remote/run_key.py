@@ -94,11 +94,11 @@ def dead(home: Path, asked: list[str]) -> list[str]:
     """Those of the `asked` keys that nothing will ever use again; for the head.
 
     An attempt is alive while it has the claim, and then while its run has a supervisor. It can be
-    neither twice, so what is dead here stays so. A key of a run that this head does not know is
-    somebody else's.
+    neither twice, so what is dead here stays so. Only the head that made a key knows of its
+    attempt: trusting one, or having files of its run, makes no node its head.
     """
     runs = home / "tileforge" / "runs"
-    known = {*names(home), *(path.name for path in runs.glob("*"))}
+    made = {path.name for path in folders(home).glob("*")}
     claimed = None
     with contextlib.suppress(OSError, ValueError):
         # Who has just begun to hold it has no key yet.
@@ -110,9 +110,7 @@ def dead(home: Path, asked: list[str]) -> list[str]:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a supervisor that is being started has no lock yet
     living = {path.parent.name for path in runs.glob("*/supervisor.lock") if is_held(path)}
     return [
-        name
-        for name in asked
-        if name != claimed and run_of(name) not in living and known & {name, run_of(name)}
+        name for name in asked if name in made and name != claimed and run_of(name) not in living
     ]
 
 

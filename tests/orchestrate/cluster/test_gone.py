@@ -29,7 +29,8 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 
 GONE, NOWHERE = "node-between", "127.0.0.9"
-KEY = "restrict ssh-ed25519 AAAA tileforge-run:far.0a1b2c3d\n"
+KEY_NAME = "far.0a1b2c3d"
+KEY = f"restrict ssh-ed25519 AAAA tileforge-run:{KEY_NAME}\n"
 
 
 @pytest.fixture
@@ -135,6 +136,7 @@ def test_a_run_that_was_started_again_keeps_its_processes_and_its_key(
     start_leftover(trained, paths)
     with trusted(trained).open("a", encoding="ascii") as file:
         file.write(KEY)
+    (nodes.home_of(0) / ".ssh" / "tileforge" / KEY_NAME).mkdir(parents=True, exist_ok=True)
     with trained.on_head("supervisor.lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         run.end_leftovers()
