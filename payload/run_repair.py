@@ -21,7 +21,7 @@ from payload.untrusted import RUN_ID, build, checked, parse_json, read_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Named:
-    """The part of plan.json that says whose it is."""
+    """The part of a record that says whose it is."""
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
 
@@ -103,6 +103,12 @@ def _problem_with_config(paths: RunPaths) -> str | None:
     return None
 
 
+def has_own_record(paths: RunPaths) -> bool:
+    """Tell whether a record in the folder is this run's by its id: no other program's would be."""
+    records = (paths.plan, paths.state, paths.summary)
+    return any(_id_in(record) == paths.run_id for record in records)
+
+
 def make_room(paths: RunPaths) -> list[str]:
     """Set aside whatever lies where the run is going to write a file or a folder.
 
@@ -115,13 +121,15 @@ def make_room(paths: RunPaths) -> list[str]:
 
 def _ids_of(paths: RunPaths) -> set[str]:
     """Return the run's ids: its folder may have been renamed after the run."""
-    ids = {paths.run_id}
+    planned = _id_in(paths.plan)
+    return {paths.run_id} if planned is None else {paths.run_id, planned}
+
+
+def _id_in(record: Path) -> str | None:
     try:
-        raw = parse_json(read_bytes(paths.plan), where="")
-        ids.add(build(_Named, raw, where="").run_id)
+        return build(_Named, parse_json(read_bytes(record), where=""), where="").run_id
     except (OSError, ConfigError):
-        pass
-    return ids
+        return None
 
 
 def _folders(paths: RunPaths) -> Iterator[Path]:

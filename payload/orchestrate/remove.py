@@ -8,14 +8,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from payload.checkpoint_files import newest_sound
 from payload.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.orchestrate.console import text_console
 from payload.orchestrate.local import LocalAccess
-from payload.orchestrate.mirror import read_mirrored
-from payload.orchestrate.runs import all_runs, find_run
+from payload.orchestrate.mirror import Mirrored, read_mirrored
+from payload.orchestrate.runs import all_runs, find_run, is_copy
 from payload.results import LATEST, RankProgress, RunPaths, RunState, point_latest_at, read_json
 from payload.run_config import load_run_config
 from payload.run_lock import RunLock, is_supervised
+from payload.run_repair import has_own_record
 
 _REMOVED_PREFIX = ".removed-"
 # Ranks whose supervisor died may still be saving; they show a sign of life more often than this.
@@ -52,16 +54,39 @@ def remove(arguments: argparse.Namespace, access: LocalAccess) -> int:
 
 
 def _chosen(runs_dir: Path, names: Sequence[str], *, keep: int | None) -> list[RunPaths]:
-    """Return the runs that the command line means, each once. Raises UsageError."""
+    """Return the runs that the command line means, each once. Raises UsageError.
+
+    What only looks like a run does not count among those that are kept.
+    """
     if keep is not None:
-        return all_runs(runs_dir)[keep:]
+        return [paths for paths in all_runs(runs_dir) if _is_a_run(paths)][keep:]
     found = {paths.root: paths for paths in (find_run(runs_dir, name) for name in names)}
     return list(found.values())
 
 
+def _is_a_run(paths: RunPaths) -> bool:
+    """Tell whether nobody but this program can have made the folder.
+
+    `hosts`, `inventory.json` or `state.json` may be another program's, and then so is all the rest.
+    """
+    has_config = paths.config.is_file()
+    marks = (paths.lock, paths.root / "mirror.json")
+    return has_own_record(paths) or (has_config and any(mark.is_file() for mark in marks))
+
+
 def _refuse_to_remove(paths: RunPaths, all_of_them: Sequence[RunPaths], *, force: bool) -> None:
-    """Raise UsageError for a run that is going on, is needed by another, or is nowhere else."""
-    mirrored = read_mirrored(paths)
+    """Raise UsageError for a run that is going on, is needed by another, or is nowhere else.
+
+    So too for a folder that is no run.
+    """
+    if paths.root.is_symlink():
+        raise UsageError(f"run {paths.run_id} is a link. Remove the link itself: rm {paths.root}")
+    if not _is_a_run(paths) and newest_sound(paths.checkpoints) is None:
+        raise UsageError(
+            f"{paths.root} is no run, or nothing in it says so any more. If you mean it, remove it "
+            f"yourself: rm -r {paths.root}"
+        )
+    mirrored = _mirrored(paths)
     if is_supervised(paths) or (mirrored is not None and mirrored.alive):
         raise UsageError(f"run {paths.run_id} is running. Stop it first.")
     if _may_be_saving(paths):
@@ -69,11 +94,20 @@ def _refuse_to_remove(paths: RunPaths, all_of_them: Sequence[RunPaths], *, force
     for other in all_of_them:
         if is_supervised(other) and _starts_from(other, paths):
             raise UsageError(f"run {paths.run_id}: run {other.run_id} starts from it and goes on.")
-    if mirrored is not None and mirrored.collected is None and not force:
+    was_collected = mirrored is not None and mirrored.collected is not None
+    has_mirror = (paths.root / "mirror.json").exists()
+    if (has_mirror or is_copy(paths)) and not was_collected and not force:
         raise UsageError(
             f"run {paths.run_id} was not collected: its newest checkpoint may be on the cluster "
             "only. Collect it, or remove the copy with --force."
         )
+
+
+def _mirrored(paths: RunPaths) -> Mirrored | None:
+    try:
+        return read_mirrored(paths)
+    except ConfigError:
+        return None  # what cannot be read does not say that the run was collected
 
 
 def _may_be_saving(paths: RunPaths) -> bool:

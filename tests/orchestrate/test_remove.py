@@ -15,7 +15,9 @@ from payload.orchestrate.mirror import Mirrored, write_mirrored
 from payload.orchestrate.runs import all_runs
 from payload.results import RunPaths, RunState, Summary, point_latest_at, write_json
 from payload.run_lock import RunLock
+from tests.orchestrate.sshd import make_cluster
 from tests.orchestrate.test_commands import Workplace
+from tests.orchestrate.test_findings import make_node
 from tests.supervise.planned import plan_stand_in
 
 
@@ -98,7 +100,11 @@ def test_a_run_that_another_one_starts_from_is_not_removed_meanwhile(runs: Path)
 def test_what_was_not_collected_is_removed_by_force_only(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, collected, alive in (("a", None, False), ("b", "step", False), ("c", None, True)):
+    for name, collected, alive in (
+        ("a", None, False),
+        ("b", "step_00000005", False),
+        ("c", None, True),
+    ):
         mirrored = Mirrored(alive=alive, seen_unix=1.0, ssh_key="k", collected=collected)
         write_mirrored(RunPaths(runs / name), mirrored)
     assert remove(runs, "a", "b", "c") == ExitCode.USAGE
@@ -106,6 +112,77 @@ def test_what_was_not_collected_is_removed_by_force_only(
     assert names(runs) == ["d", "c", "a"]
     assert remove(runs, "a", "c", "--force") == ExitCode.USAGE
     assert names(runs) == ["d", "c"]
+
+
+@pytest.mark.parametrize("words", [["--keep", "0", "--force"], ["mine", "--force"]])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"hosts": "[web]\n10.0.0.1\n"},
+        {"inventory.json": "{}", "checkpoints/step_00000005/manifest.json": "{}"},
+        {"state.json": '{"run_id": "another"}', "plan.json": "{}", "ranks.json": "[]"},
+        {"supervisor.lock": "", "summary.json": "[]"},
+    ],
+)
+def test_a_folder_that_is_no_run_is_never_removed(
+    runs: Path, words: list[str], files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = {"thesis.txt": "years of work", **files}
+    for name, text in mine.items():
+        path = runs / "mine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    os.utime(runs / "mine", times=(1.0, 1.0))
+    remove(runs, *words)
+    assert "mine" in names(runs)
+    assert {name: (runs / "mine" / name).read_text() for name in mine} == mine
+    if words[0] == "mine":
+        said = capsys.readouterr().err
+        assert "is no run, or nothing in it says so any more. If you mean it, remove it" in said
+        assert f"rm -r {runs / 'mine'}" in said
+
+
+def test_a_folder_that_is_no_run_does_not_count_among_those_kept(runs: Path) -> None:
+    (runs / "newest").mkdir()
+    (runs / "newest" / "hosts").touch()
+    assert remove(runs, "--keep", "1") == 0
+    assert names(runs) == ["newest", "d"]
+
+
+@pytest.mark.parametrize("left", ["plan.json", "state.json"])
+def test_a_damaged_or_renamed_run_is_removed(runs: Path, left: str) -> None:
+    for record in {"plan.json", "state.json"} - {left}:
+        (runs / "a" / record).write_text("damaged")
+    with RunLock(RunPaths(runs / "b")):
+        pass
+    (runs / "b").rename(runs / "old-b")
+    assert remove(runs, "a", "old-b") == 0
+    assert names(runs) == ["d", "c"]
+
+
+def test_a_link_to_a_run_is_not_removed_and_not_renamed(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "d").rename(runs.parent / "elsewhere")
+    (runs / "d").symlink_to(runs.parent / "elsewhere")
+    before = sorted(runs.iterdir())
+    assert remove(runs, "d", "--force") == ExitCode.USAGE
+    assert f"run d is a link. Remove the link itself: rm {runs / 'd'}" in capsys.readouterr().err
+    assert sorted(runs.iterdir()) == before
+    assert (runs / "d" / "plan.json").is_file()
+
+
+@pytest.mark.parametrize("text", [None, "damaged", "{}"])
+def test_a_clusters_copy_that_does_not_say_it_was_collected_is_removed_by_force_only(
+    runs: Path, text: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "a" / "inventory.json").write_text(make_cluster(make_node()).to_json())
+    if text is not None:
+        (runs / "a" / "mirror.json").write_text(text)
+    assert remove(runs, "a") == ExitCode.USAGE
+    assert "a was not collected" in capsys.readouterr().err
+    assert remove(runs, "a", "--force") == 0
+    assert names(runs) == ["d", "c", "b"]
 
 
 @pytest.mark.parametrize(
