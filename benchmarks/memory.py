@@ -27,7 +27,6 @@ from typing import Any, get_args
 
 from benchmarks.contenders import REPO, contenders
 from benchmarks.machine import describe_machine
-from payload.engines import installed_torch_build
 from payload.launch.environment import malloc_environment
 from payload.model_shape import PRESETS
 from payload.results import RunPaths
@@ -129,7 +128,6 @@ def _runs(case: Case, arguments: argparse.Namespace) -> list[Peak]:
             kernels=config.engine.wants_kernels(),
             alone=ranks == 1,
             accumulates=arguments.accumulation > 1,
-            torch_build=installed_torch_build(),
         )
         peak = _peak_of_run(config, ranks=ranks, threads=arguments.threads)
         found.append(Peak(f"run, {ranks} rank{'s'[: ranks > 1]}", case, peak, estimate))

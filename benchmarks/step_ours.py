@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from payload.engines import installed_torch_build
 from payload.model_shape import PRESETS
 from payload.run_config import EngineSection, OptimizerSection
 from payload.train.calibration import calibrate
@@ -61,7 +60,6 @@ def main(work: dict[str, Any]) -> None:
             kernels=settings.wants_kernels(),
             alone=True,
             accumulates=passes > 1,
-            torch_build=installed_torch_build(),
         ),
         "peak_flops_per_s": calibration.peak_flops_per_s,
         "versions": {"torch": version("torch"), "tileforge": version_of_code()},

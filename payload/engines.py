@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from pathlib import Path
 
 from payload.errors import ConfigError
-from payload.model_shape import TorchBuild
 from payload.run_config import DistributedSection, EngineSection
 
 IPEX_MODULE = "intel_extension_for_pytorch"
@@ -21,14 +19,6 @@ _CCL_INSTALL = (
     "https://pytorch-extension.intel.com/release-whl/stable/cpu/us/"
 )
 _COMPILERS = ("g++", "clang++", "c++")
-
-
-def installed_torch_build() -> TorchBuild:
-    """Return which build of torch this environment has, without importing it; "cpu" for none."""
-    found = importlib.util.find_spec("torch")
-    folders = found.submodule_search_locations if found else None
-    has_cuda = any(Path(folder, "lib/libtorch_cuda.so").exists() for folder in folders or ())
-    return "cuda" if has_cuda else "cpu"
 
 
 def require_known_backend(settings: DistributedSection) -> None:

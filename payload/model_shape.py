@@ -10,9 +10,6 @@ from typing import Literal
 
 GPT2_VOCAB_SIZE = 50_257
 
-TorchBuild = Literal["cpu", "cuda"]
-"""PyTorch's own index has the CPU build, the plain package index the CUDA build for Linux."""
-
 
 def typical_mfu(*, kernels: bool) -> float:
     """A guess at the share of the measured GEMM peak that a training step reaches.
@@ -72,7 +69,6 @@ class ModelShape:
         kernels: bool,
         alone: bool,
         accumulates: bool,
-        torch_build: TorchBuild = "cpu",
     ) -> int:
         """Estimate of a training rank's peak memory, the interpreter and torch included.
 
@@ -86,7 +82,7 @@ class ModelShape:
         size = 2 if dtype == "bf16" else 4
         tokens = micro_batch_size * self.sequence_length
         gradients = self.num_params() * 4
-        held = self.num_params() * 12 + PROCESS_BYTES[torch_build]
+        held = self.num_params() * 12 + _PROCESS_BYTES
         if accumulates or not alone:
             held, gradients = held + gradients, 0
         if not kernels:
@@ -105,13 +101,8 @@ class ModelShape:
 LOGITS_TOKENS = 2048
 """Tokens whose logits the kernels' head has at once: 206 MB of bf16 with GPT-2's vocabulary."""
 
-PROCESS_BYTES: dict[TorchBuild, int] = {"cpu": 350 * 2**20, "cuda": 630 * 2**20}
-"""Python, torch and their threads' stacks, on the development machine.
-
-The CUDA build maps NVIDIA's libraries on hosts without a GPU, too. After `import torch` 2.13.0 a
-process had 500 MiB with it and 219 with the CPU build; the peak of `tiny` at micro-batch 1 was 861
-to 864 MiB and 578 to 603, that of `gpt2` 2980 and 2625 (2026-11-22).
-"""
+# Python, torch and their threads' stacks, on the development machine.
+_PROCESS_BYTES = 350 * 2**20
 
 PRESETS = {
     # `tiny` trains in minutes on two cores; the others are the GPT-2 family,

@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from payload.data_folder import HASH_DIGITS, RANGE_BYTES
 from payload.errors import DataError
 from payload.remake import how_to_make_again
@@ -53,7 +51,7 @@ class RangeCheck:
         self._size_bytes = size_bytes
         self._hashes = hashes
         self._source = source
-        self._is_good = np.zeros(len(hashes), dtype=np.bool_)
+        self._is_good = bytearray(len(hashes))
         try:
             self._file = path.open("rb", buffering=0)
         except OSError as error:
@@ -65,7 +63,7 @@ class RangeCheck:
         found = self._stat()
         if found.st_mtime_ns != self._changed_ns:
             self._changed_ns = found.st_mtime_ns
-            self._is_good[:] = False
+            self._is_good = bytearray(len(self._hashes))
         # Beyond the end of a file that was cut, its memory is a signal that ends the process.
         if found.st_size != self._size_bytes:
             raise self._damaged(f"{found.st_size:,} bytes now, meta.json says {self._size_bytes:,}")
@@ -97,7 +95,7 @@ class RangeCheck:
                 f"bytes {start:,} to {start + size - 1:,} are not those that meta.json has the "
                 "hash of"
             )
-        self._is_good[number] = True
+        self._is_good[number] = 1
 
     def _stat(self) -> os.stat_result:
         return os.fstat(self._file.fileno())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from payload.model_shape import ModelShape, TorchBuild, typical_mfu
+from payload.model_shape import ModelShape, typical_mfu
 from payload.run_config import RunConfig
 from payload.step_time import Network, gradient_bytes, run_step_time
 
@@ -45,7 +45,6 @@ def work_out(
     world_size: int,
     link_bytes_per_s: float,
     peak_flops_per_s: float | None = None,
-    torch_build: TorchBuild = "cpu",
 ) -> Arithmetic:
     """The arithmetic of `config` with a model of this `shape` on `world_size` ranks.
 
@@ -74,7 +73,6 @@ def work_out(
             kernels=config.uses_kernels(),
             alone=world_size == 1,
             accumulates=accumulation > 1,
-            torch_build=torch_build,
         ),
         grad_bytes=grad_bytes,
         sync_s=network.all_reduce_s(grad_bytes),

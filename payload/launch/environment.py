@@ -32,6 +32,8 @@ _TUNED = ":".join(
     )
 )
 
+_SPIN_COUNT = 3000
+
 # mpirun's wrapper script turns to these schedulers when it sees their variables, and a run started
 # inside someone's Slurm or SGE shell would go to their nodes. The same goes for another MPI's or
 # torchrun's ranks around us. Source: bin/mpirun of impi-rt 2021.18.1.
@@ -101,7 +103,14 @@ def common_environment(
     if oversubscribed:
         # libgomp's threads spin after each parallel region, on a core that another rank needs.
         variables["OMP_WAIT_POLICY"] = "passive"
+    else:
+        variables |= spin_environment()
     return variables
+
+
+def spin_environment() -> dict[str, str]:
+    """Return what bounds the spinning of OpenMP threads that have their cores to themselves."""
+    return {"GOMP_SPINCOUNT": str(_SPIN_COUNT)}
 
 
 def malloc_environment(malloc: Malloc, *, tcmalloc: str | None = None) -> dict[str, str]:

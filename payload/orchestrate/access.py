@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from payload.inventory import ClusterInventory
-from payload.model_shape import TorchBuild
 from payload.results import RunPaths
 from payload.run_config import DtypeChoice
 
@@ -17,10 +16,6 @@ class Access(Protocol):
     @property
     def python(self) -> str:
         """The interpreter that the ranks run in."""
-
-    @property
-    def torch_build(self) -> TorchBuild:
-        """The build of torch that the ranks import."""
 
     @property
     def link_bytes_per_s(self) -> float:

@@ -10,7 +10,6 @@ from payload.errors import PreflightError
 from payload.inventory import ClusterInventory
 from payload.launch.environment import cluster_mpirun_environment, local_mpirun_environment
 from payload.launch.plan import rank_program
-from payload.model_shape import TorchBuild
 from payload.orchestrate.discovery import LOOPBACK
 from payload.orchestrate.measured import Measured
 from payload.results import RunPaths
@@ -41,11 +40,6 @@ class ClusterAccess:
     python: str = str(VENV / "bin" / "python")
     measured: Measured | None = None
     """By the newest trial of these nodes."""
-
-    @property
-    def torch_build(self) -> TorchBuild:
-        """What set-up looks for first; which build a node found is not asked."""
-        return "cpu"
 
     @property
     def link_bytes_per_s(self) -> float:

@@ -21,13 +21,11 @@ from pathlib import Path
 from shutil import which
 
 import payload
-from payload.engines import installed_torch_build
 from payload.errors import PreflightError, UsageError
 from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import LOOPBACK_BYTES_PER_S
 from payload.launch.environment import local_mpirun_environment
 from payload.launch.plan import rank_program
-from payload.model_shape import TorchBuild
 from payload.orchestrate.discovery import LOOPBACK, free_memory_bytes
 from payload.orchestrate.remote import control
 from payload.results import RunPaths, StopWish
@@ -51,11 +49,6 @@ class LocalAccess:
     def environment(self) -> dict[str, str]:
         """The operator's own environment, for programs that run on this machine."""
         return dict(self._env)
-
-    @property
-    def torch_build(self) -> TorchBuild:
-        """The build in this process's environment, which the ranks share."""
-        return installed_torch_build()
 
     def interfaces(self, inventory: ClusterInventory) -> Mapping[str, str]:
         """Loopback."""

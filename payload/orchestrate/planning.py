@@ -90,7 +90,6 @@ def plan_run(
         world_size=placement.world_size,
         link_bytes_per_s=access.link_bytes_per_s,
         peak_flops_per_s=access.peak_flops_per_s(config.precision.dtype),
-        torch_build=access.torch_build,
     )
     mpirun, notes = _choose_launcher(config, access)
     warning = memory_warning(arithmetic, placement, free_bytes=access.free_memory_bytes())

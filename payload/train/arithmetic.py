@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from payload.data.blocks import TokenData
-from payload.engines import installed_torch_build
 from payload.model_shape import ModelShape, typical_mfu
 from payload.run_config import RunConfig
 from payload.step_time import Network, gradient_bytes, run_step_time, sends_per_byte
@@ -29,7 +28,6 @@ def describe(
         kernels=config.uses_kernels(),
         alone=world.world_size == 1,
         accumulates=accumulation > 1,
-        torch_build=installed_torch_build(),
     )
     return [
         f"model     {shape.num_params() / 1e6:.1f}M parameters: {shape.n_layer} layers, "

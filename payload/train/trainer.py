@@ -26,6 +26,11 @@ from payload.train.sync_check import require_sound_ranks
 
 log = logging.getLogger(__name__)
 
+_NO_MFU = (
+    "a step was faster than the peak that the calibration measured, so its MFU is unknown: another "
+    "program used the cores during the calibration"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -51,6 +56,7 @@ class Trainer:
         self._tokens = start.tokens if start else 0
         self._saved_step = start.step if start else -1
         self._checked_step = -1
+        self._mfu_missed = False
         self._wall_before_s = start.wall_s if start else 0.0
         self._started_s = time.perf_counter()
         self._saving = Saving(
@@ -215,6 +221,9 @@ class Trainer:
         if self._parts.metrics is None:
             return
         self._parts.metrics.append(row)
+        if row.mfu is None and not self._mfu_missed:
+            self._mfu_missed = True
+            log.warning(_NO_MFU)
         if row.step == 1 or row.step == train.steps or _due(row.step, train.log_every):
             mfu = "" if row.mfu is None else f"  MFU {row.mfu:.1%}"
             log.info(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,11 @@ import pytest
 from payload import checkpoint_files
 from payload.checkpoint_files import sha256_of
 from payload.errors import ConfigError, ExitCode
-from payload.inventory import Access
 from payload.launch.arithmetic import work_out
-from payload.model_shape import PROCESS_BYTES, ModelShape, TorchBuild
+from payload.model_shape import ModelShape
 from payload.orchestrate.initial import settle_initial
 from payload.results import RunPaths
 from payload.run_config import RunConfig, load_run_config, parse_run_config
-from tests.launch.inventories import make_inventory
 from tests.orchestrate.test_commands import ENDLESS, Workplace
 from tests.supervise.planned import (
     DEADLINE_S,
@@ -174,29 +171,6 @@ def test_a_full_disk_is_found_before_the_start(
     checkpoint_files.require_room(config.train, params=shape.num_params(), run=workplace.runs / "x")
     numbers = work_out(config, shape=shape, world_size=2, link_bytes_per_s=1e9)
     assert numbers.params == shape.num_params()
-
-
-@pytest.mark.parametrize("build", ["cpu", "cuda"])
-def test_the_memory_estimate_is_of_the_torch_that_is_here_and_elsewhere_of_the_cpu_build(
-    workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: TorchBuild
-) -> None:
-    torch = tmp_path / "environment" / "torch"
-    (torch / "lib").mkdir(parents=True)
-    (torch / "__init__.py").write_text("raise SystemExit('planning needs no import of torch')")
-    for name in ["torch_cpu", "torch_cuda"] if build == "cuda" else ["torch_cpu"]:
-        (torch / "lib" / f"lib{name}.so").touch()
-    monkeypatch.setenv("PYTHONPATH", str(torch.parent))
-    inventory = make_inventory()
-    elsewhere = tmp_path / "inventory.json"
-    elsewhere.write_text(replace(inventory, access=Access(kind="direct")).to_json())
-    found = {}
-    for where in ("local", str(elsewhere)):
-        words = ("--inventory", where, "--set", "distributed.backend=gloo", "--json")
-        status, out, err = workplace.call("plan", *words)
-        assert status == 0, err
-        found[where] = json.loads(out)["plan"]["arithmetic"]["memory_bytes_per_rank"]
-    more = {"cpu": 0, "cuda": PROCESS_BYTES["cuda"] - PROCESS_BYTES["cpu"]}
-    assert found["local"] - found[str(elsewhere)] == more[build]
 
 
 @pytest.mark.ranks

@@ -67,7 +67,7 @@ def test_the_head_names_the_run_that_holds_its_lock(tmp_path: Path) -> None:
     with (runs / "new" / "supervisor.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert running(runs) == "new"
-        assert act({"action": "running"}, home=tmp_path) == {"running": "new"}
+        assert act({"action": "running"}, home=tmp_path) == {"running": "new", "runs": []}
 
 
 def test_the_nodes_environment_is_where_their_bootstrap_makes_it() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -101,17 +100,8 @@ class StartedError(UsageError):
     """The supervisor would be started now: all that comes before has passed."""
 
 
-@cache
-def mpirun_here() -> str:
-    """Return mpirun's path, asked for its version once."""
-    return LocalAccess(os.environ).mpirun()
-
-
 class StartsNothing(LocalAccess):
     """This machine up to the supervisor's start."""
-
-    def mpirun(self) -> str:
-        return mpirun_here()
 
     def start_supervisor(self, paths: RunPaths, *, detached: bool, grace_s: float) -> None:  # type: ignore[override]
         raise StartedError("started")

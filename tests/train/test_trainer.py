@@ -14,6 +14,7 @@ import torch
 from payload.metrics_log import read_metrics
 from payload.results import RunPaths
 from payload.run_config import OptimizerSection, RunConfig, parse_run_config
+from payload.train.calibration import calibrate
 from payload.train.metrics import SignOfLife
 from payload.train.optimizer import build_optimizers
 from payload.train.parts import Parts
@@ -30,6 +31,7 @@ def make_trainer(config: RunConfig, *, rank: int, world_size: int) -> Trainer:
         world=replace(ALONE, rank=rank, world_size=world_size),
         paths=RunPaths(Path("nowhere")),
         data=SimpleNamespace(train=SimpleNamespace(num_full_blocks=lambda: 1000)),
+        tokenizer={},
     )
     return Trainer(cast(Parts, parts), start=None)
 
@@ -136,9 +138,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     tell = SignOfLife.tell
 
-    def record(self: SignOfLife, *, step: int, phase: str) -> None:
+    def record(self: SignOfLife, *, step: int, phase: str, **passes: int | None) -> None:
         found.append((step, phase))
-        tell(self, step=step, phase=phase)
+        tell(self, step=step, phase=phase, **passes)
 
     monkeypatch.setattr(SignOfLife, "tell", record)
     return found
@@ -152,6 +154,8 @@ def test_a_rank_says_what_it_is_about_to_do(
         (0, "load"),
         (0, "calibration"),
         (0, "start"),
+        (0, "kernels"),
+        (0, "weights"),
         (0, "eval"),
         (0, "step"),
         (1, "sync check"),
@@ -207,3 +211,21 @@ def test_a_rank_that_waited_for_a_checkpoint_is_in_its_step_again(
     train_alone(tmp_path, tiny_config, "train.steps=1")
     assert told[told.index((1, "sync check")) - 1] == (0, "step")
     assert (0, "checkpoint") in told
+
+
+def test_an_mfu_above_one_is_left_out_and_said_once(
+    tmp_path: Path,
+    tiny_config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def disturbed(*args: Any) -> Any:
+        return replace(calibrate(*args), peak_flops_per_s=1.0)
+
+    monkeypatch.setattr("payload.train.session.calibrate", disturbed)
+    with caplog.at_level("WARNING"):
+        train_alone(tmp_path / "run", tiny_config, "train.steps=3")
+    rows = read_metrics(RunPaths(tmp_path / "run").metrics)
+    assert [row["mfu"] for row in rows if "loss" in row] == [None] * 3
+    said = [each for each in caplog.messages if "MFU is unknown" in each]
+    assert len(said) == 1

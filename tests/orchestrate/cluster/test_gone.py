@@ -40,11 +40,12 @@ def mirrored(trained: Trained) -> Mirrored:
 
 
 @pytest.fixture
-def paths(trained: Trained, mirrored: Mirrored) -> Iterator[RunPaths]:
+def paths(trained: Trained, mirrored: Mirrored, tmp_path: Path) -> Iterator[RunPaths]:
     """The copy of the run, as if between its two nodes there had been one that is gone."""
     operator = trained.operator
-    copy = operator.paths("cut")
-    shutil.copytree(operator.paths("far").root, copy.root)
+    copy, whole = operator.paths("far"), tmp_path / "far"
+    shutil.move(copy.root, whole)
+    shutil.copytree(whole, copy.root)
     head, worker = operator.nodes.inventory.nodes
     gone = replace(worker, name=GONE, address=NOWHERE, ssh_port=free_port(NOWHERE))
     inventory = replace(operator.nodes.inventory, nodes=(head, gone, worker))
@@ -52,6 +53,7 @@ def paths(trained: Trained, mirrored: Mirrored) -> Iterator[RunPaths]:
     write_mirrored(copy, mirrored)
     yield copy
     shutil.rmtree(copy.root)
+    shutil.move(whole, copy.root)
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def test_a_machine_that_is_gone_hides_nothing_of_the_others(
     assert f"warning: not all is here: {GONE}: " in said, said
     assert paths.rank_log(1).read_bytes() == log
     assert (paths.checkpoint(STEPS) / "model.safetensors").exists()
-    code, said = trained.operator.do("stop", "cut")
+    code, said = trained.operator.do("stop", "far")
     assert code == ExitCode.OK and "status           finished" in said, said
     assert GONE in said and "no process of it is left" not in said, said
 
@@ -96,7 +98,7 @@ def test_what_is_left_is_ended_though_another_machine_is_gone(
     trained: Trained, paths: RunPaths, run: RemoteRun
 ) -> None:
     start_leftover(trained, paths)
-    with pytest.raises(NodesError, match=rf"processes of run cut failed on 1 .*\n  {GONE}: "):
+    with pytest.raises(NodesError, match=rf"processes of run far failed on 1 .*\n  {GONE}: "):
         run.end_leftovers()
     assert not trained.operator.nodes.processes_of(1)
 

@@ -93,13 +93,6 @@ def held(lock: Path) -> Iterator[None]:
         yield
 
 
-def is_waited_for(lock: Path) -> bool:
-    """Tell whether some process waits for a lock that another one holds."""
-    inode = f":{lock.stat().st_ino} "
-    lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
-    return any("-> FLOCK" in line and inode in line for line in lines)
-
-
 def interrupt(process: subprocess.Popen[str]) -> None:
     """What a terminal does at Ctrl-C."""
     os.killpg(process.pid, signal.SIGINT)
@@ -231,6 +224,12 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     assert not operator.nodes.processes()
 
 
+def programs_of_head(operator: Operator) -> list[str]:
+    """The programs of remote/ that run on the head."""
+    lines = operator.nodes.processes_of(0)
+    return [line for line in lines if line.startswith("python3 -I") and "control.py" in line]
+
+
 def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_one_stops_the_run(
     another: Operator, tmp_path: Path
 ) -> None:
@@ -246,7 +245,7 @@ def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_
             wait_for_a_key(another)
             starting.enter_context(held(there / ".start.lock"))
         wait_until(
-            lambda: is_waited_for(there / ".start.lock"),
+            lambda: len(programs_of_head(another)) > 1,  # The claim is the other one.
             what="the head to be told to start",
             timeout_s=TIMEOUT_S,
         )

@@ -36,7 +36,8 @@ def test_a_checkpoint_here_is_brought_to_the_head_once_and_trained_on(trained: T
     assert not (nodes.home_of(1) / "tileforge" / "weights").exists()
     on_head = load_run_config(trained.on_head("../more/run.toml")).model.init
     assert on_head == str(nodes.home / "tileforge" / "weights" / weights.digest)
-    assert load_run_config(operator.paths("more").config).model.init == str(far.root)
+    here = load_run_config(operator.paths("more").config).model.init
+    assert here == str(far.checkpoint(STEPS))
     code, said = operator.do(*operator.local_words("near-more", *settings))
     assert code == ExitCode.OK, said
     begun = losses(operator.paths("more").root)

@@ -1,0 +1,1 @@
+"""Hostile values and damaged bytes for every file and answer that Tileforge reads."""
