@@ -87,7 +87,7 @@ class RunPaths:
 
     @property
     def stop_wish(self) -> Path:
-        """stop.json: how the last one who asked for a stop wants it."""
+        """stop.json: that a command asks for a stop, and how."""
         return self.root / "stop.json"
 
     @property
@@ -229,10 +229,12 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopWish:
-    """stop.json: lies there when the supervisor is asked to stop, or not at all."""
+    """stop.json: lies there before a command signals the supervisor; the system leaves none."""
 
-    grace_s: float = checked(low=0)
-    """As RunState's, which it replaces."""
+    pids: tuple[int, ...] = ()
+    """The supervisor's process id, so that no other one takes it for its own."""
+    grace_s: float | None = checked(None, low=0)
+    """As RunState's, which it replaces; None keeps that."""
     schema_version: int = SCHEMA_VERSION
 
 

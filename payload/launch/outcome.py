@@ -49,6 +49,8 @@ class Evidence:
     """What the trainer wrote into summary.json, or None."""
     stop: Literal["none", "graceful", "forced", "expired"]
     """Whether someone asked the run to stop, and how that went."""
+    stop_by_system: bool = False
+    """Whether it was a signal to the supervisor that no command sent."""
     ended_by_us_s: float | None
     """When the supervisor began to kill what was left, by the head's monotonic clock, as the
     records' times are; later signals are its own."""
@@ -81,6 +83,16 @@ def judge(evidence: Evidence) -> Verdict:
     return _silent_rank(evidence) or _echo(evidence) or _launcher_failure(evidence)
 
 
+def told_by_system(words: str) -> Verdict:
+    """Judge a run whose supervisor was sent a signal by none of our commands."""
+    return Verdict(
+        status="failed",
+        exit_code=ExitCode.RANK_LOST,
+        error="the supervisor was told to stop by the system, not by a command, as when a machine "
+        f"is preempted or shut down; {words}",
+    )
+
+
 def is_failure(record: RankExit) -> bool:
     """Whether a rank's end means that the run cannot go on."""
     return record.exit_code != ExitCode.OK
@@ -94,6 +106,8 @@ def _stopped(evidence: Evidence) -> Verdict:
         error = "stopped while the ranks loaded; the last checkpoint is as it was"
     elif evidence.trainer_status != "stopped":
         error = "stopped before it could save; steps since the last checkpoint are lost"
+    if evidence.stop_by_system:
+        return told_by_system(error or "the ranks saved and ended")
     return Verdict(status="stopped", exit_code=ExitCode.OK, error=error)
 
 

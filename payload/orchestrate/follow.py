@@ -18,7 +18,7 @@ from rich.console import Console
 from payload.errors import ConfigError
 from payload.metrics_log import StepMetrics
 from payload.orchestrate.live import LiveLine
-from payload.results import RankProgress, RunPaths, RunState, read_json
+from payload.results import RankProgress, RunPaths, RunState, StopWish, read_json, write_json
 from payload.run_config import TrainSection
 from payload.run_lock import FORCE_SIGNAL
 from payload.untrusted import build, parse_json, printable
@@ -121,8 +121,8 @@ def follow_run(
     nodes: int,
     log_tail: Tail,
     metrics_tail: Tail,
-) -> bool:
-    """Show the run until its supervisor has ended. Returns whether the operator asked for a stop.
+) -> None:
+    """Show the run until its supervisor has ended.
 
     The first Ctrl-C asks for a checkpoint and an end, the second for an end at once.
     """
@@ -139,13 +139,12 @@ def follow_run(
             if ended:
                 break
             if asks.count > heeded:
-                heeded = _pass_on(supervisor, live, heeded=heeded)
+                heeded = _pass_on(paths, supervisor, live, heeded=heeded)
             with suppress(subprocess.TimeoutExpired):
                 supervisor.wait(_TICK_S)
         if log_tail.rest():
             live.log(log_tail.rest())
         live.say_kept(unless=final_error(paths))
-    return heeded > 0
 
 
 def follow_log(tail: Tail, *, show: Callable[[str], None], alive: Callable[[], bool]) -> None:
@@ -230,11 +229,15 @@ def _text(line: bytes) -> str:
     return printable(line.decode(errors="replace"))
 
 
-def _pass_on(supervisor: subprocess.Popen[bytes], live: LiveLine, *, heeded: int) -> int:
+def _pass_on(
+    paths: RunPaths, supervisor: subprocess.Popen[bytes], live: LiveLine, *, heeded: int
+) -> int:
     """Ask the supervisor once more; returns how many asks it has had."""
     if heeded == 0:
         live.say("stopping: saving a checkpoint first (Ctrl-C again to stop at once)")
     elif heeded == 1:
         live.say("stopping at once")
+    with suppress(OSError):
+        write_json(paths.stop_wish, StopWish(pids=(supervisor.pid,)))
     supervisor.send_signal(signal.SIGTERM if heeded == 0 else FORCE_SIGNAL)
     return heeded + 1

@@ -21,8 +21,8 @@ from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.mirror import read_mirrored
 from payload.orchestrate.report import list_lines, ranks_lines, status_lines
 from payload.orchestrate.runs import all_runs, find_run, view_run
-from payload.orchestrate.stop_wait import StopWait, stop_wish
-from payload.results import RunPaths, write_json
+from payload.orchestrate.stop_wait import StopWait
+from payload.results import RunPaths, StopWish, write_json
 from payload.run_lock import FORCE_SIGNAL, is_supervised
 from payload.run_repair import known_state
 
@@ -102,9 +102,9 @@ def stop(arguments: argparse.Namespace, access: LocalAccess) -> int:
 
         return remote_commands.stop(paths, mirrored, arguments=arguments, env=access.environment())
     talk = text_console(stderr=True)
-    wish = FORCE_SIGNAL if arguments.force else signal.SIGTERM
-    asked = stop_wish(arguments.grace)
-    if not access.signal_supervisor(paths, [wish], wish=asked):
+    number = FORCE_SIGNAL if arguments.force else signal.SIGTERM
+    wish = StopWish(grace_s=arguments.grace)
+    if not access.signal_supervisor(paths, [number], wish=wish):
         view = view_run(paths, now_unix=time.time())
         talk.print(f"run {paths.run_id} is not running: {view.status} after step {view.step}")
         return ExitCode.OK
@@ -113,7 +113,7 @@ def stop(arguments: argparse.Namespace, access: LocalAccess) -> int:
     )
     if arguments.force:
         _end_by_force(paths, access, talk)
-    wait = StopWait(paths, asked)
+    wait = StopWait(paths, wish)
     while is_supervised(paths):
         if wait.is_over():
             raise RankLostError(

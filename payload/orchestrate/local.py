@@ -160,16 +160,14 @@ class LocalAccess:
         paths: RunPaths,
         numbers: Sequence[signal.Signals],
         *,
-        wish: StopWish | None,
+        wish: StopWish,
     ) -> bool:
         """Send signals to the run's supervisor, with what it finds then; tell whether it lives.
 
         Raises UsageError when it is another user's.
         """
         try:
-            answer = control.send(
-                paths.root, [int(number) for number in numbers], asdict(wish) if wish else None
-            )
+            answer = control.send(paths.root, [int(number) for number in numbers], asdict(wish))
         except PermissionError:
             raise UsageError(
                 f"run {paths.run_id} belongs to another user. Stop it as that user."

@@ -30,7 +30,7 @@ from payload.orchestrate.remote_follow import follow_to_the_end, how_to_attach, 
 from payload.orchestrate.remote_run import Look, RemoteRun, planned_run_dir
 from payload.orchestrate.runs import find_run
 from payload.orchestrate.ssh_settings import Login
-from payload.orchestrate.stop_wait import StopWait, stop_wish
+from payload.orchestrate.stop_wait import StopWait
 from payload.results import RunPaths, StopWish, point_latest_at
 from payload.run_lock import FORCE_SIGNAL
 
@@ -139,13 +139,13 @@ def stop(
 ) -> int:
     """Stop a run with a checkpoint or at once, and see that no node has a process of it left."""
     talk = text_console(stderr=True)
-    wish = FORCE_SIGNAL if arguments.force else SIGTERM
+    number = FORCE_SIGNAL if arguments.force else SIGTERM
+    wish = StopWish(grace_s=arguments.grace)
     with opened(paths, mirrored, env=env) as run:
-        asked = stop_wish(arguments.grace)
-        if run.signal([wish], wish=asked):
+        if run.signal([number], wish=wish):
             how = "stopping at once" if arguments.force else "saving and stopping"
             talk.print(f"run {paths.run_id}: {how}")
-            _wait_for_the_end(run, asked)
+            _wait_for_the_end(run, wish)
         else:
             talk.print(f"run {paths.run_id} is not running")
         home = bring_home(run, talk=talk, at_once=arguments.force)
@@ -217,8 +217,8 @@ class Watch:
         return look.alive
 
 
-def _wait_for_the_end(run: RemoteRun, asked: StopWish | None) -> None:
-    wait = StopWait(run.paths, asked)
+def _wait_for_the_end(run: RemoteRun, wish: StopWish) -> None:
+    wait = StopWait(run.paths, wish)
     while run.refresh():
         if wait.is_over():
             raise RankLostError(

@@ -32,7 +32,7 @@ from payload.orchestrate.follow import (
 from payload.orchestrate.live import LiveLine
 from payload.orchestrate.remote_end import bring_home, say_remote_end
 from payload.orchestrate.remote_run import Look, RemoteRun
-from payload.results import Summary, last_record, point_latest_at
+from payload.results import StopWish, Summary, last_record, point_latest_at
 from payload.run_config import load_run_config
 from payload.run_lock import FORCE_SIGNAL
 
@@ -82,7 +82,8 @@ def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Co
     status = _bring_home(run, arguments=arguments, talk=talk)
     summary = last_record(Summary, run.paths.summary)
     unfinished = summary is None or summary.status != "finished"
-    return INTERRUPTED if heeded and status == ExitCode.OK and unfinished else status
+    # Whoever stopped it: what a script would do with a finished run must not be done.
+    return INTERRUPTED if status == ExitCode.OK and unfinished else status
 
 
 def how_to_attach(run: RemoteRun) -> str:
@@ -152,11 +153,11 @@ def _pass_on(run: RemoteRun, live: LiveLine, *, heeded: int) -> int:
 def _deliver(run: RemoteRun, number: signal.Signals) -> None:
     """Signal the supervisor, which may be repeated; once more where a connection has broken."""
     try:
-        run.signal([number])
+        run.signal([number], wish=StopWish())
     except TileforgeError:
         run.close()
         try:
-            run.signal([number])
+            run.signal([number], wish=StopWish())
         except TileforgeError as error:
             raise SshUnreachableError(
                 f"the stop was not delivered: {error} As far as is known, {how_to_attach(run)}."

@@ -149,7 +149,7 @@ def _start_and_follow(
     log_tail = Tail(paths.rank_log(0), from_end=True)
     metrics_tail = Tail(paths.metrics, from_end=True)
     supervisor = access.start_supervisor(paths, detached=False, grace_s=arguments.grace)
-    interrupted = follow_run(
+    follow_run(
         paths,
         supervisor,
         console=talk,
@@ -158,7 +158,7 @@ def _start_and_follow(
         log_tail=log_tail,
         metrics_tail=metrics_tail,
     )
-    return _report(paths, supervisor, arguments=arguments, talk=talk, interrupted=interrupted)
+    return _report(paths, supervisor, arguments=arguments, talk=talk)
 
 
 def _start_detached(
@@ -184,7 +184,6 @@ def _report(
     *,
     arguments: argparse.Namespace,
     talk: Console,
-    interrupted: bool = False,
 ) -> int:
     """The table at the end, or the failure in the failing rank's own words."""
     status = supervisor.wait()
@@ -202,8 +201,8 @@ def _report(
         _say_supervisor_failed(paths, status=status, talk=talk)
         return ExitCode.RANK_LOST if status < 0 else status or ExitCode.TRAINING
     say_end(paths, summary=summary, state=state, arguments=arguments, talk=talk)
-    if interrupted and status == ExitCode.OK and state.status == "stopped":
-        # Whatever a script would do next with a finished run must not be done.
+    if status == ExitCode.OK and state.status == "stopped":
+        # Whoever stopped it: what a script would do with a finished run must not be done.
         return INTERRUPTED
     return status
 

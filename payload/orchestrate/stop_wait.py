@@ -12,17 +12,12 @@ from payload.run_repair import known_config, known_state
 _MARGIN_S = 20.0
 
 
-def stop_wish(grace_s: float | None) -> StopWish | None:
-    """What to leave for the supervisor; None where the run's own grace is right."""
-    return None if grace_s is None else StopWish(grace_s=grace_s)
-
-
 class StopWait:
     """Patience with a run that was asked to stop: its supervisor's, and a little more."""
 
-    def __init__(self, paths: RunPaths, wish: StopWish | None) -> None:
+    def __init__(self, paths: RunPaths, wish: StopWish) -> None:
         """The stop was asked for now."""
-        grace_s = wish.grace_s if wish else _grace_s(paths)
+        grace_s = _grace_s(paths) if wish.grace_s is None else wish.grace_s
         patience_s = known_config(paths).limits.hang_timeout_s
         self._watch = CheckpointWatch(paths, patience_s=patience_s)
         self._began_s = time.monotonic()

@@ -60,8 +60,9 @@ def _make_room(paths: RunPaths) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=command("supervise"),
-        description="Keep one planned run alive until it ends. SIGTERM stops it with a checkpoint, "
-        "SIGUSR1 or a second Ctrl-C at once.",
+        description="Keep one planned run alive until it ends. Ctrl-C stops it with a checkpoint, "
+        "SIGUSR1 or a second Ctrl-C at once. SIGTERM or SIGHUP that no command of orchestrate sent "
+        "ends it with a checkpoint, too, but as lost.",
     )
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
     parser.add_argument(

@@ -255,6 +255,7 @@ class Attempt:
                     launcher_text=text,
                     trainer_status=summary.status if summary else None,
                     stop=self._stopping.kind,
+                    stop_by_system=self._stopping.by_system,
                     ended_by_us_s=self._ended_by_us_s,
                     node_of=self._node_of,
                     trouble=trouble,

@@ -29,12 +29,14 @@ class Stopping:
         """`limit_s`: after so long, the run is asked to stop."""
         self.limited = False
         """Whether it was the limit that asked."""
+        self.by_system = False
+        """Whether it was a signal that no command sent, as when the machine is shut down."""
         self._limit_at_s = None if limit_s is None else time.monotonic() + limit_s
         self.kind: Stop = "none"
         self.grace_s = grace_s
         self._paths = paths
         self._wakeups = wakeups
-        self._asked = 0
+        self._told = 0
         self._owner_pid = owner_pid
         self._deadline_s = 0.0
 
@@ -44,17 +46,19 @@ class Stopping:
         A checkpoint that gets on (`saving`) may take longer, unless it is the limit that asked.
         """
         counts = self._wakeups.counts
-        asked = counts[signal.SIGTERM] + counts[signal.SIGINT]
+        told = counts[signal.SIGTERM] + counts[signal.SIGINT] + counts[signal.SIGHUP]
         orphaned = self._owner_pid is not None and os.getppid() != self._owner_pid
         # Two polite wishes are still polite: two people may type `stop`.
         forced = counts[FORCE_SIGNAL] or counts[signal.SIGINT] >= 2
         if forced and self.kind != "forced":
             self.kind = "forced"
             return "end"
-        if asked > self._asked:
-            self._asked = asked
-            self._heed_grace()
-        if (asked or orphaned) and self.kind == "none":
+        if told > self._told:
+            self._told = told
+            # Only a person at a terminal sends SIGINT.
+            asked = self._take_wish() or counts[signal.SIGINT] > 0
+            self.by_system |= self.kind == "none" and not asked
+        if (told or orphaned) and self.kind == "none":
             self.ask()
             return "ask"
         if self._limit_at_s is not None and self.kind == "none":
@@ -73,12 +77,24 @@ class Stopping:
         self.kind = "graceful"
         self._deadline_s = time.monotonic() + self.grace_s
 
-    def _heed_grace(self) -> None:
-        """What came with the newest wish; during a stop, time counts anew from there."""
-        wish = last_record(StopWish, self._paths.stop_wish)
+    def forget_old_wish(self) -> None:
+        """Remove one that came too late for the last supervisor; ours may be there already."""
+        if self._wish() is None:
+            self._paths.stop_wish.unlink(missing_ok=True)
+
+    def _take_wish(self) -> bool:
+        """Heed what a command left; during a stop, the time that it brings counts from now."""
+        wish = self._wish()
         if wish is None:
-            return
+            return False
         self._paths.stop_wish.unlink(missing_ok=True)
-        self.grace_s = wish.grace_s
-        if self.kind == "graceful":
-            self._deadline_s = time.monotonic() + self.grace_s
+        if wish.grace_s is not None:
+            self.grace_s = wish.grace_s
+            if self.kind == "graceful":
+                self._deadline_s = time.monotonic() + self.grace_s
+        return True
+
+    def _wish(self) -> StopWish | None:
+        """The wish that is meant for this supervisor."""
+        wish = last_record(StopWish, self._paths.stop_wish)
+        return wish if wish is not None and os.getpid() in wish.pids else None

@@ -17,7 +17,7 @@ from payload.full_disk import write_record
 from payload.inventory import ClusterInventory
 from payload.launch.budget import cost_usd, limited, time_limit
 from payload.launch.environment import SSH_ARGUMENTS
-from payload.launch.outcome import Verdict
+from payload.launch.outcome import Verdict, told_by_system
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
 from payload.launch.restart import AttemptEnd, decide, restart_note, waiting_note
@@ -96,8 +96,7 @@ class Supervisor:
     def run(self) -> ExitCode:
         """Start the ranks, stay until the last process is gone, and write how it ended."""
         with hold_port(self._plan.master_port):
-            # One that came too late for the last supervisor.
-            self._paths.stop_wish.unlink(missing_ok=True)
+            self._stopping.forget_old_wish()
             self._require_room()
             self._tell(self._state.status)
             for stream in self._streams:
@@ -158,8 +157,7 @@ class Supervisor:
                 error = f"not started: {away}"
                 return Verdict(status="failed", exit_code=ExitCode.RANK_LOST, error=error)
         if self._stopping.kind != "none":
-            error = "stopped before it was started"
-            return Verdict(status="stopped", exit_code=ExitCode.OK, error=error)
+            return self._stopped("stopped before it was started")
         return None
 
     def _farewell(self) -> Farewell:
@@ -212,8 +210,8 @@ class Supervisor:
             return None
         self._state = replace(self._state, note=note_before)
         if self._stopping.kind != "none":
-            error = "stopped before it was started again; it had failed: " + str(verdict.error)
-            return Verdict(status="stopped", exit_code=ExitCode.OK, error=error)
+            before = f"stopped before it was started again; it had failed: {verdict.error}"
+            return self._stopped(before)
         return _adding(verdict, f"not started again: {away}")
 
     def _leftovers(self) -> str | None:
@@ -235,6 +233,12 @@ class Supervisor:
         self._stopping.heed(saving=True)
         self._tell_now_and_then()
         return self._stopping.kind in ("none", "graceful")
+
+    def _stopped(self, words: str) -> Verdict:
+        """How a run ends that was stopped between two attempts."""
+        if self._stopping.by_system:
+            return told_by_system(words)
+        return Verdict(status="stopped", exit_code=ExitCode.OK, error=words)
 
     def _new_attempt(self, signs: Signs) -> Attempt:
         return Attempt(

@@ -151,6 +151,14 @@ def test_a_stop_that_saved_is_no_error() -> None:
     assert (verdict.status, verdict.exit_code, verdict.error) == ("stopped", ExitCode.OK, None)
 
 
+def test_a_stop_by_the_system_is_a_lost_run_and_no_result() -> None:
+    stopped = evidence(stop="graceful", stop_by_system=True, trainer_status="stopped")
+    verdict = judge(stopped)
+    assert (verdict.status, verdict.exit_code) == ("failed", ExitCode.RANK_LOST)
+    assert "told to stop by the system, not by a command" in str(verdict.error)
+    assert judge(dataclasses.replace(stopped, trainer_status="finished")).status == "finished"
+
+
 def test_a_run_that_finished_while_asked_to_stop_is_finished() -> None:
     verdict = judge(
         evidence(*[ended(r, 0) for r in range(3)], stop="graceful", trainer_status="finished")

@@ -214,6 +214,33 @@ def test_stop_signals_the_supervisor_and_never_a_process_that_got_its_number(
 
 
 @pytest.mark.ranks
+def test_a_followed_run_that_another_command_stops_does_not_end_as_if_it_were_done(
+    workplace: Workplace,
+) -> None:
+    process = workplace.start(ENDLESS, "run", "--run-id", "one")
+    wait_for_steps(workplace.run_paths("one"))
+    assert workplace.call("stop", "one")[0] == ExitCode.OK
+    out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == INTERRUPTED
+    assert "status           stopped" in out
+
+
+@pytest.mark.ranks
+def test_a_run_whose_supervisor_the_system_ends_is_lost(workplace: Workplace) -> None:
+    process = workplace.start(ENDLESS, "run", "--run-id", "one")
+    paths = workplace.run_paths("one")
+    wait_for_steps(paths)
+    supervisor = state_of(paths).supervisor_pid
+    assert supervisor is not None
+    os.kill(supervisor, signal.SIGTERM)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == ExitCode.RANK_LOST
+    assert "error: the supervisor was told to stop by the system, not by a command" in err
+    assert "status           failed" in out
+    assert not processes_of(paths.root)
+
+
+@pytest.mark.ranks
 def test_stop_by_force_ends_a_run_whose_supervisor_is_frozen(workplace: Workplace) -> None:
     workplace.start(ENDLESS, "run", "--detach", "--run-id", "one").wait(DEADLINE_S)
     paths = workplace.run_paths("one")

@@ -22,7 +22,7 @@ from payload.orchestrate.remote_follow import _pass_on as pass_on
 from payload.orchestrate.remote_follow import patiently
 from payload.orchestrate.remote_run import RemoteRun
 from payload.orchestrate.ssh_settings import Login
-from payload.results import RunPaths
+from payload.results import RunPaths, StopWish, read_json
 from payload.run_config import TrainSection
 from tests.orchestrate.conftest import SHORT, StartSshd
 from tests.orchestrate.run_copies import write_ranks
@@ -135,6 +135,8 @@ def test_a_stop_reaches_the_supervisor_over_a_new_connection_where_the_old_one_b
                 os.kill(process, signal.SIGKILL)
             assert pass_on(run, live, heeded=0) == 2
             assert supervisor.stdout.readline() == "SIGTERM\n"
+            wish = read_json(StopWish, RunPaths(folder).stop_wish)
+            assert wish == StopWish(pids=(supervisor.pid,))
         finally:
             supervisor.kill()
     run.close()

@@ -301,4 +301,4 @@ def test_who_asked_for_a_stop_waits_as_long_as_a_checkpoint_gets_on(
         sign = RankProgress(rank=0, node="a", pid=1, step=3, phase=phase, time_unix=1.0)
         write_json(paths.rank_progress(0), sign)
         assert stop_wait.StopWait(paths, now).is_over() is is_over
-    assert not stop_wait.StopWait(paths, None).is_over()
+    assert not stop_wait.StopWait(paths, StopWish()).is_over()

@@ -12,7 +12,15 @@ from pathlib import Path
 from payload.orchestrate.inventories import load_cluster
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.planning import plan_run
-from payload.results import RankProgress, RunPaths, RunState, last_record, read_json
+from payload.results import (
+    RankProgress,
+    RunPaths,
+    RunState,
+    StopWish,
+    last_record,
+    read_json,
+    write_json,
+)
 from payload.run_config import parse_run_config
 from payload.supervise.processes import processes_of
 from tests.supervise import stand_in
@@ -84,6 +92,14 @@ def supervise(
         program = ["-c", _WITH_ECHO.format(echo_s=echo_s)]
     command = [sys.executable, *program, "--run-dir", str(paths.root), *options]
     return subprocess.Popen(command, cwd=REPO, env={**os.environ, **(env or {})})
+
+
+def ask_to_stop(
+    paths: RunPaths, supervisor: subprocess.Popen[bytes], *, grace_s: float | None = None
+) -> None:
+    """As a command does it."""
+    write_json(paths.stop_wish, StopWish(pids=(supervisor.pid,), grace_s=grace_s))
+    supervisor.terminate()
 
 
 def wait_for(what: Callable[[], bool], description: str, *, timeout_s: float = DEADLINE_S) -> None:

@@ -29,6 +29,7 @@ from payload.supervise.processes import processes_of
 from tests.supervise.planned import (
     DEADLINE_S,
     REPO,
+    ask_to_stop,
     plan_stand_in,
     state_of,
     supervise,
@@ -146,14 +147,37 @@ def test_a_crash_without_a_word_is_recorded_by_the_wrapper(tmp_path: Path) -> No
     assert "RuntimeError: unforeseen" in paths.rank_log(1).read_text()
 
 
-def test_sigterm_stops_with_a_result(tmp_path: Path) -> None:
+def test_a_stop_saves_and_has_a_result(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS)
     supervisor = supervise(paths)
     wait_for_steps(paths)
-    supervisor.terminate()
+    ask_to_stop(paths, supervisor)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
     assert (state_of(paths).status, state_of(paths).error) == ("stopped", None)
     assert _summary(paths).status == "stopped"
+    assert not processes_of(paths.root)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_supervisor_that_the_system_ends_saves_and_its_run_is_lost_and_no_result(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """As when the head is preempted; what a command left for an earlier supervisor is no excuse."""
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_restarts=1",))
+    old = StopWish(pids=(os.getpid(),), grace_s=0.0)
+    write_json(paths.stop_wish, old)
+    supervisor = supervise(paths)
+    wait_for_steps(paths)
+    assert not paths.stop_wish.exists()
+    write_json(paths.stop_wish, old)
+    supervisor.send_signal(number)
+    assert supervisor.wait(DEADLINE_S) == ExitCode.RANK_LOST
+    state, summary = state_of(paths), _summary(paths)
+    assert (state.status, state.exit_class, state.attempt) == ("failed", "rank_lost", 1)
+    assert str(state.error).startswith("the supervisor was told to stop by the system, not by")
+    assert "the ranks saved and ended" in str(state.error)
+    assert (summary.status, summary.exit_class) == ("failed", "rank_lost")
+    assert paths.rank_log(0).read_text().splitlines()[-1] == "rank 0 stopped"
     assert not processes_of(paths.root)
 
 
@@ -177,7 +201,7 @@ def test_sigterm_to_one_rank_is_a_lost_rank(tmp_path: Path, victim: str) -> None
 def test_a_signal_that_comes_before_the_supervisor_is_ready_is_not_lost(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS)
     supervisor = LocalAccess(os.environ).start_supervisor(paths, detached=True, grace_s=60.0)
-    supervisor.terminate()
+    ask_to_stop(paths, supervisor)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
     assert state_of(paths).status == "stopped"
     assert not processes_of(paths.root)
@@ -217,7 +241,7 @@ def test_records_of_the_wrong_kind_in_a_running_runs_folder_do_not_kill_its_supe
     paths.launcher_log.unlink()
     (paths.rank_progress(0).parent / "rank_0009.json").mkdir()
     wait_for_steps(paths, ranks=1)
-    supervisor.terminate()
+    ask_to_stop(paths, supervisor)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
     assert _summary(paths).status == "stopped"
 
@@ -264,7 +288,7 @@ def test_state_is_kept_up_to_date_while_the_wall_clock_stands_or_goes_back(tmp_p
     wait_for_steps(paths)
     first = state_of(paths).spent_s
     wait_for(lambda: state_of(paths).spent_s > first + 1.0, "the time that counts to go on")
-    running.terminate()
+    ask_to_stop(paths, running)
     assert running.wait(DEADLINE_S) == ExitCode.OK
     assert _summary(paths).wall_s >= 0
 
@@ -273,7 +297,7 @@ def test_a_stop_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS)
     supervisor = supervise(paths)
     wait_for(paths.state.exists, "the supervisor to begin")
-    supervisor.terminate()
+    ask_to_stop(paths, supervisor)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
     assert state_of(paths).status == "stopped"
     assert not processes_of(paths.root)
@@ -283,7 +307,7 @@ def test_a_stop_while_the_ranks_load_ends_at_once_and_loses_nothing(tmp_path: Pa
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--deaf", "--loads")
     supervisor = supervise(paths, "--grace", "1000")
     wait_for_steps(paths, step=0)
-    supervisor.terminate()
+    ask_to_stop(paths, supervisor)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
     state = state_of(paths)
     assert (state.status, state.error) == (
@@ -297,8 +321,8 @@ def test_the_force_signal_ends_deaf_ranks_at_once(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--deaf", "--stray")
     supervisor = supervise(paths)
     wait_for_steps(paths)
-    supervisor.send_signal(signal.SIGTERM)
-    supervisor.send_signal(signal.SIGTERM)
+    ask_to_stop(paths, supervisor)
+    ask_to_stop(paths, supervisor)
     supervisor.send_signal(FORCE_SIGNAL)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
     assert "steps since the last checkpoint are lost" in str(state_of(paths).error)
@@ -309,14 +333,12 @@ def test_ranks_that_do_not_stop_in_the_time_that_the_stop_came_with_are_killed(
     tmp_path: Path,
 ) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--deaf")
-    write_json(paths.stop_wish, StopWish(grace_s=0.0))  # Of an earlier supervisor's end.
     supervisor = supervise(paths, "--grace", "1000")
     wait_for_steps(paths)
-    supervisor.terminate()
-    supervisor.send_signal(signal.SIGTERM)
+    ask_to_stop(paths, supervisor)
+    ask_to_stop(paths, supervisor)
     assert (state_of(paths).grace_s, supervisor.poll()) == (1000.0, None)
-    write_json(paths.stop_wish, StopWish(grace_s=0.5))
-    supervisor.terminate()
+    ask_to_stop(paths, supervisor, grace_s=0.5)
     assert supervisor.wait(DEADLINE_S) == ExitCode.HANG
     assert (state_of(paths).exit_class, state_of(paths).grace_s) == ("hang", 0.5)
     assert not processes_of(paths.root)
@@ -326,10 +348,9 @@ def test_a_stop_waits_for_a_checkpoint_that_gets_on(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "1.5")
     supervisor = supervise(paths)
     wait_for_steps(paths)
-    supervisor.terminate()
+    ask_to_stop(paths, supervisor)
     wait_for(lambda: _phase(paths) == "checkpoint", "rank 0 to save")
-    write_json(paths.stop_wish, StopWish(grace_s=0.0))
-    supervisor.terminate()
+    ask_to_stop(paths, supervisor, grace_s=0.0)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
     assert (state_of(paths).status, state_of(paths).error) == ("stopped", None)
     assert _summary(paths).status == "stopped"
@@ -368,7 +389,7 @@ def test_a_stop_lets_the_ranks_of_an_earlier_supervisor_save(tmp_path: Path) -> 
     # Its own grace is none of theirs.
     second = supervise(paths, "--grace", "0.1")
     wait_for(lambda: state_of(paths).note is not None, "it to say what it waits for")
-    second.terminate()
+    ask_to_stop(paths, second)
     assert second.wait(DEADLINE_S) == ExitCode.OK
     assert paths.rank_log(0).read_text().splitlines() == ["rank 0 begins", "rank 0 stopped"]
     assert state_of(paths).error == "stopped before it was started"
@@ -453,7 +474,7 @@ def test_a_second_supervisor_is_refused(tmp_path: Path, capfd: pytest.CaptureFix
     wait_for_steps(paths)
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.USAGE
     assert "is being supervised already" in capfd.readouterr().err
-    first.send_signal(signal.SIGTERM)
+    ask_to_stop(paths, first)
     assert first.wait(DEADLINE_S) == ExitCode.OK
 
 
@@ -475,7 +496,7 @@ def test_a_restart_is_told_from_the_checkpoint_that_is_sound(tmp_path: Path) -> 
     os.kill(wait_for_steps(paths, step=3)[1], signal.SIGKILL)
     wait_for(lambda: "Going on from" in str(state_of(paths).note), "the restart to be told")
     assert "Going on from checkpoint step_00000001 (restart 1 of 1)" in str(state_of(paths).note)
-    supervisor.terminate()
+    ask_to_stop(paths, supervisor)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
 
 
@@ -489,7 +510,7 @@ def test_a_step_that_only_metrics_have_is_worth_a_restart(tmp_path: Path) -> Non
         file.write(step_line(5001))
     os.kill(pids[1], signal.SIGKILL)
     wait_for(lambda: "(restart 1 of 1)" in str(state_of(paths).note), "the restart")
-    supervisor.terminate()
+    ask_to_stop(paths, supervisor)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
 
 
@@ -500,7 +521,7 @@ def test_a_restart_that_never_comes_is_not_counted(tmp_path: Path) -> None:
     wait_for(lambda: bool(state_of(paths).note), "the failure to be told")
     note = str(state_of(paths).note)
     assert "was killed by signal 9" in note and "Seeing whether it can be started again" in note
-    supervisor.terminate()
+    ask_to_stop(paths, supervisor)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
     state = state_of(paths)
     assert (state.status, state.attempt, state.note) == ("stopped", 1, None)

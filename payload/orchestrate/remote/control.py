@@ -191,18 +191,20 @@ def new_bytes(file: BinaryIO, offset: int, end: bytes, *, most: int) -> tuple[in
 
 
 def send(run_dir: Path, signals: list[int], wish: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Signals to the run's supervisor if it lives; it finds `wish` in stop.json."""
+    """Signals to the run's supervisor if it lives; it finds `wish`, with its id, in stop.json."""
     alive = is_held(run_dir / "supervisor.lock")
     if alive:
-        if wish is not None:
-            partial = run_dir / f".stop.json.{os.getpid()}.partial"
-            partial.write_text(json.dumps(wish), "utf-8")
-            partial.replace(run_dir / "stop.json")
         ends = time.monotonic() + _FIND_S
         while not (found := supervisors(run_dir)) and is_held(run_dir / "supervisor.lock"):
             if time.monotonic() > ends:
                 break
             time.sleep(0.05)
+        if wish is not None:
+            # A disk that is full or read-only keeps no run from being stopped.
+            with contextlib.suppress(OSError):
+                partial = run_dir / f".stop.json.{os.getpid()}.partial"
+                partial.write_text(json.dumps({**wish, "pids": found}), "utf-8")
+                partial.replace(run_dir / "stop.json")
         for pid in found:
             for number in signals:
                 with contextlib.suppress(ProcessLookupError):
