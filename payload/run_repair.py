@@ -7,13 +7,14 @@ rebuilt from the others, and what lies in a file's place is set aside.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from payload.checkpoint_files import checkpoint_config, newest_sound
-from payload.errors import ConfigError
+from payload.errors import ConfigError, ExitCode
 from payload.results import RunPaths, RunState, Summary, is_odd_file, last_record, set_aside
 from payload.run_config import RunConfig, fixed_differences, load_run_config, parse_run_config
 from payload.untrusted import RUN_ID, build, checked, parse_json, read_bytes
@@ -119,6 +120,17 @@ def make_room(paths: RunPaths) -> list[str]:
     return [f"{path} was no file or folder of a run; it is now {set_aside(path)}" for path in odd]
 
 
+def main(argv: Sequence[str]) -> int:
+    """Make room in a run folder, as before a node gets the run's files; print what was moved."""
+    try:
+        moved = make_room(RunPaths(Path(argv[0])))
+    except OSError as error:
+        sys.stderr.write(f"{error.filename or argv[0]}: {error.strerror}\n")
+        return ExitCode.PREFLIGHT
+    sys.stdout.writelines(f"{sentence}\n" for sentence in moved)
+    return ExitCode.OK
+
+
 def _ids_of(paths: RunPaths) -> set[str]:
     """Return the run's ids: its folder may have been renamed after the run."""
     planned = _id_in(paths.plan)
@@ -157,3 +169,7 @@ def _changed_unix(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -17,7 +17,7 @@ from payload.errors import PreflightError
 from payload.orchestrate.remote_programs import Finished, NodeLook, ask, require_known
 from payload.orchestrate.ssh import Connection
 from payload.orchestrate.transfer import put
-from payload.untrusted import RUN_ID, checked, shown
+from payload.untrusted import RUN_ID, checked, printable, shown
 
 _CHECKPOINT = re.compile(r"(step_[0-9]{1,20})?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -134,6 +134,18 @@ def build_kernels(
         return None
     said = (done.stdout or done.stderr).decode(errors="replace").strip().rpartition("\n")[2]
     return said or f"status {done.status}"
+
+
+def make_room_for(
+    connection: Connection, run_dir: PurePosixPath, *, python: str, python_path: str
+) -> list[str]:
+    """Set aside what lies in the place of a run's files on the node.
+
+    Returns a sentence for each. Raises PreflightError.
+    """
+    argv = ["env", f"PYTHONPATH={python_path}", python, "-m", "payload.run_repair", str(run_dir)]
+    said = connection.check_run(argv, timeout_s=_LOOK_S).decode(errors="replace")
+    return printable(said).splitlines()
 
 
 def archive(files: Mapping[str, bytes]) -> bytes:

@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
@@ -30,6 +30,7 @@ from payload.results import (
     RunPaths,
     RunState,
     Summary,
+    require_file,
     write_whole,
 )
 from payload.untrusted import build, check_schema, checked, no_follow, parse_json, read_bytes
@@ -84,9 +85,15 @@ def write_mirrored(paths: RunPaths, mirrored: Mirrored) -> None:
 
 
 def note_seen(paths: RunPaths, *, alive: bool, ssh_key: Path) -> None:
-    """Write down that this is a cluster's run, how to reach it, and whether it is alive now."""
+    """Write down that this is a cluster's run, how to reach it, and whether it is alive now.
+
+    A damaged mirror.json gives way to the new one.
+    """
     with alone(paths, "mirror"):
-        before = read_mirrored(paths)
+        before = None
+        if require_file(paths.root / "mirror.json") is None:
+            with suppress(ConfigError):
+                before = read_mirrored(paths)
         mirrored = Mirrored(
             alive=alive,
             seen_unix=time.time(),
@@ -108,7 +115,9 @@ def note_collected(paths: RunPaths, checkpoint: Path | None) -> None:
 @contextmanager
 def alone(paths: RunPaths, what: str) -> Iterator[None]:
     """Within it no other command of this machine brings `what` of the run here; waits for it."""
-    with open(inside(paths, f".{what}.lock"), "w", opener=no_follow) as lock:
+    path = inside(paths, f".{what}.lock")
+    require_file(path)
+    with open(path, "w", opener=no_follow) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

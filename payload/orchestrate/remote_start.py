@@ -15,12 +15,12 @@ from rich.console import Console
 from payload.engines import require_known_backend
 from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError
 from payload.hints import run_command
-from payload.inventory import ClusterInventory
+from payload.inventory import ClusterInventory, Node
 from payload.launch.budget import time_limit
 from payload.orchestrate.checks import check_data, require_mpirun, require_whole_passes
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.cluster_access import ClusterAccess
-from payload.orchestrate.code import Code, archive, this_code, unpack
+from payload.orchestrate.code import Code, archive, make_room_for, this_code, unpack
 from payload.orchestrate.fanout import all_or_raise, on_every_node
 from payload.orchestrate.initial import settle_initial
 from payload.orchestrate.inventories import Chosen
@@ -38,13 +38,15 @@ from payload.orchestrate.run_key import (
     remove_dead_keys,
     remove_run_key,
 )
-from payload.orchestrate.runs import create_run, find_run
+from payload.orchestrate.runs import create_run, find_run, room_for
+from payload.orchestrate.runs import is_copy as is_mirror
 from payload.orchestrate.ssh_settings import Login
 from payload.orchestrate.supply import Answers, ask_nodes, bring_code, bring_data, bring_weights
 from payload.orchestrate.trial_report import try_if_new
 from payload.orchestrate.weights import Weights, local_weights
 from payload.results import RunPaths, new_run_id
 from payload.run_config import LimitsSection, RunConfig
+from payload.run_repair import make_room
 
 # A machine of ours lives for 30 days at most; on others a run that has no limit may go on for
 # longer, and needs the key again only to bring a lost rank back.
@@ -107,7 +109,7 @@ def run_on_cluster(
             with claimed(cluster, inventory, run_dir=run_dir, say=talk.print) as claim:
                 found = claim.running
                 if found is None:
-                    _prepare(wanted, cluster, report, answers, name=claim.name, talk=talk)
+                    _prepare(wanted, run, cluster, report, answers, name=claim.name, talk=talk)
                     code = _start(run, cluster, arguments, name=claim.name, talk=talk)
     if found is None:
         with closing(run):
@@ -140,7 +142,7 @@ def _wanted(
     """Config and place of the run; what is wrong with them is found here. Raises ConfigError."""
     resumed = find_run(arguments.runs_dir, arguments.resume) if arguments.resume else None
     if resumed is not None:
-        _refuse_another_place(resumed, chosen.inventory)
+        _refuse_another_place(resumed, chosen.inventory, talk=talk)
     config = config_of(resumed)
     require_mpirun(config)
     require_whole_passes(config, chosen)
@@ -168,8 +170,14 @@ def _weights(init: str, *, resumes: bool) -> Weights | None:
     return None if resumes and not Path(init).is_dir() else local_weights(init)
 
 
-def _refuse_another_place(paths: RunPaths, inventory: ClusterInventory) -> None:
-    was = ClusterInventory.load(paths.inventory)
+def _refuse_another_place(paths: RunPaths, inventory: ClusterInventory, *, talk: Console) -> None:
+    try:
+        was = ClusterInventory.load(paths.inventory)
+    except ConfigError as error:
+        if not is_mirror(paths):
+            raise
+        talk.print(f"warning: {error} The run is taken for one of {inventory.cluster}.")
+        return
     if was.access.kind == "local" or was.cluster != inventory.cluster:
         raise ConfigError(
             f"run {paths.run_id} was on {was.cluster}, and its checkpoints are not on "
@@ -190,6 +198,7 @@ def _other_run(answer: NodeLook, wanted: Wanted) -> str | None:
 
 def _prepare(
     wanted: Wanted,
+    run: RemoteRun,
     cluster: Cluster,
     report: Report,
     answers: Answers,
@@ -221,7 +230,9 @@ def _prepare(
         lasts_s = _key_lasts_s(config.limits, inventory)
         run_key = install_run_key(cluster, inventory, name=name, lasts_s=lasts_s)
         planned = _plan(wanted, report, answers, code=code, run_key=run_key, home=home)
-        _write(wanted, planned, cluster, there=config)
+        _write(wanted, planned, cluster, there=config, talk=talk)
+        with room_for(run.paths):
+            run.note(alive=True)
     except BaseException:
         # Also at Ctrl-C: nothing else would ever remove it.
         _remove_key(cluster, inventory, name, talk)
@@ -240,22 +251,37 @@ def _key_lasts_s(limits: LimitsSection, inventory: ClusterInventory) -> float:
     return _KEY_LASTS_S if limit is None else min(_KEY_LASTS_S, limit.seconds + _KEY_MARGIN_S)
 
 
-def _write(wanted: Wanted, planned: PlannedRun, cluster: Cluster, *, there: RunConfig) -> None:
-    """The run folder, here and on every node; `there` is the config with the nodes' own paths."""
+def _write(
+    wanted: Wanted, planned: PlannedRun, cluster: Cluster, *, there: RunConfig, talk: Console
+) -> None:
+    """Write the run folder, here and on every node.
+
+    `there` is the config with the nodes' own paths. What lies in a file's place is set aside.
+    """
     paths = wanted.paths
-    if not wanted.resumes:
-        create_run(paths.root.parent, paths.run_id)
-    for stale in (paths.summary, paths.state, *paths.root.glob("exits/*.json")):
-        stale.unlink(missing_ok=True)
-    planned.write(paths)
+    with room_for(paths):
+        if not wanted.resumes:
+            create_run(paths.root.parent, paths.run_id)
+        for sentence in make_room(paths):
+            talk.print(f"warning: {sentence}")
+        for stale in (paths.summary, paths.state, *paths.root.glob("exits/*.json")):
+            stale.unlink(missing_ok=True)
+        planned.write(paths)
     files = replace(planned, config=there).files()
     content = archive({name: text.encode() for name, text in files.items()})
     run_dir = PurePosixPath(planned.paths.root)
-    nodes = wanted.chosen.inventory.nodes
-    all_or_raise(
-        on_every_node(nodes, lambda node: unpack(cluster.connect(node), content, run_dir)),
-        what="writing the run folder",
-    )
+    python, python_path = planned.plan.program[0], planned.plan.environment["PYTHONPATH"]
+
+    def bring(node: Node) -> list[str]:
+        connection = cluster.connect(node)
+        moved = make_room_for(connection, run_dir, python=python, python_path=python_path)
+        unpack(connection, content, run_dir)
+        return moved
+
+    outcomes = on_every_node(wanted.chosen.inventory.nodes, bring)
+    for name, sentences in all_or_raise(outcomes, what="writing the run folder").items():
+        for sentence in sentences:
+            talk.print(f"warning: {name}: {sentence}")
 
 
 def _plan(
@@ -297,7 +323,6 @@ def _start(
     run: RemoteRun, cluster: Cluster, arguments: argparse.Namespace, *, name: str, talk: Console
 ) -> int | None:
     """Start the supervisor; returns the exit code where it has not begun."""
-    run.note(alive=True)
     try:
         begun = run.start(grace_s=arguments.grace, name=name)
     except (KeyboardInterrupt, TileforgeError):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from payload.errors import ConfigError, ExitCode, UsageError
+from payload.errors import ConfigError, ExitCode, PreflightError, UsageError
 from payload.hints import command
 from payload.inventory import ClusterInventory
 from payload.launch.plan import LaunchPlan
@@ -110,6 +110,19 @@ def create_run(runs_dir: Path, run_id: str) -> RunPaths:
             f"{root}: {error.strerror}. Name a folder you can write to with --runs-dir."
         ) from None
     return RunPaths(root)
+
+
+@contextmanager
+def room_for(paths: RunPaths) -> Iterator[None]:
+    """Turn what the disk refuses into an error that says what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise PreflightError(
+            f"{paths.root} cannot be written: {error.strerror}{where}. Free disk space or name "
+            "another folder with --runs-dir, and start the run again."
+        ) from None
 
 
 def all_runs(runs_dir: Path) -> list[RunPaths]:

@@ -9,8 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from payload.checkpoint_files import require_room
 from payload.engines import require_packages_here
-from payload.errors import INTERRUPTED, ConfigError, DataError, ExitCode, PreflightError
+from payload.errors import INTERRUPTED, ConfigError, DataError, ExitCode
 from payload.hints import run_command
 from payload.model_shape import GPT2_VOCAB_SIZE
 from payload.orchestrate.checks import check_data
@@ -41,6 +40,7 @@ from payload.orchestrate.runs import (
     create_run,
     find_run,
     is_copy,
+    room_for,
     running_here,
 )
 from payload.results import RunPaths, RunState, Summary, last_record, new_run_id
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace, access: LocalAccess) -> int:
         return run_on_cluster(
             arguments,
             chosen,
-            config_of=lambda resumed: config_of(arguments, resumed=resumed),
+            config_of=lambda resumed: config_of(arguments, resumed=resumed, say=talk.print),
             env=access.environment(),
             talk=talk,
         )
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace, access: LocalAccess) -> int:
         planned = _plan(paths, config, chosen, access, vocab_size=vocab_size, port=_port(holder))
         _require_room(planned)
         _say_notes(planned, talk)
-        with _room_for(paths):
+        with room_for(paths):
             if resumed is None:
                 create_run(arguments.runs_dir, paths.run_id)
             for sentence in make_room(paths):
@@ -237,19 +237,6 @@ def _plan(
         work_dir=Path.cwd(),
         port=port,
     )
-
-
-@contextmanager
-def _room_for(paths: RunPaths) -> Iterator[None]:
-    """Turn what the disk refuses into an error that says what to do about it."""
-    try:
-        yield
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise PreflightError(
-            f"{paths.root} cannot be written: {error.strerror}{where}. Free disk space or name "
-            "another folder with --runs-dir, and start the run again."
-        ) from None
 
 
 def config_of(

@@ -13,6 +13,7 @@ from payload.errors import AnswerError, ConfigError
 from payload.orchestrate.mirror import (
     Mirrored,
     merge,
+    note_seen,
     read_mirrored,
     wanted_of,
     write_mirrored,
@@ -20,6 +21,7 @@ from payload.orchestrate.mirror import (
 from payload.orchestrate.remote.control import read, send
 from payload.orchestrate.remote_programs import Part, Piece, parse_answer
 from payload.results import RunPaths, write_json, write_whole
+from tests.orchestrate.damage import WAYS, damage_file
 from tests.orchestrate.run_copies import (
     end_of,
     exit_text,
@@ -363,6 +365,23 @@ def test_a_run_of_this_machine_has_no_mirror(here: RunPaths) -> None:
     mirrored = Mirrored(alive=True, seen_unix=1.0, ssh_key="key")
     write_mirrored(here, mirrored)
     assert read_mirrored(here) == mirrored
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    # A link in the lock's place is refused by name.
+    [*(("mirror.json", way) for way in WAYS), (".mirror.lock", "a folder in its place")],
+)
+def test_what_lies_in_the_mirrors_place_keeps_no_run_from_being_noted(
+    here: RunPaths, tmp_path: Path, name: str, way: str
+) -> None:
+    (tmp_path / "source").write_text("{}")
+    path, outside = here.root / name, tmp_path / "outside"
+    damage_file(path, way=way, source=tmp_path / "source", outside=outside)
+    note_seen(here, alive=True, ssh_key=Path("/k"))
+    mirrored = read_mirrored(here)
+    assert mirrored is not None and (mirrored.alive, mirrored.ssh_key) == (True, "/k")
+    assert outside.read_text() == "not the run's"
 
 
 def test_a_run_that_nobody_holds_gets_no_signal(there: RunPaths) -> None:

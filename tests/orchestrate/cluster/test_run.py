@@ -393,3 +393,34 @@ def test_a_wrong_host_key_is_22_and_nothing_is_started(operator: Operator, tmp_p
     assert not (operator.nodes.home_of(0) / "tileforge").exists()
     assert not operator.paths("one").root.exists()
     assert "Accepted" not in operator.nodes.log_of(1)
+
+
+def test_a_run_whose_files_are_damaged_here_and_on_its_nodes_is_resumed(another: Operator) -> None:
+    code, said = another.do(*another.run_words("one", "train.steps=2"))
+    assert code == ExitCode.OK, said
+    here = another.paths("one")
+    for path in (here.inventory, here.root / "mirror.json"):
+        path.write_text("half")
+    shutil.rmtree(here.logs)
+    here.logs.touch()
+    head, worker = (another.nodes.home_of(i) / "tileforge/runs/one" for i in range(2))
+    for path in (here.summary, head / "plan.json", head / "logs/supervisor.log", worker / "hosts"):
+        path.unlink()
+        (path / "x").mkdir(parents=True)
+    shutil.rmtree(worker / "logs")
+    os.mkfifo(worker / "logs")
+    words = [*another.run_words("one", "train.steps=4"), "--resume", "one"]
+    (here.root / ".mirror.lock").unlink()
+    (here.root / ".mirror.lock").symlink_to("nowhere")
+    code, refused = another.do(*words)
+    assert code == ExitCode.CONFIG and ".mirror.lock is a symlink" in refused, refused
+    assert keys_of_runs(another) == [[], []]
+    (here.root / ".mirror.lock").unlink()
+    code, said = another.do(*words)
+    assert code == ExitCode.OK, said
+    assert summary(here.root)["steps"] == 4
+    assert "resuming after step 2" in here.rank_log(0).read_text()
+    assert keys_of_runs(another) == [[], []]
+    assert f"warning: {here.inventory}" in refused
+    for path in (here.summary, head / "plan.json", worker / "hosts", worker / "logs"):
+        assert path.with_name(f"{path.name}.damaged-1").exists()
