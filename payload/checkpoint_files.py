@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -22,12 +23,16 @@ NEEDED_FILES = ("model.safetensors", "config.json", OPTIMIZER_FILE, TRAINER_FILE
 BEST_NAME = "best"
 """A link beside the checkpoints, to the one with the lowest validation loss."""
 
+PARTIAL_SUFFIX = ".partial"
+"""Of a checkpoint's folder while it is written or removed."""
+
 BYTES_PER_PARAM = 12
 """Of a checkpoint on disk: fp32 weights and two AdamW moments."""
 
 FOLDER_NAME = re.compile(r"step_(\d{8,18})")
 """A checkpoint's folder, by the number of its step."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+_BLOCK_BYTES = 512  # st_blocks', whatever the file system's are.
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -97,12 +102,13 @@ def best_checkpoint(checkpoints: Path, val_losses: Mapping[int, float]) -> Path 
 def require_room(train: TrainSection, *, params: int, run: Path) -> None:
     """Raise ConfigError when the checkpoints that a run keeps, and one more, do not fit its disk.
 
-    It keeps the newest ones and the best. On a resume some of them are there.
+    It keeps the newest ones and the best. On a resume some of them are there, and what an
+    interrupted write left is removed first.
     """
     most = most_checkpoints(train)
     to_come = most - min(most - 1, len(checkpoint_folders(run / "checkpoints")))
     needed = to_come * params * BYTES_PER_PARAM
-    free = free_bytes(run)
+    free = free_bytes(run) + _bytes_of(partial_checkpoints(run / "checkpoints"))
     if free < needed:
         advice = "Free space or lower train.keep_checkpoints" if to_come > 1 else "Free space"
         raise ConfigError(
@@ -115,6 +121,11 @@ def require_room(train: TrainSection, *, params: int, run: Path) -> None:
 def most_checkpoints(train: TrainSection) -> int:
     """Return how many checkpoints of a run its disk has at once, at most."""
     return train.keep_checkpoints + 2
+
+
+def partial_checkpoints(checkpoints: Path) -> list[Path]:
+    """List what interrupted writes left, or the one under way."""
+    return list(checkpoints.glob(f"step_*{PARTIAL_SUFFIX}"))
 
 
 def free_bytes(folder: Path) -> int:
@@ -168,6 +179,15 @@ def sha256_of(path: Path) -> str:
     """Return the hash of a file's content. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _bytes_of(folders: Iterable[Path]) -> int:
+    """Return what the files in these folders take of the disk."""
+    blocks = 0
+    for path in (path for folder in folders for path in folder.rglob("*")):
+        with suppress(OSError):
+            blocks += path.lstat().st_blocks
+    return blocks * _BLOCK_BYTES
 
 
 def _file_problem(path: Path, entry: ManifestEntry) -> str | None:

@@ -113,7 +113,7 @@ def missing_steps(
     return tuple((before + 1, after - 1) for before, after in ends if after - before > 1)
 
 
-def describe_missing(missing: Iterable[tuple[int, ...]]) -> str:
+def describe_missing(missing: Iterable[tuple[int, int]]) -> str:
     """Return the ranges in words, as in `3, 12 to 20`."""
     return ", ".join(
         f"{first}" if first == last else f"{first} to {last}" for first, last in missing

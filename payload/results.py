@@ -13,12 +13,14 @@ import stat
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from payload.checkpoint_files import checkpoint_step
 from payload.errors import ConfigError
 from payload.untrusted import (
+    MAX_SECONDS,
     NODE_NAME,
     RUN_ID,
     build,
@@ -40,6 +42,9 @@ RunStatus = Literal["starting", "running", "finished", "stopped", "failed"]
 _CHECKPOINT = re.compile(r"step_\d{8,}")
 
 _PHASE = re.compile(r"[a-z ]{1,40}")
+
+_seconds = partial(checked, low=0, high=MAX_SECONDS)
+"""A field with a time that people and sums can do something with."""
 
 _T = TypeVar("_T", "Summary", "RunState", "StopWish", "RankProgress", "RankExit")
 
@@ -167,9 +172,9 @@ class Summary:
     exit_class: str
     world_size: int
     nodes: int
-    steps: int = 0
-    tokens: int = 0
-    missing_metrics: tuple[tuple[int, ...], ...] = ()
+    steps: int = checked(0, low=0)
+    tokens: int = checked(0, low=0)
+    missing_metrics: tuple[tuple[int, int], ...] = checked((), low=1)
     """First and last of each range of steps whose rows of metrics.jsonl are lost."""
     first_loss: float | None = None
     final_loss: float | None = None
@@ -182,14 +187,14 @@ class Summary:
     mfu: float | None = None
     peak_flops_per_s: float | None = None
     """Sum over all ranks of what a matrix product reached, or None."""
-    ready_unix: float | None = None
+    ready_unix: float | None = _seconds(None)
     """When the last start came to its first step, or evaluation, by rank 0's clock."""
     start_s: dict[str, float] = field(default_factory=dict)
     """What rank 0 did from its birth until then, and how long each part took."""
     ranks_identical: bool = False
     """True only if the last check, after the last step, found all ranks' parameters equal."""
-    restarts: int = 0
-    wall_s: float = 0.0
+    restarts: int = checked(0, low=0)
+    wall_s: float = _seconds(0.0)
     cost_usd: float | None = None
     """Of the nodes, for as long as the run had them, over all attempts; None without prices."""
     usd_per_million_tokens: float | None = None
@@ -213,12 +218,12 @@ class RunState:
     """None where it is not known any more, as in a state that was rebuilt."""
     node: str | None = checked(None, pattern=NODE_NAME, wanted="a node name")
     """Name of the node that the supervisor runs on; None likewise."""
-    started_unix: float
-    updated_unix: float
+    started_unix: float = _seconds()
+    updated_unix: float = _seconds()
     attempt: int = checked(1, low=1)
     note: str | None = None
     """What happened last to a run that goes on: why it was started again, and from where."""
-    spent_s: float = checked(0.0, low=0)
+    spent_s: float = _seconds(0.0)
     """Time that a supervisor had this run, over all attempts and resumes."""
     cost_usd: float | None = None
     """What the nodes cost in that time; None without prices."""
@@ -249,13 +254,13 @@ class RankProgress:
     phase: str = checked(pattern=_PHASE, wanted="a phase")
     """What it was about to do: load, calibration, start, kernels (building them), weights
     (to every rank), step, eval, sync check, checkpoint, end."""
-    time_unix: float
+    time_unix: float = _seconds()
     """For people."""
     micro_step: int | None = checked(None, low=0)
     """Forward and backward passes done of this step, or batches of this evaluation."""
     micro_steps: int | None = checked(None, low=0)
     """All of them."""
-    monotonic_s: float = checked(default_factory=time.monotonic)
+    monotonic_s: float = _seconds(default_factory=time.monotonic, low=-MAX_SECONDS)
     """By the node's monotonic clock: nobody sets it, so it orders what happened there."""
     schema_version: int = SCHEMA_VERSION
 
@@ -271,9 +276,9 @@ class RankExit:
     signal: int | None = checked(None, low=1, high=64)
     error: str | None = None
     """The rank's own words, one line."""
-    time_unix: float
+    time_unix: float = _seconds()
     """For people."""
-    monotonic_s: float = checked(default_factory=time.monotonic)
+    monotonic_s: float = _seconds(default_factory=time.monotonic, low=-MAX_SECONDS)
     """As RankProgress's."""
     schema_version: int = SCHEMA_VERSION
 

@@ -47,7 +47,7 @@ def known_state(paths: RunPaths) -> RunState | None:
         status=summary.status,
         exit_class=summary.exit_class if ended else None,
         error=summary.error,
-        started_unix=_changed_unix(paths.summary) - summary.wall_s,
+        started_unix=max(0.0, _changed_unix(paths.summary) - summary.wall_s),
         updated_unix=_changed_unix(paths.summary),
         attempt=summary.restarts + 1,
         spent_s=summary.wall_s,

@@ -23,6 +23,8 @@ from payload.errors import ConfigError, TileforgeError
 
 MAX_FILE_BYTES = 64 * 2**20
 """Larger than any JSON file that Tileforge writes, but for metrics.jsonl."""
+MAX_SECONDS = 1e11
+"""Over three thousand years: no time that a record has is longer, nor so long after 1970."""
 MAX_TEXT_CHARS = 2**16
 """Longest string in a record: an error message or a path is far shorter."""
 
@@ -172,9 +174,10 @@ def build(
 ) -> _T:
     """Build the dataclass `cls` from a JSON object, each field checked against its type.
 
-    Types may be str, int, float, bool, None, Literal, Any, another dataclass, and tuple, list,
-    dict or Mapping of these; `checked` adds limits. Unknown keys are left out, so that an older
-    release reads a newer one's file, unless `refuse_unknown`. Raises `error`.
+    Types may be str, int, float, bool, None, Literal, Any, another dataclass, and tuple (of any
+    or of a fixed length), list, dict or Mapping of these; `checked` adds limits. Unknown keys are
+    left out, so that an older release reads a newer one's file, unless `refuse_unknown`. Raises
+    `error`.
     """
     if not isinstance(raw, Mapping):
         raise error(_sentence(where, f"expected an object, got {shown(raw)}", fix))
@@ -296,10 +299,15 @@ class _Field:
         if not isinstance(value, (list, tuple)):
             self.refuse(value, "must be a list")
         self._check_count(value, limits)
-        inner = typing.get_args(kind)[0]
+        inner = typing.get_args(kind)
+        if typing.get_origin(kind) is tuple and inner[-1] is not Ellipsis:
+            if len(value) != len(inner):
+                self.refuse(value, f"must have {len(inner)} entries")
+        else:
+            inner = inner[:1] * len(value)
         items = [
-            dataclasses.replace(self, where=f"{self.where}[{i}]").convert(item, inner, limits)
-            for i, item in enumerate(value)
+            dataclasses.replace(self, where=f"{self.where}[{i}]").convert(item, hint, limits)
+            for i, (item, hint) in enumerate(zip(value, inner, strict=True))
         ]
         return items if typing.get_origin(kind) is list else tuple(items)
 

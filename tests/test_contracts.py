@@ -11,7 +11,25 @@ import pytest
 from payload.errors import ConfigError, ExitCode, TileforgeError
 from payload.inventory import Access, ClusterInventory, Node
 from payload.metrics_log import EvalMetrics, read_metrics, to_json_line
-from payload.results import RankProgress, RunPaths, Summary, read_json, write_json
+from payload.results import (
+    RankProgress,
+    RunPaths,
+    RunState,
+    Summary,
+    read_json,
+    write_json,
+)
+
+SUMMARY = Summary(
+    run_id="r",
+    status="finished",
+    exit_class="ok",
+    world_size=2,
+    nodes=1,
+    missing_metrics=((1, 2), (5, 5)),
+)
+PROGRESS = RankProgress(rank=3, node="a", pid=1, step=2, phase="step", time_unix=1.0)
+STATE = RunState(run_id="r", status="running", started_unix=1.0, updated_unix=2.0)
 
 
 def make_inventory(num_nodes: int = 2, **changes: Any) -> ClusterInventory:
@@ -150,6 +168,33 @@ def test_a_result_file_of_another_release_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 2'))
     with pytest.raises(ConfigError, match=r"rank_0003\.json: schema_version is 2"):
         read_json(RankProgress, path)
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "value"),
+    [
+        (SUMMARY, "missing_metrics", [[1]]),
+        (SUMMARY, "missing_metrics", [[]]),
+        (SUMMARY, "missing_metrics", [[1, 2, 3]]),
+        (SUMMARY, "missing_metrics", [[0, 2]]),
+        (SUMMARY, "wall_s", 1.7e308),
+        (SUMMARY, "restarts", -2),
+        (PROGRESS, "time_unix", -1.7e308),
+        (PROGRESS, "time_unix", 1.7e308),
+        (PROGRESS, "monotonic_s", 1.7e308),
+        (STATE, "spent_s", 1.7e308),
+        (STATE, "started_unix", 1.7e308),
+    ],
+)
+def test_ranges_and_times_that_no_run_has_are_refused_where_they_are_read(
+    tmp_path: Path, record: Summary | RankProgress | RunState, name: str, value: object
+) -> None:
+    path = tmp_path / "record.json"
+    write_json(path, record)
+    assert read_json(type(record), path) == record
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(ConfigError, match=f"record.json: {name}.* must "):
+        read_json(type(record), path)
 
 
 def test_a_metrics_line_still_being_written_is_left_out(tmp_path: Path) -> None:

@@ -330,7 +330,9 @@ def _fit(parts: Sequence[Part], width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return `0:42`, `12:05` or `3:20:00`."""
+    """Return `0:42`, `12:05` or `3:20:00`; `?` for what is no finite time."""
+    if not math.isfinite(seconds):
+        return "?"
     minutes, rest = divmod(math.floor(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -24,7 +24,7 @@ from payload.launch.liveness import SILENT_S, NodeSign
 from payload.launch.plan import LaunchPlan
 from payload.supervise.heartbeat import EVERY_S
 from payload.supervise.processes import die_with_parent
-from payload.untrusted import build, parse_json
+from payload.untrusted import MAX_FILE_BYTES, MAX_SECONDS, build, checked, parse_json
 
 _PROBE_S = 3.0
 # Until the first line: a login, and the start of a program on a busy node.
@@ -132,7 +132,7 @@ class NodeStream:
         except OSError:
             return
         assert ssh.stdin is not None and ssh.stdout is not None
-        rest, patient_until_s = b"", time.monotonic() + _FIRST_S
+        cutter, patient_until_s = LineCutter(), time.monotonic() + _FIRST_S
         ping_s, asked = 0.0, 0
         with ssh.stdin, ssh.stdout:
             while not self._closing.is_set() and time.monotonic() < patient_until_s:
@@ -147,9 +147,10 @@ class NodeStream:
                 if not content:
                     break
                 patient_until_s = time.monotonic() + SILENT_S
-                *lines, rest = (rest + content).split(b"\n")
-                for line in lines:
+                for line in cutter.cut(content):
                     self._take(line)
+                if cutter.is_over_limit():
+                    break
             if self._closing.is_set():
                 # Its input's end ends the program there, and then ssh by itself.
                 ssh.stdin.close()
@@ -179,6 +180,26 @@ class NodeStream:
             self._ended.set()
 
 
+class LineCutter:
+    """Cuts what comes in pieces into lines; each byte is copied a fixed number of times."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def cut(self, content: bytes) -> list[bytes]:
+        """Return the lines that `content` completes."""
+        *lines, rest = content.split(b"\n")
+        if lines:
+            lines[0] = bytes(self._rest) + lines[0]
+            self._rest.clear()
+        self._rest += rest
+        return lines
+
+    def is_over_limit(self) -> bool:
+        """Whether the line that has not ended yet is longer than any that a node sends."""
+        return len(self._rest) > MAX_FILE_BYTES
+
+
 def close_all(streams: Sequence[NodeStream]) -> None:
     """Stop listening to every node, at the same time: one that is frozen takes seconds."""
     for stream in streams:
@@ -192,8 +213,8 @@ def close_all(streams: Sequence[NodeStream]) -> None:
 class _Message:
     """One line of a worker's heartbeat."""
 
-    now: float
-    monotonic_s: float
+    now: float = checked(low=0, high=MAX_SECONDS)
+    monotonic_s: float = checked(low=0, high=MAX_SECONDS)
     progress: tuple[Any, ...] = ()
     exits: tuple[Any, ...] = ()
     states: Mapping[str, str | None] = field(default_factory=dict)

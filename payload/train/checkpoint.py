@@ -20,10 +20,12 @@ from payload.checkpoint_files import (
     BEST_NAME,
     MANIFEST_FILE,
     OPTIMIZER_FILE,
+    PARTIAL_SUFFIX,
     SCHEMA_VERSION,
     TRAINER_FILE,
     checkpoint_folders,
     newest_sound,
+    partial_checkpoints,
     sha256_of,
 )
 from payload.errors import CheckpointError, TrainingError
@@ -34,8 +36,6 @@ from payload.train.weights import save_hf
 from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
 log = logging.getLogger(__name__)
-
-_PARTIAL_SUFFIX = ".partial"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def save_checkpoint(
     `tensors_read` as soon as model and optimizer may change again. Raises TrainingError when the
     disk refuses; older checkpoints are untouched.
     """
-    partial = folder.with_name(folder.name + _PARTIAL_SUFFIX)
+    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         # Not the run's folder: where that was removed, a part of it must not come back.
@@ -143,7 +143,7 @@ def remove_old_checkpoints(
     kept = {*going_on[-keep:], *({best} & set(going_on))}
     for folder in set(folders) - kept:
         # Renamed first, so that a half-removed folder is never taken for a checkpoint.
-        doomed = folder.with_name(folder.name + _PARTIAL_SUFFIX)
+        doomed = folder.with_name(folder.name + PARTIAL_SUFFIX)
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
     remove_partial_checkpoints(checkpoints)
@@ -152,7 +152,7 @@ def remove_old_checkpoints(
 def point_to_best(checkpoints: Path, best: Path) -> None:
     """Make `checkpoints/best` a link to the folder `best`, unless the file system has no links."""
     link = checkpoints / BEST_NAME
-    fresh = checkpoints / f".{BEST_NAME}{_PARTIAL_SUFFIX}"
+    fresh = checkpoints / f".{BEST_NAME}{PARTIAL_SUFFIX}"
     with contextlib.suppress(OSError):
         if link.is_symlink() and link.readlink() == Path(best.name):
             return
@@ -163,13 +163,13 @@ def point_to_best(checkpoints: Path, best: Path) -> None:
 
 def remove_partial_checkpoints(checkpoints: Path) -> None:
     """Remove what an interrupted write left; none may be under way."""
-    for partial in checkpoints.glob(f"step_*{_PARTIAL_SUFFIX}"):
+    for partial in partial_checkpoints(checkpoints):
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
     """Rename the whole checkpoint; one of the same name goes only when this one is there."""
-    replaced = folder.with_name(f"{folder.name}.replaced{_PARTIAL_SUFFIX}")
+    replaced = folder.with_name(f"{folder.name}.replaced{PARTIAL_SUFFIX}")
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         folder.rename(replaced)

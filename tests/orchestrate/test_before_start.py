@@ -173,6 +173,20 @@ def test_a_full_disk_is_found_before_the_start(
     assert numbers.params == shape.num_params()
 
 
+def test_the_room_of_an_interrupted_checkpoint_counts_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer removes what an interrupted write left before it writes anything."""
+    train = settings("train.keep_checkpoints=1").train
+    partial = tmp_path / "checkpoints" / "step_00000010.partial"
+    partial.mkdir(parents=True)
+    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda _: 3 * 12 * 1000 - 8192)
+    with pytest.raises(ConfigError, match="GB free"):
+        checkpoint_files.require_room(train, params=1000, run=tmp_path)
+    (partial / "model.safetensors").write_bytes(b"x" * 8192)
+    checkpoint_files.require_room(train, params=1000, run=tmp_path)
+
+
 @pytest.mark.ranks
 def test_the_error_of_a_failed_run_is_printed_once(workplace: Workplace) -> None:
     for rank in (0, 1):

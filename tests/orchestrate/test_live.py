@@ -112,3 +112,4 @@ def test_what_is_left_is_counted_from_the_step() -> None:
 
 def test_durations_read_as_a_clock() -> None:
     assert [duration(s) for s in (0.4, 42.2, 725, 3725.4)] == ["0:00", "0:42", "12:05", "1:02:05"]
+    assert [duration(float(s)) for s in ("inf", "-inf", "nan")] == ["?", "?", "?"]
