@@ -6,12 +6,15 @@ import fcntl
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from payload.errors import UsageError
 from payload.hints import run_command
-from payload.results import RunPaths
+from payload.results import RunPaths, require_file
+from payload.untrusted import no_follow
 
 FORCE_SIGNAL = signal.SIGUSR1
 """Makes a supervisor end its run at once; SIGTERM, however often, lets the ranks save first."""
@@ -47,6 +50,29 @@ class RunLock:
         traceback: TracebackType | None,
     ) -> None:
         os.close(self._descriptor)
+
+
+@contextmanager
+def starting(paths: RunPaths) -> Iterator[None]:
+    """Within it no other command of this machine starts or removes the run.
+
+    It lasts until the supervisor has its own lock, or longer. Raises UsageError when another
+    command is within it, or has removed the run meanwhile, and OSError.
+    """
+    lock = paths.root / ".start.lock"
+    require_file(lock)
+    with open(lock, "ab", opener=no_follow) as held:
+        deadline = time.monotonic() + _RETRY_S
+        while not _try_lock(held.fileno(), fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"run {paths.run_id} is just being started, ended or removed by another "
+                    "command. Look at it with: " + run_command("status", paths)
+                )
+            time.sleep(0.05)
+        if not lock.exists():
+            raise UsageError(f"run {paths.run_id} has just been removed.")
+        yield
 
 
 def is_supervised(paths: RunPaths) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import payload
-from payload.errors import INTERRUPTED, TileforgeError
+from payload.errors import INTERRUPTED, TileforgeError, UsageError
 from payload.hints import command
 from payload.orchestrate import inspect, start
 from payload.orchestrate.cloud.arguments import add_cloud_commands
@@ -25,9 +25,8 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | N
     arguments = _parser().parse_args(argv)
     if getattr(arguments, "config_file", None) is not None:
         arguments.config = arguments.config_file
-    # One name for one folder, whatever links lead to it.
-    arguments.runs_dir = Path(arguments.runs_dir or DEFAULT_RUNS_DIR).resolve()
     try:
+        arguments.runs_dir = _resolved(Path(arguments.runs_dir or DEFAULT_RUNS_DIR))
         _check_run_ids(arguments)
         return int(arguments.command(arguments, access or LocalAccess(env)))
     except TileforgeError as error:
@@ -36,6 +35,14 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | N
     except KeyboardInterrupt:
         text_console(stderr=True).print("interrupted")
         return INTERRUPTED
+
+
+def _resolved(runs_dir: Path) -> Path:
+    """Return the one name of a folder, whatever links lead to it. Raises UsageError."""
+    try:
+        return runs_dir.resolve()
+    except (OSError, RuntimeError):  # of Python before 3.13 for links that lead to each other
+        raise UsageError(f"--runs-dir {runs_dir}: its links lead nowhere. Name a folder.") from None
 
 
 def _check_run_ids(arguments: argparse.Namespace) -> None:

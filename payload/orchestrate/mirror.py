@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import fcntl
 import json
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ from payload.results import (
     RunState,
     Summary,
     require_file,
+    set_aside,
     write_whole,
 )
 from payload.untrusted import build, check_schema, checked, no_follow, parse_json, read_bytes
@@ -114,12 +116,18 @@ def note_collected(paths: RunPaths, checkpoint: Path | None) -> None:
 
 @contextmanager
 def alone(paths: RunPaths, what: str) -> Iterator[None]:
-    """Within it no other command of this machine brings `what` of the run here; waits for it."""
-    path = inside(paths, f".{what}.lock")
-    require_file(path)
-    with open(path, "w", opener=no_follow) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    """Within it no other command of this machine brings `what` of the run here; waits for it.
+
+    Raises ConfigError when the copy cannot be written, within it too.
+    """
+    place = inside(paths, f".{what}.lock")
+    try:
+        require_file(place)
+        with open(place, "w", opener=no_follow) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise _unwritable(error, paths.root) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,18 +190,16 @@ def merge(paths: RunPaths, answer: Part, wanted: Wanted) -> list[str]:
                 file.truncate(offset)
                 file.write(content)
     except OSError as error:
-        raise ConfigError(
-            f"{error.filename or paths.root}: the run's copy cannot be written ({error.strerror}). "
-            "Free disk space, or move away what is in its place."
-        ) from None
+        raise _unwritable(error, paths.root) from None
     return damaged
 
 
 def inside(paths: RunPaths, name: str) -> Path:
     """Return a file's place in the run folder, and make the folders on the way.
 
-    Raises ConfigError when a part of the way is a symlink, which could lead out of the folder, and
-    UsageError when the run's folder is gone.
+    What lies in such a folder's place is set aside. Raises ConfigError when a part of the way is a
+    symlink, which could lead out of the folder, or cannot be made, and UsageError when the run's
+    folder is gone.
     """
     path = paths.root
     _refuse_link(path)
@@ -203,10 +209,32 @@ def inside(paths: RunPaths, name: str) -> Path:
             "--inventory."
         )
     for part in PurePosixPath(name).parts:
-        path.mkdir(exist_ok=True)
+        make_folder(path)
         path = path / part
         _refuse_link(path)
     return path
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder of the copy where there is none, whatever lies there. Raises ConfigError."""
+    try:
+        set_aside_no_folder(path)
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise _unwritable(error, path) from None
+
+
+def set_aside_no_folder(path: Path) -> None:
+    """Set aside what lies in a folder's place and is none. Raises OSError."""
+    if os.path.lexists(path) and not path.is_dir():
+        set_aside(path)
+
+
+def _unwritable(error: OSError, path: Path) -> ConfigError:
+    return ConfigError(
+        f"{error.filename or path}: the run's copy cannot be written ({error.strerror}). Free disk "
+        "space, or move away what is in its place."
+    )
 
 
 def _refuse_link(path: Path) -> None:

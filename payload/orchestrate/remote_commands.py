@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from signal import SIGTERM
 
@@ -128,7 +128,8 @@ def collect(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     with opened(paths, mirrored, env=env) as run:
         home = bring_home(run, talk=talk)
     if home.checkpoint is not None:
-        point_latest_at(paths)
+        with suppress(OSError):  # the link is a convenience
+            point_latest_at(paths)
     talk.print(f"checkpoint: {home.checkpoint or 'none yet'}")
     talk.print(f"everything in {paths.root}" + ("; the run goes on" if home.alive else ""))
     return ExitCode.OK

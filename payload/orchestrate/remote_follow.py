@@ -6,6 +6,7 @@ import argparse
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from rich.console import Console
@@ -68,7 +69,8 @@ def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Co
             show_progress(run.paths, live, stale=stale)
             if live.has_stepped and not is_latest:
                 is_latest = True
-                point_latest_at(run.paths)
+                with suppress(OSError):  # the link is a convenience
+                    point_latest_at(run.paths)
             show_state(run.paths, live, stopping=heeded > 0)
             _pause(asks, heeded=heeded, seconds=_POLL_S if alive else 0.0)
             if asks.count > heeded and alive:

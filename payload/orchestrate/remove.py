@@ -16,7 +16,7 @@ from payload.orchestrate.mirror import Mirrored, read_mirrored
 from payload.orchestrate.runs import all_runs, find_run, is_copy
 from payload.results import LATEST, RankProgress, RunPaths, RunState, point_latest_at, read_json
 from payload.run_config import load_run_config
-from payload.run_lock import RunLock, is_supervised
+from payload.run_lock import RunLock, is_supervised, starting
 from payload.run_repair import has_own_record
 
 _REMOVED_PREFIX = ".removed-"
@@ -135,7 +135,7 @@ def _remove(paths: RunPaths) -> None:
     hidden = paths.root.with_name(f"{_REMOVED_PREFIX}{paths.run_id}")
     try:
         # Held so that nobody resumes it meanwhile.
-        with RunLock(paths):
+        with starting(paths), RunLock(paths):
             shutil.rmtree(hidden, ignore_errors=True)
             paths.root.rename(hidden)
             shutil.rmtree(hidden)

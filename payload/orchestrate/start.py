@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -45,7 +46,7 @@ from payload.orchestrate.runs import (
 )
 from payload.results import RunPaths, RunState, Summary, last_record, new_run_id
 from payload.run_config import RunConfig, load_run_config, parse_run_config
-from payload.run_lock import is_supervised
+from payload.run_lock import is_supervised, starting
 from payload.run_repair import config_to_resume, known_summary, make_room
 
 _START_TIMEOUT_S = 30.0
@@ -112,10 +113,28 @@ def run(arguments: argparse.Namespace, access: LocalAccess) -> int:
             talk=talk,
         )
     require_one_machine(chosen)
+    with ExitStack() as held:
+        return _run_here(arguments, chosen, access, talk=talk, held=held)
+
+
+def _run_here(
+    arguments: argparse.Namespace,
+    chosen: Chosen,
+    access: LocalAccess,
+    *,
+    talk: Console,
+    held: ExitStack,
+) -> int:
+    """Start or continue a run on this machine; `held` is closed when it is over or detached."""
     resumed = find_run(arguments.runs_dir, arguments.resume) if arguments.resume else None
+    if resumed is not None:
+        _refuse_to_resume(resumed)
+        with room_for(resumed):
+            held.enter_context(starting(resumed))
+        _refuse_to_resume(resumed)  # by now another command may have started it
     config = config_of(arguments, resumed=resumed, say=talk.print)
     if resumed is not None:
-        _refuse_to_resume(resumed, config)
+        _refuse_when_finished(resumed, config)
     vocab_size = _check_data(config)
     if resumed is None:
         config = _settle(config, vocab_size=vocab_size, is_local=True, talk=talk)
@@ -123,23 +142,24 @@ def run(arguments: argparse.Namespace, access: LocalAccess) -> int:
     if others:
         talk.print(f"note: {', '.join(others)} is running here too and shares the cores")
     paths = resumed or RunPaths(arguments.runs_dir / (arguments.run_id or _fresh_id(config)))
-    with access.reserve_port() as holder:
-        planned = _plan(paths, config, chosen, access, vocab_size=vocab_size, port=_port(holder))
-        _require_room(planned)
-        _say_notes(planned, talk)
-        with room_for(paths):
-            if resumed is None:
-                create_run(arguments.runs_dir, paths.run_id)
-            for sentence in make_room(paths):
-                talk.print(f"warning: {sentence}")
-            planned.write(paths)
-        talk.print(
-            f"run {paths.run_id}: {planned.plan.world_size} rank(s) through "
-            f"{planned.plan.launcher}; everything in {paths.root}"
-        )
-        if arguments.detach:
-            return _start_detached(paths, access, arguments, talk)
-        return _start_and_follow(planned, access, arguments, talk)
+    holder = held.enter_context(access.reserve_port())
+    planned = _plan(paths, config, chosen, access, vocab_size=vocab_size, port=_port(holder))
+    _require_room(planned)
+    _say_notes(planned, talk)
+    with room_for(paths):
+        if resumed is None:
+            create_run(arguments.runs_dir, paths.run_id)
+            held.enter_context(starting(paths))
+        for sentence in make_room(paths):
+            talk.print(f"warning: {sentence}")
+        planned.write(paths)
+    talk.print(
+        f"run {paths.run_id}: {planned.plan.world_size} rank(s) through "
+        f"{planned.plan.launcher}; everything in {paths.root}"
+    )
+    if arguments.detach:
+        return _start_detached(paths, access, arguments, talk)
+    return _start_and_follow(planned, access, arguments, talk)
 
 
 def _start_and_follow(
@@ -256,7 +276,7 @@ def config_of(
     return parse_run_config("", overrides=arguments.overrides, where="defaults")
 
 
-def _refuse_to_resume(paths: RunPaths, config: RunConfig) -> None:
+def _refuse_to_resume(paths: RunPaths) -> None:
     if is_copy(paths):
         raise ConfigError(
             f"run {paths.run_id} is on a cluster, this is its copy. Name the cluster with "
@@ -266,6 +286,9 @@ def _refuse_to_resume(paths: RunPaths, config: RunConfig) -> None:
         raise ConfigError(
             f"run {paths.run_id} is running. Look at it with: " + run_command("status", paths)
         )
+
+
+def _refuse_when_finished(paths: RunPaths, config: RunConfig) -> None:
     summary = known_summary(paths)
     if summary and summary.status == "finished" and summary.steps >= config.train.steps:
         raise ConfigError(

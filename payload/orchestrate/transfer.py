@@ -16,9 +16,9 @@ from payload.checkpoint_files import (
     sha256_of,
 )
 from payload.errors import AnswerError, CheckpointError, PreflightError, TileforgeError
-from payload.orchestrate.mirror import inside
+from payload.orchestrate.mirror import inside, make_folder, set_aside_no_folder
 from payload.orchestrate.ssh import Connection, SFTPClient
-from payload.results import RunPaths
+from payload.results import RunPaths, is_odd_file
 from payload.untrusted import MAX_FILE_BYTES, no_follow, printable, shown
 
 _CHUNK_BYTES = 256 * 2**10
@@ -103,7 +103,10 @@ def fetch_checkpoint(connection: Connection, source: PurePosixPath, paths: RunPa
     """
     target = inside(paths, f"checkpoints/{source.name}")
     staging = inside(paths, f"checkpoints/.{source.name}.collecting")
-    staging.mkdir(parents=True, exist_ok=True)
+    set_aside_no_folder(target)
+    make_folder(staging)
+    for odd in filter(is_odd_file, list(staging.iterdir())):
+        _discard(odd)
     whole = staging / MANIFEST_FILE
     get(connection, str(source / MANIFEST_FILE), whole, timeout_s=_SETTLE_S)
     files = _manifest_of(staging, node=connection.node.name)
@@ -123,13 +126,20 @@ def fetch_checkpoint(connection: Connection, source: PurePosixPath, paths: RunPa
             )
     for each in staging.iterdir():
         if each.name not in {*files, MANIFEST_FILE}:
-            each.unlink()  # an earlier attempt's, of a checkpoint that was another one then
+            _discard(each)  # an earlier attempt's, of a checkpoint that was another one then
     if target.exists():
         shutil.rmtree(target)
     staging.replace(target)
     for stale in paths.checkpoints.glob(".step_*.collecting"):
-        shutil.rmtree(stale)  # of a checkpoint that is not the newest any more
+        _discard(stale)  # of a checkpoint that is not the newest any more
     return target
+
+
+def _discard(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _manifest_of(folder: Path, *, node: str) -> Mapping[str, ManifestEntry]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 
 from payload import checkpoint_files
 from payload.checkpoint_files import sha256_of
-from payload.errors import ConfigError, ExitCode
+from payload.errors import ConfigError, ExitCode, UsageError
 from payload.launch.arithmetic import work_out
 from payload.model_shape import ModelShape
+from payload.orchestrate.__main__ import main
 from payload.orchestrate.initial import settle_initial
+from payload.orchestrate.local import LocalAccess
 from payload.results import RunPaths
 from payload.run_config import RunConfig, load_run_config, parse_run_config
 from tests.orchestrate.test_commands import ENDLESS, Workplace
@@ -60,6 +63,51 @@ def make_run(workplace: Workplace, run_id: str) -> RunPaths:
         make_checkpoint(paths.checkpoint(step))
     (workplace.runs / "latest").symlink_to(run_id)
     return paths
+
+
+@pytest.mark.parametrize("words", [["run", "--resume", "one"], ["remove", "one", "--force"]])
+def test_a_run_that_is_being_started_is_not_started_or_removed_by_another_command(
+    workplace: Workplace, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = make_run(workplace, "one")
+    os.utime(paths.root, times=(1.0, 1.0))
+    words = [*words, "--runs-dir", str(workplace.runs)]
+    if words[0] == "run":
+        words += ["--inventory", "local", *workplace.settings()]
+    seen: list[int] = []
+
+    class StartsOther(LocalAccess):
+        """This machine, on which another command comes just before the supervisor's start."""
+
+        def start_supervisor(self, paths: RunPaths, *, detached: bool, grace_s: float) -> None:  # type: ignore[override]
+            os.utime(paths.root, times=(1.0, 1.0))
+            before = files_below(paths.root)
+            seen.append(main(words, os.environ))
+            assert files_below(paths.root) == before
+            raise UsageError("started")
+
+    mine = ["run", "--resume", "one", "--detach", "--inventory", "local", *workplace.settings()]
+    mine += ["--runs-dir", str(workplace.runs)]
+    assert main(mine, os.environ, access=StartsOther(os.environ)) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert seen == [ExitCode.USAGE]
+    assert "run one is just being started, ended or removed by another command" in said
+    assert said.splitlines()[-1] == "error: started"
+
+
+def files_below(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_links_that_lead_to_each_other_are_no_runs_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for words in (["list"], ["status"], ["run", "--resume", "x"], ["remove", "--keep", "1"]):
+        assert main([*words, "--runs-dir", str(tmp_path / "a")], os.environ) == ExitCode.USAGE
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("its links lead nowhere. Name a folder.")
 
 
 @pytest.mark.ranks

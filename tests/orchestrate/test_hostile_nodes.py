@@ -42,7 +42,7 @@ from payload.results import RunPaths
 from payload.untrusted import RUN_ID, printable
 from tests.orchestrate.conftest import SHORT, StartSshd
 from tests.orchestrate.hostile import STRINGS, VALUES, command_of, lie
-from tests.orchestrate.run_copies import exit_text, state_text, write_ranks
+from tests.orchestrate.run_copies import exit_text, progress_text, state_text, write_ranks
 from tests.orchestrate.sshd import Sshd, make_cluster
 
 PUBLIC = f"ssh-ed25519 {'A' * 68} tileforge-run:one"
@@ -473,6 +473,57 @@ def test_a_checkpoint_that_lies_here_counts_only_if_it_is_the_head_s(
     assert run.collect_checkpoint() == here  # now it is
     assert (here / "model.safetensors").stat().st_ino == inode
     assert [path.name for path in run.paths.checkpoints.iterdir()] == [here.name]
+
+
+@pytest.mark.sshd
+@pytest.mark.parametrize(
+    ("name", "is_kept"),
+    [
+        ("checkpoints", True),
+        ("checkpoints/step_00000010", True),
+        ("checkpoints/.step_00000010.collecting", True),
+        ("checkpoints/.step_00000009.collecting", False),
+        ("logs", True),
+        ("progress", True),
+    ],
+)
+def test_a_file_in_the_place_of_a_copy_s_folder_stops_no_collect(
+    run: RemoteRun, head: Sshd, name: str, is_kept: bool
+) -> None:
+    there = head.home / "tileforge" / "runs" / "one"
+    write_checkpoint(there / "checkpoints" / "step_00000010")
+    (there / "progress").mkdir()
+    (there / "progress" / "rank_0000.json").write_text(progress_text(0, node="node-0"))
+    path = run.paths.root / name
+    path.parent.mkdir(exist_ok=True)
+    if path.is_dir():
+        path.rmdir()
+    path.write_text("mine")
+    run.refresh()
+    assert run.collect_checkpoint() == run.paths.checkpoint(10)
+    assert files_below(run.paths.checkpoint(10)) == files_below(there / "checkpoints/step_00000010")
+    aside = path.with_name(f"{path.name}.damaged-1")
+    assert aside.read_text() == "mine" if is_kept else not path.exists()
+
+
+@pytest.mark.sshd
+@pytest.mark.parametrize("odd", ["model.safetensors", "config.json.partial", "old/er"])
+def test_a_folder_left_where_a_checkpoint_is_collected_stops_no_collect(
+    run: RemoteRun, head: Sshd, odd: str
+) -> None:
+    there = head.home / "tileforge" / "runs" / "one" / "checkpoints" / "step_00000010"
+    write_checkpoint(there)
+    (run.paths.checkpoints / ".step_00000010.collecting" / odd / "x").mkdir(parents=True)
+    assert run.collect_checkpoint() == run.paths.checkpoint(10)
+    assert files_below(run.paths.checkpoint(10)) == files_below(there)
+    assert [path.name for path in run.paths.checkpoints.iterdir()] == ["step_00000010"]
+
+
+def test_a_folder_in_the_place_of_a_copy_s_lock_is_set_aside(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "one")
+    (paths.root / ".mirror.lock" / "x").mkdir(parents=True)
+    note_seen(paths, alive=False, ssh_key=Path("/k"))
+    assert (paths.root / ".mirror.lock.damaged-1" / "x").is_dir()
 
 
 MANIFESTS: list[Any] = [
