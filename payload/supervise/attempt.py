@@ -105,6 +105,7 @@ class Attempt:
             launcher.wait()
             reap_children()
         left |= self._leave_none_elsewhere()
+        self._trouble = self._trouble or self._removal()
         verdict = self._judge(launcher.returncode, log_start=log_start)
         return _with_leftovers(verdict, left)
 
@@ -169,11 +170,7 @@ class Attempt:
             self._end_now()
 
     def _look_for_trouble(self) -> None:
-        if not self._paths.root.is_dir():
-            error = f"{self._paths.root} was removed while the run went on"
-            self._trouble = Verdict(status="failed", exit_code=ExitCode.TRAINING, error=error)
-            return
-        self._trouble = find_trouble(
+        self._trouble = self._removal() or find_trouble(
             self._signs.ranks(),
             self._signs.nodes(),
             world_size=len(self._ranks),
@@ -184,6 +181,13 @@ class Attempt:
                 median_step_s=self._step_times.median_s(began_at=self.began_at_step()),
             ),
         )
+
+    def _removal(self) -> Verdict | None:
+        """Return the verdict on a run whose folder is gone; a rank may notice it before we do."""
+        if self._paths.root.is_dir():
+            return None
+        error = f"{self._paths.root} was removed while the run went on"
+        return Verdict(status="failed", exit_code=ExitCode.TRAINING, error=error)
 
     def _ask_to_stop(self) -> bool:
         """SIGTERM to rank 0's program, which agrees with the others; false if nothing is lost."""
