@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from payload.checkpoint_files import FOLDER_NAME
 from payload.errors import AnswerError, ConfigError, UsageError
+from payload.hints import run_command
 from payload.launch.ranks import load_ranks
 from payload.orchestrate.remote_programs import Part, Piece, require_known
 from payload.results import (
@@ -70,7 +71,9 @@ class Mirrored:
 
 def read_mirrored(paths: RunPaths) -> Mirrored | None:
     """Read mirror.json; None when the run is this machine's own. Raises ConfigError."""
-    path, fix = paths.root / "mirror.json", "Remove it, then attach."
+    path = paths.root / "mirror.json"
+    again = run_command("attach", paths, "--inventory", "FILE")
+    fix = f"Make it anew with: {again}"
     try:
         raw = parse_json(read_bytes(path), where=str(path), fix=fix)
     except FileNotFoundError:

@@ -115,10 +115,14 @@ def attach_to(
 
 
 def is_copy(paths: RunPaths, inventory: ClusterInventory) -> bool:
-    """Return whether `paths` is the copy of a run on this cluster. Raises ConfigError."""
-    if paths.root.is_symlink() or not paths.plan.is_file() or read_mirrored(paths) is None:
+    """Return whether `paths` is the copy of a run on this cluster; mirror.json can be made anew."""
+    if paths.root.is_symlink() or not paths.plan.is_file():
         return False
-    return ClusterInventory.load(paths.inventory).cluster == inventory.cluster
+    try:
+        was = ClusterInventory.load(paths.inventory)
+    except ConfigError:
+        return False
+    return was.access.kind != "local" and was.cluster == inventory.cluster
 
 
 def collect(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:

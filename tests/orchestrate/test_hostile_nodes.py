@@ -17,7 +17,7 @@ from payload.errors import AnswerError, ConfigError, PreflightError, TileforgeEr
 from payload.inventory import ClusterInventory
 from payload.orchestrate import remote_commands
 from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.code import RunsThere, look, runs_on, this_code
+from payload.orchestrate.code import RunsThere, RunThere, look, runs_on, this_code
 from payload.orchestrate.facts import NodeFacts
 from payload.orchestrate.mirror import merge, note_seen, wanted_of
 from payload.orchestrate.remote_programs import (
@@ -362,6 +362,22 @@ def test_a_login_s_greeting_and_a_short_answer_are_told_apart(head: Sshd, cluste
     lie(head, place={})
     with pytest.raises(AnswerError, match=r"^node-0: its answer: missing: running, runs"):
         runs_on(cluster.connect(head.node))
+
+
+@pytest.mark.sshd
+def test_what_people_put_beside_a_head_s_runs_keeps_nothing_from_its_answer(
+    head: Sshd, cluster: Cluster
+) -> None:
+    runs = Path(head.home, "tileforge", "runs")
+    for name in ("one", "a b", "latest"):
+        (runs / name).mkdir(parents=True)
+        (runs / name / "plan.json").write_text("{}")
+    for name in ("99999999", "100000000", "backup", "200000000.old", "300000000.partial"):
+        checkpoint = runs / "one" / "checkpoints" / f"step_{name}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+    newest = RunThere(run_id="one", checkpoint="step_100000000", state=None)
+    assert runs_on(cluster.connect(head.node)).runs == (newest,)
 
 
 @pytest.mark.sshd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,9 +53,10 @@ class AtStake:
 
     @property
     def elsewhere(self) -> Sequence[str]:
-        """Runs that have something on the head and no copy here."""
+        """Runs that have something on the head and no copy here that can be brought up to date."""
         known = {paths.run_id for paths, _, _ in self.copies}
-        return [run.run_id for run in self.head.runs if run.state and run.run_id not in known]
+        there = [run.run_id for run in self.head.runs if run.state or run.checkpoint]
+        return [run_id for run_id in there if run_id not in known]
 
     def names(self) -> str:
         """The runs to collect, for people, and the one that goes on."""
@@ -63,22 +64,28 @@ class AtStake:
         return names + (f"; run {self.head.running} is going on" if self.head.running else "")
 
     def refuse_losses(self, *, kept: str, force: str) -> None:
-        """Raises ConfigError when a run is going on, or has results that only others can collect.
+        """Raises ConfigError when a run may be going on, or has results that nothing here collects.
 
         `kept` says what is not done then, `force` is the command that does it all the same.
         """
+        if self.head.unasked:
+            raise ConfigError(
+                f"it is not known whether a run is going on, so {kept} (go on all the same: "
+                f"{force}): {self.head.unasked}"
+            )
         running = self.head.running
         if running is not None:
             if running in [paths.run_id for paths, _, _ in self.copies]:
                 how = _how_to_stop(running)
             else:
-                how = f"It was started elsewhere. Stop it there, or here after: {_attach(running)}"
+                how = f"It has no copy here. Stop it elsewhere, or here after: {_attach(running)}"
             raise ConfigError(
                 f"run {running} is going on, so {kept}. {how} (or lose its end: {force})"
             )
         if self.elsewhere:
             raise ConfigError(
-                f"{len(self.elsewhere)} run(s) that were started elsewhere have results on the "
+                f"{len(self.elsewhere)} run(s) that have no copy here (started elsewhere, removed "
+                "or damaged) have results on the "
                 f"head: {', '.join(self.elsewhere[:5])}, so {kept}. Bring each here first: "
                 f"{_attach(self.elsewhere[0])} "
                 f"(or lose them: {force})"
@@ -108,7 +115,7 @@ def at_stake(
     talk: Console,
 ) -> AtStake:
     """Look here and ask the head. Without `outputs` the cluster never came up, and has none."""
-    copies = _copies(runs_dir, cluster)
+    copies = list(_copies(runs_dir, cluster, talk=talk))
     # Of a stack without outputs whatever had this name and results before is gone.
     ask, head = None, Head(is_gone=True)
     if outputs is not None:
@@ -121,16 +128,21 @@ def at_stake(
     return AtStake(copies=copies, head=head, ask=ask)
 
 
-def _copies(runs_dir: Path, cluster: str) -> Copies:
-    found = []
+def _copies(
+    runs_dir: Path, cluster: str, *, talk: Console
+) -> Iterator[tuple[RunPaths, Mirrored, ClusterInventory]]:
+    """Yield what can be brought up to date; of a damaged copy the head tells whether it matters."""
     for paths in all_runs(runs_dir):
-        mirrored = read_mirrored(paths)
-        if mirrored is None or not paths.inventory.exists():
+        try:
+            mirrored = read_mirrored(paths)
+            if mirrored is None:
+                continue
+            inventory = ClusterInventory.load(paths.inventory)
+        except ConfigError as error:
+            talk.print(f"warning: run {paths.run_id} counts as one without a copy here: {error}")
             continue
-        inventory = ClusterInventory.load(paths.inventory)
         if inventory.cluster == cluster:
-            found.append((paths, mirrored, inventory))
-    return found
+            yield paths, mirrored, inventory
 
 
 def _is_whole(paths: RunPaths, mirrored: Mirrored, there: RunThere | None) -> bool:
@@ -150,7 +162,10 @@ def _is_whole(paths: RunPaths, mirrored: Mirrored, there: RunThere | None) -> bo
     collected = mirrored.collected
     if collected is not None and (not collected or (paths.checkpoints / collected).is_dir()):
         return True
-    summary, checkpoint = read_json(Summary, paths.summary), paths.newest_checkpoint()
+    try:
+        summary, checkpoint = read_json(Summary, paths.summary), paths.newest_checkpoint()
+    except ConfigError:
+        return False
     if summary is None or checkpoint is None or summary.status == "running":
         return False
     return checkpoint_step(checkpoint) >= summary.steps

@@ -147,11 +147,6 @@ class _Results:
             return True
         if stake is not None:
             stake.refuse_losses(kept=kept, force=_FORCE)
-            if stake.head.unasked:
-                raise ConfigError(
-                    f"it is not known whether a run is going on, so {kept} (go on all the same: "
-                    f"{_FORCE}): {stake.head.unasked}"
-                )
         question = f"End these machines and build in {zone}?"
         if not confirm(question, assume_yes=self._arguments.yes):
             return False

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import sys
@@ -22,6 +23,8 @@ from typing import Any
 
 # Below Linux' range for outgoing connections (32768 and up), above what services use.
 _PORTS = range(20_000, 32_000)
+_RUN_ID = re.compile(r"(?!latest\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_CHECKPOINT = re.compile(r"step_([0-9]{8,20})")
 _PROGRAMS = ("python", "mpirun")
 _TCMALLOC = ("tcmalloc", "tcmalloc_minimal")
 
@@ -106,14 +109,19 @@ def running(runs: Path) -> str | None:
 
 
 def results(runs: Path) -> list[dict[str, Any]]:
-    """What each run has to lose: its newest whole checkpoint (or empty) and its state's sha256."""
+    """What each run has to lose: its newest whole checkpoint (or empty) and its state's sha256.
+
+    What people have put beside runs and checkpoints, under names of their own, is none of them.
+    """
     found = []
     for plan in sorted(runs.glob("*/plan.json")):
         folder = plan.parent
-        whole = [path.parent.name for path in folder.glob("checkpoints/step_*/manifest.json")]
-        whole = [name for name in whole if not name.endswith(".partial")]
+        if not _RUN_ID.fullmatch(folder.name):
+            continue
+        names = [path.parent.name for path in folder.glob("checkpoints/step_*/manifest.json")]
+        steps = {name: int(step[1]) for name in names if (step := _CHECKPOINT.fullmatch(name))}
         state = sha256_of(folder / "state.json")
-        newest = max(whole, default="")
+        newest = max(steps, key=lambda name: steps[name], default="")
         found.append({"run_id": folder.name, "checkpoint": newest, "state": state})
     return found
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from payload.inventory import Access
+from payload.orchestrate.cloud import results_first
+from payload.orchestrate.cloud.head import Head
 from payload.orchestrate.mirror import Mirrored, write_mirrored
 from payload.results import RunPaths
 from tests.launch.inventories import make_inventory
@@ -33,6 +36,11 @@ def destroys(site: Site, *, leaves: tuple[str, ...] = (), status: int = 0, out: 
                 items[:] = [item for item in items if item["name"] in leaves]
 
     site.cloud.before_each = fake
+
+
+def head_says(monkeypatch: pytest.MonkeyPatch, **said: Any) -> None:
+    """From now on `up` and `down` are told this of the head; nobody answers at its address."""
+    monkeypatch.setattr(results_first, "ask_head", lambda *_, **__: Head(**said))
 
 
 def make_run(

@@ -9,14 +9,18 @@ import pytest
 
 from payload.errors import ExitCode
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.code import RunThere
 from payload.orchestrate.keys import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
-from tests.orchestrate.cloud.stacks import Capture, destroys, make_run, words
+from tests.orchestrate.cloud.stacks import Capture, destroys, head_says, make_run, words
 from tests.orchestrate.cloud.standin import PROJECT
 
 
-def test_down_destroys_and_shows_that_nothing_is_left(site: Site, capsys: Capture) -> None:
+def test_down_destroys_and_shows_that_nothing_is_left(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site.build()
+    head_says(monkeypatch)
     destroys(site)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     err = capsys.readouterr().err
@@ -29,8 +33,11 @@ def test_down_destroys_and_shows_that_nothing_is_left(site: Site, capsys: Captur
     ]
 
 
-def test_down_with_something_left_is_exit_60(site: Site, capsys: Capture) -> None:
+def test_down_with_something_left_is_exit_60(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site.build()
+    head_says(monkeypatch)
     destroys(site, leaves=("mine-1", "mine-network"))
     assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN
     out, err = capsys.readouterr()
@@ -41,9 +48,10 @@ def test_down_with_something_left_is_exit_60(site: Site, capsys: Capture) -> Non
 
 
 def test_a_destroy_that_fails_is_followed_by_the_sweep_all_the_same(
-    site: Site, capsys: Capture
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.build()
+    head_says(monkeypatch)
     destroys(site, status=255, out="error: update failed: resource is in use\n", leaves=("mine-0",))
     assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err
@@ -60,14 +68,16 @@ def test_a_dry_run_of_down_changes_nothing(site: Site, capsys: Capture) -> None:
     assert site.cloud.count("^(DELETE|POST)") == 0
 
 
-def test_results_that_cannot_be_brought_home_stop_the_destroy(site: Site, capsys: Capture) -> None:
+def test_results_that_cannot_be_brought_home_stop_the_destroy(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_operator_key(site.folder / "key")
     site.build()
     destroys(site)
     make_run(site, "one", alive=True)
+    head_says(monkeypatch)
     assert main(["down", "--yes"], site.env) == ExitCode.SSH_UNREACHABLE
     err = capsys.readouterr().err
-    assert "warning: it is not known whether a run is going on: mine-0: " in err
     assert "1/3 collect: one" in err
     assert "run one is not brought home, so nothing was destroyed" in err
     assert "down --without-collect" in err
@@ -75,11 +85,58 @@ def test_results_that_cannot_be_brought_home_stop_the_destroy(site: Site, capsys
     assert main(["down", "--yes", "--without-collect"], site.env) == ExitCode.OK
 
 
+@pytest.mark.parametrize("has_key", [True, False])
+def test_nothing_is_destroyed_while_the_head_cannot_be_asked(
+    site: Site, capsys: Capture, has_key: bool
+) -> None:
+    site.build()
+    destroys(site)
+    make_run(site, "one", alive=False, collected="")
+    if has_key:  # of no machine's: nobody answers
+        make_operator_key(site.folder / "key")
+    assert main(["down", "--yes"], site.env) == ExitCode.CONFIG
+    err = capsys.readouterr().err
+    assert "warning: it is not known whether a run is going on: " in err
+    last = err.splitlines()[-1]
+    assert "it is not known whether a run is going on, so nothing was destroyed" in last
+    assert "down --without-collect" in last
+    assert words(site) == ["stack output --json"]
+    assert main(["down", "--yes", "--without-collect"], site.env) == ExitCode.OK
+
+
+@pytest.mark.parametrize("name", ["mirror.json", "inventory.json", "summary.json"])
+def test_a_damaged_copy_keeps_down_from_what_the_head_has_of_it_and_from_nothing_else(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    site.build()
+    destroys(site)
+    paths = make_run(site, "one", alive=False)
+    (paths.root / name).write_text("[[[")
+    there = RunThere(run_id="one", checkpoint="step_00000005", state="0" * 64)
+    head_says(monkeypatch, runs=[there])
+    assert main(["down", "--yes"], site.env) != ExitCode.OK
+    err = capsys.readouterr().err
+    if name != "summary.json":
+        assert "warning: run one counts as one without a copy here" in err
+        assert "have results on the head: one, so nothing was destroyed" in err
+        assert "attach one --inventory stack" in err.splitlines()[-1]
+    assert words(site) == ["stack output --json"]
+    # What is on no machine of this cluster is not its concern.
+    if name != "summary.json":
+        head_says(monkeypatch)
+        assert main(["down", "--yes"], site.env) == ExitCode.OK
+
+
 @pytest.mark.parametrize(("cluster", "collected"), [("other", None), ("mine", "")])
 def test_runs_of_other_clusters_and_collected_ones_are_left_alone(
-    site: Site, capsys: Capture, cluster: str, collected: str | None
+    site: Site,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    cluster: str,
+    collected: str | None,
 ) -> None:
     site.build(cluster=cluster)
+    head_says(monkeypatch)
     destroys(site)
     # One that failed before its first checkpoint: its files alone never show that it is all here.
     make_run(site, "one", alive=collected is None, collected=collected)
@@ -89,12 +146,14 @@ def test_runs_of_other_clusters_and_collected_ones_are_left_alone(
 
 @pytest.mark.parametrize("made_anew", [True, False])
 def test_results_that_went_with_their_machine_do_not_keep_down_from_the_rest(
-    site: Site, capsys: Capture, made_anew: bool
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch, made_anew: bool
 ) -> None:
     site.build()
     destroys(site)
     make_run(site, "one", alive=True, instance_id="77")
-    if not made_anew:
+    if made_anew:
+        head_says(monkeypatch, machine="78")
+    else:
         site.cloud.drop("instances", "mine-0")
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     err = capsys.readouterr().err

@@ -17,7 +17,7 @@ from payload.orchestrate.cloud import results_first
 from payload.orchestrate.cloud.head import Head
 from payload.orchestrate.keys import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
-from tests.orchestrate.cloud.stacks import Capture, destroys, make_run, words
+from tests.orchestrate.cloud.stacks import Capture, destroys, head_says, make_run, words
 from tests.orchestrate.cloud.standin import PROJECT
 from tests.orchestrate.cloud.test_failures import DETAILS, LOCKED
 from tests.test_architecture import ROOT
@@ -188,7 +188,7 @@ def test_an_interrupted_command_waits_for_pulumi_and_says_what_is_billed(
     site.pulumi.on("preview", out="14 to create\n")
     site.pulumi.on(told.split()[0], takes_s=60.0)
     process = subprocess.Popen(
-        [sys.executable, "-m", "payload.orchestrate", command, "--yes"],
+        [sys.executable, "-m", "payload.orchestrate", command, "--yes", "--without-collect"],
         cwd=site.folder,
         env={**site.env, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
@@ -206,20 +206,25 @@ def test_an_interrupted_command_waits_for_pulumi_and_says_what_is_billed(
     assert "KeyboardInterrupt" in err
 
 
-def test_up_that_would_end_machines_saves_what_is_on_them(site: Site, capsys: Capture) -> None:
+def test_up_that_would_end_machines_saves_what_is_on_them(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_operator_key(site.folder / "key")
     site.build()
     site.pulumi.on("preview", out="+- 1 to replace\n")
     site.pulumi.on("up")
     make_run(site, "one", alive=True)
     site.pulumi.machines("mine-0", "mine-1", going=["mine-1"])
+    assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
+    assert "is not known whether a run is going on, so nothing was" in capsys.readouterr().err
+    head_says(monkeypatch)
     assert main(["up", "--yes"], site.env) == ExitCode.SSH_UNREACHABLE
     err = capsys.readouterr().err
     assert "this ends 1 machine(s), with all that is on them: mine-1" in err
     assert "to collect first: one" in err
     assert "run one is not brought home, so nothing was built" in err
     assert "up --without-collect" in err
-    assert words(site) == ["preview", "preview --json", "stack output --json"]
+    assert words(site) == ["preview", "preview --json", "stack output --json"] * 2
     assert main(["up", "--yes", "--without-collect"], site.env) == ExitCode.OK
     # One that ends nothing has nothing to save.
     site.pulumi.machines("mine-0", "mine-1")
