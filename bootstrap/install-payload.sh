@@ -206,12 +206,13 @@ entries() {
         END { flush() }' "$lock"
 }
 
-# After a set-up under sudo, what it made belongs to root.
+# After a set-up under sudo, what it made belongs to root. What one has made read-only oneself stays
+# as it is.
 refuse_foreign_files() {
     local folder path foreign=()
     for folder in "$@"; do
         for path in "$folder" "$folder"/* "$folder"/.tileforge-setup*; do
-            [[ ! -e $path || -w $path ]] || {
+            [[ ! -e $path || -w $path || -O $path ]] || {
                 foreign+=("$folder")
                 break
             }

@@ -426,13 +426,21 @@ def test_set_up_says_every_15_s_that_it_is_at_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to leave files of root's")
+@pytest.mark.parametrize("mine", [False, True])
 @pytest.mark.parametrize("what", [".venv", "data", "runs"])
-def test_what_sudo_left_behind_is_named_with_its_remedy(what: str, tmp_path: Path) -> None:
+def test_what_sudo_left_behind_is_named_with_its_remedy_and_ones_own_is_not(
+    what: str, mine: bool, tmp_path: Path
+) -> None:
     reachable = Path(tempfile.mkdtemp(dir="/var/tmp"))
     try:
         reachable.chmod(0o777)
         (reachable / what).mkdir()
-        (reachable / what / ".tileforge-setup.lock").touch()
+        left = reachable / what / ".tileforge-setup.stamp"
+        left.mkdir()
+        if mine:
+            os.chown(left, 65534, 65534)
+            os.chown(left.parent, 65534, 65534)
+            left.chmod(0o555)
         lock = write_lock(tmp_path, "alpha==1.0  # train")
         shutil.copy(SCRIPT, reachable)
         shutil.copy(lock, reachable)
@@ -448,6 +456,9 @@ def test_what_sudo_left_behind_is_named_with_its_remedy(what: str, tmp_path: Pat
         )
     finally:
         shutil.rmtree(reachable)
+    if mine:
+        assert "somebody else" not in done.stderr
+        return
     assert done.returncode == 30
     assert f"may not write in {what}, which somebody else made (with sudo?)" in done.stderr
     assert f"Take it over: sudo chown -R nobody {what}" in done.stderr
