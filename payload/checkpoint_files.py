@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -87,16 +88,22 @@ def newest_sound(
     return None
 
 
-def best_checkpoint(checkpoints: Path, val_losses: Mapping[int, float]) -> Path | None:
-    """Return the folder with the lowest validation loss, the newest of equals, or None.
+def best_checkpoints(checkpoints: Path, val_losses: Mapping[int, float]) -> list[Path]:
+    """Return the folders that may have the lowest validation loss; the first is named the best.
 
-    `val_losses` is by step. A checkpoint whose step was not evaluated is never the best.
+    `val_losses` is by step. A checkpoint whose step was not evaluated is no candidate, but for the
+    one that `best` leads to: its loss was lost, so nobody can tell whether another's is lower.
     """
-    rated = [
-        path for path in checkpoint_folders(checkpoints) if checkpoint_step(path) in val_losses
-    ]
+    losses = {step: loss for step, loss in val_losses.items() if math.isfinite(loss)}
+    folders = checkpoint_folders(checkpoints)
+    rated = [path for path in folders if checkpoint_step(path) in losses]
     # min takes the first of equals.
-    return min(reversed(rated), key=lambda path: val_losses[checkpoint_step(path)], default=None)
+    lowest = min(reversed(rated), key=lambda path: losses[checkpoint_step(path)], default=None)
+    linked = None
+    with suppress(OSError):
+        linked = checkpoints / (checkpoints / BEST_NAME).readlink().name
+    unrated = [path for path in folders if path == linked and path not in rated]
+    return unrated if lowest is None else [*unrated, lowest]
 
 
 def require_room(train: TrainSection, *, params: int, run: Path) -> None:

@@ -58,8 +58,8 @@ class EvalMetrics:
 
 
 def to_json_line(row: StepMetrics | EvalMetrics) -> str:
-    """Return one line of metrics.jsonl, newline included."""
-    return json.dumps(asdict(row)) + "\n"
+    """Return one line of metrics.jsonl, newline included. Raises ValueError for NaN, infinity."""
+    return json.dumps(asdict(row), allow_nan=False) + "\n"
 
 
 def read_metrics(path: Path) -> list[Mapping[str, Any]]:

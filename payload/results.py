@@ -344,14 +344,11 @@ def set_aside(path: Path) -> Path:
 
 
 def is_odd_file(path: Path) -> bool:
-    """Tell whether something lies in a file's place and is none: a folder, a pipe, a link.
-
-    What is written through a link would leave the run folder.
-    """
+    """Tell whether something lies in a file's place and is none: a folder, a pipe, a dead link."""
     try:
-        return not stat.S_ISREG(path.lstat().st_mode)
+        return not stat.S_ISREG(path.stat().st_mode)
     except OSError:
-        return False
+        return path.is_symlink()
 
 
 def require_file(path: Path) -> Path | None:

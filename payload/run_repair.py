@@ -113,10 +113,12 @@ def has_own_record(paths: RunPaths) -> bool:
 def make_room(paths: RunPaths) -> list[str]:
     """Set aside whatever lies where the run is going to write a file or a folder.
 
-    Returns a sentence for each. A link to a folder is left alone. Raises OSError.
+    Returns a sentence for each. A link to a folder is left alone, and one to a file, too, where
+    the next write replaces it; what is appended to would leave the run folder. Raises OSError.
     """
     odd = [path for path in _folders(paths) if os.path.lexists(path) and not path.is_dir()]
-    odd += [path for path in _files(paths) if is_odd_file(path)]
+    odd += [path for path in _replaced_files(paths) if is_odd_file(path)]
+    odd += [path for path in _open_files(paths) if path.is_symlink() or is_odd_file(path)]
     return [f"{path} was no file or folder of a run; it is now {set_aside(path)}" for path in odd]
 
 
@@ -151,17 +153,19 @@ def _folders(paths: RunPaths) -> Iterator[Path]:
     yield paths.rank_exit(0).parent
 
 
-def _files(paths: RunPaths) -> Iterator[Path]:
+def _replaced_files(paths: RunPaths) -> Iterator[Path]:
     yield from (paths.config, paths.inventory, paths.plan, paths.hosts, paths.ranks)
-    yield from (paths.state, paths.stop_wish, paths.metrics, paths.summary, paths.lock)
+    yield from (paths.state, paths.stop_wish, paths.metrics, paths.summary)
     yield from paths.root.glob("accelerate_node_*.yaml")
-    for folder, pattern in (
-        (paths.logs, "*.log"),
-        (paths.rank_progress(0).parent, "*.json"),
-        (paths.rank_exit(0).parent, "*.json"),
-    ):
+    for folder in (paths.rank_progress(0).parent, paths.rank_exit(0).parent):
         if folder.is_dir():
-            yield from folder.glob(pattern)
+            yield from folder.glob("*.json")
+
+
+def _open_files(paths: RunPaths) -> Iterator[Path]:
+    yield paths.lock
+    if paths.logs.is_dir():
+        yield from paths.logs.glob("*.log")
 
 
 def _changed_unix(path: Path) -> float:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from payload.checkpoint_files import best_checkpoint, checkpoint_step
+from payload.checkpoint_files import best_checkpoints, checkpoint_step
 from payload.errors import ConfigError
 from payload.inventory import ClusterInventory
 from payload.metrics_log import missing_steps, read_metrics, read_val_losses
@@ -54,8 +54,8 @@ def with_rows(summary: Summary, rows: Sequence[Mapping[str, Any]], *, saved_step
 
 def with_best(summary: Summary, paths: RunPaths) -> Summary:
     """Return the summary with the name of the best checkpoint."""
-    best = best_checkpoint(paths.checkpoints, read_val_losses(paths.metrics))
-    return replace(summary, best_checkpoint=best.name if best else None)
+    best = best_checkpoints(paths.checkpoints, read_val_losses(paths.metrics))
+    return replace(summary, best_checkpoint=best[0].name if best else None)
 
 
 def with_time(summary: Summary, paths: RunPaths, *, wall_s: float) -> Summary:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -131,7 +131,7 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
 
 
 def remove_old_checkpoints(
-    checkpoints: Path, *, keep: int, newest: Path, best: Path | None = None
+    checkpoints: Path, *, keep: int, newest: Path, best: Sequence[Path] = ()
 ) -> None:
     """Remove all but `best` and the `keep` up to `newest`, and what an interrupted write left.
 
@@ -140,7 +140,7 @@ def remove_old_checkpoints(
     """
     folders = checkpoint_folders(checkpoints)
     going_on = folders[: folders.index(newest) + 1]
-    kept = {*going_on[-keep:], *({best} & set(going_on))}
+    kept = {*going_on[-keep:], *(set(best) & set(going_on))}
     for folder in set(folders) - kept:
         # Renamed first, so that a half-removed folder is never taken for a checkpoint.
         doomed = folder.with_name(folder.name + PARTIAL_SUFFIX)

@@ -101,7 +101,8 @@ class MetricsFile:
     def _keep_rows_up_to(self, step: int) -> None:
         """Keep each sound row up to the checkpoint once; steps past it are trained again.
 
-        A damaged file is set aside as it is, and what it lost is said.
+        A damaged file is set aside as it is, and what it lost is said. A link gives way to a file
+        with its rows: nothing is appended to what is not the run's.
         """
         path = self._paths.metrics
         require_file(path)
@@ -117,7 +118,7 @@ class MetricsFile:
             aside = set_aside(path)
             log.warning(f"{path}: {damaged} damaged line(s) left out. The file as it was: {aside}")
         content = b"".join(kept.values())
-        if not path.exists() or path.stat().st_size != len(content):
+        if path.is_symlink() or not path.exists() or path.stat().st_size != len(content):
             write_whole(path, content.decode())
         missing = missing_steps(read_metrics(path), trained=step)
         if missing:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from payload.checkpoint_files import best_checkpoint
+from payload.checkpoint_files import best_checkpoints
 from payload.errors import TrainingError
 from payload.train.checkpoint import (
     TrainerState,
@@ -71,7 +71,7 @@ class Saving:
                 progressed=progressed,
                 tensors_read=tensors_read,
             )
-            best = best_checkpoint(self.checkpoints, self._val_losses)
+            best = best_checkpoints(self.checkpoints, self._val_losses)
             remove_old_checkpoints(self.checkpoints, keep=self._keep, newest=folder, best=best)
             log.info(f"step {state.step}: checkpoint {folder}")
 
@@ -91,9 +91,9 @@ class Saving:
         if self._write is not None:
             self._write.wait(self._write.is_whole, self._waiting)
             self._write = None
-        best = best_checkpoint(self.checkpoints, self._val_losses)
-        if best is not None:
-            point_to_best(self.checkpoints, best)
+        best = best_checkpoints(self.checkpoints, self._val_losses)
+        if best:
+            point_to_best(self.checkpoints, best[0])
 
 
 class _Write:

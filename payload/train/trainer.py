@@ -132,7 +132,7 @@ class Trainer:
         self._step += 1
         self._next_sample += self._batch.global_batch_size
         self._tokens += parts.config.tokens_per_step()
-        self._require_finite(mean_loss, grad_norm)
+        self._require_finite(loss=mean_loss, gradient_norm=grad_norm)
         step_time_s = time.perf_counter() - started_s
         self._record(
             StepMetrics(
@@ -199,12 +199,13 @@ class Trainer:
         world.sum(shared)
         return float(shared[0]) / world.world_size, bool(shared[1] > 0)
 
-    def _require_finite(self, loss: float, grad_norm: float) -> None:
-        if math.isfinite(loss) and math.isfinite(grad_norm):
+    def _require_finite(self, **found: float) -> None:
+        if all(map(math.isfinite, found.values())):
             return
+        said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.items())
         config = self._parts.config
         raise TrainingError(
-            f"step {self._step}: loss {loss}, gradient norm {grad_norm}. Training diverged or a "
+            f"step {self._step}: {said}. Training diverged or a "
             "number overflowed. Resume from the last checkpoint with a lower optimizer.lr (now "
             f'{config.optimizer.lr}), a longer warm-up, or precision.dtype = "fp32".'
         )
@@ -248,6 +249,7 @@ class Trainer:
         )
         if row is None:
             return True
+        self._require_finite(validation_loss=row.val_loss)
         if parts.metrics is not None:
             parts.metrics.append(row)
             self._saving.evaluated(row.step, val_loss=row.val_loss)

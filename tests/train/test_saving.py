@@ -20,6 +20,7 @@ from payload.errors import TrainingError
 from payload.metrics_log import EvalMetrics, read_metrics
 from payload.results import RunPaths, Summary, read_json
 from payload.run_config import load_run_config
+from payload.run_repair import make_room
 from payload.train import checkpoint, trainer
 from payload.train.checkpoint import load_optimizer_tensors, newest_checkpoint
 from payload.train.optimizer import Optimizers
@@ -181,6 +182,53 @@ def test_the_best_checkpoint_is_kept_linked_and_named_and_a_resume_starts_from_t
         assert newest_checkpoint(paths.checkpoints) == paths.checkpoint(steps)
     trained = [row["step"] for row in read_metrics(paths.metrics) if "loss" in row]
     assert trained == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_validation_loss_that_is_no_number_ends_the_run_and_costs_no_checkpoint(
+    tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = {1: 4.0, 2: float("nan")}
+    monkeypatch.setattr(
+        trainer,
+        "evaluate",
+        lambda *_, step, **__: EvalMetrics(step=step, val_loss=losses.get(step, 9.0), val_tokens=1),
+    )
+    paths = RunPaths(tmp_path / "run")
+    every = ("train.checkpoint_every=1", "train.eval_every=1", "train.keep_checkpoints=1")
+    with pytest.raises(TrainingError, match=r"^step 2: validation loss nan\. Training diverged"):
+        train_alone(paths.root, tiny_config, *every, "train.steps=3")
+    assert (paths.checkpoints / "best").resolve() == paths.checkpoint(1).resolve()
+    assert not manifest_problems(paths.checkpoint(1))
+    assert "NaN" not in paths.metrics.read_text()
+
+
+@pytest.mark.parametrize("damage", ["lost", "behind a link"])
+def test_the_best_checkpoint_stays_when_the_metrics_are_lost_or_moved(
+    tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    losses = {1: 2.0}
+    monkeypatch.setattr(
+        trainer,
+        "evaluate",
+        lambda *_, step, **__: EvalMetrics(step=step, val_loss=losses.get(step, 9.0), val_tokens=1),
+    )
+    paths, elsewhere = RunPaths(tmp_path / "run"), tmp_path / "metrics.jsonl"
+    every = ("train.checkpoint_every=1", "train.eval_every=1", "train.keep_checkpoints=1")
+    train_alone(paths.root, tiny_config, *every, "train.steps=2")
+    paths.metrics.rename(elsewhere)
+    before = elsewhere.read_text()
+    if damage == "behind a link":
+        paths.metrics.symlink_to(elsewhere)
+    assert make_room(paths) == []
+    for steps in (4, 5):
+        train_alone(paths.root, tiny_config, *every, f"train.steps={steps}")
+        assert (paths.checkpoints / "best").resolve() == paths.checkpoint(1).resolve()
+        assert not manifest_problems(paths.checkpoint(1))
+        summary = read_json(Summary, paths.summary)
+        assert summary is not None and summary.best_checkpoint == paths.checkpoint(1).name
+    trained = [row["step"] for row in read_metrics(paths.metrics) if "loss" in row]
+    assert trained == ([3, 4, 5] if damage == "lost" else [1, 2, 3, 4, 5])
+    assert elsewhere.read_text() == before and not paths.metrics.is_symlink()
 
 
 def test_a_rank_that_fails_makes_the_checkpoint_under_way_whole(
