@@ -71,6 +71,7 @@ def test_a_checkpoint_of_500_mb_arrives_whole_through_three_interruptions(
     trusted = nodes.home_of(1) / ".ssh" / "authorized_keys"
     with trusted.open("a", encoding="ascii") as file:
         file.write("restrict ssh-ed25519 AAAA tileforge-run:far.0a1b2c3d\n")
+    (nodes.home_of(0) / ".ssh" / "tileforge" / "far.0a1b2c3d").mkdir(parents=True)
     asked_to_end = operator.start("collect", "far")
     wait_for_bytes(0)
     asked_to_end.send_signal(signal.SIGINT)
