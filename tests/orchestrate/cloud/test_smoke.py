@@ -14,7 +14,7 @@ from payload.orchestrate import __main__ as orchestrate
 from payload.orchestrate.inventories import load_cluster
 from tests.data_folders import make_data_folder
 from tests.orchestrate.cloud.conftest import KEY, Site
-from tests.orchestrate.cloud.stacks import words
+from tests.orchestrate.cloud.stacks import head_says, words
 from tests.orchestrate.cloud.standin import PROJECT, ZONE
 from tests.orchestrate.cloud.test_failures import DETAILS
 from tests.test_architecture import ROOT
@@ -56,8 +56,9 @@ class Played(Orchestrator):
 
 
 @pytest.fixture
-def stack(site: Site) -> Site:
+def stack(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     """A stack that comes up, heals with the second `up`, and goes with `destroy`."""
+    head_says(monkeypatch)
     site.configure(cluster="mine", project=PROJECT, zones=[ZONE], maxHourlyUsd="5")
     site.build()
     make_data_folder(site.folder / "data" / "stdlib")
