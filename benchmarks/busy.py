@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from benchmarks.contenders import Contender
 from benchmarks.machine import describe_machine
 from payload.launch.environment import malloc_environment, spin_environment
-from payload.model_shape import PRESETS
+from payload.models.gpt2 import PRESETS
 
 
 def main(argv: Sequence[str]) -> int:

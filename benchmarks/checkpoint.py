@@ -27,11 +27,11 @@ import torch
 
 from benchmarks.machine import describe_machine
 from payload.launch.environment import malloc_environment
-from payload.model_shape import PRESETS
+from payload.models.gpt2 import PRESETS
 from payload.run_config import EngineSection, OptimizerSection, TrainSection
 from payload.train.checkpoint import TrainerState
 from payload.train.engine import engage
-from payload.train.model import GPT
+from payload.train.models.gpt2 import GPT
 from payload.train.optimizer import build_optimizers
 from payload.train.saving import Saving
 from payload.train.sync_check import rank_state

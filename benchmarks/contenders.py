@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.launch.environment import malloc_environment
-from payload.model_shape import PRESETS, ModelShape
+from payload.models.gpt2 import PRESETS, Gpt2Spec
 
 REPO = Path(__file__).parent.parent
 
@@ -72,7 +72,7 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
     return found
 
 
-def _peer_sizes(shape: ModelShape) -> dict[str, int]:
+def _peer_sizes(shape: Gpt2Spec) -> dict[str, int]:
     return {
         "n_layer": shape.n_layer,
         "n_head": shape.n_head,

@@ -30,11 +30,11 @@ from accelerate import Accelerator
 from benchmarks.machine import describe_machine
 from payload.data.blocks import BlockOrder, TokenData
 from payload.launch.environment import malloc_environment
-from payload.model_shape import PRESETS
+from payload.models.gpt2 import PRESETS
 from payload.run_config import EngineSection, OptimizerSection
 from payload.train.engine import engage
 from payload.train.evaluate import evaluate
-from payload.train.model import GPT
+from payload.train.models.gpt2 import GPT
 from payload.train.optimizer import build_optimizers
 from payload.train.world import World
 

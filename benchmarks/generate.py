@@ -25,8 +25,8 @@ import torch
 from benchmarks.nanogpt_parity import nanogpt_state
 from payload.data.tokenizer import VOCAB_SIZE
 from payload.generate.sampling import SamplingOptions, sample
-from payload.model_shape import PRESETS, ModelShape
-from payload.train.model import GPT
+from payload.models.gpt2 import PRESETS, Gpt2Spec
+from payload.train.models.gpt2 import GPT
 
 RATIO_BOUND = 3.0
 """What the ratio is to reach for 200 tokens of gpt2; the exit status says whether it did."""
@@ -44,15 +44,16 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     torch.manual_seed(1337)
     preset = PRESETS[arguments.preset]
-    shape = ModelShape(
+    shape = Gpt2Spec(
         n_layer=preset.n_layer,
         n_head=preset.n_head,
         n_embd=preset.n_embd,
         sequence_length=SEQUENCE_LENGTH,
         vocab_size=VOCAB_SIZE,
+        # nanoGPT's.
+        activation="gelu",
     )
-    # nanoGPT has the exact GELU.
-    model = GPT(shape, activation="gelu").eval()
+    model = GPT(shape).eval()
     ours = _ours(model, arguments.tokens)
     theirs = _nanogpt(model, arguments.nanogpt.resolve(), arguments.tokens)
     same = ours() == theirs()
@@ -94,7 +95,7 @@ def _nanogpt(model: GPT, checkout: Path, tokens: int) -> Callable[[], list[int]]
     sys.path.insert(0, str(checkout))
     import model as nanogpt_model  # type: ignore[import-not-found]
 
-    shape = model.shape
+    shape = model.spec
     sizes = {"n_layer": shape.n_layer, "n_head": shape.n_head, "n_embd": shape.n_embd}
     config = nanogpt_model.GPTConfig(
         **sizes, block_size=shape.sequence_length, vocab_size=shape.vocab_size, bias=True

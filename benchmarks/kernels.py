@@ -25,7 +25,8 @@ from torch.nn import functional
 
 from benchmarks.machine import describe_machine
 from payload.launch.environment import malloc_environment
-from payload.model_shape import LOGITS_TOKENS, PRESETS, ModelShape
+from payload.models.gpt2 import PRESETS, Gpt2Spec
+from payload.models.spec import LOGITS_TOKENS
 from payload.train.kernels.head import SLICE
 from payload.train.kernels.library import Library, load_library
 
@@ -114,7 +115,7 @@ def _bf16(*size: int) -> Tensor:
     return torch.randn(*size).to(torch.bfloat16)
 
 
-def _cases(library: Library, shape: ModelShape, batch: int) -> Iterator[Case]:
+def _cases(library: Library, shape: Gpt2Spec, batch: int) -> Iterator[Case]:
     yield from _passes(library, shape, batch)
     if library.has_products:
         yield from _attention(library, shape, batch)
@@ -123,7 +124,7 @@ def _cases(library: Library, shape: ModelShape, batch: int) -> Iterator[Case]:
             yield _weight_gradient(library, tokens, rows * width, columns * width)
 
 
-def _attention(library: Library, shape: ModelShape, batch: int) -> Iterator[Case]:
+def _attention(library: Library, shape: Gpt2Spec, batch: int) -> Iterator[Case]:
     sizes = (batch, shape.sequence_length, 3, shape.n_head, shape.n_embd // shape.n_head)
     qkv, grad = _bf16(*sizes), _bf16(*sizes[:2], *sizes[3:])
     out, log_sums = library.attention_forward(qkv)
@@ -152,7 +153,7 @@ def _weight_gradient(library: Library, tokens: int, rows: int, width: int) -> Ca
     )
 
 
-def _passes(library: Library, shape: ModelShape, batch: int) -> Iterator[Case]:
+def _passes(library: Library, shape: Gpt2Spec, batch: int) -> Iterator[Case]:
     tokens = batch * shape.sequence_length
     x, grad = _bf16(tokens, 4 * shape.n_embd), _bf16(tokens, 4 * shape.n_embd)
     yield Case(

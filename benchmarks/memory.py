@@ -28,7 +28,7 @@ from typing import Any, get_args
 from benchmarks.contenders import REPO, contenders
 from benchmarks.machine import describe_machine
 from payload.launch.environment import malloc_environment
-from payload.model_shape import PRESETS
+from payload.models.gpt2 import PRESETS
 from payload.results import RunPaths
 from payload.run_config import Preset, RunConfig, parse_run_config
 

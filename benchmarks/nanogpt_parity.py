@@ -26,10 +26,10 @@ import torch
 
 from payload.data.blocks import BlockOrder, TokenData
 from payload.metrics_log import read_metrics
-from payload.model_shape import PRESETS, ModelShape
+from payload.models.gpt2 import PRESETS, Gpt2Spec
 from payload.results import RunPaths
 from payload.run_config import RunConfig, parse_run_config
-from payload.train.model import GPT
+from payload.train.models.gpt2 import GPT
 from payload.train.weights import save_hf
 
 TOLERANCE = 1e-4
@@ -78,16 +78,16 @@ def _make_seed_weights(folder: Path, *, vocab_size: int) -> Path:
     """A random tiny model with nanoGPT's exact GELU, in the Hugging Face layout."""
     torch.manual_seed(1337)
     sizes = {**asdict(PRESETS["tiny"]), "sequence_length": SEQUENCE_LENGTH}
-    model = GPT(ModelShape(**{**sizes, "vocab_size": vocab_size}), activation="gelu")
+    model = GPT(Gpt2Spec(**{**sizes, "vocab_size": vocab_size, "activation": "gelu"}))
     (folder / "seed").mkdir()
     save_hf(model, folder / "seed")
     torch.save(
         {
             "model": nanogpt_state(model),
             "model_args": {
-                "n_layer": model.shape.n_layer,
-                "n_head": model.shape.n_head,
-                "n_embd": model.shape.n_embd,
+                "n_layer": model.spec.n_layer,
+                "n_head": model.spec.n_head,
+                "n_embd": model.spec.n_embd,
                 "block_size": SEQUENCE_LENGTH,
                 "bias": True,
                 "vocab_size": vocab_size,

@@ -35,7 +35,7 @@ from typing import Any, Literal
 
 from benchmarks.machine import describe_machine
 from payload.launch.environment import malloc_environment
-from payload.model_shape import ModelShape
+from payload.models.gpt2 import Gpt2Spec
 from payload.results import RunPaths, Summary, read_json
 from payload.run_config import RunConfig, parse_run_config
 
@@ -239,7 +239,7 @@ def summarise(found: Mapping[Name, Compared]) -> dict[str, object]:
     mean = {name: statistics.mean(each) for name, each in losses.items()}
     best = {name: each.best() for name, each in found.items()}
     pairs = list(zip(losses["muon"], losses["adamw"], strict=True))
-    shape = ModelShape(
+    shape = Gpt2Spec(
         n_layer=SETTING["model.n_layer"],
         n_head=SETTING["model.n_head"],
         n_embd=SETTING["model.n_embd"],

@@ -49,7 +49,7 @@ from benchmarks.scaling_fit import (
 )
 from benchmarks.scaling_hosts import missing
 from benchmarks.scaling_runs import Arrangement, Work, measure
-from payload.model_shape import PRESETS
+from payload.models.gpt2 import PRESETS
 
 STEPS_OF_TWO = ("loopback", "hosts:16", "hosts:1", "hosts:0.3")
 EXCHANGES = ("exchange:2", "exchange:2:16", "exchange:2:1", "exchange:2:0.3", "exchange:3:1")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from payload.model_shape import PRESETS, ModelShape
+from payload.models.gpt2 import PRESETS, Gpt2Spec
 from payload.step_time import Network, StepTime, buckets, sends_per_byte, step_time
 
 Record = Mapping[str, Any]
@@ -218,7 +218,7 @@ def predictions(records: Sequence[Record], constants: Constants) -> list[dict[st
     return found
 
 
-def shape_of(record: Record) -> ModelShape:
+def shape_of(record: Record) -> Gpt2Spec:
     """The model that was trained."""
     return replace(PRESETS[record["model"]], sequence_length=record["sequence_length"])
 

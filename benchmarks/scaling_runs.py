@@ -24,7 +24,7 @@ from payload.launch.environment import (
     rank_environment,
 )
 from payload.launch.ranks import Rank
-from payload.model_shape import PRESETS
+from payload.models.gpt2 import PRESETS
 from payload.orchestrate.local import LocalAccess
 from payload.results import RunPaths
 from payload.step_time import buckets

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.contenders import contenders
 from benchmarks.machine import describe_machine
-from payload.model_shape import PRESETS
+from payload.models.gpt2 import PRESETS
 
 
 def main(argv: Sequence[str]) -> int:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from payload.model_shape import PRESETS
+from payload.models.gpt2 import PRESETS
 from payload.run_config import EngineSection, OptimizerSection
 from payload.train.calibration import calibrate
 from payload.train.engine import engage
-from payload.train.model import GPT
+from payload.train.models.gpt2 import GPT
 from payload.train.optimizer import build_optimizers
 from payload.train.world import World
 

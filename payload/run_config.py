@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from payload.errors import ConfigError
-from payload.model_shape import PRESETS, ModelShape
+from payload.models.registry import from_scratch
+from payload.models.spec import ModelSpec
 from payload.settings import parse_sections, render_sections, setting
 from payload.untrusted import read_bytes
 
@@ -66,16 +67,19 @@ class ModelSection:
     n_head: int | None = setting(None, low=1, high=1000)
     n_embd: int | None = setting(None, low=1, high=2**16)
 
-    def shape(self, *, sequence_length: int, vocab_size: int) -> ModelShape:
-        """The preset's sizes with this section's own in their place."""
-        preset = PRESETS[self.preset]
-        return ModelShape(
-            n_layer=self.n_layer or preset.n_layer,
-            n_head=self.n_head or preset.n_head,
-            n_embd=self.n_embd or preset.n_embd,
+    def spec(self, *, sequence_length: int, vocab_size: int | None) -> ModelSpec:
+        """Return the preset's model from scratch, with this section's own sizes in their place.
+
+        A vocabulary of None is the preset's own.
+        """
+        return from_scratch(
+            self.preset,
+            n_layer=self.n_layer,
+            n_head=self.n_head,
+            n_embd=self.n_embd,
+            bias=self.bias,
             sequence_length=sequence_length,
             vocab_size=vocab_size,
-            bias=self.bias,
         )
 
 
@@ -296,10 +300,10 @@ def _contradictions(config: RunConfig) -> list[str]:
     """Settings that are each allowed but not together."""
     found = []
     optimizer, schedule, train = config.optimizer, config.schedule, config.train
-    shape = config.model.shape(sequence_length=1, vocab_size=1)
-    if shape.n_embd % shape.n_head:
+    spec = config.model.spec(sequence_length=1, vocab_size=1)
+    if spec.width() % spec.num_heads():
         found.append(
-            f"model.n_embd = {shape.n_embd} is not a multiple of model.n_head = {shape.n_head}."
+            f"model.n_embd = {spec.width()} is not a multiple of model.n_head = {spec.num_heads()}."
         )
     if optimizer.min_lr > optimizer.lr:
         found.append(

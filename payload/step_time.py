@@ -6,10 +6,9 @@ its terms, its fit to measurements and its errors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from payload.model_shape import ModelShape
+from payload.models.spec import ModelSpec
 from payload.run_config import DistributedSection, RunConfig
 
 BACKWARD_SHARE = 2 / 3
@@ -83,9 +82,9 @@ def sends_per_byte(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-def gradient_bytes(shape: ModelShape, settings: DistributedSection) -> int:
+def gradient_bytes(spec: ModelSpec, settings: DistributedSection) -> int:
     """What each rank gives into the exchange in a step."""
-    return shape.num_params() * bytes_per_gradient(settings)
+    return spec.num_trainable_params() * bytes_per_gradient(settings)
 
 
 def bytes_per_gradient(settings: DistributedSection) -> int:
@@ -93,38 +92,44 @@ def bytes_per_gradient(settings: DistributedSection) -> int:
     return 2 if settings.grad_dtype == "bf16" else 4
 
 
-def buckets(shape: ModelShape, *, tokens: int | None = None) -> tuple[Bucket, ...]:
+def buckets(spec: ModelSpec, *, tokens: int | None = None) -> tuple[Bucket, ...]:
     """The exchange's buckets, in the order in which the backward pass fills them.
 
-    The token embedding is the output head too, so that its gradient is the first to begin and the
+    Where the token embedding is the output head too, its gradient is the first to begin and the
     last to be whole. With the kernels it travels in two parts, the head's first of all, and at the
     end the rows of those `tokens` that all ranks read in a pass; without (None) in the last bucket.
     """
-    head = 6 * shape.vocab_size * shape.n_embd / shape.flops_per_token()
+    sizes = spec.gradient_sizes()
+    in_parts = tokens is not None and spec.is_tied()
+    head = 6 * spec.embedding_size() / spec.flops_per_token()
+    all_matrices = sum(each.elements for each in sizes if each.kind == "matrix")
     found: list[Bucket] = []
-    if tokens is not None:
-        found.append(Bucket(numbers=shape.vocab_size * shape.n_embd, ready=head))
+    if in_parts:
+        found.append(Bucket(numbers=spec.embedding_size(), ready=head))
     is_first, held, matrices = True, 0, 0
-    for numbers, is_matrix in _parameters(shape):
-        held += numbers
-        matrices += numbers * is_matrix
+    for each in sizes:
+        if each.kind == "embedding":
+            continue
+        held += each.elements
+        matrices += each.elements * (each.kind == "matrix")
         limit = FIRST_BUCKET_BYTES if is_first else BUCKET_BYTES
         if held * 4 >= limit:
-            ready = head + (1 - head) * matrices / shape.num_matrix_params()
+            ready = head + (1 - head) * matrices / max(all_matrices, 1)
             found.append(Bucket(numbers=held, ready=ready))
             is_first, held = False, 0
-    held += shape.positions() * shape.n_embd
-    if tokens is None:
-        held += shape.vocab_size * shape.n_embd
-    found.append(Bucket(numbers=held, ready=1.0))
-    if tokens is not None:
-        rows = min(shape.vocab_size, round(_DISTINCT * tokens**_DISTINCT_EXPONENT))
-        found.append(Bucket(numbers=rows * shape.n_embd, ready=1.0))
+    held += sum(each.elements for each in sizes if each.kind == "embedding")
+    if in_parts:
+        held -= spec.embedding_size()
+    if held:
+        found.append(Bucket(numbers=held, ready=1.0))
+    if in_parts and tokens is not None:
+        rows = min(spec.vocab_size, round(_DISTINCT * tokens**_DISTINCT_EXPONENT))
+        found.append(Bucket(numbers=rows * spec.width(), ready=1.0))
     return tuple(found)
 
 
 def step_time(
-    shape: ModelShape,
+    spec: ModelSpec,
     *,
     compute_s: float,
     accumulation: int,
@@ -142,7 +147,7 @@ def step_time(
         return StepTime(compute_s=compute_s, exchange_s=0.0, exposed_s=0.0, busy_s=0.0)
     backward_s = compute_s / accumulation * BACKWARD_SHARE
     done_s = exchange_s = 0.0
-    exchanged = buckets(shape, tokens=tokens)
+    exchanged = buckets(spec, tokens=tokens)
     for bucket in exchanged:
         took_s = network.all_reduce_s(bucket.numbers * bytes_per_number)
         exchange_s += took_s
@@ -157,31 +162,17 @@ def step_time(
 
 
 def run_step_time(
-    config: RunConfig, shape: ModelShape, *, compute_s: float, network: Network
+    config: RunConfig, spec: ModelSpec, *, compute_s: float, network: Network
 ) -> StepTime:
     """A step of the run `config`, which takes `compute_s` of computing on these ranks."""
     per_pass = config.batch.micro_batch_size * network.ranks
     # A prediction, also for ranks that are not the run's: preflight's on this machine, or with the
     # defaults. Whether a batch divides is `grad_accum_steps`'s to say.
     return step_time(
-        shape,
+        spec,
         compute_s=compute_s,
         accumulation=max(1, config.batch.global_batch_size // per_pass),
         bytes_per_number=bytes_per_gradient(config.distributed),
         network=network,
         tokens=per_pass * config.data.sequence_length if config.engine.wants_kernels() else None,
     )
-
-
-def _parameters(shape: ModelShape) -> Iterator[tuple[int, bool]]:
-    """Sizes in the order in which gradients are whole, up to the embeddings; is it a matrix?"""
-    width, has_bias = shape.n_embd, int(shape.bias)
-    norm = (width * (1 + has_bias), False)
-    yield norm
-    for _ in range(shape.n_layer):
-        for rows, columns in ((4, 1), (1, 4), (1, 1), (1, 3)):
-            if (rows, columns) == (1, 1):
-                yield norm
-            yield width * columns * has_bias, False
-            yield rows * columns * width**2, True
-        yield norm

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-PACKAGES = frozenset({"launch", "orchestrate", "supervise", "data", "train", "generate"})
+PACKAGES = frozenset({"models", "launch", "orchestrate", "supervise", "data", "train", "generate"})
 CONTRACTS = "contracts"
 PULUMI = frozenset({"pulumi", "pulumi_gcp", "pulumi_command", "pulumi_random", "pulumi_tls"})
 
@@ -36,32 +36,41 @@ class Rule:
 
 
 RULES = {
-    CONTRACTS: Rule(frozenset({CONTRACTS}), stdlib_only=True),
+    CONTRACTS: Rule(frozenset({CONTRACTS, "models"}), stdlib_only=True),
+    "models": Rule(frozenset({CONTRACTS, "models"}), stdlib_only=True),
     "infra": Rule(
         frozenset({"payload.inventory", "payload.errors", "payload.untrusted"}),
         frozenset({"paramiko", "torch"}),
     ),
     "launch": Rule(
-        frozenset({CONTRACTS, "launch"}), frozenset({"paramiko", "torch", "subprocess"}) | PULUMI
+        frozenset({CONTRACTS, "models", "launch"}),
+        frozenset({"paramiko", "torch", "subprocess"}) | PULUMI,
     ),
     "orchestrate": Rule(
-        frozenset({CONTRACTS, "launch", "orchestrate"}), frozenset({"torch", "infra"}) | PULUMI
+        frozenset({CONTRACTS, "models", "launch", "orchestrate"}),
+        frozenset({"torch", "infra"}) | PULUMI,
     ),
     "supervise": Rule(
         frozenset({CONTRACTS, "launch", "supervise"}),
         frozenset({"torch", "paramiko", "infra"}) | PULUMI,
     ),
-    "data": Rule(frozenset({CONTRACTS, "data"}), frozenset({"paramiko", "infra"}) | PULUMI),
+    "data": Rule(
+        frozenset({CONTRACTS, "models", "data"}), frozenset({"paramiko", "infra"}) | PULUMI
+    ),
     "train": Rule(
-        frozenset({CONTRACTS, "data", "train"}), frozenset({"paramiko", "infra"}) | PULUMI
+        frozenset({CONTRACTS, "models", "data", "train"}), frozenset({"paramiko", "infra"}) | PULUMI
     ),
     "generate": Rule(
-        frozenset({CONTRACTS, "data", "train", "generate"}),
+        frozenset({CONTRACTS, "models", "data", "train", "generate"}),
         frozenset({"paramiko", "infra"}) | PULUMI,
     ),
 }
 GOOGLE_MODULE = PurePosixPath("payload/orchestrate/cloud/google.py")
 HUB_MODULE = PurePosixPath("payload/orchestrate/initial.py")
+REGISTRIES = frozenset(
+    PurePosixPath(folder, "registry.py") for folder in ("payload/models", "payload/train/models")
+)
+"""They import the files of their package by names that they find there."""
 SSH_MODULE = PurePosixPath("payload/orchestrate/ssh.py")
 
 
@@ -217,7 +226,7 @@ def _allowed(module: str, *, area: str, path: PurePosixPath) -> bool:
     if top == "infra":
         return area == "infra"
     if module == "?":
-        return False
+        return path in REGISTRIES
     if top == "paramiko":
         return path == SSH_MODULE
     if top == "google":

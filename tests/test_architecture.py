@@ -56,6 +56,7 @@ def test_every_package_has_a_row_in_the_table() -> None:
 def test_the_contracts_import_without_any_installed_package() -> None:
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
     program += "".join(f"import payload.{name}\n" for name in CONTRACTS if name != "__init__")
+    program += "from payload.models.registry import families\nfamilies()\n"
     # -S leaves site-packages out, -I the environment and this folder.
     subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True)
 
@@ -66,6 +67,9 @@ def test_the_contracts_import_without_any_installed_package() -> None:
         ("payload/errors.py", "import torch"),
         ("payload/errors.py", "from payload import train"),
         ("payload/errors.py", "from payload.launch.ranks import Rank"),
+        ("payload/models/gpt2.py", "import torch"),
+        ("payload/models/gpt2.py", "from payload.data.meta import read_meta"),
+        ("payload/models/gpt2.py", "import importlib\nx = importlib.import_module(name)"),
         ("payload/launch/ranks.py", "import subprocess"),
         ("payload/launch/ranks.py", "def place():\n    import torch.nn as nn\n"),
         ("payload/launch/ranks.py", "from ..orchestrate import cli"),
@@ -84,7 +88,7 @@ def test_the_contracts_import_without_any_installed_package() -> None:
         ("payload/train/world.py", "from payload.launch import ranks"),
         ("payload/train/deep/world.py", "from ...orchestrate import ssh"),
         ("payload/generate/x.py", "import payload.supervise"),
-        ("payload/data/x.py", "from payload.train.model import GPT"),
+        ("payload/data/x.py", "from payload.train.models.gpt2 import GPT"),
         ("payload/data/x.py", "def f(name):\n    return __import__(name)\n"),
         ("infra/nodes.py", "from payload.launch.ranks import Rank"),
         ("infra/nodes.py", "from payload.run_config import RunConfig"),
@@ -105,8 +109,10 @@ def test_the_checker_finds_what_the_table_forbids(path: str, source: str) -> Non
     [
         ("payload/errors.py", "import json\nfrom payload import __version__\n"),
         ("payload/launch/ranks.py", "from payload.inventory import Node\nfrom . import files\n"),
+        ("payload/models/registry.py", "import importlib\nx = importlib.import_module(name)"),
+        ("payload/launch/arithmetic.py", "from payload.models.spec import ModelSpec\n"),
         ("payload/orchestrate/ssh.py", "import paramiko\nfrom payload.launch import files\n"),
-        ("payload/generate/x.py", "import torch\nfrom payload.train.model import GPT\n"),
+        ("payload/generate/x.py", "import torch\nfrom payload.train.models.gpt2 import GPT\n"),
         ("payload/orchestrate/cloud/google.py", "def f():\n    import google.auth\n"),
         ("infra/nodes.py", "import pulumi\nfrom payload.inventory import Node\n"),
         (

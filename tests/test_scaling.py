@@ -15,7 +15,7 @@ import pytest
 from benchmarks.scaling import main, summarise
 from benchmarks.scaling_fit import Constants, efficiencies, fit, points, predictions, step_medians
 from benchmarks.scaling_runs import Arrangement, Work
-from payload.model_shape import PRESETS
+from payload.models.gpt2 import PRESETS
 from payload.run_config import parse_run_config
 from payload.step_time import buckets
 from tests.launching import BIN, REPO

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from torch import nn
 
-from payload.model_shape import PRESETS, ModelShape
+from payload.models.gpt2 import PRESETS, Gpt2Spec
 from payload.run_config import parse_run_config
 from payload.step_time import (
     BACKWARD_SHARE,
@@ -21,11 +21,11 @@ from payload.step_time import (
     step_time,
 )
 from payload.train.buckets import Bucket, make_buckets
-from payload.train.model import GPT
+from payload.train.models.gpt2 import GPT
 
 GPT2 = PRESETS["gpt2"]
 # One layer of width 2 and no bias: 48 matrix numbers, three norms of 2, 10 + 4 embeddings of 2.
-SMALL = ModelShape(n_layer=1, n_head=1, n_embd=2, sequence_length=4, vocab_size=10, bias=False)
+SMALL = Gpt2Spec(n_layer=1, n_head=1, n_embd=2, sequence_length=4, vocab_size=10, bias=False)
 
 
 def of_gpt2(
@@ -143,7 +143,7 @@ def test_buckets_hold_every_number_once_and_fill_in_order(preset: str) -> None:
 
 def test_buckets_are_those_of_the_exchange() -> None:
     """At a width where each layer fills one."""
-    shape = ModelShape(n_layer=3, n_head=2, n_embd=768, sequence_length=8, vocab_size=64)
+    shape = Gpt2Spec(n_layer=3, n_head=2, n_embd=768, sequence_length=8, vocab_size=64)
     model = GPT(shape, random=False)
     assert _sizes(make_buckets(model.parameters())) == [each.numbers for each in buckets(shape)]
     split = make_buckets(model.parameters(), first=cast(nn.Parameter, model.wte.weight))

@@ -18,8 +18,9 @@ from payload.errors import ConfigError, ExitCode, TileforgeError
 from payload.generate.sampling import SamplingOptions, add_tokens, stream
 from payload.generate.source import find_weights
 from payload.hints import command
-from payload.train.model import GPT
-from payload.train.weights import load_hf
+from payload.train.models.base import CausalLM
+from payload.train.models.registry import load
+from payload.train.weights import model_folder
 from payload.untrusted import printable
 
 _DEFAULTS = SamplingOptions()
@@ -119,7 +120,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
     )
     weights = find_weights(arguments.checkpoint)
-    model = load_hf(weights)
+    model = load(model_folder(weights))
     tokens = _encode(prompt, model=model)
     began = time.perf_counter()
     samples: list[list[int]] = [[] for _ in range(options.num_samples)]
@@ -129,7 +130,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         else _TextOutput(prompt)
     )
     try:
-        size = model.shape.num_params() / 1e6
+        size = model.spec.num_params() / 1e6
         print(f"model: {weights} ({size:.1f}M parameters)", file=sys.stderr)
         for made in stream(
             model, tokens, options=options, end_token=END_OF_TEXT, num_tokens=VOCAB_SIZE
@@ -160,10 +161,10 @@ def _read_prompt(arguments: argparse.Namespace) -> str:
         ) from None
 
 
-def _encode(prompt: str, *, model: GPT) -> list[int]:
+def _encode(prompt: str, *, model: CausalLM) -> list[int]:
     """The prompt's tokens; an empty prompt is the end of a text before."""
     tokens = gpt2_encoding().encode_ordinary(prompt) or [END_OF_TEXT]
-    largest, size = max(tokens), model.shape.vocab_size
+    largest, size = max(tokens), model.spec.vocab_size
     if largest >= size:
         raise ConfigError(
             f"the prompt has token {largest}, the model's vocabulary ends at {size - 1}: it was "
@@ -175,7 +176,7 @@ def _encode(prompt: str, *, model: GPT) -> list[int]:
             "only its embedding was made larger or smaller, the text will make no sense",
             file=sys.stderr,
         )
-    context = model.shape.positions()
+    context = model.spec.context()
     if len(tokens) > context:
         print(
             f"note: the prompt has {len(tokens)} tokens, the model reads the last {context}",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from payload.errors import CheckpointError
-from payload.train.model import GPT, LayerCache
+from payload.train.models.base import Cache, CausalLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class SamplingOptions:
 
 @torch.inference_mode()
 def stream(
-    model: GPT,
+    model: CausalLM,
     prompt: Sequence[int],
     *,
     options: SamplingOptions,
@@ -64,7 +64,7 @@ def stream(
 
 
 def sample(
-    model: GPT,
+    model: CausalLM,
     prompt: Sequence[int],
     *,
     options: SamplingOptions,
@@ -124,10 +124,10 @@ def choose(
 class _Reader:
     """Feeds a growing text to the model: the new tokens only, as long as they fit the context."""
 
-    def __init__(self, model: GPT, *, use_cache: bool) -> None:
+    def __init__(self, model: CausalLM, *, use_cache: bool) -> None:
         self._model = model
         self._use_cache = use_cache
-        self._caches: list[LayerCache] = []
+        self._caches: Sequence[Cache] = ()
         self._start = 0
         """Where in the text the model's context begins."""
         self._read = 0
@@ -135,13 +135,13 @@ class _Reader:
 
     def next_logits(self, texts: Tensor) -> Tensor:
         """(B, V) for the token after (B, T) `texts`, which continue those of the last call."""
-        context, length = self._model.shape.positions(), texts.shape[1]
+        context, length = self._model.spec.context(), texts.shape[1]
         first = not self._caches
         if length - self._start > context:
             self._start = length - (context if first else max(1, context // 2))
             first = True
         if first or not self._use_cache:
-            self._caches = [LayerCache() for _ in range(self._model.shape.n_layer)]
+            self._caches = self._model.new_caches()
             self._read = self._start
         hidden = self._model.hidden(texts[:, self._read :], self._caches)
         self._read = length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from payload.model_shape import ModelShape, typical_mfu
+from payload.models.spec import ModelSpec, typical_mfu
 from payload.run_config import RunConfig
 from payload.step_time import Network, gradient_bytes, run_step_time
 
@@ -41,33 +41,33 @@ class Arithmetic:
 def work_out(
     config: RunConfig,
     *,
-    shape: ModelShape,
+    spec: ModelSpec,
     world_size: int,
     link_bytes_per_s: float,
     peak_flops_per_s: float | None = None,
 ) -> Arithmetic:
-    """The arithmetic of `config` with a model of this `shape` on `world_size` ranks.
+    """The arithmetic of `config` with a model of this spec on `world_size` ranks.
 
     `link_bytes_per_s` is what one rank sends while it receives as much; `peak_flops_per_s` is of
     all ranks together. Raises ConfigError when the batch does not divide.
     """
     tokens = config.tokens_per_step()
     accumulation = config.batch.grad_accum_steps(world_size)
-    grad_bytes = gradient_bytes(shape, config.distributed)
-    flops = tokens * shape.flops_per_token()
+    grad_bytes = gradient_bytes(spec, config.distributed)
+    flops = tokens * spec.flops_per_token()
     mfu = typical_mfu(kernels=config.uses_kernels())
     compute_s = flops / (peak_flops_per_s * mfu) if peak_flops_per_s else None
     network = Network(ranks=world_size, bytes_per_s=link_bytes_per_s)
     step_s = None
     if compute_s is not None:
-        step_s = run_step_time(config, shape, compute_s=compute_s, network=network).total_s()
+        step_s = run_step_time(config, spec, compute_s=compute_s, network=network).total_s()
     return Arithmetic(
-        params=shape.num_params(),
+        params=spec.num_params(),
         flops_per_step=flops,
         tokens_per_step=tokens,
         tokens_total=tokens * config.train.steps,
         grad_accum_steps=accumulation,
-        memory_bytes_per_rank=shape.memory_bytes(
+        memory_bytes_per_rank=spec.memory_bytes(
             micro_batch_size=config.batch.micro_batch_size,
             dtype="fp32" if config.precision.dtype == "fp32" else "bf16",
             kernels=config.uses_kernels(),

@@ -25,7 +25,7 @@ def plan_elsewhere(
     config: RunConfig,
     chosen: Chosen,
     *,
-    vocab_size: int,
+    vocab_size: int | None,
     root: Path,
     now_unix: float,
 ) -> PlannedRun:

@@ -9,7 +9,7 @@ from pathlib import Path
 from payload.checkpoint_files import BYTES_PER_PARAM, free_bytes, most_checkpoints
 from payload.errors import ConfigError
 from payload.launch.plan import LaunchPlan
-from payload.model_shape import typical_mfu
+from payload.models.spec import typical_mfu
 from payload.orchestrate.live import duration, evaluations_left
 from payload.orchestrate.planning import PlannedRun
 from payload.results import RunPaths, Summary, read_json

@@ -13,8 +13,9 @@ from urllib.request import getproxies
 
 from payload.checkpoint_files import MANIFEST_FILE, manifest_problems, newest_sound
 from payload.errors import CheckpointError, ConfigError
-from payload.hf_folder import read_config, weight_files
-from payload.model_shape import PRESETS, ModelShape
+from payload.hf_folder import weight_files
+from payload.models.registry import preset_of_hub_name, presets, read_spec
+from payload.models.spec import ModelSpec
 from payload.results import RunPaths
 from payload.run_config import RunConfig
 
@@ -23,34 +24,28 @@ _HUB_TIMEOUT_S = 3.0
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
 
 
-def initial_shape(config: RunConfig, *, vocab_size: int) -> tuple[ModelShape, str | None]:
+def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpec, str | None]:
     """The model's sizes before it is loaded, and a note where they are a guess."""
-    configured = config.model.shape(
+    configured = config.model.spec(
         sequence_length=config.data.sequence_length, vocab_size=vocab_size
     )
     init = config.model.init
     if init == "scratch":
         return configured, None
-    weights = PRESETS.get(init.rpartition("/")[2])
+    weights = preset_of_hub_name(init)
     if Path(init).is_dir() or weights is None:
         try:
-            weights = read_config(_folder(Path(init))).shape()
+            weights = read_spec(_folder(Path(init)))
         except CheckpointError:
             return configured, (
                 f"the sizes of model.init = {init!r} are not known here; the arithmetic is that of "
                 f"model.preset = {config.model.preset!r}"
             )
-    shape = replace(
-        weights,
-        sequence_length=configured.sequence_length,
-        vocab_size=vocab_size,
-        n_positions=weights.positions(),
-    )
-    return shape, None
+    return weights.with_sequence_length(config.data.sequence_length), None
 
 
 def settle_initial(
-    config: RunConfig, *, vocab_size: int, say: Callable[[str], None], download: bool
+    config: RunConfig, *, vocab_size: int | None, say: Callable[[str], None], download: bool
 ) -> RunConfig:
     """Return the config with model.init as one folder: a run's newest sound checkpoint, say.
 
@@ -65,12 +60,12 @@ def settle_initial(
     if path.is_dir():
         folder = _sound_folder(path.resolve(), init=init, say=say)
         _require_weights(folder, init=init)
-        _require_fit(read_config(folder).shape(), config, vocab_size=vocab_size)
+        _require_fit(read_spec(folder), config, vocab_size=vocab_size)
         return replace(config, model=replace(config.model, init=str(folder)))
     _require_hub_name(path, init=init)
-    known = PRESETS.get(init.rpartition("/")[2])
+    known = preset_of_hub_name(init)
     if download:
-        known = read_config(_hub_folder(init)).shape()
+        known = read_spec(_hub_folder(init))
     if known is not None:
         _require_fit(known, config, vocab_size=vocab_size)
     return config
@@ -104,24 +99,25 @@ def _require_weights(folder: Path, *, init: str) -> None:
         if not (folder / name).is_file():
             raise ConfigError(
                 f"model.init = {init!r}: {folder} has no {name}. Name a folder in the Hugging Face "
-                "GPT-2 layout, with safetensors, or a checkpoint."
+                "layout, with safetensors, or a checkpoint."
             )
 
 
-def _require_fit(weights: ModelShape, config: RunConfig, *, vocab_size: int) -> None:
+def _require_fit(weights: ModelSpec, config: RunConfig, *, vocab_size: int | None) -> None:
     wanted = config.data.sequence_length
-    if wanted > weights.positions():
+    if wanted > weights.context():
         raise ConfigError(
-            f"data.sequence_length = {wanted} is above the {weights.positions()} positions of "
-            f"model.init = {config.model.init!r}. Use at most {weights.positions()}."
+            f"data.sequence_length = {wanted} is above the {weights.context()} positions of "
+            f"model.init = {config.model.init!r}. Use at most {weights.context()}."
         )
-    if weights.vocab_size != vocab_size:
+    if vocab_size is not None and weights.vocab_size < vocab_size:
         raise ConfigError(
             f"model.init = {config.model.init!r} has {weights.vocab_size} tokens, the data has "
             f"{vocab_size}. Prepare the data with the model's tokenizer."
         )
+    sizes = weights.settings()
     for name in ("n_layer", "n_head", "n_embd"):
-        asked, found = getattr(config.model, name), getattr(weights, name)
+        asked, found = getattr(config.model, name), sizes[name]
         if asked is not None and asked != found:
             raise ConfigError(
                 f"model.{name} = {asked}, but the weights of model.init have {found}. Leave "
@@ -156,7 +152,7 @@ def _hub_folder(name: str) -> Path:
         _require_hub(constants.ENDPOINT)
         return Path(hf_hub_download(name, "config.json")).parent
     except (HFValidationError, HfHubHTTPError, OSError, ValueError) as error:
-        close = difflib.get_close_matches(name, PRESETS, n=1)
+        close = difflib.get_close_matches(name, presets(), n=1)
         meant = f" Did you mean {close[0]!r}?" if close and close[0] != name else ""
         raise ConfigError(
             f"model.init = {name!r}: no such folder, and the Hugging Face hub did not give it "

@@ -15,7 +15,7 @@ from payload.launch.plan import LaunchPlan, mpirun_argv, torchrun_argv
 from payload.launch.ranks import Placement, place_ranks, render_ranks
 from payload.orchestrate.access import Access
 from payload.orchestrate.checks import memory_warning, rate_warning
-from payload.orchestrate.initial import initial_shape
+from payload.orchestrate.initial import initial_spec
 from payload.orchestrate.inventories import Chosen
 from payload.results import RunPaths, write_whole
 from payload.run_config import RunConfig
@@ -72,7 +72,7 @@ def plan_run(
     config: RunConfig,
     chosen: Chosen,
     access: Access,
-    vocab_size: int,
+    vocab_size: int | None,
     work_dir: Path,
     port: int,
 ) -> PlannedRun:
@@ -83,10 +83,10 @@ def plan_run(
     inventory = chosen.inventory
     time_limit(config.limits, inventory)
     placement = place_ranks(inventory, config.launch, domains=chosen.domains)
-    shape, guess = initial_shape(config, vocab_size=vocab_size)
+    spec, guess = initial_spec(config, vocab_size=vocab_size)
     arithmetic = work_out(
         config,
-        shape=shape,
+        spec=spec,
         world_size=placement.world_size,
         link_bytes_per_s=access.link_bytes_per_s,
         peak_flops_per_s=access.peak_flops_per_s(config.precision.dtype),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from payload.inventory import Node
-from payload.model_shape import ModelShape, typical_mfu
+from payload.models.spec import ModelSpec, typical_mfu
 from payload.orchestrate.findings import Finding
 from payload.orchestrate.measured import BF16_MIN_GAIN, Measured
 from payload.run_config import RunConfig
@@ -32,17 +32,17 @@ class Prediction:
     """With what the backward pass does not hide of the synchronisation."""
 
 
-def predict(config: RunConfig, shape: ModelShape, measured: Measured) -> Prediction:
+def predict(config: RunConfig, spec: ModelSpec, measured: Measured) -> Prediction:
     """Times of one step."""
     link = measured.link_bytes_per_s()
-    flops = config.tokens_per_step() * shape.flops_per_token()
+    flops = config.tokens_per_step() * spec.flops_per_token()
     mfu = typical_mfu(kernels=config.uses_kernels())
     compute_s = flops / (measured.peak_flops_per_s(config.precision.dtype) * mfu)
     # One rank has no link.
     network = Network(ranks=measured.world_size, bytes_per_s=link or 1.0)
-    step = run_step_time(config, shape, compute_s=compute_s, network=network)
+    step = run_step_time(config, spec, compute_s=compute_s, network=network)
     return Prediction(
-        what=f"{shape.num_params() / 1e6:.3g}M parameters, {config.batch.global_batch_size} "
+        what=f"{spec.num_params() / 1e6:.3g}M parameters, {config.batch.global_batch_size} "
         f"sequences of {config.data.sequence_length} tokens a step",
         sync_s=step.exchange_s,
         compute_s=compute_s,

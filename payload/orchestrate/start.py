@@ -21,7 +21,6 @@ from payload.checkpoint_files import require_room
 from payload.engines import require_packages_here
 from payload.errors import INTERRUPTED, ConfigError, DataError, ExitCode
 from payload.hints import run_command
-from payload.model_shape import GPT2_VOCAB_SIZE
 from payload.orchestrate.checks import check_data
 from payload.orchestrate.console import text_console
 from payload.orchestrate.ending import say_end
@@ -59,9 +58,9 @@ def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
     talk.print(chosen.headline())
     config = config_of(arguments)
     try:
-        vocab_size = _check_data(config)
+        vocab_size: int | None = _check_data(config)
     except DataError as error:
-        vocab_size = GPT2_VOCAB_SIZE
+        vocab_size = None
         talk.print(f"note: a run would stop here: {error}")
     is_local = chosen.inventory.access.kind == "local"
     try:
@@ -245,7 +244,7 @@ def _plan(
     chosen: Chosen,
     access: LocalAccess,
     *,
-    vocab_size: int,
+    vocab_size: int | None,
     port: int,
 ) -> PlannedRun:
     return plan_run(
@@ -301,7 +300,9 @@ def _check_data(config: RunConfig) -> int:
     return check_data(Path(config.data.dir), sequence_length=config.data.sequence_length)
 
 
-def _settle(config: RunConfig, *, vocab_size: int, is_local: bool, talk: Console) -> RunConfig:
+def _settle(
+    config: RunConfig, *, vocab_size: int | None, is_local: bool, talk: Console
+) -> RunConfig:
     """Check what can be known before the start; the config then names what the run begins with."""
     if is_local:
         require_packages_here(config.engine, config.distributed)

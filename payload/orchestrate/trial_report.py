@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from payload.inventory import ClusterInventory
-from payload.model_shape import GPT2_VOCAB_SIZE
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.code import this_code
 from payload.orchestrate.console import text_console
 from payload.orchestrate.findings import TRIED
-from payload.orchestrate.initial import initial_shape
+from payload.orchestrate.initial import initial_spec
 from payload.orchestrate.inventories import Chosen
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.measured import Record, known_trial, nodes_sha, record_path
@@ -82,8 +81,8 @@ def with_trial(
         # What comes after the one that failed was not tried.
         made = sorted({finding.check for finding in findings} & set(made), key=TRIED.index)
     else:
-        shape, guess = initial_shape(config, vocab_size=GPT2_VOCAB_SIZE)
-        prediction = predict(config, shape, trial.measured)
+        spec, guess = initial_spec(config, vocab_size=None)
+        prediction = predict(config, spec, trial.measured)
         findings += speed_findings(inventory.nodes, trial.measured)
         findings += exchange_findings(inventory.nodes, trial.measured, prediction)
         notes += [summary(trial.measured, prediction), *([guess] if guess else [])]

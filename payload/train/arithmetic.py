@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from payload.data.blocks import TokenData
-from payload.model_shape import ModelShape, typical_mfu
+from payload.models.spec import ModelSpec, typical_mfu
 from payload.run_config import RunConfig
 from payload.step_time import Network, gradient_bytes, run_step_time, sends_per_byte
 from payload.train.calibration import Calibration
@@ -13,7 +13,7 @@ from payload.train.world import World
 def describe(
     config: RunConfig,
     *,
-    shape: ModelShape,
+    spec: ModelSpec,
     data: TokenData,
     world: World,
     calibration: Calibration,
@@ -22,7 +22,7 @@ def describe(
     batch, tokens = config.batch, config.tokens_per_step()
     accumulation = batch.grad_accum_steps(world.world_size)
     all_tokens = tokens * config.train.steps
-    memory = shape.memory_bytes(
+    memory = spec.memory_bytes(
         micro_batch_size=batch.micro_batch_size,
         dtype=calibration.dtype,
         kernels=config.uses_kernels(),
@@ -30,8 +30,7 @@ def describe(
         accumulates=accumulation > 1,
     )
     return [
-        f"model     {shape.num_params() / 1e6:.1f}M parameters: {shape.n_layer} layers, "
-        f"{shape.n_head} heads, width {shape.n_embd}, context {shape.positions()}",
+        f"model     {spec.num_params() / 1e6:.1f}M parameters: {spec.summary()}",
         f"data      {data.meta.train_tokens:,} training and {data.meta.val_tokens:,} validation "
         f"tokens from {data.meta.source}",
         f"batch     {batch.global_batch_size} sequences x {config.data.sequence_length} = "
@@ -42,15 +41,15 @@ def describe(
         f"precision {calibration.dtype} ({calibration.reason}); peak "
         f"{calibration.peak_flops_per_s / 1e12:.2f} TFLOP/s measured over all ranks",
         f"memory    about {memory / 2**30:.1f} GiB a rank",
-        *_predictions(config, shape=shape, world=world, calibration=calibration),
+        *_predictions(config, spec=spec, world=world, calibration=calibration),
     ]
 
 
 def _predictions(
-    config: RunConfig, *, shape: ModelShape, world: World, calibration: Calibration
+    config: RunConfig, *, spec: ModelSpec, world: World, calibration: Calibration
 ) -> list[str]:
     """Time for computing and for synchronisation, and of a step with both."""
-    step_flops = config.tokens_per_step() * shape.flops_per_token()
+    step_flops = config.tokens_per_step() * spec.flops_per_token()
     mfu = typical_mfu(kernels=config.uses_kernels())
     compute_s = step_flops / (calibration.peak_flops_per_s * mfu)
     speed, step_s = calibration.all_reduce_bytes_per_s, compute_s
@@ -58,9 +57,9 @@ def _predictions(
     if speed is not None:
         link = speed * sends_per_byte(world.world_size)
         network = Network(ranks=world.world_size, bytes_per_s=link)
-        step = run_step_time(config, shape, compute_s=compute_s, network=network)
+        step = run_step_time(config, spec, compute_s=compute_s, network=network)
         step_s = step.total_s()
-        megabytes = gradient_bytes(shape, config.distributed) / 1e6
+        megabytes = gradient_bytes(spec, config.distributed) / 1e6
         sync = (
             f"sync      {step.exchange_s:.2f} s a step: {megabytes:.0f} MB of gradients at "
             f"{speed / 1e9:.2f} GB/s; {step.exchange_s - step.exposed_s:.2f} s of it behind the "

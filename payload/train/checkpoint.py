@@ -30,7 +30,7 @@ from payload.checkpoint_files import (
 )
 from payload.errors import CheckpointError, TrainingError
 from payload.hf_folder import WEIGHTS_FILE
-from payload.train.model import GPT
+from payload.train.models.base import CausalLM
 from payload.train.tensor_file import write_tensors
 from payload.train.weights import save_hf
 from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
@@ -65,7 +65,7 @@ class TrainerState:
 def save_checkpoint(
     folder: Path,
     *,
-    model: GPT,
+    model: CausalLM,
     optimizer: Mapping[str, Tensor],
     state: TrainerState,
     tokenizer: Mapping[str, bytes],

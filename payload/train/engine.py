@@ -7,7 +7,7 @@ import torch
 from payload.engines import ipex_missing, require_compiler
 from payload.run_config import EngineSection
 from payload.train.kernels.kernels import find_kernels
-from payload.train.model import GPT
+from payload.train.models.base import CausalLM
 from payload.train.optimizer import Optimizers
 from payload.train.world import World
 
@@ -23,7 +23,7 @@ def require_engine(settings: EngineSection) -> None:
 
 
 def engage(
-    model: GPT, optimizers: Optimizers, *, settings: EngineSection, world: World
+    model: CausalLM, optimizers: Optimizers, *, settings: EngineSection, world: World
 ) -> torch.nn.Module:
     """The module to train in place of `model`; parameters stay the same tensors, in fp32.
 

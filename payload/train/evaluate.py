@@ -10,12 +10,12 @@ import torch
 
 from payload.data.blocks import IGNORED_TARGET, Indices, TokenBlocks
 from payload.metrics_log import EvalMetrics
-from payload.train.model import GPT
+from payload.train.models.base import CausalLM
 from payload.train.world import World
 
 
 def evaluate(
-    model: GPT,
+    model: CausalLM,
     blocks: TokenBlocks,
     *,
     world: World,
@@ -55,7 +55,7 @@ def evaluate(
     )
 
 
-def _sums(model: GPT, blocks: TokenBlocks, chosen: Indices) -> torch.Tensor:
+def _sums(model: CausalLM, blocks: TokenBlocks, chosen: Indices) -> torch.Tensor:
     """Sum of the losses of these blocks' targets, and their number, float64."""
     if not len(chosen):
         return torch.zeros(2, dtype=torch.float64)

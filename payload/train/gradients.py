@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from payload.run_config import DistributedSection
 from payload.train.buckets import Bucket, make_buckets
-from payload.train.model import GPT
+from payload.train.models.base import CausalLM, trainable
 from payload.train.token_exchange import TokenExchange
 from payload.train.world import World
 
@@ -53,27 +53,27 @@ class GradientExchange:
         self._under_way: list[_UnderWay] = []
         self._is_last_pass = False
 
-    def attach(self, model: GPT) -> None:
-        """Give every rank rank 0's parameters, and average what `model` will learn.
+    def attach(self, model: CausalLM) -> None:
+        """Give every rank rank 0's parameters, and average the gradients of the trainable ones.
 
         The model has its kernels by now, if it is to have any.
         """
         if self._world.world_size == 1:
             return
-        for parameter in model.parameters():
-            dist.broadcast(parameter.detach(), src=0)
-        if model.kernels is None:
-            hooked = self._buckets = make_buckets(model.parameters())
-        else:
-            weight = model.wte.weight
-            assert isinstance(weight, nn.Parameter)
-            first, *hooked = self._buckets = make_buckets(model.parameters(), first=weight)
+        for each in (*model.parameters(), *model.buffers()):
+            dist.broadcast(each.detach(), src=0)
+        parameters = [parameter for _, parameter in trainable(model)]
+        hooked = self._buckets = make_buckets(parameters)
+        weight = model.tied_weight()
+        if model.kernels is not None and weight is not None and weight.requires_grad:
+            first, *hooked = self._buckets = make_buckets(parameters, first=weight)
             self._tokens = model.kernels.token_gradient = TokenExchange(
                 weight,
                 model.kernels.token_gradient.library,
                 place=first.place(weight),
                 head_is_done=lambda: self._take(weight, first),
             )
+        if model.kernels is not None:
             places: dict[Tensor, Tensor] = {
                 each: bucket.place(each) for bucket in hooked for each in bucket.parameters
             }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,12 @@ from payload.errors import CheckpointError, ConfigError
 from payload.run_config import EngineSection, OptimizerSection
 from payload.train.eager import eager
 from payload.train.kernels.kernels import Kernels
+from payload.train.models.base import CausalLM, trainable
 
 
 @dataclass(slots=True)
 class Optimizers:
-    """Every parameter of `model` is in exactly one of `members`."""
+    """Every trainable parameter of `model` is in exactly one of `members`."""
 
     model: nn.Module
     members: tuple[torch.optim.Optimizer, ...]
@@ -34,8 +36,9 @@ class Optimizers:
     def clip(self, limit: float) -> float:
         """Bring the norm of all gradients down to `limit` in the coming update; return the norm."""
         if self.kernels is None:
-            return float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-        gradients = (parameter.grad for parameter in self.model.parameters())
+            parameters = (parameter for _, parameter in trainable(self.model))
+            return float(nn.utils.clip_grad_norm_(parameters, limit))
+        gradients = (parameter.grad for _, parameter in trainable(self.model))
         norm = self.kernels.norm([each for each in gradients if each is not None])
         scale = limit / (norm + 1e-6)
         # Not min(), which would make 1 of NaN.
@@ -81,7 +84,7 @@ class Optimizers:
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Put back what `state_tensors` gave. Raises CheckpointError when a name does not fit."""
-        parameters = dict(self.model.named_parameters())
+        parameters = dict(trainable(self.model))
         owners = {
             parameter: optimizer
             for optimizer in self.members
@@ -103,17 +106,17 @@ class Optimizers:
 def build_optimizers(
     model: nn.Module, settings: OptimizerSection, engine: EngineSection | None = None
 ) -> Optimizers:
-    """AdamW for all parameters, or Muon for the layers' matrices and AdamW for the rest.
+    """Make AdamW for what is trainable, or Muon for the layers' matrices and AdamW for the rest.
 
     Weight decay is for matrices and embeddings; norms and biases have none. Engines that change
     torch's own classes need those themselves.
     """
     stock = engine is not None and (engine.compile or engine.kind != "native")
     hidden, matrices, vectors = [], [], []
-    for name, parameter in model.named_parameters():
+    for name, parameter in trainable(model):
         if parameter.dim() < 2:
             vectors.append(parameter)
-        elif settings.name == "muon" and name.startswith("h."):
+        elif settings.name == "muon" and cast(CausalLM, model).is_hidden_matrix(name):
             hidden.append(parameter)
         else:
             matrices.append(parameter)

@@ -14,7 +14,7 @@ from payload.run_config import RunConfig
 from payload.train.calibration import Calibration
 from payload.train.gradients import GradientExchange
 from payload.train.metrics import MetricsFile, SignOfLife
-from payload.train.model import GPT
+from payload.train.models.base import CausalLM
 from payload.train.optimizer import Optimizers
 from payload.train.world import World
 
@@ -29,7 +29,7 @@ class Parts:
     data: TokenData
     calibration: Calibration
     accelerator: Accelerator
-    model: GPT
+    model: CausalLM
     """The plain model: its parameters are the ones that `trained` trains."""
     trained: torch.nn.Module
     """The model as the engine and Accelerate's precision wrapped it."""

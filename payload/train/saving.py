@@ -17,7 +17,7 @@ from payload.train.checkpoint import (
     remove_old_checkpoints,
     save_checkpoint,
 )
-from payload.train.model import GPT
+from payload.train.models.base import CausalLM
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Saving:
         self._write: _Write | None = None
 
     def begin(
-        self, folder: Path, *, model: GPT, optimizer: Mapping[str, Tensor], state: TrainerState
+        self, folder: Path, *, model: CausalLM, optimizer: Mapping[str, Tensor], state: TrainerState
     ) -> None:
         """Wait for the last checkpoint, then begin `folder`."""
         self.finish()

@@ -95,11 +95,11 @@ def _train(
     resumed_at_step = start.state.step if start.state else 0
     sign_of_life.tell(step=resumed_at_step, phase="start")
     if world.is_main:
-        require_disk_space(config, start.model.shape, paths=paths)
+        require_disk_space(config, start.model.spec, paths=paths)
         if not data.has_range_hashes():
             log.warning(no_range_hashes(data.folder))
         for line in describe(
-            config, shape=start.model.shape, data=data, world=world, calibration=calibration
+            config, spec=start.model.spec, data=data, world=world, calibration=calibration
         ):
             log.info(line)
     if start.state:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ from payload.data.blocks import TokenData
 from payload.data.tokenizer_files import tokenizer_files
 from payload.data_folder import TRAIN_NAME
 from payload.errors import CheckpointError
-from payload.model_shape import ModelShape
+from payload.hf_folder import CONFIG_FILE, read_config
+from payload.models.registry import spec_of
+from payload.models.spec import ModelSpec
 from payload.results import RunPaths
 from payload.run_config import RunConfig, fixed_differences, parse_run_config
 from payload.train.checkpoint import (
@@ -32,9 +35,10 @@ from payload.train.checkpoint import (
     newest_checkpoint,
     remove_partial_checkpoints,
 )
-from payload.train.model import GPT, Activation
+from payload.train.models.base import CausalLM
+from payload.train.models.registry import build, load
 from payload.train.optimizer import Optimizers
-from payload.train.weights import load_hf, model_folder, train_on_sequences_of
+from payload.train.weights import model_folder, train_on_sequences_of
 from payload.train.world import World
 
 log = logging.getLogger(__name__)
@@ -53,20 +57,12 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class Start:
     """Where training begins: the model on every rank, and on a resume the rest on rank 0."""
 
-    model: GPT
+    model: CausalLM
     state: TrainerState | None
     """None for a new run."""
     checkpoint: Path | None
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     """The tokenizer's files for the checkpoints, by name; on rank 0 only."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Architecture:
-    """What a rank needs to build the model whose weights rank 0 has loaded."""
-
-    shape: ModelShape
-    activation: Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +91,15 @@ def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: Wo
     resumes = world.broadcast(checkpoint is not None, bool)
     if not resumes and config.model.init == "scratch":
         torch.manual_seed(config.run.seed)
-        shape = config.model.shape(
+        spec = config.model.spec(
             sequence_length=config.data.sequence_length, vocab_size=data.meta.vocab_size
         )
-        model = GPT(shape, dropout=config.model.dropout)
+        model = build(spec, dropout=config.model.dropout)
         tokenizer = _tokenizer(data, source=None, model=model) if world.is_main else {}
         return Start(model=model, state=None, checkpoint=None, tokenizer=tokenizer)
     folder = _weights_folder(checkpoint, config) if world.is_main else None
     model = _loaded_model(folder, config, world=world)
-    _require_vocabulary(model.shape, data)
+    _require_vocabulary(model.spec, data)
     tokenizer = _tokenizer(data, source=folder, model=model) if world.is_main else {}
     if not resumes:
         return Start(model=model, state=None, checkpoint=None, tokenizer=tokenizer)
@@ -121,10 +117,10 @@ def restore_optimizer(optimizers: Optimizers, start: Start, *, world: World) -> 
     optimizers.load_state_tensors(_broadcast_tensors(tensors, world=world))
 
 
-def require_disk_space(config: RunConfig, shape: ModelShape, *, paths: RunPaths) -> None:
+def require_disk_space(config: RunConfig, spec: ModelSpec, *, paths: RunPaths) -> None:
     """Raise ConfigError when the run's checkpoints do not fit, after removing interrupted ones."""
     remove_partial_checkpoints(paths.checkpoints)
-    require_room(config.train, params=shape.num_params(), run=paths.root)
+    require_room(config.train, params=spec.num_params(), run=paths.root)
 
 
 def _checkpoint_to_resume(checkpoints: Path) -> Path | None:
@@ -147,8 +143,8 @@ def _weights_folder(checkpoint: Path | None, config: RunConfig) -> Path:
     return checkpoint or model_folder(_checkpoint_source(config.model.init))
 
 
-def _tokenizer(data: TokenData, *, source: Path | None, model: GPT) -> Mapping[str, bytes]:
-    files = tokenizer_files(data.meta, source=source, context=model.shape.positions())
+def _tokenizer(data: TokenData, *, source: Path | None, model: CausalLM) -> Mapping[str, bytes]:
+    files = tokenizer_files(data.meta, source=source, context=model.spec.context())
     if not files:
         log.warning(
             f"checkpoints will have no tokenizer: the one that made the data "
@@ -158,19 +154,19 @@ def _tokenizer(data: TokenData, *, source: Path | None, model: GPT) -> Mapping[s
     return files
 
 
-def _loaded_model(folder: Path | None, config: RunConfig, *, world: World) -> GPT:
+def _loaded_model(folder: Path | None, config: RunConfig, *, world: World) -> CausalLM:
     """Load the weights in `folder` on rank 0; the others build the same sizes and wait for them."""
     model = None
     if folder is not None:
-        model = load_hf(str(folder), dropout=config.model.dropout)
+        model = load(folder, dropout=config.model.dropout)
         train_on_sequences_of(model, config.data.sequence_length)
-        _require_asked_sizes(model.shape, config)
-        _say_what_is_not_used(model.shape, config)
-    found = _Architecture(shape=model.shape, activation=model.activation) if model else None
-    agreed = world.broadcast(found, _Architecture)
+        _require_asked_sizes(model.spec, config)
+        _say_what_is_not_used(model.spec, config)
+    raw = world.broadcast(json.dumps(read_config(folder)) if folder else None, str)
     if model is None:
-        dropout, activation = config.model.dropout, agreed.activation
-        model = GPT(agreed.shape, dropout=dropout, activation=activation, random=False)
+        spec = spec_of(json.loads(raw), where=f"rank 0's {CONFIG_FILE}")
+        spec = spec.with_sequence_length(config.data.sequence_length)
+        model = build(spec, dropout=config.model.dropout, random=False)
     return model
 
 
@@ -189,10 +185,10 @@ def _checkpoint_source(source: str) -> str:
     return source
 
 
-def _require_vocabulary(shape: ModelShape, data: TokenData) -> None:
-    if shape.vocab_size != data.meta.vocab_size:
+def _require_vocabulary(spec: ModelSpec, data: TokenData) -> None:
+    if spec.vocab_size < data.meta.vocab_size:
         raise CheckpointError(
-            f"the initial model has {shape.vocab_size} tokens, the data has "
+            f"the initial model has {spec.vocab_size} tokens, the data has "
             f"{data.meta.vocab_size} ({data.meta.tokenizer}). Prepare the data with the model's "
             "tokenizer."
         )
@@ -208,10 +204,11 @@ def _require_same_run(state: TrainerState, config: RunConfig) -> None:
         )
 
 
-def _require_asked_sizes(shape: ModelShape, config: RunConfig) -> None:
+def _require_asked_sizes(spec: ModelSpec, config: RunConfig) -> None:
     """Sizes that the config names besides weights that have their own must be those."""
+    found_sizes = spec.settings()
     for name in ("n_layer", "n_head", "n_embd"):
-        asked, found = getattr(config.model, name), getattr(shape, name)
+        asked, found = getattr(config.model, name), found_sizes[name]
         if asked is not None and asked != found:
             raise CheckpointError(
                 f"model.{name} = {asked}, but the weights of model.init have {found}. Leave "
@@ -219,20 +216,21 @@ def _require_asked_sizes(shape: ModelShape, config: RunConfig) -> None:
             )
 
 
-def _say_what_is_not_used(shape: ModelShape, config: RunConfig) -> None:
+def _say_what_is_not_used(spec: ModelSpec, config: RunConfig) -> None:
     """Both have a default, so what differs from the weights need not have been asked for."""
-    configured = config.model.shape(sequence_length=1, vocab_size=1)
-    found = (shape.n_layer, shape.n_head, shape.n_embd)
+    configured = config.model.spec(sequence_length=1, vocab_size=1).settings()
+    found = spec.settings()
     unused = []
-    if found != (configured.n_layer, configured.n_head, configured.n_embd):
+    if any(found[name] != configured[name] for name in ("n_layer", "n_head", "n_embd")):
         unused.append(f'model.preset = "{config.model.preset}"')
-    if shape.bias != config.model.bias:
+    biased = found.get("bias", config.model.bias)
+    if biased != config.model.bias:
         unused.append(f"model.bias = {str(config.model.bias).lower()}")
     if unused:
-        layers, heads, width = found
         log.info(
-            f"note: not used: {' and '.join(unused)}; the weights of model.init have {layers} "
-            f"layers, {heads} heads, width {width} and {'' if shape.bias else 'no '}biases"
+            f"note: not used: {' and '.join(unused)}; the weights of model.init have "
+            f"{spec.num_layers()} layers, {spec.num_heads()} heads, width {spec.width()} and "
+            f"{'' if biased else 'no '}biases"
         )
 
 

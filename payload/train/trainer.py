@@ -213,7 +213,7 @@ class Trainer:
     def _mfu(self, step_time_s: float) -> float | None:
         """Share of the measured peak; None above 1, where something disturbed the calibration."""
         parts = self._parts
-        flops = parts.config.tokens_per_step() * parts.model.shape.flops_per_token()
+        flops = parts.config.tokens_per_step() * parts.model.spec.flops_per_token()
         share = flops / step_time_s / parts.calibration.peak_flops_per_s
         return share if share <= 1 else None
 

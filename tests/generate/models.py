@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from payload.model_shape import ModelShape
-from payload.train.model import GPT
+from payload.models.gpt2 import Gpt2Spec
+from payload.train.models.gpt2 import GPT
 
 
 def make_model(*, sequence_length: int = 64, vocab_size: int = 50257, seed: int = 0) -> GPT:
     """Random weights, large enough that the likeliest tokens are well apart."""
     torch.manual_seed(seed)
     model = GPT(
-        ModelShape(
+        Gpt2Spec(
             n_layer=2, n_head=2, n_embd=32, sequence_length=sequence_length, vocab_size=vocab_size
         )
     )

@@ -43,7 +43,7 @@ from payload.train.checkpoint import (
     load_optimizer_tensors,
     load_trainer_state,
 )
-from payload.train.weights import load_hf
+from payload.train.models.registry import load
 from tests.supervise.planned import plan_stand_in
 from tests.train.alone import train_alone
 
@@ -118,8 +118,8 @@ def run_formats(folder: Path, config: Path) -> Iterator[Format]:
     checkpoint = paths.checkpoint(4)
     yield in_file(checkpoint / "manifest.json", lambda: manifest_problems(checkpoint))
     yield in_file(checkpoint / "trainer.json", lambda: load_trainer_state(checkpoint))
-    yield in_file(checkpoint / "config.json", lambda: load_hf(str(checkpoint)))
-    yield in_file(checkpoint / "model.safetensors", lambda: load_hf(str(checkpoint)))
+    yield in_file(checkpoint / "config.json", lambda: load(checkpoint))
+    yield in_file(checkpoint / "model.safetensors", lambda: load(checkpoint))
     yield in_file(checkpoint / "optimizer.safetensors", lambda: load_optimizer_tensors(checkpoint))
 
 

@@ -14,7 +14,7 @@ from payload.launch.environment import Rendezvous, common_environment
 from payload.launch.files import render_accelerate, render_hosts
 from payload.launch.plan import LaunchPlan, mpirun_argv, rank_program, torchrun_argv
 from payload.launch.ranks import place_ranks
-from payload.model_shape import GPT2_VOCAB_SIZE, ModelShape
+from payload.models.spec import ModelSpec
 from payload.run_config import LaunchSection, PrecisionSection, RunConfig, parse_run_config
 from tests.golden_files import assert_golden
 from tests.launch.inventories import make_inventory
@@ -107,7 +107,7 @@ def test_plan_reads_back_as_it_was_written() -> None:
         world_size=4,
         ranks_per_node=2,
         nodes=2,
-        arithmetic=work_out(config, shape=shape_of(config), world_size=4, link_bytes_per_s=2e9),
+        arithmetic=work_out(config, spec=shape_of(config), world_size=4, link_bytes_per_s=2e9),
         notes=("one",),
     )
     assert LaunchPlan.from_json(plan.to_json(), where="plan.json") == plan
@@ -124,27 +124,23 @@ def test_a_plan_of_another_release_is_refused() -> None:
         LaunchPlan.from_json('{"schema_version": 2}', where="plan.json")
 
 
-def shape_of(config: RunConfig) -> ModelShape:
+def shape_of(config: RunConfig) -> ModelSpec:
     """The config's own sizes with GPT-2's vocabulary."""
-    return config.model.shape(
-        sequence_length=config.data.sequence_length, vocab_size=GPT2_VOCAB_SIZE
-    )
+    return config.model.spec(sequence_length=config.data.sequence_length, vocab_size=None)
 
 
 def test_arithmetic_of_gpt2_on_three_nodes() -> None:
     config = parse_run_config(
         "[batch]\nglobal_batch_size = 96\nmicro_batch_size = 4\n[train]\nsteps = 10", where="test"
     )
-    numbers = work_out(config, shape=shape_of(config), world_size=3, link_bytes_per_s=2e9)
+    numbers = work_out(config, spec=shape_of(config), world_size=3, link_bytes_per_s=2e9)
     assert numbers.params == 124_439_808
     assert numbers.tokens_per_step == 96 * 1024
     assert numbers.grad_accum_steps == 8
     assert numbers.grad_bytes == 4 * numbers.params
     # A ring of 3 sends 4/3 of the gradients: 664 MB at 16 Gbit/s.
     assert numbers.sync_s == pytest.approx(0.332, abs=1e-3)
-    assert (
-        work_out(config, shape=shape_of(config), world_size=1, link_bytes_per_s=2e9).sync_s == 0.0
-    )
+    assert work_out(config, spec=shape_of(config), world_size=1, link_bytes_per_s=2e9).sync_s == 0.0
     assert (numbers.compute_s, numbers.step_s) == (None, None)
 
 
@@ -152,7 +148,7 @@ def test_a_step_is_predicted_where_the_peak_was_measured() -> None:
     config = parse_run_config("[batch]\nglobal_batch_size = 96", where="test")
     numbers = work_out(
         config,
-        shape=shape_of(config),
+        spec=shape_of(config),
         world_size=3,
         link_bytes_per_s=2e9,
         peak_flops_per_s=12e12,
@@ -166,4 +162,4 @@ def test_a_step_is_predicted_where_the_peak_was_measured() -> None:
 def test_a_batch_that_does_not_divide_names_those_that_do() -> None:
     config = parse_run_config("", where="test")
     with pytest.raises(ConfigError, match=r"global_batch_size = 32 .* Use 24 or 36"):
-        work_out(config, shape=shape_of(config), world_size=3, link_bytes_per_s=1e9)
+        work_out(config, spec=shape_of(config), world_size=3, link_bytes_per_s=1e9)

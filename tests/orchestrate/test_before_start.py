@@ -13,7 +13,7 @@ from payload import checkpoint_files
 from payload.checkpoint_files import sha256_of
 from payload.errors import ConfigError, ExitCode, UsageError
 from payload.launch.arithmetic import work_out
-from payload.model_shape import ModelShape
+from payload.models.gpt2 import Gpt2Spec
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.initial import settle_initial
 from payload.orchestrate.local import LocalAccess
@@ -207,7 +207,7 @@ def test_what_can_be_known_before_the_start_starts_nothing(
 def test_a_full_disk_is_found_before_the_start(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = ModelShape(n_layer=4, n_head=4, n_embd=128)
+    shape = Gpt2Spec(n_layer=4, n_head=4, n_embd=128)
     config = settings("train.keep_checkpoints=2")
     needed = shape.num_params() * 12 * 4
     monkeypatch.setattr(checkpoint_files, "free_bytes", lambda _: needed - 1)
@@ -217,7 +217,7 @@ def test_a_full_disk_is_found_before_the_start(
         )
     monkeypatch.setattr(checkpoint_files, "free_bytes", lambda _: needed)
     checkpoint_files.require_room(config.train, params=shape.num_params(), run=workplace.runs / "x")
-    numbers = work_out(config, shape=shape, world_size=2, link_bytes_per_s=1e9)
+    numbers = work_out(config, spec=shape, world_size=2, link_bytes_per_s=1e9)
     assert numbers.params == shape.num_params()
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from payload.model_shape import PRESETS
-from payload.orchestrate.initial import initial_shape
+from payload.models.gpt2 import PRESETS
+from payload.orchestrate.initial import initial_spec
 from payload.run_config import parse_run_config
 
 SMALL = {"n_layer": 3, "n_head": 2, "n_embd": 64}
@@ -17,7 +17,7 @@ CONFIG = json.dumps({**SMALL, "model_type": "gpt2", "n_positions": 256, "vocab_s
 
 def shape(init: str) -> tuple[dict[str, int], str | None]:
     config = parse_run_config("", overrides=[f"model.init={init}"], where="test")
-    found, note = initial_shape(config, vocab_size=300)
+    found, note = initial_spec(config, vocab_size=300)
     assert found.vocab_size == 300
     return {name: getattr(found, name) for name in SMALL}, note
 
@@ -55,8 +55,8 @@ def test_the_weights_keep_the_context_that_their_folder_says(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(CONFIG)
     overrides = [f"model.init={tmp_path}", "data.sequence_length=32"]
     config = parse_run_config("", overrides=overrides, where="test")
-    found, _ = initial_shape(config, vocab_size=300)
-    assert (found.sequence_length, found.positions()) == (32, 256)
+    found, _ = initial_spec(config, vocab_size=300)
+    assert (found.sequence_length, found.context()) == (32, 256)
 
 
 def test_an_unknown_name_is_said_to_be_a_guess() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from payload.inventory import Access, ClusterInventory
-from payload.model_shape import PRESETS
+from payload.models.gpt2 import PRESETS
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.code import this_code
 from payload.orchestrate.inventories import Chosen

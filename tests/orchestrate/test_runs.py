@@ -16,7 +16,7 @@ from payload.data_folder import load_meta
 from payload.errors import ConfigError, DataError, UsageError
 from payload.launch.arithmetic import work_out
 from payload.launch.ranks import place_ranks
-from payload.model_shape import PRESETS
+from payload.models.gpt2 import PRESETS
 from payload.orchestrate import stop_wait
 from payload.orchestrate.checks import check_data, memory_warning
 from payload.orchestrate.inventories import load_cluster, require_one_machine
@@ -284,7 +284,7 @@ def test_missing_data_and_short_data_are_named(tmp_path: Path) -> None:
 def test_a_plan_that_needs_more_memory_than_is_free_is_warned_of() -> None:
     placement = place_ranks(make_inventory(), LaunchSection(ranks_per_node=2))
     config = parse_run_config("", where="test")
-    numbers = work_out(config, shape=PRESETS["gpt2"], world_size=2, link_bytes_per_s=1e9)
+    numbers = work_out(config, spec=PRESETS["gpt2"], world_size=2, link_bytes_per_s=1e9)
     warning = memory_warning(numbers, placement, free_bytes=2**30)
     assert warning is not None and "1.0 GiB are free" in warning
     assert memory_warning(numbers, placement, free_bytes=2**50) is None

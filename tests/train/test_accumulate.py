@@ -16,7 +16,7 @@ from payload.run_config import DistributedSection
 from payload.train.gradients import GradientExchange
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
-from payload.train.model import GPT
+from payload.train.models.gpt2 import GPT
 from payload.train.world import World
 from tests.train.test_kernels import bf16, error
 from tests.train.test_model import make_model, tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from payload.data.blocks import TokenData
-from payload.model_shape import PRESETS
+from payload.models.gpt2 import PRESETS
 from payload.run_config import parse_run_config
 from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration
@@ -17,7 +17,7 @@ def lines_with(ranks: int, tiny_data: Path) -> dict[str, str]:
     world = World(rank=0, world_size=ranks, local_rank=0, local_world_size=1, node="here")
     found = describe(
         config,
-        shape=PRESETS["gpt2"],
+        spec=PRESETS["gpt2"],
         data=TokenData.open(tiny_data, sequence_length=32),
         world=world,
         calibration=Calibration(

@@ -42,12 +42,12 @@ def _no_meta(folder: Path) -> list[str]:
 
 
 def _other_vocabulary(folder: Path) -> list[str]:
-    from payload.model_shape import ModelShape
-    from payload.train.model import GPT
+    from payload.models.gpt2 import Gpt2Spec
+    from payload.train.models.gpt2 import GPT
     from payload.train.weights import save_hf
 
     (folder / "init").mkdir()
-    shape = ModelShape(n_layer=2, n_head=2, n_embd=32, sequence_length=32, vocab_size=99)
+    shape = Gpt2Spec(n_layer=2, n_head=2, n_embd=32, sequence_length=32, vocab_size=99)
     save_hf(GPT(shape), folder / "init")
     return [f"model.init={folder / 'init'}"]
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from payload.data.blocks import IGNORED_TARGET
-from payload.model_shape import PRESETS
+from payload.models.gpt2 import PRESETS
 from payload.run_config import OptimizerSection
 from payload.train.kernels import head
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
-from payload.train.model import GPT
+from payload.train.models.gpt2 import GPT
 from payload.train.optimizer import build_optimizers
 from tests.train.test_model import make_model, tokens
 

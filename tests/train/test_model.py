@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from payload.errors import CheckpointError
-from payload.model_shape import PRESETS, ModelShape
-from payload.train.model import GPT, LayerCache
-from payload.train.weights import load_hf, save_hf, train_on_sequences_of
+from payload.models.gpt2 import PRESETS, Gpt2Spec
+from payload.train.models.gpt2 import GPT, LayerCache
+from payload.train.models.registry import load
+from payload.train.weights import save_hf, train_on_sequences_of
 
-SMALL = ModelShape(n_layer=3, n_head=4, n_embd=64, sequence_length=48, vocab_size=301)
+SIZES = [each.name for each in fields(Gpt2Spec)]
+SMALL = Gpt2Spec(n_layer=3, n_head=4, n_embd=64, sequence_length=48, vocab_size=301)
 
 
 def make_model(seed: int = 0, **changes: object) -> GPT:
     torch.manual_seed(seed)
-    sizes = {name: getattr(SMALL, name) for name in SMALL.__slots__}
-    model = GPT(ModelShape(**{**sizes, **changes})).eval()
+    sizes = {name: getattr(SMALL, name) for name in SIZES}
+    model = GPT(Gpt2Spec(**{**sizes, **changes})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             # Biases and norms away from 0 and 1, or a lost one would not show.
@@ -70,7 +73,7 @@ def test_weights_that_transformers_saved_load_and_give_its_logits(tmp_path: Path
     reference: Any = transformers.GPT2LMHeadModel(config)
     reference.eval()
     reference.save_pretrained(tmp_path)
-    model = load_hf(str(tmp_path)).eval()
+    model = load(tmp_path).eval()
     batch = tokens(1, 16)
     with torch.inference_mode():
         difference = model.logits(model.hidden(batch)) - reference(batch).logits
@@ -87,7 +90,7 @@ def test_weights_in_the_layout_of_the_hub_s_gpt2_load(tmp_path: Path) -> None:
     }
     state["h.0.attn.bias"] = torch.ones(1, 1, 48, 48)
     save_file(state, tmp_path / "model.safetensors")
-    loaded = load_hf(str(tmp_path))
+    loaded = load(tmp_path)
     assert all(
         torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items()
     )
@@ -97,8 +100,8 @@ def test_weights_in_the_layout_of_the_hub_s_gpt2_load(tmp_path: Path) -> None:
 def test_saving_and_loading_changes_no_bit(tmp_path: Path, bias: bool) -> None:
     model = make_model(bias=bias)
     save_hf(model, tmp_path)
-    loaded = load_hf(str(tmp_path))
-    assert loaded.shape == model.shape
+    loaded = load(tmp_path)
+    assert loaded.spec == model.spec
     for name, value in model.state_dict().items():
         assert torch.equal(value, loaded.state_dict()[name]), name
 
@@ -126,7 +129,7 @@ def test_tokens_given_in_pieces_with_a_cache_give_the_logits_of_the_whole(
 
 def test_initial_weights_have_the_papers_deviations() -> None:
     torch.manual_seed(1)
-    shape = ModelShape(n_layer=8, n_head=4, n_embd=256, sequence_length=256, vocab_size=2000)
+    shape = Gpt2Spec(n_layer=8, n_head=4, n_embd=256, sequence_length=256, vocab_size=2000)
     state = GPT(shape).state_dict()
     assert float(state["wte.weight"].std()) == pytest.approx(0.02, rel=0.05)
     assert float(state["wpe.weight"].std()) == pytest.approx(0.01, rel=0.05)
@@ -140,7 +143,7 @@ def test_initial_weights_have_the_papers_deviations() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_arithmetic_counts_the_models_parameters(bias: bool) -> None:
     model = make_model(bias=bias)
-    assert model.shape.num_params() == sum(p.numel() for p in model.parameters())
+    assert model.spec.num_params() == sum(p.numel() for p in model.parameters())
 
 
 def test_gpt2_has_124_million_parameters_and_nanogpts_flops() -> None:
@@ -168,13 +171,13 @@ def test_gpt2s_of_another_arithmetic_are_refused(tmp_path: Path, key: str, value
     save_hf(make_model(), tmp_path)
     _spoil_config(tmp_path, **{key: value})
     with pytest.raises(CheckpointError, match=f"{key} = {value}; only"):
-        load_hf(str(tmp_path))
+        load(tmp_path)
 
 
 def test_an_mlp_of_the_default_width_that_is_written_out_loads(tmp_path: Path) -> None:
     save_hf(make_model(), tmp_path)
     _spoil_config(tmp_path, n_inner=4 * SMALL.n_embd)
-    assert load_hf(str(tmp_path)).shape == SMALL
+    assert load(tmp_path).spec == SMALL
 
 
 @pytest.mark.parametrize(
@@ -201,7 +204,7 @@ def test_a_hostile_config_is_refused_before_memory_is_taken_for_it(
     save_hf(make_model(), tmp_path)
     _spoil_config(tmp_path, **{key: value})
     with pytest.raises(CheckpointError, match=r"config\.json: "):
-        load_hf(str(tmp_path))
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +225,7 @@ def test_a_hostile_index_of_weights_is_refused(tmp_path: Path, index: object) ->
     save_hf(make_model(), tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"index\.json: "):
-        load_hf(str(tmp_path))
+        load(tmp_path)
 
 
 def test_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
@@ -230,11 +233,11 @@ def test_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
     state = load_file(tmp_path / "model.safetensors")
     state["lm_head.weight"] = state["transformer.wte.weight"].clone()
     save_file(state, tmp_path / "model.safetensors")
-    load_hf(str(tmp_path))
+    load(tmp_path)
     state["lm_head.weight"] += 1
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="output head is not its token embedding"):
-        load_hf(str(tmp_path))
+        load(tmp_path)
 
 
 def test_damaged_or_foreign_folders_are_refused_with_the_reason(tmp_path: Path) -> None:
@@ -243,27 +246,27 @@ def test_damaged_or_foreign_folders_are_refused_with_the_reason(tmp_path: Path) 
 
     _spoil_config(tmp_path, model_type="llama")
     with pytest.raises(CheckpointError, match="model_type is 'llama'"):
-        load_hf(str(tmp_path))
+        load(tmp_path)
     _spoil_config(tmp_path, model_type="gpt2", n_layer=4)
     with pytest.raises(CheckpointError, match=r"12 missing \(first: \['h\.3"):
-        load_hf(str(tmp_path))
+        load(tmp_path)
     _spoil_config(tmp_path, n_layer=3, vocab_size=300)
     with pytest.raises(
         CheckpointError, match=r"wte\.weight is \(301, 64\), config\.json says \(300"
     ):
-        load_hf(str(tmp_path))
+        load(tmp_path)
     _spoil_config(tmp_path, vocab_size=301, activation_function="relu")
     with pytest.raises(CheckpointError, match="activation_function = 'relu'"):
-        load_hf(str(tmp_path))
+        load(tmp_path)
     _spoil_config(tmp_path, activation_function="gelu")
-    assert load_hf(str(tmp_path)).activation == "gelu"
+    assert load(tmp_path).activation == "gelu"
     (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        load_hf(str(tmp_path))
+        load(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
     with pytest.raises(CheckpointError, match="Only safetensors"):
-        load_hf(str(tmp_path))
+        load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not JSON"):
-        load_hf(str(tmp_path))
+        load(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 
 from payload.data.blocks import TokenData
 from payload.errors import CheckpointError, ConfigError
-from payload.model_shape import ModelShape
+from payload.models.gpt2 import Gpt2Spec
 from payload.results import RunPaths
 from payload.run_config import load_run_config, parse_run_config
 from payload.train.setup import Start, find_start, require_disk_space
@@ -20,7 +20,7 @@ from tests.train.test_model import SMALL
 KEEPS_TWO = parse_run_config("", overrides=["train.keep_checkpoints=2"], where="test")
 
 
-def shape_of_a_checkpoint(size_bytes: float) -> ModelShape:
+def shape_of_a_checkpoint(size_bytes: float) -> Gpt2Spec:
     """A model whose weights and moments take so much disk; its vocabulary is as large as needed."""
     words = size_bytes / 12 / SMALL.n_embd
     return replace(SMALL, vocab_size=int(words))

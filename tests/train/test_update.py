@@ -31,11 +31,14 @@ class Weights(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         matrix = nn.Parameter(torch.randn(129, 131, generator=generator))
-        # Muon takes matrices of layers, which are those of `h`.
         self.h = nn.ParameterDict({"matrix": matrix})
         self.one = nn.Parameter(torch.randn(1, generator=generator))
         self.two_tasks = nn.Parameter(torch.randn(16_384 + 17, generator=generator))
         self.without_gradient = nn.Parameter(torch.randn(5, generator=generator))
+
+    def is_hidden_matrix(self, name: str) -> bool:
+        """Muon takes it."""
+        return name == "h.matrix"
 
     @property
     def matrix(self) -> nn.Parameter:

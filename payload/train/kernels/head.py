@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from payload.data.blocks import IGNORED_TARGET
-from payload.model_shape import LOGITS_TOKENS
+from payload.models.spec import LOGITS_TOKENS
 from payload.train.kernels.accumulate import TokenGradient
 from payload.train.kernels.library import Library
 

@@ -1,21 +1,18 @@
-"""What the model asks for: the parts of a pass that have a faster way than the reference."""
+"""What a model asks for: the parts of a pass that have a faster way than the reference."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from payload.train.kernels import accumulate, body, head, update
+from payload.train.kernels import accumulate, head, update
+from payload.train.kernels.layers import LayerContext
 from payload.train.kernels.library import Library, load_library
 from payload.train.kernels.low_precision import Bf16Copies
 from payload.train.kernels.unavailable import KernelsUnavailableError
-
-if TYPE_CHECKING:
-    from payload.train.model import GPT
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +25,10 @@ class Kernels:
         self._copies = Bf16Copies()
         self.token_gradient = accumulate.TokenGradient(library)
         """Takes the token embedding's; an exchange between ranks puts its own here."""
-        self._body = None
+        self._layers: LayerContext | None = None
         if library is not None and library.has_products:
             gradients = accumulate.WeightGradients(library)
-            self._body = body.Means(library, self._copies, gradients)
+            self._layers = LayerContext(library, self._copies, gradients)
 
     @property
     def has_update(self) -> bool:
@@ -44,8 +41,8 @@ class Kernels:
 
     def make_gradients_at(self, place: Callable[[Tensor], Tensor]) -> None:
         """Make a weight's gradient in what `place` has for it, as far as kernels make it."""
-        if self._body is not None:
-            self._body.gradients.place = place
+        if self._layers is not None:
+            self._layers.gradients.place = place
 
     def norm(self, tensors: list[Tensor]) -> float:
         """The norm of all numbers of all tensors, whatever the number of threads."""
@@ -61,19 +58,9 @@ class Kernels:
         """Rows of the token embedding, which is the head's weight as well."""
         return accumulate.embed(weight, tokens, self.token_gradient)
 
-    def layers(self, model: GPT, x: Tensor) -> Tensor | None:
-        """From the embeddings to the final norm's output; None where the reference has to do it.
-
-        That is in fp32, for dropout, whose masks the reference draws, and for the exact GELU.
-        """
-        if self._body is None or not _is_bf16():
-            return None
-        if model.dropout or model.activation != "gelu_new":
-            return None
-        if model.shape.n_embd // model.shape.n_head % 2:
-            return None
-        with torch.autocast("cpu", enabled=False):
-            return body.layers(model, x, self._body)
+    def layer_context(self) -> LayerContext | None:
+        """Return what the functions of `layers` need; None in fp32 and without a library for it."""
+        return self._layers if _is_bf16() else None
 
     def mean_loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of (B, T, C) against (B, T), a scalar."""

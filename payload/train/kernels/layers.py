@@ -1,14 +1,13 @@
-"""GPT-2's layers in bf16, as autograd functions over the kernels.
+"""Layers of a transformer in bf16, as autograd functions over the kernels.
 
-The residual stream is fp32, products and what is between them are bf16, sums are fp32: what
+The residual stream is fp32, matmuls and what is between them are bf16, sums are fp32: what
 autocast does, in fewer passes. B batch, T tokens, C width, H heads, N = B x T.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +18,11 @@ from payload.train.kernels.accumulate import WeightGradients
 from payload.train.kernels.library import Library
 from payload.train.kernels.low_precision import Bf16Copies
 
-if TYPE_CHECKING:
-    from payload.train.model import GPT, MLP, Attention, Block
-
 _Grads = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class LayerContext:
     """What the layers' functions need."""
 
     library: Library
@@ -34,37 +30,27 @@ class Means:
     gradients: WeightGradients
 
 
-def layers(model: GPT, x: Tensor, means: Means) -> Tensor:
-    """From the embeddings' sum (B, T, C) fp32 to the final norm's output, bf16."""
-    library = means.library
-    sizes = (x.shape[0], x.shape[1])
-    total, added = x.flatten(0, 1), None
-    for block in cast("Iterable[Block]", model.h):
-        total, normed = _add_norm(total, added, block.ln_1, library)
-        added = _attention(normed, block.attn, sizes, means)
-        total, normed = _add_norm(total, added, block.ln_2, library)
-        added = _mlp(normed, block.mlp, means)
-    _, normed = _add_norm(total, added, model.ln_f, library)
-    return normed.view(x.shape)
-
-
-def _add_norm(
-    x: Tensor, added: Tensor | None, norm: nn.LayerNorm, library: Library
+def add_norm(
+    x: Tensor, added: Tensor | None, norm: nn.LayerNorm, context: LayerContext
 ) -> tuple[Tensor, Tensor]:
-    made = _AddNorm.apply(x, added, norm.weight, norm.bias, norm.eps, library)  # type: ignore[no-untyped-call]
+    """Return the residual sum x + added (N, C) fp32, and its layer norm, bf16."""
+    made = _AddNorm.apply(x, added, norm.weight, norm.bias, norm.eps, context.library)  # type: ignore[no-untyped-call]
     return cast("tuple[Tensor, Tensor]", made)
 
 
-def _attention(x: Tensor, module: Attention, sizes: tuple[int, int], means: Means) -> Tensor:
-    weights = _weights(module.c_attn, module.c_proj)
-    heads = (*sizes, module.n_head)
-    made = _Attention.apply(x, *weights, *map(means.copies.of, weights), heads, means)  # type: ignore[no-untyped-call]
+def attention(
+    x: Tensor, qkv: nn.Linear, out: nn.Linear, heads: tuple[int, int, int], context: LayerContext
+) -> Tensor:
+    """Return causal self-attention of x (N, C); `heads` is (B, T, H), `qkv` is (3 C, C)."""
+    weights = _weights(qkv, out)
+    made = _Attention.apply(x, *weights, *map(context.copies.of, weights), heads, context)  # type: ignore[no-untyped-call]
     return cast(Tensor, made)
 
 
-def _mlp(x: Tensor, module: MLP, means: Means) -> Tensor:
-    weights = _weights(module.c_fc, module.c_proj)
-    made = _Mlp.apply(x, *weights, *map(means.copies.of, weights), means)  # type: ignore[no-untyped-call]
+def mlp(x: Tensor, up: nn.Linear, down: nn.Linear, context: LayerContext) -> Tensor:
+    """Return `down` of GELU (its tanh form) of `up` of x (N, C)."""
+    weights = _weights(up, down)
+    made = _Mlp.apply(x, *weights, *map(context.copies.of, weights), context)  # type: ignore[no-untyped-call]
     return cast(Tensor, made)
 
 
@@ -118,14 +104,14 @@ class _Attention(torch.autograd.Function):
         cast_out: Tensor,
         cast_bias_out: Tensor | None,
         heads: tuple[int, int, int],
-        means: Means,
+        context: LayerContext,
     ) -> Tensor:
         batch, length, n_head = heads
         qkv = functional.linear(x, cast_in, cast_bias_in)
         qkv = qkv.view(batch, length, 3, n_head, -1)
-        mixed, log_sums = means.library.attention_forward(qkv)
+        mixed, log_sums = context.library.attention_forward(qkv)
         ctx.save_for_backward(x, qkv, mixed, log_sums, cast_in, cast_out)
-        ctx.means, ctx.has_bias = means, bias_in is not None
+        ctx.context, ctx.has_bias = context, bias_in is not None
         ctx.weights = (weight_in, weight_out)
         return functional.linear(mixed.view_as(x), cast_out, cast_bias_out)
 
@@ -134,12 +120,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> _Grads:
         x, qkv, mixed, log_sums, cast_in, cast_out = ctx.saved_tensors
         weight_in, weight_out = ctx.weights
-        ctx.means.gradients.add(weight_out, grad, mixed.view_as(x))
+        ctx.context.gradients.add(weight_out, grad, mixed.view_as(x))
         grad_mixed = torch.mm(grad, cast_out).view_as(mixed)
-        grad_qkv = ctx.means.library.attention_backward(qkv, mixed, log_sums, grad_mixed)
+        grad_qkv = ctx.context.library.attention_backward(qkv, mixed, log_sums, grad_mixed)
         grad_in = grad_qkv.view(len(x), -1)
         biases = _bias_gradients(ctx, grad_in, grad)
-        ctx.means.gradients.add(weight_in, grad_in, x)
+        ctx.context.gradients.add(weight_in, grad_in, x)
         weights = (None, biases[0], None, biases[1])
         return torch.mm(grad_in, cast_in), *weights, None, None, None, None, None, None
 
@@ -159,24 +145,24 @@ class _Mlp(torch.autograd.Function):
         cast_bias_up: Tensor | None,
         cast_down: Tensor,
         cast_bias_down: Tensor | None,
-        means: Means,
+        context: LayerContext,
     ) -> Tensor:
         wide = functional.linear(x, cast_up, cast_bias_up)
         ctx.save_for_backward(x, wide, cast_up, cast_down)
-        ctx.means, ctx.has_bias = means, bias_up is not None
+        ctx.context, ctx.has_bias = context, bias_up is not None
         ctx.weights = (weight_up, weight_down)
-        return functional.linear(means.library.gelu_forward(wide), cast_down, cast_bias_down)
+        return functional.linear(context.library.gelu_forward(wide), cast_down, cast_bias_down)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> _Grads:
         x, wide, cast_up, cast_down = ctx.saved_tensors
         grad_wide = torch.mm(grad, cast_down)
-        gelu = ctx.means.library.gelu_backward(wide, grad_wide)
+        gelu = ctx.context.library.gelu_backward(wide, grad_wide)
         weight_up, weight_down = ctx.weights
-        ctx.means.gradients.add(weight_down, grad, gelu)
+        ctx.context.gradients.add(weight_down, grad, gelu)
         biases = _bias_gradients(ctx, grad_wide, grad)
-        ctx.means.gradients.add(weight_up, grad_wide, x)
+        ctx.context.gradients.add(weight_up, grad_wide, x)
         weights = (None, biases[0], None, biases[1])
         return torch.mm(grad_wide, cast_up), *weights, None, None, None, None, None
 
@@ -184,5 +170,5 @@ class _Mlp(torch.autograd.Function):
 def _bias_gradients(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor | None, Tensor | None]:
     if not ctx.has_bias:
         return None, None
-    library: Library = ctx.means.library
+    library: Library = ctx.context.library
     return library.sum_rows(first), library.sum_rows(second)

@@ -1,0 +1,214 @@
+"""GPT-2's numbers: sizes, parameters, FLOPs, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, Self, cast
+
+from payload.errors import CheckpointError
+from payload.hf_folder import FIX
+from payload.models.spec import LOGITS_TOKENS, PROCESS_BYTES, Dtype, GradientSize, ModelSpec
+from payload.untrusted import build, checked, shown
+
+MODEL_TYPES = ("gpt2",)
+
+Activation = Literal["gelu_new", "gelu"]
+"""Hugging Face's names: GPT-2's tanh approximation, and the exact function."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpt2Spec(ModelSpec):
+    """A GPT-2 model's sizes; names as in GPT-2's own config, but for `sequence_length`."""
+
+    model_type: str = "gpt2"
+    n_layer: int
+    n_head: int
+    n_embd: int
+    sequence_length: int = 1024
+    vocab_size: int = 50_257
+    bias: bool = True
+    n_positions: int | None = None
+    """Longest context of the weights in tokens; None = `sequence_length`."""
+    activation: Activation = "gelu_new"
+
+    def context(self) -> int:
+        """Return the longest context of the weights in tokens."""
+        return self.n_positions or self.sequence_length
+
+    def num_layers(self) -> int:
+        """Return the number of layers."""
+        return self.n_layer
+
+    def num_heads(self) -> int:
+        """Return the number of attention heads of a layer."""
+        return self.n_head
+
+    def width(self) -> int:
+        """Return the width of the residual stream."""
+        return self.n_embd
+
+    def is_tied(self) -> bool:
+        """Say whether the output head is the token embedding: it always is."""
+        return True
+
+    def settings(self) -> dict[str, int | bool]:
+        """Return what the run config's [model] section says of the sizes, for this model."""
+        return {
+            "n_layer": self.n_layer,
+            "n_head": self.n_head,
+            "n_embd": self.n_embd,
+            "bias": self.bias,
+        }
+
+    def num_matrix_params(self) -> int:
+        """Weights of the layers' matrices: attention 4, MLP 8 times n_embd squared, per layer."""
+        return self.n_layer * 12 * self.n_embd**2
+
+    def num_params(self) -> int:
+        """Return the number of all weights; the output head shares the token embedding."""
+        width = self.n_embd
+        norms = (2 * self.n_layer + 1) * width * (2 if self.bias else 1)
+        biases = self.n_layer * 9 * width if self.bias else 0
+        embeddings = (self.vocab_size + self.context()) * width
+        return embeddings + self.num_matrix_params() + norms + biases
+
+    def flops_per_token(self) -> int:
+        """Return the floating-point operations of forward and backward for one token.
+
+        Positions do not multiply. nanoGPT counts the same.
+        """
+        multiplying = self.num_params() - self.context() * self.n_embd
+        return 6 * multiplying + 12 * self.n_layer * self.n_embd * self.sequence_length
+
+    def memory_bytes(
+        self,
+        *,
+        micro_batch_size: int,
+        dtype: Dtype,
+        kernels: bool,
+        alone: bool,
+        accumulates: bool,
+    ) -> int:
+        """Estimate a training rank's peak memory, the interpreter and torch included.
+
+        The peak is where the forward pass ends. Weights and two AdamW moments are fp32, 12 bytes a
+        parameter; gradients, 4 more, are there then with other ranks, whose exchange has buckets,
+        and in all passes of a step but its first (`accumulates`). With `kernels` a layer keeps 28
+        bytes a number of its width for its backward pass in bf16 (the residual stream twice in
+        fp32, and 10 widths in bf16); what comes and goes between leaves gaps, 7 bytes more as
+        measured for gpt2. The logits are those of one chunk.
+        """
+        size = 2 if dtype == "bf16" else 4
+        tokens = micro_batch_size * self.sequence_length
+        gradients = self.num_params() * 4
+        held = self.num_params() * 12 + PROCESS_BYTES
+        if accumulates or not alone:
+            held, gradients = held + gradients, 0
+        if not kernels:
+            # 18 widths a layer; a logit is 16 bytes: log-softmax and two gradients in fp32, itself.
+            layers = tokens * self.n_layer * 18 * self.n_embd * size
+            return held + layers + tokens * self.vocab_size * 16
+        widths = 35 if dtype == "bf16" else 72
+        layers = tokens * self.n_layer * widths * self.n_embd
+        logits = min(tokens, LOGITS_TOKENS) * self.vocab_size * size
+        # In a step's only pass the head's gradient is made where ranks exchange it.
+        head = self.vocab_size * self.n_embd * 4 if alone or accumulates else 0
+        copies = self.num_params() * 2 if dtype == "bf16" else 0
+        return held + copies + max(layers + logits + head, gradients)
+
+    def gradient_sizes(self) -> tuple[GradientSize, ...]:
+        """Return the parameters in the order in which the backward pass finishes them."""
+        return tuple(self._gradient_sizes())
+
+    def _gradient_sizes(self) -> Iterator[GradientSize]:
+        width, has_bias = self.n_embd, int(self.bias)
+        norm = GradientSize(width * (1 + has_bias), "vector")
+        yield norm
+        for _ in range(self.n_layer):
+            for rows, columns in ((4, 1), (1, 4), (1, 1), (1, 3)):
+                if (rows, columns) == (1, 1):
+                    yield norm
+                yield GradientSize(width * columns * has_bias, "vector")
+                yield GradientSize(rows * columns * width**2, "matrix")
+            yield norm
+        yield GradientSize(self.context() * width, "embedding")
+        yield GradientSize(self.embedding_size(), "embedding")
+
+    def with_sequence_length(self, tokens: int) -> Self:
+        """Return the same model, trained on sequences of `tokens`; its positions stay."""
+        return replace(self, sequence_length=tokens, n_positions=self.context())
+
+
+PRESETS = {
+    # `tiny` trains in minutes on two cores; the others are the GPT-2 family,
+    # https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
+    "tiny": Gpt2Spec(n_layer=4, n_head=4, n_embd=128),
+    "gpt2": Gpt2Spec(n_layer=12, n_head=12, n_embd=768),
+    "gpt2-medium": Gpt2Spec(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": Gpt2Spec(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": Gpt2Spec(n_layer=48, n_head=25, n_embd=1600),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Config:
+    """What of a GPT-2's config.json decides its sizes and its arithmetic."""
+
+    model_type: str
+    n_layer: int = checked(low=1, high=10_000)
+    n_head: int = checked(low=1, high=10_000)
+    n_embd: int = checked(low=1, high=2**20)
+    n_positions: int = checked(low=1, high=2**24)
+    vocab_size: int = checked(low=1, high=2**24)
+    activation_function: str = "gelu_new"
+    n_inner: int | None = None
+    """Width of the MLP; None = 4 x n_embd."""
+    layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = True
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    tileforge_bias: bool = True
+    """False where Tileforge trained without biases; the file then has zeros."""
+
+
+def read(raw: Mapping[str, object], *, where: str) -> Gpt2Spec:
+    """Build the spec from the content of a config.json, which `where` names.
+
+    Raises CheckpointError when it is damaged, and for a model that would load without an error and
+    compute something else than GPT-2 does.
+    """
+    config = build(_Config, raw, where=where, fix=FIX, error=CheckpointError)
+    _refuse_variants(config, where)
+    return Gpt2Spec(
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_embd=config.n_embd,
+        sequence_length=config.n_positions,
+        vocab_size=config.vocab_size,
+        bias=config.tileforge_bias,
+        activation=cast(Activation, config.activation_function),
+    )
+
+
+def _refuse_variants(config: _Config, where: str) -> None:
+    width = 4 * config.n_embd
+    for key, wanted in (
+        ("tie_word_embeddings", (True,)),
+        ("scale_attn_weights", (True,)),
+        ("scale_attn_by_inverse_layer_idx", (False,)),
+        ("layer_norm_epsilon", (1e-5,)),
+        ("n_inner", (None, width)),
+        ("activation_function", ("gelu_new", "gelu")),
+    ):
+        value = getattr(config, key)
+        if value not in wanted:
+            raise CheckpointError(
+                f"{where}: {key} = {shown(value)}; only {' or '.join(map(str, wanted))}, as in "
+                f"GPT-2 itself, can be loaded. {FIX}"
+            )
+    if config.n_embd % config.n_head:
+        raise CheckpointError(
+            f"{where}: n_embd = {config.n_embd} is not a multiple of n_head = {config.n_head}. "
+            f"{FIX}"
+        )

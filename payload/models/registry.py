@@ -1,0 +1,80 @@
+"""Finds a model's family by the `model_type` of its config.json.
+
+A family is a file in this package with `MODEL_TYPES`, the names that it reads, and
+`read(raw, where=...)`, which returns the ModelSpec or raises CheckpointError. `"*"` in MODEL_TYPES
+takes every name that no other family has. A family may have PRESETS: specs by name, for models from
+scratch and for the hub's names. There is no list to edit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import payload.models as package
+from payload.errors import CheckpointError
+from payload.hf_folder import CONFIG_FILE, FIX, read_config
+from payload.models.spec import ModelSpec
+from payload.untrusted import shown
+
+ANY = "*"
+
+
+class Family(Protocol):
+    """What a family's file has."""
+
+    MODEL_TYPES: tuple[str, ...]
+
+    def read(self, raw: Mapping[str, object], *, where: str) -> ModelSpec:
+        """Build the spec from the content of a config.json. Raises CheckpointError."""
+
+
+def families() -> list[Family]:
+    """Import the package's files and return those that are families, by name."""
+    names = sorted(each.name for each in pkgutil.iter_modules(package.__path__))
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    return [cast(Family, module) for module in modules if hasattr(module, "MODEL_TYPES")]
+
+
+def spec_of(raw: Mapping[str, object], *, where: str) -> ModelSpec:
+    """Build the spec from the content of a config.json; `where` names it in messages.
+
+    Raises CheckpointError for a family that is not known, and for what the family refuses.
+    """
+    kind, known = raw.get("model_type"), families()
+    for wanted in (kind, ANY):
+        for family in known:
+            if wanted in family.MODEL_TYPES:
+                return family.read(raw, where=where)
+    names = " or ".join(repr(name) for family in known for name in family.MODEL_TYPES)
+    raise CheckpointError(
+        f"{where}: model_type is {shown(kind)}; only {names} can be loaded. {FIX}"
+    )
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """Build the spec of the model in `folder`. Raises CheckpointError."""
+    return spec_of(read_config(folder), where=str(folder / CONFIG_FILE))
+
+
+def presets() -> dict[str, ModelSpec]:
+    """Return every family's named models."""
+    found: dict[str, ModelSpec] = {}
+    for family in families():
+        found |= getattr(family, "PRESETS", {})
+    return found
+
+
+def from_scratch(preset: str, **changes: object) -> ModelSpec:
+    """Return a preset's spec with `changes`, those that are None left out."""
+    wanted: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
+    return replace(presets()[preset], **wanted)
+
+
+def preset_of_hub_name(name: str) -> ModelSpec | None:
+    """Return the spec of a model on the hub, `NAME` or `OWNER/NAME`, where a preset has it."""
+    return presets().get(name.partition("@")[0].rpartition("/")[2])

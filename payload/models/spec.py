@@ -1,0 +1,137 @@
+"""What every model family says about a model: parameters, FLOPs, bytes. Pure arithmetic.
+
+The launch plan, the trainer and the benchmarks all print these numbers, so one place counts them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+Dtype = Literal["bf16", "fp32"]
+
+LOGITS_TOKENS = 2048
+"""Tokens whose logits the kernels' head has at once: 206 MB of bf16 with a vocabulary of 50,257."""
+
+# Python, torch and their threads' stacks, on the development machine.
+PROCESS_BYTES = 350 * 2**20
+
+BYTES_PER_WEIGHT = 4
+"""Of a checkpoint on disk: an fp32 weight."""
+BYTES_PER_TRAINABLE = 8
+"""Of a checkpoint on disk: the two AdamW moments of a weight that is trained."""
+
+
+def typical_mfu(*, kernels: bool) -> float:
+    """Return a guess at the share of the measured GEMM peak that a training step reaches.
+
+    With the kernels GPT-2 124M had 67 % on AVX-512 cores and the quickstart's small model 27 to
+    42 % (2026-11-21); without them a step of GPT-2 takes 1.4 times as long. On AMX it was not
+    measured. Each step prints its own.
+    """
+    return 0.5 if kernels else 0.35
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSize:
+    """One trainable parameter, at its place in the order of the backward pass."""
+
+    elements: int
+    kind: Literal["head", "matrix", "vector", "embedding"]
+    """`head`: an output head of its own. `matrix`: of a layer; its matmuls are what the backward
+    pass spends its time on. `vector`: norms and biases. `embedding`: looked up at the start of the
+    forward pass, so its gradient is the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec(ABC):
+    """A model's numbers. Every family has a subclass, with its own config's fields."""
+
+    model_type: str
+    """As in config.json; the registries find the family's files by it."""
+    sequence_length: int
+    """Tokens of a training sequence."""
+    vocab_size: int
+    """Rows of the token embedding; a padded vocabulary has more than the tokenizer has tokens."""
+
+    @abstractmethod
+    def context(self) -> int:
+        """Return the longest context of the weights in tokens."""
+
+    @abstractmethod
+    def num_layers(self) -> int:
+        """Return the number of layers."""
+
+    @abstractmethod
+    def num_heads(self) -> int:
+        """Return the number of attention (query) heads of a layer."""
+
+    @abstractmethod
+    def width(self) -> int:
+        """Return the width of the residual stream."""
+
+    @abstractmethod
+    def num_params(self) -> int:
+        """Return the number of all weights, trained or not; tied ones count once."""
+
+    @abstractmethod
+    def flops_per_token(self) -> int:
+        """Return the floating-point operations of forward and backward for one token.
+
+        6 per parameter that multiplies, plus 12 x layers x heads x head width x sequence length for
+        full (not causal) attention. Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311.
+        """
+
+    @abstractmethod
+    def memory_bytes(
+        self,
+        *,
+        micro_batch_size: int,
+        dtype: Dtype,
+        kernels: bool,
+        alone: bool,
+        accumulates: bool,
+    ) -> int:
+        """Estimate a training rank's peak memory, the interpreter and torch included.
+
+        `alone`: there are no other ranks to exchange gradients with. `accumulates`: a step has more
+        than one pass.
+        """
+
+    @abstractmethod
+    def gradient_sizes(self) -> tuple[GradientSize, ...]:
+        """Return the trainable parameters in the order in which the backward pass finishes them."""
+
+    @abstractmethod
+    def is_tied(self) -> bool:
+        """Say whether the output head is the token embedding."""
+
+    def num_trainable_params(self) -> int:
+        """Return the number of weights that have a gradient and optimizer state."""
+        return self.num_params()
+
+    def embedding_size(self) -> int:
+        """Return the elements of the token embedding."""
+        return self.vocab_size * self.width()
+
+    def checkpoint_bytes(self) -> int:
+        """Return what a checkpoint takes on disk, without the small files."""
+        return (
+            self.num_params() * BYTES_PER_WEIGHT + self.num_trainable_params() * BYTES_PER_TRAINABLE
+        )
+
+    def settings(self) -> dict[str, int | bool]:
+        """Return what the run config's [model] section says of the sizes, for this model."""
+        return {"n_layer": self.num_layers(), "n_head": self.num_heads(), "n_embd": self.width()}
+
+    def summary(self) -> str:
+        """Describe the model's sizes in words."""
+        return (
+            f"{self.num_layers()} layers, {self.num_heads()} heads, width {self.width()}, context "
+            f"{self.context()}"
+        )
+
+    def with_sequence_length(self, tokens: int) -> Self:
+        """Return the same model, trained on sequences of `tokens`; its context stays."""
+        return replace(self, sequence_length=tokens)

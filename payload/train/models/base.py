@@ -1,0 +1,129 @@
+"""What training, generation and checkpoints ask of a model, whatever its family."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from payload.data.blocks import IGNORED_TARGET
+from payload.models.spec import ModelSpec
+from payload.train.kernels.kernels import Kernels
+
+
+class Cache(Protocol):
+    """What one layer keeps of the tokens seen so far."""
+
+    def num_tokens(self) -> int:
+        """Return the number of tokens seen so far."""
+
+
+class CausalLM(nn.Module, ABC):
+    """A language model that is trained to predict the next token.
+
+    B batch, T tokens in this pass, C width, V vocabulary.
+    """
+
+    def __init__(self, spec: ModelSpec, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.spec = spec
+        self.dropout = dropout
+        self.kernels: Kernels | None = None
+        """Faster ways for a pass without caches; None = the plain modules, the reference."""
+
+    @abstractmethod
+    def hidden(self, tokens: Tensor, caches: Sequence[Any] | None = None) -> Tensor:
+        """(B, T) token ids to (B, T, C), the final norm included.
+
+        With `caches`, which `new_caches` made, `tokens` continue the ones seen before.
+        """
+
+    @abstractmethod
+    def head_weight(self) -> nn.Parameter | None:
+        """Return the output head's weight (V, C) where logits are `hidden @ weight.T`, else None.
+
+        None where the head has a bias or logits are scaled or capped: the loss is then computed
+        from `logits`, without the kernels.
+        """
+
+    @abstractmethod
+    def tied_weight(self) -> nn.Parameter | None:
+        """Return the token embedding where it is the output head too, else None.
+
+        Its gradient comes in two parts, the head's first and the embedding's last. A model with
+        kernels looks tokens up by `kernels.embed` then.
+        """
+
+    @abstractmethod
+    def new_caches(self) -> Sequence[Cache]:
+        """Return empty caches for `hidden`; the first one counts the tokens."""
+
+    @abstractmethod
+    def is_hidden_matrix(self, name: str) -> bool:
+        """Say whether the parameter of this name is a layer's matrix, which Muon trains."""
+
+    @abstractmethod
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """Return the weights under the names and in the layout of transformers."""
+
+    @abstractmethod
+    def hf_config(self) -> dict[str, Any]:
+        """Return the content of config.json, by which transformers builds the same model."""
+
+    @abstractmethod
+    def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
+        """Set all weights from a checkpoint's tensors, under the names of transformers.
+
+        Raises CheckpointError, which names `where`, when some are missing or of another size.
+        """
+
+    @abstractmethod
+    def speed_notes(self) -> list[str]:
+        """Say what runs on the reference although kernels were asked for, and why; a line each."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., C) to (..., V)."""
+        weight = self.head_weight()
+        assert weight is not None, "a family without a plain linear head has its own logits()"
+        return functional.linear(hidden, weight)
+
+    def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy of every target, (B, T) fp32; 0 where the target is `IGNORED_TARGET`."""
+        weight = self.head_weight()
+        if self.kernels is not None and weight is not None:
+            return self.kernels.token_losses(self.hidden(tokens), weight, targets)
+        logits = self.logits(self.hidden(tokens))
+        losses = functional.cross_entropy(
+            logits.flatten(0, 1).float(),
+            targets.flatten(),
+            ignore_index=IGNORED_TARGET,
+            reduction="none",
+        )
+        return losses.view_as(targets)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy over the targets, a scalar.
+
+        Raises nothing on its own; tokens and targets are (B, T) int64 within the vocabulary.
+        """
+        weight = self.head_weight()
+        if self.kernels is not None and weight is not None:
+            return self.kernels.mean_loss(self.hidden(tokens), weight, targets)
+        logits = self.logits(self.hidden(tokens))
+        return functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET
+        )
+
+
+def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield name and tensor of each parameter that is trained.
+
+    The one place that decides it: a frozen parameter has no optimizer state, no place in the
+    exchange of gradients and none in the memory that is estimated.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name, parameter

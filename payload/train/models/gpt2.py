@@ -1,0 +1,342 @@
+"""GPT-2, with GPT-2's own names so that its weights load as they are.
+
+B batch, T tokens in this pass, C n_embd, H n_head, V vocabulary.
+Source: https://github.com/openai/gpt-2/blob/master/src/model.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from payload.data.tokenizer import END_OF_TEXT
+from payload.errors import CheckpointError
+from payload.models.gpt2 import Activation, Gpt2Spec
+from payload.models.spec import ModelSpec
+from payload.train.kernels.layers import LayerContext, add_norm, attention, mlp
+from payload.train.models.base import CausalLM
+
+MODEL_TYPES = ("gpt2",)
+
+_PREFIX = "transformer."
+# GPT-2's matrices are stored as (in, out), torch's Linear keeps (out, in).
+# Source: transformers, models/gpt2/modeling_gpt2.py (Conv1D).
+_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+# Buffers that old releases saved, and the head, which is the token embedding.
+_NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
+
+_INIT_STD = 0.02
+_INIT_STD_POSITIONS = 0.01
+_NORM_EPS = 1e-5
+
+
+class LayerCache:
+    """One layer's keys and values of the tokens seen so far, (B, H, T, C / H) each."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new tokens' keys and values; return those of all tokens."""
+        if self.keys is not None and self.values is not None:
+            keys = torch.cat((self.keys, keys), dim=2)
+            values = torch.cat((self.values, values), dim=2)
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def num_tokens(self) -> int:
+        """Tokens seen so far."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+
+class Linear(nn.Linear):
+    """torch's, without its own random weights: `GPT` sets all. GPT-2's take torch a second."""
+
+    def reset_parameters(self) -> None:
+        """Leave the weights as the memory is."""
+
+
+class Embedding(nn.Embedding):
+    """The same for embeddings."""
+
+    def reset_parameters(self) -> None:
+        """Leave the weights as the memory is."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention over all heads at once."""
+
+    def __init__(self, spec: Gpt2Spec, *, dropout: float) -> None:
+        super().__init__()
+        self.n_head = spec.n_head
+        self.dropout = dropout
+        self.c_attn = Linear(spec.n_embd, 3 * spec.n_embd, bias=spec.bias)
+        self.c_proj = Linear(spec.n_embd, spec.n_embd, bias=spec.bias)
+
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        batch, length, width = x.shape
+        query, key, value = (
+            part.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2)
+            for part in self.c_attn(x).split(width, dim=2)
+        )
+        if cache is not None:
+            key, value = cache.extend(key, value)
+        mixed = functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if key.shape[2] == length else _continuation_mask(length, key.shape[2]),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=key.shape[2] == length,
+        )
+        joined = mixed.transpose(1, 2).reshape(batch, length, width)
+        return functional.dropout(self.c_proj(joined), self.dropout, self.training)
+
+
+def _continuation_mask(new: int, total: int) -> Tensor | None:
+    """Which of `total` tokens each of the `new` last ones sees; None when it is all of them."""
+    if new == 1:
+        return None
+    return torch.ones(new, total, dtype=torch.bool).tril(diagonal=total - new)
+
+
+class MLP(nn.Module):
+    """Two matrices with GELU between."""
+
+    def __init__(self, spec: Gpt2Spec, *, dropout: float, activation: Activation) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.approximate = "tanh" if activation == "gelu_new" else "none"
+        self.c_fc = Linear(spec.n_embd, 4 * spec.n_embd, bias=spec.bias)
+        self.c_proj = Linear(4 * spec.n_embd, spec.n_embd, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        widened = functional.gelu(self.c_fc(x), approximate=self.approximate)
+        return functional.dropout(self.c_proj(widened), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """One layer: norm, attention, norm, MLP, each pair added to the residual stream."""
+
+    def __init__(self, spec: Gpt2Spec, *, dropout: float, activation: Activation) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(spec.n_embd, eps=_NORM_EPS, bias=spec.bias)
+        self.attn = Attention(spec, dropout=dropout)
+        self.ln_2 = nn.LayerNorm(spec.n_embd, eps=_NORM_EPS, bias=spec.bias)
+        self.mlp = MLP(spec, dropout=dropout, activation=activation)
+
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        x = x + self.attn(self.ln_1(x), cache)
+        added: Tensor = x + self.mlp(self.ln_2(x))
+        return added
+
+
+class GPT(CausalLM):
+    """The model. Weights are random, as GPT-2's were before training, or for the caller to set."""
+
+    spec: Gpt2Spec
+
+    def __init__(self, spec: Gpt2Spec, *, dropout: float = 0.0, random: bool = True) -> None:
+        super().__init__(spec, dropout=dropout)
+        self.activation = spec.activation
+        self.wte = Embedding(spec.vocab_size, spec.n_embd)
+        self.wpe = Embedding(spec.context(), spec.n_embd)
+        self.h = nn.ModuleList(
+            Block(spec, dropout=dropout, activation=spec.activation) for _ in range(spec.n_layer)
+        )
+        self.ln_f = nn.LayerNorm(spec.n_embd, eps=_NORM_EPS, bias=spec.bias)
+        self._has_bias = spec.bias
+        self._head_width = spec.n_embd // spec.n_head
+        if random:
+            self._initialise()
+
+    def _initialise(self) -> None:
+        # The paper scales the projections into the residual stream by one over the square root of
+        # the number of residual layers; the other deviations are those of OpenAI's code.
+        residual_std = _INIT_STD / math.sqrt(2 * len(self.h))
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                nn.init.constant_(parameter, 1.0 if is_norm_weight(name) else 0.0)
+            elif name == "wpe.weight":
+                nn.init.normal_(parameter, std=_INIT_STD_POSITIONS)
+            else:
+                nn.init.normal_(parameter, std=residual_std if "c_proj" in name else _INIT_STD)
+
+    def hidden(self, tokens: Tensor, caches: Sequence[LayerCache] | None = None) -> Tensor:
+        """(B, T) token ids to (B, T, C), the final norm included.
+
+        With `caches`, one a layer, `tokens` continue the ones seen before.
+        """
+        start = caches[0].num_tokens() if caches else 0
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        x = self._embedded(tokens) + self.wpe(positions)
+        if self.kernels is not None and caches is None and not self._without_kernels():
+            context = self.kernels.layer_context()
+            if context is not None:
+                return self._fast_layers(x, context)
+        x = functional.dropout(x, self.dropout, self.training)
+        for i, block in enumerate(self.h):
+            x = block(x, caches[i] if caches else None)
+        normed: Tensor = self.ln_f(x)
+        return normed
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        if self.kernels is not None:
+            return self.kernels.embed(self.wte.weight, tokens)
+        embedded: Tensor = self.wte(tokens)
+        return embedded
+
+    def _fast_layers(self, x: Tensor, context: LayerContext) -> Tensor:
+        """From the embeddings' sum (B, T, C) fp32 to the final norm's output, bf16."""
+        with torch.autocast("cpu", enabled=False):
+            sizes = (x.shape[0], x.shape[1])
+            total, added = x.flatten(0, 1), None
+            for block in cast("Iterable[Block]", self.h):
+                total, normed = add_norm(total, added, block.ln_1, context)
+                module = block.attn
+                heads = (*sizes, module.n_head)
+                added = attention(normed, module.c_attn, module.c_proj, heads, context)
+                total, normed = add_norm(total, added, block.ln_2, context)
+                added = mlp(normed, block.mlp.c_fc, block.mlp.c_proj, context)
+            _, normed = add_norm(total, added, self.ln_f, context)
+            return normed.view(x.shape)
+
+    def _without_kernels(self) -> list[str]:
+        """Say why the layers run without kernels: a line for each reason."""
+        found = []
+        if self.dropout:
+            found.append(f"dropout = {self.dropout}, whose masks the reference draws")
+        if self.activation != "gelu_new":
+            found.append(f"activation {self.activation}: the kernel has gelu_new alone")
+        if self._head_width % 2:
+            found.append(f"heads of odd width {self._head_width}")
+        return found
+
+    def speed_notes(self) -> list[str]:
+        """Say what runs on the reference although kernels were asked for, and why; a line each."""
+        return [f"layers without kernels: {reason}" for reason in self._without_kernels()]
+
+    def head_weight(self) -> nn.Parameter:
+        """Return the output head's weight, which is the token embedding."""
+        weight = self.wte.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    def tied_weight(self) -> nn.Parameter:
+        """Return the token embedding, which is the output head too."""
+        return self.head_weight()
+
+    def new_caches(self) -> list[LayerCache]:
+        """Return empty caches, one a layer."""
+        return [LayerCache() for _ in self.h]
+
+    def is_hidden_matrix(self, name: str) -> bool:
+        """Say whether the parameter of this name is a layer's matrix."""
+        return name.startswith("h.") and self.get_parameter(name).dim() == 2
+
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """Return the weights under the names and in the layout of transformers."""
+        tensors = {
+            _PREFIX + name: value.t() if name.endswith(_TRANSPOSED) else value
+            for name, value in self.state_dict().items()
+        }
+        # GPT2LMHeadModel always has biases; zeros are what having none means.
+        return tensors | {
+            _PREFIX + name: torch.zeros(size) for name, size in self._absent_biases().items()
+        }
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return the content of config.json, by which transformers builds the same model."""
+        rows, width = self.wte.weight.shape
+        # A vocabulary of another tokenizer may not have the token.
+        end_of_text = END_OF_TEXT if rows > END_OF_TEXT else None
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "activation_function": self.activation,
+            "n_layer": len(self.h),
+            "n_head": self.spec.n_head,
+            "n_embd": width,
+            "n_positions": len(self.wpe.weight),
+            "n_ctx": len(self.wpe.weight),
+            "vocab_size": rows,
+            "layer_norm_epsilon": _NORM_EPS,
+            "initializer_range": _INIT_STD,
+            "attn_pdrop": self.dropout,
+            "embd_pdrop": self.dropout,
+            "resid_pdrop": self.dropout,
+            "bos_token_id": end_of_text,
+            "eos_token_id": end_of_text,
+            "tie_word_embeddings": True,
+            "dtype": "float32",
+            "tileforge_bias": self._has_bias,
+        }
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
+        """Set all weights from a checkpoint's tensors, under the names of transformers.
+
+        Raises CheckpointError, which names `where`, when some are missing or of another size.
+        """
+        places = {name.removeprefix(_PREFIX): name for name in tensors}
+        head = places.get("lm_head.weight")
+        embedding = places.get("wte.weight", head)
+        if head and embedding and not torch.equal(tensors[head], tensors[embedding]):
+            raise CheckpointError(
+                f"{where}: its output head is not its token embedding; only tied ones are loaded."
+            )
+        found = {name for name in places if not name.endswith(_NOT_PARAMETERS)}
+        wanted = self.state_dict()
+        missing = sorted(set(wanted) - found)
+        extra = sorted(found - set(wanted) - set(self._absent_biases()))
+        if missing or extra:
+            raise CheckpointError(
+                f"{where}: not a GPT-2's weights: {len(missing)} missing (first: {missing[:1]}), "
+                f"{len(extra)} unknown (first: {extra[:1]})."
+            )
+        for name, target in wanted.items():
+            value = tensors[places[name]]
+            if name.endswith(_TRANSPOSED):
+                value = value.t()
+            if value.shape != target.shape:
+                raise CheckpointError(
+                    f"{where}: {name} is {tuple(value.shape)}, config.json says "
+                    f"{tuple(target.shape)}."
+                )
+            target.copy_(value)
+
+    def _absent_biases(self) -> dict[str, int]:
+        """Return name and size of each bias that transformers has and this model does not."""
+        if self._has_bias:
+            return {}
+        width = self.ln_f.weight.shape[0]
+        sizes = {"ln_f.bias": width}
+        for layer in range(len(self.h)):
+            sizes |= {
+                f"h.{layer}.ln_1.bias": width,
+                f"h.{layer}.ln_2.bias": width,
+                f"h.{layer}.attn.c_attn.bias": 3 * width,
+                f"h.{layer}.attn.c_proj.bias": width,
+                f"h.{layer}.mlp.c_fc.bias": 4 * width,
+                f"h.{layer}.mlp.c_proj.bias": width,
+            }
+        return sizes
+
+
+def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> GPT:
+    """Build the model of this spec."""
+    assert isinstance(spec, Gpt2Spec)
+    return GPT(spec, dropout=dropout, random=random)
+
+
+def is_norm_weight(name: str) -> bool:
+    """Say whether a parameter's name is a layer norm's scale."""
+    return name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight"))

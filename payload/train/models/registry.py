@@ -1,0 +1,67 @@
+"""Builds and loads models: a family is a file in this package, found by its MODEL_TYPES.
+
+A family has `MODEL_TYPES`, as its file in payload.models, and
+`build(spec, dropout=..., random=...)`, which returns the CausalLM. `"*"` takes every
+model type that no other family has. All files are imported to find them, so a slow import belongs
+in a function.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Protocol, cast
+
+import payload.train.models as package
+from payload.errors import CheckpointError
+from payload.hf_folder import CONFIG_FILE
+from payload.models.registry import ANY, read_spec
+from payload.models.spec import ModelSpec
+from payload.train.models.base import CausalLM
+from payload.train.weights import read_tensors, require_enough
+
+
+class Family(Protocol):
+    """What a family's file has."""
+
+    MODEL_TYPES: tuple[str, ...]
+
+    def build(self, spec: ModelSpec, *, dropout: float, random: bool) -> CausalLM:
+        """Build the model."""
+
+
+def families() -> list[Family]:
+    """Import the package's files and return those that are families, by name."""
+    names = sorted(each.name for each in pkgutil.iter_modules(package.__path__))
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    return [cast(Family, module) for module in modules if hasattr(module, "MODEL_TYPES")]
+
+
+def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> CausalLM:
+    """Build the model of this spec, with random weights or with weights for the caller to set.
+
+    Raises CheckpointError for a family without tensors.
+    """
+    known = families()
+    for wanted in (spec.model_type, ANY):
+        for family in known:
+            if wanted in family.MODEL_TYPES:
+                return family.build(spec, dropout=dropout, random=random)
+    raise CheckpointError(
+        f"{CONFIG_FILE}: a model of model_type {spec.model_type!r} cannot be built here. Use one "
+        f"of {', '.join(sorted(name for family in known for name in family.MODEL_TYPES))}."
+    )
+
+
+def load(folder: Path, *, dropout: float = 0.0) -> CausalLM:
+    """Load the model in a folder in the Hugging Face layout.
+
+    Raises CheckpointError when it is absent, damaged or of no family that is known.
+    """
+    spec = read_spec(folder)
+    tensors = read_tensors(folder)
+    require_enough(tensors, spec, folder)
+    model = build(spec, dropout=dropout, random=False)
+    model.load_tensors(tensors, where=str(folder))
+    return model
