@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from typing import Any
 
 from payload.orchestrate.cloud.machines import machines_that_go, stack_state
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
+from payload.orchestrate.cloud.pulumi_events import EventReader, Update
 from payload.orchestrate.cloud.settings import cluster_name, settings, text_list
 from payload.orchestrate.cloud.stack import Remembered, read_outputs, recall
 from tests.hostile.formats import INVENTORY, Format, in_file
@@ -39,11 +41,19 @@ def cloud_formats(folder: Path) -> Iterator[Format]:
     own.mkdir(parents=True)
     yield printed("pulumi stack output", _OUTPUTS, read_outputs)
     yield printed("pulumi stack export", {"deployment": {"resources": [_RESOURCE]}}, stack_state)
-    yield printed("pulumi preview", {"steps": [{"op": "delete", **_RESOURCE}]}, machines_that_go)
+    yield Format("an event of Pulumi's engine", json.dumps(_EVENT).encode(), _preview)
     yield printed("pulumi config", _CONFIG, _settings)
     known = Remembered(cluster="dev", project="p-1", region="us-central1", node_usd={"n": 0.5})
     (own / "stack.json").write_text(json.dumps({"schema_version": 1, **asdict(known)}))
     yield in_file(own / "stack.json", lambda: recall(folder, "dev"))
+
+
+def _preview(content: bytes) -> object:
+    reader = EventReader(io.BytesIO(content + b"\n"))
+    events = tuple(reader.read())
+    return machines_that_go(
+        Update(words=["preview"], status=0, events=events, unreadable=reader.unreadable)
+    )
 
 
 def _settings(pulumi: Pulumi) -> object:
@@ -62,6 +72,7 @@ _RESOURCE = {
     "urn": "urn:pulumi:dev::tileforge::gcp:compute/instance:Instance::dev-node-0",
     "id": "projects/p/zones/z/instances/dev-node-0",
 }
+_EVENT = {"timestamp": 1, "resourcePreEvent": {"metadata": {"op": "delete", **_RESOURCE}}}
 _CONFIG = {
     "gcp:project": {"value": "my-project", "secret": False},
     "tileforge:cluster": {"value": "dev", "secret": False},

@@ -10,13 +10,15 @@ from rich.console import Console
 
 from payload.errors import ConfigError, ExitCode
 from payload.hints import command
+from payload.orchestrate.cloud.asks import confirm
 from payload.orchestrate.cloud.endpoints import Endpoints
 from payload.orchestrate.cloud.google import Google
+from payload.orchestrate.cloud.operations import Operations
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
 from payload.orchestrate.cloud.results_first import AtStake, at_stake
 from payload.orchestrate.cloud.settings import cluster_name, settings
 from payload.orchestrate.cloud.stack import StackOutputs, outputs_if_any, remember
-from payload.orchestrate.cloud.sweep import confirm, look, project_of
+from payload.orchestrate.cloud.sweep import look, project_of
 from payload.orchestrate.cloud.teardown import destroy_and_look
 from payload.orchestrate.console import text_console
 
@@ -51,7 +53,10 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     brought = [] if stake is None else stake.bring_home(env, **_WORDS)
     talk.print(f"1/3 collect: {len(brought)} run(s) brought home")
     try:
-        destroy_and_look(pulumi, google, cluster, folder=folder, steps=3, talk=talk)
+        operations = Operations(
+            pulumi=pulumi, cluster=cluster, folder=folder, talk=talk, assume_yes=arguments.yes
+        )
+        destroy_and_look(operations, google, steps=3)
     except KeyboardInterrupt:
         talk.print(
             f"down was interrupted: what is left of {cluster} is billed until its lifetime ends, "

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from payload.orchestrate.cloud.pulumi_cli import NEWER, Pulumi
-from payload.untrusted import build, checked, parse_json
+from payload.orchestrate.cloud.pulumi_cli import NEWER, Pulumi, PulumiError
+from payload.orchestrate.cloud.pulumi_events import Update, name_of, type_of, urn_field
+from payload.untrusted import build, parse_json
 
-_INSTANCE = "gcp:compute/instance:Instance"
+INSTANCE = "gcp:compute/instance:Instance"
 # Operations of a preview that end what is there; a replacement is one of them.
 _ENDS = ("delete", "replace", "delete-replaced")
-_PREVIEW_S = 600.0
-# urn:pulumi:STACK::PROJECT::PARENT'S TYPE$TYPE::NAME
-_URN = re.compile(r"urn:pulumi:[^\s:]+::[^\s:]+::(?:[^\s:]|:(?!:))+::[ -~]+")
-
-
-def _urn() -> str:
-    urn: str = checked(pattern=_URN, wanted="a URN of Pulumi's")
-    return urn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Resource:
-    urn: str = _urn()
+    urn: str = urn_field()
     id: str | None = None
 
 
@@ -36,17 +28,6 @@ class _Deployment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Export:
     deployment: _Deployment | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    op: str
-    urn: str = _urn()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Preview:
-    steps: tuple[_Step, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,20 +52,18 @@ def stack_state(pulumi: Pulumi) -> StackState:
     )
 
 
-def machines_that_go(pulumi: Pulumi) -> list[str]:
-    """Return those that `pulumi up` would remove or make anew. Raises PulumiError, ConfigError.
+def machines_that_go(preview: Update) -> list[str]:
+    """Return those that `pulumi up` would remove or make anew. Raises PulumiError.
 
-    A preview once more, for programs: the one for people is no format.
+    An event that cannot be read may be the one that ends a machine.
     """
-    document = pulumi.ask_json("preview", timeout_s=_PREVIEW_S)
-    preview = build(_Preview, document, where=_where("preview --json"), fix=NEWER)
-    return _names(step.urn for step in preview.steps or () if step.op in _ENDS)
+    if preview.unreadable:
+        raise PulumiError(f"`pulumi preview`: {preview.unreadable} {NEWER}", "other")
+    return _names(step.urn for step in preview.steps if step.op in _ENDS)
 
 
 def _names(urns: Iterable[str]) -> list[str]:
-    parts = [urn.split("::", 3) for urn in urns]
-    found = [each[3] for each in parts if each[2].rpartition("$")[2] == _INSTANCE]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(name_of(urn) for urn in urns if type_of(urn) == INSTANCE))
 
 
 def _where(words: str) -> str:

@@ -1,18 +1,28 @@
-"""The `pulumi` command: asked with a deadline, or followed; its complaints in our words."""
+"""The `pulumi` command: nothing else starts it or reads what it prints.
+
+`ask` runs a short command with a deadline. `follow` runs an operation (preview, up, refresh,
+destroy) and reads the events that the engine writes with `--event-log`, as Pulumi's Automation API
+does; what the command prints for people goes to a log file and is parsed only when the engine never
+started (wrong passphrase, locked stack).
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from shutil import which
 from typing import Any, Literal
 
 from payload.errors import ConfigError, ExitCode
+from payload.orchestrate.cloud.pulumi_events import Event, EventReader, Update
 from payload.untrusted import parse_json, printable
 
 ASK_S = 120.0
+_POLL_S = 0.05
+_MOST_PRINTED_CHARS = 2**20
 _STACK = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*){0,2}")
 
 NEWER = "See that it is Pulumi 3.200 or newer: pulumi version"
@@ -38,6 +48,39 @@ _COMPLAINTS: tuple[tuple[str, Trouble, str], ...] = (
         "not logged in",
         "Set PULUMI_CONFIG_PASSPHRASE or PULUMI_CONFIG_PASSPHRASE_FILE.",
     ),
+)
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    events: EventReader,
+    *,
+    see: Callable[[Event], None],
+    say: Callable[[str], None],
+) -> int:
+    """Read events until the process has ended; returns how often the operator interrupted it."""
+    interrupts, ended = 0, False
+    while True:
+        try:
+            for event in events.read():
+                see(event)
+            if ended:
+                return interrupts
+            # Once more after its end: the last events.
+            process.wait(timeout=_POLL_S)
+            ended = True
+        except subprocess.TimeoutExpired:
+            pass
+        except KeyboardInterrupt:
+            interrupts += 1
+            say(_INTERRUPTED[min(interrupts, len(_INTERRUPTED)) - 1])
+            if interrupts > len(_INTERRUPTED):
+                process.kill()
+
+
+_INTERRUPTED = (
+    "interrupted: waiting for pulumi to end, so that its state stays true",
+    "interrupted again: pulumi ends at once; the next `up` or `down` looks for what it was making",
 )
 
 
@@ -109,7 +152,7 @@ class Pulumi:
                 "other",
             ) from None
         if done.returncode != 0:
-            raise self._refusal(shown, done.stderr or done.stdout)
+            raise refusal(shown, done.stderr or done.stdout)
         return done.stdout
 
     def ask_json(self, *words: str, timeout_s: float | None = None) -> Any:
@@ -121,41 +164,54 @@ class Pulumi:
         except ConfigError as error:
             raise PulumiError(str(error), "other") from None
 
-    def follow(self, *words: str, say: Callable[[str], None]) -> tuple[int, str]:
-        """Run it to its end and pass each line on; returns its status and all that it printed.
+    def follow(
+        self,
+        *words: str,
+        log: Path,
+        see: Callable[[Event], None] = lambda _: None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Update:
+        """Run an operation to its end, pass each of its events to `see`, and return the result.
 
-        An interrupt reaches pulumi too, which then ends in its own way; that is waited for.
+        `log` gets what pulumi prints. An interrupt reaches pulumi too, which then ends in its own
+        way; that is waited for, and KeyboardInterrupt is raised after it. Raises PulumiError.
         """
-        process = subprocess.Popen(
-            self.argv(*words),
-            cwd=self._folder,
-            env=self._env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+        with tempfile.TemporaryDirectory(prefix="tileforge-") as folder:
+            path = Path(folder) / "events.jsonl"
+            path.touch(mode=0o600)
+            with log.open("wb") as printed, path.open("rb") as stream:
+                process = subprocess.Popen(
+                    [*self.argv(*words), "--event-log", str(path)],
+                    cwd=self._folder,
+                    # The option exists only with the variable.
+                    env={**self._env, "PULUMI_DEBUG_COMMANDS": "true"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,
+                    stderr=subprocess.STDOUT,
+                )
+                events = EventReader(stream)
+                interrupts = _wait(process, events, see=see, say=say)
+        if interrupts:
+            raise KeyboardInterrupt
+        text = log.read_bytes()[-_MOST_PRINTED_CHARS:].decode("utf-8", errors="replace")
+        return Update(
+            words=words,
+            status=process.returncode,
+            events=tuple(events.seen),
+            unreadable=events.unreadable,
+            text=printable(text),
+            log=log,
         )
-        assert process.stdout is not None
-        lines: list[str] = []
-        try:
-            # As bytes: an interrupt within the decoding of text would lose what was read.
-            for raw in process.stdout:
-                lines.append(printable(raw.decode("utf-8", errors="replace")))
-                say(lines[-1].rstrip("\n"))
-        except KeyboardInterrupt:
-            say("interrupted: waiting for pulumi to end, so that its state stays true")
-            rest = process.stdout.read().decode("utf-8", errors="replace")
-            say(printable(rest).rstrip("\n"))
-            process.wait()
-            raise
-        return process.wait(), "".join(lines)
 
-    def _refusal(self, shown: str, said: str) -> PulumiError:
-        said = printable(said)
-        for pattern, trouble, fix in _COMPLAINTS:
-            found = re.search(rf"^.*({pattern}).*$", said, re.MULTILINE)
-            if found:
-                line = found.group(0).strip().removeprefix("error: ")
-                return PulumiError(f"`{shown}`: {line.rstrip('.')}. {fix}", trouble)
-        lines: Sequence[str] = [line.strip() for line in said.splitlines() if line.strip()]
-        telling = [line for line in lines if line.startswith("error: ")] or lines or ["no word"]
-        return PulumiError(f"`{shown}` failed: {telling[-1].removeprefix('error: ')}", "other")
+
+def refusal(shown: str, said: str) -> PulumiError:
+    """Return the error that a command amounts to whose engine never started, by what it printed."""
+    said = printable(said)
+    for pattern, trouble, fix in _COMPLAINTS:
+        found = re.search(rf"^.*({pattern}).*$", said, re.MULTILINE)
+        if found:
+            line = found.group(0).strip().removeprefix("error: ")
+            return PulumiError(f"`{shown}`: {line.rstrip('.')}. {fix}", trouble)
+    lines: Sequence[str] = [line.strip() for line in said.splitlines() if line.strip()]
+    telling = [line for line in lines if line.startswith("error: ")] or lines or ["no word"]
+    return PulumiError(f"`{shown}` failed: {telling[-1].removeprefix('error: ')}", "other")

@@ -16,7 +16,6 @@ from payload.orchestrate.cloud.endpoints import Endpoints
 from payload.orchestrate.cloud.need import Need
 from payload.orchestrate.cloud.pulumi_cli import Pulumi, PulumiError
 from payload.orchestrate.cloud.resources import CLOUD_NAME
-from payload.orchestrate.cloud.settings import cluster_name
 from payload.results import write_whole
 from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes, shown
 
@@ -150,9 +149,9 @@ def remember(outputs: StackOutputs, *, folder: Path) -> None:
     _keep(known, folder=folder)
 
 
-def remember_plan(pulumi: Pulumi, known: dict[str, Any], *, folder: Path) -> None:
+def remember_plan(cluster: str, known: dict[str, Any], *, folder: Path) -> None:
     """The same by the settings, before anything is built: an `up` that fails has no outputs."""
-    cluster, project = cluster_name(pulumi, known), str(known.get("project") or "")
+    project = str(known.get("project") or "")
     before = recall(folder, cluster)
     if not project or (before is not None and before.project == project):
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from payload.errors import ExitCode, TeardownError, UsageError
+from payload.hints import command
+from payload.orchestrate.cloud.asks import confirm
 from payload.orchestrate.cloud.endpoints import Endpoints
 from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.listing import list_everything, remove
@@ -53,6 +54,11 @@ class Sweep:
     def all_left(self) -> list[Resource]:
         """Everything that should not be there."""
         return [each for resources in self.left.values() for each in resources]
+
+    def named(self) -> list[str]:
+        """Return the options of `sweep` that look for the same."""
+        cluster = ["--cluster", self.cluster] if self.cluster else []
+        return [*cluster, "--project", self.project]
 
     def may_live(self) -> bool:
         """Whether what looks left may be in use: no cluster was named, and machines that would show
@@ -181,9 +187,10 @@ def conclude(found: Sweep, *, talk: Console) -> None:
             talk.print(f"remove with: {each.removal(project=found.project)}{note}")
         usd = [price for each in left if (price := found.usd(each)) is not None]
         cost = f", at least ${sum(usd):.2f}/h" if usd else ""
+        again = command("orchestrate", "sweep", *found.named(), "--delete")
         raise TeardownError(
             f"{len(left)} resource(s) {whose} left in project {found.project}{cost}. The commands "
-            "above remove them, in this order; or sweep --delete."
+            f"above remove them, in this order; or: {again}"
             + (f" And not everything was seen: {'; '.join(found.blind)}" if found.blind else "")
         )
     if found.blind:
@@ -219,16 +226,6 @@ def project_of(
         "which project? Name it with --project"
         + (f" (this folder has used {', '.join(sorted(projects))})." if projects else ".")
     )
-
-
-def confirm(question: str, *, assume_yes: bool) -> bool:
-    """Whether the operator agrees. Raises UsageError where nobody can be asked."""
-    if assume_yes:
-        return True
-    if not sys.stdin.isatty():
-        raise UsageError(f"{question} Nobody is here to say yes: repeat with --yes.")
-    text_console(stderr=True).print(f"{question} [y/N] ", end="")
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def age(seconds: float) -> str:

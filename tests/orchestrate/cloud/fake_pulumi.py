@@ -8,14 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+ENGINE = Path(__file__).parent / "engine"
+"""What a real engine wrote; README.md there names each case."""
 _URN = (
     "urn:pulumi:dev::tileforge::tileforge:infra:ClusterNodes$gcp:compute/instance:Instance::{name}"
 )
 _PROGRAM = """#!{python}
-import json, sys, time
+import json, os, sys, time
 from pathlib import Path
 folder = Path({folder!r})
 words = [w for w in sys.argv[1:] if w not in ("--non-interactive", "--color", "never")]
+events = None
+if "--event-log" in words:
+    at = words.index("--event-log")
+    events = Path(words[at + 1])
+    del words[at : at + 2]
 if "--stack" in words:
     at = words.index("--stack")
     stack = words[at + 1]
@@ -26,19 +33,34 @@ with (folder / "calls.jsonl").open("a") as calls:
     calls.write(json.dumps([stack, *words]) + "\\n")
 answers = json.loads((folder / "answers.json").read_text())
 for answer in answers:
-    # What a preview prints for people is no answer to a program.
-    if words == ["preview", "--json"] and answer["words"] == ["preview"]:
-        continue
     if words[: len(answer["words"])] == answer["words"] and answer["times"] != 0:
         answer["times"] -= 1
         (folder / "answers.json").write_text(json.dumps(answers))
         time.sleep(answer["takes_s"])
+        if events is not None:
+            events.write_text(answer["events"])
         sys.stdout.write(answer["out"])
         sys.stdout.flush()
         sys.stderr.write(answer["err"])
+        sys.stderr.flush()
+        if answer["status"] < 0:
+            os.kill(os.getpid(), -answer["status"])
         sys.exit(answer["status"])
 sys.exit(f"error: the stand-in has no answer for {{words}}")
 """
+
+
+def step(op: str, urn: str, *, kind: str = "resourcePreEvent", **more: Any) -> str:
+    """A line of the event log: an operation on a resource."""
+    return json.dumps({"timestamp": 1, kind: {"metadata": {"op": op, "urn": urn, **more}}}) + "\n"
+
+
+def diagnostic(message: str, severity: str, urn: str = "") -> str:
+    """A line of the event log: something that is said."""
+    if not message:
+        return ""
+    said = {"message": message, "severity": severity, "urn": urn, "prefix": "", "color": "never"}
+    return json.dumps({"timestamp": 1, "diagnosticEvent": said}) + "\n"
 
 
 class FakePulumi:
@@ -61,8 +83,15 @@ class FakePulumi:
         status: int = 0,
         times: int = -1,
         takes_s: float = 0.0,
+        events: str | None = None,
     ) -> None:
-        """What the command that begins with `words` prints, before what was said earlier."""
+        """What the command that begins with `words` prints, before what was said earlier.
+
+        `events` is what the engine writes; without it, a failure is one error with the text of
+        `out`, and `err` means that the engine has not started.
+        """
+        if events is None:
+            events = "" if err else diagnostic(out, "error" if status else "info")
         answer = {
             "words": words,
             "out": out,
@@ -70,8 +99,16 @@ class FakePulumi:
             "status": status,
             "times": times,
             "takes_s": takes_s,
+            "events": events,
         }
         self._answers.write_text(json.dumps([answer, *json.loads(self._answers.read_text())]))
+
+    def replay(self, case: str, *, status: int, times: int = -1) -> None:
+        """From now on its first word's command does what a real engine did in a recorded case."""
+        word = case.partition("-")[0]
+        texts = [ENGINE / f"{case}.{kind}" for kind in ("stdout.txt", "stderr.txt", "events.jsonl")]
+        out, err, events = (path.read_text() if path.exists() else "" for path in texts)
+        self.on(word, out=out, err=err, events=events, status=status, times=times)
 
     def outputs(self, **values: Any) -> None:
         """What the stack exports from now on."""
@@ -84,10 +121,10 @@ class FakePulumi:
         resources = [{"urn": urn, "type": urn.split("::")[2]} for urn in [*others, *urns.values()]]
         state = {"version": 3, "deployment": {"resources": resources} if names else {}}
         self.on("stack", "export", out=json.dumps(state))
-        steps = [{"op": "refresh", "urn": urn} for urn in urns.values()]
-        steps += [{"op": "replace", "urn": urn} for urn in others]
-        steps += [{"op": "replace", "urn": urns[name]} for name in going]
-        self.on("preview", "--json", out=json.dumps({"config": {}, "steps": steps}))
+        steps = [step("refresh", urn) for urn in urns.values()]
+        steps += [step("replace", urn) for urn in others]
+        steps += [step("replace", urns[name]) for name in going]
+        self.on("preview", events="".join(steps))
 
     def calls(self) -> list[list[str | None]]:
         """The stack and the words of each call."""

@@ -11,6 +11,7 @@ import pytest
 from payload.inventory import Access
 from payload.orchestrate.cloud import results_first
 from payload.orchestrate.cloud.head import Head
+from payload.orchestrate.keys import make_operator_key, operator_key_path
 from payload.orchestrate.mirror import Mirrored, write_mirrored
 from payload.results import RunPaths
 from tests.launch.inventories import make_inventory
@@ -18,6 +19,18 @@ from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.supervise.planned import plan_stand_in
 
 Capture = pytest.CaptureFixture[str]
+
+
+def stay(site: Site, *names: str) -> None:
+    """From now on these can be removed by nobody."""
+    site.cloud.stuck |= dict.fromkeys(names, "it is in use")
+
+
+def own_key(site: Site, cluster: str = "mine") -> None:
+    """Put the operator's key of the cluster where `up` looks for it."""
+    path = operator_key_path(site.folder, cluster=cluster)
+    public = make_operator_key(path)
+    path.with_name("id_ed25519.pub").write_text(f"{public}\n")
 
 
 def words(site: Site) -> list[str]:

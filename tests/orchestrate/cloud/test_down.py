@@ -12,7 +12,7 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.code import RunThere
 from payload.orchestrate.keys import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
-from tests.orchestrate.cloud.stacks import Capture, destroys, head_says, make_run, words
+from tests.orchestrate.cloud.stacks import Capture, destroys, head_says, make_run, stay, words
 from tests.orchestrate.cloud.standin import PROJECT
 
 
@@ -39,6 +39,7 @@ def test_down_with_something_left_is_exit_60(
     site.build()
     head_says(monkeypatch)
     destroys(site, leaves=("mine-1", "mine-network"))
+    stay(site, "mine-1", "mine-network")
     assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN
     out, err = capsys.readouterr()
     assert "3/3 sweep: not clean" in err
@@ -53,6 +54,7 @@ def test_a_destroy_that_fails_is_followed_by_the_sweep_all_the_same(
     site.build()
     head_says(monkeypatch)
     destroys(site, status=255, out="error: update failed: resource is in use\n", leaves=("mine-0",))
+    stay(site, "mine-0")
     assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err
     assert "2/3 destroy: FAILED: pulumi destroy: update failed" in err
@@ -169,6 +171,7 @@ def test_a_stack_that_never_came_up_whole_can_be_taken_down(site: Site, capsys: 
     # Without the key `cluster` the cluster has the stack's name.
     site.pulumi.on("stack", "--show-name", out="my-org/tileforge/mine\n")
     destroys(site, leaves=("mine-0",))
+    stay(site, "mine-0")
     # Of an earlier cluster of that name.
     make_run(site, "one", alive=True, instance_id="77")
     assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN

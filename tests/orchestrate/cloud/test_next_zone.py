@@ -13,7 +13,7 @@ from payload.orchestrate.cloud import results_first
 from payload.orchestrate.cloud.head import Head
 from payload.orchestrate.keys import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
-from tests.orchestrate.cloud.stacks import Capture, make_run, words
+from tests.orchestrate.cloud.stacks import Capture, make_run, own_key, words
 from tests.orchestrate.cloud.test_failures import DETAILS, PLAIN
 
 
@@ -67,6 +67,7 @@ def test_next_zone_does_not_leave_results_behind_in_the_old_one(
     make_operator_key(site.folder / "key")
     site.build()
     site.configure(cluster="mine", zones=["us-central1-f", "us-central1-b"])
+    own_key(site)
     site.pulumi.machines("mine-0", "mine-1")
     site.pulumi.on("preview", out="+ 1 to create\n")
     site.pulumi.on("up", out=DETAILS, status=255)
@@ -96,6 +97,7 @@ def test_next_zone_ends_machines_once_and_then_asks_no_more(
 ) -> None:
     site.build()
     site.configure(cluster="mine", zones=[f"us-central1-{zone}" for zone in "fcb"])
+    own_key(site)
     site.pulumi.machines("mine-0", "mine-1")
     site.pulumi.on("config", "set")
     site.pulumi.on("preview")

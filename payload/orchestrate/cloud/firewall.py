@@ -1,0 +1,218 @@
+"""The cluster's firewall rules as Google has them, against those of the cluster program.
+
+Google's provider never takes 0.0.0.0/0 out of a rule again (hashicorp/terraform-provider-google,
+issues 8076, 16213 and 16221): `pulumi up` reports success and the rule stays open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rich.console import Console
+
+from payload.errors import CloudError
+from payload.hints import command
+from payload.orchestrate.cloud.google import Google, request_of
+from payload.orchestrate.cloud.listing import remove
+from payload.orchestrate.cloud.pulumi_cli import NEWER
+from payload.orchestrate.cloud.pulumi_events import Step, Update, type_of
+from payload.orchestrate.cloud.resources import Resource, last_word
+from payload.untrusted import build, checked, printable
+
+_FIREWALL = "gcp:compute/firewall:Firewall"
+_DEFAULT_PRIORITY = 1000
+_ENDS = ("delete", "delete-replaced", "discard", "refresh", "replace")
+Traffic = frozenset[tuple[str, tuple[str, ...]]]
+"""Protocols, each with its ports; no ports are all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What a rule lets through, or keeps out."""
+
+    direction: str
+    priority: int
+    sources: frozenset[str]
+    """Address ranges."""
+    destinations: frozenset[str]
+    source_tags: frozenset[str]
+    target_tags: frozenset[str]
+    source_accounts: frozenset[str]
+    target_accounts: frozenset[str]
+    allowed: Traffic
+    denied: Traffic
+    disabled: bool
+
+    def differences(self, there: Rule) -> str:
+        """Return in words how the rule that is there differs; empty when it does not."""
+        return "; ".join(
+            f"{each.name.replace('_', ' ')} {_words(getattr(there, each.name))} instead of "
+            f"{_words(getattr(self, each.name))}"
+            for each in fields(self)
+            if getattr(self, each.name) != getattr(there, each.name)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traffic:
+    protocol: str
+    ports: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inputs:
+    """Inputs of a rule of the cluster program, as the engine's events have them."""
+
+    name: str
+    network: str
+    direction: str = "INGRESS"
+    priority: int = _DEFAULT_PRIORITY
+    sources: tuple[str, ...] = checked((), key="sourceRanges")
+    destinations: tuple[str, ...] = checked((), key="destinationRanges")
+    source_tags: tuple[str, ...] = checked((), key="sourceTags")
+    target_tags: tuple[str, ...] = checked((), key="targetTags")
+    source_accounts: tuple[str, ...] = checked((), key="sourceServiceAccounts")
+    target_accounts: tuple[str, ...] = checked((), key="targetServiceAccounts")
+    allows: tuple[_Traffic, ...] = ()
+    denies: tuple[_Traffic, ...] = ()
+    disabled: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What differs from the cluster program."""
+
+    network: str
+    differing: Mapping[str, str]
+    """How, by name, the program's own rules differ; one that is missing is among them."""
+    foreign: tuple[str, ...]
+    """Names of enabled rules in the network that the program did not make."""
+
+
+def wanted_rules(update: Update) -> tuple[str, dict[str, Rule]]:
+    """Return the network's name and the rules that the cluster program asked for, by name.
+
+    Raises ConfigError for an event that is not in the engine's format.
+    """
+    network, rules = "", {}
+    for step in update.steps:
+        if type_of(step.urn) == _FIREWALL and step.op not in _ENDS:
+            inputs = build(_Inputs, _inputs(step), where=f"the event of {step.urn}", fix=NEWER)
+            rules[inputs.name] = _rule(inputs)
+            network = last_word(inputs.network) or network
+    return network, rules
+
+
+def compare(google: Google, network: str, wanted: Mapping[str, Rule]) -> Findings:
+    """Return how the rules of `network` differ from these. Raises CloudError, CloudAuthError."""
+    there = rules_there(google, network)
+    differing = {}
+    for name, rule in wanted.items():
+        found = there.get(name)
+        words = "it is missing" if found is None else rule.differences(found)
+        if words:
+            differing[name] = words
+    foreign = [name for name, rule in there.items() if name not in wanted and not rule.disabled]
+    return Findings(network=network, differing=differing, foreign=tuple(sorted(foreign)))
+
+
+def rules_there(google: Google, network: str) -> dict[str, Rule]:
+    """Return the rules that Google has in the network of this name."""
+    client = google.compute("Firewalls")
+    request = request_of("ListFirewallsRequest", project=google.project, max_results=500)
+    return {
+        printable(item.name): _rule_there(item)
+        for page in google.pages("listing firewall rules", client.list, request)
+        for item in page.items
+        if last_word(item.network) == network
+    }
+
+
+def settle(google: Google, update: Update, *, again: Callable[[], Update], talk: Console) -> None:
+    """Compare, replace each rule that differs, and compare again.
+
+    `again` runs `pulumi up` once more, which makes the rules that were removed. Raises CloudError
+    with the names of rules that still differ.
+    """
+    network, wanted = wanted_rules(update)
+    if not network:
+        return
+    found = compare(google, network, wanted)
+    if found.differing:
+        for name, how in found.differing.items():
+            talk.print(f"firewall rule {name} is not as the program has it: {how}; replacing it")
+        gone = [Resource(kind="firewall rule", name=n, location="global") for n in found.differing]
+        failed = remove(google, gone)
+        if failed:
+            raise CloudError(f"firewall: {'; '.join(failed)} {_CLOSE}")
+        network, wanted = wanted_rules(again())
+        found = compare(google, network, wanted)
+    for line in foreign_words(found):
+        talk.print(f"warning: {line}")
+    if found.differing:
+        still = "; ".join(f"{name}: {how}" for name, how in found.differing.items())
+        raise CloudError(f"firewall of {network}: {still}. {_CLOSE}")
+
+
+_CLOSE = f"Remove the cluster if this is not meant: {command('orchestrate', 'down')}"
+
+
+def foreign_words(found: Findings) -> list[str]:
+    """Return a line for each rule that the program did not make."""
+    return [
+        f"firewall rule {name} in {found.network} is not the cluster program's; see what it opens: "
+        f"gcloud compute firewall-rules describe {name}"
+        for name in found.foreign
+    ]
+
+
+def _inputs(step: Step) -> Any:
+    return step.new.inputs if step.new is not None else None
+
+
+def _rule(inputs: _Inputs) -> Rule:
+    return Rule(
+        direction=inputs.direction,
+        priority=inputs.priority,
+        sources=frozenset(inputs.sources),
+        destinations=frozenset(inputs.destinations),
+        source_tags=frozenset(inputs.source_tags),
+        target_tags=frozenset(inputs.target_tags),
+        source_accounts=frozenset(inputs.source_accounts),
+        target_accounts=frozenset(inputs.target_accounts),
+        allowed=_traffic((each.protocol, each.ports or ()) for each in inputs.allows),
+        denied=_traffic((each.protocol, each.ports or ()) for each in inputs.denies),
+        disabled=inputs.disabled,
+    )
+
+
+def _rule_there(item: Any) -> Rule:
+    return Rule(
+        direction=item.direction or "INGRESS",
+        priority=item.priority,
+        sources=frozenset(item.source_ranges),
+        destinations=frozenset(item.destination_ranges),
+        source_tags=frozenset(item.source_tags),
+        target_tags=frozenset(item.target_tags),
+        source_accounts=frozenset(item.source_service_accounts),
+        target_accounts=frozenset(item.target_service_accounts),
+        allowed=_traffic((each.I_p_protocol, each.ports) for each in item.allowed),
+        denied=_traffic((each.I_p_protocol, each.ports) for each in item.denied),
+        disabled=item.disabled,
+    )
+
+
+def _traffic(each: Iterable[tuple[str, Iterable[str]]]) -> Traffic:
+    return frozenset((protocol.lower(), tuple(sorted(ports))) for protocol, ports in each)
+
+
+def _words(value: Any) -> str:
+    if not isinstance(value, frozenset):
+        return str(value)
+    texts = [
+        each if isinstance(each, str) else ":".join((each[0], ",".join(each[1]))).rstrip(":")
+        for each in value
+    ]
+    return printable(", ".join(sorted(texts)) or "none")
