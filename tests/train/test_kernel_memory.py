@@ -45,10 +45,11 @@ def bf16(*size):
 
 def attention(length):
     qkv, out, log_sums = bf16(3, length, 3, 1, 2), bf16(3, length, 1, 2), torch.ones(3, 1, length)
-    grad, sizes = torch.empty_like(qkv), (3, length, 1, 2)
+    grad, sizes = torch.empty_like(qkv), (3, length, 1, 1, 2, 0.0)
+    inputs = (qkv, None, None)
     return (
-        lambda: library._call("attention_forward", qkv, out, log_sums, *sizes),
-        lambda: library._call("attention_backward", qkv, out, log_sums, out, grad, *sizes),
+        lambda: library.call("attention_forward", *inputs, out, log_sums, *sizes),
+        lambda: library.call("attention_backward", *inputs, out, log_sums, out, grad, *sizes),
     )
 
 def gradient(tokens, rows):
@@ -60,7 +61,7 @@ def gradient(tokens, rows):
 
 def norm(count):
     counts, total = torch.tensor([count]), torch.zeros((), dtype=torch.float64)
-    return lambda: library._call("sum_squares", torch.zeros(1).long(), counts, 1, total)
+    return lambda: library.call("sum_squares", torch.zeros(1).long(), counts, 1, total)
 
 def update(count):
     updates = [TensorUpdate(count=count)]
@@ -96,14 +97,14 @@ assert torch.equal(small[-1](), before)
 def test_a_kernel_without_memory_ends_training_in_the_words_for_it(
     tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = Library._call
+    call = Library.call
 
     def call_with_little(self: Library, name: str, *arguments: Tensor | float | None) -> None:
         if name == "attention_backward":
             raise MemoryError(f"no memory for the kernel {name}")
         call(self, name, *arguments)
 
-    monkeypatch.setattr(Library, "_call", call_with_little)
+    monkeypatch.setattr(Library, "call", call_with_little)
     with pytest.raises(MemoryError) as ended:
         train_alone(tmp_path, tiny_config, "precision.dtype=bf16")
     known = LastWords()._known(ended.value)

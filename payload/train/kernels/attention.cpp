@@ -1,8 +1,9 @@
 // Causal self-attention, forward and backward, in bf16 with fp32 sums.
 //
-// A task is one head of one sequence, whose blocks stay in the core's L2 cache. Scores are kept
-// transposed (keys x queries) in the backward pass: so the probabilities and their gradients are
-// left operands as they are, and what belongs to a query lies along a row.
+// A task is one key head of one sequence with the query heads that share it: keys are packed once
+// for all of them, and never copied per query head. Its blocks stay in the core's L2 cache. Scores
+// are kept transposed (keys x queries) in the backward pass: so the probabilities and their
+// gradients are left operands as they are, and what belongs to a query lies along a row.
 #include "brgemm.h"
 #include "layout.h"
 
@@ -28,11 +29,53 @@ void pack_columns(const bf16* from, int64_t stride, int64_t rows, int64_t width,
   transpose_pairs(from, stride, rows, width, reinterpret_cast<uint32_t*>(to), kBlock);
 }
 
+// Sizes, and where rows begin: queries and keys lie in one tensor, values perhaps in another one.
 struct Shape {
-  int64_t batch, length, heads, width;
+  int64_t batch, length, heads, key_heads, width;
+  // Elements from a token to the next: of queries and keys, of values, of gradients of all three.
+  int64_t in_stride, value_stride, grad_stride;
+  float scale;
+  // For each token of a batch the first one that it attends to, never falling; null for 0.
+  const int64_t* starts;
+
   int64_t blocks() const { return (length + kBlock - 1) / kBlock; }
   int64_t rows(int64_t block) const { return std::min(kBlock, length - block * kBlock); }
   int64_t stride() const { return heads * width; }
+  int64_t group() const { return heads / key_heads; }
+};
+
+// The first token that each token of one sequence attends to, by blocks.
+struct Visible {
+  const int64_t* starts;
+  // For each token the end of those that attend to it. Empty when all later ones do.
+  std::vector<int64_t> ends;
+
+  Visible(const int64_t* starts_of, int64_t length, bool with_ends) : starts(starts_of) {
+    if (!starts || !with_ends) return;
+    ends.resize(length);
+    int64_t query = 0;
+    for (int64_t key = 0; key < length; ++key) {
+      while (query < length && starts[query] <= key) ++query;
+      ends[key] = query;
+    }
+  }
+  int64_t first_block(int64_t query_block) const {
+    return starts ? starts[query_block * kBlock] / kBlock : 0;
+  }
+  // The starts of a block of `rows` queries, or null where all of them see the whole key block.
+  const int64_t* limits(int64_t query_block, int64_t rows, int64_t key_block) const {
+    if (!starts) return nullptr;
+    const int64_t* of = starts + query_block * kBlock;
+    return of[rows - 1] > key_block * kBlock ? of : nullptr;
+  }
+  int64_t last_block(int64_t key_block, int64_t rows, int64_t blocks) const {
+    return ends.empty() ? blocks - 1 : (ends[key_block * kBlock + rows - 1] - 1) / kBlock;
+  }
+  const int64_t* key_limits(int64_t key_block, int64_t query_block) const {
+    if (ends.empty()) return nullptr;
+    const int64_t* of = ends.data() + key_block * kBlock;
+    return of[0] < (query_block + 1) * kBlock ? of : nullptr;
+  }
 };
 
 // Of a row of a block on the diagonal, in whole vectors: numbers up to its own place, and those
@@ -44,8 +87,9 @@ int64_t vectors_begin(int64_t row) { return row / kVector * kVector; }
 // One block of queries against one of keys: scores to 2^(scores - the row's highest so far), its
 // sum into `total`, and into `keep` the factor for what was summed before. `scale` and `highest`
 // are of powers of two. Row by row in steps of their own: a row's would wait for each other.
-void weigh(int64_t rows, bool diagonal, float scale, float* scores, bf16* shares, float* highest,
-           float* total, float* keep) {
+// `limits` are the first keys that count, `before` keys lie ahead of the block.
+void weigh(int64_t rows, bool diagonal, const int64_t* limits, int64_t before, float scale,
+           float* scores, bf16* shares, float* highest, float* total, float* keep) {
   float top[kBlock], sum[kBlock];
   std::fill_n(top, kBlock, 0.0f);
   std::fill_n(sum, kBlock, 0.0f);
@@ -53,6 +97,7 @@ void weigh(int64_t rows, bool diagonal, float scale, float* scores, bf16* shares
     float* score = scores + row * kBlock;
     const int64_t width = diagonal ? vectors_end(row) : kBlock;
     if (diagonal) std::fill(score + row + 1, score + width, -1e30f);
+    if (limits) std::fill(score, score + std::clamp<int64_t>(limits[row] - before, 0, width), -1e30f);
     float most = score[0];
 #pragma omp simd reduction(max : most)
     for (int64_t k = 0; k < width; ++k) most = larger(most, score[k]);
@@ -83,9 +128,10 @@ void weigh(int64_t rows, bool diagonal, float scale, float* scores, bf16* shares
   for (int64_t row = 0; row < kBlock; ++row) total[row] = total[row] * keep[row] + sum[row];
 }
 
-void forward_head(const Shape& s, const bf16* query, const bf16* key, const bf16* value, bf16* out,
-                  float* lse, float scale, Scratch& scratch) {
-  const int64_t blocks = s.blocks(), width = s.width, in_stride = 3 * s.stride();
+// `query` is the first of the heads that share `key` and `value`; `out` and `lse` are its results.
+void forward_heads(const Shape& s, const Visible& visible, const bf16* query, const bf16* key,
+                   const bf16* value, bf16* out, float* lse, Scratch& scratch) {
+  const int64_t blocks = s.blocks(), width = s.width;
   const int64_t block_size = kBlock * width;
   auto* keys = scratch.take<bf16>(blocks * block_size);
   auto* values = scratch.take<bf16>(blocks * block_size);
@@ -94,32 +140,36 @@ void forward_head(const Shape& s, const bf16* query, const bf16* key, const bf16
   auto* sums = scratch.take<float>(block_size);
   float highest[kBlock], total[kBlock], keep[kBlock];
   for (int64_t j = 0; j < blocks; ++j) {
-    const int64_t at = j * kBlock * in_stride;
-    pack_columns(key + at, in_stride, s.rows(j), width, keys + j * block_size);
-    pack_rows(value + at, in_stride, s.rows(j), width, values + j * block_size);
+    pack_columns(key + j * kBlock * s.in_stride, s.in_stride, s.rows(j), width,
+                 keys + j * block_size);
+    pack_rows(value + j * kBlock * s.value_stride, s.value_stride, s.rows(j), width,
+              values + j * block_size);
   }
-  for (int64_t i = 0; i < blocks; ++i) {
-    const int64_t rows = s.rows(i);
+  for (int64_t task = 0; task < s.group() * blocks; ++task) {
+    const int64_t head = task / blocks, i = task % blocks, rows = s.rows(i);
+    const int64_t first = visible.first_block(i);
     std::fill_n(highest, kBlock, -std::numeric_limits<float>::infinity());
     std::fill_n(total, kBlock, 0.0f);
-    for (int64_t j = 0; j <= i; ++j) {
-      product(rows, kBlock, width, query + i * kBlock * in_stride, in_stride,
+    for (int64_t j = first; j <= i; ++j) {
+      product(rows, kBlock, width, query + head * width + i * kBlock * s.in_stride, s.in_stride,
               keys + j * block_size, kBlock, scores, kBlock, false);
-      weigh(rows, i == j, scale * kLog2E, scores, shares, highest, total, keep);
-      for (int64_t row = 0; j && row < rows; ++row) {
+      weigh(rows, i == j, visible.limits(i, rows, j), j * kBlock, s.scale * kLog2E, scores, shares,
+            highest, total, keep);
+      for (int64_t row = 0; j > first && row < rows; ++row) {
         float* row_sums = sums + row * width;
 #pragma omp simd
         for (int64_t k = 0; k < width; ++k) row_sums[k] *= keep[row];
       }
       product(rows, width, kBlock, shares, kBlock, values + j * block_size, width, sums, width,
-              j > 0);
+              j > first);
     }
     for (int64_t row = 0; row < rows; ++row) {
       const float factor = 1.0f / total[row];
-      bf16* to = out + (i * kBlock + row) * s.stride();
+      const int64_t position = i * kBlock + row;
+      bf16* to = out + head * width + position * s.stride();
       const float* from = sums + row * width;
       fill(width, to, [=](int64_t k) { return from[k] * factor; });
-      lse[i * kBlock + row] = highest[row] * kLn2 + std::log(total[row]);
+      lse[head * s.length + position] = highest[row] * kLn2 + std::log(total[row]);
     }
   }
 }
@@ -130,10 +180,12 @@ struct Packed {
 
 // One block of keys against one of queries: from the transposed scores and their gradient before
 // softmax to probabilities and to the scores' gradient, the latter also as a right operand. `lse`
-// is of powers of two, `delta` comes times `scale`.
-void differentiate(int64_t rows, bool diagonal, const float* scores, const float* grad_shares,
-                   const float* lse, const float* delta, float scale, bf16* shares,
-                   bf16* grad_scores, bf16* grad_pairs) {
+// is of powers of two, `delta` comes times `scale`. `limits` are the ends of the queries that
+// count, `before` queries lie ahead of the block.
+void differentiate(int64_t rows, bool diagonal, const int64_t* limits, int64_t before,
+                   const float* scores, const float* grad_shares, const float* lse,
+                   const float* delta, float scale, bf16* shares, bf16* grad_scores,
+                   bf16* grad_pairs) {
   const float power_scale = scale * kLog2E;
   float exact[2 * kBlock];
   for (int64_t row = 0; row < kBlock; ++row) {
@@ -152,6 +204,11 @@ void differentiate(int64_t rows, bool diagonal, const float* scores, const float
       if (diagonal) {
         std::fill(exact, exact + row, 0.0f);
         std::fill(exact + kBlock, exact + kBlock + row, 0.0f);
+      }
+      if (limits) {
+        const int64_t end = std::clamp<int64_t>(limits[row] - before, 0, kBlock);
+        std::fill(exact + end, exact + kBlock, 0.0f);
+        std::fill(exact + kBlock + end, exact + 2 * kBlock, 0.0f);
       }
       round_all(exact, kBlock, share);
       round_all(exact + kBlock, kBlock, grad);
@@ -175,101 +232,162 @@ void store(const float* from, int64_t rows, int64_t width, bf16* to, int64_t str
   for (int64_t row = 0; row < rows; ++row) round_all(from + row * width, width, to + row * stride);
 }
 
-void backward_head(const Shape& s, const bf16* query, const bf16* key, const bf16* value,
-                   const bf16* out, const bf16* grad_out, const float* lse_of, bf16* grad_query,
-                   bf16* grad_key, bf16* grad_value, float scale, Scratch& scratch) {
-  const int64_t blocks = s.blocks(), width = s.width, stride = s.stride(), in_stride = 3 * stride;
-  const int64_t block_size = kBlock * width;
-  Packed queries{scratch.take<bf16>(blocks * block_size), scratch.take<bf16>(blocks * block_size)};
-  Packed grads{scratch.take<bf16>(blocks * block_size), scratch.take<bf16>(blocks * block_size)};
-  auto* lse = scratch.take<float>(blocks * kBlock);
-  auto* delta = scratch.take<float>(blocks * kBlock);
-  auto* query_sums = scratch.take<float>(blocks * block_size);  // (width, kBlock) a block
-  auto* key_sums = scratch.take<float>(block_size);
-  auto* value_sums = scratch.take<float>(block_size);
-  auto* key_columns = scratch.take<bf16>(block_size);
-  auto* scores = scratch.take<float>(kBlock * kBlock);
-  auto* grad_shares = scratch.take<float>(kBlock * kBlock);
-  auto* shares = scratch.take<bf16>(kBlock * kBlock);
-  auto* grad_scores = scratch.take<bf16>(kBlock * kBlock);
-  auto* grad_pairs = scratch.take<bf16>(kBlock * kBlock);
-  for (int64_t i = 0; i < blocks; ++i) {
-    const bf16* grad = grad_out + i * kBlock * stride;
-    const bf16* from = query + i * kBlock * in_stride;
-    pack_rows(from, in_stride, s.rows(i), width, queries.rows + i * block_size);
-    pack_columns(from, in_stride, s.rows(i), width, queries.columns + i * block_size);
-    pack_rows(grad, stride, s.rows(i), width, grads.rows + i * block_size);
-    pack_columns(grad, stride, s.rows(i), width, grads.columns + i * block_size);
-    for (int64_t row = 0; row < kBlock; ++row) {
-      const int64_t position = i * kBlock + row;
-      float sum = 0;
-      if (row < s.rows(i)) {
-        const bf16* left = grad_out + position * stride;
-        const bf16* right = out + position * stride;
+// What the heads of one task read, and what they write.
+struct Inputs {
+  const bf16 *query, *key, *value, *out, *grad_out;
+  const float* lse;
+};
+struct Outputs {
+  bf16 *query, *key, *value;
+};
+
+// The rows of queries, their gradients, and what belongs to each query, packed for one head.
+struct Queries {
+  Packed rows, grads;
+  float *lse, *delta;
+
+  Queries(const Shape& s, Scratch& scratch) {
+    const int64_t size = s.blocks() * kBlock * s.width;
+    rows = {scratch.take<bf16>(size), scratch.take<bf16>(size)};
+    grads = {scratch.take<bf16>(size), scratch.take<bf16>(size)};
+    lse = scratch.take<float>(s.blocks() * kBlock);
+    delta = scratch.take<float>(s.blocks() * kBlock);
+  }
+
+  void pack(const Shape& s, const Inputs& in, int64_t head) {
+    const int64_t width = s.width, stride = s.stride(), block_size = kBlock * width;
+    const bf16* query = in.query + head * width;
+    const bf16* grad_out = in.grad_out + head * width;
+    const bf16* out = in.out + head * width;
+    const float* lse_of = in.lse + head * s.length;
+    for (int64_t i = 0; i < s.blocks(); ++i) {
+      const bf16* grad = grad_out + i * kBlock * stride;
+      const bf16* from = query + i * kBlock * s.in_stride;
+      pack_rows(from, s.in_stride, s.rows(i), width, rows.rows + i * block_size);
+      pack_columns(from, s.in_stride, s.rows(i), width, rows.columns + i * block_size);
+      pack_rows(grad, stride, s.rows(i), width, grads.rows + i * block_size);
+      pack_columns(grad, stride, s.rows(i), width, grads.columns + i * block_size);
+      for (int64_t row = 0; row < kBlock; ++row) {
+        const int64_t position = i * kBlock + row;
+        float sum = 0;
+        if (row < s.rows(i)) {
+          const bf16* left = grad_out + position * stride;
+          const bf16* right = out + position * stride;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t k = 0; k < width; ++k) sum += to_float(left[k]) * to_float(right[k]);
+          for (int64_t k = 0; k < width; ++k) sum += to_float(left[k]) * to_float(right[k]);
+        }
+        delta[position] = sum * s.scale;
+        // A query past the end gets no share: 2^-large.
+        lse[position] = row < s.rows(i) ? lse_of[position] * kLog2E : 1e30f;
       }
-      delta[position] = sum * scale;
-      // A query past the end gets no share: 2^-large.
-      lse[position] = row < s.rows(i) ? lse_of[position] * kLog2E : 1e30f;
     }
   }
-  for (int64_t j = 0; j < blocks; ++j) {
-    const int64_t rows = s.rows(j), at = j * kBlock * in_stride;
-    transpose(key + at, in_stride, rows, width, key_columns, kBlock);
-    for (int64_t i = j; i < blocks; ++i) {
-      product(rows, kBlock, width, key + at, in_stride, queries.columns + i * block_size, kBlock,
-              scores, kBlock, false);
-      product(rows, kBlock, width, value + at, in_stride, grads.columns + i * block_size, kBlock,
-              grad_shares, kBlock, false);
-      differentiate(rows, i == j, scores, grad_shares, lse + i * kBlock, delta + i * kBlock, scale,
-                    shares, grad_scores, grad_pairs);
-      product(rows, width, kBlock, shares, kBlock, grads.rows + i * block_size, width, value_sums,
-              width, i > j);
-      product(rows, width, kBlock, grad_scores, kBlock, queries.rows + i * block_size, width,
-              key_sums, width, i > j);
-      product(width, kBlock, kBlock, key_columns, kBlock, grad_pairs, kBlock,
-              query_sums + i * block_size, kBlock, j > 0);
-    }
-    store(key_sums, rows, width, grad_key + at, in_stride);
-    store(value_sums, rows, width, grad_value + at, in_stride);
-  }
-  for (int64_t i = 0; i < blocks; ++i) {
-    bf16* rounded = shares;
+};
+
+// The queries' gradient, from sums (width, kBlock) a block to rows.
+void store_queries(const Shape& s, const float* sums, bf16* rounded, bf16* grad) {
+  const int64_t width = s.width, block_size = kBlock * width;
+  for (int64_t i = 0; i < s.blocks(); ++i) {
     for (int64_t first = 0; first < width; first += kBlock) {
       const int64_t columns = std::min(kBlock, width - first);
-      round_all(query_sums + i * block_size + first * kBlock, columns * kBlock, rounded);
+      round_all(sums + i * block_size + first * kBlock, columns * kBlock, rounded);
       for (int64_t row = 0; row < s.rows(i); ++row) {
-        bf16* to = grad_query + (i * kBlock + row) * in_stride + first;
+        bf16* to = grad + (i * kBlock + row) * s.grad_stride + first;
         for (int64_t k = 0; k < columns; ++k) to[k] = rounded[k * kBlock + row];
       }
     }
   }
 }
 
+void backward_heads(const Shape& s, const Visible& visible, const Inputs& in, const Outputs& to,
+                    Scratch& scratch) {
+  const int64_t blocks = s.blocks(), width = s.width, group = s.group();
+  const int64_t block_size = kBlock * width;
+  Queries queries(s, scratch);
+  auto* query_sums = scratch.take<float>(blocks * block_size);  // (width, kBlock) a block
+  // Heads that share keys add up their gradients; one alone is done with a block at once.
+  const int64_t kept = group > 1 ? blocks : 1;
+  auto* key_sums = scratch.take<float>(kept * block_size);
+  auto* value_sums = scratch.take<float>(kept * block_size);
+  auto* key_columns = scratch.take<bf16>(block_size);
+  auto* scores = scratch.take<float>(kBlock * kBlock);
+  auto* grad_shares = scratch.take<float>(kBlock * kBlock);
+  auto* shares = scratch.take<bf16>(kBlock * kBlock);
+  auto* grad_scores = scratch.take<bf16>(kBlock * kBlock);
+  auto* grad_pairs = scratch.take<bf16>(kBlock * kBlock);
+  for (int64_t head = 0; head < group; ++head) {
+    queries.pack(s, in, head);
+    for (int64_t j = 0; j < blocks; ++j) {
+      const int64_t rows = s.rows(j), last = visible.last_block(j, rows, blocks);
+      const bf16* key = in.key + j * kBlock * s.in_stride;
+      const bf16* value = in.value + j * kBlock * s.value_stride;
+      float* key_sum = key_sums + (group > 1 ? j : 0) * block_size;
+      float* value_sum = value_sums + (group > 1 ? j : 0) * block_size;
+      transpose(key, s.in_stride, rows, width, key_columns, kBlock);
+      for (int64_t i = j; i <= last; ++i) {
+        product(rows, kBlock, width, key, s.in_stride, queries.rows.columns + i * block_size,
+                kBlock, scores, kBlock, false);
+        product(rows, kBlock, width, value, s.value_stride, queries.grads.columns + i * block_size,
+                kBlock, grad_shares, kBlock, false);
+        differentiate(rows, i == j, visible.key_limits(j, i), i * kBlock, scores, grad_shares,
+                      queries.lse + i * kBlock, queries.delta + i * kBlock, s.scale, shares,
+                      grad_scores, grad_pairs);
+        const bool adds = i > j || head > 0;
+        product(rows, width, kBlock, shares, kBlock, queries.grads.rows + i * block_size, width,
+                value_sum, width, adds);
+        product(rows, width, kBlock, grad_scores, kBlock, queries.rows.rows + i * block_size,
+                width, key_sum, width, adds);
+        product(width, kBlock, kBlock, key_columns, kBlock, grad_pairs, kBlock,
+                query_sums + i * block_size, kBlock, j > visible.first_block(i));
+      }
+      if (head == group - 1) {
+        store(key_sum, rows, width, to.key + j * kBlock * s.grad_stride, s.grad_stride);
+        store(value_sum, rows, width, to.value + j * kBlock * s.grad_stride, s.grad_stride);
+      }
+    }
+    store_queries(s, query_sums, shares, to.query + head * width);
+  }
+}
+
+Shape make_shape(int64_t batch, int64_t length, int64_t heads, int64_t key_heads, int64_t width,
+                 bool is_apart, float scale, const int64_t* starts) {
+  const int64_t all = (heads + 2 * key_heads) * width;
+  const int64_t in = is_apart ? (heads + key_heads) * width : all;
+  if (scale == 0.0f) scale = 1.0f / std::sqrt(static_cast<float>(width));
+  return {batch, length, heads, key_heads, width, in, all, all, scale, starts};
+}
+
+const int64_t* starts_of(const Shape& s, int64_t sequence) {
+  return s.starts ? s.starts + sequence * s.length : nullptr;
+}
+
 }  // namespace
 
 extern "C" {
 
-// qkv (batch, length, 3, heads, width) to out (batch, length, heads, width) and the logarithm of
-// each query's softmax sum, lse (batch, heads, length).
-int tileforge_attention_forward(const bf16* qkv, bf16* out, float* lse, int64_t batch,
-                                int64_t length, int64_t heads, int64_t width, int threads) {
-  const Shape s{batch, length, heads, width};
-  const float scale = 1.0f / std::sqrt(static_cast<float>(width));
+// qkv (batch, length, heads + 2 key_heads, width), with queries and keys from `qk` (batch, length,
+// heads + key_heads, width) instead where that is given, to out (batch, length, heads, width) and
+// the logarithm of each query's softmax sum, lse (batch, heads, length). A scale of 0 is one over
+// the root of the width. `starts` (batch, length) is each token's first visible one, or null.
+int tileforge_attention_forward(const bf16* qkv, const bf16* qk, const int64_t* starts, bf16* out,
+                                float* lse, int64_t batch, int64_t length, int64_t heads,
+                                int64_t key_heads, int64_t width, float scale, int threads) {
+  const Shape s = make_shape(batch, length, heads, key_heads, width, qk, scale, starts);
   Tasks tasks;
 #pragma omp parallel num_threads(threads)
   {
     Scratch scratch;
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < batch * heads; ++task) {
-      const int64_t b = task / heads, h = task % heads;
-      const bf16* in = qkv + b * length * 3 * s.stride() + h * width;
+    for (int64_t task = 0; task < batch * key_heads; ++task) {
+      const int64_t b = task / key_heads, h = task % key_heads, head = h * s.group();
+      const bf16* in = (qk ? qk : qkv) + b * length * s.in_stride;
+      const bf16* values = qkv + b * length * s.value_stride + (heads + key_heads) * width;
       tasks.run([&] {
         scratch.reset();
-        forward_head(s, in, in + s.stride(), in + 2 * s.stride(),
-                     out + b * length * s.stride() + h * width, lse + task * length, scale,
-                     scratch);
+        forward_heads(s, Visible(starts_of(s, b), length, false), in + head * width,
+                      in + (heads + h) * width, values + h * width,
+                      out + b * length * s.stride() + head * width,
+                      lse + (b * heads + head) * length, scratch);
       });
     }
     release_products();
@@ -277,28 +395,31 @@ int tileforge_attention_forward(const bf16* qkv, bf16* out, float* lse, int64_t 
   return tasks.outcome();
 }
 
-// grad_qkv from the forward pass's in- and outputs and grad_out (batch, length, heads, width).
-int tileforge_attention_backward(const bf16* qkv, const bf16* out, const float* lse,
-                                 const bf16* grad_out, bf16* grad_qkv, int64_t batch,
-                                 int64_t length, int64_t heads, int64_t width, int threads) {
-  const Shape s{batch, length, heads, width};
-  const float scale = 1.0f / std::sqrt(static_cast<float>(width));
+// grad_qkv, of qkv's shape, from the forward pass's in- and outputs and grad_out, of out's shape.
+// Where `qk` is given, the gradients of queries and keys are of those.
+int tileforge_attention_backward(const bf16* qkv, const bf16* qk, const int64_t* starts,
+                                 const bf16* out, const float* lse, const bf16* grad_out,
+                                 bf16* grad_qkv, int64_t batch, int64_t length, int64_t heads,
+                                 int64_t key_heads, int64_t width, float scale, int threads) {
+  const Shape s = make_shape(batch, length, heads, key_heads, width, qk, scale, starts);
   Tasks tasks;
 #pragma omp parallel num_threads(threads)
   {
     Scratch scratch;
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < batch * heads; ++task) {
-      const int64_t b = task / heads, h = task % heads;
-      const int64_t in_at = b * length * 3 * s.stride() + h * width;
-      const int64_t at = b * length * s.stride() + h * width;
-      const bf16* in = qkv + in_at;
-      bf16* grad_in = grad_qkv + in_at;
+    for (int64_t task = 0; task < batch * key_heads; ++task) {
+      const int64_t b = task / key_heads, h = task % key_heads, head = h * s.group();
+      const int64_t at = b * length * s.stride() + head * width;
+      const int64_t key_at = (heads + h) * width, value_at = (heads + key_heads + h) * width;
+      const bf16* in = (qk ? qk : qkv) + b * length * s.in_stride;
+      const bf16* values = qkv + b * length * s.value_stride;
+      bf16* grad = grad_qkv + b * length * s.grad_stride;
       tasks.run([&] {
         scratch.reset();
-        backward_head(s, in, in + s.stride(), in + 2 * s.stride(), out + at, grad_out + at,
-                      lse + task * length, grad_in, grad_in + s.stride(), grad_in + 2 * s.stride(),
-                      scale, scratch);
+        backward_heads(s, Visible(starts_of(s, b), length, true),
+                       {in + head * width, in + key_at, values + value_at, out + at, grad_out + at,
+                        lse + (b * heads + head) * length},
+                       {grad + head * width, grad + key_at, grad + value_at}, scratch);
       });
     }
     release_products();

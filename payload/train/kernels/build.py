@@ -15,7 +15,7 @@ import torch
 from payload.results import fsync_folder
 from payload.train.kernels.unavailable import KernelsUnavailableError
 
-SOURCES = ("attention.cpp", "pointwise.cpp", "products.cpp", "update.cpp")
+SOURCES = ("attention.cpp", "decoder.cpp", "pointwise.cpp", "products.cpp", "update.cpp")
 _HEADERS = ("brgemm.h", "common.h", "layout.h")
 COMPILERS = ("g++", "clang++")
 

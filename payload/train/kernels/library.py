@@ -23,13 +23,13 @@ _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, c
 _DOUBLE = ctypes.c_double
 
 _SIGNATURES: dict[str, list[type]] = {
-    "attention_forward": [*[_POINTER] * 3, *[_SIZE] * 4, _INT],
-    "attention_backward": [*[_POINTER] * 5, *[_SIZE] * 4, _INT],
+    "attention_forward": [*[_POINTER] * 5, *[_SIZE] * 5, _FLOAT, _INT],
+    "attention_backward": [*[_POINTER] * 7, *[_SIZE] * 5, _FLOAT, _INT],
     "cross_entropy_bf16": [_POINTER, *[_SIZE] * 4, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
     "cross_entropy_fp32": [_POINTER, *[_SIZE] * 4, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
     "gelu_forward": [*[_POINTER] * 2, _SIZE, _INT],
     "gelu_backward": [*[_POINTER] * 3, _SIZE, _INT],
-    "weight_gradient": [_POINTER, *[_SIZE] * 2, *[_POINTER] * 2, *[_SIZE] * 3, _INT, _INT],
+    "weight_gradient": [_POINTER, *[_SIZE] * 2, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
     "sum_rows": [*[_POINTER] * 2, *[_SIZE] * 2, _INT],
     "widen_add": [*[_POINTER] * 2, _SIZE, _INT],
     "add_rows": [*[_POINTER] * 3, *[_SIZE] * 2, _INT],
@@ -37,6 +37,15 @@ _SIGNATURES: dict[str, list[type]] = {
     "add_norm_backward": [*[_POINTER] * 10, *[_SIZE] * 2, _INT],
     "sum_squares": [_POINTER, _POINTER, _SIZE, _POINTER, _INT],
     "adamw": [_POINTER, _SIZE, _FLOAT, _DOUBLE, _DOUBLE, _FLOAT, _INT],
+    "rms_norm_forward": [*[_POINTER] * 3, *[_FLOAT] * 2, *[_POINTER] * 3, *[_SIZE] * 2, _INT],
+    "rms_norm_forward_bf16": [*[_POINTER] * 2, *[_FLOAT] * 2, *[_POINTER] * 2, *[_SIZE] * 2, _INT],
+    "rms_norm_backward": [*[_POINTER] * 3, _FLOAT, *[_POINTER] * 5, *[_SIZE] * 2, _INT],
+    "rms_norm_backward_bf16": [*[_POINTER] * 3, _FLOAT, *[_POINTER] * 3, *[_SIZE] * 2, _INT],
+    "rotate": [*[_POINTER] * 3, _FLOAT, *[_SIZE] * 5, _INT],
+    "norm_rotate_forward": [*[_POINTER] * 2, *[_FLOAT] * 2, *[_POINTER] * 3, *[_SIZE] * 5, _INT],
+    "norm_rotate_backward": [*[_POINTER] * 2, *[_FLOAT] * 2, *[_POINTER] * 4, *[_SIZE] * 5, _INT],
+    "gated_forward": [*[_POINTER] * 2, _INT, *[_SIZE] * 2, _INT],
+    "gated_backward": [*[_POINTER] * 3, _INT, *[_SIZE] * 2, _INT],
 }
 
 _TAKES_MEMORY = {
@@ -84,24 +93,65 @@ class Library:
     def attention_forward(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Causal attention: qkv (B, T, 3, H, D) bf16 to (B, T, H, D), and (B, H, T) log sums."""
         _require_qkv(qkv)
-        batch, length, _, heads, width = qkv.shape
-        out = qkv.new_empty(batch, length, heads, width)
-        log_sums = torch.empty(batch, heads, length)
-        self._call("attention_forward", qkv, out, log_sums, batch, length, heads, width)
-        return out, log_sums
+        return self.grouped_attention_forward(qkv.flatten(2, 3), key_heads=qkv.shape[3])
 
     def attention_backward(
         self, qkv: Tensor, out: Tensor, log_sums: Tensor, grad_out: Tensor
     ) -> Tensor:
         """The gradient of qkv; `out` and `log_sums` are the forward pass's."""
         _require_qkv(qkv)
-        batch, length, _, heads, width = qkv.shape
+        flat, key_heads = qkv.flatten(2, 3), qkv.shape[3]
+        grad = self.grouped_attention_backward(flat, out, log_sums, grad_out, key_heads=key_heads)
+        return grad.view_as(qkv)
+
+    def grouped_attention_forward(
+        self,
+        qkv: Tensor,
+        *,
+        key_heads: int,
+        qk: Tensor | None = None,
+        scale: float | None = None,
+        starts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return causal attention (B, T, H, D) bf16 and its log sums (B, H, T).
+
+        `qkv` is (B, T, H + 2 K, D) bf16: query heads, then K heads of keys and as many of values,
+        each shared by H / K query heads. Queries and keys come from `qk` (B, T, H + K, D) where it
+        is given. A token attends to those from `starts` (B, T) int64 up to itself; None = all. The
+        default scale is one over the root of D.
+        """
+        batch, length, heads, width = _attention_sizes(qkv, qk, starts, key_heads)
+        out = qkv.new_empty(batch, length, heads, width)
+        log_sums = torch.empty(batch, heads, length)
+        sizes = (batch, length, heads, key_heads, width, scale or 0.0)
+        self.call("attention_forward", qkv, qk, starts, out, log_sums, *sizes)
+        return out, log_sums
+
+    def grouped_attention_backward(
+        self,
+        qkv: Tensor,
+        out: Tensor,
+        log_sums: Tensor,
+        grad_out: Tensor,
+        *,
+        key_heads: int,
+        qk: Tensor | None = None,
+        scale: float | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
+        """Return the gradient of qkv; with `qk`, that of queries and keys is of those in `qk`.
+
+        `out` and `log_sums` are the forward pass's.
+        """
+        batch, length, heads, width = _attention_sizes(qkv, qk, starts, key_heads)
         sizes = (batch, length, heads, width)
         require_tensor("out", out, torch.bfloat16, sizes)
         require_tensor("log_sums", log_sums, torch.float32, (batch, heads, length))
         require_tensor("grad_out", grad_out, torch.bfloat16, sizes)
         grad = torch.empty_like(qkv)
-        self._call("attention_backward", qkv, out, log_sums, grad_out, grad, *sizes)
+        tensors = (qkv, qk, starts, out, log_sums, grad_out, grad)
+        last = (batch, length, heads, key_heads, width, scale or 0.0)
+        self.call("attention_backward", *tensors, *last)
         return grad
 
     def cross_entropy(
@@ -124,14 +174,14 @@ class Library:
         scale = 0.0 if grad_scale is None else grad_scale
         with_grad = int(grad_scale is not None)
         last = (targets.contiguous(), IGNORED_TARGET, scale, with_grad, losses)
-        self._call(name, logits.data_ptr(), *sizes, *last)
+        self.call(name, logits.data_ptr(), *sizes, *last)
         return losses
 
     def gelu_forward(self, x: Tensor) -> Tensor:
         """GPT-2's tanh form, bf16."""
         require_tensor("x", x, torch.bfloat16)
         y = torch.empty_like(x)
-        self._call("gelu_forward", x, y, x.numel())
+        self.call("gelu_forward", x, y, x.numel())
         return y
 
     def gelu_backward(self, x: Tensor, grad: Tensor) -> Tensor:
@@ -139,7 +189,7 @@ class Library:
         require_tensor("x", x, torch.bfloat16)
         require_tensor("grad", grad, torch.bfloat16, x.shape)
         y = torch.empty_like(x)
-        self._call("gelu_backward", x, grad, y, x.numel())
+        self.call("gelu_backward", x, grad, y, x.numel())
         return y
 
     def weight_gradient(self, grad: Tensor, x: Tensor, total: Tensor, *, add: bool) -> None:
@@ -153,24 +203,46 @@ class Library:
         _require_slices(slices, rows)
         _require(grad.dtype == torch.bfloat16, "grad of another dtype")
         require_tensor("x", x, torch.bfloat16, (tokens, width))
-        require_tensor("total", total, torch.float32)
-        sizes = (tokens, rows, width)
         where = (slices.data_ptr(), slice_rows, slices.stride(0))
-        self._call("weight_gradient", *where, x, total, *sizes, int(add))
+        self._weight_gradients(where, x, [(total, add)])
+
+    def weight_gradients(self, grad: Tensor, x: Tensor, totals: list[tuple[Tensor, bool]]) -> None:
+        """The same for several weights side by side, each with whether its total gains it.
+
+        The columns of `grad` (N, R) are those of the first weight, then of the next.
+        """
+        require_tensor("grad", grad, torch.bfloat16)
+        _require(grad.ndim == 2 and len(grad) == len(x), "grad is not (N, R)")
+        require_tensor("x", x, torch.bfloat16)
+        rows = sum(len(total) for total, _ in totals)
+        _require(grad.shape[1] == rows, "grad has too many or too few columns")
+        self._weight_gradients((grad.data_ptr(), rows, 0), x, totals)
+
+    def _weight_gradients(
+        self, where: tuple[int, int, int], x: Tensor, totals: list[tuple[Tensor, bool]]
+    ) -> None:
+        tokens, width = x.shape
+        for total, _ in totals:
+            require_tensor("total", total, torch.float32, (len(total), width))
+        addresses = torch.tensor([total.data_ptr() for total, _ in totals])
+        rows = torch.tensor([len(total) for total, _ in totals])
+        adds = torch.tensor([int(add) for _, add in totals])
+        last = (len(totals), tokens, width)
+        self.call("weight_gradient", *where, x, addresses, rows, adds, *last)
 
     def sum_rows(self, x: Tensor) -> Tensor:
         """The sum of the rows of x (N, C) bf16, fp32: torch would widen all of x first."""
         require_tensor("x", x, torch.bfloat16)
         rows, width = x.shape
         parts = torch.empty(-(-rows // _SUM_ROWS), width)
-        self._call("sum_rows", x, parts, rows, width)
+        self.call("sum_rows", x, parts, rows, width)
         return parts.sum(dim=0)
 
     def widen_add(self, x: Tensor, total: Tensor) -> None:
         """Add x, bf16, to `total`, fp32 of the same shape."""
         require_tensor("x", x, torch.bfloat16)
         require_tensor("total", total, torch.float32, x.shape)
-        self._call("widen_add", x, total, x.numel())
+        self.call("widen_add", x, total, x.numel())
 
     def add_rows(self, total: Tensor, indices: Tensor, rows: Tensor) -> None:
         """Add rows (N, C) to those of `total` (V, C) that indices (N,) name; all fp32."""
@@ -181,7 +253,7 @@ class Library:
         if len(indices):
             is_row = 0 <= int(indices.min()) <= int(indices.max()) < len(total)
             _require(is_row, "an index is outside of `total`")
-        self._call("add_rows", total, indices, rows, *rows.shape)
+        self.call("add_rows", total, indices, rows, *rows.shape)
 
     def add_norm_forward(
         self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float
@@ -196,7 +268,7 @@ class Library:
         normed = torch.empty(rows, width, dtype=torch.bfloat16)
         mean, rstd = torch.empty(rows), torch.empty(rows)
         tensors = (total, normed, mean, rstd)
-        self._call("add_norm_forward", x, added, weight, bias, eps, *tensors, rows, width)
+        self.call("add_norm_forward", x, added, weight, bias, eps, *tensors, rows, width)
         return tensors
 
     def add_norm_backward(
@@ -221,7 +293,7 @@ class Library:
         grad_added = torch.empty(rows, width, dtype=torch.bfloat16) if adds else None
         parts = torch.empty(2, -(-rows // _SUM_ROWS), width)
         grads = (grad_total, grad_normed, grad_x, grad_added, parts[0], parts[1])
-        self._call("add_norm_backward", *saved, weight, *grads, rows, width)
+        self.call("add_norm_backward", *saved, weight, *grads, rows, width)
         weight_grad, bias_grad = parts.sum(dim=1)
         return grad_x, grad_added, weight_grad, bias_grad
 
@@ -232,7 +304,7 @@ class Library:
         addresses = torch.tensor([each.data_ptr() for each in tensors])
         counts = torch.tensor([each.numel() for each in tensors])
         total = torch.zeros((), dtype=torch.float64)
-        self._call("sum_squares", addresses, counts, len(tensors), total)
+        self.call("sum_squares", addresses, counts, len(tensors), total)
         return float(total)
 
     def adamw(
@@ -245,9 +317,9 @@ class Library:
     ) -> None:
         """Change weights, means, squares and copies; the caller keeps the tensors alive."""
         array = (TensorUpdate * len(updates))(*updates)
-        self._call("adamw", ctypes.addressof(array), len(updates), grad_scale, *betas, eps)
+        self.call("adamw", ctypes.addressof(array), len(updates), grad_scale, *betas, eps)
 
-    def _call(self, name: str, *arguments: Tensor | float | None) -> None:
+    def call(self, name: str, *arguments: Tensor | float | None) -> None:
         """Call a kernel. Raises MemoryError; what it was to write is undefined then."""
         pointers: list[float | None] = []
         for argument in arguments:
@@ -287,6 +359,26 @@ def _require_qkv(qkv: Tensor) -> None:
     require_tensor("qkv", qkv, torch.bfloat16)
     _require(qkv.ndim == 5 and qkv.shape[2] == 3, "qkv is not (B, T, 3, H, D)")
     _require(qkv.shape[4] % 2 == 0, "a head's width is odd")
+
+
+def _attention_sizes(
+    qkv: Tensor, qk: Tensor | None, starts: Tensor | None, key_heads: int
+) -> tuple[int, int, int, int]:
+    """Return B, T, H and D. Raises ValueError where the tensors do not fit each other."""
+    require_tensor("qkv", qkv, torch.bfloat16)
+    _require(qkv.ndim == 4, "qkv is not (B, T, H + 2 K, D)")
+    batch, length, all_heads, width = qkv.shape
+    heads = all_heads - 2 * key_heads
+    _require(width % 2 == 0, "a head's width is odd")
+    _require(key_heads > 0 and heads > 0 and heads % key_heads == 0, "heads share no keys evenly")
+    require_tensor("qk", qk, torch.bfloat16, (batch, length, heads + key_heads, width))
+    require_tensor("starts", starts, torch.int64, (batch, length))
+    if starts is not None and length:
+        positions = torch.arange(length)
+        fits = (starts >= 0) & (starts <= positions)
+        _require(bool(fits.all()), "a token attends to later ones alone")
+        _require(bool((starts.diff() >= 0).all()), "starts fall")
+    return batch, length, heads, width
 
 
 def _require_slices(slices: Tensor, columns: int) -> None:

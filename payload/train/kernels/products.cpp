@@ -36,18 +36,25 @@ struct Gradient {
   int64_t width, apart;
 };
 
-// Rows `row`... of the result, `count` of them, in panels `panel` to `end` of the right operand.
-void sum_block(Gradient grad, int64_t row, int64_t count, const uint32_t* packed, int64_t panel,
-               int64_t end, float* total, int64_t tokens, int64_t width, bool add, bf16* left) {
-  const bf16* from = grad.first + row / grad.width * grad.apart + row % grad.width;
+// A part of the result: `rows` of it from `row` on, in a place of its own.
+struct Part {
+  int64_t row, rows;
+  float* total;
+  bool add;
+};
+
+// A part of the result, in panels `panel` to `end` of the right operand.
+void sum_block(Gradient grad, const Part& part, const uint32_t* packed, int64_t panel, int64_t end,
+               int64_t tokens, int64_t width, bf16* left) {
+  const bf16* from = grad.first + part.row / grad.width * grad.apart + part.row % grad.width;
   for (int64_t token = 0; token < tokens; token += kTokens) {
     const int64_t here = std::min(kTokens, tokens - token), length = padded(here);
-    transpose(from + token * grad.width, grad.width, here, count, left, length);
+    transpose(from + token * grad.width, grad.width, here, part.rows, left, length);
     for (int64_t each = panel; each < end; ++each) {
       const uint32_t* right = packed + (each * padded(tokens) + token) / 2 * kPanel;
-      product(count, std::min(kPanel, width - each * kPanel), length, left, length,
-              reinterpret_cast<const bf16*>(right), kPanel, total + row * width + each * kPanel,
-              width, add || token > 0);
+      product(part.rows, std::min(kPanel, width - each * kPanel), length, left, length,
+              reinterpret_cast<const bf16*>(right), kPanel, part.total + each * kPanel, width,
+              part.add || token > 0);
     }
   }
 }
@@ -73,18 +80,30 @@ int tileforge_has_products() {
   return 1;
 }
 
-// total (rows, width) is, or with `add` gains, the transpose of grad (tokens, rows) times x
-// (tokens, width). `grad` is in slices of `slice` rows, (slices, tokens, slice), that begin `apart`
-// numbers from each other.
+// Each part's total (rows, width) is, or with `add` gains, the transpose of its columns of grad
+// (tokens, rows of all parts) times x (tokens, width). `grad` is in slices of `slice` rows,
+// (slices, tokens, slice), that begin `apart` numbers from each other; several parts have one slice.
 int tileforge_weight_gradient(const bf16* grad, int64_t slice, int64_t apart, const bf16* x,
-                              float* total, int64_t tokens, int64_t rows, int64_t width, int add,
-                              int threads) try {
+                              float* const* totals, const int64_t* rows_of, const int64_t* adds,
+                              int64_t number, int64_t tokens, int64_t width, int threads) try {
   const int64_t pairs = padded(tokens) / 2, panels = (width + kPanel - 1) / kPanel;
+  int64_t rows = 0;
+  for (int64_t i = 0; i < number; ++i) rows += rows_of[i];
   // Enough tasks for the threads, each with as much of the width as that leaves.
   const int64_t step = rows / kRows < 2 * threads ? kRows / 2 : kRows;
-  const int64_t in_slice = (slice + step - 1) / step;
-  const int64_t blocks = (rows + slice - 1) / slice * in_slice;
-  const int64_t wanted = std::clamp<int64_t>(2 * threads / blocks, 1, panels);
+  std::vector<Part> blocks;
+  for (int64_t i = 0, first = 0; i < number; first += rows_of[i++]) {
+    const int64_t piece = number == 1 ? slice : rows_of[i];
+    for (int64_t begin = 0; begin < rows_of[i]; begin += piece) {
+      const int64_t end = std::min(begin + piece, rows_of[i]);
+      for (int64_t row = begin; row < end; row += step) {
+        blocks.push_back({first + row, std::min(step, end - row), totals[i] + row * width,
+                          adds[i] != 0});
+      }
+    }
+  }
+  const int64_t count = static_cast<int64_t>(blocks.size());
+  const int64_t wanted = std::clamp<int64_t>(2 * threads / count, 1, panels);
   const int64_t share = (panels + wanted - 1) / wanted, splits = (panels + share - 1) / share;
   Tasks tasks;
   Scratch shared;
@@ -95,16 +114,13 @@ int tileforge_weight_gradient(const bf16* grad, int64_t slice, int64_t apart, co
     for (int64_t pair = 0; pair < pairs; ++pair) pack_tokens(x, tokens, width, pair, packed);
     Scratch own;
 #pragma omp for schedule(dynamic) collapse(2)
-    for (int64_t block = 0; block < blocks; ++block) {
+    for (int64_t block = 0; block < count; ++block) {
       for (int64_t split = 0; split < splits; ++split) {
-        const int64_t before = block % in_slice * step, row = block / in_slice * slice + before;
-        const int64_t count = std::min({step, slice - before, rows - row});
-        if (count <= 0) continue;
         tasks.run([&] {
           own.reset();
           auto* left = own.take<bf16>(step * padded(std::min(kTokens, tokens)));
-          sum_block({grad, slice, apart}, row, count, packed, split * share,
-                    std::min(panels, (split + 1) * share), total, tokens, width, add != 0, left);
+          sum_block({grad, slice, apart}, blocks[block], packed, split * share,
+                    std::min(panels, (split + 1) * share), tokens, width, left);
         });
       }
     }

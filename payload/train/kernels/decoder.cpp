@@ -1,0 +1,314 @@
+// Passes of decoders of the Llama family, each over its data once: the residual sum with the RMS
+// norm that follows it, rotary embeddings with the norms of queries and keys, and the gated
+// activation. Sums are fp32. Results do not depend on the number of threads.
+#include "common.h"
+
+namespace {
+
+// Rows whose share of a sum over rows is one task's.
+constexpr int64_t kSumRows = 64;
+
+inline void store(const float* from, int64_t count, bf16* to) { round_all(from, count, to); }
+inline void store(const float* from, int64_t count, float* to) {
+  std::memcpy(to, from, count * sizeof(float));
+}
+
+template <typename T>
+inline float inverse_root(const T* x, int64_t width, float eps) {
+  float squares = 0;
+#pragma omp simd reduction(+ : squares)
+  for (int64_t i = 0; i < width; ++i) squares += to_float(x[i]) * to_float(x[i]);
+  return 1.0f / std::sqrt(squares / width + eps);
+}
+
+// The scale is weight + offset: Gemma's weights are what is added to 1.
+template <typename T>
+void norm_forward(const T* x, const bf16* added, const float* weight, float offset, float eps,
+                  float* sum, bf16* normed, float* rstd, int64_t rows, int64_t width,
+                  int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* in = x + row * width;
+    bf16* to = normed + row * width;
+    if (added) {
+      const bf16* plus = added + row * width;
+      float* total = sum + row * width;
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) total[i] = to_float(in[i]) + to_float(plus[i]);
+      const float factor = rstd[row] = inverse_root(total, width, eps);
+      fill(width, to, [=](int64_t i) { return total[i] * factor * (weight[i] + offset); });
+    } else {
+      const float factor = rstd[row] = inverse_root(in, width, eps);
+      fill(width, to, [=](int64_t i) { return to_float(in[i]) * factor * (weight[i] + offset); });
+    }
+  }
+}
+
+template <typename T>
+void norm_backward(const T* x, const float* rstd, const float* weight, float offset,
+                   const float* grad_sum, const bf16* grad_normed, T* grad_x, bf16* grad_added,
+                   float* weight_parts, int64_t rows, int64_t width, int threads) {
+  constexpr int64_t kAtOnce = 256;
+  const int64_t parts = (rows + kSumRows - 1) / kSumRows;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t part = 0; part < parts; ++part) {
+    float* weight_grad = weight_parts + part * width;
+    std::fill_n(weight_grad, width, 0.0f);
+    const int64_t end = std::min(rows, (part + 1) * kSumRows);
+    for (int64_t row = part * kSumRows; row < end; ++row) {
+      const T* in = x + row * width;
+      const bf16* grad = grad_normed + row * width;
+      const float factor = rstd[row];
+      float along = 0;
+#pragma omp simd reduction(+ : along)
+      for (int64_t i = 0; i < width; ++i) {
+        const float product = to_float(grad[i]) * to_float(in[i]) * factor;
+        weight_grad[i] += product;
+        along += product * (weight[i] + offset);
+      }
+      const float pull = along / width * factor;
+      const float* through = grad_sum ? grad_sum + row * width : nullptr;
+      float piece[kAtOnce];
+      for (int64_t first = 0; first < width; first += kAtOnce) {
+        const int64_t size = std::min(kAtOnce, width - first);
+#pragma omp simd
+        for (int64_t k = 0; k < size; ++k) {
+          const int64_t i = first + k;
+          piece[k] = factor * (to_float(grad[i]) * (weight[i] + offset) - to_float(in[i]) * pull);
+        }
+        if (through) {
+#pragma omp simd
+          for (int64_t k = 0; k < size; ++k) piece[k] += through[first + k];
+        }
+        store(piece, size, grad_x + row * width + first);
+        if (grad_added) round_all(piece, size, grad_added + row * width + first);
+      }
+    }
+  }
+}
+
+// The longest head whose numbers a thread holds on its stack.
+constexpr int64_t kLongestHead = 512;
+
+// Turn the pairs (i, i + half) of x by the angles' cosines and sines; a `sign` of -1 turns back.
+inline void turn(float* x, const float* cos, const float* sin, float sign, int64_t half) {
+#pragma omp simd
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = x[i], second = x[i + half], s = sin[i] * sign;
+    x[i] = first * cos[i] - second * s;
+    x[i + half] = second * cos[i] + first * s;
+  }
+}
+
+// Sizes of queries and keys: `heads` of the first kind, `key_heads` of the second.
+struct Heads {
+  int64_t rows, length, heads, key_heads, width;
+  int64_t rotated() const { return heads + key_heads; }
+  int64_t stride() const { return (heads + 2 * key_heads) * width; }
+};
+
+// The gate's activation and its slope.
+struct Silu {
+  float value, slope;
+  explicit Silu(float x) {
+    // Below -80 the logistic function is 1e-35 and less, which counts as nothing.
+    const float bounded = x < -80.0f ? -80.0f : x;
+    const float logistic = 1.0f / (1.0f + exp2_fast(-bounded * kLog2E));
+    value = x * logistic;
+    slope = logistic * (1.0f + x * (1.0f - logistic));
+  }
+};
+
+// GELU's tanh form: x times the logistic function of 2u.
+struct GeluTanh {
+  float value, slope;
+  explicit GeluTanh(float x) {
+    constexpr float kTwice = 1.5957691216057308f;  // 2 sqrt(2 / pi)
+    // Below -10 the logistic function is 1e-38 and less, above 10 it is 1.
+    const float bounded = std::min(std::max(x, -10.0f), 10.0f);
+    const float square = bounded * bounded;
+    const float power = -kTwice * kLog2E * bounded * (1.0f + 0.044715f * square);
+    const float logistic = 1.0f / (1.0f + exp2_fast(power));
+    value = x * logistic;
+    slope = logistic + value * (1.0f - logistic) * kTwice * (1.0f + 3 * 0.044715f * square);
+  }
+};
+
+constexpr int64_t kPiece = 512;
+
+template <typename Activation>
+void gated_forward(const bf16* wide, bf16* y, int64_t rows, int64_t width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    const bf16* gate = wide + row * 2 * width;
+    const bf16* up = gate + width;
+    fill(width, y + row * width, [=](int64_t i) {
+      return Activation(to_float(gate[i])).value * to_float(up[i]);
+    });
+  }
+}
+
+template <typename Activation>
+void gated_backward(const bf16* wide, bf16* grad, bf16* grad_wide, int64_t rows, int64_t width,
+                    int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    const bf16* gate = wide + row * 2 * width;
+    const bf16* up = gate + width;
+    bf16* in = grad + row * width;
+    bf16* to = grad_wide + row * 2 * width;
+    float gate_grad[kPiece], up_grad[kPiece], out[kPiece];
+    for (int64_t first = 0; first < width; first += kPiece) {
+      const int64_t size = std::min(kPiece, width - first);
+#pragma omp simd
+      for (int64_t k = 0; k < size; ++k) {
+        const Activation activation(to_float(gate[first + k]));
+        const float g = to_float(in[first + k]), u = to_float(up[first + k]);
+        out[k] = activation.value * u;
+        up_grad[k] = g * activation.value;
+        gate_grad[k] = g * u * activation.slope;
+      }
+      round_all(gate_grad, size, to + first);
+      round_all(up_grad, size, to + width + first);
+      round_all(out, size, in + first);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// sum = x + added, normed = sum * rstd * (weight + offset), row by row, rstd = 1 / the root of the
+// mean square. Without `added`, `sum` is not written; both may be null.
+void tileforge_rms_norm_forward(const float* x, const bf16* added, const float* weight,
+                                float offset, float eps, float* sum, bf16* normed, float* rstd,
+                                int64_t rows, int64_t width, int threads) {
+  norm_forward(x, added, weight, offset, eps, sum, normed, rstd, rows, width, threads);
+}
+// The same of x in bf16, without a sum.
+void tileforge_rms_norm_forward_bf16(const bf16* x, const float* weight, float offset, float eps,
+                                     bf16* normed, float* rstd, int64_t rows, int64_t width,
+                                     int threads) {
+  norm_forward(x, nullptr, weight, offset, eps, nullptr, normed, rstd, rows, width, threads);
+}
+
+// grad_x = grad_sum + the norm's own; grad_added is the same in bf16. `grad_sum`, which may be
+// grad_x itself, and `grad_added` may be null. The weight's gradient comes as one part for each 64
+// rows, (parts, width).
+void tileforge_rms_norm_backward(const float* sum, const float* rstd, const float* weight,
+                                 float offset, const float* grad_sum, const bf16* grad_normed,
+                                 float* grad_x, bf16* grad_added, float* weight_parts,
+                                 int64_t rows, int64_t width, int threads) {
+  norm_backward(sum, rstd, weight, offset, grad_sum, grad_normed, grad_x, grad_added, weight_parts,
+                rows, width, threads);
+}
+void tileforge_rms_norm_backward_bf16(const bf16* x, const float* rstd, const float* weight,
+                                      float offset, const bf16* grad_normed, bf16* grad_x,
+                                      float* weight_parts, int64_t rows, int64_t width,
+                                      int threads) {
+  norm_backward<bf16>(x, rstd, weight, offset, nullptr, grad_normed, grad_x, nullptr, weight_parts,
+                      rows, width, threads);
+}
+
+// Turn queries and keys of qkv (rows, heads + 2 key_heads, width) in place; cos and sin are
+// (length, width / 2), and row r is token r % length.
+void tileforge_rotate(bf16* qkv, const float* cos, const float* sin, float sign, int64_t rows,
+                      int64_t length, int64_t heads, int64_t key_heads, int64_t width,
+                      int threads) {
+  const Heads s{rows, length, heads, key_heads, width};
+  const int64_t half = width / 2;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t angle = row % length * half;
+    float x[kLongestHead];
+    for (int64_t head = 0; head < s.rotated(); ++head) {
+      bf16* at = qkv + row * s.stride() + head * width;
+      for (int64_t i = 0; i < width; ++i) x[i] = to_float(at[i]);
+      turn(x, cos + angle, sin + angle, sign, half);
+      round_all(x, width, at);
+    }
+  }
+}
+
+// The norms of each query and key of qkv, then their turn, to qk (rows, heads + key_heads, width).
+// Weights (2, width) are the queries' and the keys'; cos and sin may be null for no turn.
+void tileforge_norm_rotate_forward(const bf16* qkv, const float* weights, float offset, float eps,
+                                   const float* cos, const float* sin, bf16* qk, int64_t rows,
+                                   int64_t length, int64_t heads, int64_t key_heads,
+                                   int64_t width, int threads) {
+  const Heads s{rows, length, heads, key_heads, width};
+  const int64_t half = width / 2;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t angle = row % length * half;
+    float x[kLongestHead];
+    for (int64_t head = 0; head < s.rotated(); ++head) {
+      const bf16* at = qkv + row * s.stride() + head * width;
+      const float* weight = weights + (head < heads ? 0 : width);
+      const float factor = inverse_root(at, width, eps);
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) x[i] = to_float(at[i]) * factor * (weight[i] + offset);
+      if (cos) turn(x, cos + angle, sin + angle, 1.0f, half);
+      round_all(x, width, qk + (row * s.rotated() + head) * width);
+    }
+  }
+}
+
+// The gradient of queries and keys in grad (rows, heads + 2 key_heads, width), as they came out of
+// the pass above, becomes that of what went in. The weights' comes as one part for each 64 rows,
+// (parts, 2, width).
+void tileforge_norm_rotate_backward(const bf16* qkv, const float* weights, float offset, float eps,
+                                    const float* cos, const float* sin, bf16* grad,
+                                    float* weight_parts, int64_t rows, int64_t length,
+                                    int64_t heads, int64_t key_heads, int64_t width, int threads) {
+  const Heads s{rows, length, heads, key_heads, width};
+  const int64_t half = width / 2, parts = (rows + kSumRows - 1) / kSumRows;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t part = 0; part < parts; ++part) {
+    float* sums = weight_parts + part * 2 * width;
+    std::fill_n(sums, 2 * width, 0.0f);
+    const int64_t end = std::min(rows, (part + 1) * kSumRows);
+    for (int64_t row = part * kSumRows; row < end; ++row) {
+      const int64_t angle = row % length * half;
+      float g[kLongestHead];
+      for (int64_t head = 0; head < s.rotated(); ++head) {
+        const int64_t at = row * s.stride() + head * width, kind = head < heads ? 0 : width;
+        const bf16* in = qkv + at;
+        const float* weight = weights + kind;
+        float* weight_grad = sums + kind;
+        for (int64_t i = 0; i < width; ++i) g[i] = to_float(grad[at + i]);
+        if (cos) turn(g, cos + angle, sin + angle, -1.0f, half);
+        const float factor = inverse_root(in, width, eps);
+        float along = 0;
+#pragma omp simd reduction(+ : along)
+        for (int64_t i = 0; i < width; ++i) {
+          const float product = g[i] * to_float(in[i]) * factor;
+          weight_grad[i] += product;
+          along += product * (weight[i] + offset);
+        }
+        const float pull = along / width * factor;
+#pragma omp simd
+        for (int64_t i = 0; i < width; ++i) {
+          g[i] = factor * (g[i] * (weight[i] + offset) - to_float(in[i]) * pull);
+        }
+        round_all(g, width, grad + at);
+      }
+    }
+  }
+}
+
+// y (rows, width) = activation(gate) * up; gate and up are the halves of wide (rows, 2 width). The
+// activation is SiLU, with `is_gelu` GELU's tanh form.
+void tileforge_gated_forward(const bf16* wide, bf16* y, int is_gelu, int64_t rows, int64_t width,
+                             int threads) {
+  (is_gelu ? gated_forward<GeluTanh> : gated_forward<Silu>)(wide, y, rows, width, threads);
+}
+
+// grad_wide (rows, 2 width) from the gradient of y, in whose place y comes once more.
+void tileforge_gated_backward(const bf16* wide, bf16* grad, bf16* grad_wide, int is_gelu,
+                              int64_t rows, int64_t width, int threads) {
+  (is_gelu ? gated_backward<GeluTanh> : gated_backward<Silu>)(wide, grad, grad_wide, rows, width,
+                                                              threads);
+}
+}

@@ -1,0 +1,217 @@
+"""The decoder's passes between the matmuls, on tensors: RMS norms, rotary embedding, gates.
+
+Each function refuses tensors of another dtype or shape with ValueError, as `library` does.
+N tokens of all sequences, T tokens of one, C width, H query heads, K key heads, D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from payload.train.kernels.library import Library, require_tensor
+
+Gate = Literal["silu", "gelu_tanh"]
+"""The gate's activation: SwiGLU's, or that of GeGLU in GELU's tanh form."""
+
+LONGEST_HEAD = 512
+"""Numbers of a head that a thread holds at once (decoder.cpp)."""
+
+_SUM_ROWS = 64
+"""Rows for which a sum over rows has one part."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormScale:
+    """An RMS norm's scale is weight + offset; `eps` is added to the mean square."""
+
+    weight: Tensor
+    """(C,) fp32."""
+    eps: float
+    offset: float = 0.0
+    """1 in Gemma, whose weights are zero where they change nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """Query and key heads of qkv (N, H + 2 K, D), in sequences of T tokens."""
+
+    length: int
+    heads: int
+    key_heads: int
+    width: int
+
+    def columns(self) -> int:
+        """Return the columns of queries, keys and values together."""
+        return (self.heads + 2 * self.key_heads) * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosines and sines of each position's angles, (T, D / 2) fp32 each."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def require(self, sizes: HeadSizes) -> None:
+        """Refuse tables that do not fit. Raises ValueError."""
+        for name, table in (("cos", self.cos), ("sin", self.sin)):
+            require_tensor(name, table, torch.float32, (sizes.length, sizes.width // 2))
+
+
+def rms_norm_forward(
+    library: Library, x: Tensor, added: Tensor | None, scale: NormScale
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x (N, C) plus `added` bf16, its RMS norm in bf16, and 1 / rms of each row (N,).
+
+    `x` is fp32, or without `added` bf16.
+    """
+    rows, width = x.shape
+    is_bf16 = _require_norm(x, added, scale)
+    normed, rstd = torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(rows)
+    numbers = (scale.offset, scale.eps)
+    if is_bf16:
+        tensors = (x, scale.weight, *numbers, normed, rstd)
+        library.call("rms_norm_forward_bf16", *tensors, rows, width)
+        return x, normed, rstd
+    total = x if added is None else torch.empty_like(x)
+    last = (total, normed, rstd, rows, width)
+    library.call("rms_norm_forward", x, added, scale.weight, *numbers, *last)
+    return total, normed, rstd
+
+
+def rms_norm_backward(
+    library: Library,
+    total: Tensor,
+    rstd: Tensor,
+    scale: NormScale,
+    grad_total: Tensor | None,
+    grad_normed: Tensor,
+    *,
+    adds: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the gradients of x, of `added` (when `adds`) and of the weight.
+
+    `total` and `rstd` are the forward pass's. The gradient of x is written over `grad_total` where
+    there is one.
+    """
+    rows, width = total.shape
+    is_bf16 = _require_norm(total, None, scale)
+    require_tensor("rstd", rstd, torch.float32, (rows,))
+    require_tensor("grad_normed", grad_normed, torch.bfloat16, total.shape)
+    parts = torch.empty(-(-rows // _SUM_ROWS), width)
+    if is_bf16:
+        if adds or grad_total is not None:
+            raise ValueError("a norm of bf16 numbers has no sum")
+        grad_x = torch.empty_like(total)
+        tensors = (total, rstd, scale.weight, scale.offset, grad_normed, grad_x, parts)
+        library.call("rms_norm_backward_bf16", *tensors, rows, width)
+        return grad_x, None, parts.sum(dim=0)
+    require_tensor("grad_total", grad_total, torch.float32, total.shape)
+    grad_x = torch.empty_like(total) if grad_total is None else grad_total
+    grad_added = torch.empty(rows, width, dtype=torch.bfloat16) if adds else None
+    grads = (grad_total, grad_normed, grad_x, grad_added, parts)
+    library.call("rms_norm_backward", total, rstd, scale.weight, scale.offset, *grads, rows, width)
+    return grad_x, grad_added, parts.sum(dim=0)
+
+
+def rotate(
+    library: Library, qkv: Tensor, rotation: Rotation, sizes: HeadSizes, *, back: bool
+) -> None:
+    """Turn the queries and keys in qkv (N, H + 2 K, D) bf16 in place, or turn them back."""
+    _require_heads(qkv, sizes)
+    rotation.require(sizes)
+    angles = (rotation.cos, rotation.sin, -1.0 if back else 1.0)
+    library.call("rotate", qkv, *angles, *_numbers(qkv, sizes))
+
+
+def norm_rotate_forward(
+    library: Library, qkv: Tensor, scale: NormScale, rotation: Rotation | None, sizes: HeadSizes
+) -> Tensor:
+    """Return queries and keys, normed and turned: (N, H + K, D) bf16.
+
+    The scale's weight is (2, D): the queries' and the keys'. Without a rotation none is turned.
+    """
+    _require_heads(qkv, sizes)
+    require_tensor("weight", scale.weight, torch.float32, (2, sizes.width))
+    heads = sizes.heads + sizes.key_heads
+    qk = torch.empty(len(qkv), heads, sizes.width, dtype=torch.bfloat16)
+    numbers = (scale.weight, scale.offset, scale.eps)
+    angles = _angles(rotation, sizes)
+    library.call("norm_rotate_forward", qkv, *numbers, *angles, qk, *_numbers(qkv, sizes))
+    return qk
+
+
+def norm_rotate_backward(
+    library: Library,
+    qkv: Tensor,
+    scale: NormScale,
+    rotation: Rotation | None,
+    grad: Tensor,
+    sizes: HeadSizes,
+) -> Tensor:
+    """Bring `grad`, of qkv's shape, from behind `norm_rotate_forward` to before it, in place.
+
+    Returns the gradient of the scale's weight (2, D).
+    """
+    _require_heads(qkv, sizes)
+    require_tensor("grad", grad, torch.bfloat16, qkv.shape)
+    require_tensor("weight", scale.weight, torch.float32, (2, sizes.width))
+    parts = torch.empty(-(-len(qkv) // _SUM_ROWS), 2, sizes.width)
+    numbers = (scale.weight, scale.offset, scale.eps)
+    last = (*_angles(rotation, sizes), grad, parts, *_numbers(qkv, sizes))
+    library.call("norm_rotate_backward", qkv, *numbers, *last)
+    return parts.sum(dim=0)
+
+
+def gated_forward(library: Library, wide: Tensor, gate: Gate) -> Tensor:
+    """Return activation(gate) * up (N, I); `wide` (N, 2 I) bf16 has them side by side."""
+    require_tensor("wide", wide, torch.bfloat16)
+    rows, width = wide.shape
+    y = wide.new_empty(rows, width // 2)
+    library.call("gated_forward", wide, y, int(gate == "gelu_tanh"), rows, width // 2)
+    return y
+
+
+def gated_backward(library: Library, wide: Tensor, grad: Tensor, gate: Gate) -> Tensor:
+    """Return the gradient of `wide`; `grad`, of the output, becomes that output again."""
+    require_tensor("wide", wide, torch.bfloat16)
+    rows, width = wide.shape
+    require_tensor("grad", grad, torch.bfloat16, (rows, width // 2))
+    grad_wide = torch.empty_like(wide)
+    is_gelu = int(gate == "gelu_tanh")
+    library.call("gated_backward", wide, grad, grad_wide, is_gelu, rows, width // 2)
+    return grad_wide
+
+
+def _require_norm(x: Tensor, added: Tensor | None, scale: NormScale) -> bool:
+    """Refuse what does not fit; say whether x is bf16. Raises ValueError."""
+    is_bf16 = x.dtype is torch.bfloat16
+    require_tensor("x", x, torch.bfloat16 if is_bf16 else torch.float32)
+    if is_bf16 and added is not None:
+        raise ValueError("a sum's first term is fp32")
+    require_tensor("added", added, torch.bfloat16, x.shape)
+    require_tensor("weight", scale.weight, torch.float32, (x.shape[1],))
+    return is_bf16
+
+
+def _require_heads(qkv: Tensor, sizes: HeadSizes) -> None:
+    rows = len(qkv)
+    heads = sizes.heads + 2 * sizes.key_heads
+    require_tensor("qkv", qkv, torch.bfloat16, (rows, heads, sizes.width))
+    if sizes.width % 2 or sizes.width > LONGEST_HEAD or rows % sizes.length:
+        raise ValueError(f"heads {sizes} do not fit {rows} tokens and at most {LONGEST_HEAD} wide")
+
+
+def _angles(rotation: Rotation | None, sizes: HeadSizes) -> tuple[Tensor | None, Tensor | None]:
+    if rotation is None:
+        return None, None
+    rotation.require(sizes)
+    return rotation.cos, rotation.sin
+
+
+def _numbers(qkv: Tensor, sizes: HeadSizes) -> tuple[int, ...]:
+    return len(qkv), sizes.length, sizes.heads, sizes.key_heads, sizes.width
