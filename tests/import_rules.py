@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-PACKAGES = frozenset({"models", "launch", "orchestrate", "supervise", "data", "train", "generate"})
+PACKAGES = frozenset(
+    {"models", "launch", "orchestrate", "supervise", "data", "train", "generate"}
+    | {"evaluate", "export"}
+)
 CONTRACTS = "contracts"
 PULUMI = frozenset({"pulumi", "pulumi_gcp", "pulumi_command", "pulumi_random", "pulumi_tls"})
 
@@ -61,7 +64,15 @@ RULES = {
         frozenset({CONTRACTS, "models", "data", "train"}), frozenset({"paramiko", "infra"}) | PULUMI
     ),
     "generate": Rule(
-        frozenset({CONTRACTS, "models", "data", "train", "generate"}),
+        frozenset({CONTRACTS, "models", "data", "train", "generate"} | {"evaluate", "export"}),
+        frozenset({"paramiko", "infra"}) | PULUMI,
+    ),
+    "evaluate": Rule(
+        frozenset({CONTRACTS, "models", "data", "train", "generate", "evaluate"}),
+        frozenset({"paramiko", "infra"}) | PULUMI,
+    ),
+    "export": Rule(
+        frozenset({CONTRACTS, "models", "data", "train", "generate", "export"}),
         frozenset({"paramiko", "infra"}) | PULUMI,
     ),
 }

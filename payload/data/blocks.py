@@ -165,7 +165,7 @@ class TokenData:
         """Map both files into memory. Raises DataError when they are not what meta.json says."""
         meta = load_meta(folder)
         train, val = (
-            _open_tokens(folder / name, meta=meta, sequence_length=sequence_length)
+            open_tokens(folder / name, meta=meta, sequence_length=sequence_length)
             for name in (TRAIN_NAME, VAL_NAME)
         )
         if train.num_full_blocks() < 1:
@@ -177,7 +177,8 @@ class TokenData:
         return cls(folder=folder, meta=meta, train=train, val=val)
 
 
-def _open_tokens(path: Path, *, meta: DataMeta, sequence_length: int) -> TokenBlocks:
+def open_tokens(path: Path, *, meta: DataMeta, sequence_length: int) -> TokenBlocks:
+    """Map one of a folder's two token files into memory. Raises DataError for an empty one."""
     dtype = np.dtype(meta.dtype).newbyteorder("<")
     file = meta.files[path.name]
     if file.bytes < 2 * dtype.itemsize:

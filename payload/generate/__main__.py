@@ -1,101 +1,39 @@
-"""`python -m payload.generate`: continue a prompt with a trained model."""
+"""`python -m payload.generate`: continue prompts with a trained model, or talk with it."""
 
 from __future__ import annotations
 
-import argparse
-import codecs
 import json
-import math
 import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
-from payload.data.tokenizer import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
-from payload.errors import ConfigError, ExitCode, TileforgeError
-from payload.generate.sampling import SamplingOptions, add_tokens, stream
+from payload.data.chat_template import read_chat_template
+from payload.errors import ExitCode, TileforgeError, UsageError
+from payload.generate.arguments import parser
+from payload.generate.chat import Conversation, talk
+from payload.generate.codec import Codec, find_codec
+from payload.generate.output import BETWEEN, InOrder, JsonOutput, Sample, TextOutput
+from payload.generate.prompts import batches, encode, read_prompts
+from payload.generate.sampling import Sampler, SamplingOptions
 from payload.generate.source import find_weights
-from payload.hints import command
 from payload.train.models.base import CausalLM
 from payload.train.models.registry import load
 from payload.train.weights import model_folder
 from payload.untrusted import printable
 
 _DEFAULTS = SamplingOptions()
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog=command("generate"),
-        description="Continue a prompt. Text goes to stdout as it is made, everything else to "
-        "stderr. Several samples are made together: the first is shown meanwhile, the others after "
-        "it. Ctrl-C ends the command and keeps what was made until then.",
-    )
-    made.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="a run (its newest checkpoint), a checkpoint such as RUN/checkpoints/best, or a "
-        "Hugging Face GPT-2 folder or name",
-    )
-    prompt = made.add_mutually_exclusive_group()
-    prompt.add_argument(
-        "--prompt",
-        default="It is interesting",
-        metavar="TEXT",
-        help="text to continue (default: %(default)s)",
-    )
-    prompt.add_argument(
-        "--prompt-file", metavar="FILE", help="read the prompt from this file, as it is; - = stdin"
-    )
-    made.add_argument(
-        "--max-new-tokens",
-        type=_positive,
-        default=_DEFAULTS.max_new_tokens,
-        metavar="TOKENS",
-        help="longest continuation (default: %(default)s)",
-    )
-    made.add_argument(
-        "--temperature",
-        type=_temperature,
-        default=_DEFAULTS.temperature,
-        metavar="T",
-        help="0 = always the likeliest token (default: %(default)s)",
-    )
-    made.add_argument(
-        "--top-k",
-        type=_count,
-        default=_DEFAULTS.top_k,
-        metavar="K",
-        help="choose among the K likeliest tokens; 0 = among all (default: %(default)s)",
-    )
-    made.add_argument(
-        "--num-samples",
-        type=_positive,
-        default=_DEFAULTS.num_samples,
-        metavar="COUNT",
-        help="continuations to write (default: %(default)s)",
-    )
-    made.add_argument(
-        "--seed",
-        type=_seed,
-        default=_DEFAULTS.seed,
-        metavar="INT",
-        help="sample i, from 0, is drawn with SEED + i (default: %(default)s)",
-    )
-    made.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    return made
+_ANSWER_TOKENS = 1024
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = parser().parse_args(argv)
-    for output in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.stderr):
         # The text can hold any character, whatever the terminal's locale.
-        output.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+        stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     try:
         _generate(arguments)
     except TileforgeError as error:
@@ -110,167 +48,167 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ExitCode.OK
 
 
-def _generate(arguments: argparse.Namespace) -> None:
-    prompt = _read_prompt(arguments)
-    options = SamplingOptions(
-        max_new_tokens=arguments.max_new_tokens,
+def _generate(arguments: Namespace) -> None:
+    _require_sense(arguments)
+    prompts = [] if arguments.chat else read_prompts(arguments)
+    weights = find_weights(arguments.checkpoint)
+    folder = model_folder(weights)
+    codec = find_codec(folder)
+    if arguments.chat:
+        template = read_chat_template(folder)
+    model = load(folder)
+    _note_vocabulary(codec, model)
+    if not arguments.chat:
+        _continue(prompts, arguments, weights=weights, codec=codec, model=model)
+        return
+    _say_model(weights, model)
+    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    conversation = Conversation(
+        model=model,
+        codec=codec,
+        template=template,
+        options=_options(arguments, max_new_tokens=_ANSWER_TOKENS, num_samples=1),
+        stops=arguments.stop,
+        messages=system,
+    )
+    _chat(conversation, as_json=arguments.json)
+
+
+def _require_sense(arguments: Namespace) -> None:
+    """Refuse options that have no meaning together."""
+    if arguments.system is not None and not arguments.chat:
+        raise UsageError("--system is the first message of a chat. Add --chat, or leave it out.")
+    if arguments.chat and arguments.num_samples not in (None, 1):
+        raise UsageError("--chat gives one answer. Leave --num-samples out.")
+
+
+def _options(arguments: Namespace, *, max_new_tokens: int, num_samples: int) -> SamplingOptions:
+    return SamplingOptions(
+        max_new_tokens=arguments.max_new_tokens or max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k or None,
-        num_samples=arguments.num_samples,
+        num_samples=arguments.num_samples or num_samples,
         seed=arguments.seed,
+        repetition_penalty=arguments.repetition_penalty,
     )
-    weights = find_weights(arguments.checkpoint)
-    model = load(model_folder(weights))
-    tokens = _encode(prompt, model=model)
+
+
+def _continue(
+    prompts: Sequence[str], arguments: Namespace, *, weights: str, codec: Codec, model: CausalLM
+) -> None:
+    """Continue every prompt; print the results in the prompts' order."""
+    options = _options(
+        arguments,
+        max_new_tokens=_DEFAULTS.max_new_tokens,
+        num_samples=_DEFAULTS.num_samples,
+    )
+    encoded = [encode(prompt, codec=codec, model=model, note=_note) for prompt in prompts]
+    samples = [
+        [
+            Sample(codec=codec, prompt=tokens, stops=arguments.stop, seed=options.seed + i)
+            for i in range(options.num_samples)
+        ]
+        for tokens in encoded
+    ]
+    shown = _as_json(prompts, samples, weights) if arguments.json else _as_text(prompts, samples)
     began = time.perf_counter()
-    samples: list[list[int]] = [[] for _ in range(options.num_samples)]
-    output = (
-        _JsonOutput(prompt, weights=weights, options=options)
-        if arguments.json
-        else _TextOutput(prompt)
-    )
+    places = [0]
     try:
-        size = model.spec.num_params() / 1e6
-        print(f"model: {weights} ({size:.1f}M parameters)", file=sys.stderr)
-        for made in stream(
-            model, tokens, options=options, end_token=END_OF_TEXT, num_tokens=VOCAB_SIZE
-        ):
-            add_tokens(samples, made)
-            output.go_on(made[0])
+        _say_model(weights, model)
+        for places in batches(encoded, samples=options.num_samples, model=model):
+            sampler = Sampler(
+                model,
+                [encoded[place] for place in places],
+                options=options,
+                stop_tokens=codec.stop_tokens,
+                num_tokens=min(codec.vocab_size, model.spec.vocab_size),
+            )
+            rows = [sample for place in places for sample in samples[place]]
+            for tokens in sampler.tokens():
+                for row, (sample, token) in enumerate(zip(rows, tokens, strict=True)):
+                    if token is not None and not sample.add(token):
+                        sampler.end(row)
+                shown.go_on(places)
+            _finish(places, samples)
+            shown.end(places)
     except KeyboardInterrupt:
         # What was made until then is not lost.
-        output.end(samples)
+        _finish(places, samples)
+        shown.interrupt(places)
         raise
     took_s = time.perf_counter() - began
-    output.end(samples)
-    count = sum(map(len, samples))
+    count = sum(sample.num_tokens for made in samples for sample in made)
     print(f"{count} tokens in {took_s:.1f} s ({count / took_s:.0f} tokens/s)", file=sys.stderr)
 
 
-def _read_prompt(arguments: argparse.Namespace) -> str:
-    name = arguments.prompt_file
-    if name is None:
-        return str(arguments.prompt)
-    try:
-        return sys.stdin.read() if name == "-" else Path(name).read_bytes().decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"--prompt-file {name}: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--prompt-file {name}: byte {error.start} is not UTF-8. Convert the file to UTF-8."
-        ) from None
+def _as_text(prompts: Sequence[str], samples: Sequence[Sequence[Sample]]) -> InOrder:
+    outputs = [
+        TextOutput(prompt, made, write=_write)
+        for prompt, made in zip(prompts, samples, strict=True)
+    ]
+    return InOrder(outputs, between=lambda: _write(BETWEEN.lstrip("\n")))
 
 
-def _encode(prompt: str, *, model: CausalLM) -> list[int]:
-    """The prompt's tokens; an empty prompt is the end of a text before."""
-    tokens = gpt2_encoding().encode_ordinary(prompt) or [END_OF_TEXT]
-    largest, size = max(tokens), model.spec.vocab_size
-    if largest >= size:
-        raise ConfigError(
-            f"the prompt has token {largest}, the model's vocabulary ends at {size - 1}: it was "
-            "trained with another tokenizer than GPT-2's."
-        )
-    if size != VOCAB_SIZE:
+def _as_json(prompts: Sequence[str], samples: Sequence[Sequence[Sample]], weights: str) -> InOrder:
+    outputs = [
+        JsonOutput(prompt, made, checkpoint=weights, write=_write)
+        for prompt, made in zip(prompts, samples, strict=True)
+    ]
+    return InOrder(outputs, between=lambda: None)
+
+
+def _finish(places: Sequence[int], samples: Sequence[Sequence[Sample]]) -> None:
+    for place in places:
+        for sample in samples[place]:
+            sample.finish()
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _note(text: str) -> None:
+    print(printable(text), file=sys.stderr)
+
+
+def _chat(conversation: Conversation, *, as_json: bool) -> None:
+    """Talk in the terminal, or answer the lines of stdin one after another."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print("Ctrl-C ends an answer, Ctrl-D the conversation.", file=sys.stderr)
+        # Line editing and history, where the platform has them.
+        import readline  # noqa: F401
+
+    def show(piece: str) -> None:
+        if not as_json:
+            print(piece or "\n", end="", flush=True)
+        elif not piece:
+            question, answer = (message["content"] for message in conversation.messages[-2:])
+            row = {"prompt": question, "text": answer, "num_tokens": conversation.num_tokens}
+            print(json.dumps(row), flush=True)
+
+    talk(
+        conversation,
+        read=(lambda: input("> ")) if is_terminal else (lambda: input()),
+        show=show,
+        note=_note,
+    )
+
+
+def _say_model(weights: str, model: CausalLM) -> None:
+    print(f"model: {weights} ({model.spec.num_params() / 1e6:.1f}M parameters)", file=sys.stderr)
+
+
+def _note_vocabulary(codec: Codec, model: CausalLM) -> None:
+    """Say so where the tokenizer has more tokens than the model, or a GPT-2 has other ones."""
+    size = model.spec.vocab_size
+    if codec.vocab_size > size or (codec.name == "GPT-2's" and size != codec.vocab_size):
         print(
-            f"note: the model's vocabulary has {size} tokens, GPT-2's has {VOCAB_SIZE}: unless "
-            "only its embedding was made larger or smaller, the text will make no sense",
+            f"note: the model's vocabulary has {size} tokens, {codec.name} has "
+            f"{codec.vocab_size}: unless only its embedding was made larger or smaller, the text "
+            "will make no sense",
             file=sys.stderr,
         )
-    context = model.spec.context()
-    if len(tokens) > context:
-        print(
-            f"note: the prompt has {len(tokens)} tokens, the model reads the last {context}",
-            file=sys.stderr,
-        )
-    return tokens
-
-
-class _TextOutput:
-    """Prints the first sample as it is made and, when it is done, the others that were made beside.
-
-    A token may end within a character: its bytes wait for the rest. Where there is none, they
-    become the replacement character.
-    """
-
-    def __init__(self, prompt: str) -> None:
-        self._prompt = prompt
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._is_begun = False
-
-    def go_on(self, token: int | None) -> None:
-        """Print the first sample's next token."""
-        if token is not None:
-            content = gpt2_encoding().decode_single_token_bytes(token)
-            print(self._begin() + self._decoder.decode(content), end="", flush=True)
-
-    def end(self, samples: Sequence[list[int]]) -> None:
-        """Print what is left of the first sample, and the other samples."""
-        texts = [gpt2_encoding().decode(tokens, errors="replace") for tokens in samples[1:]]
-        rest = self._begin() + self._decoder.decode(b"", final=True)
-        print("\n---\n".join([rest, *(self._prompt + text for text in texts)]), flush=True)
-
-    def _begin(self) -> str:
-        """Return the prompt once: no text begins before the model gives a token."""
-        is_begun, self._is_begun = self._is_begun, True
-        return "" if is_begun else self._prompt
-
-
-class _JsonOutput:
-    """Prints one object at the end."""
-
-    def __init__(self, prompt: str, *, weights: str, options: SamplingOptions) -> None:
-        self._prompt = prompt
-        self._weights = weights
-        self._first_seed = options.seed
-
-    def go_on(self, token: int | None) -> None:
-        """Print nothing yet."""
-
-    def end(self, samples: Sequence[list[int]]) -> None:
-        """Print all samples."""
-        rows = [
-            {
-                "text": gpt2_encoding().decode(tokens, errors="replace"),
-                "num_tokens": len(tokens),
-                "seed": self._first_seed + i,
-            }
-            for i, tokens in enumerate(samples)
-        ]
-        result = {"checkpoint": self._weights, "prompt": self._prompt, "samples": rows}
-        print(json.dumps(result), flush=True)
-
-
-def _positive(text: str) -> int:
-    value = _count(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return value
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 up")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 2**63
-    if not -(2**63) <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 64 bits")
-    return value
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 up")
-    return value
 
 
 if __name__ == "__main__":

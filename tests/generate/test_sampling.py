@@ -10,7 +10,15 @@ import torch
 
 from payload.data.tokenizer import END_OF_TEXT, VOCAB_SIZE
 from payload.errors import CheckpointError
-from payload.generate.sampling import SamplingOptions, choose, sample
+from payload.generate.sampling import (
+    Reader,
+    Sampler,
+    SamplingOptions,
+    add_tokens,
+    choose,
+    penalised,
+    sample,
+)
 from payload.train.weights import save_hf
 from tests.generate.models import make_model
 
@@ -40,7 +48,7 @@ def draw(
         make_model(sequence_length=sequence_length),
         PROMPT if prompt is None else prompt,
         options=options,
-        end_token=END_OF_TEXT,
+        stop_tokens=frozenset({END_OF_TEXT}),
         num_tokens=VOCAB_SIZE,
         use_cache=use_cache,
     )
@@ -131,11 +139,85 @@ def test_a_sample_ends_before_the_end_of_text() -> None:
     (whole,) = draw(num_samples=1)
     stop = whole[5]
     options = SamplingOptions(max_new_tokens=20, temperature=1.0, top_k=None, num_samples=1, seed=7)
-    (cut,) = sample(make_model(), PROMPT, options=options, end_token=stop, num_tokens=VOCAB_SIZE)
+    stops = frozenset({stop})
+    (cut,) = sample(make_model(), PROMPT, options=options, stop_tokens=stops, num_tokens=VOCAB_SIZE)
     assert cut == whole[: whole.index(stop)]
 
 
 def test_rows_of_the_embedding_beyond_the_vocabulary_are_never_drawn() -> None:
     options = SamplingOptions(max_new_tokens=30, temperature=50.0, top_k=None, num_samples=4)
-    drawn = sample(make_model(), PROMPT, options=options, end_token=END_OF_TEXT, num_tokens=100)
+    drawn = sample(
+        make_model(), PROMPT, options=options, stop_tokens=frozenset({END_OF_TEXT}), num_tokens=100
+    )
     assert max(token for tokens in drawn for token in tokens) < 100
+
+
+def continued(
+    prompts: list[list[int]], *, num_samples: int = 2, **changes: float
+) -> list[list[int]]:
+    """Every row that several prompts get when they are continued together."""
+    options = SamplingOptions(
+        **{"max_new_tokens": 12, "temperature": 1.0, "top_k": None, "seed": 7}  # type: ignore[arg-type]
+        | {"num_samples": num_samples}
+        | changes
+    )
+    sampler = Sampler(
+        make_model(),
+        prompts,
+        options=options,
+        stop_tokens=frozenset(),
+        num_tokens=VOCAB_SIZE,
+    )
+    rows: list[list[int]] = [[] for _ in range(len(prompts) * num_samples)]
+    for tokens in sampler.tokens():
+        add_tokens(rows, tokens)
+    return rows
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_prompts_of_different_lengths_get_together_what_they_get_alone(temperature: float) -> None:
+    prompts = [PROMPT[:2], PROMPT, [11, 12, 13, 14, 15, 16, 17], PROMPT[:1]]
+    alone = [row for prompt in prompts for row in continued([prompt], temperature=temperature)]
+    assert continued(prompts, temperature=temperature) == alone
+    assert all(len(row) == 12 for row in alone)
+
+
+def test_a_row_that_was_ended_gets_no_more_tokens() -> None:
+    options = SamplingOptions(max_new_tokens=8, num_samples=2)
+    sampler = Sampler(
+        make_model(), [PROMPT], options=options, stop_tokens=frozenset(), num_tokens=VOCAB_SIZE
+    )
+    rows: list[list[int]] = [[], []]
+    for tokens in sampler.tokens():
+        add_tokens(rows, tokens)
+        if len(rows[1]) == 3:
+            sampler.end(1)
+    assert [len(row) for row in rows] == [8, 3]
+
+
+def test_a_repetition_penalty_is_that_of_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(3))
+    seen = torch.tensor([[1, 2, 2, 7], [0, 49, 3, 3]])
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(seen, logits.clone())
+    assert torch.equal(penalised(logits, seen, penalty=1.3), expected)
+
+
+def test_a_repetition_penalty_makes_a_greedy_text_repeat_itself_less() -> None:
+    (plain,), (varied,) = (
+        continued([PROMPT], num_samples=1, temperature=0.0, max_new_tokens=60, **changes)
+        for changes in ({}, {"repetition_penalty": 5.0})
+    )
+    assert len(set(varied)) > len(set(plain))
+
+
+def test_a_reader_goes_on_from_what_it_has_read_and_starts_over_for_another_text() -> None:
+    model = make_model()
+    reader = Reader(model)
+    first, longer = torch.tensor([PROMPT]), torch.tensor([[*PROMPT, 5, 6, 7]])
+    other = torch.tensor([[9, *PROMPT]])
+    with torch.inference_mode():
+        for text in (first, longer, other, first):
+            found = reader.next_logits(text)
+            assert torch.allclose(found, Reader(model).next_logits(text), atol=1e-5)

@@ -1,0 +1,1 @@
+"""The loss of a checkpoint on a data folder."""

@@ -1,0 +1,271 @@
+"""`python -m payload.evaluate`: the validation loss of a checkpoint, on one rank or several."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from payload.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ExitCode,
+    RanksDifferError,
+    TileforgeError,
+)
+from payload.hints import command
+from payload.untrusted import printable
+
+if TYPE_CHECKING:
+    from payload.data.blocks import TokenBlocks
+    from payload.metrics_log import EvalMetrics
+    from payload.train.models.base import CausalLM
+    from payload.train.world import World
+
+_SEQUENCE_LENGTH = 1024
+_PASS_TOKENS = 4096
+_PROGRESS_S = 10.0
+_COMPARED = 64
+"""Elements of each parameter that the ranks compare."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    made = argparse.ArgumentParser(
+        prog=command("evaluate"),
+        description="Measure the mean loss of each token that a checkpoint predicts in the first "
+        "whole blocks of a data folder's val.bin. The last target of a block is the token that "
+        "follows it. Under mpirun or torchrun the ranks share the blocks; the result is that of "
+        "one rank.",
+        epilog="Example: torchrun --nproc-per-node 2 -m payload.evaluate --checkpoint runs/latest "
+        "--data data/stdlib",
+    )
+    made.add_argument(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="a run (its newest checkpoint), a checkpoint such as RUN/checkpoints/best, or a "
+        "Hugging Face folder or name",
+    )
+    made.add_argument(
+        "--data",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="folder that `prepare` wrote with the model's tokenizer",
+    )
+    made.add_argument(
+        "--sequence-length",
+        type=_positive,
+        metavar="TOKENS",
+        help=f"tokens of a block (default: {_SEQUENCE_LENGTH}, or the model's context if that is "
+        "shorter)",
+    )
+    made.add_argument(
+        "--max-tokens",
+        type=_positive,
+        metavar="TOKENS",
+        help="no more blocks than hold this many tokens (default: all)",
+    )
+    made.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the matmuls")
+    made.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    return made
+
+
+def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
+    """Run the command; return its exit code."""
+    arguments = parser().parse_args(argv)
+    from payload.train.world import World, as_rank_lost
+
+    world = None
+    try:
+        world = World.from_env(env)
+        _evaluate(arguments, world)
+    except TileforgeError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except RuntimeError as error:
+        lost = as_rank_lost(error, world=world) if world is not None else None
+        if lost is None:
+            raise
+        print(f"error: {printable(str(lost))}", file=sys.stderr)
+        return lost.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return ExitCode.OK
+
+
+def _evaluate(arguments: argparse.Namespace, world: World) -> None:
+    from payload.generate.source import find_weights
+    from payload.run_config import DistributedSection
+    from payload.train.models.registry import load
+    from payload.train.weights import model_folder
+
+    weights = find_weights(arguments.checkpoint)
+    model = load(model_folder(weights))
+    context = model.spec.context()
+    length = arguments.sequence_length or min(_SEQUENCE_LENGTH, context)
+    if length > context:
+        raise ConfigError(
+            f"--sequence-length {length}: the model's context is {context} tokens. Use at most "
+            f"{context}."
+        )
+    blocks, val_sha256 = _open(arguments.data, model, sequence_length=length)
+    tokens = _whole_blocks(blocks, max_tokens=arguments.max_tokens) * length
+    world.join(DistributedSection())
+    try:
+        _require_equal_ranks(model, val_sha256, world)
+        began = time.perf_counter()
+        result = _measure(model, blocks, world, tokens=tokens, dtype=arguments.dtype)
+        took_s = time.perf_counter() - began
+    finally:
+        world.leave()
+    if not math.isfinite(result.val_loss):
+        raise CheckpointError(
+            f"{weights}: the loss is {result.val_loss}: training diverged before these weights "
+            "were saved, or they are damaged. Use another checkpoint."
+        )
+    if world.is_main:
+        _report(arguments, result, weights=weights, length=length, took_s=took_s, world=world)
+
+
+def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[TokenBlocks, str]:
+    """Return the validation blocks, and val.bin's sha256. Raises DataError."""
+    from payload.data.blocks import open_tokens
+    from payload.data_folder import VAL_NAME, load_meta
+
+    meta = load_meta(folder)
+    if meta.vocab_size > model.spec.vocab_size:
+        raise DataError(
+            f"{folder}: its tokenizer ({meta.tokenizer}) has {meta.vocab_size:,} tokens, the "
+            f"model's embedding {model.spec.vocab_size:,}. Prepare the text with the model's "
+            "tokenizer."
+        )
+    blocks = open_tokens(folder / VAL_NAME, meta=meta, sequence_length=sequence_length)
+    return blocks, meta.files[VAL_NAME].sha256
+
+
+def _whole_blocks(blocks: TokenBlocks, *, max_tokens: int | None) -> int:
+    """Return how many blocks to evaluate. Raises ConfigError when there is not one."""
+    length, count = blocks.sequence_length, blocks.num_full_blocks()
+    if count < 1:
+        raise DataError(
+            f"{blocks.path}: {len(blocks.tokens):,} tokens are fewer than one block of "
+            f"{length:,} and the token after it. Lower --sequence-length, or prepare more text."
+        )
+    if max_tokens is None:
+        return count
+    if max_tokens < length:
+        raise ConfigError(
+            f"--max-tokens {max_tokens}: is below one block of {length} tokens. Use {length} or "
+            "more, or lower --sequence-length."
+        )
+    return min(count, max_tokens // length)
+
+
+def _require_equal_ranks(model: CausalLM, val_sha256: str, world: World) -> None:
+    """Refuse ranks that have read different weights or data, as on nodes without a shared disk."""
+    digest = hashlib.sha256(val_sha256.encode())
+    for name, parameter in model.named_parameters():
+        some = parameter.detach().flatten()[:: max(1, parameter.numel() // _COMPARED)].float()
+        digest.update(f"{name} {tuple(parameter.shape)}".encode() + some.numpy().tobytes())
+    found = world.gather(digest.hexdigest(), str)
+    different = [rank for rank, each in enumerate(found) if each != found[0]]
+    if different:
+        raise RanksDifferError(
+            f"rank {different[0]} has other weights or another val.bin than rank 0. Copy the "
+            "checkpoint and the data folder to every node."
+        )
+
+
+def _measure(
+    model: CausalLM, blocks: TokenBlocks, world: World, *, tokens: int, dtype: str
+) -> EvalMetrics:
+    import torch
+
+    from payload.train.evaluate import evaluate
+
+    def autocast() -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bf16")
+
+    result = evaluate(
+        model,
+        blocks,
+        world=world,
+        step=0,
+        micro_batch_size=max(1, _PASS_TOKENS // blocks.sequence_length),
+        max_tokens=tokens,
+        autocast=autocast,
+        should_stop=_progress(time.monotonic) if world.is_main else lambda _done, _all: False,
+    )
+    assert result is not None, "nobody asks this evaluation to stop"
+    return result
+
+
+def _progress(clock: Callable[[], float]) -> Callable[[int, int], bool]:
+    """Return what prints now and then how far the evaluation is; it never asks to stop."""
+    last_s = clock()
+
+    def tell(done: int, of: int) -> bool:
+        nonlocal last_s
+        if clock() - last_s >= _PROGRESS_S:
+            last_s = clock()
+            print(f"evaluated {done} of {of} passes", file=sys.stderr)
+        return False
+
+    return tell
+
+
+def _report(
+    arguments: argparse.Namespace,
+    result: EvalMetrics,
+    *,
+    weights: str,
+    length: int,
+    took_s: float,
+    world: World,
+) -> None:
+    try:
+        perplexity = math.exp(result.val_loss)
+    except OverflowError:
+        perplexity = None
+    print(f"{result.val_tokens:,} tokens in {took_s:.1f} s", file=sys.stderr)
+    if not arguments.json:
+        shown = f"{perplexity:.4f}" if perplexity is not None else "too large for a number"
+        print(f"checkpoint  {weights}")
+        print(f"data        {arguments.data}, the first {result.val_tokens:,} tokens of val.bin")
+        detail = f"{arguments.dtype}, blocks of {length}"
+        print(f"loss        {result.val_loss:.6f} nats a token ({detail})")
+        print(f"perplexity  {shown}")
+        return
+    row = {
+        "checkpoint": weights,
+        "data": str(arguments.data),
+        "val_loss": result.val_loss,
+        "val_tokens": result.val_tokens,
+        "perplexity": perplexity,
+        "sequence_length": length,
+        "dtype": arguments.dtype,
+        "world_size": world.world_size,
+    }
+    print(json.dumps(row), flush=True)
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(None, os.environ))

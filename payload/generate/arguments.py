@@ -1,0 +1,159 @@
+"""The command line of `python -m payload.generate`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from payload.hints import command
+
+_MAX_NEW_TOKENS, _ANSWER_TOKENS = 100, 1024
+_TEMPERATURE, _TOP_K, _NUM_SAMPLES, _SEED, _PENALTY = 0.8, 200, 3, 1337, 1.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    made = argparse.ArgumentParser(
+        prog=command("generate"),
+        description="Continue prompts, or hold a conversation. Text goes to stdout as it is made, "
+        "everything else to stderr. Several samples are made together: the first is shown "
+        "meanwhile, the others after it. Ctrl-C ends the command and keeps what was made until "
+        "then.",
+    )
+    made.add_argument(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="a run (its newest checkpoint), a checkpoint such as RUN/checkpoints/best, or a "
+        "Hugging Face folder or name",
+    )
+    _add_prompts(made)
+    _add_sampling(made)
+    made.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a text before this one; may be repeated. A text also ends at the tokens that "
+        "the model's generation_config.json names",
+    )
+    made.add_argument(
+        "--json",
+        action="store_true",
+        help="one JSON object for each prompt, or for each answer of a chat, instead of text",
+    )
+    return made
+
+
+def _add_prompts(made: argparse.ArgumentParser) -> None:
+    prompt = made.add_mutually_exclusive_group()
+    prompt.add_argument(
+        "--prompt",
+        default="It is interesting",
+        metavar="TEXT",
+        help="text to continue (default: %(default)s)",
+    )
+    prompt.add_argument(
+        "--prompt-file", metavar="FILE", help="read the prompt from this file, as it is; - = stdin"
+    )
+    prompt.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help="continue every line of this file, several at once; in a .jsonl file a line is a "
+        "string or an object with `prompt`; - = stdin",
+    )
+    prompt.add_argument(
+        "--chat",
+        action="store_true",
+        help="hold a conversation in the terminal, by the model's chat template; lines of stdin "
+        "where it is none. Ctrl-C ends an answer, Ctrl-D the conversation",
+    )
+    made.add_argument("--system", metavar="TEXT", help="first message of a chat, to the model")
+
+
+def _add_sampling(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--max-new-tokens",
+        type=_positive,
+        metavar="TOKENS",
+        help=f"longest continuation (default: {_MAX_NEW_TOKENS}), or answer (default: "
+        f"{_ANSWER_TOKENS})",
+    )
+    made.add_argument(
+        "--temperature",
+        type=_temperature,
+        default=_TEMPERATURE,
+        metavar="T",
+        help="0 = always the likeliest token (default: %(default)s)",
+    )
+    made.add_argument(
+        "--top-k",
+        type=_count,
+        default=_TOP_K,
+        metavar="K",
+        help="choose among the K likeliest tokens; 0 = among all (default: %(default)s)",
+    )
+    made.add_argument(
+        "--repetition-penalty",
+        type=_penalty,
+        default=_PENALTY,
+        metavar="P",
+        help="above 1, tokens that the text has already become less likely (default: %(default)s)",
+    )
+    made.add_argument(
+        "--num-samples",
+        type=_positive,
+        metavar="COUNT",
+        help=f"continuations of each prompt (default: {_NUM_SAMPLES})",
+    )
+    made.add_argument(
+        "--seed",
+        type=_seed,
+        default=_SEED,
+        metavar="INT",
+        help="sample i, from 0, is drawn with SEED + i (default: %(default)s)",
+    )
+
+
+def _positive(text: str) -> int:
+    value = _count(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 up")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 2**63
+    if not -(2**63) <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 64 bits")
+    return value
+
+
+def _temperature(text: str) -> float:
+    value = _number(text)
+    if not 0.0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 up")
+    return value
+
+
+def _penalty(text: str) -> float:
+    value = _number(text)
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0

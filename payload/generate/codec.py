@@ -1,0 +1,112 @@
+"""The tokenizer of a checkpoint as generation needs it: there and back, and where texts end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from payload.data.tokenizer import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
+from payload.errors import CheckpointError
+from payload.hf_folder import CONFIG_FILE, read_config
+from payload.untrusted import one_line, parse_json, read_bytes
+
+_GENERATION_CONFIG = "generation_config.json"
+_TOKENIZER_FILE = "tokenizer.json"
+_GPT2 = "gpt2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codec:
+    """Text to tokens and back."""
+
+    name: str
+    encode: Callable[[str], list[int]]
+    """The tokens of a prompt, as transformers' tokenizer gives them: a first token included."""
+    encode_marked: Callable[[str], list[int]]
+    """The same for a text that names its special tokens itself, as a chat template's does."""
+    decode: Callable[[Sequence[int]], str]
+    """The text of tokens, special ones left out."""
+    vocab_size: int
+    stop_tokens: frozenset[int]
+    """Each ends a text."""
+    begin_of_text: int
+    """What an empty prompt is."""
+
+
+def find_codec(folder: Path) -> Codec:
+    """Return the tokenizer in the checkpoint's folder; a GPT-2 without one has GPT-2's.
+
+    Raises CheckpointError and DataError for one that is missing or damaged.
+    """
+    config = read_config(folder)
+    if config.get("model_type") == _GPT2:
+        return _gpt2()
+    return _any(folder, stops=_named_stops(folder, config))
+
+
+def _gpt2() -> Codec:
+    """GPT-2's tokenizer through tiktoken; it never takes text for a special token."""
+    encoding = gpt2_encoding()
+    return Codec(
+        name="GPT-2's",
+        encode=encoding.encode_ordinary,
+        encode_marked=lambda text: encoding.encode(text, allowed_special="all"),
+        decode=lambda tokens: encoding.decode(list(tokens), errors="replace"),
+        vocab_size=VOCAB_SIZE,
+        stop_tokens=frozenset({END_OF_TEXT}),
+        begin_of_text=END_OF_TEXT,
+    )
+
+
+def _any(folder: Path, *, stops: frozenset[int]) -> Codec:
+    """Return the tokenizer of tokenizer.json, through the package `tokenizers`."""
+    from tokenizers import Tokenizer
+
+    path = folder / _TOKENIZER_FILE
+    try:
+        backend = Tokenizer.from_buffer(read_bytes(path))
+        backend.no_truncation()
+        backend.no_padding()
+        before = backend.encode("", add_special_tokens=True).ids
+    except Exception as error:  # The package raises nothing narrower.
+        raise CheckpointError(
+            f"{path}: cannot be loaded: {one_line(error)} Copy the model's own beside its weights."
+        ) from None
+
+    def encode(text: str, *, marked: bool) -> list[int]:
+        return list(backend.encode(text, add_special_tokens=not marked).ids)
+
+    return Codec(
+        name=str(path),
+        encode=lambda text: encode(text, marked=False),
+        encode_marked=lambda text: encode(text, marked=True),
+        decode=lambda tokens: str(backend.decode(list(tokens), skip_special_tokens=True)),
+        vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
+        stop_tokens=stops,
+        begin_of_text=before[0] if before else min(stops, default=0),
+    )
+
+
+def _named_stops(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """Return eos_token_id of generation_config.json and config.json: a token, or a list of them."""
+    found: set[int] = set()
+    for raw in (config, _read_generation_config(folder)):
+        given = raw.get("eos_token_id")
+        for token in given if isinstance(given, list) else [given]:
+            if type(token) is int and token >= 0:
+                found.add(token)
+    return frozenset(found)
+
+
+def _read_generation_config(folder: Path) -> Mapping[str, Any]:
+    path = folder / _GENERATION_CONFIG
+    fix = f"Repair the file as {CONFIG_FILE} beside it has it, or remove it."
+    try:
+        raw = parse_json(read_bytes(path), where=str(path), fix=fix, error=CheckpointError)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}. {fix}") from None
+    return raw if isinstance(raw, Mapping) else {}
