@@ -86,7 +86,10 @@ def _ours(model: GPT, tokens: int) -> Callable[[], list[int]]:
 
     def run() -> list[int]:
         # No token ends the text: a random model must write as many as were asked for.
-        return sample(model, PROMPT, options=options, stop_tokens=frozenset(), num_tokens=VOCAB_SIZE)[0]
+        (made,) = sample(
+            model, PROMPT, options=options, stop_tokens=frozenset(), num_tokens=VOCAB_SIZE
+        )
+        return made
 
     return run
 
