@@ -48,7 +48,7 @@ def losses_of_transformers(checkpoint: Path, data: Path, *, length: int) -> list
     """transformers' loss of each whole block, the token after it included."""
     from transformers import GPT2LMHeadModel
 
-    model = GPT2LMHeadModel.from_pretrained(checkpoint).eval()
+    model: Any = GPT2LMHeadModel.from_pretrained(checkpoint)
     tokens = torch.from_numpy(np.fromfile(data / "val.bin", dtype="<u2").astype(np.int64))
     found = []
     for start in range(0, len(tokens) - length, length):
