@@ -7,6 +7,7 @@ the functions that transformers gives it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 TEMPLATE_FILE = "chat_template.jinja"
 _CONFIG_FILE = "tokenizer_config.json"
 _FIX = "Use a model that was trained for chats, or generate without --chat."
+# transformers writes 1e30 as an integer where a tokenizer has no limit: more than 64 bits.
+_NO_LIMIT = re.compile(rb'("model_max_length"\s*:\s*)[0-9]{20,40}(?![0-9])')
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 Message = Mapping[str, str]
@@ -100,11 +103,13 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _read_config(path: Path) -> Mapping[str, Any]:
     try:
-        raw = parse_json(read_bytes(path), where=str(path), fix=_FIX, error=DataError)
+        content = read_bytes(path)
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}. {_FIX}") from None
+    content = _NO_LIMIT.sub(rb"\1null", content)
+    raw = parse_json(content, where=str(path), fix=_FIX, error=DataError)
     return raw if isinstance(raw, Mapping) else {}
 
 

@@ -181,16 +181,21 @@ def _chat(conversation: Conversation, *, as_json: bool) -> None:
 
     def show(piece: str) -> None:
         if not as_json:
-            print(piece or "\n", end="", flush=True)
-        elif not piece:
-            question, answer = (message["content"] for message in conversation.messages[-2:])
-            row = {"prompt": question, "text": answer, "num_tokens": conversation.num_tokens}
-            print(json.dumps(row), flush=True)
+            _write(piece)
+
+    def end() -> None:
+        if not as_json:
+            _write("\n")
+            return
+        question, answer = (message["content"] for message in conversation.messages[-2:])
+        row = {"prompt": question, "text": answer, "num_tokens": conversation.num_tokens}
+        print(json.dumps(row), flush=True)
 
     talk(
         conversation,
         read=(lambda: input("> ")) if is_terminal else (lambda: input()),
         show=show,
+        end=end,
         note=_note,
     )
 

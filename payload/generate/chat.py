@@ -66,7 +66,8 @@ class Conversation:
                 yield piece
             if stop.found:
                 return
-        yield stop.add(text.finish()) + stop.finish()
+        if rest := stop.add(text.finish()) + stop.finish():
+            yield rest
 
     def _prompt(self) -> list[int]:
         """Return the conversation's tokens, without its oldest turns where they do not fit."""
@@ -95,12 +96,13 @@ def talk(
     *,
     read: Callable[[], str],
     show: Callable[[str], None],
+    end: Callable[[], None],
     note: Callable[[str], None],
 ) -> None:
     """Answer what `read` returns, until it raises EOFError.
 
-    `show` gets an answer's pieces, and "" at its end. An interrupt ends the answer under way and
-    not the conversation; while nothing is answered it is passed on.
+    `show` gets an answer's pieces; `end` is called when it has them all. An interrupt ends the
+    answer under way and not the conversation; while nothing is answered it is passed on.
     """
     while True:
         try:
@@ -120,6 +122,6 @@ def talk(
         except ConfigError as error:
             note(str(error))
             continue
-        show("")
+        end()
         if conversation.num_forgotten > forgotten:
             note(f"(the oldest {conversation.num_forgotten} messages no longer fit the context)")
