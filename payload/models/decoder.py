@@ -1,43 +1,67 @@
 """The numbers of a decoder of the Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3.
 
 One description covers them all: `DecoderSpec` says what each layer does, so that code that builds
-or counts a model asks no family's name. `decoder_config` reads it from a config.json.
+or counts a model asks no family's name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
-"""Hugging Face's names: SiLU, the exact GELU, and its tanh approximation."""
-RopeKind = Literal["default", "linear", "llama3"]
+from payload.errors import CheckpointError
+from payload.models.decoder_config import (
+    FAMILIES,
+    Activation,
+    Layer,
+    read_decoder_config,
+    supported_activation,
+)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
-    """Rotary position embedding: its base, and how it is stretched for longer contexts."""
-
-    theta: float
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    """linear: every position is divided by it. llama3: of the low frequencies."""
-    low_freq_factor: float = 1.0
-    """llama3 only, like the next two."""
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
-    """Tokens that the frequencies were trained for."""
+MODEL_TYPES = (*FAMILIES, "gemma3")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """What differs between the layers of one model."""
+def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
+    """Return the spec that a config.json describes. Raises CheckpointError.
 
-    window: int | None
-    """Tokens that a token attends to, itself included; None = all before it."""
-    rope: Rope | None
-    """None = no positional encoding in this layer."""
+    A config whose features are not all supported is read too: see `unsupported`.
+    """
+    if raw["model_type"] == "gemma3":
+        raise CheckpointError(
+            f"{where}: model_type = 'gemma3': it holds a vision model beside the text model. Name "
+            "a text model (model_type 'gemma3_text', google/gemma-3-270m or -1b for example)."
+        )
+    config = read_decoder_config(raw, where=where)
+    family, head_dim = config.family(), config.width_of_head()
+    gemma, kind = family.is_gemma, config.model_type
+    biased = config.attention_bias and kind in ("llama", "smollm3", "qwen3", "gemma3_text")
+    return DecoderSpec(
+        model_type=kind,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=head_dim,
+        layers=config.layers(where=where),
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings or family.context,
+        sequence_length=config.max_position_embeddings or family.context,
+        rms_norm_eps=config.rms_norm_eps,
+        hidden_act=supported_activation(config.activation()),
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        qkv_bias=biased or kind == "qwen2",
+        output_bias=biased,
+        mlp_bias=config.mlp_bias and kind in ("llama", "smollm3"),
+        qk_norm=family.qk_norm,
+        sandwich_norms=gemma,
+        norm_offset=gemma,
+        embedding_scale=config.hidden_size**0.5 if gemma else 1.0,
+        attention_scale=(config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
+        initializer_range=config.initializer_range,
+        unsupported_features=config.unsupported(where=where),
+        config=dict(raw),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +109,9 @@ class DecoderSpec:
         width, queries = self.hidden_size, self.num_attention_heads * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab_size, width)
         for number in range(len(self.layers)):
-            for name, shape in self._layer_shapes(queries, self.num_key_value_heads * self.head_dim):
+            for name, shape in self._layer_shapes(
+                queries, self.num_key_value_heads * self.head_dim
+            ):
                 yield f"model.layers.{number}.{name}", shape
         yield "model.norm.weight", (width,)
         if not self.tie_word_embeddings:
@@ -113,7 +139,7 @@ class DecoderSpec:
             yield f"{name}.weight", (rows, columns)
             if self.mlp_bias:
                 yield f"{name}.bias", (rows,)
-        norms = ("input_layernorm", "post_attention_layernorm")
+        norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
         if self.sandwich_norms:
             norms += ("pre_feedforward_layernorm", "post_feedforward_layernorm")
         for name in norms:

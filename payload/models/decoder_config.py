@@ -1,0 +1,314 @@
+"""What config.json says of a decoder of the Llama family, with each family's own defaults.
+
+transformers leaves keys out of config.json that have its defaults, so a default decides sizes too.
+Source of each: transformers 5.23, models/<family>/configuration_<family>.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn, cast
+
+from payload.errors import CheckpointError
+from payload.untrusted import build, checked, shown
+
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
+"""Hugging Face's names: SiLU, the exact GELU, and its tanh approximation."""
+RopeKind = Literal["default", "linear", "llama3"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary position embedding: its base, and how it is stretched for longer contexts."""
+
+    theta: float
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    """linear: every position is divided by it. llama3: the low frequencies are."""
+    low_freq_factor: float = 1.0
+    """llama3 only, like the next two."""
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+    """Tokens that the frequencies were trained for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """What differs between the layers of one model."""
+
+    window: int | None
+    """Tokens that a token attends to, itself included; None = all before it."""
+    rope: Rope | None
+    """None = no positional encoding in this layer."""
+
+
+_FIX = "Name a folder in the Hugging Face layout, with its own config.json."
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "gelu_new": "gelu_pytorch_tanh",
+}
+_ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_GEMMA_LOCAL_THETA = 10_000.0
+_MOST_LAYERS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What one model_type has that its config.json need not say."""
+
+    kv_heads: int | None = None
+    """None = as many as heads."""
+    head_dim: int | None = None
+    """None = hidden_size / num_attention_heads."""
+    theta: float = 10_000.0
+    window: int | None = None
+    context: int = 32_768
+    tied: bool = False
+    qk_norm: bool = False
+    windows_everywhere: bool = False
+    """Every layer has the window; else `use_sliding_window` and `layer_types` decide."""
+    is_gemma: bool = False
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(context=2048),
+    "smollm3": Family(kv_heads=4, theta=2_000_000.0, tied=True),
+    "qwen2": Family(kv_heads=32, window=4096),
+    "qwen3": Family(kv_heads=32, head_dim=128, window=4096, qk_norm=True),
+    "mistral": Family(kv_heads=8, window=4096, context=131_072, windows_everywhere=True),
+    "gemma3_text": Family(
+        kv_heads=4,
+        head_dim=256,
+        theta=1_000_000.0,
+        window=4096,
+        context=131_072,
+        tied=True,
+        qk_norm=True,
+        is_gemma=True,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RopeConfig:
+    """rope_parameters, or the older rope_scaling."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    """Its older name."""
+    rope_theta: float | None = checked(None, low=1.0, high=1e15)
+    factor: float | None = checked(None, low=1e-6, high=1e9)
+    low_freq_factor: float | None = checked(None, low=1e-6, high=1e9)
+    high_freq_factor: float | None = checked(None, low=1e-6, high=1e9)
+    original_max_position_embeddings: int | None = checked(None, low=1, high=2**30)
+    partial_rotary_factor: float | None = None
+
+    def kind(self) -> str:
+        """Return transformers' name of the scaling."""
+        return self.rope_type or self.type or "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """What of a config.json decides sizes and arithmetic; None = the family's default."""
+
+    model_type: str
+    num_hidden_layers: int = checked(low=1, high=_MOST_LAYERS)
+    hidden_size: int = checked(low=1, high=2**20)
+    num_attention_heads: int = checked(low=1, high=2**14)
+    intermediate_size: int = checked(low=1, high=2**22)
+    vocab_size: int = checked(low=1, high=2**24)
+    num_key_value_heads: int | None = checked(None, low=1, high=2**14)
+    head_dim: int | None = checked(None, low=1, high=2**14)
+    max_position_embeddings: int | None = checked(None, low=1, high=2**30)
+    hidden_act: str = "silu"
+    hidden_activation: str = "gelu_pytorch_tanh"
+    """Gemma's name of the one above."""
+    rms_norm_eps: float = checked(1e-6, low=0.0, high=1.0)
+    initializer_range: float = checked(0.02, low=0.0, high=1.0)
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope_theta: float | None = checked(None, low=1.0, high=1e15)
+    rope_local_base_freq: float | None = checked(None, low=1.0, high=1e15)
+    rope_scaling: Mapping[str, Any] | None = None
+    rope_parameters: Mapping[str, Any] | None = None
+    original_max_position_embeddings: int | None = checked(None, low=1, high=2**30)
+    partial_rotary_factor: float | None = None
+    sliding_window: int | None = checked(None, low=1, high=2**30)
+    sliding_window_pattern: int = checked(6, low=1, high=_MOST_LAYERS)
+    use_sliding_window: bool = False
+    max_window_layers: int = checked(28, low=0, high=2**20)
+    layer_types: tuple[str, ...] | None = checked(None, max_items=_MOST_LAYERS)
+    no_rope_layers: tuple[int, ...] | None = checked(None, max_items=_MOST_LAYERS)
+    no_rope_layer_interval: int = checked(4, low=1, high=_MOST_LAYERS)
+    query_pre_attn_scalar: float = checked(256.0, low=1e-6, high=1e9)
+    attention_dropout: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    use_bidirectional_attention: bool | str | None = False
+
+    def family(self) -> Family:
+        """Return the family's defaults."""
+        return FAMILIES[self.model_type]
+
+    def width_of_head(self) -> int:
+        """Return the elements of one head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def activation(self) -> str:
+        """Return the name of the gate's activation, whether it is supported or not."""
+        return self.hidden_activation if self.family().is_gemma else self.hidden_act
+
+    def layers(self, *, where: str) -> tuple[Layer, ...]:
+        """Return what each layer attends to and how it knows positions. Raises CheckpointError."""
+        family = self.family()
+        types = self._layer_types(where)
+        ropes = {kind: self._rope(kind, where=where) for kind in {*types, _FULL}}
+        with_rope = self._with_rope(where)
+        window = self.sliding_window
+        if not (family.is_gemma or family.windows_everywhere or self.use_sliding_window):
+            window = None
+        if window is None and _SLIDING in types:
+            _refuse(where, "layer_types", types, "has sliding attention without a sliding_window")
+        return tuple(
+            Layer(
+                window=window if kind == _SLIDING or family.windows_everywhere else None,
+                rope=ropes[kind] if has_rope else None,
+            )
+            for kind, has_rope in zip(types, with_rope, strict=True)
+        )
+
+    def unsupported(self, *, where: str) -> tuple[str, ...]:
+        """List what `train/models/decoder.py` does not compute, by name. Raises CheckpointError."""
+        ropes = [self._rope_config(kind, where=where) for kind in (_FULL, _SLIDING)]
+        found = [
+            f"rope type {shown(rope.kind())}" for rope in ropes if rope.kind() not in _ROPE_KINDS
+        ]
+        factors = [rope.partial_rotary_factor for rope in ropes] + [self.partial_rotary_factor]
+        if any(factor not in (None, 1.0) for factor in factors):
+            found.append("partial_rotary_factor")
+        if self.activation() not in _ACTIVATIONS:
+            found.append(f"activation {shown(self.activation())}")
+        odd = {*self._layer_types(where)} - {_FULL, _SLIDING}
+        found += [f"layer type {shown(kind)}" for kind in sorted(odd)]
+        found += [
+            name
+            for name in (
+                "attention_dropout",
+                "attn_logit_softcapping",
+                "final_logit_softcapping",
+                "use_bidirectional_attention",
+            )
+            if getattr(self, name)
+        ]
+        return tuple(dict.fromkeys(found))
+
+    def _layer_types(self, where: str) -> tuple[str, ...]:
+        """Return each layer's type, as the family's own configuration concludes it."""
+        count, family = self.num_hidden_layers, self.family()
+        if family.windows_everywhere or self.model_type == "llama":
+            return (_FULL,) * count
+        if self.layer_types is not None:
+            if len(self.layer_types) != count:
+                _refuse(where, "layer_types", self.layer_types, f"must have {count} entries")
+            return self.layer_types
+        if family.is_gemma:
+            slides = [bool((i + 1) % self.sliding_window_pattern) for i in range(count)]
+        elif self.sliding_window is None or not self.use_sliding_window:
+            slides = [False] * count
+        elif self.model_type == "smollm3":
+            slides = [not has_rope for has_rope in self._with_rope(where)]
+        else:
+            slides = [i >= self.max_window_layers for i in range(count)]
+        return tuple(_SLIDING if each else _FULL for each in slides)
+
+    def _with_rope(self, where: str) -> list[bool]:
+        count = self.num_hidden_layers
+        if self.model_type != "smollm3":
+            return [True] * count
+        if self.no_rope_layers is None:
+            return [bool((i + 1) % self.no_rope_layer_interval) for i in range(count)]
+        if len(self.no_rope_layers) < count:
+            _refuse(where, "no_rope_layers", self.no_rope_layers, f"must have {count} entries")
+        return [bool(each) for each in self.no_rope_layers[:count]]
+
+    def _rope_config(self, kind: str, *, where: str) -> _RopeConfig:
+        """Return the rotary embedding of the layers of one type; transformers 5 nests them so."""
+        raw: Any = self.rope_scaling or self.rope_parameters or {}
+        if self.family().is_gemma:
+            nested = (self.rope_parameters or {}).get(kind) or {}
+            # The older form stretches the layers without a window alone.
+            raw = {**nested, **(self.rope_scaling or {})} if kind == _FULL else nested
+        elif isinstance(raw.get(kind), Mapping):
+            raw = raw[kind]
+        return build(_RopeConfig, raw, where=f"{where}: rope", fix=_FIX, error=CheckpointError)
+
+    def _rope(self, kind: str, *, where: str) -> Rope:
+        found = self._rope_config(kind, where=where)
+        theta = self.rope_theta or self.family().theta
+        if self.family().is_gemma and kind == _SLIDING:
+            theta = self.rope_local_base_freq or _GEMMA_LOCAL_THETA
+        rope = Rope(theta=found.rope_theta or theta)
+        if found.kind() not in ("linear", "llama3"):
+            return rope
+        needed = ["factor"]
+        if found.kind() == "llama3":
+            needed += ["low_freq_factor", "high_freq_factor"]
+        for name in needed:
+            if getattr(found, name) is None:
+                _refuse(where, f"rope {found.kind()}", name, "is missing")
+        original = self.original_max_position_embeddings or found.original_max_position_embeddings
+        low, high = found.low_freq_factor or 1.0, found.high_freq_factor or 4.0
+        if high <= low:
+            _refuse(where, "rope high_freq_factor", high, f"must be above low_freq_factor = {low}")
+        return Rope(
+            theta=rope.theta,
+            kind=cast(RopeKind, found.kind()),
+            factor=cast(float, found.factor),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_context=original or cast(int, self.max_position_embeddings),
+        )
+
+
+def read_decoder_config(raw: Mapping[str, Any], *, where: str) -> DecoderConfig:
+    """Return the typed config with every default filled in. Raises CheckpointError."""
+    family = FAMILIES[raw["model_type"]]
+    heads = raw.get("num_attention_heads")
+    defaults = {
+        "num_key_value_heads": family.kv_heads or heads,
+        "head_dim": family.head_dim,
+        "max_position_embeddings": family.context,
+        "sliding_window": family.window,
+        "tie_word_embeddings": family.tied,
+    }
+    config = build(DecoderConfig, {**defaults, **raw}, where=where, fix=_FIX, error=CheckpointError)
+    if config.num_key_value_heads is None:
+        config = replace(config, num_key_value_heads=config.num_attention_heads)
+    _require_whole_heads(config, where)
+    return config
+
+
+def supported_activation(name: str) -> Activation:
+    """Return the name that the modules use; that of an unsupported one does not matter."""
+    return _ACTIVATIONS.get(name, "silu")
+
+
+def _require_whole_heads(config: DecoderConfig, where: str) -> None:
+    heads, keys = config.num_attention_heads, cast(int, config.num_key_value_heads)
+    if heads % keys:
+        _refuse(where, "num_attention_heads", heads, f"must be a multiple of {keys} key heads")
+    if config.head_dim is None and config.hidden_size % heads:
+        _refuse(where, "hidden_size", config.hidden_size, f"must be a multiple of {heads} heads")
+    if config.width_of_head() % 2:
+        _refuse(where, "head_dim", config.width_of_head(), "must be even for rotary embeddings")
+
+
+def _refuse(where: str, key: str, value: object, problem: str) -> NoReturn:
+    raise CheckpointError(f"{where}: {key} = {shown(value)}: {problem}. {_FIX}")
