@@ -6,6 +6,7 @@ or counts a model asks no family's name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from payload.models.decoder_config import (
     read_decoder_config,
     supported_activation,
 )
+from payload.models.spec import LOGITS_TOKENS, PROCESS_BYTES, Dtype, GradientSize, ModelSpec
 
 MODEL_TYPES = (*FAMILIES, "gemma3")
 
@@ -25,7 +27,7 @@ MODEL_TYPES = (*FAMILIES, "gemma3")
 def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
     """Return the spec that a config.json describes. Raises CheckpointError.
 
-    A config whose features are not all supported is read too: see `unsupported`.
+    A config whose features are not all supported is read too: see `unsupported_features`.
     """
     if raw["model_type"] == "gemma3":
         raise CheckpointError(
@@ -65,20 +67,16 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderSpec:
+class DecoderSpec(ModelSpec):
     """A decoder's sizes and arithmetic; names as in Hugging Face's configs where they have one."""
 
-    model_type: str
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     layers: tuple[Layer, ...]
-    vocab_size: int
     max_position_embeddings: int
-    sequence_length: int
-    """Tokens of a sequence that it is trained on."""
     rms_norm_eps: float = 1e-6
     hidden_act: Activation = "silu"
     """Of the gate: SwiGLU, or GeGLU with one of the GELUs."""
@@ -104,43 +102,133 @@ class DecoderSpec:
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """config.json as it was read; a checkpoint's is made from it."""
 
+    def context(self) -> int:
+        """Return the longest context of the weights in tokens."""
+        return self.max_position_embeddings
+
+    def num_layers(self) -> int:
+        """Return the number of layers."""
+        return len(self.layers)
+
+    def num_heads(self) -> int:
+        """Return the number of query heads of a layer."""
+        return self.num_attention_heads
+
+    def width(self) -> int:
+        """Return the width of the residual stream."""
+        return self.hidden_size
+
+    def is_tied(self) -> bool:
+        """Say whether the output head is the token embedding."""
+        return self.tie_word_embeddings
+
+    def num_params(self) -> int:
+        """Return the number of all weights; a tied head counts once."""
+        return sum(math.prod(shape) for _, shape in self.tensor_shapes())
+
+    def flops_per_token(self) -> int:
+        """Return the floating-point operations of forward and backward for one token.
+
+        Every matrix multiplies once, the embedding only where it is the head. Grouped-query
+        attention shares keys, not multiplications: it counts the query heads.
+        """
+        layer = sum(math.prod(shape) for _, shape in self._layer_shapes() if len(shape) == 2)
+        multiplying = self.num_layers() * layer + self.embedding_size()
+        attention = self.num_layers() * self._query_width() * self.sequence_length
+        return 6 * multiplying + 12 * attention
+
+    def memory_bytes(
+        self,
+        *,
+        micro_batch_size: int,
+        dtype: Dtype,
+        kernels: bool,
+        alone: bool,
+        accumulates: bool,
+    ) -> int:
+        """Estimate a training rank's peak memory, the interpreter and torch included.
+
+        The peak is where the forward pass ends. Weights and two AdamW moments are fp32, 12 bytes a
+        parameter; gradients, 4 more, are there then with other ranks and in all passes of a step
+        but its first (`accumulates`).
+        """
+        size = 2 if dtype == "bf16" else 4
+        tokens = micro_batch_size * self.sequence_length
+        gradients = self.num_params() * 4
+        held = self.num_params() * 12 + PROCESS_BYTES
+        if accumulates or not alone:
+            held, gradients = held + gradients, 0
+        layers = tokens * self.num_layers() * self._kept_bytes(size, kernels=kernels)
+        if not kernels:
+            # A logit is 16 bytes: log-softmax and two gradients in fp32, and itself.
+            return held + layers + tokens * self.vocab_size * 16
+        logits = min(tokens, LOGITS_TOKENS) * self.vocab_size * size
+        head = self.embedding_size() * 4 if alone or accumulates else 0
+        copies = self.num_params() * 2 if dtype == "bf16" else 0
+        return held + copies + max(layers + logits + head, gradients)
+
+    def _kept_bytes(self, size: int, *, kernels: bool) -> int:
+        """Return what one layer keeps of a token for its backward pass; `size` is a number's."""
+        width, queries, keys = self.hidden_size, self._query_width(), self._key_width()
+        if kernels:
+            return size * (4 * width + 2 * queries + 2 * keys + 3 * self.intermediate_size)
+        norms = 4 if self.sandwich_norms else 2
+        # A norm in plain torch keeps its input and its result in fp32 besides.
+        return norms * 10 * width + size * (
+            4 * width + 6 * (queries + keys) + 5 * self.intermediate_size
+        )
+
+    def gradient_sizes(self) -> tuple[GradientSize, ...]:
+        """Return the parameters in the order in which the backward pass finishes them."""
+        found = [
+            GradientSize(math.prod(shape), "matrix" if len(shape) == 2 else "vector")
+            for _, shape in reversed([*self._layer_shapes()])
+        ]
+        sizes = [GradientSize(self.hidden_size, "vector"), *found * self.num_layers()]
+        if not self.is_tied():
+            sizes.insert(0, GradientSize(self.embedding_size(), "head"))
+        return (*sizes, GradientSize(self.embedding_size(), "embedding"))
+
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield name and shape of every parameter, as a checkpoint names and orders them."""
-        width, queries = self.hidden_size, self.num_attention_heads * self.head_dim
-        yield "model.embed_tokens.weight", (self.vocab_size, width)
-        for number in range(len(self.layers)):
-            for name, shape in self._layer_shapes(
-                queries, self.num_key_value_heads * self.head_dim
-            ):
+        yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
+        for number in range(self.num_layers()):
+            for name, shape in self._layer_shapes():
                 yield f"model.layers.{number}.{name}", shape
-        yield "model.norm.weight", (width,)
-        if not self.tie_word_embeddings:
-            yield "lm_head.weight", (self.vocab_size, width)
+        yield "model.norm.weight", (self.hidden_size,)
+        if not self.is_tied():
+            yield "lm_head.weight", (self.vocab_size, self.hidden_size)
 
-    def _layer_shapes(self, queries: int, keys: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        width, inner = self.hidden_size, self.intermediate_size
-        for name, rows, columns, has_bias in (
-            ("self_attn.q_proj", queries, width, self.qkv_bias),
-            ("self_attn.k_proj", keys, width, self.qkv_bias),
-            ("self_attn.v_proj", keys, width, self.qkv_bias),
-            ("self_attn.o_proj", width, queries, self.output_bias),
-        ):
-            yield f"{name}.weight", (rows, columns)
-            if has_bias:
-                yield f"{name}.bias", (rows,)
+    def _layer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        width, queries, keys = self.hidden_size, self._query_width(), self._key_width()
+        yield "input_layernorm.weight", (width,)
+        yield from _linear("self_attn.q_proj", queries, width, bias=self.qkv_bias)
+        yield from _linear("self_attn.k_proj", keys, width, bias=self.qkv_bias)
+        yield from _linear("self_attn.v_proj", keys, width, bias=self.qkv_bias)
         if self.qk_norm:
             yield "self_attn.q_norm.weight", (self.head_dim,)
             yield "self_attn.k_norm.weight", (self.head_dim,)
-        for name, rows, columns in (
-            ("mlp.gate_proj", inner, width),
-            ("mlp.up_proj", inner, width),
-            ("mlp.down_proj", width, inner),
-        ):
-            yield f"{name}.weight", (rows, columns)
-            if self.mlp_bias:
-                yield f"{name}.bias", (rows,)
-        norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+        yield from _linear("self_attn.o_proj", width, queries, bias=self.output_bias)
+        yield "post_attention_layernorm.weight", (width,)
         if self.sandwich_norms:
-            norms += ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-        for name in norms:
-            yield f"{name}.weight", (width,)
+            yield "pre_feedforward_layernorm.weight", (width,)
+        inner = self.intermediate_size
+        yield from _linear("mlp.gate_proj", inner, width, bias=self.mlp_bias)
+        yield from _linear("mlp.up_proj", inner, width, bias=self.mlp_bias)
+        yield from _linear("mlp.down_proj", width, inner, bias=self.mlp_bias)
+        if self.sandwich_norms:
+            yield "post_feedforward_layernorm.weight", (width,)
+
+    def _query_width(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    def _key_width(self) -> int:
+        return self.num_key_value_heads * self.head_dim
+
+
+def _linear(
+    name: str, rows: int, columns: int, *, bias: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (rows, columns)
+    if bias:
+        yield f"{name}.bias", (rows,)

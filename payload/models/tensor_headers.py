@@ -1,0 +1,212 @@
+"""Read what a model's safetensors files hold, without their numbers and without any package.
+
+A folder has one file, or shards and an index that says which tensor is in which. It may come from
+anywhere: every name, size and offset is checked against the files before anyone believes it.
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from payload.errors import CheckpointError
+from payload.untrusted import build, checked, open_regular, parse_json, read_bytes, shown
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
+"""What a folder has instead when its weights are in torch's own format, which can run code."""
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+}
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+"""What a model's weights may be stored in here; smaller ones are quantised."""
+
+_WEIGHTS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
+_MAX_HEADER_BYTES = 100 * 10**6  # The format's own limit.
+_MAX_TENSORS = 10**6
+_FIX = "Download the model again, or name another one."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorHeader:
+    """Where one tensor is, and what it is."""
+
+    path: Path
+    dtype: str
+    """The format's name: F32, BF16, ..."""
+    shape: tuple[int, ...]
+    start: int
+    """Offset of its first byte in the file."""
+
+    def num_elements(self) -> int:
+        """Return how many numbers it has."""
+        return math.prod(self.shape)
+
+    def num_bytes(self) -> int:
+        """Return its size in the file."""
+        return self.num_elements() * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """One tensor of a file's header."""
+
+    dtype: str = checked(max_chars=20)
+    shape: tuple[int, ...] = checked(low=0, high=2**48, max_items=16)
+    data_offsets: tuple[int, int] = checked(low=0, high=2**62)
+
+
+def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Return every tensor of the model in `folder`, by name.
+
+    Raises CheckpointError when a file is missing, cut off or damaged, when shards and index
+    contradict each other, or when the weights are in another format.
+    """
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return _file_headers(_weights_file(folder, WEIGHTS_FILE))
+    weight_map = _weight_map(index)
+    shards = {
+        name: _file_headers(_weights_file(folder, name, index=index))
+        for name in sorted(set(weight_map.values()))
+    }
+    found: dict[str, TensorHeader] = {}
+    for tensor, name in weight_map.items():
+        header = shards[name].get(tensor)
+        if header is None:
+            raise CheckpointError(f"{index}: {name} has no tensor {shown(tensor)}. {_FIX}")
+        found[tensor] = header
+    return found
+
+
+def weight_files(folder: Path) -> tuple[str, ...]:
+    """Return the names of the files with the weights, each inside `folder`.
+
+    Raises CheckpointError for a damaged index.
+    """
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return (WEIGHTS_FILE,)
+    return tuple(sorted(set(_weight_map(index).values())))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        raw = parse_json(read_bytes(index), where=str(index), fix=_FIX, error=CheckpointError)
+    except OSError as error:
+        raise CheckpointError(f"{index}: {error.strerror}. {_FIX}") from None
+    names = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index}: weight_map is missing. {_FIX}")
+    for name in names.values():
+        if not isinstance(name, str) or not _WEIGHTS_NAME.fullmatch(name):
+            raise CheckpointError(
+                f"{index}: {shown(name)} does not name a safetensors file of its folder. {_FIX}"
+            )
+    return names
+
+
+def _weights_file(folder: Path, name: str, *, index: Path | None = None) -> Path:
+    """Return the file's path; refuse one that is missing, or a link that leads elsewhere."""
+    path = folder / name
+    if not path.is_file():
+        if index is not None:
+            raise CheckpointError(f"{index}: names {name}, which is not there. {_FIX}")
+        raise CheckpointError(f"{folder}: {_what_is_there(folder)}")
+    # The hub's cache keeps its files in `blobs`, beside `snapshots`, and links to them.
+    home = folder.resolve()
+    allowed = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
+    target = path.resolve()
+    if not any(target.is_relative_to(each) for each in allowed):
+        raise CheckpointError(
+            f"{path}: a link that leads out of its folder, to {target}. Put the file itself there."
+        )
+    return path
+
+
+def _what_is_there(folder: Path) -> str:
+    """Say why a folder has no weights that can be loaded, and what to do."""
+    pickles = [name for name in PICKLE_FILES if (folder / name).exists()]
+    pickles += sorted(path.name for path in folder.glob("pytorch_model-*.bin"))[:1]
+    if pickles:
+        return (
+            f"its weights are a pickle ({pickles[0]}), which can run code when it is loaded. "
+            "Convert them: load them in transformers where you trust them, and save_pretrained."
+        )
+    if list(folder.glob("model-*-of-*.safetensors")):
+        return f"it has shards but no {INDEX_FILE}. {_FIX}"
+    return f"it has no weights ({WEIGHTS_FILE}, or shards and {INDEX_FILE}). {_FIX}"
+
+
+def _file_headers(path: Path) -> dict[str, TensorHeader]:
+    """Return the tensors of one file, each checked to be inside it."""
+    raw, start, size = _raw_header(path)
+    if len(raw) > _MAX_TENSORS:
+        raise CheckpointError(f"{path}: its header lists {len(raw):,} tensors. {_FIX}")
+    found: dict[str, TensorHeader] = {}
+    end_of_data = 0
+    for name, value in raw.items():
+        if name == "__metadata__":
+            continue
+        where = f"{path}: {shown(name)}"
+        entry = build(_Entry, value, where=where, fix=_FIX, error=CheckpointError)
+        if entry.dtype not in DTYPE_BYTES:
+            raise CheckpointError(f"{where}: unknown dtype {shown(entry.dtype)}. {_FIX}")
+        begin, end = entry.data_offsets
+        header = TensorHeader(path=path, dtype=entry.dtype, shape=entry.shape, start=start + begin)
+        if end - begin != header.num_bytes():
+            raise CheckpointError(
+                f"{where}: {entry.dtype} of shape {list(entry.shape)} takes {header.num_bytes():,} "
+                f"bytes, its offsets have {end - begin:,}. {_FIX}"
+            )
+        end_of_data = max(end_of_data, end)
+        found[name] = header
+    if start + end_of_data != size:
+        raise CheckpointError(
+            f"{path}: {size:,} bytes, its header says {start + end_of_data:,}: it was cut off or "
+            f"is damaged. {_FIX}"
+        )
+    return found
+
+
+def _raw_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """Return the header's entries, the offset where the numbers begin, and the file's size."""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{path}: {size:,} bytes with a header of {length:,}: it was cut off or is no "
+                    f"safetensors file. {_FIX}"
+                )
+            content = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}. {_FIX}") from None
+    raw = parse_json(content, where=f"{path}: header", fix=_FIX, error=CheckpointError)
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: its header is no object. {_FIX}")
+    return raw, 8 + length, size
