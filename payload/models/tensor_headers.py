@@ -64,6 +64,10 @@ class TensorHeader:
         """Return how many numbers it has."""
         return math.prod(self.shape)
 
+    def is_weight(self) -> bool:
+        """Say whether its numbers are floats that a model may be trained from."""
+        return self.dtype in FLOAT_DTYPES
+
     def num_bytes(self) -> int:
         """Return its size in the file."""
         return self.num_elements() * DTYPE_BYTES[self.dtype]

@@ -1,0 +1,308 @@
+"""The numbers of a model of any other family, counted from the tensors that it has.
+
+A config.json of an unknown family does not say how its sizes make parameters; the headers of its
+safetensors files do. Without them the spec says that it does not know.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from payload.errors import CheckpointError
+from payload.models.spec import PROCESS_BYTES, Dtype, GradientSize, ModelSpec
+from payload.models.tensor_headers import tensor_headers
+from payload.untrusted import build, checked, shown
+
+MODEL_TYPES = ("*",)
+
+_FIX = "Name a folder in the Hugging Face layout, with its own config.json."
+_BUFFER = re.compile(
+    r"(\.inv_freq|\.masked_bias|\.position_ids|\.rotary_emb\..*|\.e_score_correction_bias)\Z"
+)
+_HEAD = re.compile(r"(\A|\.)(lm_head|embed_out)\.weight\Z")
+_EMBEDDING = re.compile(r"(\A|[._])(embed\w*|\w*embeddings?|wte|wpe)(\.\w+)*\.weight\Z")
+_POSITIONS = re.compile(r"(\A|\.)(wpe|\w*pos\w*)(\.\w+)*\.weight\Z")
+_EXPERTS = re.compile(r"\.experts(\.|\Z)")
+_NUMBER = re.compile(r"\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Names:
+    """The names that families have for one size, the commonest first."""
+
+    layers: tuple[str, ...] = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    heads: tuple[str, ...] = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+    width: tuple[str, ...] = ("hidden_size", "n_embd", "d_model", "model_dim", "dim")
+    head_dim: tuple[str, ...] = ("head_dim", "kv_channels", "d_kv", "attention_head_dim")
+    value_dim: tuple[str, ...] = ("v_head_dim",)
+    context: tuple[str, ...] = (
+        "max_position_embeddings",
+        "n_positions",
+        "max_sequence_length",
+        "max_seq_len",
+        "seq_length",
+        "n_ctx",
+    )
+    experts: tuple[str, ...] = (
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+    )
+    active_experts: tuple[str, ...] = (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "moe_top_k",
+        "moe_k",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Config:
+    """What any config.json may say of its sizes, under the first of the names above."""
+
+    vocab_size: int = checked(low=1, high=2**24)
+    layers: int | None = checked(None, low=1, high=10_000)
+    heads: int | None = checked(None, low=1, high=2**14)
+    width: int | None = checked(None, low=1, high=2**20)
+    head_dim: int | None = checked(None, low=1, high=2**14)
+    value_dim: int | None = checked(None, low=1, high=2**14)
+    context: int | None = checked(None, low=1, high=2**30)
+    experts: int | None = checked(None, low=1, high=2**16)
+    active_experts: int | None = checked(None, low=1, high=2**16)
+    tie_word_embeddings: bool | None = None
+    qk_nope_head_dim: int | None = checked(None, low=0, high=2**14)
+    qk_rope_head_dim: int | None = checked(None, low=0, high=2**14)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What follows from names and shapes of a model's tensors."""
+
+    params: int
+    multiplying: int
+    """Weights that multiply each token: of a mixture, the active experts' alone."""
+    kept_elements: int
+    """Elements of one token that its matrices read and write."""
+    embedding: int
+    gradients: tuple[GradientSize, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherSpec(ModelSpec):
+    """The sizes that a config.json names, and counts where the tensors are known."""
+
+    layers: int | None
+    heads: int | None
+    hidden_size: int | None
+    query_dim: int
+    """Elements of a head's queries and keys; 0 = not known."""
+    value_dim: int
+    max_tokens: int | None
+    active_share: float
+    """Of the experts, those that one token goes through; 1 without experts."""
+    tie_word_embeddings: bool | None
+    """None = the config does not say; then a head of its own decides."""
+    counts: Counts | None = field(default=None, repr=False)
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """config.json as it was read; a checkpoint's is made from it."""
+
+    def context(self) -> int:
+        """Return the longest context of the weights in tokens; without one, that of training."""
+        return self.max_tokens or self.sequence_length
+
+    def num_layers(self) -> int:
+        """Return the number of layers; 0 where the config does not say."""
+        return self.layers or 0
+
+    def num_heads(self) -> int:
+        """Return the number of query heads of a layer; 0 where the config does not say."""
+        return self.heads or 0
+
+    def width(self) -> int:
+        """Return the width of the residual stream; 0 where the config does not say."""
+        return self.hidden_size or 0
+
+    def is_tied(self) -> bool:
+        """Say whether the output head is the token embedding."""
+        if self.tie_word_embeddings is not None:
+            return self.tie_word_embeddings
+        return self.counts is not None and all(
+            each.kind != "head" for each in self.counts.gradients
+        )
+
+    def num_params(self) -> int:
+        """Return the number of all weights. Raises CheckpointError where it is not known."""
+        return self._known().params
+
+    def flops_per_token(self) -> int:
+        """Return the floating-point operations of forward and backward for one token.
+
+        Attention is left out where the config does not name its heads. Raises CheckpointError where
+        the parameters are not known.
+        """
+        head = (self.query_dim + self.value_dim) * self.num_heads()
+        attention = self.num_layers() * head * self.sequence_length
+        return 6 * (self._known().multiplying + attention)
+
+    def memory_bytes(
+        self,
+        *,
+        micro_batch_size: int,
+        dtype: Dtype,
+        kernels: bool,
+        alone: bool,
+        accumulates: bool,
+    ) -> int:
+        """Estimate a training rank's peak memory, the interpreter and torch included.
+
+        A layer keeps what its matrices read and write, and its norms' inputs and results in fp32.
+        Raises CheckpointError where the parameters are not known.
+        """
+        del kernels, alone, accumulates  # transformers' modules have no kernels.
+        counts, tokens = self._known(), micro_batch_size * self.sequence_length
+        size = 2 if dtype == "bf16" else 4
+        kept = counts.kept_elements * size + 20 * self.num_layers() * self.width()
+        logits = tokens * self.vocab_size * 16
+        return counts.params * 16 + PROCESS_BYTES + tokens * kept + logits
+
+    def gradient_sizes(self) -> tuple[GradientSize, ...]:
+        """Return the parameters in the order in which the backward pass finishes them."""
+        return self._known().gradients
+
+    def embedding_size(self) -> int:
+        """Return the elements of the token embedding."""
+        return self.counts.embedding if self.counts else self.vocab_size * self.width()
+
+    def with_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherSpec:
+        """Return the same model with its tensors counted; `shapes` are by name."""
+        tied = bool(self.tie_word_embeddings)
+        return replace(self, counts=_count(shapes, self, tied=tied))
+
+    def _known(self) -> Counts:
+        if self.counts is None:
+            raise CheckpointError(
+                f"model_type {shown(self.model_type)}: how many parameters it has is not known, "
+                "since config.json alone does not say. Name a folder that has its safetensors "
+                "files too."
+            )
+        return self.counts
+
+
+def read(raw: Mapping[str, Any], *, where: str) -> OtherSpec:
+    """Return the spec that a config.json describes, without counts. Raises CheckpointError."""
+    kind = raw.get("model_type")
+    if not isinstance(kind, str):
+        raise CheckpointError(f"{where}: model_type is {shown(kind)}: must be a name. {_FIX}")
+    if "vocab_size" not in raw:
+        raise CheckpointError(
+            f"{where}: model_type {shown(kind)} without a vocab_size: it is no language model of "
+            f"text alone. {_FIX}"
+        )
+    sizes = {key: raw[key] for key in _Config.__dataclass_fields__ if key in raw}
+    for field_name, default in _Names.__dataclass_fields__.items():
+        sizes.pop(field_name, None)
+        named = [name for name in default.default if isinstance(raw.get(name), int)]
+        if named:
+            sizes[field_name] = raw[named[0]]
+    config = build(_Config, sizes, where=where, fix=_FIX, error=CheckpointError)
+    query_dim = config.head_dim or 0
+    if config.qk_nope_head_dim is not None:
+        query_dim = config.qk_nope_head_dim + (config.qk_rope_head_dim or 0)
+    elif not query_dim and config.width and config.heads:
+        query_dim = config.width // config.heads
+    return OtherSpec(
+        model_type=kind,
+        sequence_length=config.context or 1024,
+        vocab_size=config.vocab_size,
+        layers=config.layers,
+        heads=config.heads,
+        hidden_size=config.width,
+        query_dim=query_dim,
+        value_dim=config.value_dim or query_dim,
+        max_tokens=config.context,
+        active_share=_active_share(config),
+        tie_word_embeddings=config.tie_word_embeddings,
+        config=dict(raw),
+    )
+
+
+def read_folder(raw: Mapping[str, Any], *, folder: Path, where: str) -> OtherSpec:
+    """Return the spec of the model in `folder`, counted if its weights are there.
+
+    Raises CheckpointError, also for damaged weights.
+    """
+    spec = read(raw, where=where)
+    if not any(folder.glob("*.safetensors*")):
+        return spec
+    return spec.with_tensors(
+        {name: each.shape for name, each in tensor_headers(folder).items() if each.is_weight()}
+    )
+
+
+def _active_share(config: _Config) -> float:
+    if not config.experts or not config.active_experts:
+        return 1.0
+    return min(1.0, config.active_experts / config.experts)
+
+
+def _count(shapes: Mapping[str, tuple[int, ...]], spec: OtherSpec, *, tied: bool) -> Counts:
+    """Tell embedding, head, experts and the rest apart by their names."""
+    weights = {name: shape for name, shape in shapes.items() if not _BUFFER.search(name)}
+    heads = [name for name in weights if _HEAD.search(name)]
+    if tied:
+        weights = {name: shape for name, shape in weights.items() if name not in heads}
+        heads = []
+    embeddings = [
+        name
+        for name, shape in weights.items()
+        if len(shape) == 2 and _EMBEDDING.search(name) and name not in heads
+    ]
+    tables = [name for name in embeddings if not _POSITIONS.search(name)]
+    table = max((math.prod(weights[name]) for name in tables), default=0)
+    multiplying = kept = 0.0
+    for name, shape in weights.items():
+        if not _is_matrix(name, shape) or name in embeddings:
+            continue
+        share = spec.active_share if _EXPERTS.search(name) else 1.0
+        multiplying += math.prod(shape) * share
+        if name not in heads:
+            stack = math.prod(shape[:-2])
+            kept += (shape[-1] + shape[-2]) * stack * share
+    if not heads:
+        multiplying += table
+    return Counts(
+        params=sum(math.prod(shape) for shape in weights.values()),
+        multiplying=round(multiplying),
+        kept_elements=round(kept),
+        embedding=table,
+        gradients=_in_backward_order(weights, heads, embeddings),
+    )
+
+
+def _in_backward_order(
+    weights: Mapping[str, tuple[int, ...]], heads: Iterable[str], embeddings: Iterable[str]
+) -> tuple[GradientSize, ...]:
+    """Return the head, what is behind the layers, the layers from the last one, the embeddings."""
+    found: list[tuple[int, int, GradientSize]] = []
+    for name, shape in weights.items():
+        number = _NUMBER.search(name)
+        size, layer = math.prod(shape), int(number[1]) if number else 0
+        if name in heads:
+            found.append((0, 0, GradientSize(size, "head")))
+        elif name in embeddings:
+            found.append((3, 0, GradientSize(size, "embedding")))
+        else:
+            kind: Literal["matrix", "vector"] = "matrix" if _is_matrix(name, shape) else "vector"
+            found.append((2 if number else 1, -layer, GradientSize(size, kind)))
+    return tuple(each for _, _, each in sorted(found, key=lambda each: each[:2]))
+
+
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Tell a matrix, or a stack of the experts' matrices, from norms and from experts' biases."""
+    return len(shape) > 1 and not name.endswith("bias")
