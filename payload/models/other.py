@@ -31,40 +31,29 @@ _EXPERTS = re.compile(r"\.experts(\.|\Z)")
 _NUMBER = re.compile(r"\.(\d+)\.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Names:
-    """The names that families have for one size, the commonest first."""
-
-    layers: tuple[str, ...] = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    heads: tuple[str, ...] = ("num_attention_heads", "n_head", "num_heads", "n_heads")
-    width: tuple[str, ...] = ("hidden_size", "n_embd", "d_model", "model_dim", "dim")
-    head_dim: tuple[str, ...] = ("head_dim", "kv_channels", "d_kv", "attention_head_dim")
-    value_dim: tuple[str, ...] = ("v_head_dim",)
-    context: tuple[str, ...] = (
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "width": ("hidden_size", "n_embd", "d_model", "model_dim", "dim"),
+    "head_dim": ("head_dim", "kv_channels", "d_kv", "attention_head_dim"),
+    "value_dim": ("v_head_dim",),
+    "context": (
         "max_position_embeddings",
         "n_positions",
         "max_sequence_length",
         "max_seq_len",
         "seq_length",
         "n_ctx",
-    )
-    experts: tuple[str, ...] = (
-        "num_experts",
-        "num_local_experts",
-        "n_routed_experts",
-        "moe_num_experts",
-    )
-    active_experts: tuple[str, ...] = (
-        "num_experts_per_tok",
-        "num_experts_per_token",
-        "moe_top_k",
-        "moe_k",
-    )
+    ),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "active_experts": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k"),
+}
+"""The names that families have for one size, the commonest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """What any config.json may say of its sizes, under the first of the names above."""
+    """What any config.json may say of its sizes, under one of the names above."""
 
     vocab_size: int = checked(low=1, high=2**24)
     layers: int | None = checked(None, low=1, high=10_000)
@@ -205,11 +194,11 @@ def read(raw: Mapping[str, Any], *, where: str) -> OtherSpec:
             f"text alone. {_FIX}"
         )
     sizes = {key: raw[key] for key in _Config.__dataclass_fields__ if key in raw}
-    for field_name, default in _Names.__dataclass_fields__.items():
-        sizes.pop(field_name, None)
-        named = [name for name in default.default if isinstance(raw.get(name), int)]
+    for size, names in _NAMES.items():
+        sizes.pop(size, None)
+        named = [name for name in names if raw.get(name) is not None]
         if named:
-            sizes[field_name] = raw[named[0]]
+            sizes[size] = raw[named[0]]
     config = build(_Config, sizes, where=where, fix=_FIX, error=CheckpointError)
     query_dim = config.head_dim or 0
     if config.qk_nope_head_dim is not None:

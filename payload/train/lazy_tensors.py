@@ -1,0 +1,121 @@
+"""Reading weights tensor by tensor, so that loading takes little more memory than the model has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from payload.errors import CheckpointError
+from payload.models.tensor_headers import TensorHeader, tensor_headers
+from payload.untrusted import open_regular
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CHUNK_BYTES = 16 * 2**20
+"""Read at once where a tensor changes its dtype on the way."""
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """The tensors of a folder's safetensors files; each is read when it is asked for.
+
+    Raises CheckpointError for files that are missing, damaged or in another format, when it is made
+    and when a tensor is read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._headers = tensor_headers(folder)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one tensor in its own dtype."""
+        header = self._headers[name]
+        tensor = torch.empty(header.shape, dtype=_dtype(name, header))
+        self.copy_to(name, tensor)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._headers)
+
+    def __len__(self) -> int:
+        return len(self._headers)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading it."""
+        return self._headers[name].shape
+
+    def num_elements(self) -> int:
+        """Return how many numbers all tensors have."""
+        return sum(header.num_elements() for header in self._headers.values())
+
+    def copy_to(self, name: str, target: Tensor) -> None:
+        """Copy one tensor into `target`, of the same shape and any dtype and strides."""
+        header = self._headers[name]
+        dtype = _dtype(name, header)
+        assert header.shape == tuple(target.shape), "the caller compares shapes"
+        try:
+            with open_regular(header.path) as file:
+                file.seek(header.start)
+                if target.dtype == dtype and target.is_contiguous():
+                    _read(file, target.detach())
+                    return
+                rows = target.detach().unsqueeze(0) if target.dim() == 0 else target.detach()
+                row_bytes = max(1, header.num_bytes() // max(1, rows.shape[0]))
+                at_once = max(1, _CHUNK_BYTES // row_bytes)
+                for start in range(0, rows.shape[0], at_once):
+                    part = rows[start : start + at_once]
+                    chunk = torch.empty(part.shape, dtype=dtype)
+                    _read(file, chunk)
+                    part.copy_(chunk)
+        except OSError as error:
+            raise CheckpointError(
+                f"{header.path}: {error.strerror or error}. Download the model again."
+            ) from None
+
+
+def shape_in(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    """Return the shape of a tensor, without reading it where that can be."""
+    return tensors.shape(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)
+
+
+def copy_in(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> None:
+    """Set `target` to a tensor, in parts where it is read from a file."""
+    if isinstance(tensors, LazyTensors):
+        tensors.copy_to(name, target)
+    else:
+        target.detach().copy_(tensors[name])
+
+
+def _dtype(name: str, header: TensorHeader) -> torch.dtype:
+    dtype = _DTYPES.get(header.dtype)
+    if dtype is None:
+        raise CheckpointError(
+            f"{header.path}: {name} is {header.dtype}: quantised weights cannot be trained. Name "
+            "the model in bf16 or fp32."
+        )
+    return dtype
+
+
+def _read(file: BinaryIO, target: Tensor) -> None:
+    """Fill a contiguous tensor with the file's next bytes, little-endian as torch has them."""
+    if not target.numel():
+        return
+    # As bytes, since numpy has no bf16; a scalar has no dimension to be viewed by.
+    content: memoryview = target.reshape(-1).view(torch.uint8).numpy().data
+    while content:
+        count = file.readinto(content)  # type: ignore[attr-defined]
+        if not count:
+            raise OSError("The file ends before its last tensor")
+        content = content[count:]
