@@ -254,22 +254,20 @@ class DecoderConfig:
         theta = self.rope_theta or self.family().theta
         if self.family().is_gemma and kind == _SLIDING:
             theta = self.rope_local_base_freq or _GEMMA_LOCAL_THETA
-        rope = Rope(theta=found.rope_theta or theta)
-        if found.kind() not in ("linear", "llama3"):
-            return rope
-        needed = ["factor"]
-        if found.kind() == "llama3":
-            needed += ["low_freq_factor", "high_freq_factor"]
-        for name in needed:
-            if getattr(found, name) is None:
-                _refuse(where, f"rope {found.kind()}", name, "is missing")
-        original = self.original_max_position_embeddings or found.original_max_position_embeddings
-        low, high = found.low_freq_factor or 1.0, found.high_freq_factor or 4.0
+        theta = found.rope_theta or theta
+        if found.kind() == "linear":
+            _require(where, found, ("factor",))
+            return Rope(theta=theta, kind="linear", factor=cast(float, found.factor))
+        if found.kind() != "llama3":
+            return Rope(theta=theta)
+        _require(where, found, ("factor", "low_freq_factor", "high_freq_factor"))
+        low, high = cast(float, found.low_freq_factor), cast(float, found.high_freq_factor)
         if high <= low:
             _refuse(where, "rope high_freq_factor", high, f"must be above low_freq_factor = {low}")
+        original = self.original_max_position_embeddings or found.original_max_position_embeddings
         return Rope(
-            theta=rope.theta,
-            kind=cast(RopeKind, found.kind()),
+            theta=theta,
+            kind="llama3",
             factor=cast(float, found.factor),
             low_freq_factor=low,
             high_freq_factor=high,
@@ -308,6 +306,12 @@ def _require_whole_heads(config: DecoderConfig, where: str) -> None:
         _refuse(where, "hidden_size", config.hidden_size, f"must be a multiple of {heads} heads")
     if config.width_of_head() % 2:
         _refuse(where, "head_dim", config.width_of_head(), "must be even for rotary embeddings")
+
+
+def _require(where: str, rope: _RopeConfig, names: tuple[str, ...]) -> None:
+    for name in names:
+        if getattr(rope, name) is None:
+            raise CheckpointError(f"{where}: rope type {rope.kind()} needs {name}. {_FIX}")
 
 
 def _refuse(where: str, key: str, value: object, problem: str) -> NoReturn:

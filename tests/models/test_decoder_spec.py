@@ -1,0 +1,165 @@
+"""DecoderSpec against transformers' own modules: parameters, FLOPs, layers, defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from payload.errors import CheckpointError
+from payload.models.decoder import DecoderSpec, read
+from payload.models.decoder_config import Rope
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 200,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-3": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 5e5, "tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    "smollm3": ("smollm3", {}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "mistral": ("mistral", {"sliding_window": 8}),
+    "gemma3": ("gemma3_text", {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2}),
+}
+TOKENS = 24
+
+
+def config(name: str) -> Any:
+    """transformers' configuration of one of MODELS."""
+    kind, own = MODELS[name]
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return CONFIG_MAPPING[kind](**{**SIZES, **ids, **own})
+
+
+def module_of(name: str) -> Any:
+    """transformers' module with attention that the counter of FLOPs sees."""
+    build: Any = AutoModelForCausalLM.from_config
+    return build(config(name), attn_implementation="eager")
+
+
+def spec_of_raw(name: str, **changed: Any) -> DecoderSpec:
+    """Read a config.json as an older transformers wrote it."""
+    kind, own = MODELS[name]
+    return read({"model_type": kind, **SIZES, **own, **changed}, where="config.json")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_and_their_names_are_those_of_transformers(name: str) -> None:
+    with torch.device("meta"):
+        module = module_of(name)
+    wanted = {key: tuple(value.shape) for key, value in module.named_parameters()}
+    spec = spec_of_raw(name)
+    assert dict(spec.tensor_shapes()) == wanted
+    assert spec.num_params() == module.num_parameters()
+    assert sum(each.elements for each in spec.gradient_sizes()) == module.num_parameters()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_are_those_that_torch_counts(name: str) -> None:
+    module = module_of(name)
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        module(input_ids=tokens, use_cache=False).logits.sum().backward()
+    spec = spec_of_raw(name).with_sequence_length(TOKENS)
+    assert spec.flops_per_token() * TOKENS == pytest.approx(counter.get_total_flops(), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_config_that_transformers_5_wrote_reads_like_an_older_one(name: str) -> None:
+    written = json.loads(config(name).to_json_string())
+    assert "rope_parameters" in written
+    assert read(written, where="config.json") == spec_of_raw(name)
+
+
+def test_each_layer_knows_its_window_and_its_rotary_embedding() -> None:
+    gemma = spec_of_raw("gemma3", rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert [layer.window for layer in gemma.layers] == [8, None, 8]
+    assert [layer.rope for layer in gemma.layers] == [
+        Rope(theta=1e4),
+        Rope(theta=1e6, kind="linear", factor=8.0),
+        Rope(theta=1e4),
+    ]
+    smollm3 = spec_of_raw("smollm3", num_hidden_layers=4)
+    assert [layer.rope is None for layer in smollm3.layers] == [False, False, False, True]
+    qwen = spec_of_raw("qwen2-windows")
+    assert [layer.window for layer in qwen.layers] == [None, 8, 8]
+    assert [layer.window for layer in spec_of_raw("mistral").layers] == [8, 8, 8]
+    (rope, *_) = [layer.rope for layer in spec_of_raw("llama-3").layers]
+    assert rope == Rope(theta=5e5, kind="llama3", factor=8.0, original_context=64)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "feature"),
+    [
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ("llama", {"hidden_act": "relu"}, "activation 'relu'"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("qwen3", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer type 'chunked_attention'"),
+    ],
+)
+def test_a_feature_that_the_modules_lack_is_named(
+    name: str, changed: dict[str, Any], feature: str
+) -> None:
+    assert spec_of_raw(name).unsupported_features == ()
+    assert spec_of_raw(name, **changed).unsupported_features == (feature,)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hidden_size": -64}, "hidden_size = -64: must be at least 1"),
+        ({"vocab_size": "many"}, "vocab_size = 'many': must be an integer"),
+        ({"num_hidden_layers": 10**9}, "must be at most 1000"),
+        ({"num_key_value_heads": 3}, "must be a multiple of 3 key heads"),
+        ({"head_dim": 7}, "head_dim = 7: must be even"),
+        ({"head_dim": None, "hidden_size": 66}, "must be a multiple of 4 heads"),
+        ({"layer_types": ["full_attention"]}, "must have 3 entries"),
+        ({"layer_types": ["sliding_attention"] * 3}, "without a sliding_window"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
+        ({"rope_theta": 0}, "rope_theta = 0: must be at least 1.0"),
+        ({"rope_scaling": [8]}, "rope_scaling = [8]: must be an object"),
+    ],
+)
+def test_a_wrong_size_is_refused_by_its_name(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        spec_of_raw("qwen3", **changed)
+    assert message in str(refused.value)
+    assert str(refused.value).startswith("config.json: ")
+
+
+def test_a_config_without_its_sizes_names_them() -> None:
+    with pytest.raises(CheckpointError, match="missing: num_hidden_layers, hidden_size"):
+        read({"model_type": "llama"}, where="config.json")
+
+
+def test_a_model_of_images_and_text_is_refused_with_the_text_models_name() -> None:
+    raw = {"model_type": "gemma3", "text_config": {"hidden_size": 64}}
+    with pytest.raises(CheckpointError, match="gemma3_text"):
+        read(raw, where="config.json")
