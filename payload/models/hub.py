@@ -9,10 +9,12 @@ from __future__ import annotations
 import difflib
 import re
 import socket
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -20,9 +22,6 @@ from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES
 from payload.models.tensor_headers import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, weight_files
 from payload.untrusted import one_line, shown
-
-if TYPE_CHECKING:
-    from huggingface_hub.hf_api import ModelInfo
 
 # https://github.com/huggingface/huggingface_hub/blob/main/src/huggingface_hub/utils/_validators.py
 _NAME = r"[A-Za-z0-9_][\w.-]{0,95}(?:/[A-Za-z0-9_][\w.-]{0,95})?"
@@ -61,7 +60,10 @@ def resolve(wanted: HubName, *, setting: str) -> HubName:
     Offline it is the commit of the newest download. `setting` names the setting in messages.
     Raises CheckpointError.
     """
-    return wanted if wanted.commit() else _Hub(wanted, setting).resolved()
+    if wanted.commit() is not None:
+        return wanted
+    commit = _Hub(wanted, setting).config_folder().name
+    return replace(wanted, revision=commit)
 
 
 def fetch_config(wanted: HubName, *, setting: str) -> Path:
@@ -102,99 +104,93 @@ class _Hub:
             ) from None
         self._hub = huggingface_hub
 
-    def resolved(self) -> HubName:
-        """Return the name with its commit."""
-        cached = self._cached_commit()
-        try:
-            commit = self._info().sha
-        except (OSError, ValueError) as error:
-            if cached is None or not self._is_unreachable(error):
-                raise self._explained(error) from None
-            commit = cached
-        if commit is None or not _COMMIT.fullmatch(commit):
-            raise self._refusal(f"the hub names no commit ({shown(commit)})", "Try again later.")
-        return replace(self.wanted, revision=commit)
-
     def config_folder(self) -> Path:
-        """Return a folder with config.json."""
-        name, revision = self.wanted.name, self.wanted.revision
-        try:
-            return Path(
-                self._hub.hf_hub_download(
-                    name, CONFIG_FILE, revision=revision, local_files_only=True
-                )
-            ).parent
-        except (OSError, ValueError):
-            pass
+        """Return a folder with config.json; it is named by its commit."""
+        if self.wanted.commit() is not None and (known := self._cached_config()) is not None:
+            return known
         try:
             self._require_network()
-            return Path(self._hub.hf_hub_download(name, CONFIG_FILE, revision=revision)).parent
+            return Path(
+                self._hub.hf_hub_download(
+                    self.wanted.name, CONFIG_FILE, revision=self.wanted.revision
+                )
+            ).parent
         except (OSError, ValueError) as error:
-            raise self._explained(error) from None
+            known = self._cached_config() if self._is_unreachable(error) else None
+            if known is None:
+                raise self._explained(error) from None
+            return known
 
     def folder(self, *, weights: bool, say: Callable[[str], None]) -> Path:
         """Return a folder with the model's files."""
-        offline = self._hub.constants.HF_HUB_OFFLINE
-        commit = self._cached_commit() if offline else self.wanted.commit()
-        known = self._cached_folder(commit, weights=weights)
-        if known is not None:
-            return known
+        folder = self.config_folder()
+        if self._is_whole(folder, weights=weights):
+            return folder
+        commit = folder.name
         try:
-            info = self._info()
+            self._require_network()
+            info = self._hub.HfApi().model_info(
+                self.wanted.name, revision=commit, timeout=_ANSWER_TIMEOUT_S
+            )
             names = [each.rfilename for each in info.siblings or ()]
-            revision = self.wanted.revision or info.sha
             wanted = [name for name in names if "/" not in name and name.endswith(".json")]
             wanted += [name for name in TOKENIZER_FILES if name in names]
             if weights:
                 self._refuse_without_weights(names)
-                shards = self._weights(names, revision)
+                shards = self._weights(names, commit)
                 say(f"downloading {self.wanted}: {', '.join(shards[:2])}{_more(len(shards) - 2)}")
                 wanted += shards
-            return Path(
+            with self._progress():
                 self._hub.snapshot_download(
-                    self.wanted.name, revision=revision, allow_patterns=wanted
+                    self.wanted.name, revision=commit, allow_patterns=wanted
                 )
-            )
         except (OSError, ValueError) as error:
-            known = self._cached_folder(self._cached_commit(), weights=weights)
-            if known is None or not self._is_unreachable(error):
-                raise self._explained(error) from None
-            say(f"note: the hub cannot be reached; {self.wanted} is the download of {known.name}")
-            return known
+            raise self._explained(error) from None
+        return folder
 
-    def _cached_folder(self, commit: str | None, *, weights: bool) -> Path | None:
-        """Return what an earlier download of a commit left, if it is all there."""
-        if commit is None:
-            return None
-        folder = self._cache() / "snapshots" / commit
+    @contextmanager
+    def _progress(self) -> Iterator[None]:
+        """Show the client's progress bar on a terminal alone: a log would keep every line."""
+        if sys.stderr.isatty():
+            yield
+            return
+        bars: Any = self._hub.utils
+        bars.disable_progress_bars()
         try:
-            needed = [CONFIG_FILE, *(weight_files(folder) if weights else ())]
-        except CheckpointError:
-            return None
-        return folder if all((folder / name).is_file() for name in needed) else None
+            yield
+        finally:
+            bars.enable_progress_bars()
 
-    def _cache(self) -> Path:
-        from huggingface_hub.file_download import repo_folder_name
-
-        folder = repo_folder_name(repo_id=self.wanted.name, repo_type="model")
-        return Path(self._hub.constants.HF_HUB_CACHE).expanduser() / folder
-
-    def _cached_commit(self) -> str | None:
-        """Return the commit that the revision stood for when it was last downloaded."""
-        if self.wanted.commit() is not None:
-            return self.wanted.commit()
-        path = self._cache() / "refs" / (self.wanted.revision or "main")
+    def _cached_config(self) -> Path | None:
         try:
-            found = path.read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError):
+            return Path(
+                self._hub.hf_hub_download(
+                    self.wanted.name,
+                    CONFIG_FILE,
+                    revision=self.wanted.revision,
+                    local_files_only=True,
+                )
+            ).parent
+        except (OSError, ValueError):
             return None
-        return found if _COMMIT.fullmatch(found) else None
 
-    def _info(self) -> ModelInfo:
-        self._require_network()
-        return self._hub.HfApi().model_info(
-            self.wanted.name, revision=self.wanted.revision, timeout=_ANSWER_TIMEOUT_S
-        )
+    def _is_whole(self, folder: Path, *, weights: bool) -> bool:
+        """Say whether an earlier download left all files of a folder."""
+        try:
+            needed = weight_files(folder) if weights else ()
+            self._hub.snapshot_download(
+                self.wanted.name,
+                revision=folder.name,
+                local_files_only=True,
+                allow_patterns=["*.json", *TOKENIZER_FILES, *needed],
+                ignore_patterns=["*/*"],
+            )
+        except (CheckpointError, OSError, ValueError):
+            return False
+        # Where the client does not know the commit's files, it takes any of them for all.
+        if weights:
+            return all((folder / name).is_file() for name in needed)
+        return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
     def _require_network(self) -> None:
         """Raise OSError where the hub cannot be reached: its client would retry for 24 s."""
@@ -204,10 +200,10 @@ class _Hub:
         port = url.port or (80 if url.scheme == "http" else 443)
         socket.create_connection((url.hostname or "", port), timeout=_CONNECT_TIMEOUT_S).close()
 
-    def _weights(self, names: Iterable[str], revision: str | None) -> list[str]:
+    def _weights(self, names: Iterable[str], commit: str) -> list[str]:
         if INDEX_FILE not in names:
             return [WEIGHTS_FILE]
-        index = self._hub.hf_hub_download(self.wanted.name, INDEX_FILE, revision=revision)
+        index = self._hub.hf_hub_download(self.wanted.name, INDEX_FILE, revision=commit)
         return list(weight_files(Path(index).parent))
 
     def _refuse_without_weights(self, names: list[str]) -> None:

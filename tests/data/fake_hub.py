@@ -17,7 +17,13 @@ COMMIT = "1234567890abcdef1234567890abcdef12345678"
 @contextmanager
 def fake_hub(root: Path, *, dataset: str) -> Iterator[str]:
     """Serve the files below `root` as `dataset`; gives the value for HF_ENDPOINT."""
-    handler = type("Hub", (_Hub,), {"root": root, "dataset": dataset})
+    with serving(type("Hub", (Hub,), {"root": root, "dataset": dataset})) as endpoint:
+        yield endpoint
+
+
+@contextmanager
+def serving(handler: type[Hub]) -> Iterator[str]:
+    """Answer on a local port; gives the value for HF_ENDPOINT."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -29,54 +35,57 @@ def fake_hub(root: Path, *, dataset: str) -> Iterator[str]:
         server.server_close()
 
 
-class _Hub(BaseHTTPRequestHandler):
+class Hub(BaseHTTPRequestHandler):
+    """The paths of the hub's interface that its client asks for, for one dataset."""
+
     root: Path
     dataset: str
+    commit = COMMIT
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self._answer(with_body=True)
+        self.answer(with_body=True)
 
     def do_HEAD(self) -> None:
-        self._answer(with_body=False)
+        self.answer(with_body=False)
 
     def do_POST(self) -> None:
         wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
-        found = [e for e in _tree(self.root) if e["path"] in wanted.get("paths", [])]
-        self._send(json.dumps(found).encode(), {}, with_body=True)
+        found = [e for e in tree(self.root) if e["path"] in wanted.get("paths", [])]
+        self.send(json.dumps(found).encode(), {}, with_body=True)
 
-    def _answer(self, *, with_body: bool) -> None:
+    def answer(self, *, with_body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
         prefix = f"/datasets/{self.dataset}/resolve/"
         if path.startswith(prefix):
             name = path.removeprefix(prefix).partition("/")[2]
-            self._send_file(self.root / name, with_body=with_body)
+            self.send_repo_file(self.root / name, with_body=with_body)
         elif path.startswith(f"/api/datasets/{self.dataset}/tree/"):
             folder = path.removeprefix(f"/api/datasets/{self.dataset}/tree/").partition("/")[2]
-            within = [e for e in _tree(self.root) if str(e["path"]).startswith(folder)]
-            self._send(json.dumps(within).encode(), {}, with_body=with_body)
+            within = [e for e in tree(self.root) if str(e["path"]).startswith(folder)]
+            self.send(json.dumps(within).encode(), {}, with_body=with_body)
         elif path.startswith(f"/api/datasets/{self.dataset}"):
             info = {"id": self.dataset, "sha": COMMIT, "private": False, "tags": []}
-            info["siblings"] = [{"rfilename": entry["path"]} for entry in _tree(self.root)]
-            self._send(json.dumps(info).encode(), {}, with_body=with_body)
+            info["siblings"] = [{"rfilename": entry["path"]} for entry in tree(self.root)]
+            self.send(json.dumps(info).encode(), {}, with_body=with_body)
         else:
-            self._send(b"{}", {"X-Error-Code": "RepoNotFound"}, with_body=with_body, status=404)
+            self.send(b"{}", {"X-Error-Code": "RepoNotFound"}, with_body=with_body, status=404)
 
-    def _send_file(self, file: Path, *, with_body: bool) -> None:
+    def send_repo_file(self, file: Path, *, with_body: bool) -> None:
         if not file.is_file():
-            code = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}
-            self._send(b"", code, with_body=with_body, status=404)
+            code = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.commit}
+            self.send(b"", code, with_body=with_body, status=404)
             return
         content, status = file.read_bytes(), 200
-        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": self.commit}
         if "Range" in self.headers:
             start, _, end = self.headers["Range"].removeprefix("bytes=").partition("-")
             last = min(int(end or len(content) - 1), len(content) - 1)
             headers["Content-Range"] = f"bytes {start}-{last}/{len(content)}"
             content, status = content[int(start) : last + 1], 206
-        self._send(content, headers, with_body=with_body, status=status)
+        self.send(content, headers, with_body=with_body, status=status)
 
-    def _send(
+    def send(
         self, body: bytes, headers: dict[str, str], *, with_body: bool, status: int = 200
     ) -> None:
         self.send_response(status)
@@ -91,7 +100,7 @@ class _Hub(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def _tree(root: Path) -> list[dict[str, object]]:
+def tree(root: Path) -> list[dict[str, object]]:
     entries: list[dict[str, object]] = []
     for path in sorted(root.rglob("*")):
         name = str(path.relative_to(root))
