@@ -1,0 +1,104 @@
+"""Families without a file of their own: counted from their tensors, against transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from payload.errors import CheckpointError
+from payload.models.other import OtherSpec, read, read_folder
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 200,
+    "max_position_embeddings": 300,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gpt_neox": {},
+    "olmo2": {},
+    "phi3": {},
+    "falcon": {"alibi": False},
+    "stablelm": {},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 8, "head_dim": 16, **EXPERTS},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+}
+TOKENS = 24
+
+
+def saved(name: str, folder: Path) -> Any:
+    """transformers' module with random weights, saved; torch's counter sees all its matmuls."""
+    config = CONFIG_MAPPING[name](**{**SIZES, **FAMILIES[name]})
+    config._experts_implementation = "eager"
+    build: Any = AutoModelForCausalLM.from_config
+    module = build(config, attn_implementation="eager")
+    module.save_pretrained(folder)
+    return module
+
+
+def spec_of(folder: Path) -> OtherSpec:
+    raw = json.loads((folder / "config.json").read_text())
+    return read_folder(raw, folder=folder, where=str(folder))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_and_flops_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    module = saved(name, tmp_path)
+    spec = spec_of(tmp_path).with_sequence_length(TOKENS)
+    assert spec.num_params() == module.num_parameters()
+    assert sum(each.elements for each in spec.gradient_sizes()) == module.num_parameters()
+    tokens = torch.randint(0, 200, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    with FlopCounterMode(display=False) as counter:
+        module(input_ids=tokens, use_cache=False).logits.sum().backward()
+    assert spec.flops_per_token() * TOKENS == pytest.approx(counter.get_total_flops(), rel=1e-3)
+
+
+def test_head_layers_and_embeddings_are_in_the_order_of_the_backward_pass(tmp_path: Path) -> None:
+    saved("gpt_neox", tmp_path)
+    sizes = spec_of(tmp_path).gradient_sizes()
+    assert sizes[0].kind == "head"
+    assert sizes[-1].kind == "embedding"
+    assert sizes[-1].elements == spec_of(tmp_path).embedding_size() == 200 * 64
+
+
+def test_without_weights_it_says_that_it_does_not_know() -> None:
+    spec = read({"model_type": "olmo2", **SIZES}, where="config.json")
+    assert (spec.num_layers(), spec.num_heads(), spec.width(), spec.context()) == (2, 4, 64, 300)
+    for ask in (spec.num_params, spec.flops_per_token, spec.gradient_sizes):
+        with pytest.raises(CheckpointError, match="how many parameters it has is not known"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"vocab_size": -1}, "vocab_size = -1: must be at least 1"),
+        ({"vocab_size": None}, "must be an integer"),
+        ({"num_hidden_layers": 1.5}, "must be an integer"),
+        ({"model_type": 7}, "model_type is 7"),
+    ],
+)
+def test_a_wrong_size_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read({"model_type": "olmo2", **SIZES, **changed}, where="config.json")
+
+
+def test_a_model_without_a_vocabulary_is_no_language_model() -> None:
+    with pytest.raises(CheckpointError, match="no language model of text alone"):
+        read({"model_type": "vit"}, where="config.json")
