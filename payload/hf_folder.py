@@ -45,9 +45,17 @@ def weight_files(folder: Path) -> tuple[str, ...]:
 
     Raises CheckpointError for a damaged index.
     """
-    index = folder / INDEX_FILE
-    if not index.exists():
+    if not (folder / INDEX_FILE).exists():
         return (WEIGHTS_FILE,)
+    return tuple(sorted(set(weight_map(folder).values())))
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Return the file that the folder's index names for each tensor.
+
+    Raises CheckpointError for a damaged index, or one that leads out of the folder.
+    """
+    index = folder / INDEX_FILE
     raw = _read_json(index)
     names = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(names, dict) or not names:
@@ -57,7 +65,7 @@ def weight_files(folder: Path) -> tuple[str, ...]:
             raise CheckpointError(
                 f"{index}: {shown(name)} does not name a safetensors file of its folder. {FIX}"
             )
-    return tuple(sorted(set(names.values())))
+    return names
 
 
 def _read_json(path: Path) -> object:

@@ -77,7 +77,10 @@ RULES = {
     ),
 }
 GOOGLE_MODULE = PurePosixPath("payload/orchestrate/cloud/google.py")
-HUB_MODULE = PurePosixPath("payload/orchestrate/initial.py")
+HUB_MODULES = (
+    PurePosixPath("payload/models/hub.py"),
+    PurePosixPath("payload/orchestrate/initial.py"),
+)
 REGISTRIES = frozenset(
     PurePosixPath(folder, "registry.py") for folder in ("payload/models", "payload/train/models")
 )
@@ -242,8 +245,8 @@ def _allowed(module: str, *, area: str, path: PurePosixPath) -> bool:
         return path == SSH_MODULE
     if top == "google":
         return path == GOOGLE_MODULE
-    if top == "huggingface_hub" and area == "orchestrate":
-        return path == HUB_MODULE
+    if top == "huggingface_hub" and area in ("models", "orchestrate"):
+        return path in HUB_MODULES
     if rule.stdlib_only:
         return top in sys.stdlib_module_names
     return top not in rule.never

@@ -19,8 +19,14 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from payload.errors import CheckpointError
-from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES
-from payload.models.tensor_headers import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, weight_files
+from payload.hf_folder import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    TOKENIZER_FILES,
+    WEIGHTS_FILE,
+    weight_files,
+)
+from payload.models.tensor_headers import PICKLE_FILES
 from payload.untrusted import one_line, shown
 
 # https://github.com/huggingface/huggingface_hub/blob/main/src/huggingface_hub/utils/_validators.py

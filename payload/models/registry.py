@@ -2,7 +2,8 @@
 
 A family is a file in this package with `MODEL_TYPES`, the names that it reads, and
 `read(raw, where=...)`, which returns the ModelSpec or raises CheckpointError. `"*"` in MODEL_TYPES
-takes every name that no other family has. A family may have PRESETS: specs by name, for models from
+takes every name that no other family has. A family that needs more than the config has
+`read_folder(raw, folder=..., where=...)` too, which may read the headers of the weights. A family may have PRESETS: specs by name, for models from
 scratch and for the hub's names. There is no list to edit.
 """
 
@@ -45,20 +46,29 @@ def spec_of(raw: Mapping[str, object], *, where: str) -> ModelSpec:
 
     Raises CheckpointError for a family that is not known, and for what the family refuses.
     """
-    kind, known = raw.get("model_type"), families()
-    for wanted in (kind, ANY):
-        for family in known:
-            if wanted in family.MODEL_TYPES:
-                return family.read(raw, where=where)
-    names = " or ".join(repr(name) for family in known for name in family.MODEL_TYPES)
-    raise CheckpointError(
-        f"{where}: model_type is {shown(kind)}; only {names} can be loaded. {FIX}"
-    )
+    return _family(raw, where=where).read(raw, where=where)
 
 
 def read_spec(folder: Path) -> ModelSpec:
     """Build the spec of the model in `folder`. Raises CheckpointError."""
-    return spec_of(read_config(folder), where=str(folder / CONFIG_FILE))
+    raw, where = read_config(folder), str(folder / CONFIG_FILE)
+    family = _family(raw, where=where)
+    count = getattr(family, "read_folder", None)
+    if count is not None:
+        return cast(ModelSpec, count(raw, folder=folder, where=where))
+    return family.read(raw, where=where)
+
+
+def _family(raw: Mapping[str, object], *, where: str) -> Family:
+    kind, known = raw.get("model_type"), families()
+    for wanted in (kind, ANY):
+        for family in known:
+            if wanted in family.MODEL_TYPES:
+                return family
+    names = " or ".join(repr(name) for family in known for name in family.MODEL_TYPES)
+    raise CheckpointError(
+        f"{where}: model_type is {shown(kind)}; only {names} can be loaded. {FIX}"
+    )
 
 
 def presets() -> dict[str, ModelSpec]:

@@ -8,17 +8,15 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from payload.errors import CheckpointError
-from payload.untrusted import build, checked, open_regular, parse_json, read_bytes, shown
+from payload.hf_folder import INDEX_FILE, WEIGHTS_FILE, weight_map
+from payload.untrusted import build, checked, open_regular, parse_json, shown
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
 """What a folder has instead when its weights are in torch's own format, which can run code."""
 
@@ -43,7 +41,6 @@ DTYPE_BYTES: Mapping[str, int] = {
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 """What a model's weights may be stored in here; smaller ones are quantised."""
 
-_WEIGHTS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _MAX_HEADER_BYTES = 100 * 10**6  # The format's own limit.
 _MAX_TENSORS = 10**6
 _FIX = "Download the model again, or name another one."
@@ -91,45 +88,18 @@ def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
     index = folder / INDEX_FILE
     if not index.exists():
         return _file_headers(_weights_file(folder, WEIGHTS_FILE))
-    weight_map = _weight_map(index)
+    names = weight_map(folder)
     shards = {
         name: _file_headers(_weights_file(folder, name, index=index))
-        for name in sorted(set(weight_map.values()))
+        for name in sorted(set(names.values()))
     }
     found: dict[str, TensorHeader] = {}
-    for tensor, name in weight_map.items():
+    for tensor, name in names.items():
         header = shards[name].get(tensor)
         if header is None:
             raise CheckpointError(f"{index}: {name} has no tensor {shown(tensor)}. {_FIX}")
         found[tensor] = header
     return found
-
-
-def weight_files(folder: Path) -> tuple[str, ...]:
-    """Return the names of the files with the weights, each inside `folder`.
-
-    Raises CheckpointError for a damaged index.
-    """
-    index = folder / INDEX_FILE
-    if not index.exists():
-        return (WEIGHTS_FILE,)
-    return tuple(sorted(set(_weight_map(index).values())))
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        raw = parse_json(read_bytes(index), where=str(index), fix=_FIX, error=CheckpointError)
-    except OSError as error:
-        raise CheckpointError(f"{index}: {error.strerror}. {_FIX}") from None
-    names = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(names, dict) or not names:
-        raise CheckpointError(f"{index}: weight_map is missing. {_FIX}")
-    for name in names.values():
-        if not isinstance(name, str) or not _WEIGHTS_NAME.fullmatch(name):
-            raise CheckpointError(
-                f"{index}: {shown(name)} does not name a safetensors file of its folder. {_FIX}"
-            )
-    return names
 
 
 def _weights_file(folder: Path, name: str, *, index: Path | None = None) -> Path:

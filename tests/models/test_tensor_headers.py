@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from payload.errors import CheckpointError
-from payload.models.tensor_headers import INDEX_FILE, WEIGHTS_FILE, tensor_headers
+from payload.hf_folder import INDEX_FILE, WEIGHTS_FILE
+from payload.models.tensor_headers import tensor_headers
 
 TENSORS = {"a": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)}
 
