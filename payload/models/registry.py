@@ -2,9 +2,10 @@
 
 A family is a file in this package with `MODEL_TYPES`, the names that it reads, and
 `read(raw, where=...)`, which returns the ModelSpec or raises CheckpointError. `"*"` in MODEL_TYPES
-takes every name that no other family has. A family that needs more than the config has
-`read_folder(raw, folder=..., where=...)` too, which may read the headers of the weights. A family may have PRESETS: specs by name, for models from
-scratch and for the hub's names. There is no list to edit.
+takes every name that no other family has. A family that needs more than the config also has
+`read_folder(raw, folder=..., where=...)`, which may read the headers of the weights. A family may
+have PRESETS: specs by name, for models from scratch and for the hub's names. There is no list to
+edit.
 """
 
 from __future__ import annotations
