@@ -76,9 +76,9 @@ class Gpt2Spec(ModelSpec):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
-        Positions do not multiply. nanoGPT counts the same.
+        Positions, norms and biases do not multiply.
         """
-        multiplying = self.num_params() - self.context() * self.n_embd
+        multiplying = self.num_matrix_params() + self.embedding_size()
         return 6 * multiplying + 12 * self.n_layer * self.n_embd * self.sequence_length
 
     def memory_bytes(

@@ -102,6 +102,8 @@ def _train(
             config, spec=start.model.spec, data=data, world=world, calibration=calibration
         ):
             log.info(line)
+        for note in start.model.speed_notes():
+            log.info(f"model     {note}")
     if start.state:
         log.info(f"resuming after step {resumed_at_step} from {start.checkpoint}")
     with (

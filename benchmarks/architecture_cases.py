@@ -1,0 +1,269 @@
+"""Small models of many architectures, and how far each of ours is from transformers' own.
+
+A case is the content of a config.json. transformers builds it with random weights and saves it; we
+load the folder and compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from payload.models.registry import read_spec
+from payload.train.models.base import CausalLM
+from payload.train.models.registry import load
+from payload.train.models.transformers_lm import TransformersLM
+
+BATCH, LENGTH = 2, 48
+CHUNKS = [13, 1, 1, 6, 27]
+"""How many tokens each pass with a cache takes; more than a window, and fewer."""
+_SEED = 20261123
+
+_LLAMA: Mapping[str, Any] = {
+    "vocab_size": 1031,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 1031,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_embd": 64,
+        "n_positions": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "llama": {**_LLAMA, "model_type": "llama"},
+    "llama, untied, biases": {
+        **_LLAMA,
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 24,
+    },
+    "llama, llama3 rope": {
+        **_LLAMA,
+        "model_type": "llama",
+        "rope_theta": 500_000.0,
+        "rope_scaling": _LLAMA3_ROPE,
+    },
+    "llama, linear rope": {
+        **_LLAMA,
+        "model_type": "llama",
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+    },
+    "smollm3": {**_LLAMA, "model_type": "smollm3", "pad_token_id": 7},
+    "qwen2": {**_LLAMA, "model_type": "qwen2"},
+    "qwen2, windows": {
+        **_LLAMA,
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 2,
+    },
+    "qwen3": {**_LLAMA, "model_type": "qwen3", "head_dim": 32},
+    "mistral, window": {**_LLAMA, "model_type": "mistral", "sliding_window": 9},
+    "gemma3_text": {
+        **_LLAMA,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "head_dim": 32,
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 24,
+        "pad_token_id": 0,
+    },
+    "llama, yarn rope": {
+        **_LLAMA,
+        "model_type": "llama",
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "gpt_neox": {
+        **_LLAMA,
+        "model_type": "gpt_neox",
+        "tie_word_embeddings": False,
+        "rotary_pct": 0.25,
+    },
+    "olmo2": {**_LLAMA, "model_type": "olmo2", "tie_word_embeddings": False},
+    "phi3": {**_LLAMA, "model_type": "phi3", "tie_word_embeddings": False},
+    "falcon": {
+        "model_type": "falcon",
+        "vocab_size": 1031,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+    },
+    "stablelm": {
+        **_LLAMA,
+        "model_type": "stablelm",
+        "use_qkv_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "gemma2": {**_LLAMA, "model_type": "gemma2", "head_dim": 32, "sliding_window": 9},
+    "qwen2_moe": {
+        **_LLAMA,
+        "model_type": "qwen2_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+    },
+    "mixtral": {
+        **_LLAMA,
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+}
+"""By what the table calls it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One architecture of ours beside transformers'."""
+
+    name: str
+    path: str
+    """native, or transformers."""
+    logits: float
+    """Largest difference of a logit, fp32."""
+    gradients: float
+    """Largest difference of a weight's gradient, over the gradient's norm."""
+    cache: float
+    """Largest difference of a logit with the cache and without."""
+    params: int
+    torch_params: int
+    flops: int
+    """Of a token, forward and backward."""
+    torch_flops: float
+
+
+def compare(name: str, folder: Path) -> Comparison:
+    """Compare the case of this name; `folder` is for the weights and may be removed afterwards."""
+    theirs = make_folder(CASES[name], folder)
+    ours = load(folder)
+    tokens, targets = random_tokens(theirs.config.vocab_size)
+    with torch.no_grad():
+        their_logits = theirs(input_ids=tokens).logits
+        our_logits = ours.logits(ours.hidden(tokens))
+        cached_logits = _with_cache(ours, tokens)
+    spec = read_spec(folder).with_sequence_length(LENGTH)
+    torch_flops = _backward_of_theirs(theirs, tokens, targets)
+    torch.autograd.backward(ours(tokens, targets))
+    return Comparison(
+        name=name,
+        path="transformers" if isinstance(ours, TransformersLM) else "native",
+        logits=_largest(our_logits - their_logits),
+        gradients=_gradient_difference(ours, theirs, folder / "gradients"),
+        cache=_largest(cached_logits - our_logits),
+        params=spec.num_params(),
+        torch_params=sum(each.numel() for each in theirs.parameters()),
+        flops=spec.flops_per_token(),
+        torch_flops=torch_flops / tokens.numel(),
+    )
+
+
+def make_folder(raw: Mapping[str, Any], folder: Path, *, seed: int = _SEED) -> Any:
+    """Save transformers' model of a config.json with random weights; return it.
+
+    Attention and experts are its plain ones, whose operations torch can count. Norms and biases are
+    random too: as transformers sets them, a model that leaves them out would be equal.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**raw)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.save_pretrained(folder)
+    return model
+
+
+def random_tokens(vocab_size: int, *, batch: int = BATCH, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Return tokens and the ones that follow them, (batch, LENGTH) each; padding is among them."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, vocab_size, (batch, LENGTH + 1), generator=generator)
+    drawn[:, ::5] = torch.randint(0, 8, drawn[:, ::5].shape, generator=generator)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def _with_cache(model: CausalLM, tokens: Tensor) -> Tensor:
+    """Return the logits of `tokens`, taken in several passes."""
+    caches = model.new_caches()
+    found = [
+        model.logits(model.hidden(part, caches)) for part in torch.split(tokens, CHUNKS, dim=1)
+    ]
+    assert caches[0].num_tokens() == tokens.shape[1]
+    return torch.cat(found, dim=1)
+
+
+def _backward_of_theirs(model: Any, tokens: Tensor, targets: Tensor) -> int:
+    """Make transformers' gradients; return the FLOPs that torch counted."""
+    with FlopCounterMode(display=False) as counter:
+        logits = model(input_ids=tokens).logits
+        torch.autograd.backward(functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+    return int(counter.get_total_flops())
+
+
+def _gradient_difference(ours: CausalLM, theirs: Any, folder: Path) -> float:
+    """Compare gradients in the layout of files: as if they were the weights, both are saved."""
+    for model in (ours, theirs):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.copy_(parameter.grad)
+    theirs.save_pretrained(folder)
+    wanted = load_file(folder / "model.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in ours.hf_tensors().items()},
+        folder / "ours.safetensors",
+    )
+    found = load_file(folder / "ours.safetensors")
+    assert set(found) == set(wanted), f"other names of weights: {set(found) ^ set(wanted)}"
+    return max(
+        float((found[name] - value).norm() / value.norm().clamp_min(1e-30))
+        for name, value in wanted.items()
+    )
+
+
+def _largest(difference: Tensor) -> float:
+    return float(difference.abs().max())

@@ -1,0 +1,117 @@
+"""Every architecture against transformers: logits, gradients, cache, parameters, FLOPs.
+
+    python -m benchmarks.architectures [NAME ...] [--json]
+
+Each row is a small model with random weights, which transformers builds, saves and computes in
+fp32, and which we load. `path` is what runs it: our own layers or transformers'. Differences are
+from transformers; those of a gradient are over its norm. `cache` compares our logits with the
+key-value cache and without. Parameters and FLOPs are what payload.models counts from config.json
+(and from the weights' headers, for a family that is not ours) beside torch's own count with plain
+attention. The exit status is 1 when a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.architecture_cases import CASES, Comparison, compare
+from benchmarks.machine import describe_machine
+
+DIFFERENCE_BOUND = 1e-4
+"""Of logits, of gradients over their norm, and of logits with the cache from those without."""
+FLOPS_BOUND = 1e-3
+"""Of FLOPs from torch's count; parameters are exact."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare, print; 1 when a bound is missed."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if unknown := [name for name in arguments.names if name not in CASES]:
+        parser.error(f"{unknown[0]!r} is none of {', '.join(map(repr, CASES))}")
+    _quiet_transformers()
+    table = sys.stderr if arguments.json else sys.stdout
+    print(_HEADER, file=table, flush=True)
+    rows = []
+    for name in arguments.names or CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            row = compare(name, Path(folder))
+        rows.append(row)
+        print(_line(row), file=table, flush=True)
+    missed = {row.name: problems(row) for row in rows if problems(row)}
+    if arguments.json:
+        result = {
+            "benchmark": "architectures",
+            "machine": describe_machine(),
+            "rows": [asdict(row) for row in rows],
+            "missed": missed,
+        }
+        print(json.dumps(result))
+    for name, found in missed.items():
+        print(f"missed: {name}: {'; '.join(found)}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def problems(row: Comparison) -> list[str]:
+    """Return the bounds that a row misses, in words; NaN misses them too."""
+    found = [
+        f"{what} differ by {value:.1e}, bound {DIFFERENCE_BOUND:.0e}"
+        for what, value in (
+            ("logits", row.logits),
+            ("gradients", row.gradients),
+            ("logits with the cache", row.cache),
+        )
+        if not value < DIFFERENCE_BOUND
+    ]
+    if row.params != row.torch_params:
+        found.append(f"{row.params:,} parameters, torch has {row.torch_params:,}")
+    if not abs(row.flops / row.torch_flops - 1) < FLOPS_BOUND:
+        found.append(f"{row.flops:,} FLOPs a token, torch counts {row.torch_flops:,.0f}")
+    return found
+
+
+_HEADER = (
+    f"{'architecture':<23} {'path':<12} {'logits':>8} {'gradients':>9} {'cache':>8} "
+    f"{'parameters':>10} {'torch':>9} {'FLOPs':>10} {'torch':>10} {'off':>8}"
+)
+
+
+def _line(row: Comparison) -> str:
+    return (
+        f"{row.name:<23} {row.path:<12} {row.logits:>8.1e} {row.gradients:>9.1e} {row.cache:>8.1e} "
+        f"{row.params:>10,} {row.torch_params:>9,} {row.flops:>10,} {row.torch_flops:>10,.0f} "
+        f"{row.flops / row.torch_flops - 1:>8.3%}"
+    )
+
+
+def _quiet_transformers() -> None:
+    """Keep transformers' progress bars and advice out of the table."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.architectures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="a row of the table; all by default"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout; the table goes to stderr"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

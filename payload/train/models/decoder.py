@@ -1,0 +1,185 @@
+"""The Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, with transformers' own names.
+
+The parameters are a checkpoint's tensors as they are. What a layer computes is in `decoder_layers`.
+B batch, T tokens in this pass, C width, V vocabulary, padded rows included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from payload.errors import CheckpointError
+from payload.models.decoder import MODEL_TYPES, DecoderSpec
+from payload.models.decoder_config import Rope
+from payload.models.spec import ModelSpec
+from payload.train.models.base import CausalLM
+from payload.train.models.decoder_layers import Layer, make_norm
+from payload.train.models.gpt2 import Embedding, LayerCache, Linear
+from payload.train.models.rope import Table, frequencies, table
+from payload.train.models.saved import load_named, saved_config
+from payload.train.models.transformers_lm import TransformersLM
+
+__all__ = ["MODEL_TYPES", "Decoder", "build"]
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# The head where it is the embedding, and a buffer that old releases saved.
+_UNUSED = (_HEAD, ".rotary_emb.inv_freq")
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+
+
+class Body(nn.Module):
+    """Everything but the head."""
+
+    def __init__(self, spec: DecoderSpec, *, dropout: float) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(Layer(spec, each, dropout=dropout) for each in spec.layers)
+        self.norm = make_norm(spec, size=spec.hidden_size)
+
+
+class Decoder(CausalLM):
+    """The model. Weights are random, or for the caller to set."""
+
+    spec: DecoderSpec
+
+    def __init__(self, spec: DecoderSpec, *, dropout: float = 0.0, random: bool = True) -> None:
+        super().__init__(spec, dropout=dropout)
+        self.model = Body(spec, dropout=dropout)
+        self.lm_head: Linear | None = None
+        if not spec.tie_word_embeddings:
+            self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self._padding = _padding_row(spec)
+        self._angles = {
+            layer.rope: frequencies(layer.rope, head_dim=spec.head_dim)
+            for layer in spec.layers
+            if layer.rope is not None
+        }
+        if random:
+            self._initialise()
+
+    def _initialise(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=self.spec.initializer_range)
+            elif name.endswith(".bias"):
+                nn.init.zeros_(parameter)
+
+    def hidden(self, tokens: Tensor, caches: Sequence[LayerCache] | None = None) -> Tensor:
+        """(B, T) token ids to (B, T, C), the final norm included.
+
+        With `caches`, one a layer, `tokens` continue the ones seen before.
+        """
+        x = self._embedded(tokens)
+        start = caches[0].num_tokens() if caches else 0
+        ropes = self.rope_tables(start=start, length=tokens.shape[1])
+        layers = cast("Sequence[Layer]", self.model.layers)
+        for number, (layer, what) in enumerate(zip(layers, self.spec.layers, strict=True)):
+            rope = ropes[what.rope] if what.rope is not None else None
+            x = layer(x, rope, caches[number] if caches else None)
+        normed: Tensor = self.model.norm(x)
+        return normed
+
+    def rope_tables(self, *, start: int, length: int) -> dict[Rope, Table]:
+        """Return cosines and sines for `length` tokens from `start` on, by kind of layer."""
+        device = self.model.embed_tokens.weight.device
+        return {
+            rope: table(angles.to(device), start=start, length=length)
+            for rope, angles in self._angles.items()
+        }
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """(B, T) to (B, T, C), scaled."""
+        tied = self.tied_weight()
+        if self.kernels is not None and tied is not None:
+            x = self.kernels.embed(tied, tokens)
+        else:
+            x = self.model.embed_tokens(tokens)
+        x = without_padding_gradient(x, tokens, self._padding)
+        scale = self.spec.embedding_scale
+        return x * scale if scale != 1 else x
+
+    def head_weight(self) -> nn.Parameter:
+        """Return the output head's weight, (V, C)."""
+        weight = (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    def tied_weight(self) -> nn.Parameter | None:
+        """Return the token embedding where it is the output head too, else None."""
+        return self.head_weight() if self.lm_head is None else None
+
+    def new_caches(self) -> list[LayerCache]:
+        """Return empty caches, one a layer."""
+        return [LayerCache() for _ in self.spec.layers]
+
+    def is_hidden_matrix(self, name: str) -> bool:
+        """Say whether the parameter of this name is a layer's matrix."""
+        return name.startswith("model.layers.") and self.get_parameter(name).dim() == 2
+
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """Return the weights under the names of transformers, which are ours."""
+        return {name: value.detach() for name, value in self.named_parameters()}
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return the content of config.json: the one that was read, for fp32 weights."""
+        return saved_config(self.spec.config, architecture=_ARCHITECTURES[self.spec.model_type])
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
+        """Set all weights from a checkpoint's tensors, under the names of transformers.
+
+        Raises CheckpointError, which names `where`, when some are missing or of another size.
+        """
+        has_both = _HEAD in tensors and _EMBEDDING in tensors
+        if (
+            self.lm_head is None
+            and has_both
+            and not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
+        ):
+            raise CheckpointError(
+                f"{where}: tie_word_embeddings = true, but {_HEAD} is not {_EMBEDDING}. Set it to "
+                "false in config.json to train both."
+            )
+        load_named(dict(self.named_parameters()), tensors, unused=_UNUSED, where=where)
+
+    def speed_notes(self) -> list[str]:
+        """Say what runs on the reference although kernels were asked for, and why; a line each."""
+        return []
+
+
+def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> CausalLM:
+    """Build the model of this spec: transformers' own where ours lacks a feature that it needs."""
+    assert isinstance(spec, DecoderSpec)
+    if spec.unsupported_features:
+        lacks = f"our own layers lack {', '.join(spec.unsupported_features)}"
+        return TransformersLM(spec, dropout=dropout, random=random, reason=lacks)
+    return Decoder(spec, dropout=dropout, random=random)
+
+
+def without_padding_gradient(x: Tensor, tokens: Tensor, padding: int | None) -> Tensor:
+    """Return embedded tokens through which the padding token's embedding learns nothing.
+
+    transformers' models have it so. Where it is the head too, it learns as the head.
+    """
+    if padding is None or not x.requires_grad:
+        return x
+    is_padding = (tokens == padding).unsqueeze(-1)
+    return torch.where(is_padding, x.detach(), x) if bool(is_padding.any()) else x
+
+
+def _padding_row(spec: DecoderSpec) -> int | None:
+    """Return the embedding's row of the padding token; a negative number counts from the end."""
+    row = spec.config.get("pad_token_id")
+    if row is None or not -spec.vocab_size <= row < spec.vocab_size:
+        return None
+    return int(row) % spec.vocab_size

@@ -1,0 +1,162 @@
+"""The modules of a decoder layer, with Hugging Face's names, in plain torch: the reference.
+
+B batch, T tokens in this pass, C width, H query heads, K key heads, D numbers of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from payload.models.decoder import DecoderSpec
+from payload.models.decoder_config import Activation
+from payload.models.decoder_config import Layer as LayerSpec
+from payload.train.models.gpt2 import LayerCache, Linear
+from payload.train.models.rope import Table, rotated
+
+
+class RMSNorm(nn.Module):
+    """Division by the root mean square, in fp32, and a scale."""
+
+    def __init__(self, size: int, *, eps: float, offset: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        self.offset = offset
+        """The scale is 1 + weight, so that a weight of 0 changes nothing."""
+        self.weight = nn.Parameter(torch.zeros(size) if offset else torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., size) to the same."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        scale = self.weight.float()
+        return (wide * (scale + 1 if self.offset else scale)).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention whose query heads share fewer key heads."""
+
+    def __init__(self, spec: DecoderSpec, layer: LayerSpec, *, dropout: float) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.scale = spec.attention_scale
+        self.window = layer.window
+        self.dropout = dropout
+        width, queries = spec.hidden_size, spec.num_attention_heads * spec.head_dim
+        keys = spec.num_key_value_heads * spec.head_dim
+        self.q_proj = Linear(width, queries, bias=spec.qkv_bias)
+        self.k_proj = Linear(width, keys, bias=spec.qkv_bias)
+        self.v_proj = Linear(width, keys, bias=spec.qkv_bias)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if spec.qk_norm:
+            self.q_norm = make_norm(spec, size=spec.head_dim)
+            self.k_norm = make_norm(spec, size=spec.head_dim)
+        self.o_proj = Linear(queries, width, bias=spec.output_bias)
+
+    def forward(self, x: Tensor, rope: Table | None, cache: LayerCache | None) -> Tensor:
+        """(B, T, C) to (B, T, C); `rope` is None in a layer without positions."""
+        query, key, value = (
+            self._heads(each(x)) for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if rope is not None:
+            query, key = rotated(query, rope), rotated(key, rope)
+        if cache is not None:
+            key, value = cache.extend(key, value)
+        new, total = query.shape[2], key.shape[2]
+        mask = visible(new, total, window=self.window, device=x.device)
+        mixed = functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None and new > 1,
+            scale=self.scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+        projected: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(B, T, heads x D) to (B, heads, T, D)."""
+        return x.view(x.shape[0], x.shape[1], -1, self.head_dim).transpose(1, 2)
+
+
+def visible(new: int, total: int, *, window: int | None, device: torch.device) -> Tensor | None:
+    """Return which of `total` tokens each of the `new` last ones attends to, (new, total) bool.
+
+    None when it is all up to itself, and `new` is 1 or `total`: SDPA knows that case.
+    """
+    reaches_all = window is None or window >= total
+    if reaches_all and new in (1, total):
+        return None
+    mask = torch.ones(new, total, dtype=torch.bool, device=device).tril(diagonal=total - new)
+    if window is not None and window < total:
+        mask = mask.triu(diagonal=total - new - window + 1)
+    return mask
+
+
+class MLP(nn.Module):
+    """Two matrices, one through the activation, multiplied elementwise, and the way back."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.activation: Activation = spec.hidden_act
+        width, inner = spec.hidden_size, spec.intermediate_size
+        self.gate_proj = Linear(width, inner, bias=spec.mlp_bias)
+        self.up_proj = Linear(width, inner, bias=spec.mlp_bias)
+        self.down_proj = Linear(inner, width, bias=spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        projected: Tensor = self.down_proj(
+            activated(self.gate_proj(x), self.activation) * self.up_proj(x)
+        )
+        return projected
+
+
+def activated(x: Tensor, activation: Activation) -> Tensor:
+    """Apply the activation of that name."""
+    if activation == "silu":
+        return functional.silu(x)
+    return functional.gelu(x, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each with a norm before and, in Gemma, one behind."""
+
+    def __init__(self, spec: DecoderSpec, layer: LayerSpec, *, dropout: float) -> None:
+        super().__init__()
+        # In the order of the forward pass, as the exchange of gradients wants them.
+        self.input_layernorm = make_norm(spec, size=spec.hidden_size)
+        self.self_attn = Attention(spec, layer, dropout=dropout)
+        # The norm before the MLP; in Gemma the one behind the attention.
+        self.post_attention_layernorm = make_norm(spec, size=spec.hidden_size)
+        self.pre_feedforward_layernorm: RMSNorm | None = None
+        self.post_feedforward_layernorm: RMSNorm | None = None
+        if spec.sandwich_norms:
+            self.pre_feedforward_layernorm = make_norm(spec, size=spec.hidden_size)
+        self.mlp = MLP(spec)
+        if spec.sandwich_norms:
+            self.post_feedforward_layernorm = make_norm(spec, size=spec.hidden_size)
+
+    def forward(self, x: Tensor, rope: Table | None, cache: LayerCache | None) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        mixed = self.self_attn(self.input_layernorm(x), rope, cache)
+        before, behind = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
+        if before is None or behind is None:
+            x = x + mixed
+            added: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+            return added
+        x = x + self.post_attention_layernorm(mixed)
+        added = x + behind(self.mlp(before(x)))
+        return added
+
+
+def make_norm(spec: DecoderSpec, *, size: int) -> RMSNorm:
+    """Return the model's kind of norm, which changes nothing yet."""
+    return RMSNorm(size, eps=spec.rms_norm_eps, offset=spec.norm_offset)

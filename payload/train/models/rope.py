@@ -1,0 +1,61 @@
+"""Rotary position embeddings: frequencies, tables of cosines and sines, and their application.
+
+Source: https://arxiv.org/abs/2104.09864, in the layout of the Hugging Face checkpoints: the two
+numbers of a pair lie half a head apart.
+B batch, H heads, T tokens, D numbers of a head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from payload.models.decoder_config import Rope
+
+Table = tuple[Tensor, Tensor]
+"""Cosines and sines, (T, D / 2) fp32 each."""
+
+
+def frequencies(rope: Rope, *, head_dim: int) -> Tensor:
+    """Return the angle per position of each pair of numbers, (D / 2,) fp32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / (rope.theta**exponents)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(plain, rope)
+    return plain
+
+
+def table(angles: Tensor, *, start: int, length: int) -> Table:
+    """Return cosines and sines of the positions `start` to `start + length`."""
+    positions = torch.arange(start, start + length, dtype=torch.float32, device=angles.device)
+    turned = positions[:, None] * angles
+    return turned.cos(), turned.sin()
+
+
+def rotated(x: Tensor, rope: Table) -> Tensor:
+    """Rotate the pairs of `x`, (B, H, T, D)."""
+    cos, sin = rope
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _llama3(plain: Tensor, rope: Rope) -> Tensor:
+    """Slow the long wavelengths down by the factor, and leave the short ones as they are.
+
+    Source: https://github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling.
+    """
+    longest = rope.original_context / rope.low_freq_factor
+    shortest = rope.original_context / rope.high_freq_factor
+    wavelengths = 2 * math.pi / plain
+    slowed = plain / rope.factor
+    share = (rope.original_context / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    between = (1 - share) * slowed + share * plain
+    scaled = torch.where(wavelengths > longest, slowed, plain)
+    is_between = (wavelengths <= longest) & (wavelengths >= shortest)
+    return torch.where(is_between, between, scaled)

@@ -1,0 +1,49 @@
+"""What families share that save and load under transformers' own names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from payload.errors import CheckpointError
+
+# Who wrote the weights and in which dtype, and where a folder's own code is.
+_NOT_KEPT = ("_name_or_path", "auto_map", "torch_dtype", "transformers_version")
+
+
+def saved_config(raw: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:
+    """Return the content of a checkpoint's config.json: what was read, for fp32 weights."""
+    kept = {key: value for key, value in raw.items() if key not in _NOT_KEPT}
+    return {**kept, "architectures": [architecture], "dtype": "float32"}
+
+
+def load_named(
+    wanted: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    *,
+    unused: tuple[str, ...],
+    where: str,
+) -> None:
+    """Copy `tensors` into those of the same name, one after another.
+
+    Tensors may have more whose names end with one of `unused`. Raises CheckpointError, which names
+    `where`, when some are missing or of another size.
+    """
+    found = {name for name in tensors if name in wanted or not name.endswith(unused)}
+    missing, extra = sorted(set(wanted) - found), sorted(found - set(wanted))
+    if missing or extra:
+        raise CheckpointError(
+            f"{where}: not the weights that config.json describes: {len(missing)} missing "
+            f"(first: {missing[:1]}), {len(extra)} unknown (first: {extra[:1]}). Name the folder "
+            "of a whole model."
+        )
+    for name, target in wanted.items():
+        value = tensors[name]
+        if value.shape != target.shape:
+            raise CheckpointError(
+                f"{where}: {name} is {tuple(value.shape)}, config.json says {tuple(target.shape)}. "
+                "Name the folder of a whole model."
+            )
+        target.detach().copy_(value)

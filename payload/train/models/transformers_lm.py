@@ -1,0 +1,377 @@
+"""Any causal language model that transformers builds from its own code, as one of ours.
+
+transformers' module does the layers; the loss is ours where the head is a plain linear layer and
+nothing changes its logits afterwards. No code of a model's folder is ever run.
+B batch, T tokens in this pass, C width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from payload.errors import CheckpointError
+from payload.models.other import OtherSpec
+from payload.models.spec import ModelSpec
+from payload.train.models.base import CausalLM
+from payload.train.models.saved import load_named, saved_config
+from payload.untrusted import shown
+
+MODEL_TYPES = ("*",)
+"""Whatever no other family has."""
+
+_Module = Any
+"""transformers.PreTrainedModel, most of whose methods have no types."""
+_Config = Any
+"""transformers.PreTrainedConfig."""
+
+_PROBE_TOKENS = 2
+# Buffers that old releases saved.
+_UNUSED = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
+
+
+class ModelCache:
+    """What the layers keep of the tokens seen so far: one for the whole model.
+
+    Without one of transformers' key-value caches it keeps the tokens, and every pass makes all of
+    them.
+    """
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+        """transformers' cache; None = `tokens` instead."""
+        self.tokens: Tensor | None = None
+
+    def num_tokens(self) -> int:
+        """Return the number of tokens seen so far."""
+        if self.kept is not None:
+            return int(self.kept.get_seq_length())
+        return 0 if self.tokens is None else self.tokens.shape[1]
+
+    def extend(self, tokens: Tensor) -> Tensor:
+        """Append new tokens; return all."""
+        self.tokens = tokens if self.tokens is None else torch.cat((self.tokens, tokens), dim=1)
+        return self.tokens
+
+
+class TransformersLM(CausalLM):
+    """A model whose layers are transformers' own."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        dropout: float = 0.0,
+        random: bool = True,
+        reason: str = "our own layers do not have it",
+    ) -> None:
+        """Build the module from the spec's config; `reason` says why it is transformers' own."""
+        module = build_module(spec, dropout, random=random)
+        super().__init__(_counted(spec, module), dropout=dropout)
+        self._reason = reason
+        self.module = module
+        self._not_plain = why_not_plain(self.module)
+        self._keeps_tokens = not _has_key_value_cache(self.module)
+        self._matrices = frozenset(_hidden_matrices(self.module))
+
+    def hidden(self, tokens: Tensor, caches: Sequence[ModelCache] | None = None) -> Tensor:
+        """(B, T) token ids to (B, T, C), what the head reads; to the logits without a plain head.
+
+        With `caches`, `tokens` continue the ones seen before.
+        """
+        if not caches:
+            return self._run(tokens, use_cache=False)
+        (cache,) = caches
+        if cache.kept is None:
+            return self._run(cache.extend(tokens), use_cache=False)[:, -tokens.shape[1] :]
+        return self._run(tokens, past_key_values=cache.kept, use_cache=True)
+
+    def _run(self, tokens: Tensor, **options: Any) -> Tensor:
+        if self._not_plain is None:
+            made = self.module.base_model(input_ids=tokens, return_dict=True, **options)
+            return cast(Tensor, made.last_hidden_state)
+        return cast(Tensor, self.module(input_ids=tokens, return_dict=True, **options).logits)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., C) to (..., V)."""
+        if self._not_plain is not None:
+            return hidden
+        return cast(Tensor, self._head()(hidden))
+
+    def head_weight(self) -> nn.Parameter | None:
+        """Return the head's weight (V, C) where it is a plain linear layer, else None."""
+        if self._not_plain is not None:
+            return None
+        weight = self._head().weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    def new_caches(self) -> list[ModelCache]:
+        """Return an empty cache; it is one for all layers."""
+        if self._keeps_tokens:
+            return [ModelCache(None)]
+        from transformers import DynamicCache
+
+        return [ModelCache(DynamicCache(config=self.module.config))]
+
+    def tied_weight(self) -> nn.Parameter | None:
+        """Return None: autograd adds up both parts of a tied embedding's gradient."""
+        return None
+
+    def is_hidden_matrix(self, name: str) -> bool:
+        """Say whether the parameter of this name is a layer's matrix."""
+        return name in self._matrices
+
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """Return the weights as transformers' own `save_pretrained` names and shapes them."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tied = self.module.all_tied_weights_keys
+        state = {
+            name: value.detach()
+            for name, value in self.module.state_dict().items()
+            if name not in tied
+        }
+        return dict(revert_weight_conversion(self.module, state))
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return the content of config.json: the one that was read, for fp32 weights."""
+        return saved_config(_raw(self.spec), architecture=type(self.module).__name__)
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
+        """Set all weights from a checkpoint's tensors, under the names of transformers.
+
+        Raises CheckpointError, which names `where`, when some are missing or of another size.
+        """
+        tied = self.module.all_tied_weights_keys
+        wanted = {k: v for k, v in self.module.state_dict().items() if k not in tied}
+        if set(wanted) <= set(tensors):
+            load_named(wanted, tensors, unused=(*tied, *_UNUSED), where=where)
+        else:
+            self._load_converted(tensors, where=where)
+        _require_causal(self.module)
+
+    def _load_converted(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
+        """Load weights that transformers names or joins otherwise in memory than in files."""
+        kind = type(self.module)
+        try:
+            loaded, found = kind.from_pretrained(
+                None,
+                config=self.module.config,
+                state_dict=dict(tensors),
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{where}: transformers cannot load it ({first_line(error)}). Name the folder of a "
+                "whole model."
+            ) from None
+        for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
+            names = sorted(str(each) for each in found.get(what) or ())
+            if names:
+                raise CheckpointError(
+                    f"{where}: not the weights that config.json describes: {len(names)} "
+                    f"{what.partition('_')[0]} (first: {names[:1]}). Name the folder of a whole "
+                    "model."
+                )
+        self.module = loaded.train(self.module.training)
+
+    def speed_notes(self) -> list[str]:
+        """Say what runs on the reference although kernels were asked for, and why; a line each."""
+        notes = [f"{self.spec.model_type}: transformers' layers: {self._reason}"]
+        if self._not_plain is not None:
+            notes.append(f"the loss keeps all logits at once: {self._not_plain}")
+        if self._keeps_tokens:
+            notes.append("generation computes every token again: the model has no key-value cache")
+        return notes
+
+    def _head(self) -> nn.Linear:
+        return cast(nn.Linear, self.module.get_output_embeddings())
+
+
+def build_module(spec: ModelSpec, dropout: float, *, random: bool) -> _Module:
+    """Return transformers' module for the spec's config.json, in fp32.
+
+    Raises CheckpointError for a model that it has no code of its own for, or none that predicts
+    the next token.
+    """
+    config = module_config(_raw(spec), where="config.json", dropout=dropout)
+    kind = module_class(config)
+    try:
+        with nullcontext() if random else _without_initialisation():
+            module = kind._from_config(config, dtype=torch.float32)
+    except Exception as error:  # Sizes that do not fit fail anywhere in transformers' code.
+        raise CheckpointError(
+            f"config.json: transformers cannot build it ({first_line(error)}). Name the folder of "
+            "a whole model."
+        ) from None
+    module.tie_weights()  # Part of the initialisation that is left out.
+    if random:
+        _require_causal(module)
+    return module
+
+
+def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Config:
+    """Return transformers' own configuration of a config.json, every dropout set to `dropout`.
+
+    Raises CheckpointError for a model that needs code from its own folder, and for a quantised one.
+    """
+    from transformers import CONFIG_MAPPING
+
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in CONFIG_MAPPING:
+        remote = " and would run code of its own (auto_map)" if "auto_map" in raw else ""
+        raise CheckpointError(
+            f"{where}: model_type = {shown(name)}: this transformers does not have it{remote}. "
+            "Use a model that transformers builds from its own code."
+        )
+    if "quantization_config" in raw:
+        raise CheckpointError(
+            f"{where}: quantization_config: quantised weights cannot be trained. Name the "
+            "model's folder in bf16 or fp32."
+        )
+    plain = {key: value for key, value in raw.items() if key != "auto_map"}
+    try:
+        config = CONFIG_MAPPING[name].from_dict(plain)
+    except Exception as error:  # Each family checks its own fields, in its own way.
+        raise CheckpointError(
+            f"{where}: transformers refuses it ({first_line(error)}). Correct config.json."
+        ) from None
+    for key, value in config.to_dict().items():
+        if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, int | float):
+            setattr(config, key, type(value)(dropout) if value in (True, False) else dropout)
+    return config
+
+
+def module_class(config: _Config) -> Any:
+    """Return transformers' class for predicting the next token. Raises CheckpointError."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    is_text_alone = kind is not None and not kind.__name__.endswith("ForConditionalGeneration")
+    if not is_text_alone or getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(
+            f"config.json: model_type = {shown(config.model_type)}: transformers has no causal "
+            "language model of text alone for it. Use the model's text-only version."
+        )
+    return kind
+
+
+def why_not_plain(module: _Module) -> str | None:
+    """Return None when the logits are a linear layer of the last hidden state, else the reason.
+
+    A pass whose hidden state and logits are replaced by numbers of ours shows whether anything
+    happens to either on its way. It does not depend on the weights, so all ranks agree.
+    """
+    head = module.get_output_embeddings()
+    body = module.base_model
+    if type(head) is not nn.Linear:
+        return f"the head is {type(head).__name__}, not a plain linear layer"
+    if head.bias is not None:
+        return "the head has a bias"
+    if body is module:
+        return "the module without its head is not to be had"
+    generator = torch.Generator().manual_seed(0)
+    width, words = head.in_features, head.out_features
+    hidden = torch.randn(1, _PROBE_TOKENS, width, generator=generator)
+    logits = 100 * torch.randn(1, _PROBE_TOKENS, words, generator=generator)
+    read: list[Tensor] = []
+
+    def replace_hidden(_: object, __: object, made: Any) -> Any:
+        made["last_hidden_state" if "last_hidden_state" in made else 0] = hidden
+        return made
+
+    def replace_logits(_: object, inputs: tuple[Tensor, ...], __: object) -> Tensor:
+        read.append(inputs[0])
+        return logits
+
+    was_training = module.training
+    hooks: list[RemovableHandle] = [
+        body.register_forward_hook(replace_hidden),
+        head.register_forward_hook(replace_logits),
+    ]
+    try:
+        module.eval()
+        with torch.no_grad():
+            tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
+            made = module(input_ids=tokens, use_cache=False, return_dict=True).logits
+    except Exception as error:  # As in build_module.
+        raise CheckpointError(
+            f"config.json: transformers cannot run it ({first_line(error)}). Name the folder of a "
+            "whole model."
+        ) from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+        module.train(was_training)
+    if len(read) != 1 or not torch.equal(read[0], hidden):
+        return "the hidden state changes on its way to the head"
+    if not torch.equal(made, logits):
+        return "the logits change behind the head (a scale or a soft cap)"
+    return None
+
+
+def _counted(spec: ModelSpec, module: _Module) -> ModelSpec:
+    """Return the spec with its parameters counted, where config.json alone did not tell them."""
+    if not isinstance(spec, OtherSpec) or spec.counts is not None:
+        return spec
+    return spec.with_tensors({name: tuple(each.shape) for name, each in module.named_parameters()})
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of the error's text, or its class without one."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _raw(spec: ModelSpec) -> Mapping[str, Any]:
+    """Return config.json as it was read."""
+    return cast("Mapping[str, Any]", spec.config)  # type: ignore[attr-defined]
+
+
+def _has_key_value_cache(module: _Module) -> bool:
+    if module._is_stateful:
+        return False
+    return "past_key_values" in inspect.signature(module.base_model.forward).parameters
+
+
+def _hidden_matrices(module: _Module) -> set[str]:
+    """Return the names, in the CausalLM, of the linear layers' weights but the head's."""
+    head = module.get_output_embeddings()
+    return {
+        f"module.{name}.weight"
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear) and part is not head and part.weight.dim() == 2
+    }
+
+
+def _require_causal(module: _Module) -> None:
+    """Raise CheckpointError when a token's logits depend on the tokens behind it."""
+    was_training = module.training
+    module.eval()
+    with torch.no_grad():
+        pairs = (torch.tensor([[0, other]]) for other in (1, 2))
+        first, second = (module(input_ids=each, use_cache=False).logits[0, 0] for each in pairs)
+    module.train(was_training)
+    if not torch.allclose(first, second, rtol=1e-3, atol=1e-4):
+        raise CheckpointError(
+            f"config.json: model_type = {shown(module.config.model_type)}: each token sees those "
+            "behind it, so it cannot learn to predict the next one. Use a causal language model."
+        )
+
+
+def _without_initialisation() -> AbstractContextManager[None]:
+    from transformers.initialization import no_init_weights
+
+    return cast("AbstractContextManager[None]", no_init_weights())
+
+
+def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> TransformersLM:
+    """Build the model of this spec."""
+    return TransformersLM(spec, dropout=dropout, random=random)

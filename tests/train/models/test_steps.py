@@ -1,0 +1,153 @@
+"""Twenty steps of a run are those of transformers' model under torch's AdamW; a resume is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from benchmarks.architecture_cases import CASES, make_folder
+from payload.data.blocks import BlockOrder, TokenData
+from payload.results import RunPaths
+from tests.data_folders import make_data_folder
+from tests.launching import losses, mpirun, rank_env, run, train_program
+from tests.train.alone import train_alone
+
+STEPS, BATCH, LENGTH, SEED = 20, 4, 32, 3
+LR, DECAY, BETAS, CLIP = 1e-3, 0.1, (0.9, 0.95), 1.0
+CONFIG = f"""
+[run]
+seed = {SEED}
+[data]
+dir = "{{data}}"
+sequence_length = {LENGTH}
+[model]
+init = "{{init}}"
+dropout = 0.0
+[batch]
+global_batch_size = {BATCH}
+micro_batch_size = 1
+[optimizer]
+lr = {LR}
+min_lr = {LR}
+weight_decay = {DECAY}
+beta1 = {BETAS[0]}
+beta2 = {BETAS[1]}
+grad_clip = {CLIP}
+[schedule]
+warmup_steps = 0
+decay_steps = {STEPS}
+[train]
+steps = {STEPS}
+eval_every = 0
+eval_tokens = 64
+checkpoint_every = 10
+[precision]
+dtype = "fp32"
+"""
+
+Prepared = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data_folder(
+        tmp_path_factory.mktemp("data"),
+        num_train_tokens=4000,
+        num_val_tokens=200,
+        vocab_size=CASES["llama"]["vocab_size"],
+    )
+
+
+@pytest.fixture(scope="module")
+def config_of(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Prepared:
+    """`config_of(case)`: a run that starts from the case's weights."""
+
+    def prepare(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        make_folder(CASES[name], folder / "init")
+        config = folder / "config.toml"
+        config.write_text(CONFIG.format(data=data, init=folder / "init"), encoding="utf-8")
+        return config
+
+    return prepare
+
+
+def transformers_losses(folder: Path, data: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train transformers' model with torch's AdamW on the run's batches: losses and weights."""
+    # Not train(): GPT-2's config.json has dropout.
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=LR,
+        betas=BETAS,
+    )
+    blocks = TokenData.open(data, sequence_length=LENGTH).train
+    order = BlockOrder(num_blocks=blocks.num_full_blocks(), seed=SEED)
+    found = []
+    for step in range(STEPS):
+        samples = np.arange(step * BATCH, (step + 1) * BATCH, dtype=np.int64)
+        tokens, targets = blocks.gather(order.blocks(samples))
+        logits = model(input_ids=tokens).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found, dict(model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gemma3_text"])
+def test_twenty_steps_are_those_of_transformers_with_torchs_adamw(
+    name: str, tmp_path: Path, config_of: Prepared, data: Path
+) -> None:
+    config = config_of(name)
+    train_alone(tmp_path / "run", config)
+    wanted, weights = transformers_losses(config.parent / "init", data)
+    assert losses(tmp_path / "run") == pytest.approx(wanted, rel=1e-5)
+    assert wanted[-1] < wanted[0] - 0.1
+    ours = load_file(RunPaths(tmp_path / "run").checkpoint(STEPS) / "model.safetensors")
+    missed = sum(float((value - weights[key]).norm()) ** 2 for key, value in ours.items())
+    assert missed**0.5 < 1e-5 * sum(float(each.norm()) ** 2 for each in weights.values()) ** 0.5
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_moe"])
+def test_ten_steps_and_ten_after_a_resume_are_bitwise_twenty_in_one_go(
+    name: str, tmp_path: Path, config_of: Prepared
+) -> None:
+    config = config_of(name)
+    whole, parts = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "parts")
+    train_alone(whole.root, config)
+    train_alone(parts.root, config, "train.steps=10")
+    train_alone(parts.root, config)
+    assert losses(parts.root) == losses(whole.root)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        left = (whole.checkpoint(STEPS) / file).read_bytes()
+        assert left == (parts.checkpoint(STEPS) / file).read_bytes()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "counts"), [("gemma3_text", (2, 4)), ("qwen2_moe", (2,))])
+def test_losses_do_not_depend_on_how_many_ranks_train_a_family(
+    name: str, counts: tuple[int, ...], tmp_path: Path, config_of: Prepared
+) -> None:
+    config, short = config_of(name), "train.steps=5"
+    train_alone(tmp_path / "1", config, short)
+    for ranks in counts:
+        folder = tmp_path / str(ranks)
+        done = run(mpirun(ranks, *train_program(folder, config, short)), env=rank_env())
+        assert done.returncode == 0, done.stderr
+        assert losses(folder) == pytest.approx(losses(tmp_path / "1"), rel=1e-5)

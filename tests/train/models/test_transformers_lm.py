@@ -1,0 +1,160 @@
+"""Models that transformers builds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from benchmarks.architecture_cases import CASES, make_folder, random_tokens
+from payload.errors import CheckpointError
+from payload.models.registry import spec_of
+from payload.train.models.registry import build, load
+from payload.train.models.transformers_lm import TransformersLM
+
+
+def built(raw: dict[str, Any], **options: Any) -> TransformersLM:
+    return TransformersLM(spec_of(raw, where="config.json"), **options)
+
+
+def small(model_type: str, **more: Any) -> dict[str, Any]:
+    return {**CASES["llama"], "model_type": model_type, **more}
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (small("olmo2"), None),
+        (small("gemma2", head_dim=32), "soft cap"),
+        (small("granite", logits_scaling=8.0), "scale"),
+        (small("cohere", logit_scale=0.5), "scale"),
+        (small("phi", tie_word_embeddings=False), "the head has a bias"),
+    ],
+)
+def test_our_loss_is_used_where_logits_are_a_plain_linear_layers(
+    raw: dict[str, Any], reason: str | None
+) -> None:
+    model = built(raw)
+    assert (model.head_weight() is None) == (reason is not None)
+    notes = " ".join(model.speed_notes())
+    assert raw["model_type"] in notes
+    assert ("all logits at once" in notes) == (reason is not None)
+    assert reason is None or reason in notes
+    tokens, targets = random_tokens(raw["vocab_size"])
+    wanted = model.eval().module(input_ids=tokens, labels=tokens).logits
+    torch.testing.assert_close(model.logits(model.hidden(tokens)), wanted)
+    mean = model.token_losses(tokens, targets).mean()
+    torch.testing.assert_close(mean, model(tokens, targets))
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        ({"model_type": "my_model", "vocab_size": 9}, "this transformers does not have it"),
+        (
+            {"model_type": "m", "vocab_size": 9, "auto_map": {"AutoModelForCausalLM": "m.M"}},
+            "would run code of its own",
+        ),
+        (small("bert"), "each token sees those behind it"),
+        (small("olmo2", quantization_config={"quant_method": "gptq"}), "quantised weights"),
+        ({"model_type": "vit", "vocab_size": 9}, "no causal language model"),
+        ({"model_type": "bart", "vocab_size": 9}, "no causal language model"),
+        (small("olmo2", pad_token_id="x"), "transformers refuses it"),
+        (small("olmo2", num_attention_heads=7), "transformers cannot run it"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_one_line(raw: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CheckpointError, match=problem) as refused:
+        built(raw)
+    assert "\n" not in str(refused.value)
+
+
+def test_code_in_the_models_folder_never_runs(tmp_path: Path) -> None:
+    make_folder(CASES["olmo2"], tmp_path)
+    path, ran = tmp_path / "config.json", tmp_path / "ran"
+    raw = json.loads(path.read_text())
+    raw["auto_map"] = {"AutoModelForCausalLM": "modeling.M", "AutoConfig": "modeling.C"}
+    path.write_text(json.dumps(raw))
+    (tmp_path / "modeling.py").write_text(f"open({str(ran)!r}, 'w')\nclass M: ...\nclass C: ...\n")
+    model = load(tmp_path)
+    assert type(model).__name__ == "TransformersLM"
+    assert "auto_map" not in model.hf_config()
+    assert not ran.exists()
+
+
+def test_a_config_that_our_decoder_does_not_know_falls_back_and_says_so() -> None:
+    model = build(spec_of(CASES["llama, yarn rope"], where="config.json"))
+    assert isinstance(model, TransformersLM)
+    assert "yarn" in model.speed_notes()[0]
+
+
+@pytest.mark.parametrize("name", ["olmo2", "qwen2_moe", "gpt_neox"])
+def test_what_is_saved_loads_in_transformers_and_here(name: str, tmp_path: Path) -> None:
+    theirs = make_folder(CASES[name], tmp_path / "first")
+    model = load(tmp_path / "first")
+    again = tmp_path / "again"
+    again.mkdir()
+    tensors = {key: value.contiguous() for key, value in model.hf_tensors().items()}
+    save_file(tensors, again / "model.safetensors", metadata={"format": "pt"})
+    (again / "config.json").write_text(json.dumps(model.hf_config()))
+    assert set(tensors) == set(load_file(tmp_path / "first" / "model.safetensors"))
+    tokens, _ = random_tokens(theirs.config.vocab_size)
+    with torch.no_grad():
+        wanted = theirs(input_ids=tokens).logits
+        loaded: Any = AutoModelForCausalLM.from_pretrained(again)
+        torch.testing.assert_close(loaded.eval()(input_ids=tokens).logits, wanted)
+        ours = load(again).eval()
+        torch.testing.assert_close(ours.logits(ours.hidden(tokens)), wanted)
+
+
+@pytest.mark.parametrize("name", ["olmo2", "qwen2_moe"])
+def test_a_missing_weight_is_refused_not_made_up(name: str, tmp_path: Path) -> None:
+    make_folder(CASES[name], tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    gone = next(each for each in tensors if "layers.1." in each and "mlp" in each)
+    del tensors[gone]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="missing"):
+        load(tmp_path)
+
+
+def test_dropout_is_that_of_the_run_not_of_the_config() -> None:
+    tokens, targets = random_tokens(1031)
+    raw = small("olmo2", attention_dropout=0.5)
+    still = built(raw)
+    assert still.training
+    assert still(tokens, targets) == still(tokens, targets)
+    shaken = built(small("olmo2"), dropout=0.5)
+    assert shaken(tokens, targets) != shaken(tokens, targets)
+
+
+def test_a_model_without_a_key_value_cache_generates_from_its_tokens() -> None:
+    raw = {
+        "model_type": "mamba",
+        "vocab_size": 97,
+        "hidden_size": 16,
+        "state_size": 4,
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": True,
+    }
+    model = built(raw).eval()
+    assert "no key-value cache" in " ".join(model.speed_notes())
+    tokens, _ = random_tokens(97)
+    caches = model.new_caches()
+    with torch.no_grad():
+        parts = [model.hidden(part, caches) for part in torch.split(tokens, [7, 1, 40], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model.hidden(tokens))
+    assert caches[0].num_tokens() == tokens.shape[1]
+
+
+def test_muon_gets_the_layers_matrices_but_neither_embedding_nor_head() -> None:
+    model = built(small("olmo2", tie_word_embeddings=False))
+    chosen = {name for name, _ in model.named_parameters() if model.is_hidden_matrix(name)}
+    assert len(chosen) == 7 * 4
+    assert all("_proj" in name for name in chosen)
