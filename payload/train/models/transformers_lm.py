@@ -292,25 +292,15 @@ def why_not_plain(module: _Module) -> str | None:
         read.append(inputs[0])
         return logits
 
-    was_training = module.training
     hooks: list[RemovableHandle] = [
         body.register_forward_hook(replace_hidden),
         head.register_forward_hook(replace_logits),
     ]
     try:
-        module.eval()
-        with torch.no_grad():
-            tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
-            made = module(input_ids=tokens, use_cache=False, return_dict=True).logits
-    except Exception as error:  # As in build_module.
-        raise CheckpointError(
-            f"config.json: transformers cannot run it ({first_line(error)}). Name the folder of a "
-            "whole model."
-        ) from None
+        made = _probed(module, torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64))
     finally:
         for hook in hooks:
             hook.remove()
-        module.train(was_training)
     if len(read) != 1 or not torch.equal(read[0], hidden):
         return "the hidden state changes on its way to the head"
     if not torch.equal(made, logits):
@@ -351,14 +341,26 @@ def _hidden_matrices(module: _Module) -> set[str]:
     }
 
 
-def _require_causal(module: _Module) -> None:
-    """Raise CheckpointError when a token's logits depend on the tokens behind it."""
+def _probed(module: _Module, tokens: Tensor) -> Tensor:
+    """Return the logits of a few tokens. Raises CheckpointError when transformers' code fails."""
     was_training = module.training
     module.eval()
-    with torch.no_grad():
-        pairs = (torch.tensor([[0, other]]) for other in (1, 2))
-        first, second = (module(input_ids=each, use_cache=False).logits[0, 0] for each in pairs)
-    module.train(was_training)
+    try:
+        with torch.no_grad():
+            return cast(Tensor, module(input_ids=tokens, use_cache=False, return_dict=True).logits)
+    except Exception as error:  # As in build_module.
+        raise CheckpointError(
+            f"config.json: transformers cannot run it ({first_line(error)}). Name the folder of a "
+            "whole model."
+        ) from None
+    finally:
+        module.train(was_training)
+
+
+def _require_causal(module: _Module) -> None:
+    """Raise CheckpointError when a token's logits depend on the tokens behind it."""
+    pairs = (torch.tensor([[0, other]]) for other in (1, 2))
+    first, second = (_probed(module, each)[0, 0] for each in pairs)
     if not torch.allclose(first, second, rtol=1e-3, atol=1e-4):
         raise CheckpointError(
             f"config.json: model_type = {shown(module.config.model_type)}: each token sees those "

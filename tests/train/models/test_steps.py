@@ -120,8 +120,12 @@ def test_twenty_steps_are_those_of_transformers_with_torchs_adamw(
     assert losses(tmp_path / "run") == pytest.approx(wanted, rel=1e-5)
     assert wanted[-1] < wanted[0] - 0.1
     ours = load_file(RunPaths(tmp_path / "run").checkpoint(STEPS) / "model.safetensors")
-    missed = sum(float((value - weights[key]).norm()) ** 2 for key, value in ours.items())
-    assert missed**0.5 < 1e-5 * sum(float(each.norm()) ** 2 for each in weights.values()) ** 0.5
+    for key, value in ours.items():
+        # Keys' biases do not change the loss: AdamW follows what rounding leaves of their gradient.
+        same = [0, 2] if key.endswith("c_attn.bias") else slice(None)
+        parts = 3 if key.endswith("c_attn.bias") else 1
+        found, there = value.view(parts, -1)[same], weights[key].view(parts, -1)[same]
+        assert (found - there).norm() < 1e-4 * there.norm(), key
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_moe"])
