@@ -27,6 +27,7 @@ _BUFFER = re.compile(
 _HEAD = re.compile(r"(\A|\.)(lm_head|embed_out)\.weight\Z")
 _EMBEDDING = re.compile(r"(\A|[._])(embed\w*|\w*embeddings?|wte|wpe)(\.\w+)*\.weight\Z")
 _POSITIONS = re.compile(r"(\A|\.)(wpe|\w*pos\w*)(\.\w+)*\.weight\Z")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _EXPERTS = re.compile(r"\.experts(\.|\Z)")
 _NUMBER = re.compile(r"\.(\d+)\.")
 
@@ -186,7 +187,7 @@ class OtherSpec(ModelSpec):
 def read(raw: Mapping[str, Any], *, where: str) -> OtherSpec:
     """Return the spec that a config.json describes, without counts. Raises CheckpointError."""
     kind = raw.get("model_type")
-    if not isinstance(kind, str):
+    if not isinstance(kind, str) or not _NAME.fullmatch(kind):
         raise CheckpointError(f"{where}: model_type is {shown(kind)}: must be a name. {_FIX}")
     if "vocab_size" not in raw:
         raise CheckpointError(
