@@ -34,8 +34,11 @@ with (folder / "calls.jsonl").open("a") as calls:
 answers = json.loads((folder / "answers.json").read_text())
 for answer in answers:
     if words[: len(answer["words"])] == answer["words"] and answer["times"] != 0:
-        answer["times"] -= 1
-        (folder / "answers.json").write_text(json.dumps(answers))
+        if answer["times"] > 0:
+            answer["times"] -= 1
+            # Whole or not at all: an interrupt must not leave half of it for the next call.
+            (folder / "answers.new").write_text(json.dumps(answers))
+            os.replace(folder / "answers.new", folder / "answers.json")
         time.sleep(answer["takes_s"])
         if events is not None:
             events.write_text(answer["events"])
