@@ -19,16 +19,16 @@ SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 TRAINER_FILE = "trainer.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
-NEEDED_FILES = ("model.safetensors", "config.json", OPTIMIZER_FILE, TRAINER_FILE)
-"""What a run cannot be resumed without; the tokenizer's files are for others."""
+MODEL_FILES = ("model.safetensors", "config.json")
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
+"""Of a run that trains an adapter, in place of `MODEL_FILES`."""
+NEEDED_FILES = (OPTIMIZER_FILE, TRAINER_FILE)
+"""What a run cannot be resumed without besides; the tokenizer's files are for others."""
 BEST_NAME = "best"
 """A link beside the checkpoints, to the one with the lowest validation loss."""
 
 PARTIAL_SUFFIX = ".partial"
 """Of a checkpoint's folder while it is written or removed."""
-
-BYTES_PER_PARAM = 12
-"""Of a checkpoint on disk: fp32 weights and two AdamW moments."""
 
 FOLDER_NAME = re.compile(r"step_(\d{8,18})")
 """A checkpoint's folder, by the number of its step."""
@@ -106,7 +106,7 @@ def best_checkpoints(checkpoints: Path, val_losses: Mapping[int, float]) -> list
     return unrated if lowest is None else [*unrated, lowest]
 
 
-def require_room(train: TrainSection, *, params: int, run: Path) -> None:
+def require_room(train: TrainSection, *, checkpoint_bytes: int, run: Path) -> None:
     """Raise ConfigError when the checkpoints that a run keeps, and one more, do not fit its disk.
 
     It keeps the newest ones and the best. On a resume some of them are there, and what an
@@ -114,7 +114,7 @@ def require_room(train: TrainSection, *, params: int, run: Path) -> None:
     """
     most = most_checkpoints(train)
     to_come = most - min(most - 1, len(checkpoint_folders(run / "checkpoints")))
-    needed = to_come * params * BYTES_PER_PARAM
+    needed = to_come * checkpoint_bytes
     free = free_bytes(run) + _bytes_of(partial_checkpoints(run / "checkpoints"))
     if free < needed:
         advice = "Free space or lower train.keep_checkpoints" if to_come > 1 else "Free space"
@@ -165,7 +165,9 @@ def manifest_problems(folder: Path) -> list[str]:
         manifest = load_manifest(folder)
     except CheckpointError as error:
         return [str(error)]
-    missing = [name for name in NEEDED_FILES if name not in manifest.files]
+    is_adapter = any(name in manifest.files for name in ADAPTER_FILES)
+    needed = (*(ADAPTER_FILES if is_adapter else MODEL_FILES), *NEEDED_FILES)
+    missing = [name for name in needed if name not in manifest.files]
     if missing:
         return [f"{MANIFEST_FILE}: does not list {missing[0]}."]
     found = (_file_problem(folder / name, entry) for name, entry in manifest.files.items())

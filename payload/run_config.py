@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from payload.errors import ConfigError
+from payload.models.adapter import AdaptedSpec
 from payload.models.registry import from_scratch
 from payload.models.spec import ModelSpec
 from payload.settings import parse_sections, render_sections, setting
@@ -22,6 +23,11 @@ _FIXED = (
     ("model", "n_layer"),
     ("model", "n_head"),
     ("model", "n_embd"),
+    ("adapter", "kind"),
+    ("adapter", "rank"),
+    ("adapter", "alpha"),
+    ("adapter", "target"),
+    ("adapter", "rslora"),
     ("optimizer", "name"),
 )
 
@@ -81,6 +87,27 @@ class ModelSection:
             sequence_length=sequence_length,
             vocab_size=vocab_size,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSection:
+    """[adapter]; the weights of model.init stay as they are, and a small adapter is trained"""
+
+    kind: Literal["none", "lora"] = "none"
+    """`lora`: two low-rank matrices beside each target linear; checkpoints are PEFT's."""
+    rank: int = setting(16, low=1, high=4096)
+    alpha: float = setting(32.0, above=0.0)
+    """The adapter's output is multiplied by alpha / rank."""
+    dropout: float = setting(0.0, low=0.0, high=0.99)
+    """Of the adapter's input."""
+    target: str = "all-linear"
+    """`all-linear`, or names of linears with commas between: `q_proj,v_proj`."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead, which keeps the scale for high ranks."""
+
+    def is_on(self) -> bool:
+        """Say whether an adapter is trained instead of the model."""
+        return self.kind != "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +260,7 @@ class RunConfig:
     run: RunSection = field(default_factory=RunSection)
     data: DataSection = field(default_factory=DataSection)
     model: ModelSection = field(default_factory=ModelSection)
+    adapter: AdapterSection = field(default_factory=AdapterSection)
     batch: BatchSection = field(default_factory=BatchSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
@@ -250,6 +278,15 @@ class RunConfig:
     def uses_kernels(self) -> bool:
         """Whether the project's own kernels do the layers, where they can be built."""
         return self.engine.wants_kernels() and not self.model.dropout
+
+    def adapted(self, spec: ModelSpec) -> ModelSpec:
+        """Return the spec of what is trained: `spec`, with the run's adapter if it has one.
+
+        Raises ConfigError for an adapter.target that the model does not have.
+        """
+        if not self.adapter.is_on():
+            return spec
+        return AdaptedSpec.of(spec, rank=self.adapter.rank, target=self.adapter.target)
 
     def longest_wait_s(self) -> float:
         """Longest time without progress in any phase; after it, ranks give each other up."""
@@ -301,6 +338,7 @@ def _contradictions(config: RunConfig) -> list[str]:
     found = []
     optimizer, schedule, train = config.optimizer, config.schedule, config.train
     spec = config.model.spec(sequence_length=1, vocab_size=1)
+    found += _adapter_contradictions(config)
     if spec.width() % spec.num_heads():
         found.append(
             f"model.n_embd = {spec.width()} is not a multiple of model.n_head = {spec.num_heads()}."
@@ -338,5 +376,22 @@ def _contradictions(config: RunConfig) -> list[str]:
     if not config.run.name.strip() or "/" in config.run.name or not config.run.name.isprintable():
         found.append(
             f"run.name = {config.run.name!r}: use a name without slashes or control characters."
+        )
+    return found
+
+
+def _adapter_contradictions(config: RunConfig) -> list[str]:
+    if not config.adapter.is_on():
+        return []
+    found, kind = [], config.adapter.kind
+    if config.model.init == "scratch":
+        found.append(
+            f'adapter.kind = "{kind}" trains beside weights that exist, but model.init = "scratch" '
+            "has none. Name a model."
+        )
+    if config.engine.kind != "native" or config.engine.compile:
+        found.append(
+            f'adapter.kind = "{kind}" runs on engine.kind = "native" without engine.compile alone. '
+            "Leave them out."
         )
     return found

@@ -62,7 +62,7 @@ def test_a_manifest_that_says_nothing_makes_no_checkpoint_sound(tmp_path: Path, 
     assert "manifest.json" in problem and "\n" not in problem
 
 
-@pytest.mark.parametrize("name", NEEDED_FILES)
+@pytest.mark.parametrize("name", ["config.json", *NEEDED_FILES])
 def test_a_manifest_that_leaves_out_a_file_makes_no_checkpoint_sound(
     tmp_path: Path, name: str
 ) -> None:

@@ -18,6 +18,8 @@ class Arithmetic:
     """The run's numbers before it starts."""
 
     params: int
+    checkpoint_bytes: int
+    """What one checkpoint takes on disk, without the small files."""
     flops_per_step: int
     tokens_per_step: int
     tokens_total: int
@@ -63,6 +65,7 @@ def work_out(
         step_s = run_step_time(config, spec, compute_s=compute_s, network=network).total_s()
     return Arithmetic(
         params=spec.num_params(),
+        checkpoint_bytes=spec.checkpoint_bytes(),
         flops_per_step=flops,
         tokens_per_step=tokens,
         tokens_total=tokens * config.train.steps,

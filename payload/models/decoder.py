@@ -19,7 +19,14 @@ from payload.models.decoder_config import (
     read_decoder_config,
     supported_activation,
 )
-from payload.models.spec import LOGITS_TOKENS, PROCESS_BYTES, Dtype, GradientSize, ModelSpec
+from payload.models.spec import (
+    LOGITS_TOKENS,
+    PROCESS_BYTES,
+    Dtype,
+    GradientSize,
+    LinearSize,
+    ModelSpec,
+)
 
 MODEL_TYPES = (*FAMILIES, "gemma3")
 
@@ -198,6 +205,14 @@ class DecoderSpec(ModelSpec):
         yield "model.norm.weight", (self.hidden_size,)
         if not self.is_tied():
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
+
+    def linears(self) -> tuple[LinearSize, ...]:
+        """Return the layers' linears in the order of the forward pass."""
+        return tuple(
+            LinearSize(name.removesuffix(".weight"), inputs=shape[1], outputs=shape[0])
+            for name, shape in self.tensor_shapes()
+            if name.endswith("_proj.weight")
+        )
 
     def _layer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         width, queries, keys = self.hidden_size, self._query_width(), self._key_width()

@@ -8,7 +8,14 @@ from typing import Literal, Self, cast
 
 from payload.errors import CheckpointError
 from payload.hf_folder import FIX
-from payload.models.spec import LOGITS_TOKENS, PROCESS_BYTES, Dtype, GradientSize, ModelSpec
+from payload.models.spec import (
+    LOGITS_TOKENS,
+    PROCESS_BYTES,
+    Dtype,
+    GradientSize,
+    LinearSize,
+    ModelSpec,
+)
 from payload.untrusted import build, checked, shown
 
 MODEL_TYPES = ("gpt2",)
@@ -60,6 +67,21 @@ class Gpt2Spec(ModelSpec):
             "n_embd": self.n_embd,
             "bias": self.bias,
         }
+
+    def linears(self) -> tuple[LinearSize, ...]:
+        """Return the layers' linears in the order of the forward pass."""
+        width = self.n_embd
+        of_layer = (
+            ("attn.c_attn", width, 3 * width),
+            ("attn.c_proj", width, width),
+            ("mlp.c_fc", width, 4 * width),
+            ("mlp.c_proj", 4 * width, width),
+        )
+        return tuple(
+            LinearSize(f"h.{layer}.{name}", inputs, outputs)
+            for layer in range(self.n_layer)
+            for name, inputs, outputs in of_layer
+        )
 
     def num_matrix_params(self) -> int:
         """Weights of the layers' matrices: attention 4, MLP 8 times n_embd squared, per layer."""

@@ -44,6 +44,16 @@ class GradientSize:
     forward pass, so its gradient is the last one."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinearSize:
+    """A linear of a layer, which an adapter can go on."""
+
+    name: str
+    """Its dotted path below the model, in the names of this project's modules."""
+    inputs: int
+    outputs: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(ABC):
     """A model's numbers. Every family has a subclass, with its own config's fields."""
@@ -106,6 +116,10 @@ class ModelSpec(ABC):
     @abstractmethod
     def is_tied(self) -> bool:
         """Say whether the output head is the token embedding."""
+
+    def linears(self) -> tuple[LinearSize, ...]:
+        """Return the layers' linears in the order of the forward pass; empty = not known here."""
+        return ()
 
     def num_trainable_params(self) -> int:
         """Return the number of weights that have a gradient and optimizer state."""

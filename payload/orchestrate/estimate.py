@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from payload.checkpoint_files import BYTES_PER_PARAM, free_bytes, most_checkpoints
+from payload.checkpoint_files import free_bytes, most_checkpoints
 from payload.errors import ConfigError
 from payload.launch.plan import LaunchPlan
 from payload.models.spec import typical_mfu
@@ -91,7 +91,7 @@ def estimate(
     hourly_usd = planned.inventory.hourly_usd()
     return Estimate(
         checkpoints=most_checkpoints(train),
-        checkpoint_bytes=numbers.params * BYTES_PER_PARAM,
+        checkpoint_bytes=numbers.checkpoint_bytes,
         data_bytes=sum(sizes.values()),
         free_bytes=free_bytes(planned.paths.root) if is_local else None,
         seconds=seconds,

@@ -84,6 +84,7 @@ def plan_run(
     time_limit(config.limits, inventory)
     placement = place_ranks(inventory, config.launch, domains=chosen.domains)
     spec, guess = initial_spec(config, vocab_size=vocab_size)
+    spec = config.adapted(spec)
     arithmetic = work_out(
         config,
         spec=spec,

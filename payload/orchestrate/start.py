@@ -310,8 +310,8 @@ def _settle(
 
 
 def _require_room(planned: PlannedRun) -> None:
-    params = planned.plan.arithmetic.params
-    require_room(planned.config.train, params=params, run=planned.paths.root)
+    size = planned.plan.arithmetic.checkpoint_bytes
+    require_room(planned.config.train, checkpoint_bytes=size, run=planned.paths.root)
 
 
 def _fresh_id(config: RunConfig) -> str:

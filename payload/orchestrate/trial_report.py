@@ -82,7 +82,7 @@ def with_trial(
         made = sorted({finding.check for finding in findings} & set(made), key=TRIED.index)
     else:
         spec, guess = initial_spec(config, vocab_size=None)
-        prediction = predict(config, spec, trial.measured)
+        prediction = predict(config, config.adapted(spec), trial.measured)
         findings += speed_findings(inventory.nodes, trial.measured)
         findings += exchange_findings(inventory.nodes, trial.measured, prediction)
         notes += [summary(trial.measured, prediction), *([guess] if guess else [])]

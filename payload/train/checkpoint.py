@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from payload.adapter_files import ADAPTER_FILE
 from payload.checkpoint_files import (
     BEST_NAME,
     MANIFEST_FILE,
@@ -31,11 +32,24 @@ from payload.checkpoint_files import (
 from payload.errors import CheckpointError, TrainingError
 from payload.hf_folder import WEIGHTS_FILE
 from payload.train.models.base import CausalLM
+from payload.train.models.lora import save_adapter
 from payload.train.tensor_file import write_tensors
 from payload.train.weights import save_hf
 from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModel:
+    """The frozen weights of an adapter's run, which no checkpoint has a copy of."""
+
+    source: str
+    """Folder or hub name."""
+    revision: str | None = None
+    """Commit on the hub."""
+    sha256: str = ""
+    """Over the files with the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +71,8 @@ class TrainerState:
     """Time spent training so far, over all attempts."""
     world_size: int = checked(low=1)
     tokenizer: dict[str, str] = field(default_factory=dict)
+    base: BaseModel | None = None
+    """What an adapter was trained beside; None without one."""
     config_toml: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -84,7 +100,11 @@ def save_checkpoint(
         # Not the run's folder: where that was removed, a part of it must not come back.
         partial.parent.mkdir(exist_ok=True)
         partial.mkdir()
-        sha256 = {WEIGHTS_FILE: save_hf(model, partial, progressed=progressed)}
+        if model.adapter is not None and state.base is not None:
+            base = (state.base.source, state.base.revision)
+            sha256 = {ADAPTER_FILE: save_adapter(model, partial, base=base, progressed=progressed)}
+        else:
+            sha256 = {WEIGHTS_FILE: save_hf(model, partial, progressed=progressed)}
         sha256[OPTIMIZER_FILE] = write_tensors(
             partial / OPTIMIZER_FILE, optimizer, progressed=progressed
         )

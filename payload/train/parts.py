@@ -12,6 +12,7 @@ from payload.data.blocks import TokenData
 from payload.results import RunPaths
 from payload.run_config import RunConfig
 from payload.train.calibration import Calibration
+from payload.train.checkpoint import BaseModel
 from payload.train.gradients import GradientExchange
 from payload.train.metrics import MetricsFile, SignOfLife
 from payload.train.models.base import CausalLM
@@ -37,6 +38,8 @@ class Parts:
     exchange: GradientExchange
     tokenizer: Mapping[str, bytes]
     """Its files for the checkpoints, by name; on rank 0 only."""
+    base: BaseModel | None
+    """What an adapter is trained beside; on rank 0 only."""
     metrics: MetricsFile | None
     """On rank 0 only."""
     sign_of_life: SignOfLife

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 
 from payload.data.blocks import TokenData
@@ -19,6 +20,7 @@ from payload.train.calibration import Calibration, calibrate
 from payload.train.engine import engage, require_engine
 from payload.train.gradients import GradientExchange
 from payload.train.metrics import MetricsFile, SignOfLife
+from payload.train.models.lora import shrink_base
 from payload.train.optimizer import build_optimizers
 from payload.train.parts import Parts
 from payload.train.setup import Start, find_start, require_disk_space, restore_optimizer
@@ -95,11 +97,11 @@ def _train(
     resumed_at_step = start.state.step if start.state else 0
     sign_of_life.tell(step=resumed_at_step, phase="start")
     if world.is_main:
-        require_disk_space(config, start.model.spec, paths=paths)
+        require_disk_space(config, start.model.trained_spec(), paths=paths)
         if not data.has_range_hashes():
             log.warning(no_range_hashes(data.folder))
         for line in describe(
-            config, spec=start.model.spec, data=data, world=world, calibration=calibration
+            config, spec=start.model.trained_spec(), data=data, world=world, calibration=calibration
         ):
             log.info(line)
         for note in start.model.speed_notes():
@@ -148,6 +150,8 @@ def _assemble(
     clock: StartClock,
 ) -> Parts:
     """Wrap the model, and give every rank rank 0's parameters and optimizer state."""
+    if calibration.dtype == "bf16":
+        shrink_base(start.model, torch.bfloat16)
     optimizers = build_optimizers(start.model, config.optimizer, config.engine)
     step = start.state.step if start.state else 0
     sign_of_life.tell(step=step, phase="kernels")
@@ -175,6 +179,7 @@ def _assemble(
         optimizers=optimizers,
         exchange=exchange,
         tokenizer=start.tokenizer,
+        base=start.base,
         metrics=metrics,
         sign_of_life=sign_of_life,
         stop_requested=stop_requested,

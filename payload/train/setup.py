@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Mapping
@@ -13,22 +14,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from payload.adapter_files import has_adapter, read_adapter_config
 from payload.checkpoint_files import (
     MANIFEST_FILE,
     checkpoint_folders,
     manifest_problems,
     require_room,
+    sha256_of,
 )
 from payload.data.blocks import TokenData
 from payload.data.tokenizer_files import tokenizer_files
 from payload.data_folder import TRAIN_NAME
 from payload.errors import CheckpointError
-from payload.hf_folder import CONFIG_FILE, read_config
+from payload.hf_folder import CONFIG_FILE, read_config, weight_files
+from payload.hints import command
 from payload.models.registry import spec_of
 from payload.models.spec import ModelSpec
 from payload.results import RunPaths
 from payload.run_config import RunConfig, fixed_differences, parse_run_config
 from payload.train.checkpoint import (
+    BaseModel,
     TrainerState,
     load_optimizer_tensors,
     load_trainer_state,
@@ -36,6 +41,7 @@ from payload.train.checkpoint import (
     remove_partial_checkpoints,
 )
 from payload.train.models.base import CausalLM
+from payload.train.models.lora import add_adapter, load_adapter, read_adapter_tensors
 from payload.train.models.registry import build, load
 from payload.train.optimizer import Optimizers
 from payload.train.weights import model_folder, train_on_sequences_of
@@ -63,6 +69,8 @@ class Start:
     checkpoint: Path | None
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     """The tokenizer's files for the checkpoints, by name; on rank 0 only."""
+    base: BaseModel | None = None
+    """What an adapter is trained beside; on rank 0 only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,16 +105,23 @@ def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: Wo
         model = build(spec, dropout=config.model.dropout)
         tokenizer = _tokenizer(data, source=None, model=model) if world.is_main else {}
         return Start(model=model, state=None, checkpoint=None, tokenizer=tokenizer)
+    state = None
+    if resumes:
+        found = load_trainer_state(checkpoint) if checkpoint else None
+        state = world.broadcast(found, TrainerState)
+        _require_same_run(state, config)
     folder = _weights_folder(checkpoint, config) if world.is_main else None
+    base = _base_model(folder, config, state) if folder and config.adapter.is_on() else None
     model = _loaded_model(folder, config, world=world)
     _require_vocabulary(model.spec, data)
     tokenizer = _tokenizer(data, source=folder, model=model) if world.is_main else {}
-    if not resumes:
-        return Start(model=model, state=None, checkpoint=None, tokenizer=tokenizer)
-    state = world.broadcast(load_trainer_state(checkpoint) if checkpoint else None, TrainerState)
-    _require_same_data(state, data)
-    _require_same_run(state, config)
-    return Start(model=model, state=state, checkpoint=checkpoint, tokenizer=tokenizer)
+    if config.adapter.is_on():
+        add_adapter(model, config.adapter, seed=config.run.seed)
+        if checkpoint is not None:
+            load_adapter(model, read_adapter_tensors(checkpoint), where=str(checkpoint))
+    if state is not None:
+        _require_same_data(state, data)
+    return Start(model=model, state=state, checkpoint=checkpoint, tokenizer=tokenizer, base=base)
 
 
 def restore_optimizer(optimizers: Optimizers, start: Start, *, world: World) -> None:
@@ -120,7 +135,7 @@ def restore_optimizer(optimizers: Optimizers, start: Start, *, world: World) -> 
 def require_disk_space(config: RunConfig, spec: ModelSpec, *, paths: RunPaths) -> None:
     """Raise ConfigError when the run's checkpoints do not fit, after removing interrupted ones."""
     remove_partial_checkpoints(paths.checkpoints)
-    require_room(config.train, params=spec.num_params(), run=paths.root)
+    require_room(config.train, checkpoint_bytes=spec.checkpoint_bytes(), run=paths.root)
 
 
 def _checkpoint_to_resume(checkpoints: Path) -> Path | None:
@@ -138,9 +153,38 @@ def _checkpoint_to_resume(checkpoints: Path) -> Path | None:
 def _weights_folder(checkpoint: Path | None, config: RunConfig) -> Path:
     """Return the folder that the weights are in.
 
-    `checkpoint` is the run's own, which was verified when it was found; None is `model.init`.
+    `checkpoint` is the run's own, which was verified when it was found; None is `model.init`. That
+    of an adapter's run has no copy of the base's weights.
     """
+    if config.adapter.is_on():
+        checkpoint = None
     return checkpoint or model_folder(_checkpoint_source(config.model.init))
+
+
+def _base_model(folder: Path, config: RunConfig, state: TrainerState | None) -> BaseModel:
+    """Return what identifies the adapter's base in `folder`; a resume needs the same weights."""
+    if has_adapter(folder):
+        raise CheckpointError(
+            f"model.init = {config.model.init!r}: it is an adapter, and adapter.kind = "
+            f"{config.adapter.kind!r} needs whole weights below. Merge it first with "
+            f"{command('export', '--checkpoint', config.model.init, '--merge')}."
+        )
+    digest = hashlib.sha256()
+    for name in weight_files(folder):
+        digest.update(sha256_of(folder / name).encode())
+    source = config.model.init
+    found = BaseModel(
+        source=str(folder.resolve()) if Path(source).exists() else source,
+        sha256=digest.hexdigest(),
+    )
+    before = state.base if state else None
+    if before is not None and before.sha256 != found.sha256:
+        raise CheckpointError(
+            f"model.init = {source!r}: its weights are not those that the adapter was trained "
+            f"beside (sha256 {found.sha256[:12]}, then {before.sha256[:12]}). Restore them, or "
+            "start a new run."
+        )
+    return found
 
 
 def _tokenizer(data: TokenData, *, source: Path | None, model: CausalLM) -> Mapping[str, bytes]:
@@ -162,12 +206,20 @@ def _loaded_model(folder: Path | None, config: RunConfig, *, world: World) -> Ca
         train_on_sequences_of(model, config.data.sequence_length)
         _require_asked_sizes(model.spec, config)
         _say_what_is_not_used(model.spec, config)
-    raw = world.broadcast(json.dumps(read_config(folder)) if folder else None, str)
+    config_folder = _config_folder(folder) if folder else None
+    raw = world.broadcast(json.dumps(read_config(config_folder)) if config_folder else None, str)
     if model is None:
         spec = spec_of(json.loads(raw), where=f"rank 0's {CONFIG_FILE}")
         spec = spec.with_sequence_length(config.data.sequence_length)
         model = build(spec, dropout=config.model.dropout, random=False)
     return model
+
+
+def _config_folder(folder: Path) -> Path:
+    """Return the folder that has the model's config.json: an adapter's is its base's."""
+    if has_adapter(folder):
+        return model_folder(read_adapter_config(folder).source())
+    return folder
 
 
 def _checkpoint_source(source: str) -> str:

@@ -167,7 +167,7 @@ class Trainer:
             tokens, targets = parts.data.train.gather(self._order.blocks(samples))
             parts.data.train.expect(self._order.blocks(self.samples(micro_step + 1)))
             data_time_s += time.perf_counter() - before_s
-            if parts.model.dropout:
+            if parts.model.draws_masks():
                 # Masks follow from the sample, not from what ran before: resume is exact.
                 torch.manual_seed(parts.config.run.seed * 1_000_003 + int(samples[0]))
             last = micro_step == self._accumulation - 1
@@ -213,7 +213,7 @@ class Trainer:
     def _mfu(self, step_time_s: float) -> float | None:
         """Share of the measured peak; None above 1, where something disturbed the calibration."""
         parts = self._parts
-        flops = parts.config.tokens_per_step() * parts.model.spec.flops_per_token()
+        flops = parts.config.tokens_per_step() * parts.model.trained_spec().flops_per_token()
         share = flops / step_time_s / parts.calibration.peak_flops_per_s
         return share if share <= 1 else None
 
@@ -305,6 +305,7 @@ class Trainer:
                 wall_s=self.wall_s(),
                 world_size=parts.world.world_size,
                 tokenizer={"name": meta.tokenizer, "sha256": meta.tokenizer_sha256},
+                base=parts.base,
                 config_toml=parts.config.to_toml(),
                 versions=versions(),
             ),

@@ -75,7 +75,7 @@ class _MeanLoss(torch.autograd.Function):
         buffer = _buffer(hidden, vocabulary=vocabulary)
         losses = torch.empty(len(targets))
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = gradient.head_place(weight)
+        grad_weight = gradient.head_place(weight) if weight.requires_grad else None
         for start in range(0, len(targets), LOGITS_TOKENS):
             chunk = slice(start, start + LOGITS_TOKENS)
             rows = hidden[chunk]
@@ -88,7 +88,8 @@ class _MeanLoss(torch.autograd.Function):
                 grad_scale=1 / max(count, 1),
             )
             grad_hidden[chunk] = _hidden_gradient(logits, cast_weight, library)
-            _add_weight_gradient(grad_weight, logits, rows, library, is_first=start == 0)
+            if grad_weight is not None:
+                _add_weight_gradient(grad_weight, logits, rows, library, is_first=start == 0)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight, ctx.gradient = weight, gradient
         return _mean(losses, count)
@@ -99,7 +100,8 @@ class _MeanLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = float(grad)
         # Made in the forward pass for this one backward pass, so they may be changed.
-        ctx.gradient.add_head(ctx.weight, grad_weight, scale)
+        if grad_weight is not None:
+            ctx.gradient.add_head(ctx.weight, grad_weight, scale)
         if scale != 1:
             grad_hidden.mul_(scale)
         return grad_hidden, None, None, None, None

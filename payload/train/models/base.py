@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from payload.data.blocks import IGNORED_TARGET
+from payload.models.adapter import AdaptedSpec
 from payload.models.spec import ModelSpec
+from payload.run_config import AdapterSection
 from payload.train.kernels.kernels import Kernels
 
 
@@ -33,6 +35,8 @@ class CausalLM(nn.Module, ABC):
         self.dropout = dropout
         self.kernels: Kernels | None = None
         """Faster ways for a pass without caches; None = the plain modules, the reference."""
+        self.adapter: AdapterSection | None = None
+        """What is trained beside the frozen weights; `lora.add_adapter` sets it."""
 
     @abstractmethod
     def hidden(self, tokens: Tensor, caches: Sequence[Any] | None = None) -> Tensor:
@@ -83,6 +87,24 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def speed_notes(self) -> list[str]:
         """Say what runs on the reference although kernels were asked for, and why; a line each."""
+
+    def hf_name(self, module: str) -> str:
+        """Return transformers' path of the module that this model has at `module`."""
+        return module
+
+    def transposes_linears(self) -> bool:
+        """Say whether transformers keeps the weights of this family's linears as (in, out)."""
+        return False
+
+    def trained_spec(self) -> ModelSpec:
+        """Return the numbers of what is trained: the model's own, or those with its adapter."""
+        if self.adapter is None:
+            return self.spec
+        return AdaptedSpec.of(self.spec, rank=self.adapter.rank, target=self.adapter.target)
+
+    def draws_masks(self) -> bool:
+        """Say whether a training pass draws dropout masks."""
+        return bool(self.dropout or (self.adapter is not None and self.adapter.dropout))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) to (..., V)."""

@@ -101,7 +101,7 @@ class Decoder(CausalLM):
     def _embedded(self, tokens: Tensor) -> Tensor:
         """(B, T) to (B, T, C), scaled."""
         tied = self.tied_weight()
-        if self.kernels is not None and tied is not None:
+        if self.kernels is not None and tied is not None and tied.requires_grad:
             x = self.kernels.embed(tied, tokens)
         else:
             x = self.model.embed_tokens(tokens)

@@ -190,7 +190,7 @@ class GPT(CausalLM):
         return normed
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        if self.kernels is not None:
+        if self.kernels is not None and self.wte.weight.requires_grad:
             return self.kernels.embed(self.wte.weight, tokens)
         embedded: Tensor = self.wte(tokens)
         return embedded
@@ -219,6 +219,8 @@ class GPT(CausalLM):
             found.append(f"activation {self.activation}: the kernel has gelu_new alone")
         if self._head_width % 2:
             found.append(f"heads of odd width {self._head_width}")
+        if self.adapter is not None:
+            found.append("an adapter: the kernels train all weights of a layer")
         return found
 
     def speed_notes(self) -> list[str]:
@@ -242,6 +244,14 @@ class GPT(CausalLM):
     def is_hidden_matrix(self, name: str) -> bool:
         """Say whether the parameter of this name is a layer's matrix."""
         return name.startswith("h.") and self.get_parameter(name).dim() == 2
+
+    def hf_name(self, module: str) -> str:
+        """Return transformers' path of a module."""
+        return _PREFIX + module
+
+    def transposes_linears(self) -> bool:
+        """Say that transformers keeps the weights as (in, out): its Conv1D."""
+        return True
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return the weights under the names and in the layout of transformers."""

@@ -14,12 +14,20 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import payload.train.models as package
+from payload.adapter_files import has_adapter, read_adapter_config
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE
+from payload.hints import command
 from payload.models.registry import ANY, read_spec
 from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM
-from payload.train.weights import read_tensors, require_enough
+from payload.train.models.lora import (
+    add_adapter,
+    load_adapter,
+    merge_adapter,
+    read_adapter_tensors,
+)
+from payload.train.weights import model_folder, read_tensors, require_enough
 
 
 class Family(Protocol):
@@ -57,11 +65,29 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> Caus
 def load(folder: Path, *, dropout: float = 0.0) -> CausalLM:
     """Load the model in a folder in the Hugging Face layout.
 
-    Raises CheckpointError when it is absent, damaged or of no family that is known.
+    An adapter's folder gives its base with the adapter merged. Raises CheckpointError when it is
+    absent, damaged or of no family that is known.
     """
+    if has_adapter(folder):
+        return _load_merged(folder, dropout=dropout)
     spec = read_spec(folder)
     tensors = read_tensors(folder)
     require_enough(tensors, spec, folder)
     model = build(spec, dropout=dropout, random=False)
     model.load_tensors(tensors, where=str(folder))
+    return model
+
+
+def _load_merged(folder: Path, *, dropout: float) -> CausalLM:
+    config = read_adapter_config(folder)
+    base = model_folder(config.source())
+    if has_adapter(base):
+        raise CheckpointError(
+            f"{folder}: its base {base} is an adapter itself. Merge that one first with "
+            f"{command('export', '--checkpoint', str(base), '--merge')}."
+        )
+    model = load(base, dropout=dropout)
+    add_adapter(model, config.settings, seed=0)
+    load_adapter(model, read_adapter_tensors(folder), where=str(folder))
+    merge_adapter(model)
     return model

@@ -80,6 +80,10 @@ class TransformersLM(CausalLM):
         self._keeps_tokens = not _has_key_value_cache(self.module)
         self._matrices = frozenset(_hidden_matrices(self.module))
 
+    def hf_name(self, module: str) -> str:
+        """Return transformers' path of a module."""
+        return module.removeprefix("module.")
+
     def hidden(self, tokens: Tensor, caches: Sequence[ModelCache] | None = None) -> Tensor:
         """(B, T) token ids to (B, T, C), what the head reads; to the logits without a plain head.
 

@@ -1,0 +1,131 @@
+"""CONTRACT: an adapter's folder in PEFT's layout: its files, and its adapter_config.json.
+
+Source: https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from payload.checkpoint_files import ADAPTER_FILES
+from payload.errors import CheckpointError
+from payload.models.adapter import ALL_LINEAR
+from payload.run_config import AdapterSection
+from payload.untrusted import build, checked, parse_json, read_bytes, shown
+
+ADAPTER_FILE, ADAPTER_CONFIG_FILE = ADAPTER_FILES
+
+_FIX = "Name a folder with a LoRA adapter in PEFT's layout."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Config:
+    """What of adapter_config.json decides the arithmetic."""
+
+    peft_type: str
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    r: int = checked(low=1, high=4096)
+    lora_alpha: float = checked(low=0)
+    lora_dropout: float = checked(0.0, low=0)
+    use_rslora: bool = False
+    use_dora: bool = False
+    bias: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """A LoRA adapter, and the base that it belongs to."""
+
+    settings: AdapterSection
+    base: str
+    """Folder or hub name of the base."""
+    revision: str | None
+
+    def source(self) -> str:
+        """Return the base as model.init has it."""
+        return f"{self.base}@{self.revision}" if self.revision else self.base
+
+
+def has_adapter(folder: Path) -> bool:
+    """Say whether `folder` holds an adapter instead of a model."""
+    return (folder / ADAPTER_CONFIG_FILE).is_file()
+
+
+def read_adapter_config(folder: Path) -> AdapterConfig:
+    """Read adapter_config.json of `folder`.
+
+    Raises CheckpointError when it is absent, damaged or another kind of adapter.
+    """
+    path = folder / ADAPTER_CONFIG_FILE
+    try:
+        raw = parse_json(read_bytes(path), where=str(path), fix=_FIX, error=CheckpointError)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}. {_FIX}") from None
+    found = build(_Config, raw, where=str(path), fix=_FIX, error=CheckpointError)
+    assert isinstance(raw, Mapping)
+    for key, value, wanted in (
+        ("peft_type", found.peft_type, "LORA"),
+        ("use_dora", found.use_dora, False),
+        ("bias", found.bias, "none"),
+        ("modules_to_save", raw.get("modules_to_save"), None),
+    ):
+        if value != wanted:
+            raise CheckpointError(
+                f"{path}: {key} = {shown(value)}, only {wanted} can be loaded. {_FIX}"
+            )
+    if not found.base_model_name_or_path:
+        raise CheckpointError(f"{path}: base_model_name_or_path is missing. {_FIX}")
+    return AdapterConfig(
+        settings=AdapterSection(
+            kind="lora",
+            rank=found.r,
+            alpha=found.lora_alpha,
+            dropout=found.lora_dropout,
+            target=_target(raw.get("target_modules"), path),
+            rslora=found.use_rslora,
+        ),
+        base=found.base_model_name_or_path,
+        revision=found.revision,
+    )
+
+
+def render_adapter_config(
+    config: AdapterConfig, *, modules: list[str], transposed: bool
+) -> dict[str, object]:
+    """Return the content of adapter_config.json.
+
+    `modules` are the names of the target linears. `transposed`: transformers keeps the weights of
+    these linears as (in, out).
+    """
+    settings = config.settings
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.base,
+        "revision": config.revision,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": modules,
+        "use_rslora": settings.rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": transposed,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def _target(raw: object, path: Path) -> str:
+    """Return `adapter.target` for PEFT's target_modules: a list of names, or `all-linear`."""
+    if raw == ALL_LINEAR:
+        return ALL_LINEAR
+    if isinstance(raw, list) and raw and all(isinstance(name, str) and name for name in raw):
+        return ",".join(raw)
+    raise CheckpointError(
+        f"{path}: target_modules = {shown(raw)} is no list of names. Patterns are not supported. "
+        f"{_FIX}"
+    )

@@ -1,0 +1,208 @@
+"""LoRA: a frozen base, and two low-rank matrices beside each target linear.
+
+Adapters are read and written in PEFT's layout. N tokens, I inputs, O outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from payload.adapter_files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    AdapterConfig,
+    render_adapter_config,
+)
+from payload.errors import CheckpointError
+from payload.models.adapter import AdaptedSpec, is_target, scale, target_names
+from payload.run_config import AdapterSection
+from payload.train.models.base import CausalLM
+from payload.train.tensor_file import write_tensors
+
+_PEFT_PREFIX = "base_model.model."
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear with an adapter beside it: `linear(x) + scale * B(A(dropout(x)))`.
+
+    It takes the linear's place and its parameters' names, so the base's weights load and save as
+    before.
+    """
+
+    def __init__(self, linear: nn.Linear, settings: AdapterSection) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.dropout = settings.dropout
+        self.scale = scale(rank=settings.rank, alpha=settings.alpha, rslora=settings.rslora)
+        outputs, inputs = linear.weight.shape
+        # As in PEFT: A as torch's linears begin, B zero, so that training begins at the base.
+        first = torch.empty(settings.rank, inputs)
+        nn.init.kaiming_uniform_(first, a=math.sqrt(5))
+        self.lora_A = nn.Parameter(first)
+        self.lora_B = nn.Parameter(torch.zeros(outputs, settings.rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) to (..., O)."""
+        below = functional.dropout(x, self.dropout, self.training)
+        weight = self.weight
+        if weight.dtype != x.dtype and not torch.is_autocast_enabled("cpu"):
+            weight = weight.to(x.dtype)
+        base = functional.linear(x, weight, self.bias)
+        low = functional.linear(below, self.lora_A)
+        added: Tensor = base + self.scale * functional.linear(low, self.lora_B)
+        return added
+
+    def delta(self) -> Tensor:
+        """Return what the adapter adds to the weight, (O, I) fp32."""
+        return self.scale * (self.lora_B.detach() @ self.lora_A.detach())
+
+
+def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None:
+    """Freeze `model` and put an adapter on each target linear.
+
+    Raises ConfigError for a target that the model does not have.
+    """
+    AdaptedSpec.of(model.spec, rank=settings.rank, target=settings.target)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    names = target_names(settings.target)
+    torch.manual_seed(seed)
+    for path in _layer_linears(model):
+        if is_target(path, names):
+            linear = model.get_submodule(path)
+            assert isinstance(linear, nn.Linear)
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, LoraLinear(linear, settings))
+    model.adapter = settings
+
+
+def shrink_base(model: CausalLM, dtype: torch.dtype) -> None:
+    """Keep the frozen linears in `dtype`, that of the matmuls: autocast would round them there."""
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.weight.data = module.weight.data.to(dtype)
+
+
+def adapter_tensors(model: CausalLM) -> dict[str, Tensor]:
+    """Return the adapter's tensors under PEFT's names."""
+    return {_peft_name(model, path, part): value for path, part, value in _adapter_parts(model)}
+
+
+def save_adapter(
+    model: CausalLM,
+    folder: Path,
+    *,
+    base: tuple[str, str | None],
+    progressed: Callable[[], None] = lambda: None,
+) -> str:
+    """Write the adapter as PEFT reads it; `base` is the base's folder or name, and its revision.
+
+    Returns the sha256 of the weights' file. Raises OSError.
+    """
+    assert model.adapter is not None
+    source, revision = base
+    config = AdapterConfig(settings=model.adapter, base=source, revision=revision)
+    names = target_names(model.adapter.target) or tuple(_last_names(model))
+    content = render_adapter_config(
+        config, modules=list(names), transposed=model.transposes_linears()
+    )
+    (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    return write_tensors(
+        folder / ADAPTER_FILE,
+        adapter_tensors(model),
+        metadata={"format": "pt"},
+        progressed=progressed,
+    )
+
+
+def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
+    """Read the adapter's weights in `folder`. Raises CheckpointError."""
+    try:
+        return load_file(folder / ADAPTER_FILE)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / ADAPTER_FILE}: cannot be read ({error}). Name a folder with a LoRA adapter "
+            "in PEFT's layout, or another checkpoint."
+        ) from None
+
+
+def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) -> None:
+    """Set the adapter of `model` from tensors under PEFT's names.
+
+    Raises CheckpointError, which names `where`, when they are not this adapter's.
+    """
+    wanted = {_peft_name(model, path, part): value for path, part, value in _adapter_parts(model)}
+    missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
+    if missing or extra:
+        raise CheckpointError(
+            f"{where}: not this model's adapter: {len(missing)} tensors missing (first: "
+            f"{missing[:1]}), {len(extra)} unknown (first: {extra[:1]}). Use the base and the "
+            "settings that it was trained with."
+        )
+    for name, target in wanted.items():
+        value = tensors[name]
+        if value.shape != target.shape:
+            raise CheckpointError(
+                f"{where}: {name} is {tuple(value.shape)}, this model needs {tuple(target.shape)}. "
+                "Use the base that the adapter was trained on."
+            )
+        if not bool(torch.isfinite(value).all()):
+            raise CheckpointError(f"{where}: {name} holds NaN or infinity. Use another checkpoint.")
+        with torch.no_grad():
+            target.copy_(value)
+
+
+def merge_adapter(model: CausalLM) -> None:
+    """Add the adapter to the base's weights and take it off: a plain model in fp32 is left."""
+    for path in [name for name, each in model.named_modules() if isinstance(each, LoraLinear)]:
+        adapted = model.get_submodule(path)
+        assert isinstance(adapted, LoraLinear)
+        outputs, inputs = adapted.weight.shape
+        merged = nn.Linear(inputs, outputs, bias=adapted.bias is not None, device="meta")
+        merged.weight = nn.Parameter(adapted.weight.detach().float() + adapted.delta())
+        if adapted.bias is not None:
+            merged.bias = adapted.bias
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, merged)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    model.adapter = None
+
+
+def _last_names(model: CausalLM) -> list[str]:
+    """Return the last names of the linears with an adapter, as PEFT's `target_modules`."""
+    paths = (name for name, each in model.named_modules() if isinstance(each, LoraLinear))
+    return sorted({model.hf_name(path).rpartition(".")[2] for path in paths})
+
+
+def _layer_linears(model: CausalLM) -> list[str]:
+    """Return the paths of the layers' linears; the output head is none of them."""
+    head = model.head_weight()
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module.weight is not head
+        and not name.endswith("lm_head")
+    ]
+
+
+def _adapter_parts(model: CausalLM) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield module path, PEFT's name of the part and its tensor."""
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            yield path, "lora_A", module.lora_A
+            yield path, "lora_B", module.lora_B
+
+
+def _peft_name(model: CausalLM, path: str, part: str) -> str:
+    return f"{_PEFT_PREFIX}{model.hf_name(path)}.{part}.weight"
