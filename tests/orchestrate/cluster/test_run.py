@@ -54,7 +54,7 @@ def as_stack(operator: Operator, *arguments: str) -> tuple[int, str, list[str]]:
             cloud.guest_attributes[node["name"]] = {kind: key}
         pulumi.outputs(inventory=inventory, project=PROJECT, region=REGION)
         pulumi.machines("node-0", "node-1", going=["node-0"])
-        for word in ("preview", "up", "destroy"):
+        for word in ("up", "destroy"):
             pulumi.on(word)
         pulumi.on("config", "--json", out='{"tileforge:cluster": {"value": "test"}}')
         path = f"{pulumi.bin}:{os.environ['PATH']}"
