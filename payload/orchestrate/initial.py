@@ -12,12 +12,14 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from payload.checkpoint_files import MANIFEST_FILE, manifest_problems, newest_sound
+from payload.data_folder import load_meta
 from payload.errors import CheckpointError, ConfigError
 from payload.hf_folder import weight_files
 from payload.models.registry import preset_of_hub_name, presets, read_spec
 from payload.models.spec import ModelSpec
 from payload.results import RunPaths
 from payload.run_config import RunConfig
+from payload.tokenizer_identity import require_same_tokenizer
 
 _HUB_TIMEOUT_S = 3.0
 # https://github.com/huggingface/huggingface_hub/blob/main/src/huggingface_hub/utils/_validators.py
@@ -60,6 +62,11 @@ def settle_initial(
     if path.is_dir():
         folder = _sound_folder(path.resolve(), init=init, say=say)
         _require_weights(folder, init=init)
+        if vocab_size is not None:
+            data = Path(config.data.dir)
+            require_same_tokenizer(
+                load_meta(data), data=data, folder=folder, init=init, error=ConfigError
+            )
         _require_fit(read_spec(folder), config, vocab_size=vocab_size)
         return replace(config, model=replace(config.model, init=str(folder)))
     _require_hub_name(path, init=init)

@@ -32,6 +32,7 @@ from payload.models.registry import spec_of
 from payload.models.spec import ModelSpec
 from payload.results import RunPaths
 from payload.run_config import RunConfig, fixed_differences, parse_run_config
+from payload.tokenizer_identity import require_same_tokenizer
 from payload.train.checkpoint import (
     BaseModel,
     TrainerState,
@@ -112,6 +113,14 @@ def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: Wo
         _require_same_run(state, config)
     folder = _weights_folder(checkpoint, config) if world.is_main else None
     base = _base_model(folder, config, state) if folder and config.adapter.is_on() else None
+    if folder is not None and not resumes:
+        require_same_tokenizer(
+            data.meta,
+            data=data.folder,
+            folder=folder,
+            init=config.model.init,
+            error=CheckpointError,
+        )
     model = _loaded_model(folder, config, world=world)
     _require_vocabulary(model.spec, data)
     tokenizer = _tokenizer(data, source=folder, model=model) if world.is_main else {}
