@@ -77,10 +77,7 @@ RULES = {
     ),
 }
 GOOGLE_MODULE = PurePosixPath("payload/orchestrate/cloud/google.py")
-HUB_MODULES = (
-    PurePosixPath("payload/models/hub.py"),
-    PurePosixPath("payload/orchestrate/initial.py"),
-)
+HUB_MODULES = (PurePosixPath("payload/models/hub.py"),)
 REGISTRIES = frozenset(
     PurePosixPath(folder, "registry.py") for folder in ("payload/models", "payload/train/models")
 )

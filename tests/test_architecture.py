@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from tests.family_names import family_names
 from tests.import_rules import PACKAGES, RULES, unpickling, violations
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,6 +125,48 @@ def test_the_checker_finds_what_the_table_forbids(path: str, source: str) -> Non
 )
 def test_the_checker_lets_pass_what_the_table_allows(path: str, source: str) -> None:
     assert violations(PurePosixPath(path), source) == []
+
+
+def test_no_module_outside_the_model_packages_names_a_family() -> None:
+    found = [
+        line
+        for path in source_files()
+        for line in family_names(
+            PurePosixPath(path.relative_to(ROOT).as_posix()), path.read_text(encoding="utf-8")
+        )
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from payload.models.gpt2 import Gpt2Spec",
+        "import payload.train.models.llama",
+        "x = model.spec.n_head",
+        "def f(n_embd): pass",
+        "class Qwen3Spec: pass",
+        "if kind == 'gpt2': pass",
+        "weight = model.wte.weight",
+        "NAMES = ('model.embed_tokens.weight',)",
+    ],
+)
+def test_the_search_for_families_finds(source: str) -> None:
+    assert family_names(PurePosixPath("payload/train/x.py"), source)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("payload/models/gpt2.py", "PRESETS = {'gpt2': 1}"),
+        ("payload/train/models/decoder.py", "class Llama: pass"),
+        ("payload/train/x.py", "MESSAGE = 'as in GPT-2 and Llama'"),
+        ("payload/train/x.py", "# like gpt2\nx = spec.num_heads()"),
+        ("payload/run_config.py", "class S:\n    n_layer: int = 1"),
+    ],
+)
+def test_the_search_for_families_lets_pass(path: str, source: str) -> None:
+    assert family_names(PurePosixPath(path), source) == []
 
 
 def test_nothing_in_the_tree_unpickles() -> None:

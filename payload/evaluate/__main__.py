@@ -106,13 +106,12 @@ def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace, world: World) -> None:
-    from payload.generate.source import find_weights
     from payload.run_config import DistributedSection
     from payload.train.models.registry import load
     from payload.train.weights import model_folder
 
-    weights = find_weights(arguments.checkpoint)
-    model = load(model_folder(weights))
+    folder = model_folder(arguments.checkpoint, setting="--checkpoint")
+    model = load(folder)
     context = model.spec.context()
     length = arguments.sequence_length or min(_SEQUENCE_LENGTH, context)
     if length > context:
@@ -132,11 +131,11 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
         world.leave()
     if not math.isfinite(result.val_loss):
         raise CheckpointError(
-            f"{weights}: the loss is {result.val_loss}: training diverged before these weights "
+            f"{folder}: the loss is {result.val_loss}: training diverged before these weights "
             "were saved, or they are damaged. Use another checkpoint."
         )
     if world.is_main:
-        _report(arguments, result, weights=weights, length=length, took_s=took_s, world=world)
+        _report(arguments, result, weights=str(folder), length=length, took_s=took_s, world=world)
 
 
 def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[TokenBlocks, str]:

@@ -18,7 +18,6 @@ from payload.generate.codec import Codec, find_codec
 from payload.generate.output import BETWEEN, InOrder, JsonOutput, Sample, TextOutput
 from payload.generate.prompts import batches, encode, read_prompts
 from payload.generate.sampling import Sampler, SamplingOptions
-from payload.generate.source import find_weights
 from payload.train.models.base import CausalLM
 from payload.train.models.registry import load
 from payload.train.weights import model_folder
@@ -51,17 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(arguments: Namespace) -> None:
     _require_sense(arguments)
     prompts = [] if arguments.chat else read_prompts(arguments)
-    weights = find_weights(arguments.checkpoint)
-    folder = model_folder(weights)
+    folder = model_folder(arguments.checkpoint, setting="--checkpoint")
     codec = find_codec(folder)
     if arguments.chat:
         template = read_chat_template(folder)
     model = load(folder)
     _note_vocabulary(codec, model)
     if not arguments.chat:
-        _continue(prompts, arguments, weights=weights, codec=codec, model=model)
+        _continue(prompts, arguments, weights=str(folder), codec=codec, model=model)
         return
-    _say_model(weights, model)
+    _say_model(str(folder), model)
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     conversation = Conversation(
         model=model,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from payload.checkpoint_files import free_bytes, most_checkpoints
-from payload.errors import ConfigError
+from payload.data_folder import load_meta
+from payload.errors import ConfigError, DataError
 from payload.launch.plan import LaunchPlan
 from payload.models.spec import typical_mfu
 from payload.orchestrate.live import duration, evaluations_left
@@ -19,8 +20,6 @@ from payload.run_config import RunConfig, load_run_config
 _TYPICAL_CORE_FLOPS_PER_S = 0.27e12
 # A forward pass is a third of the forward and backward pass.
 _EVALUATION_SHARE = 1 / 3
-# Of GPT-2's vocabulary: uint16.
-_TOKEN_BYTES = 2
 _LOOKED_AT = 20
 
 
@@ -82,7 +81,7 @@ def estimate(
         speed = flops_per_s / flops_per_token
         basis = f"at {speed:,.0f} tokens/s, typical of {cores} AVX-512 core(s), not measured"
     sizes = {path.name: path.stat().st_size for path in data.glob("*.bin")}
-    val_tokens = sizes.get("val.bin", 0) // _TOKEN_BYTES
+    val_tokens = _val_tokens(data)
     evaluated = min(val_tokens, train.eval_tokens or val_tokens)
     evaluations = 1 + evaluations_left(train, 0)
     flops = numbers.tokens_total * flops_per_token
@@ -98,6 +97,14 @@ def estimate(
         basis=basis,
         usd=None if not hourly_usd else hourly_usd * seconds / 3600,
     )
+
+
+def _val_tokens(data: Path) -> int:
+    """Return the tokens that an evaluation of the whole set reads; 0 where there is no data yet."""
+    try:
+        return load_meta(data).val_tokens
+    except DataError:
+        return 0
 
 
 def _measured_tokens_per_s(

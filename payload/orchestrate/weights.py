@@ -11,7 +11,7 @@ from pathlib import Path
 from payload.checkpoint_files import MANIFEST_FILE, load_manifest
 from payload.errors import ConfigError
 from payload.hf_folder import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILES, weight_files
-from payload.results import RunPaths
+from payload.models.source import find_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +38,10 @@ def local_weights(init: str) -> Weights | None:
     A run's folder stands for its newest checkpoint. Raises ConfigError when something lacks, or is
     not what a checkpoint's manifest says.
     """
-    path = Path(init)
-    if init == "scratch" or not path.is_dir():
-        if path.is_file():
-            raise ConfigError(f"model.init = {init!r}: it is a file. Name its folder.")
-        if init.startswith(("/", "./", "../", "~")):
-            raise ConfigError(f"model.init = {init!r}: there is no such folder here. Correct it.")
+    # Not verified here: every file that is sent is compared with the manifest below.
+    folder = find_source(init, setting="model.init", verify=False).folder
+    if folder is None:
         return None
-    folder = path
-    if (path / "checkpoints").is_dir():
-        newest = RunPaths(path).newest_checkpoint()
-        if newest is None:
-            raise ConfigError(f"model.init = {init!r}: the run has no checkpoint that is whole.")
-        folder = newest
     promised = _promised(folder)
     files = {}
     for name in (*_files(folder), CONFIG_FILE):
@@ -83,5 +74,5 @@ def _sha256(path: Path, *, init: str) -> str:
     except OSError as error:
         raise ConfigError(
             f"model.init = {init!r}: {path}: {error.strerror}. Name a folder in the Hugging Face "
-            "GPT-2 layout, with safetensors, or a checkpoint."
+            "layout, with safetensors, or a checkpoint."
         ) from None

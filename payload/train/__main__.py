@@ -41,6 +41,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> ExitCode:
     _set_up_logging(env)
     # torch takes seconds to import; a wrong config should not cost them.
     from payload.train.session import train
+    from payload.train.setup import pin_initial
     from payload.train.world import World
 
     world = last_words.world = World.from_env(env)
@@ -51,6 +52,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> ExitCode:
     run_dir = arguments.run_dir or Path("runs", world.broadcast(_new_run(config), _NewRun).run_id)
     clock.lap("group")
     paths = last_words.paths = RunPaths(run_dir)
+    config = pin_initial(config, paths=paths, world=world)
     if world.is_main:
         write_whole(paths.config, config.to_toml())
     outcome = train(config, paths=paths, world=world, stop_requested=stop.requested, clock=clock)

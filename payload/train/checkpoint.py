@@ -34,7 +34,7 @@ from payload.hf_folder import WEIGHTS_FILE
 from payload.train.models.base import CausalLM
 from payload.train.models.lora import save_adapter
 from payload.train.tensor_file import write_tensors
-from payload.train.weights import save_hf
+from payload.train.weights import save_hf, warn_passed_over
 from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
 log = logging.getLogger(__name__)
@@ -143,11 +143,7 @@ def load_optimizer_tensors(folder: Path) -> dict[str, Tensor]:
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
     """Return the newest sound folder, or None; damaged ones are passed over, and named."""
-
-    def warn(folder: Path, problem: str) -> None:
-        log.warning(f"checkpoint {folder} is passed over: {problem}")
-
-    return newest_sound(checkpoints, passed_over=warn)
+    return newest_sound(checkpoints, passed_over=warn_passed_over)
 
 
 def remove_old_checkpoints(

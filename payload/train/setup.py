@@ -6,7 +6,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from payload.adapter_files import has_adapter, read_adapter_config
 from payload.checkpoint_files import (
-    MANIFEST_FILE,
     checkpoint_folders,
     manifest_problems,
     require_room,
@@ -25,13 +25,21 @@ from payload.checkpoint_files import (
 from payload.data.blocks import TokenData
 from payload.data.tokenizer_files import tokenizer_files
 from payload.data_folder import TRAIN_NAME
-from payload.errors import CheckpointError
+from payload.errors import CheckpointError, ConfigError
 from payload.hf_folder import CONFIG_FILE, read_config, weight_files
 from payload.hints import command
-from payload.models.registry import spec_of
+from payload.models.fit import require_fit, unused_settings
+from payload.models.hub import HubName
+from payload.models.registry import read_spec, spec_of
+from payload.models.source import pinned
 from payload.models.spec import ModelSpec
 from payload.results import RunPaths
-from payload.run_config import RunConfig, fixed_differences, parse_run_config
+from payload.run_config import (
+    RunConfig,
+    fixed_differences,
+    load_run_config,
+    parse_run_config,
+)
 from payload.train.checkpoint import (
     BaseModel,
     TrainerState,
@@ -44,7 +52,7 @@ from payload.train.models.base import CausalLM
 from payload.train.models.lora import add_adapter, load_adapter, read_adapter_tensors
 from payload.train.models.registry import build, load
 from payload.train.optimizer import Optimizers
-from payload.train.weights import model_folder, train_on_sequences_of
+from payload.train.weights import model_folder
 from payload.train.world import World
 
 log = logging.getLogger(__name__)
@@ -89,6 +97,22 @@ class _TensorForms:
     tensors: tuple[_TensorForm, ...]
 
 
+def pin_initial(config: RunConfig, *, paths: RunPaths, world: World) -> RunConfig:
+    """Return the config with a hub's model as one commit, the same on every rank and at a resume.
+
+    Rank 0 asks the hub, unless the run folder has the commit from an earlier start. Raises
+    CheckpointError.
+    """
+    init = None
+    if world.is_main:
+        earlier = None
+        with suppress(ConfigError):
+            earlier = load_run_config(paths.config).model.init if paths.config.exists() else None
+        init = pinned(config.model.init, setting="model.init", earlier=earlier)
+    agreed = world.broadcast(init, str)
+    return replace(config, model=replace(config.model, init=agreed))
+
+
 def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: World) -> Start:
     """Build the model: from the run's newest checkpoint, else from `model.init`.
 
@@ -112,8 +136,7 @@ def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: Wo
         _require_same_run(state, config)
     folder = _weights_folder(checkpoint, config) if world.is_main else None
     base = _base_model(folder, config, state) if folder and config.adapter.is_on() else None
-    model = _loaded_model(folder, config, world=world)
-    _require_vocabulary(model.spec, data)
+    model = _loaded_model(folder, config, data, world=world)
     tokenizer = _tokenizer(data, source=folder, model=model) if world.is_main else {}
     if config.adapter.is_on():
         add_adapter(model, config.adapter, seed=config.run.seed)
@@ -158,7 +181,7 @@ def _weights_folder(checkpoint: Path | None, config: RunConfig) -> Path:
     """
     if config.adapter.is_on():
         checkpoint = None
-    return checkpoint or model_folder(_checkpoint_source(config.model.init))
+    return checkpoint or model_folder(config.model.init)
 
 
 def _base_model(folder: Path, config: RunConfig, state: TrainerState | None) -> BaseModel:
@@ -173,8 +196,10 @@ def _base_model(folder: Path, config: RunConfig, state: TrainerState | None) -> 
     for name in weight_files(folder):
         digest.update(sha256_of(folder / name).encode())
     source = config.model.init
+    on_hub = None if Path(source).expanduser().exists() else HubName.parse(source)
     found = BaseModel(
-        source=str(folder.resolve()) if Path(source).exists() else source,
+        source=on_hub.name if on_hub else str(folder.resolve()),
+        revision=on_hub.revision if on_hub else None,
         sha256=digest.hexdigest(),
     )
     before = state.base if state else None
@@ -198,15 +223,19 @@ def _tokenizer(data: TokenData, *, source: Path | None, model: CausalLM) -> Mapp
     return files
 
 
-def _loaded_model(folder: Path | None, config: RunConfig, *, world: World) -> CausalLM:
+def _loaded_model(
+    folder: Path | None, config: RunConfig, data: TokenData, *, world: World
+) -> CausalLM:
     """Load the weights in `folder` on rank 0; the others build the same sizes and wait for them."""
     model = None
-    if folder is not None:
-        model = load(folder, dropout=config.model.dropout)
-        train_on_sequences_of(model, config.data.sequence_length)
-        _require_asked_sizes(model.spec, config)
-        _say_what_is_not_used(model.spec, config)
     config_folder = _config_folder(folder) if folder else None
+    if folder is not None and config_folder is not None:
+        spec, meta = read_spec(config_folder), data.meta
+        require_fit(spec, config, vocab_size=meta.vocab_size, tokenizer=meta.tokenizer)
+        if note := unused_settings(spec, config):
+            log.info(note)
+        model = load(folder, dropout=config.model.dropout)
+        model.spec = model.spec.with_sequence_length(config.data.sequence_length)
     raw = world.broadcast(json.dumps(read_config(config_folder)) if config_folder else None, str)
     if model is None:
         spec = spec_of(json.loads(raw), where=f"rank 0's {CONFIG_FILE}")
@@ -222,30 +251,6 @@ def _config_folder(folder: Path) -> Path:
     return folder
 
 
-def _checkpoint_source(source: str) -> str:
-    """A run folder stands for its newest checkpoint; a checkpoint must match its manifest."""
-    folder = Path(source)
-    if (folder / "checkpoints").is_dir():
-        newest = newest_checkpoint(folder / "checkpoints")
-        if newest is None:
-            raise CheckpointError(f"run {folder}: it has no checkpoint that is whole.")
-        return str(newest)
-    if (folder / MANIFEST_FILE).exists():
-        problems = manifest_problems(folder)
-        if problems:
-            raise CheckpointError(f"checkpoint {folder}: damaged: {problems[0]} Use another one.")
-    return source
-
-
-def _require_vocabulary(spec: ModelSpec, data: TokenData) -> None:
-    if spec.vocab_size < data.meta.vocab_size:
-        raise CheckpointError(
-            f"the initial model has {spec.vocab_size} tokens, the data has "
-            f"{data.meta.vocab_size} ({data.meta.tokenizer}). Prepare the data with the model's "
-            "tokenizer."
-        )
-
-
 def _require_same_run(state: TrainerState, config: RunConfig) -> None:
     """What a resume may not change: it would silently be another run."""
     before = parse_run_config(state.config_toml, where="the checkpoint's config")
@@ -253,36 +258,6 @@ def _require_same_run(state: TrainerState, config: RunConfig) -> None:
         raise CheckpointError(
             f"{name} = {new!r}, but the run's checkpoint was trained with {old!r}. Resume without "
             "changing it, or start a new run with model.init set to the checkpoint."
-        )
-
-
-def _require_asked_sizes(spec: ModelSpec, config: RunConfig) -> None:
-    """Sizes that the config names besides weights that have their own must be those."""
-    found_sizes = spec.settings()
-    for name in ("n_layer", "n_head", "n_embd"):
-        asked, found = getattr(config.model, name), found_sizes[name]
-        if asked is not None and asked != found:
-            raise CheckpointError(
-                f"model.{name} = {asked}, but the weights of model.init have {found}. Leave "
-                f'model.{name} out, or use model.init = "scratch".'
-            )
-
-
-def _say_what_is_not_used(spec: ModelSpec, config: RunConfig) -> None:
-    """Both have a default, so what differs from the weights need not have been asked for."""
-    configured = config.model.spec(sequence_length=1, vocab_size=1).settings()
-    found = spec.settings()
-    unused = []
-    if any(found[name] != configured[name] for name in ("n_layer", "n_head", "n_embd")):
-        unused.append(f'model.preset = "{config.model.preset}"')
-    biased = found.get("bias", config.model.bias)
-    if biased != config.model.bias:
-        unused.append(f"model.bias = {str(config.model.bias).lower()}")
-    if unused:
-        log.info(
-            f"note: not used: {' and '.join(unused)}; the weights of model.init have "
-            f"{spec.num_layers()} layers, {spec.num_heads()} heads, width {spec.width()} and "
-            f"{'' if biased else 'no '}biases"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +13,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from payload.errors import CheckpointError
-from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE, weight_files
+from payload.hf_folder import CONFIG_FILE, WEIGHTS_FILE, weight_files
+from payload.models.hub import HubName, fetch
+from payload.models.source import find_source
 from payload.models.spec import ModelSpec
 from payload.train.tensor_file import write_tensors
 
 if TYPE_CHECKING:
     from payload.train.models.base import CausalLM
+
+log = logging.getLogger(__name__)
 
 
 def save_hf(model: CausalLM, folder: Path, *, progressed: Callable[[], None] = lambda: None) -> str:
@@ -61,43 +66,20 @@ def require_enough(tensors: dict[str, Tensor], spec: ModelSpec, folder: Path) ->
         )
 
 
-def model_folder(source: str) -> Path:
-    """Return `source` where it is a folder, else the folder that the hub gave for this name.
+def model_folder(name: str, *, setting: str = "model.init") -> Path:
+    """Return the folder with the weights that `name` stands for, downloaded if it is on the hub.
 
-    Raises CheckpointError when there is neither.
+    `setting` is what messages call it. Raises CheckpointError when there is nothing to load.
     """
-    folder = Path(source)
-    if folder.is_file():
-        raise CheckpointError(
-            f"model {source!r}: it is a file. Name its folder, in the Hugging Face layout."
-        )
-    return folder if folder.is_dir() else _download(source)
+    source = find_source(name, setting=setting, passed_over=warn_passed_over)
+    if source.folder is not None:
+        return source.folder
+    wanted = HubName.parse(name)
+    if wanted is None:
+        raise CheckpointError(f"{setting} = {name!r}: it has no weights. Name a checkpoint.")
+    return fetch(wanted, setting=setting, say=log.info)
 
 
-def train_on_sequences_of(model: CausalLM, sequence_length: int) -> None:
-    """Set the tokens of a training sequence; the weights keep all their positions.
-
-    Raises CheckpointError for a sequence longer than the weights' context.
-    """
-    positions = model.spec.context()
-    if sequence_length > positions:
-        raise CheckpointError(
-            f"data.sequence_length = {sequence_length} is above the {positions} positions of the "
-            f"initial model. Use at most {positions}."
-        )
-    model.spec = model.spec.with_sequence_length(sequence_length)
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        wanted = ["*.json", "*.safetensors", *TOKENIZER_FILES]
-        return Path(snapshot_download(name, allow_patterns=wanted))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"model {name!r}: no such folder, and the Hugging Face hub did not give it "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}). Check the name or the "
-            "network."
-        ) from None
+def warn_passed_over(folder: Path, problem: str) -> None:
+    """Log that a damaged checkpoint is not used, and why."""
+    log.warning(f"checkpoint {folder} is passed over: {problem}")

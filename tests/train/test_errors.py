@@ -77,7 +77,11 @@ def _sets(*overrides: str) -> Spoil:
         (_no_meta, "it was not made to the end", 10),
         (_truncated_bin, "39,998 bytes, meta.json says 40,000", 10),
         (_sets("data.sequence_length=50000"), "are fewer than one sequence", 10),
-        (_sets("model.init=/no/such/model"), "model '/no/such/model': no such folder", 10),
+        (
+            _sets("model.init=/no/such/model"),
+            "model.init = '/no/such/model': there is no such folder",
+            10,
+        ),
         (_other_vocabulary, "the initial model has 99 tokens, the data has 512", 10),
         (_damaged_init, "its weights cannot be read", 10),
         (

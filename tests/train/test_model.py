@@ -13,10 +13,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from payload.errors import CheckpointError
+from payload.models.fit import require_fit
 from payload.models.gpt2 import PRESETS, Gpt2Spec
+from payload.run_config import parse_run_config
 from payload.train.models.gpt2 import GPT, LayerCache
 from payload.train.models.registry import load
-from payload.train.weights import save_hf, train_on_sequences_of
+from payload.train.weights import save_hf
 
 SIZES = [each.name for each in fields(Gpt2Spec)]
 SMALL = Gpt2Spec(n_layer=3, n_head=4, n_embd=64, sequence_length=48, vocab_size=301)
@@ -107,8 +109,9 @@ def test_saving_and_loading_changes_no_bit(tmp_path: Path, bias: bool) -> None:
 
 
 def test_a_longer_sequence_than_the_weights_have_is_refused_with_both_numbers() -> None:
+    config = parse_run_config("", overrides=["data.sequence_length=49"], where="test")
     with pytest.raises(CheckpointError, match=r"= 49 is above the 48 positions"):
-        train_on_sequences_of(make_model(), 49)
+        require_fit(make_model().spec, config, vocab_size=None)
 
 
 @pytest.mark.parametrize("pieces", [(20,), (1, 19), (7, 1, 12), (5, 5, 5, 5)])

@@ -106,9 +106,9 @@ class _Attention(torch.autograd.Function):
         heads: tuple[int, int, int],
         context: LayerContext,
     ) -> Tensor:
-        batch, length, n_head = heads
+        batch, length, head_count = heads
         qkv = functional.linear(x, cast_in, cast_bias_in)
-        qkv = qkv.view(batch, length, 3, n_head, -1)
+        qkv = qkv.view(batch, length, 3, head_count, -1)
         mixed, log_sums = context.library.attention_forward(qkv)
         ctx.save_for_backward(x, qkv, mixed, log_sums, cast_in, cast_out)
         ctx.context, ctx.has_bias = context, bias_in is not None

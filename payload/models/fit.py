@@ -1,0 +1,61 @@
+"""Says whether a model with weights of its own suits a run's settings and its data."""
+
+from __future__ import annotations
+
+from payload.errors import CheckpointError
+from payload.models.spec import ModelSpec
+from payload.run_config import RunConfig
+
+SIZES = ("n_layer", "n_head", "n_embd")
+
+
+def require_fit(
+    spec: ModelSpec, config: RunConfig, *, vocab_size: int | None, tokenizer: str | None = None
+) -> None:
+    """Refuse weights that the run cannot start from. Raises CheckpointError.
+
+    `vocab_size` is of the data's tokenizer, whose name is `tokenizer`; None where there is no data
+    yet. The model may have more rows than that: a vocabulary is often padded.
+    """
+    init, wanted = config.model.init, config.data.sequence_length
+    if wanted > spec.context():
+        raise CheckpointError(
+            f"data.sequence_length = {wanted} is above the {spec.context()} positions of "
+            f"model.init = {init!r}. Use at most {spec.context()}."
+        )
+    if vocab_size is not None and spec.vocab_size < vocab_size:
+        which = "" if tokenizer is None else f" ({tokenizer})"
+        raise CheckpointError(
+            f"model.init = {init!r}: the initial model has {spec.vocab_size} tokens, the data has "
+            f"{vocab_size}{which}. Prepare the data with the model's tokenizer."
+        )
+    sizes = spec.settings()
+    for name in SIZES:
+        asked, found = getattr(config.model, name), sizes[name]
+        if asked is not None and asked != found:
+            raise CheckpointError(
+                f"model.{name} = {asked}, but the weights of model.init have {found}. Leave "
+                f'model.{name} out, or use model.init = "scratch".'
+            )
+
+
+def unused_settings(spec: ModelSpec, config: RunConfig) -> str | None:
+    """Return a note on [model] settings that the weights' own sizes replace, or None.
+
+    They have a default, so what differs from the weights need not have been asked for.
+    """
+    configured = config.model.spec(sequence_length=1, vocab_size=1).settings()
+    found = spec.settings()
+    unused = []
+    if any(found[name] != configured[name] for name in SIZES):
+        unused.append(f'model.preset = "{config.model.preset}"')
+    has_bias = found.get("bias", config.model.bias)
+    if has_bias != config.model.bias:
+        unused.append(f"model.bias = {str(config.model.bias).lower()}")
+    if not unused:
+        return None
+    return (
+        f"note: not used: {' and '.join(unused)}; the weights of model.init have "
+        f"{spec.num_layers()} layers, {spec.num_heads()} heads, width {spec.width()} and "
+        f"{'' if has_bias else 'no '}biases"
+    )

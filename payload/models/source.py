@@ -1,0 +1,135 @@
+"""The one place that says what the name of a model stands for: `model.init`, `--checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from payload.adapter_files import has_adapter, read_adapter_config
+from payload.checkpoint_files import (
+    MANIFEST_FILE,
+    checkpoint_folders,
+    manifest_problems,
+    newest_sound,
+)
+from payload.errors import CheckpointError
+from payload.models.hub import HubName, resolve
+from payload.models.registry import preset_of_hub_name, read_spec
+from payload.models.spec import ModelSpec
+from payload.results import RunPaths
+
+SCRATCH = "scratch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a model's weights come from."""
+
+    name: str
+    """As it was given: `scratch`, a path, or a name on the hub, perhaps with @REVISION."""
+    kind: Literal["scratch", "folder", "hub"]
+    folder: Path | None = None
+    """The folder with the weights, of a checkpoint too; None for the other kinds."""
+
+    def spec(self) -> ModelSpec | None:
+        """Return the model's numbers where they are known without a download, else None.
+
+        None as well for `scratch`, whose numbers are the run config's. Raises CheckpointError.
+        """
+        if self.folder is not None and has_adapter(self.folder):
+            base = read_adapter_config(self.folder).source()
+            return find_source(base, setting=f"{self.folder}: base", verify=False).spec()
+        if self.folder is not None:
+            return read_spec(self.folder)
+        return preset_of_hub_name(self.name) if self.kind == "hub" else None
+
+
+def find_source(
+    name: str,
+    *,
+    setting: str,
+    verify: bool = True,
+    passed_over: Callable[[Path, str], None] = lambda _folder, _problem: None,
+) -> Source:
+    """Say what `name` stands for; `setting` is what messages call it.
+
+    A run's folder, or its folder of checkpoints, stands for its newest sound checkpoint:
+    `passed_over` is told of each damaged one and what is wrong with it. A checkpoint must be what
+    its manifest says. Without `verify` no weights are read: the newest checkpoint is taken as it
+    is. Raises CheckpointError when there is nothing to load.
+    """
+    if name == SCRATCH:
+        return Source(name=name, kind="scratch")
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        _require_hub_name(name, path, setting=setting)
+        return Source(name=name, kind="hub")
+    folder = _weights_in(path, name, setting=setting, verify=verify, passed_over=passed_over)
+    return Source(name=name, kind="folder", folder=folder)
+
+
+def pinned(name: str, *, setting: str, earlier: str | None = None) -> str:
+    """Return `name` with the commit that its revision stands for now, where it is on the hub.
+
+    What is a folder here, or `scratch`, stays as it is. `earlier` is what an earlier start of the
+    same run settled on: if it is the same model, its commit is kept and nobody is asked.
+    Raises CheckpointError.
+    """
+    if find_source(name, setting=setting, verify=False).kind != "hub":
+        return name
+    wanted, before = HubName.parse(name), HubName.parse(earlier or "")
+    assert wanted is not None
+    if before is not None and before.commit() and before.name == wanted.name:
+        return name if wanted.commit() else str(before)
+    return str(resolve(wanted, setting=setting))
+
+
+def _weights_in(
+    path: Path,
+    name: str,
+    *,
+    setting: str,
+    verify: bool,
+    passed_over: Callable[[Path, str], None],
+) -> Path:
+    """Return the folder with the weights that `path`, a folder, stands for."""
+    paths = RunPaths(path)
+    is_run = any(each.exists() for each in (paths.config, paths.plan, paths.checkpoints))
+    if is_run or checkpoint_folders(path):
+        checkpoints = paths.checkpoints if is_run else path
+        newest = _newest(checkpoints, verify=verify, passed_over=passed_over)
+        if newest is None:
+            raise CheckpointError(
+                f"{setting} = {name!r}: {checkpoints} has no sound checkpoint. Let the run reach "
+                "its first one (train.checkpoint_every), or name another run."
+            )
+        return newest
+    if verify and (path / MANIFEST_FILE).exists() and (problems := manifest_problems(path)):
+        raise CheckpointError(
+            f"{setting} = {name!r}: the checkpoint is damaged: {problems[0]} Name another one."
+        )
+    return path
+
+
+def _newest(
+    checkpoints: Path, *, verify: bool, passed_over: Callable[[Path, str], None]
+) -> Path | None:
+    if verify:
+        return newest_sound(checkpoints, passed_over=passed_over)
+    whole = [each for each in checkpoint_folders(checkpoints) if (each / MANIFEST_FILE).exists()]
+    return whole[-1] if whole else None
+
+
+def _require_hub_name(name: str, path: Path, *, setting: str) -> None:
+    """Refuse what was meant as a path: a hub's names are NAME or OWNER/NAME, @REVISION behind."""
+    if path.exists():
+        raise CheckpointError(f"{setting} = {name!r}: that is a file. Name the folder it is in.")
+    is_path = name.startswith(("/", "./", "../", "~")) or HubName.parse(name) is None
+    # `runs/typo` is meant as a path where there is a folder `runs`.
+    if is_path or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):
+        raise CheckpointError(
+            f"{setting} = {name!r}: there is no such folder here. Correct the path, or name a run, "
+            "a checkpoint, a folder in the Hugging Face layout or a model on the hub."
+        )

@@ -1,0 +1,59 @@
+"""Finds code outside the model packages that names a model family."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+HOMES = (PurePosixPath("payload/models"), PurePosixPath("payload/train/models"))
+# A tokenizer is a seam of its own, with GPT-2's as a member.
+OTHER_SEAMS = (PurePosixPath("payload/data"), PurePosixPath("payload/generate/codec.py"))
+SETTINGS = {
+    PurePosixPath("payload/run_config.py"): frozenset(
+        {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "n_layer", "n_head", "n_embd"}
+    ),
+}
+"""The documented settings of a model from scratch."""
+
+_FAMILY = re.compile(
+    r"(?<![a-z0-9])(gpt_?2|gpt_?neox|llama|qwen\d*|mistral|gemma\d*|smollm\d*|phi\d|olmo\d*|falcon"
+    r"|n_layer|n_head|n_embd|wte|wpe|c_attn|c_proj|q_proj|gate_proj|embed_tokens)(?![a-z0-9])",
+    re.IGNORECASE,
+)
+
+
+def family_names(path: PurePosixPath, source: str) -> list[str]:
+    """Return line and name of each model family that the code of a file names.
+
+    Identifiers and whole string constants count; docstrings and messages are for people.
+    """
+    if any(path.is_relative_to(home) for home in (*HOMES, *OTHER_SEAMS)):
+        return []
+    allowed = SETTINGS.get(path, frozenset())
+    return [
+        f"{path}:{line}: {name}"
+        for line, name in _names(ast.parse(source, filename=str(path)))
+        if _FAMILY.search(name) and name not in allowed
+    ]
+
+
+def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                yield node.lineno, name
+            case ast.keyword(arg=str(name)):
+                yield node.lineno, name
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.ImportFrom(module=str(name)):
+                yield node.lineno, name
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            case ast.Import():
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            case ast.Constant(value=str(text)) if " " not in text:
+                yield node.lineno, text
+            case _:
+                continue
