@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 HOMES = (PurePosixPath("payload/models"), PurePosixPath("payload/train/models"))
-# A tokenizer is a seam of its own, with GPT-2's as a member.
-OTHER_SEAMS = (PurePosixPath("payload/data"), PurePosixPath("payload/generate/codec.py"))
+# A tokenizer is a seam of its own, with GPT-2's as a member; GGUF is a format that names families.
+OTHERS = tuple(
+    map(
+        PurePosixPath, ("payload/data", "payload/generate/codec.py", "payload/train/gguf_folder.py")
+    )
+)
 SETTINGS = {
     PurePosixPath("payload/run_config.py"): frozenset(
         {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "n_layer", "n_head", "n_embd"}
@@ -22,6 +26,7 @@ _FAMILY = re.compile(
     r"|n_layer|n_head|n_embd|wte|wpe|c_attn|c_proj|q_proj|gate_proj|embed_tokens)(?![a-z0-9])",
     re.IGNORECASE,
 )
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def family_names(path: PurePosixPath, source: str) -> list[str]:
@@ -29,13 +34,13 @@ def family_names(path: PurePosixPath, source: str) -> list[str]:
 
     Identifiers and whole string constants count; docstrings and messages are for people.
     """
-    if any(path.is_relative_to(home) for home in (*HOMES, *OTHER_SEAMS)):
+    if any(path.is_relative_to(home) for home in (*HOMES, *OTHERS)):
         return []
     allowed = SETTINGS.get(path, frozenset())
     return [
         f"{path}:{line}: {name}"
         for line, name in _names(ast.parse(source, filename=str(path)))
-        if _FAMILY.search(name) and name not in allowed
+        if _FAMILY.search(_CAMEL.sub("_", name)) and name not in allowed
     ]
 
 
