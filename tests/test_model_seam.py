@@ -190,7 +190,7 @@ def test_a_frozen_weight_has_no_optimizer_state_and_no_place_in_the_exchange(toy
     assert torch.equal(model.get_parameter("embed.weight"), before)
 
 
-def test_an_unknown_family_is_refused_with_those_that_are_known(toy: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model_type is 'toi'; only .*'toy'"):
+def test_a_name_that_no_family_has_is_not_taken_for_one_like_it(toy: Path) -> None:
+    with pytest.raises(CheckpointError, match="'toi'"):
         spec_of({"model_type": "toi"}, where="config.json")
     assert isinstance(load(toy), CausalLM)

@@ -103,6 +103,7 @@ class _Hub:
         self.setting = setting
         try:
             # It takes half a second to import, and is not installed everywhere that plans are made.
+            import huggingface_hub
             import huggingface_hub.constants
         except ImportError as error:
             raise self._refusal(

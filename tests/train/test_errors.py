@@ -41,19 +41,23 @@ def _no_meta(folder: Path) -> list[str]:
     return []
 
 
-def _other_vocabulary(folder: Path) -> list[str]:
+def _init(folder: Path, *, vocab_size: int) -> list[str]:
     from payload.models.gpt2 import Gpt2Spec
     from payload.train.models.gpt2 import GPT
     from payload.train.weights import save_hf
 
     (folder / "init").mkdir()
-    shape = Gpt2Spec(n_layer=2, n_head=2, n_embd=32, sequence_length=32, vocab_size=99)
+    shape = Gpt2Spec(n_layer=2, n_head=2, n_embd=32, sequence_length=32, vocab_size=vocab_size)
     save_hf(GPT(shape), folder / "init")
     return [f"model.init={folder / 'init'}"]
 
 
+def _other_vocabulary(folder: Path) -> list[str]:
+    return _init(folder, vocab_size=99)
+
+
 def _damaged_init(folder: Path) -> list[str]:
-    words = _other_vocabulary(folder)
+    words = _init(folder, vocab_size=512)
     (folder / "init" / "model.safetensors").write_bytes(b"not safetensors")
     return words
 
