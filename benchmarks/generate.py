@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.nanogpt_parity import nanogpt_state
-from payload.data.tokenizer import VOCAB_SIZE
+from payload.data.tokenizers.gpt2 import VOCAB_SIZE
 from payload.generate.sampling import SamplingOptions, sample
 from payload.models.gpt2 import PRESETS, Gpt2Spec
 from payload.train.models.gpt2 import GPT

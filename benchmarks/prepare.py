@@ -35,13 +35,13 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.machine import describe_machine
-from payload.data.plan import DTYPE
 from payload.data.sources.files import STDLIB_VAL_FRACTION, stdlib_source
 from payload.data.split import choose_split
-from payload.data.tokenizer import END_OF_TEXT, gpt2_encoding
-from payload.data_folder import TRAIN_NAME, VAL_NAME
+from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
+from payload.data_folder import TRAIN_NAME, VAL_NAME, token_dtype
 
 SEED = 2357
+DTYPE = token_dtype(VOCAB_SIZE)
 RATIO_BOUND = 5
 """What `ratio_whole` is to reach; the exit status says whether it did."""
 _REPO = Path(__file__).parent.parent

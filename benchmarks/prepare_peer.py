@@ -21,7 +21,7 @@ from typing import Any
 import datasets
 import tiktoken
 
-from payload.data.tokenizer import gpt2_encoding
+from payload.data.tokenizers.gpt2 import gpt2_encoding
 
 _CHANGES = {
     "\nnum_proc = 8\n": "\nnum_proc = {cores}\n",

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from payload.errors import DataError
+from payload.hf_folder import TOKENIZER_FILES
 from payload.remake import how_to_make_again, missing_data
-from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
+from payload.untrusted import build, check_schema, checked, parse_json, read_bytes, shown
 
 META_NAME = "meta.json"
 TRAIN_NAME = "train.bin"
@@ -58,6 +59,8 @@ class DataMeta:
 
     tokenizer: str
     tokenizer_sha256: str
+    tokenizer_files: dict[str, DataFile] = field(default_factory=dict)
+    """The tokenizer's own files in the folder, by name; none for GPT-2's, which is packaged."""
     vocab_size: int = checked(low=1, high=2**32)
     end_of_text: int = checked(low=0)
     """Token that ends every document."""
@@ -85,6 +88,10 @@ class DataMeta:
     files: dict[str, DataFile]
     schema_version: int = SCHEMA_VERSION
 
+    def all_files(self) -> dict[str, DataFile]:
+        """Return the token files and the tokenizer's."""
+        return {**self.files, **self.tokenizer_files}
+
 
 def token_dtype(vocab_size: int) -> TokenDtype:
     """The narrowest type that holds every token: nanoGPT's uint16 up to 65,536."""
@@ -107,7 +114,7 @@ def load_meta(folder: Path) -> DataMeta:
     check_schema(raw, SCHEMA_VERSION, where=str(path), fix=remedy, error=DataError)
     meta = build(DataMeta, raw, where=str(path), fix=remedy, error=DataError)
     _require_consistent(meta, path, remedy)
-    for name, expected in meta.files.items():
+    for name, expected in meta.all_files().items():
         _check_size(folder, name, expected, source=meta.source)
     return meta
 
@@ -116,6 +123,9 @@ def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
     """Refuse numbers that contradict each other: sizes of what is read follow from them."""
     if set(meta.files) != {TRAIN_NAME, VAL_NAME}:
         raise DataError(f"{path}: files has not just {TRAIN_NAME} and {VAL_NAME}. {remedy}")
+    strange = sorted(set(meta.tokenizer_files) - set(TOKENIZER_FILES))
+    if strange:
+        raise DataError(f"{path}: {shown(strange[0])} is no tokenizer's file. {remedy}")
     token_bytes = 2 if meta.dtype == "uint16" else 4
     counts = {TRAIN_NAME: meta.train_tokens, VAL_NAME: meta.val_tokens}
     for name, file in meta.files.items():

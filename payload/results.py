@@ -362,13 +362,13 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write `text` beside, then rename: whole or absent; if `durable`, after a power cut too."""
+def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+    """Write `content` beside, then rename: whole or absent; if `durable`, after a power cut too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with open(partial, "w", encoding="utf-8", opener=no_follow) as file:
-            file.write(text)
+        with open(partial, "wb", opener=no_follow) as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

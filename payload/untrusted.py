@@ -114,11 +114,13 @@ def parse_json(
     where: str,
     fix: str = "",
     error: type[TileforgeError] = ConfigError,
+    huge_integers: bool = False,
 ) -> Any:
     """Return the JSON value in `text`.
 
-    `where` names the origin in messages, `fix` is the sentence that says what to do. Raises
-    `error` also for what Python's parser lets pass or turns into another exception: NaN and
+    `where` names the origin in messages, `fix` is the sentence that says what to do. With
+    `huge_integers`, an integer beyond 64 bits becomes a float (transformers writes 1e30 as one).
+    Raises `error` also for what Python's parser lets pass or turns into another exception: NaN and
     infinity, integers beyond 64 bits, numbers that overflow, deep nesting, lone surrogates.
     """
     try:
@@ -126,7 +128,7 @@ def parse_json(
         value = json.loads(
             decoded,
             parse_constant=_refuse_constant,
-            parse_int=_bounded_int,
+            parse_int=_any_int if huge_integers else _bounded_int,
             parse_float=_finite_float,
         )
         if "\\u" in decoded:
@@ -393,6 +395,10 @@ def _sentence(where: str, what: str, fix: str) -> str:
 
 def _refuse_constant(name: str) -> typing.NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _any_int(text: str) -> int | float:
+    return int(text) if len(text.lstrip("-")) <= _MAX_INTEGER_DIGITS else _finite_float(text)
 
 
 def _bounded_int(digits: str) -> int:

@@ -27,12 +27,15 @@ from payload.hints import command
 from payload.remake import no_range_hashes
 from payload.untrusted import printable
 
+TOKENIZER = "gpt2"
+
 _EXAMPLES = """\
 examples:
   {prepare} --source stdlib --out data/stdlib
   {prepare} --source openwebtext --out data/openwebtext
   {prepare} --source jsonl --input corpus/ --text-column body --out data/mine
   {prepare} --source hf --input roneneldan/TinyStories --out data/stories
+  {prepare} --source stdlib --tokenizer HuggingFaceTB/SmolLM2-135M --out data/smollm2
 
 sources:
   stdlib       the running Python's own library, 31 MB; needs no network
@@ -80,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare = commands.add_parser(
         "prepare",
         help="make train.bin, val.bin and meta.json from text",
-        description="Tokenize text with GPT-2's tokenizer into train.bin, val.bin and meta.json.",
+        description="Tokenize text into train.bin, val.bin and meta.json.",
         usage="%(prog)s --source KIND [--input PATH ...] --out DIR [options]",
         epilog=_EXAMPLES.format(prepare=command("data", "prepare")),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -140,6 +143,14 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="folder to make")
     add(
+        "--tokenizer",
+        default=TOKENIZER,
+        metavar="NAME",
+        help="gpt2, a folder with tokenizer.json (a model, a checkpoint, a run), or a hub name, as "
+        "in HuggingFaceTB/SmolLM2-135M@main; take that of the model to be trained (default: "
+        "%(default)s)",
+    )
+    add(
         "--val-fraction",
         type=_fraction,
         metavar="SHARE",
@@ -193,9 +204,11 @@ def _prepare(args: argparse.Namespace) -> int:
     from payload.data.plan import PrepareSettings, estimate
     from payload.data.prepare import prepare
     from payload.data.progress import Reporter
+    from payload.data.tokenizers import load_tokenizer
 
     settings = PrepareSettings(
         out=args.out,
+        tokenizer=load_tokenizer(args.tokenizer),
         val_fraction=(
             source.default_val_fraction if args.val_fraction is None else args.val_fraction
         ),

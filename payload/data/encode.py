@@ -1,24 +1,21 @@
-"""Text to tokens: gigatoken where it proves equal to tiktoken, else tiktoken."""
+"""Text to tokens: gigatoken where it proves equal to the tokenizer's own package, else that."""
 
 from __future__ import annotations
 
 import os
 import random
-import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from payload.data.documents import MIB, cut_at
-from payload.data.tokenizer import RANKS_PATH, gpt2_encoding
+from payload.data.tokenizers.base import FastTokenizer, NotFastError, TextTokenizer, Tokens
 
-Tokens = npt.NDArray[np.uint32]
 Offsets = npt.NDArray[np.int64]
 
 NASTY = (
@@ -44,19 +41,6 @@ NASTY = (
 )
 """Texts that tokenizers have been known to differ on; checked before every run."""
 
-# Letters and digits that Unicode 17 added, as UTF-8 (in blocks of 64 above U+FFFF). gigatoken 0.10
-# knows them, tiktoken 0.14 does not yet, so the two cut words differently there; over all other
-# code points they agree, which tests/data/test_encode.py checks one by one. Documents with such a
-# character go to tiktoken. One pattern a first byte: 4 times the speed of one for all.
-_UNSETTLED = (
-    re.compile(rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)"),
-    re.compile(rb"\xea\x9f[\x8e\x8f\x92\x94\xb1]"),
-    re.compile(
-        rb"\xf0(?:\x90[\xa5\xbb]|\x91[\xb6\xb7]|\x96[\xba\xbb\xbf]|\x98[\x9f\xb4\xb6\xb7]|"
-        rb"\x9e\x9b|\xab\x9c|\xac\xba|\xb2[\x8e-\xbf]|\xb3[\x80-\x91])"
-    ),
-)
-
 # gigatoken remembers every word it saw: 320 MB of words that never repeat took 2.8 GB. A new
 # tokenizer costs 0.06 s and gives that memory back.
 _GROWTH_BYTES = 384 * MIB
@@ -70,7 +54,7 @@ _SAMPLE_PREFIX_BYTES = 16 * 1024
 
 
 class EncoderMismatchError(Exception):
-    """The fast encoder gave other tokens than tiktoken; what it wrote so far is not to be used."""
+    """The fast encoder gave other tokens than the reference; what it wrote is not to be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +66,7 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Turns UTF-8 texts into GPT-2 tokens, special tokens never recognised in them."""
+    """Turns UTF-8 texts into tokens, without those before and after a document."""
 
     @property
     def name(self) -> str:
@@ -92,44 +76,35 @@ class Encoder(Protocol):
         """The tokens of every text."""
 
     def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
-        """Compare some of what `encode` gave with tiktoken, before it is used.
+        """Compare some of what `encode` gave with the reference, before it is used.
 
         Raises EncoderMismatchError. One thread may check while another encodes the next texts.
         """
 
 
-class TiktokenEncoder:
-    """The reference."""
+class ReferenceEncoder:
+    """The tokenizer's own package: tiktoken or tokenizers."""
 
-    def __init__(self) -> None:
-        self.name = f"tiktoken {version('tiktoken')}"
-        self._encoding = gpt2_encoding()
-        self._threads = os.cpu_count() or 1
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.name = tokenizer.reference_name
+        self._tokenizer = tokenizer
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
         """The tokens of every text, on all cores."""
-        with ThreadPoolExecutor(self._threads) as pool:
-            parts = list(pool.map(self.encode_one, texts))
-        return _join(parts)
+        return _join(self._tokenizer.encode_texts(texts))
 
     def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
-        """Nothing to compare: this is tiktoken."""
-
-    def encode_one(self, text: bytes) -> Tokens:
-        """The tokens of one text."""
-        return self._encoding.encode_to_numpy(text.decode("utf-8"), disallowed_special=())
+        """Nothing to compare: this is the reference."""
 
 
 class GigatokenEncoder:
-    """gigatoken with bounded memory and tiktoken for what it sees differently."""
+    """gigatoken with bounded memory, and the reference for what it may see differently."""
 
-    def __init__(self, tokenizer_class: Any, *, seed: int) -> None:
+    def __init__(self, tokenizer: TextTokenizer, fast: FastTokenizer, *, seed: int) -> None:
         self.name = f"gigatoken {version('gigatoken')}"
-        self._make: Callable[[], Any] = lambda: tokenizer_class.from_tiktoken(
-            RANKS_PATH, pretokenizer="gpt2", special_tokens={}
-        )
-        self._tokenizer = self._make()
-        self._reference = TiktokenEncoder()
+        self._reference = tokenizer
+        self._fast = fast
+        self._tokenizer = fast.make()
         self._random = random.Random(seed)
         self._first_sample_bytes = _FIRST_SAMPLE_BYTES
         # With two cores, reading and writing fill the second: 0.2 s for 31 MB, against 0.3 s.
@@ -139,20 +114,20 @@ class GigatokenEncoder:
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
         """The tokens of every text. Raises EncoderMismatchError when gigatoken fails."""
-        unsettled = {i for i, text in enumerate(texts) if is_unsettled(text)}
-        encoded = self._encode_fast([b"" if i in unsettled else t for i, t in enumerate(texts)])
-        return self._splice(texts, encoded, unsettled) if unsettled else encoded
+        exact = self._fast.uncertain(texts, self._agree)
+        encoded = self._encode_fast([b"" if i in exact else t for i, t in enumerate(texts)])
+        return self._splice(texts, encoded, exact) if exact else encoded
 
     def check(self, texts: Sequence[bytes]) -> None:
         """Compare every text's tokens. Raises EncoderMismatchError."""
-        fast, exact = self._encode_fast(texts), self._reference.encode(texts)
+        fast, exact = self.encode(texts), _join(self._reference.encode_texts(texts))
         if not np.array_equal(fast.offsets, exact.offsets):
             raise EncoderMismatchError("another number of tokens")
         if not np.array_equal(fast.tokens, exact.tokens):
             raise EncoderMismatchError("other tokens")
 
     def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
-        """Compare the beginnings of random texts with tiktoken: 1/512 of all, more at the start."""
+        """Compare beginnings of random texts with the reference: 1/512, more at the start."""
         budget = max(sum(map(len, texts)) * _SAMPLE_SHARE, self._first_sample_bytes)
         self._first_sample_bytes = 0
         for i in self._random.sample(range(len(texts)), min(len(texts), _SAMPLE_TEXTS)):
@@ -168,6 +143,14 @@ class GigatokenEncoder:
                 end = start + len(exact)
             if not np.array_equal(encoded.tokens[start:end], exact):
                 raise EncoderMismatchError(f"other tokens for {sample[:40]!r}")
+
+    def _agree(self, texts: Sequence[bytes]) -> list[bool]:
+        fast = self._encode_fast(texts)
+        rows = np.split(fast.tokens, fast.offsets[1:-1])
+        return [
+            np.array_equal(row, exact)
+            for row, exact in zip(rows, self._reference.encode_texts(texts), strict=True)
+        ]
 
     def _encode_fast(self, texts: Sequence[bytes]) -> Encoded:
         try:
@@ -196,30 +179,30 @@ class GigatokenEncoder:
             due = grown >= _GROWTH_BYTES and self._bytes_since_renewal >= _RENEW_AT_MOST_EVERY_BYTES
         if due:
             del self._tokenizer
-            self._tokenizer = self._make()
+            self._tokenizer = self._fast.make()
             self._bytes_since_renewal = 0
 
 
-def choose_encoder(*, seed: int, say: Callable[[str], None]) -> Encoder:
-    """gigatoken when it is installed and right about `NASTY`, else tiktoken; `say` tells why."""
+def choose_encoder(tokenizer: TextTokenizer, *, seed: int, say: Callable[[str], None]) -> Encoder:
+    """gigatoken when it is installed and right about `NASTY`, else the tokenizer's own package.
+
+    `say` tells why.
+    """
+    reference = ReferenceEncoder(tokenizer)
+    package = tokenizer.reference_package
     try:
-        from gigatoken import Tokenizer
-
-        encoder = GigatokenEncoder(Tokenizer, seed=seed)
-        encoder.check([text.encode() for text in NASTY])
+        encoder = GigatokenEncoder(tokenizer, tokenizer.fast(), seed=seed)
+        encoder.check([text.encode() for text in (*NASTY, *tokenizer.nasty())])
     except ImportError as error:
-        say(f"tokenizer: tiktoken; the faster gigatoken cannot be used: {error}")
+        say(f"tokenizer: {package}; the faster gigatoken cannot be used: {error}")
+    except NotFastError as error:
+        say(f"tokenizer: {package}; the faster gigatoken cannot be used for this one: {error}")
     except (EncoderMismatchError, AttributeError, TypeError, ValueError, OSError) as error:
-        say(f"tokenizer: tiktoken; gigatoken differs from it in a check: {error}")
+        say(f"tokenizer: {package}; gigatoken differs from it in a check: {error}")
     else:
-        say(f"tokenizer: {encoder.name}, checked against tiktoken on samples")
+        say(f"tokenizer: {encoder.name}, checked against {package} on samples")
         return encoder
-    return TiktokenEncoder()
-
-
-def is_unsettled(text: bytes) -> bool:
-    """Whether gigatoken and tiktoken may differ on a character in it."""
-    return not text.isascii() and any(pattern.search(text) for pattern in _UNSETTLED)
+    return reference
 
 
 def resident_bytes() -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,7 +19,41 @@ _READ_BYTES = 8 * 2**20
 
 def write_meta(folder: Path, meta: DataMeta) -> None:
     """Write meta.json whole or not at all."""
-    write_whole(folder / META_NAME, json.dumps(asdict(meta), indent=2) + "\n")
+    values = asdict(meta)
+    if not meta.tokenizer_files:
+        # As releases wrote it that knew GPT-2's tokenizer alone.
+        del values["tokenizer_files"]
+    write_whole(folder / META_NAME, json.dumps(values, indent=2) + "\n")
+
+
+def write_tokenizer(folder: Path, files: Mapping[str, bytes]) -> dict[str, DataFile]:
+    """Write the tokenizer's files, remove those of an earlier run, describe them for meta.json."""
+    for name in _earlier_tokenizer(folder) - set(files):
+        (folder / name).unlink(missing_ok=True)
+    described = {}
+    for name, content in files.items():
+        write_whole(folder / name, content)
+        described[name] = DataFile(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    return described
+
+
+def check_tokenizer_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Raise DataError when writing the tokenizer's files would replace somebody else's."""
+    for name in set(files) - _earlier_tokenizer(folder):
+        path = folder / name
+        if path.exists() and path.read_bytes() != files[name]:
+            raise DataError(
+                f"{path}: another tokenizer's file is in the way, and no earlier run wrote it. "
+                "Choose another --out."
+            )
+
+
+def _earlier_tokenizer(folder: Path) -> set[str]:
+    """Return the names of the tokenizer files that the folder's meta.json lists."""
+    try:
+        return set(load_meta(folder).tokenizer_files)
+    except DataError:
+        return set()
 
 
 def verify_files(folder: Path, meta: DataMeta) -> dict[str, DataFile]:
@@ -26,8 +61,8 @@ def verify_files(folder: Path, meta: DataMeta) -> dict[str, DataFile]:
 
     Raises DataError naming the first that differs, and where.
     """
-    found = {name: _describe(folder / name) for name in meta.files}
-    for name, expected in meta.files.items():
+    found = {name: _describe(folder / name) for name in meta.all_files()}
+    for name, expected in meta.all_files().items():
         whole = found[name].sha256
         where = damaged_ranges(found[name].range_sha256, expected.range_sha256)
         if whole != expected.sha256 or where:
@@ -35,7 +70,7 @@ def verify_files(folder: Path, meta: DataMeta) -> dict[str, DataFile]:
                 f"{folder / name}: sha256 is {whole}, meta.json says {expected.sha256}{where}. "
                 f"{how_to_make_again(folder, source=meta.source)}"
             )
-    return found
+    return {name: found[name] for name in meta.files}
 
 
 def add_range_hashes(folder: Path) -> DataMeta:

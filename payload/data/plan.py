@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from payload.data.documents import MIB, Batch, Source, Survey
-from payload.data.encode import Encoded, TiktokenEncoder
+from payload.data.encode import Encoded, choose_encoder
+from payload.data.meta import check_tokenizer_files
 from payload.data.split import (
     NANOGPT_VAL_FRACTION,
     Split,
@@ -22,13 +23,19 @@ from payload.data.split import (
     default_val_fraction,
 )
 from payload.data.store import JOURNAL_NAME, remove_unfinished, unfinished_fingerprint
-from payload.data.tokenizer import TOKENIZER_SHA256, VOCAB_SIZE
-from payload.data_folder import META_NAME, TRAIN_NAME, VAL_NAME, DataMeta, load_meta, token_dtype
+from payload.data.tokenizers.base import TextTokenizer
+from payload.data_folder import (
+    META_NAME,
+    TRAIN_NAME,
+    VAL_NAME,
+    DataMeta,
+    TokenDtype,
+    load_meta,
+    token_dtype,
+)
 from payload.errors import DataError
 
 SHARD_BYTES = 64 * MIB
-DTYPE = token_dtype(VOCAB_SIZE)
-TOKEN_BYTES = np.dtype(DTYPE).itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +43,7 @@ class PrepareSettings:
     """Everything about a run that is not the source."""
 
     out: Path
+    tokenizer: TextTokenizer
     val_fraction: float | None
     """Share of the documents for validation; None: `default_val_fraction` of their number."""
     seed: int
@@ -49,6 +57,14 @@ class PrepareSettings:
     """Output after which progress is saved."""
     shaping: tuple[str, ...] = ()
     """Whatever else the output depends on, for the fingerprint."""
+
+    def dtype(self) -> TokenDtype:
+        """The type of a token in the files."""
+        return token_dtype(self.tokenizer.vocab_size)
+
+    def token_bytes(self) -> int:
+        """Size of a token in the files."""
+        return int(np.dtype(self.dtype()).itemsize)
 
     def split(self, survey: Survey) -> Split:
         """Which of the source's documents are for validation. Raises DataError."""
@@ -77,12 +93,14 @@ def estimate(source: Source, settings: PrepareSettings) -> Estimate:
     settings.split(survey)
     batches = limit(source.batches({}), settings.max_documents)
     first = next(batches, Batch())
-    tokens = expected_tokens(survey, first, TiktokenEncoder().encode(first.pieces))
+    tokenizer = settings.tokenizer
+    encoder = choose_encoder(tokenizer, seed=settings.seed, say=lambda note: None)
+    tokens = expected_tokens(survey, first, encoder.encode(first.pieces), tokenizer)
     return Estimate(
         documents=survey.documents,
         text_bytes=survey.text_bytes,
         tokens=tokens,
-        need_bytes=None if tokens is None else tokens * TOKEN_BYTES,
+        need_bytes=None if tokens is None else tokens * settings.token_bytes(),
         free_bytes=free_bytes(settings.out),
         note=survey.note,
     )
@@ -115,9 +133,12 @@ def limited(survey: Survey, max_documents: int | None) -> Survey:
     return Survey(documents=max_documents, text_bytes=text_bytes, note=survey.note)
 
 
-def expected_tokens(survey: Survey, batch: Batch, encoded: Encoded) -> int | None:
+def expected_tokens(
+    survey: Survey, batch: Batch, encoded: Encoded, tokenizer: TextTokenizer
+) -> int | None:
     """Of the whole source, at the first batch's rate; None where its size is not known."""
-    in_batch = len(encoded.tokens) + sum(batch.ends)
+    around = len(tokenizer.begin) + len(tokenizer.end)
+    in_batch = len(encoded.tokens) + sum(batch.ends) * around
     if survey.text_bytes is not None and batch.text_bytes:
         return int(survey.text_bytes * in_batch / batch.text_bytes)
     if survey.documents is not None and any(batch.ends):
@@ -133,7 +154,7 @@ def fingerprint_of(identity: Sequence[Any], settings: PrepareSettings) -> str:
         settings.seed,
         settings.max_documents,
         list(settings.shaping),
-        TOKENIZER_SHA256,
+        settings.tokenizer.fingerprint,
     ]
     return hashlib.sha256(json.dumps(shaping).encode()).hexdigest()
 
@@ -161,6 +182,7 @@ def new_folder(out: Path) -> Iterator[None]:
 def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta | None:
     """The folder's meta when it already is what is wanted. Raises DataError when it is not free."""
     out = settings.out
+    check_tokenizer_files(out, settings.tokenizer.files)
     if settings.force:
         remove_unfinished(out)
         return None
@@ -178,9 +200,9 @@ def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta
             return meta
         raise DataError(
             f"{out}: holds data made from another source or with other settings ({meta.source}, "
-            f"{meta.train_documents + meta.val_documents:,} documents, --val-fraction "
-            f"{meta.split.val_fraction:g}, --seed {meta.split.seed}). Choose another --out, or "
-            "replace it with --force."
+            f"tokenizer {meta.tokenizer}, {meta.train_documents + meta.val_documents:,} documents, "
+            f"--val-fraction {meta.split.val_fraction:g}, --seed {meta.split.seed}). Choose "
+            "another --out, or replace it with --force."
         )
     for name in (TRAIN_NAME, VAL_NAME):
         if (out / name).exists():

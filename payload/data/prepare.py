@@ -10,13 +10,11 @@ from payload.data.encode import (
     Encoded,
     Encoder,
     EncoderMismatchError,
-    TiktokenEncoder,
+    ReferenceEncoder,
     choose_encoder,
 )
-from payload.data.meta import write_meta
+from payload.data.meta import write_meta, write_tokenizer
 from payload.data.plan import (
-    DTYPE,
-    TOKEN_BYTES,
     PrepareSettings,
     check_folder,
     expected_tokens,
@@ -29,7 +27,6 @@ from payload.data.plan import (
 from payload.data.progress import Reporter, format_bytes
 from payload.data.split import Split
 from payload.data.store import Store, locked, remove_unfinished, writing_to
-from payload.data.tokenizer import END_OF_TEXT, TOKENIZER_NAME, TOKENIZER_SHA256, VOCAB_SIZE
 from payload.data.write import write_batch
 from payload.data_folder import DataMeta
 from payload.errors import DataError
@@ -52,6 +49,8 @@ class Outcome:
 def prepare(source: Source, settings: PrepareSettings, reporter: Reporter) -> Outcome:
     """Make the data folder, or go on making it. Raises DataError."""
     reporter.say(f"source: {source.label}")
+    if settings.tokenizer.end_note is not None:
+        reporter.say(f"tokenizer: {settings.tokenizer.name}; {settings.tokenizer.end_note}")
     try:
         identity = source.identity()
         with new_folder(settings.out), locked(settings.out, wait=settings.wait):
@@ -94,9 +93,12 @@ class _Run:
 
     def _load_and_survey(self) -> tuple[Encoder, Survey]:
         """At the same time: one waits for files, the other is busy with 50,000 tokens."""
+        settings = self._settings
         notes: list[str] = []
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as pool:
-            loading = pool.submit(choose_encoder, seed=self._settings.seed, say=notes.append)
+            loading = pool.submit(
+                choose_encoder, settings.tokenizer, seed=settings.seed, say=notes.append
+            )
             survey = self._source.survey()
             encoder = loading.result()
         for note in notes:
@@ -149,18 +151,19 @@ class _Run:
             f"going on after {done.documents:,} documents and {done.tokens:,} tokens "
             "of an earlier run"
         )
-        if self._store.encoder.startswith("tiktoken"):
-            self._encoder = TiktokenEncoder()
+        if self._store.encoder.startswith(self._settings.tokenizer.reference_package):
+            self._encoder = ReferenceEncoder(self._settings.tokenizer)
 
     def _tokenize(self, survey: Survey, split: Split) -> None:
         try:
             self._tokenize_with_encoder(survey, split)
         except EncoderMismatchError as error:
+            package = self._settings.tokenizer.reference_package
             self._reporter.say(
-                f"tokenizer: gigatoken differs from tiktoken ({error}); "
-                "starting again with tiktoken alone"
+                f"tokenizer: gigatoken differs from {package} ({error}); "
+                f"starting again with {package} alone"
             )
-            self._encoder = TiktokenEncoder()
+            self._encoder = ReferenceEncoder(self._settings.tokenizer)
             self._store.encoder = self._encoder.name
             self._store.start()
             self._tokenize_with_encoder(survey, split)
@@ -189,20 +192,20 @@ class _Run:
     def _write(self, batch: Batch, encoded: Encoded, split: Split) -> None:
         store = self._store
         self._encoder.check_sample(batch.pieces, encoded)
-        write_batch(store, batch, encoded, split)
+        write_batch(store, batch, encoded, split, self._settings.tokenizer)
         store.commit_if_due(batch.cursor, shard_bytes=self._settings.shard_bytes)
         store.cursor = batch.cursor
         self._reporter.update(store.totals)
 
     def _check_space(self, survey: Survey, batch: Batch, encoded: Encoded) -> None:
-        tokens = expected_tokens(survey, batch, encoded)
+        tokens = expected_tokens(survey, batch, encoded, self._settings.tokenizer)
         free = free_bytes(self._settings.out)
         if tokens is None:
             self._reporter.say(
                 f"disk: {format_bytes(free)} free; the output's size is not known beforehand"
             )
             return
-        need = max(0, tokens - self._store.totals.tokens) * TOKEN_BYTES
+        need = max(0, tokens - self._store.totals.tokens) * self._settings.token_bytes()
         if need > free:
             raise DataError(
                 f"{self._settings.out}: about {format_bytes(need)} are needed for {tokens:,} "
@@ -219,7 +222,7 @@ class _Run:
             if totals.skipped_documents:
                 problem += f": all {totals.skipped_documents:,} were bad"
             problem += "."
-        elif totals.tokens == totals.documents:
+        elif totals.tokens == totals.documents * self._tokens_around():
             problem = f"all {totals.documents:,} documents of {self._source.label} are empty."
         elif not totals.val_documents or not totals.train_documents:
             lacking = "train on" if totals.val_documents else "validate on"
@@ -236,14 +239,20 @@ class _Run:
                 f"note: {seen:,} documents were there, {survey.documents:,} were expected"
             )
 
+    def _tokens_around(self) -> int:
+        tokenizer = self._settings.tokenizer
+        return len(tokenizer.begin) + len(tokenizer.end)
+
     def _describe(self, split: Split) -> DataMeta:
         totals = asdict(self._store.totals)
+        tokenizer = self._settings.tokenizer
         return DataMeta(
-            tokenizer=TOKENIZER_NAME,
-            tokenizer_sha256=TOKENIZER_SHA256,
-            vocab_size=VOCAB_SIZE,
-            end_of_text=END_OF_TEXT,
-            dtype=DTYPE,
+            tokenizer=tokenizer.name,
+            tokenizer_sha256=tokenizer.sha256,
+            tokenizer_files=write_tokenizer(self._settings.out, tokenizer.files),
+            vocab_size=tokenizer.vocab_size,
+            end_of_text=tokenizer.end[-1],
+            dtype=self._settings.dtype(),
             source=self._source.label,
             revision=self._source.revision,
             fingerprint=self._fingerprint,

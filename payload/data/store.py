@@ -65,6 +65,8 @@ class _Shard:
     totals: Totals
     files: dict[str, DataFile]
     is_complete: bool
+    in_document: bool = False
+    """Whether the next text goes on with a document that has begun."""
 
 
 class Store:
@@ -75,6 +77,8 @@ class Store:
         self.totals = Totals()
         self.cursor: Cursor = {}
         self.is_complete = False
+        self.in_document = False
+        """Whether the next text goes on with a document that has begun."""
         self.has_shards = False
         """Whether a later run could go on from what is on the disk."""
         self.encoder = encoder
@@ -88,7 +92,7 @@ class Store:
         """Begin with nothing; what an earlier unfinished run left is removed."""
         self.close()
         self.totals, self.cursor = Totals(), {}
-        self.is_complete = self.has_shards = False
+        self.is_complete = self.has_shards = self.in_document = False
         with writing_to(self.folder):
             self._journal = (self.folder / JOURNAL_NAME).open("wb")
             self._write_line({"fingerprint": self._fingerprint, "encoder": self.encoder})
@@ -104,6 +108,7 @@ class Store:
         self.encoder = str(lines[0].get("encoder"))
         self.totals, self.cursor = last.totals, dict(last.cursor)
         self.is_complete, self.has_shards = last.is_complete, True
+        self.in_document = last.in_document
         if not self.is_complete:
             for name, entry in last.files.items():
                 file = self._files[name] = _GrowingFile(self.folder, name, keep_bytes=entry.bytes)
@@ -141,6 +146,7 @@ class Store:
                         for name, file in self._files.items()
                     },
                     "is_complete": is_complete,
+                    "in_document": self.in_document,
                 }
             )
         self.cursor, self._uncommitted_bytes = cursor, 0

@@ -1,7 +1,7 @@
 """The tokenizer's files of a checkpoint, so that it loads in transformers as it is.
 
-A model that has a tokenizer of its own keeps it. For other models the data says which tokenizer
-made the tokens, and the files are made here: one function per known tokenizer.
+A model that has a tokenizer of its own keeps it. Other models get the files that the data folder
+carries; for data with GPT-2's tokenizer, which is packaged, the files are made here.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from payload.data.tokenizer import (
+from payload.data.tokenizers.gpt2 import (
     END_OF_TEXT,
     END_OF_TEXT_NAME,
     REINSTALL,
     TOKENIZER_SHA256,
     VOCAB_SIZE,
 )
+from payload.data.tokenizers.hf_fast import PRINTED_BYTES, byte_symbols
 from payload.data_folder import DataMeta
 from payload.errors import CheckpointError, DataError
 from payload.hf_folder import TOKENIZER_FILES
+from payload.remake import how_to_make_again
+from payload.tokenizer_identity import folder_identity
 from payload.untrusted import read_bytes
 
 MERGES_PATH = Path(__file__).parent / "gpt2" / "merges.txt"
@@ -32,20 +35,46 @@ MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
-def tokenizer_files(meta: DataMeta, *, source: Path | None, context: int) -> Mapping[str, bytes]:
-    """Return the tokenizer's files by name: those in the folder `source`, else those of the data.
+def tokenizer_files(
+    meta: DataMeta, *, data: Path, source: Path | None, context: int
+) -> Mapping[str, bytes]:
+    """Return the tokenizer's files by name, for a checkpoint.
 
-    `context` is the longest one of the model in tokens. There are none for a vocabulary that is
-    not known here. Raises CheckpointError and DataError for files that cannot be read.
+    They are those in `source`, the folder of the model that training starts from; else those that
+    the data folder `data` carries; else GPT-2's, which are made here. A source with a tokenizer
+    other than the data's does not count. `context` is the longest one of the model in tokens.
+    There are none for a vocabulary that is not known here. Raises CheckpointError and DataError for
+    files that cannot be read.
     """
-    made_by_gpt2 = meta.tokenizer_sha256 == TOKENIZER_SHA256
     if source is not None and any((source / name).is_file() for name in _VOCABULARIES):
-        copied = _copied(source)
-        if made_by_gpt2 or not _are_gpt2s(copied):
-            return copied
-    if made_by_gpt2 and meta.vocab_size == VOCAB_SIZE:
+        identity = folder_identity(source, error=CheckpointError)
+        if identity in (None, meta.tokenizer_sha256):
+            return _copied(source)
+    if meta.tokenizer_files:
+        return _carried(meta, data)
+    if meta.tokenizer_sha256 == TOKENIZER_SHA256 and meta.vocab_size == VOCAB_SIZE:
         return gpt2_files(context=context)
     return {}
+
+
+def _carried(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
+    """Return the data folder's tokenizer files, compared with meta.json."""
+    files = {}
+    for name, expected in meta.tokenizer_files.items():
+        try:
+            files[name] = read_bytes(data / name)
+        except OSError as error:
+            raise DataError(f"{data / name}: {error.strerror}. {_again(meta, data)}") from None
+        if hashlib.sha256(files[name]).hexdigest() != expected.sha256:
+            raise DataError(
+                f"{data / name}: its content is not what meta.json has the hash of. "
+                f"{_again(meta, data)}"
+            )
+    return files
+
+
+def _again(meta: DataMeta, data: Path) -> str:
+    return how_to_make_again(data, source=meta.source)
 
 
 def gpt2_files(*, context: int) -> Mapping[str, bytes]:
@@ -115,9 +144,9 @@ def _gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
         )
     # The first line is a version; no merge contains white space but the one that divides it.
     merges = content.decode("utf-8").split("\n")[1:-1]
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    tokens = [chr(byte) for byte in printed]
-    tokens += [chr(0x100 + i) for i in range(256 - len(printed))]
+    symbols = byte_symbols()
+    tokens = [symbols[byte] for byte in PRINTED_BYTES]
+    tokens += [symbols[byte] for byte in range(256) if byte not in PRINTED_BYTES]
     tokens += [merge.replace(" ", "") for merge in merges]
     tokens.append(END_OF_TEXT_NAME)
     return {token: number for number, token in enumerate(tokens)}, merges
@@ -136,18 +165,6 @@ def _copied(source: Path) -> Mapping[str, bytes]:
                 "one."
             ) from None
     return files
-
-
-def _are_gpt2s(files: Mapping[str, bytes]) -> bool:
-    """Say whether the tokens in `files` are those of GPT-2: then they fit no other data."""
-    try:
-        if "tokenizer.json" in files:
-            vocabulary = json.loads(files["tokenizer.json"])["model"]["vocab"]
-        else:
-            vocabulary = json.loads(files.get("vocab.json", b"null"))
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return False
-    return bool(vocabulary == _gpt2_vocabulary()[0])
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -9,20 +9,26 @@ import numpy.typing as npt
 
 from payload.data.documents import Batch
 from payload.data.encode import Encoded
-from payload.data.plan import DTYPE
 from payload.data.split import Split
 from payload.data.store import Store
-from payload.data.tokenizer import END_OF_TEXT
+from payload.data.tokenizers.base import TextTokenizer
+from payload.data_folder import token_dtype
 
 EXAMPLES_KEPT = 20
 """Complaints about bad documents that meta.json carries."""
 
 
-def write_batch(store: Store, batch: Batch, encoded: Encoded, split: Split) -> None:
+def write_batch(
+    store: Store, batch: Batch, encoded: Encoded, split: Split, tokenizer: TextTokenizer
+) -> None:
     """Append one batch's tokens to the right files and count them."""
     ends = np.array(batch.ends, dtype=np.bool_)
     is_val = split.val_mask(np.array(batch.numbers, dtype=np.int64))
-    tokens, offsets = with_ends(encoded, ends)
+    begins = np.ones(len(ends), dtype=np.bool_)
+    begins[:1], begins[1:] = not store.in_document, ends[:-1]
+    tokens, offsets = with_tokens_around(encoded, tokenizer, begins=begins, ends=ends)
+    if len(ends):
+        store.in_document = not ends[-1]
     # Neighbours that go to the same file are written together.
     edges = [0, *(np.flatnonzero(is_val[1:] != is_val[:-1]) + 1).tolist(), len(is_val)]
     for start, end in pairwise(edges):
@@ -41,16 +47,27 @@ def write_batch(store: Store, batch: Batch, encoded: Encoded, split: Split) -> N
             totals.skipped_examples.append(complaint)
 
 
-def with_ends(
-    encoded: Encoded, ends: npt.NDArray[np.bool_]
+def with_tokens_around(
+    encoded: Encoded,
+    tokenizer: TextTokenizer,
+    *,
+    begins: npt.NDArray[np.bool_],
+    ends: npt.NDArray[np.bool_],
 ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]]:
-    """The tokens in the output's type with END_OF_TEXT after each text that ends its document."""
+    """The tokens in the output's type, with the tokenizer's own before and after each document.
+
+    `begins` and `ends` say which texts begin and end one.
+    """
+    before, after = tokenizer.begin, tokenizer.end
     offsets = encoded.offsets.copy()
-    offsets[1:] += np.cumsum(ends)
-    tokens = np.empty(int(offsets[-1]), dtype=DTYPE)
-    places = offsets[1:][ends] - 1
+    offsets[1:] += np.cumsum(begins * len(before) + ends * len(after))
+    tokens = np.empty(int(offsets[-1]), dtype=token_dtype(tokenizer.vocab_size))
     is_text = np.ones(len(tokens), dtype=np.bool_)
-    is_text[places] = False
+    for place, token in enumerate(before):
+        places = offsets[:-1][begins] + place
+        is_text[places], tokens[places] = False, token
+    for place, token in enumerate(reversed(after)):
+        places = offsets[1:][ends] - 1 - place
+        is_text[places], tokens[places] = False, token
     tokens[is_text] = encoded.tokens
-    tokens[places] = END_OF_TEXT
     return tokens, offsets

@@ -92,7 +92,7 @@ def bring_data(
     """To the nodes that lack it, each from here; returns where it is."""
     whole = _whole_data(source)
     target = _home(answers, inventory.head) / "tileforge" / PurePosixPath(whole).parent
-    known = load_meta(source).files
+    known = load_meta(source).all_files()
     files = {**{name: entry.sha256 for name, entry in known.items()}, META_NAME: None}
     nodes = [node for node in inventory.nodes if whole not in answers[node.name].has]
     if nodes:

@@ -213,7 +213,8 @@ def _base_model(folder: Path, config: RunConfig, state: TrainerState | None) -> 
 
 
 def _tokenizer(data: TokenData, *, source: Path | None, model: CausalLM) -> Mapping[str, bytes]:
-    files = tokenizer_files(data.meta, source=source, context=model.spec.context())
+    context = model.spec.context()
+    files = tokenizer_files(data.meta, data=data.folder, source=source, context=context)
     if not files:
         log.warning(
             f"checkpoints will have no tokenizer: the one that made the data "

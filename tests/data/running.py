@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from payload.data.tokenizer import END_OF_TEXT, gpt2_encoding
+from payload.data.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ import pytest
 
 from payload.data import documents
 from payload.data.documents import cut_at, read_pieces
-from payload.data.tokenizer import gpt2_encoding
+from payload.data.tokenizers.gpt2 import gpt2_encoding
 
 SPACES = [" ", "  ", "\n", "\n\n ", "\t", "\u00a0", "\u3000 ", " \u2028", "\r\n"]
 WORDS = ["it's", "caf\u00e9", "x" * 40, "12.5", "!!", "\u65e5\u672c", "\U0001f600", "_a(b)"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import gigatoken
 import numpy as np
@@ -17,23 +18,28 @@ from payload.data.encode import (
     NASTY,
     EncoderMismatchError,
     GigatokenEncoder,
-    TiktokenEncoder,
+    ReferenceEncoder,
     choose_encoder,
+)
+from payload.data.tokenizers.gpt2 import (
+    _PATTERN,
+    Gpt2Fast,
+    gpt2_encoding,
+    gpt2_tokenizer,
     is_unsettled,
 )
-from payload.data.tokenizer import _PATTERN, gpt2_encoding
 from tests.data.running import stdlib_texts
 
 UNICODE_17_LETTER = "\U000323b0"
 
 
-def fast_encoder() -> GigatokenEncoder:
-    return GigatokenEncoder(gigatoken.Tokenizer, seed=0)
+def fast_encoder(tokenizer_class: Any = gigatoken.Tokenizer) -> GigatokenEncoder:
+    return GigatokenEncoder(gpt2_tokenizer(), Gpt2Fast(tokenizer_class), seed=0)
 
 
 def test_both_encoders_agree_on_real_text_and_nasty_strings() -> None:
     texts = [text.encode() for text in [*NASTY, *stdlib_texts(min_bytes=2_000_000)]]
-    fast, exact = fast_encoder().encode(texts), TiktokenEncoder().encode(texts)
+    fast, exact = fast_encoder().encode(texts), ReferenceEncoder(gpt2_tokenizer()).encode(texts)
     np.testing.assert_array_equal(fast.offsets, exact.offsets)
     np.testing.assert_array_equal(fast.tokens, exact.tokens)
 
@@ -118,7 +124,7 @@ class _WrongOnZebra:
 
 
 def test_a_wrong_token_in_a_sample_is_noticed() -> None:
-    encoder = GigatokenEncoder(_WrongOnZebra, seed=0)
+    encoder = fast_encoder(_WrongOnZebra)
     encoder.check_sample([b"a horse"], encoder.encode([b"a horse"]))
     wrong = encoder.encode([b"a zebra"])
     with pytest.raises(EncoderMismatchError, match="other tokens for b'a zebra'"):
@@ -131,5 +137,6 @@ def test_an_encoder_that_fails_the_first_check_is_not_used(
     monkeypatch.setattr(gigatoken, "Tokenizer", _WrongOnZebra)
     monkeypatch.setattr(encode, "NASTY", ("a zebra",))
     said: list[str] = []
-    assert isinstance(choose_encoder(seed=0, say=said.append), TiktokenEncoder)
+    chosen = choose_encoder(gpt2_tokenizer(), seed=0, say=said.append)
+    assert isinstance(chosen, ReferenceEncoder)
     assert said == ["tokenizer: tiktoken; gigatoken differs from it in a check: other tokens"]

@@ -201,7 +201,8 @@ def test_a_wrong_gigatoken_is_noticed_and_everything_is_done_again_by_tiktoken(
 WRONG_ON_ZEBRA = """
 from types import SimpleNamespace
 import numpy as np
-from payload.data.encode import TiktokenEncoder
+from payload.data.encode import ReferenceEncoder
+from payload.data.tokenizers.gpt2 import gpt2_tokenizer
 
 class Tokenizer:
     @classmethod
@@ -209,7 +210,7 @@ class Tokenizer:
         return cls()
 
     def encode_batch(self, texts, **_):
-        encoded = TiktokenEncoder().encode(texts)
+        encoded = ReferenceEncoder(gpt2_tokenizer()).encode(texts)
         tokens = encoded.tokens.copy()
         for index, text in enumerate(texts):
             if b"zebra" in text:

@@ -14,7 +14,7 @@ from payload.data.documents import Batch
 from payload.data.sources import sections
 from payload.data.sources.files import TextSource
 from payload.data.sources.sections import divide
-from payload.data.tokenizer import END_OF_TEXT, gpt2_encoding
+from payload.data.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 from payload.data_folder import load_meta
 from payload.errors import ExitCode
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from payload.data import tokenizer
-from payload.data.tokenizer import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding, load_ranks
+from payload.data.tokenizers import gpt2 as tokenizer
+from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding, load_ranks
 from payload.errors import DataError
 
 

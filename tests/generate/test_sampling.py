@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from payload.data.tokenizer import END_OF_TEXT, VOCAB_SIZE
+from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE
 from payload.errors import CheckpointError
 from payload.generate.sampling import (
     Reader,

@@ -16,7 +16,7 @@ import transformers
 from payload.checkpoint_files import manifest_problems
 from payload.data.encode import NASTY
 from payload.data.meta import write_meta
-from payload.data.tokenizer import gpt2_encoding
+from payload.data.tokenizers.gpt2 import gpt2_encoding
 from payload.data_folder import load_meta
 from payload.hf_folder import TOKENIZER_FILES
 from payload.results import RunPaths

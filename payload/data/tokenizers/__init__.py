@@ -1,0 +1,108 @@
+"""Tokenizers: GPT-2's, and any tokenizer.json. `load_tokenizer` finds the one asked for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from payload.data.tokenizers.gpt2 import END_OF_TEXT_NAME, TOKENIZER_NAME, gpt2_tokenizer
+from payload.errors import DataError
+from payload.results import RunPaths
+from payload.tokenizer_identity import GPT2_SHA256
+from payload.untrusted import one_line, shown
+
+if TYPE_CHECKING:
+    from payload.data.tokenizers.base import TextTokenizer
+    from payload.data.tokenizers.hf import HfTokenizer
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
+_FIX = "Name a folder with tokenizer.json, a run, a hub name (owner/name[@revision]) or gpt2."
+
+
+def load_tokenizer(name: str) -> TextTokenizer:
+    """Return the tokenizer that `name` stands for.
+
+    `gpt2` is the packaged one. Else it is a folder with tokenizer.json, so a model or a checkpoint
+    too, a run, or a name on the Hugging Face hub with an optional @revision. Files with GPT-2's
+    vocabulary and no other special tokens give the packaged one. Raises DataError.
+    """
+    if name == TOKENIZER_NAME:
+        return gpt2_tokenizer()
+    from payload.data.tokenizers.hf import hf_tokenizer
+
+    folder, label = _find(name)
+    found = hf_tokenizer(folder, name=label)
+    return gpt2_tokenizer() if _is_gpt2(found) else found
+
+
+def _find(name: str) -> tuple[Path, str]:
+    """Return the folder, and what meta.json calls it."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _newest_checkpoint(path), name
+    if path.is_file():
+        if path.name == "tokenizer.json":
+            return path.parent, str(path.parent)
+        raise DataError(f"--tokenizer {shown(name)}: it is a file. {_FIX}")
+    repository, _, revision = name.partition("@")
+    if name.startswith(("/", "./", "../", "~")) or not _HUB_NAME.fullmatch(repository):
+        raise DataError(f"--tokenizer {shown(name)}: there is no such folder. {_FIX}")
+    return _download(repository, revision or None)
+
+
+def _newest_checkpoint(folder: Path) -> Path:
+    """Return a run's newest checkpoint, or the folder itself when it is no run."""
+    paths = RunPaths(folder)
+    if not paths.checkpoints.is_dir():
+        return folder
+    newest = paths.newest_checkpoint()
+    if newest is None:
+        raise DataError(f"--tokenizer {folder}: the run has no checkpoint that is whole. {_FIX}")
+    return newest
+
+
+def _download(repository: str, revision: str | None) -> tuple[Path, str]:
+    """Fetch the tokenizer's files from the hub, or take them from its cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+    from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES
+
+    disable_progress_bars()
+    try:
+        folder = snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=[*TOKENIZER_FILES, CONFIG_FILE, "generation_config.json"],
+        )
+    except (OSError, HTTPError, ValueError) as error:
+        raise DataError(_explain(error, repository, revision)) from None
+    return Path(folder), f"{repository}@{Path(folder).name}"
+
+
+def _explain(error: Exception, repository: str, revision: str | None) -> str:
+    kind = type(error).__name__
+    what = f"--tokenizer {repository}"
+    if kind == "GatedRepoError":
+        return (
+            f"{what}: the model is gated. Accept its terms on its page at the hub, then log in: "
+            "hf auth login."
+        )
+    if kind == "RepositoryNotFoundError":
+        return (
+            f"{what}: the Hugging Face hub has no such public model, and there is no such folder "
+            f"here. {_FIX}"
+        )
+    if kind == "RevisionNotFoundError":
+        return f"{what}: the Hugging Face hub has no revision {shown(revision)} of it. Correct it."
+    return (
+        f"{what}: there is no such folder here, and the Hugging Face hub cannot be reached "
+        f"({one_line(error).rstrip('.')}). Check the network, or name a folder with tokenizer.json."
+    )
+
+
+def _is_gpt2(found: HfTokenizer) -> bool:
+    added = [each.get("content") for each in found.raw.get("added_tokens") or ()]
+    return found.sha256 == GPT2_SHA256 and added == [END_OF_TEXT_NAME]

@@ -1,0 +1,139 @@
+"""GPT-2's tokenizer, from the packaged ranks: no download, no cache folder, no network."""
+
+from __future__ import annotations
+
+import binascii
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from payload.data.tokenizers.base import Agree, FastTokenizer, TextTokenizer, Tokens
+from payload.errors import DataError
+from payload.tokenizer_identity import GPT2_SHA256
+
+if TYPE_CHECKING:
+    import tiktoken
+
+TOKENIZER_NAME = "gpt2"
+END_OF_TEXT = 50256
+"""Written after every document."""
+END_OF_TEXT_NAME = "<|endoftext|>"
+VOCAB_SIZE = 50257
+TOKENIZER_SHA256 = GPT2_SHA256
+"""Of the ranks file: the value that tiktoken itself pins for r50k_base."""
+REINSTALL = "Install the package again."
+RANKS_PATH = Path(__file__).parents[1] / "gpt2" / "r50k_base.tiktoken"
+
+# As in tiktoken_ext.openai_public: GPT-2's own pattern, rewritten there to run faster.
+_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+
+@functools.cache
+def gpt2_encoding() -> tiktoken.Encoding:
+    """tiktoken's GPT-2 encoding. Raises DataError when the packaged ranks are damaged."""
+    import tiktoken
+
+    return tiktoken.Encoding(
+        TOKENIZER_NAME,
+        pat_str=_PATTERN,
+        mergeable_ranks=load_ranks(RANKS_PATH),
+        special_tokens={END_OF_TEXT_NAME: END_OF_TEXT},
+        explicit_n_vocab=VOCAB_SIZE,
+    )
+
+
+def load_ranks(path: Path) -> dict[bytes, int]:
+    """Token bytes to rank, from a file that must have `TOKENIZER_SHA256`. Raises DataError.
+
+    tiktoken's own `load_tiktoken_bpe` keeps copies in a shared temporary folder, so it is not used.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"tokenizer {path}: {error.strerror}. {REINSTALL}") from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != TOKENIZER_SHA256:
+        raise DataError(f"tokenizer {path}: sha256 is {found}, not {TOKENIZER_SHA256}. {REINSTALL}")
+    ranks = {}
+    for line in content.splitlines():
+        token, rank = line.split()
+        ranks[binascii.a2b_base64(token)] = int(rank)
+    return ranks
+
+
+# Letters and digits that Unicode 17 added, as UTF-8 (in blocks of 64 above U+FFFF). gigatoken 0.10
+# knows them, tiktoken 0.14 does not yet, so the two cut words differently there; over all other
+# code points they agree, which tests/data/test_encode.py checks one by one. Documents with such a
+# character go to tiktoken. One pattern a first byte: 4 times the speed of one for all.
+_UNSETTLED = (
+    re.compile(rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)"),
+    re.compile(rb"\xea\x9f[\x8e\x8f\x92\x94\xb1]"),
+    re.compile(
+        rb"\xf0(?:\x90[\xa5\xbb]|\x91[\xb6\xb7]|\x96[\xba\xbb\xbf]|\x98[\x9f\xb4\xb6\xb7]|"
+        rb"\x9e\x9b|\xab\x9c|\xac\xba|\xb2[\x8e-\xbf]|\xb3[\x80-\x91])"
+    ),
+)
+
+
+def is_unsettled(text: bytes) -> bool:
+    """Say whether gigatoken and tiktoken may differ on a character in it."""
+    return not text.isascii() and any(pattern.search(text) for pattern in _UNSETTLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpt2Tokenizer(TextTokenizer):
+    """GPT-2's tokenizer through tiktoken. Special tokens are never recognised in a text."""
+
+    def encode_texts(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """Return tiktoken's tokens of each text, on all cores."""
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            return list(pool.map(self.encode_one, texts))
+
+    def encode_one(self, text: bytes) -> Tokens:
+        """Return tiktoken's tokens of one text."""
+        return gpt2_encoding().encode_to_numpy(text.decode("utf-8"), disallowed_special=())
+
+    def fast(self) -> FastTokenizer:
+        """Return gigatoken with the packaged ranks."""
+        from gigatoken import Tokenizer
+
+        return Gpt2Fast(Tokenizer)
+
+    def nasty(self) -> Sequence[str]:
+        """Return nothing: the texts for all have GPT-2's special token."""
+        return ()
+
+
+class Gpt2Fast(FastTokenizer):
+    """gigatoken with the packaged ranks."""
+
+    def __init__(self, tokenizer_class: Any) -> None:
+        self._class = tokenizer_class
+
+    def make(self) -> Any:
+        """Return a new tokenizer."""
+        return self._class.from_tiktoken(RANKS_PATH, pretokenizer="gpt2", special_tokens={})
+
+    def uncertain(self, texts: Sequence[bytes], agree: Agree) -> set[int]:
+        """Return the places of texts with a character that is known to differ."""
+        return {place for place, text in enumerate(texts) if is_unsettled(text)}
+
+
+def gpt2_tokenizer() -> Gpt2Tokenizer:
+    """Return GPT-2's tokenizer. Raises DataError when the packaged ranks are damaged."""
+    gpt2_encoding()
+    return Gpt2Tokenizer(
+        name=TOKENIZER_NAME,
+        sha256=TOKENIZER_SHA256,
+        fingerprint=TOKENIZER_SHA256,
+        vocab_size=VOCAB_SIZE,
+        end=(END_OF_TEXT,),
+        reference_name=f"tiktoken {version('tiktoken')}",
+    )

@@ -1,0 +1,207 @@
+"""Any tokenizer.json, through the package `tokenizers`.
+
+Special tokens are recognised in a text, and the tokens before a document are the tokenizer's own,
+as in transformers. The files are read as others wrote them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from payload.data.tokenizers.base import FastTokenizer, TextTokenizer, Tokens
+from payload.data.tokenizers.hf_fast import HfFast
+from payload.errors import DataError
+from payload.hf_folder import TOKENIZER_FILES
+from payload.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
+from payload.untrusted import one_line, parse_json, read_bytes, shown
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_CONFIG_FILES = ("tokenizer_config.json", "generation_config.json", "config.json")
+_FIX = "Repair the folder, or name another one."
+_BATCH_BYTES = 2**20
+"""The package's result takes some 150 bytes a token until it is converted."""
+_MAX_TOKEN = 2**24
+_NASTY_ADDED_TOKENS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfTokenizer(TextTokenizer):
+    """A tokenizer.json through the package `tokenizers`."""
+
+    raw: Mapping[str, Any]
+    """The parsed tokenizer.json."""
+    backend: Tokenizer
+
+    def encode_texts(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """Return the package's tokens of each text, on all cores."""
+        found: list[Tokens] = []
+        batch: list[str] = []
+        size = 0
+        for text in texts:
+            batch.append(text.decode("utf-8"))
+            size += len(text)
+            if size >= _BATCH_BYTES:
+                found += self._encode(batch)
+                batch, size = [], 0
+        return found + self._encode(batch)
+
+    def _encode(self, texts: list[str]) -> list[Tokens]:
+        encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(each.ids, dtype=np.uint32) for each in encoded]
+
+    def fast(self) -> FastTokenizer:
+        """Return gigatoken with the same file."""
+        from gigatoken import Tokenizer as Gigatoken
+
+        return HfFast(Gigatoken, self.raw)
+
+    def nasty(self) -> Sequence[str]:
+        """Return every added token between letters, spaces and its like."""
+        contents = [str(each["content"]) for each in self.raw.get("added_tokens") or ()]
+        return [f"a{c}b {c} \n{c}\n{c}{c}  {c}" for c in contents[:_NASTY_ADDED_TOKENS]]
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """Return a folder's tokenizer files by name. Raises DataError when there is no tokenizer.json.
+
+    Its config.json and generation_config.json are not among them.
+    """
+    files = {}
+    for name in TOKENIZER_FILES:
+        content = _read(folder / name)
+        if content is not None:
+            files[name] = content
+    if TOKENIZER_FILE not in files:
+        raise DataError(_no_tokenizer(folder, files))
+    return files
+
+
+def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
+    """Load the tokenizer in `folder`; `name` is for meta.json. Raises DataError."""
+    files = read_folder(folder)
+    raw = parse_tokenizer(files[TOKENIZER_FILE], where=str(folder / TOKENIZER_FILE))
+    backend = _backend(files[TOKENIZER_FILE], folder / TOKENIZER_FILE)
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    largest = max(vocabulary.values(), default=-1)
+    if not 0 <= largest < _MAX_TOKEN:
+        raise DataError(f"{folder / TOKENIZER_FILE}: its largest token is {largest}. {_FIX}")
+    end, place = _end_of_document(folder, backend)
+    before, after = _around(backend)
+    ends = after if after[-1:] == (end,) else (*after, end)
+    return HfTokenizer(
+        name=name,
+        sha256=identity_of(raw),
+        fingerprint=_fingerprint(files[TOKENIZER_FILE], before, ends),
+        vocab_size=largest + 1,
+        begin=before,
+        end=ends,
+        end_note=f"documents end with {backend.id_to_token(end)!r} ({end}), eos_token of {place}",
+        files=files,
+        reference_name=f"tokenizers {version('tokenizers')}",
+        raw=raw,
+        backend=backend,
+    )
+
+
+def _backend(content: bytes, path: Path) -> Tokenizer:
+    """Build the package's tokenizer; it raises bare Exceptions, and panics of Rust."""
+    from tokenizers import Tokenizer
+
+    try:
+        backend = Tokenizer.from_buffer(content)
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode("a b", add_special_tokens=True)
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise DataError(f"{path}: cannot be loaded: {one_line(error)} {_FIX}") from None
+        raise
+    return backend
+
+
+def _end_of_document(folder: Path, backend: Tokenizer) -> tuple[int, str]:
+    """Return the token that ends a document, and the file that names it. Raises DataError."""
+    for name in _CONFIG_FILES:
+        content = _read(folder / name)
+        if content is None:
+            continue
+        where = str(folder / name)
+        config = parse_json(content, where=where, fix=_FIX, error=DataError, huge_integers=True)
+        found = _named_end(config, backend, where=folder / name)
+        if found is not None:
+            return found, name
+    raise DataError(
+        f"tokenizer {folder}: none of {', '.join(_CONFIG_FILES)} names an eos_token, which ends "
+        'every document. Add "eos_token" to tokenizer_config.json.'
+    )
+
+
+def _named_end(config: object, backend: Tokenizer, *, where: Path) -> int | None:
+    if not isinstance(config, dict):
+        raise DataError(f"{where}: expected an object, got {shown(config)}. {_FIX}")
+    token = config.get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if isinstance(token, str):
+        number = backend.token_to_id(token)
+        if number is None:
+            raise DataError(
+                f"{where}: eos_token = {shown(token)} is not in {TOKENIZER_FILE}. {_FIX}"
+            )
+        return number
+    given = config.get("eos_token_id")
+    first = given[0] if isinstance(given, list) and given else given
+    if first is None:
+        return None
+    if type(first) is not int or first not in range(_MAX_TOKEN) or not backend.id_to_token(first):
+        raise DataError(
+            f"{where}: eos_token_id = {shown(first)} is not in {TOKENIZER_FILE}. {_FIX}"
+        )
+    return first
+
+
+def _around(backend: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens that the tokenizer puts before and after a text."""
+    bare = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a", add_special_tokens=True).ids
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return tuple(whole[:start]), tuple(whole[start + len(bare) :])
+    return (), ()
+
+
+def _fingerprint(content: bytes, before: Sequence[int], after: Sequence[int]) -> str:
+    shaping = [hashlib.sha256(content).hexdigest(), list(before), list(after)]
+    return hashlib.sha256(json.dumps(shaping).encode()).hexdigest()
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return read_bytes(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}. {_FIX}") from None
+
+
+def _no_tokenizer(folder: Path, files: Mapping[str, bytes]) -> str:
+    if not files:
+        return f"tokenizer {folder}: it has no {TOKENIZER_FILE}. Name a folder that has one."
+    program = (
+        f"from transformers import AutoTokenizer as T; T.from_pretrained({str(folder)!r})"
+        f".save_pretrained({str(folder)!r})"
+    )
+    return (
+        f"tokenizer {folder}: it has {', '.join(files)} but no {TOKENIZER_FILE}. Make it with: "
+        f'python -c "{program}"'
+    )
