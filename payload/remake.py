@@ -70,6 +70,17 @@ def how_to_make_again(folder: Path, *, source: object) -> str:
     return f"Repeat the command that made it with --force{was}."
 
 
+def with_tokenizer(folder: Path, *, source: str, tokenizer: str) -> str:
+    """Return the command that makes `folder`'s data for another tokenizer, beside it."""
+    kind, _, place = source.partition(": ")
+    new = str(folder.with_name(f"{folder.name}-{Path(tokenizer.partition('@')[0]).name}"))
+    arguments = ["--tokenizer", tokenizer, "--out", new]
+    if kind in _KNOWN:
+        return _prepare(kind, *arguments)
+    where = printable(place.partition(", ")[0]).replace("\n", " ")[:200] or "PATH"
+    return _prepare(printable(kind)[:20] or "KIND", "--input", where, *arguments)
+
+
 def no_range_hashes(folder: Path) -> str:
     """Say that a folder's content is not checked while it is read, and what changes that."""
     return (

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from payload.data_folder import DataMeta
 from payload.errors import DataError, TileforgeError
+from payload.remake import with_tokenizer
 from payload.untrusted import one_line, parse_json, read_bytes
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -56,6 +58,29 @@ def folder_identity(folder: Path, *, error: type[TileforgeError] = DataError) ->
     except OSError as problem:
         raise error(f"{path}: {one_line(problem.strerror or problem)} {_FIX}") from None
     return identity_of(parse_tokenizer(content, where=str(path), error=error))
+
+
+def require_same_tokenizer(
+    meta: DataMeta,
+    *,
+    data: Path,
+    folder: Path,
+    init: str,
+    error: type[TileforgeError] = DataError,
+) -> None:
+    """Raise `error` when the model in `folder` has a tokenizer other than the data's.
+
+    `init` is what the user calls the model. A folder without tokenizer.json says nothing.
+    """
+    found = folder_identity(folder, error=error)
+    if found is None or found == meta.tokenizer_sha256:
+        return
+    name = "gpt2" if found == GPT2_SHA256 else init
+    again = with_tokenizer(data, source=meta.source, tokenizer=name)
+    raise error(
+        f"data.dir = {str(data)!r} was prepared with the tokenizer {meta.tokenizer}, "
+        f"model.init = {init!r} has another one. Prepare the data with the model's: {again}"
+    )
 
 
 def parse_tokenizer(

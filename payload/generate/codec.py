@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from payload.data.tokenizer import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
+from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, read_config
 from payload.untrusted import one_line, parse_json, read_bytes

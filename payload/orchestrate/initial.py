@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from payload.adapter_files import has_adapter
+from payload.data_folder import load_meta
 from payload.errors import CheckpointError, ConfigError
 from payload.hf_folder import weight_files
 from payload.models.fit import require_fit
@@ -16,6 +17,7 @@ from payload.models.registry import read_spec
 from payload.models.source import SCRATCH, find_source, pinned
 from payload.models.spec import ModelSpec
 from payload.run_config import RunConfig
+from payload.tokenizer_identity import require_same_tokenizer
 
 
 def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpec, str | None]:
@@ -64,6 +66,11 @@ def settle_initial(
     if source.folder is not None:
         folder = source.folder.resolve()
         _require_weights(folder, init=source.name)
+        if vocab_size is not None:
+            data = Path(config.data.dir)
+            require_same_tokenizer(
+                load_meta(data), data=data, folder=folder, init=source.name, error=ConfigError
+            )
         config = _starting_from(config, str(folder))
     elif source.kind == "hub" and download:
         name = HubName.parse(pinned(source.name, setting="model.init"))

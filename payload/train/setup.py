@@ -40,6 +40,7 @@ from payload.run_config import (
     load_run_config,
     parse_run_config,
 )
+from payload.tokenizer_identity import require_same_tokenizer
 from payload.train.checkpoint import (
     BaseModel,
     TrainerState,
@@ -136,6 +137,14 @@ def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: Wo
         _require_same_run(state, config)
     folder = _weights_folder(checkpoint, config) if world.is_main else None
     base = _base_model(folder, config, state) if folder and config.adapter.is_on() else None
+    if folder is not None and not resumes:
+        require_same_tokenizer(
+            data.meta,
+            data=data.folder,
+            folder=folder,
+            init=config.model.init,
+            error=CheckpointError,
+        )
     model = _loaded_model(folder, config, data, world=world)
     tokenizer = _tokenizer(data, source=folder, model=model) if world.is_main else {}
     if config.adapter.is_on():
