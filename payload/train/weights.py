@@ -8,15 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
-
 from payload.errors import CheckpointError
-from payload.hf_folder import CONFIG_FILE, WEIGHTS_FILE, weight_files
+from payload.hf_folder import CONFIG_FILE, WEIGHTS_FILE
 from payload.models.hub import HubName, fetch
 from payload.models.source import find_source
-from payload.models.spec import ModelSpec
 from payload.train.tensor_file import write_tensors
 
 if TYPE_CHECKING:
@@ -36,34 +31,6 @@ def save_hf(model: CausalLM, folder: Path, *, progressed: Callable[[], None] = l
     return write_tensors(
         folder / WEIGHTS_FILE, model.hf_tensors(), metadata={"format": "pt"}, progressed=progressed
     )
-
-
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read all weights of a folder, under the names that its files have. Raises CheckpointError."""
-    tensors: dict[str, Tensor] = {}
-    names = weight_files(folder)
-    try:
-        for name in names:
-            tensors |= load_file(folder / name)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder}: its weights cannot be read ({error}). Only safetensors files are loaded: "
-            "the pickle format can run code."
-        ) from None
-    return tensors
-
-
-def require_enough(tensors: dict[str, Tensor], spec: ModelSpec, folder: Path) -> None:
-    """Refuse sizes that the weights do not have, before memory is taken for them.
-
-    Raises CheckpointError.
-    """
-    held = sum(value.numel() for value in tensors.values())
-    if sum(each.elements for each in spec.gradient_sizes() if each.kind == "matrix") > 2 * held:
-        raise CheckpointError(
-            f"{folder / CONFIG_FILE}: its sizes make {spec.num_params():,} parameters, but the "
-            f"files with the weights have {held:,}. The folder is damaged; name another one."
-        )
 
 
 def model_folder(name: str, *, setting: str = "model.init") -> Path:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,3 +68,67 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(CheckpointError, match="ends before its last tensor"):
         tensors["matrix"]
+
+
+_LOAD = """
+import json, sys
+from pathlib import Path
+from payload.train.models.registry import build, load
+from payload.models.registry import read_spec
+
+def kilobytes(name):
+    return next(
+        int(line.split()[1])
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(name)
+    )
+
+small, large = map(Path, sys.argv[1:])
+load(small)  # What the first model imports is not the second's.
+before = kilobytes("VmRSS")
+model = load(large)
+print(json.dumps([kilobytes("VmHWM") - before, sum(p.numel() for p in model.parameters()) * 4]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "olmo2"])
+def test_loading_peaks_below_a_fifth_above_the_weights(kind: str, tmp_path: Path) -> None:
+    """Of bf16 files, loaded as fp32; half of the weights are one embedding, as in small models."""
+    for name, rows, width in (("small", 100, 32), ("large", 20_000, 1024)):
+        (tmp_path / name).mkdir()
+        write_bf16_model(tmp_path / name, kind=kind, rows=rows, width=width)
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD, str(tmp_path / "small"), str(tmp_path / "large")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    peak_kb, weights_bytes = json.loads(done.stdout.splitlines()[-1])
+    assert weights_bytes > 150e6
+    assert peak_kb * 1024 < 1.2 * weights_bytes
+
+
+def write_bf16_model(folder: Path, *, kind: str, rows: int, width: int) -> None:
+    """A model's folder as transformers writes it, in bf16."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": width}
+    ids: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+    own: dict[str, Any] = {
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "vocab_size": rows,
+    }
+    if kind != "gpt2":
+        own["intermediate_size"] = 4 * width
+    config = CONFIG_MAPPING[kind](**sizes, **ids, **own)
+    config.dtype = torch.bfloat16
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    state = {
+        name: torch.ones(value.shape, dtype=torch.bfloat16)
+        for name, value in module.named_parameters()
+    }
+    save_file(state, folder / "model.safetensors")
+    config.save_pretrained(folder)

@@ -19,6 +19,7 @@ from payload.errors import CheckpointError
 from payload.models.gpt2 import Activation, Gpt2Spec
 from payload.models.spec import ModelSpec
 from payload.train.kernels.layers import LayerContext, add_norm, attention, mlp
+from payload.train.lazy_tensors import copy_in, shape_in
 from payload.train.models.base import CausalLM
 
 MODEL_TYPES = ("gpt2",)
@@ -313,15 +314,13 @@ class GPT(CausalLM):
                 f"{len(extra)} unknown (first: {extra[:1]})."
             )
         for name, target in wanted.items():
-            value = tensors[places[name]]
-            if name.endswith(_TRANSPOSED):
-                value = value.t()
-            if value.shape != target.shape:
+            stored = target.t() if name.endswith(_TRANSPOSED) else target
+            shape = shape_in(tensors, places[name])
+            if shape != tuple(stored.shape):
                 raise CheckpointError(
-                    f"{where}: {name} is {tuple(value.shape)}, config.json says "
-                    f"{tuple(target.shape)}."
+                    f"{where}: {name} is {shape}, config.json says {tuple(stored.shape)}."
                 )
-            target.copy_(value)
+            copy_in(tensors, places[name], stored)
 
     def _absent_biases(self) -> dict[str, int]:
         """Return name and size of each bias that transformers has and this model does not."""

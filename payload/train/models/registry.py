@@ -20,6 +20,7 @@ from payload.hf_folder import CONFIG_FILE
 from payload.hints import command
 from payload.models.registry import ANY, read_spec
 from payload.models.spec import ModelSpec
+from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM
 from payload.train.models.lora import (
     add_adapter,
@@ -27,7 +28,7 @@ from payload.train.models.lora import (
     merge_adapter,
     read_adapter_tensors,
 )
-from payload.train.weights import model_folder, read_tensors, require_enough
+from payload.train.weights import model_folder
 
 
 class Family(Protocol):
@@ -71,8 +72,8 @@ def load(folder: Path, *, dropout: float = 0.0) -> CausalLM:
     if has_adapter(folder):
         return _load_merged(folder, dropout=dropout)
     spec = read_spec(folder)
-    tensors = read_tensors(folder)
-    require_enough(tensors, spec, folder)
+    tensors = LazyTensors(folder)
+    _require_enough(tensors, spec, folder)
     model = build(spec, dropout=dropout, random=False)
     model.load_tensors(tensors, where=str(folder))
     return model
@@ -91,3 +92,13 @@ def _load_merged(folder: Path, *, dropout: float) -> CausalLM:
     load_adapter(model, read_adapter_tensors(folder), where=str(folder))
     merge_adapter(model)
     return model
+
+
+def _require_enough(tensors: LazyTensors, spec: ModelSpec, folder: Path) -> None:
+    """Refuse sizes that the weights do not have, before memory is taken for them."""
+    held = tensors.num_elements()
+    if sum(each.elements for each in spec.gradient_sizes() if each.kind == "matrix") > 2 * held:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: its sizes make {spec.num_params():,} parameters, but the "
+            f"files with the weights have {held:,}. The folder is damaged; name another one."
+        )

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from payload.errors import CheckpointError
+from payload.train.lazy_tensors import copy_in, shape_in
 
 # Who wrote the weights and in which dtype, and where a folder's own code is.
 _NOT_KEPT = ("_name_or_path", "auto_map", "torch_dtype", "transformers_version")
@@ -40,10 +41,10 @@ def load_named(
             "of a whole model."
         )
     for name, target in wanted.items():
-        value = tensors[name]
-        if value.shape != target.shape:
+        shape = shape_in(tensors, name)
+        if shape != tuple(target.shape):
             raise CheckpointError(
-                f"{where}: {name} is {tuple(value.shape)}, config.json says {tuple(target.shape)}. "
+                f"{where}: {name} is {shape}, config.json says {tuple(target.shape)}. "
                 "Name the folder of a whole model."
             )
-        target.detach().copy_(value)
+        copy_in(tensors, name, target)
