@@ -87,7 +87,7 @@ def _sets(*overrides: str) -> Spoil:
             10,
         ),
         (_other_vocabulary, "the initial model has 99 tokens, the data has 512", 10),
-        (_damaged_init, "its weights cannot be read", 10),
+        (_damaged_init, "is no safetensors file", 10),
         (
             _sets("engine.kind=ipex"),
             "pip install torch==2.8.0 intel-extension-for-pytorch==2.8",
