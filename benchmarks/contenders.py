@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.step_model import model_spec
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS, Gpt2Spec
 
@@ -55,10 +56,15 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
     tuned = malloc_environment("tuned") | threads
     ours = [sys.executable, "-m", "benchmarks.step_ours"]
     peer = str(REPO / "benchmarks" / "step_peer.py")
-    sizes = _peer_sizes(PRESETS[arguments.model])
+    sizes = _peer_sizes(PRESETS[arguments.model]) if arguments.model in PRESETS else {}
     found = [Contender("tileforge", [*ours, json.dumps(work | {"kernels": "auto"})], tuned)]
     if arguments.eager:
         found.append(Contender("eager", [*ours, json.dumps(work | {"kernels": "off"})], tuned))
+    if getattr(arguments, "transformers", False):
+        spec = model_spec(arguments.model)
+        asked = {"folder": arguments.model, "vocab_size": spec.vocab_size}
+        theirs = [sys.executable, "-m", "benchmarks.step_transformers"]
+        found.append(Contender("transformers", [*theirs, json.dumps(work | asked)], tuned))
     if arguments.nanogpt:
         asked = {"folder": str(arguments.nanogpt.resolve()), "ipex": False, "sizes": sizes}
         command = [sys.executable, peer, json.dumps(work | asked)]

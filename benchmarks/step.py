@@ -1,13 +1,16 @@
 """The training step: this project's, and its peers', in turn and with the same allocator settings.
 
     python -m benchmarks.step --model gpt2 --micro-batch-size 4 --steps 6 --eager --nanogpt CHECKOUT
+    python -m benchmarks.step --model FOLDER --micro-batch-size 4 --steps 6 --transformers --json
 
 A step is every pass, clipping and the optimizer's update, on random tokens. Each contender is a
 process of its own; the first step of each warms up and is not counted, the median of the others is
 what is reported. `--rounds` repeats the whole turn. On a machine that others use as well,
 `--threads 1` and the processors' time of a step (`cpu_ratio_vs_...`) say more than the clock: a
 thread that waits its turn does not count. A table goes to stderr, one JSON object to
-stdout. Peers are run as they are, from the folders given, with autocast to bf16.
+stdout. Peers are run as they are, from the folders given, with autocast to bf16. FOLDER has a
+config.json in the Hugging Face layout, and random weights unless it has some; --transformers is
+transformers' own model of it.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import contenders
 from benchmarks.machine import describe_machine
+from benchmarks.step_model import model_argument, model_spec
 from payload.models.gpt2 import PRESETS
 
 
@@ -31,6 +34,13 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     if (arguments.intel_module is None) != (arguments.ipex_python is None):
         print("error: --intel-module and --ipex-python belong together.", file=sys.stderr)
+        return 2
+    is_preset = arguments.model in PRESETS
+    if arguments.transformers if is_preset else arguments.nanogpt or arguments.intel_module:
+        print(
+            "error: --nanogpt and --intel-module are for presets, --transformers for a folder.",
+            file=sys.stderr,
+        )
         return 2
     if arguments.tcmalloc and not arguments.tcmalloc.is_file():
         # The loader would only warn, and the module would run without.
@@ -66,7 +76,7 @@ def _summarise(
     median = {name: statistics.median(seconds) for name, seconds in steps.items()}
     ours = found["tileforge"]
     peak = max(report["peak_flops_per_s"] for report in ours)
-    shape = replace(PRESETS[arguments.model], sequence_length=arguments.sequence_length)
+    shape = model_spec(arguments.model).with_sequence_length(arguments.sequence_length)
     flops = shape.flops_per_token() * tokens
     # Above 1 something disturbed the calibration: no figure, as in the trainer.
     mfu = flops / median["tileforge"] / peak
@@ -136,7 +146,13 @@ def _print_table(result: dict[str, Any]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
-    parser.add_argument("--model", choices=sorted(PRESETS), default="gpt2")
+    parser.add_argument(
+        "--model",
+        type=model_argument,
+        default="gpt2",
+        metavar="NAME|FOLDER",
+        help=f"{', '.join(sorted(PRESETS))}, or a Hugging Face folder; default: gpt2",
+    )
     parser.add_argument("--micro-batch-size", type=int, default=4, metavar="SEQUENCES")
     parser.add_argument("--accumulation", type=int, default=1, metavar="PASSES")
     parser.add_argument("--sequence-length", type=int, default=1024, metavar="TOKENS")
@@ -145,6 +161,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=1, help="turns of all contenders")
     parser.add_argument("--threads", type=int, metavar="COUNT", help="default: torch's own choice")
     parser.add_argument("--eager", action="store_true", help="this project with kernels off, too")
+    parser.add_argument(
+        "--transformers", action="store_true", help="transformers' own model of the folder, too"
+    )
     parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT")
     parser.add_argument("--intel-module", type=Path, metavar="DIR", help="with its model.py")
     parser.add_argument("--ipex-python", type=Path, metavar="FILE", help="see make setup-ipex")

@@ -7,18 +7,20 @@ import logging
 import resource
 import sys
 import time
-from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from payload.models.gpt2 import PRESETS
+from benchmarks.step_model import has_weights, model_spec
+from payload.models.spec import ModelSpec
 from payload.run_config import EngineSection, OptimizerSection
 from payload.train.calibration import calibrate
 from payload.train.engine import engage
-from payload.train.models.gpt2 import GPT
+from payload.train.models.base import CausalLM
+from payload.train.models.registry import build, load
 from payload.train.optimizer import build_optimizers
 from payload.train.world import World
 
@@ -27,14 +29,16 @@ def main(work: dict[str, Any]) -> None:
     """Take the steps, and print one JSON object."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     torch.manual_seed(1)
-    shape = replace(PRESETS[work["model"]], sequence_length=work["sequence_length"])
+    shape = model_spec(work["model"]).with_sequence_length(work["sequence_length"])
     dtype = work["dtype"]
     alone = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
     calibration = calibrate(alone, dtype)
-    model = GPT(shape)
+    model = _model(work["model"], shape)
     optimizers = build_optimizers(model, OptimizerSection())
     settings = EngineSection(kernels=work["kernels"])
     engaged = engage(model, optimizers, settings=settings, world=alone)
+    for note in model.speed_notes():
+        logging.info(note)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if dtype == "bf16" else "no")
     trained = accelerator.prepare(engaged).train()
     passes, micro = work["accumulation"], work["micro_batch_size"]
@@ -65,6 +69,11 @@ def main(work: dict[str, Any]) -> None:
         "versions": {"torch": version("torch"), "tileforge": version_of_code()},
     }
     print(json.dumps(report))
+
+
+def _model(name: str, spec: ModelSpec) -> CausalLM:
+    """Return the model with its folder's weights, or with random ones."""
+    return load(Path(name)) if has_weights(name) else build(spec)
 
 
 def version_of_code() -> str:

@@ -9,7 +9,7 @@ weight itself do not).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -33,11 +33,20 @@ class WeightGradients:
 
         Both are bf16.
         """
+        total, adds = self._total(weight)
+        self._library.weight_gradient(grad, x, total, add=adds)
+
+    def add_joined(self, weights: Sequence[Tensor], grad: Tensor, x: Tensor) -> None:
+        """Add those of several weights of one x; the columns of `grad` are each one's in turn."""
+        self._library.weight_gradients(grad, x, [self._total(each) for each in weights])
+
+    def _total(self, weight: Tensor) -> tuple[Tensor, bool]:
+        """Return where a weight's gradient is made, and whether an earlier pass's is there."""
         is_first = weight.grad is None
         if is_first:
             weight.grad = self.place(weight)
         assert weight.grad is not None
-        self._library.weight_gradient(grad, x, weight.grad, add=not is_first)
+        return weight.grad, not is_first
 
 
 class TokenGradient:

@@ -17,6 +17,7 @@ from payload.models.decoder import MODEL_TYPES, DecoderSpec
 from payload.models.decoder_config import Rope
 from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM
+from payload.train.models.decoder_fast import refusals, run_layers
 from payload.train.models.decoder_layers import Layer, make_norm
 from payload.train.models.gpt2 import Embedding, LayerCache, Linear
 from payload.train.models.rope import Table, frequencies, table
@@ -83,12 +84,19 @@ class Decoder(CausalLM):
         x = self._embedded(tokens)
         start = caches[0].num_tokens() if caches else 0
         ropes = self.rope_tables(start=start, length=tokens.shape[1])
+        if self.kernels is not None and caches is None and not self._refusals():
+            context = self.kernels.layer_context()
+            if context is not None:
+                return run_layers(self.model, x, self.spec, ropes, context)
         layers = cast("Sequence[Layer]", self.model.layers)
         for number, (layer, what) in enumerate(zip(layers, self.spec.layers, strict=True)):
             rope = ropes[what.rope] if what.rope is not None else None
             x = layer(x, rope, caches[number] if caches else None)
         normed: Tensor = self.model.norm(x)
         return normed
+
+    def _refusals(self) -> list[str]:
+        return refusals(self.model, self.spec, dropout=self.dropout)
 
     def rope_tables(self, *, start: int, length: int) -> dict[Rope, Table]:
         """Return cosines and sines for `length` tokens from `start` on, by kind of layer."""
@@ -154,7 +162,7 @@ class Decoder(CausalLM):
 
     def speed_notes(self) -> list[str]:
         """Say what runs on the reference although kernels were asked for, and why; a line each."""
-        return []
+        return [f"layers without kernels: {reason}" for reason in self._refusals()]
 
 
 def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> CausalLM:

@@ -1,0 +1,33 @@
+"""The model that `benchmarks.step` measures: a preset's name, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from payload.errors import CheckpointError
+from payload.models.gpt2 import PRESETS
+from payload.models.registry import read_spec
+from payload.models.spec import ModelSpec
+
+
+def model_spec(name: str) -> ModelSpec:
+    """Return a preset's spec, or that of the folder's config.json. Raises CheckpointError."""
+    return PRESETS[name] if name in PRESETS else read_spec(Path(name))
+
+
+def has_weights(name: str) -> bool:
+    """Say whether it is a folder with weights; else they are random."""
+    return name not in PRESETS and any(Path(name).glob("*.safetensors"))
+
+
+def model_argument(name: str) -> str:
+    """Check a model that the command line names. Raises ArgumentTypeError."""
+    try:
+        model_spec(name)
+    except CheckpointError as error:
+        known = ", ".join(sorted(PRESETS))
+        raise argparse.ArgumentTypeError(
+            f"neither a preset ({known}) nor a model: {error}"
+        ) from None
+    return name if name in PRESETS else str(Path(name).resolve())

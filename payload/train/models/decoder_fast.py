@@ -1,0 +1,141 @@
+"""A decoder's layers over the kernels, and what the kernels refuse.
+
+N tokens of all sequences, B batch, T tokens of one sequence, C width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from payload.models.decoder import DecoderSpec
+from payload.models.decoder_config import Layer as LayerSpec
+from payload.models.decoder_config import Rope
+from payload.train.kernels.decoder_layers import (
+    Attending,
+    Norm,
+    add_norm,
+    attention,
+    branch_norm,
+    gated_mlp,
+)
+from payload.train.kernels.decoder_passes import LONGEST_HEAD, Gate, HeadSizes, Rotation
+from payload.train.kernels.layers import LayerContext
+from payload.train.models.decoder_layers import MLP, Attention, Layer, RMSNorm
+from payload.train.models.gpt2 import Embedding, Linear
+from payload.train.models.rope import Table
+
+_KNOWN = (Attention, Embedding, Layer, Linear, MLP, RMSNorm, nn.ModuleList)
+_GATES: dict[str, Gate] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# What the kernels hold of a block of keys in a core's cache.
+_WIDEST_HEAD = min(256, LONGEST_HEAD)
+
+
+def run_layers(
+    body: nn.Module,
+    x: Tensor,
+    spec: DecoderSpec,
+    ropes: dict[Rope, Table],
+    context: LayerContext,
+) -> Tensor:
+    """From the embedded tokens (B, T, C) fp32 to the final norm's output, bf16."""
+    with torch.autocast("cpu", enabled=False):
+        attending = _attending(spec, ropes, batch=x.shape[0], length=x.shape[1])
+        total, added = x.flatten(0, 1), None
+        layers = cast("nn.ModuleList", body.layers)
+        for layer, what in zip(layers, spec.layers, strict=True):
+            assert isinstance(layer, Layer)
+            how = attending[what]
+            total, normed = add_norm(total, added, _norm(layer.input_layernorm), context)
+            mixed = _attention(normed, layer.self_attn, how, context)
+            before, behind = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
+            if before is None or behind is None:
+                total, normed = add_norm(
+                    total, mixed, _norm(layer.post_attention_layernorm), context
+                )
+                added = _mlp(normed, layer.mlp, context)
+            else:
+                mixed = branch_norm(mixed, _norm(layer.post_attention_layernorm), context)
+                total, normed = add_norm(total, mixed, _norm(before), context)
+                added = branch_norm(_mlp(normed, layer.mlp, context), _norm(behind), context)
+        _, normed = add_norm(total, added, _norm(cast(RMSNorm, body.norm)), context)
+        return normed.view(x.shape)
+
+
+def refusals(body: nn.Module, spec: DecoderSpec, *, dropout: float) -> list[str]:
+    """Say why the layers run without kernels: a line for each reason."""
+    return list(_refusals(body, spec, dropout=dropout))
+
+
+def _refusals(body: nn.Module, spec: DecoderSpec, *, dropout: float) -> Iterator[str]:
+    if dropout:
+        yield f"dropout = {dropout}, whose masks the reference draws"
+    if spec.hidden_act not in _GATES:
+        yield f"activation {spec.hidden_act}: the kernels have {' and '.join(_GATES)}"
+    if spec.head_dim % 2 or spec.head_dim > _WIDEST_HEAD:
+        yield f"head_dim {spec.head_dim}: the kernels have even ones up to {_WIDEST_HEAD}"
+    unknown = sorted({type(each).__name__ for each in body.children() if type(each) not in _KNOWN})
+    inner = sorted(
+        {
+            type(each).__name__
+            for layer in cast("nn.ModuleList", body.layers)
+            for each in layer.modules()
+            if type(each) not in _KNOWN
+        }
+    )
+    if unknown or inner:
+        yield f"modules of another kind: {', '.join(dict.fromkeys(unknown + inner))}"
+    hooked = [name for name, each in body.named_modules() if _has_hooks(each)]
+    if hooked:
+        yield f"hooks on {hooked[0] or 'the model'}, which the kernels would not call"
+    frozen = [name for name, each in body.named_parameters() if not each.requires_grad]
+    if frozen:
+        yield f"{len(frozen)} frozen weights, {frozen[0]} for one"
+    wrong = [name for name, each in body.named_parameters() if each.dtype is not torch.float32]
+    if wrong:
+        yield f"{len(wrong)} weights that are not fp32, {wrong[0]} for one"
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def _attending(
+    spec: DecoderSpec, ropes: dict[Rope, Table], *, batch: int, length: int
+) -> dict[LayerSpec, Attending]:
+    """Return what each kind of layer's attention does."""
+    sizes = HeadSizes(length, spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim)
+    found = {}
+    for kind in set(spec.layers):
+        rotation = None if kind.rope is None else Rotation(*ropes[kind.rope])
+        starts = None
+        if kind.window is not None and kind.window < length:
+            first = (torch.arange(length) - kind.window + 1).clamp_min(0)
+            starts = first.repeat(batch, 1)
+        found[kind] = Attending(batch, sizes, spec.attention_scale, rotation, starts)
+    return found
+
+
+def _norm(module: RMSNorm) -> Norm:
+    return Norm(module.weight, module.eps, 1.0 if module.offset else 0.0)
+
+
+def _attention(x: Tensor, module: Attention, how: Attending, context: LayerContext) -> Tensor:
+    norms = None
+    if module.q_norm is not None and module.k_norm is not None:
+        norms = (_norm(module.q_norm), _norm(module.k_norm))
+    projections = (module.q_proj, module.k_proj, module.v_proj)
+    return attention(x, projections, module.o_proj, norms, how, context)
+
+
+def _mlp(x: Tensor, module: MLP, context: LayerContext) -> Tensor:
+    gate = _GATES[module.activation]
+    return gated_mlp(x, (module.gate_proj, module.up_proj), module.down_proj, gate, context)

@@ -1,0 +1,168 @@
+"""A decoder's pass over the kernels: as near to fp32 as the reference, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.architecture_cases import CASES, random_tokens
+from payload.models.decoder import DecoderSpec
+from payload.models.registry import spec_of
+from payload.train.kernels.kernels import Kernels
+from payload.train.kernels.library import Library
+from payload.train.models import decoder as decoder_file
+from payload.train.models.decoder import Decoder
+from payload.train.models.decoder_fast import run_layers
+from tests.train.test_kernels import bf16, error
+
+pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
+
+_FAMILIES = [
+    *("llama", "llama, untied, biases", "llama, llama3 rope", "smollm3", "qwen2", "qwen3"),
+    *("qwen2, windows", "mistral, window", "gemma3_text"),
+]
+
+
+def make(name: str, *, dropout: float = 0.0) -> Decoder:
+    torch.manual_seed(1)
+    spec = spec_of(CASES[name], where="config.json")
+    assert isinstance(spec, DecoderSpec)
+    model = Decoder(spec, dropout=dropout)
+    with torch.no_grad():
+        for each in model.parameters():
+            # Norms and biases that do nothing would hide what is done with them.
+            each.add_(torch.randn_like(each) * 0.05)
+    return model
+
+
+def gradients(
+    model: Decoder,
+    batch: tuple[Tensor, Tensor],
+    precision: Callable[[], AbstractContextManager[object]],
+    passes: int = 1,
+) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    for _ in range(passes):
+        with precision():
+            loss = model(*batch)
+        (loss / passes).backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert len(found) == len(list(model.parameters()))
+    return loss.item(), found
+
+
+@pytest.mark.parametrize("name", _FAMILIES)
+def test_a_pass_over_the_kernels_is_as_near_to_fp32_as_the_reference_s(
+    library: Library, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model = make(name)
+    batch = random_tokens(model.spec.vocab_size)
+    exact = gradients(copy.deepcopy(model), batch, nullcontext)
+    reference = gradients(copy.deepcopy(model), batch, bf16)
+    model.kernels = Kernels(library)
+    assert model.speed_notes() == []
+    ran = []
+
+    def counted(*given: Any) -> Tensor:
+        ran.append(1)
+        return run_layers(*given)
+
+    monkeypatch.setattr(decoder_file, "run_layers", counted)
+
+    ours = gradients(model, batch, bf16)
+    twice = gradients(model, batch, bf16, passes=2)
+
+    assert ran == [1, 1, 1]
+    assert ours[0] == pytest.approx(exact[0], rel=2e-3)
+    for key, true in exact[1].items():
+        near = error(reference[1][key], true)
+        assert error(ours[1][key], true) < 1.5 * near + 2e-3, key
+        assert error(twice[1][key], ours[1][key]) < 1e-3, key
+
+
+def test_in_fp32_the_layers_are_the_reference_and_the_gradients_equal(library: Library) -> None:
+    model = make("qwen3")
+    batch = random_tokens(model.spec.vocab_size)
+    exact = gradients(copy.deepcopy(model), batch, nullcontext)
+    model.kernels = Kernels(library)
+    found = gradients(model, batch, nullcontext)
+    assert found[0] == pytest.approx(exact[0], rel=1e-5)
+    for key, true in exact[1].items():
+        assert error(found[1][key], true) < 1e-5, key
+
+
+def test_weights_that_changed_are_seen_by_the_next_pass(library: Library) -> None:
+    model = make("llama")
+    batch = random_tokens(model.spec.vocab_size)
+    model.kernels = Kernels(library)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with bf16():
+        before = model(*batch)
+    before.backward()
+    model.kernels.adamw(optimizer, grad_scale=1.0)
+    with bf16():
+        after = model(*batch)
+        model.kernels.weights_changed(optimizer)
+        again = model(*batch)
+    assert after.item() < before.item()
+    assert after.item() == again.item()
+
+
+class _Adapted(nn.Linear):
+    """A layer that does more than its weight says."""
+
+
+def _frozen(model: Decoder) -> None:
+    model.get_parameter("model.layers.1.mlp.up_proj.weight").requires_grad_(False)
+
+
+def _adapted(model: Decoder) -> None:
+    attention = model.get_submodule("model.layers.0.self_attn")
+    attention.q_proj = _Adapted(8, 8)
+
+
+def _hooked(model: Decoder) -> None:
+    model.get_submodule("model.layers.0.mlp").register_forward_hook(lambda *_: None)
+
+
+def _half(model: Decoder) -> None:
+    model.get_submodule("model.layers.0.mlp").to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_frozen, "1 frozen weights, layers.1.mlp.up_proj.weight"),
+        (_adapted, "modules of another kind: _Adapted"),
+        (_hooked, "hooks on layers.0.mlp"),
+        (_half, "not fp32"),
+    ],
+)
+def test_layers_that_the_kernels_do_not_recognise_are_refused_by_name(
+    library: Library, change: Callable[[Decoder], None], reason: str
+) -> None:
+    model = make("llama")
+    model.kernels = Kernels(library)
+    change(model)
+    (note,) = model.speed_notes()
+    assert reason in note
+
+
+def test_dropout_and_a_gate_without_a_kernel_run_on_the_reference(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder_file, "run_layers", lambda *_: pytest.fail("the kernels ran"))
+    exact_gelu = {**CASES["llama"], "hidden_act": "gelu"}
+    spec = spec_of(exact_gelu, where="config.json")
+    assert isinstance(spec, DecoderSpec)
+    for model, reason in ((make("llama", dropout=0.1), "dropout"), (Decoder(spec), "gelu")):
+        model.kernels = Kernels(library)
+        assert reason in model.speed_notes()[0]
+        with bf16():
+            assert torch.isfinite(model(*random_tokens(model.spec.vocab_size)))
