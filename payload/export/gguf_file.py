@@ -1,0 +1,230 @@
+"""Write a model and its tokenizer as one GGUF file.
+
+Source of the format and of what becomes of each tensor: llama.cpp, docs/gguf.md and conversion/.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from payload.errors import CheckpointError
+from payload.export.architectures import GgufPlan
+from payload.export.tensors import Dtype, WeightFiles, rounded, whole_or_absent
+from payload.export.vocabulary import Vocabulary
+from payload.untrusted import shown
+
+if TYPE_CHECKING:
+    import gguf
+    import numpy as np
+    from torch import Tensor
+
+_HEAD = "lm_head.weight"
+_GPT2_PREFIX = "transformer."
+_ROPE_FACTORS = "rope_freqs.weight"
+_POSITIONS = "position_embd.weight"
+_NORM = "norm.weight"
+_FILE_TYPES: Mapping[Dtype, str] = {
+    "bf16": "MOSTLY_BF16",
+    "f16": "MOSTLY_F16",
+    "q8_0": "MOSTLY_Q8_0",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """One tensor of the file."""
+
+    source: str
+    target: str
+    shape: tuple[int, ...]
+    kind: gguf.GGMLQuantizationType
+
+
+def write_gguf(
+    path: Path,
+    weights: WeightFiles,
+    *,
+    plan: GgufPlan,
+    vocabulary: Vocabulary,
+    name: str,
+    dtype: Dtype,
+    progressed: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Write the file whole or not at all; `progressed` gets the bytes of each tensor written.
+
+    Matrices are in `dtype`, but rows that q8_0's blocks of 32 do not divide are in f16; norms,
+    biases and positions are in fp32, as llama.cpp's converter does it. Raises CheckpointError.
+    """
+    import gguf
+
+    logging.getLogger("gguf").setLevel(logging.WARNING)
+    entries = _entries(weights.shapes(), plan, dtype=dtype)
+    with whole_or_absent(path) as partial:
+        writer = gguf.GGUFWriter(partial, plan.architecture)
+        _add_header(writer, plan, vocabulary, name=name, dtype=dtype)
+        for entry in entries:
+            writer.add_tensor_info(
+                entry.target,
+                entry.shape,
+                # Not the type itself: it decides how the shape is read.
+                _float32(),
+                _nbytes(entry.shape, entry.kind),
+                raw_dtype=entry.kind,
+            )
+        if plan.rope_factors:
+            writer.add_tensor(_ROPE_FACTORS, _as_array(plan.rope_factors))
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for entry in entries:
+                data = _data(weights.read(entry.source), entry, plan)
+                writer.write_tensor_data(data)
+                progressed(data.nbytes)
+            if plan.rope_factors:
+                writer.write_tensor_data(_as_array(plan.rope_factors))
+        finally:
+            writer.close()
+
+
+def _entries(
+    shapes: Mapping[str, tuple[int, ...]], plan: GgufPlan, *, dtype: Dtype
+) -> list[_Entry]:
+    import gguf
+
+    (architecture,) = (
+        key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == plan.architecture
+    )
+    names = gguf.get_tensor_name_map(architecture, plan.num_layers)
+    entries = []
+    for source, shape in shapes.items():
+        if source == _HEAD and plan.is_tied:
+            continue
+        full = source
+        if plan.architecture == "gpt2" and not source.startswith((_GPT2_PREFIX, _HEAD)):
+            full = _GPT2_PREFIX + source
+        target = names.get_name(full, try_suffixes=(".weight", ".bias"))
+        if target is None:
+            raise CheckpointError(
+                f"tensor {shown(source)}: llama.cpp's {plan.architecture} has none like it. Use "
+                "--format hf."
+            )
+        size = shape[::-1] if source.endswith(plan.transposed) and plan.transposed else shape
+        kind = _kind(target, size, dtype=dtype)
+        entries.append(_Entry(source=source, target=target, shape=size, kind=kind))
+    wanted = {f"blk.{layer}." for layer in range(plan.num_layers)}
+    found = {f"blk.{entry.target.split('.')[1]}." for entry in entries if "blk." in entry.target}
+    if wanted != found:
+        raise CheckpointError(
+            f"the weights have {len(found)} layers, config.json says {plan.num_layers}. The folder "
+            "is damaged; use another checkpoint."
+        )
+    return entries
+
+
+def _kind(target: str, shape: tuple[int, ...], *, dtype: Dtype) -> gguf.GGMLQuantizationType:
+    import gguf
+
+    kinds = gguf.GGMLQuantizationType
+    if len(shape) < 2 or target == _POSITIONS:
+        return kinds.F32
+    if dtype == "q8_0":
+        block, _ = gguf.GGML_QUANT_SIZES[kinds.Q8_0]
+        return kinds.Q8_0 if shape[-1] % block == 0 else kinds.F16
+    return kinds.BF16 if dtype == "bf16" else kinds.F16
+
+
+def _nbytes(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
+    import gguf
+
+    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    count = 1
+    for size in shape:
+        count *= size
+    return count // block * nbytes
+
+
+def _data(value: Tensor, entry: _Entry, plan: GgufPlan) -> np.ndarray[Any, Any]:
+    """Return the tensor's bytes as the file has them."""
+    import gguf
+    import torch
+
+    if plan.transposed and entry.source.endswith(plan.transposed):
+        value = value.t()
+    if value.shape != entry.shape:
+        raise CheckpointError(f"{entry.source} is {tuple(value.shape)}, not {entry.shape}.")
+    for end, heads in plan.rotated_heads.items():
+        if entry.source.endswith(end):
+            value = _pairs_together(value, heads=heads)
+    if plan.norm_shift and entry.source.endswith(_NORM):
+        value = value.float() + plan.norm_shift
+    kinds = gguf.GGMLQuantizationType
+    if entry.kind is kinds.F32:
+        array = value.float().contiguous().numpy()
+    elif entry.kind is kinds.BF16:
+        array = rounded(entry.source, value, "bf16").contiguous().view(torch.int16).numpy()
+    elif entry.kind is kinds.F16:
+        array = rounded(entry.source, value, "f16").contiguous().numpy()
+    else:
+        array = gguf.quantize(value.float().contiguous().numpy(), entry.kind)
+    return array
+
+
+def _pairs_together(value: Tensor, *, heads: int) -> Tensor:
+    """Put the two rows that one rotation turns side by side.
+
+    The Hugging Face layout has the first of all pairs of a head, then the second of all; llama.cpp
+    rotates neighbours, as Meta's own checkpoints do.
+    """
+    rows = value.shape[0] // heads // 2
+    return value.reshape(heads, 2, rows, -1).transpose(1, 2).reshape(value.shape)
+
+
+def _add_header(
+    writer: gguf.GGUFWriter, plan: GgufPlan, vocabulary: Vocabulary, *, name: str, dtype: Dtype
+) -> None:
+    import gguf
+
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(name)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[dtype]])
+    for key, value in plan.values.items():
+        full = f"{plan.architecture}.{key}"
+        if isinstance(value, str):
+            writer.add_string(full, value)
+        elif isinstance(value, int):
+            writer.add_uint32(full, value)
+        else:
+            writer.add_float32(full, value)
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(list(vocabulary.tokens))
+    writer.add_token_types([int(kind) for kind in vocabulary.kinds])
+    if vocabulary.scores:
+        writer.add_token_scores(list(vocabulary.scores))
+    if vocabulary.merges:
+        writer.add_token_merges(list(vocabulary.merges))
+    for special, token in vocabulary.special.items():
+        getattr(writer, f"add_{special}_token_id")(token)
+    writer.add_add_bos_token(vocabulary.adds_bos)
+    if vocabulary.model == "llama":
+        writer.add_add_space_prefix(vocabulary.adds_space)
+    if vocabulary.template is not None:
+        writer.add_chat_template(vocabulary.template)
+
+
+def _float32() -> np.dtype[Any]:
+    import numpy as np
+
+    return np.dtype(np.float32)
+
+
+def _as_array(values: tuple[float, ...]) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    return np.asarray(values, dtype=np.float32)

@@ -1,0 +1,55 @@
+"""Write a model in the Hugging Face layout with 16-bit weights: half of a checkpoint's size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from payload.errors import CheckpointError
+from payload.export.tensors import WeightFiles, rounded, whole_or_absent
+from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE
+from payload.untrusted import read_bytes
+
+_COPIED = (*TOKENIZER_FILES, "generation_config.json")
+_NAMES = {"bf16": "bfloat16", "f16": "float16"}
+
+
+def write_hf(
+    path: Path,
+    weights: WeightFiles,
+    *,
+    config: Mapping[str, Any],
+    source: Path,
+    dtype: Literal["bf16", "f16"],
+    progressed: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Write a folder that transformers loads, whole or not at all.
+
+    `source` has the tokenizer's files, which are copied. Raises CheckpointError.
+    """
+    from safetensors.torch import save_file
+
+    with whole_or_absent(path) as partial:
+        partial.mkdir()
+        tensors = {}
+        for name in weights.shapes():
+            tensors[name] = rounded(name, weights.read(name), dtype).contiguous()
+            progressed(tensors[name].nbytes)
+        save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        (partial / CONFIG_FILE).write_text(_with_dtype(config, _NAMES[dtype]), encoding="utf-8")
+        for name in _COPIED:
+            try:
+                (partial / name).write_bytes(read_bytes(source / name))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise CheckpointError(
+                    f"{source / name}: {error.strerror}. Use another checkpoint."
+                ) from None
+
+
+def _with_dtype(config: Mapping[str, Any], name: str) -> str:
+    kept = {key: value for key, value in config.items() if key != "torch_dtype"}
+    return json.dumps({**kept, "dtype": name}, indent=2) + "\n"

@@ -1,0 +1,121 @@
+"""The weights of a folder in the Hugging Face layout, read one at a time and rounded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from payload.errors import CheckpointError
+from payload.hf_folder import weight_files
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Dtype = Literal["bf16", "f16", "q8_0"]
+DTYPES: tuple[Dtype, ...] = ("bf16", "f16", "q8_0")
+
+# Buffers that old releases of transformers saved.
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+class WeightFiles:
+    """Reads a model's tensors by name, each when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open = ExitStack()
+        self._files: dict[str, Any] = {}
+
+    def __enter__(self) -> WeightFiles:
+        """Open the files. Raises CheckpointError."""
+        from safetensors import SafetensorError, safe_open
+
+        for name in weight_files(self._folder):
+            path = self._folder / name
+            try:
+                file = self._open.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError, ValueError) as error:
+                self._open.close()
+                raise CheckpointError(
+                    f"{path}: cannot be read ({error}). Only safetensors files are exported. Use "
+                    "another checkpoint."
+                ) from None
+            self._files |= {key: file for key in file.keys() if not key.endswith(_BUFFERS)}  # noqa: SIM118
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the files."""
+        self._open.close()
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return every tensor's size, without reading it."""
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor as it is stored. Raises CheckpointError where it is not finite."""
+        value: Tensor = self._files[name].get_tensor(name)
+        if not bool(value.isfinite().all()):
+            raise CheckpointError(
+                f"{self._folder}: {name} has NaN or infinity: training diverged before these "
+                "weights were saved. Use another checkpoint."
+            )
+        return value
+
+
+def rounded(name: str, value: Tensor, dtype: Literal["bf16", "f16"]) -> Tensor:
+    """Return the tensor in `dtype`. Raises CheckpointError for a number that f16 has not."""
+    import torch
+
+    converted = value.to(torch.bfloat16 if dtype == "bf16" else torch.float16)
+    if not bool(converted.isfinite().all()):
+        raise CheckpointError(
+            f"{name} has {float(value.abs().max()):.3g}, beyond {dtype}'s largest number. Use "
+            "--dtype bf16."
+        )
+    return converted
+
+
+@contextlib.contextmanager
+def whole_or_absent(path: Path) -> Iterator[Path]:
+    """Give a hidden name beside `path` to write to, and rename it when the block ends well.
+
+    Raises CheckpointError when there is something at `path`, or the disk refuses.
+    """
+    import os
+    import shutil
+
+    from payload.results import fsync_folder
+
+    if path.exists() or path.is_symlink():
+        raise CheckpointError(f"--out {path}: exists. Name another one, or remove it.")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        for file in [partial, *(partial.iterdir() if partial.is_dir() else ())]:
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        partial.rename(path)
+        fsync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"--out {path}: cannot be written ({error.strerror or error}). Free disk space, or "
+            "name another place."
+        ) from None
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)

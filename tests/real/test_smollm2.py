@@ -1,0 +1,183 @@
+"""A pretrained model, end to end: loss, continued pretraining, the same tokens, a chat, GGUF."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from payload.errors import ExitCode
+from payload.evaluate.__main__ import main as evaluate
+from payload.export.__main__ import main as export
+from payload.generate.__main__ import main as generate
+from tests.launching import REPO, rank_env
+from tests.smollm2 import smollm2_folder
+
+LENGTH = 128
+NUM_VAL_TOKENS = 1024
+STEPS = 30
+DEADLINE_S = 240
+PROMPT = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return smollm2_folder()
+
+
+@pytest.fixture(scope="module")
+def data(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The docstrings of some of the standard library's modules, by the model's tokenizer."""
+    import argparse
+    import asyncio
+    import collections
+    import decimal
+    import inspect
+    import logging
+    import pathlib
+    import subprocess
+    import typing
+    import unittest
+
+    root = tmp_path_factory.mktemp("real")
+    texts = root / "texts"
+    texts.mkdir()
+    modules = (argparse, asyncio, collections, decimal, logging, pathlib, subprocess, typing)
+    for module in (*modules, unittest):
+        found = [inspect.getdoc(each) or "" for _, each in sorted(vars(module).items())]
+        (texts / f"{module.__name__}.txt").write_text("\n\n".join(found), encoding="utf-8")
+    out = root / "data"
+    command = ["-m", "payload.data", "prepare", "--source", "text", "--input", str(texts)]
+    command += ["--tokenizer", str(model), "--val-fraction", "0.25", "--out", str(out)]
+    run(command)
+    return out
+
+
+@pytest.fixture(scope="module")
+def trained(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of thirty small steps from the model's weights."""
+    folder = tmp_path_factory.mktemp("real") / "run"
+    config = folder.with_suffix(".toml")
+    config.write_text(
+        f"""
+        [data]
+        dir = "{data}"
+        sequence_length = {LENGTH}
+        [model]
+        init = "{model}"
+        [batch]
+        global_batch_size = 2
+        micro_batch_size = 2
+        [optimizer]
+        lr = 3e-5
+        [schedule]
+        warmup_steps = 3
+        [train]
+        steps = {STEPS}
+        eval_tokens = {LENGTH}
+        checkpoint_every = 0
+        """,
+        encoding="utf-8",
+    )
+    run(["-m", "payload.train", "--config", str(config), "--run-dir", str(folder)], threads="2")
+    return folder
+
+
+def run(command: Sequence[str], *, threads: str = "1") -> None:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=REPO,
+        env=rank_env(OMP_NUM_THREADS=threads),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def loss_of(checkpoint: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    arguments = ["--checkpoint", str(checkpoint), "--data", str(data), "--json"]
+    arguments += ["--sequence-length", str(LENGTH), "--max-tokens", str(NUM_VAL_TOKENS)]
+    assert evaluate(arguments, {}) == ExitCode.OK
+    row: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return row
+
+
+def of_transformers(folder: Path, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+def test_the_loss_is_that_of_transformers(
+    model: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = loss_of(model, data, capsys)
+    tokens = np.fromfile(data / "val.bin", dtype="<u2").astype(np.int64)
+    reference, losses = of_transformers(model), []
+    for start in range(0, NUM_VAL_TOKENS, LENGTH):
+        block = torch.from_numpy(tokens[start : start + LENGTH + 1])
+        with torch.inference_mode():
+            logits = reference(block[None, :-1]).logits[0]
+        losses.append(float(torch.nn.functional.cross_entropy(logits.double(), block[1:])))
+    assert row["val_tokens"] == NUM_VAL_TOKENS
+    assert row["val_loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
+
+
+def test_continued_pretraining_lowers_the_loss_on_text_that_was_held_out(
+    model: Path, trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after = (loss_of(each, data, capsys)["val_loss"] for each in (model, trained))
+    assert after < before
+
+
+def test_the_checkpoint_gives_the_same_greedy_tokens_in_transformers(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    (checkpoint,) = (trained / "checkpoints").glob("step_*")
+    arguments = ["--checkpoint", str(trained), "--prompt", PROMPT, "--max-new-tokens", "24"]
+    assert generate([*arguments, "--temperature", "0", "--num-samples", "1", "--json"]) == 0
+    (sample,) = json.loads(capsys.readouterr().out)["samples"]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokens = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    whole = of_transformers(checkpoint).generate(tokens, max_new_tokens=24, do_sample=False)
+    expected = tokenizer.decode(whole[0, tokens.shape[1] :], skip_special_tokens=True)
+    assert sample["text"] == expected and sample["num_tokens"] > 3
+
+
+def test_a_chat_turn_gets_an_answer(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import io
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n"))
+    arguments = ["--checkpoint", str(model), "--chat", "--temperature", "0", "--json"]
+    assert generate(arguments) == ExitCode.OK
+    row = json.loads(capsys.readouterr().out)
+    assert row["text"] == "The capital of France is Paris."
+
+
+def test_a_gguf_of_it_gives_the_same_greedy_tokens_in_transformers(
+    model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    file = tmp_path / "out.gguf"
+    assert export(["--checkpoint", str(model), "--format", "gguf", "--out", str(file)]) == 0
+    tokens = AutoTokenizer.from_pretrained(model)(PROMPT, return_tensors="pt")["input_ids"]
+    # The weights are in bf16 as they are, so the export rounds nothing.
+    found, expected = (
+        each.generate(tokens, max_new_tokens=24, do_sample=False)
+        for each in (of_transformers(tmp_path, gguf_file=file.name), of_transformers(model))
+    )
+    assert torch.equal(found, expected)
