@@ -20,9 +20,10 @@ from payload.launch.environment import (
     Rendezvous,
     common_environment,
     launcher_environment,
-    local_mpirun_environment,
     rank_environment,
 )
+from payload.launch.launchers.base import Reach
+from payload.launch.launchers.registry import find
 from payload.launch.ranks import Rank
 from payload.models.gpt2 import PRESETS
 from payload.orchestrate.local import LocalAccess
@@ -215,7 +216,9 @@ def _start(
         oversubscribed=False,
         python_path=str(REPO),
     )
-    argv = [*(hosts.enter(0) if hosts else []), access.mpirun()]
+    launcher = find("mpirun")
+    mpirun = access.executable(launcher)
+    argv = [*(hosts.enter(0) if hosts else []), mpirun]
     argv += [word for item in sorted(common.items()) for word in ("-genv", *item)]
     for index, core in enumerate(cores):
         rank = Rank(
@@ -235,9 +238,10 @@ def _start(
         argv += ["-host", addresses[index]] if hosts else []
         argv += ["-n", "1", *(word for item in sorted(own.items()) for word in ("-env", *item))]
         argv += ["taskset", "--cpu-list", str(core), sys.executable, *words]
-    settings = local_mpirun_environment(interface) | (_by_exec(hosts, folder) if hosts else {})
+    settings = launcher.settings(Reach(interface=interface))
+    settings |= _by_exec(hosts, folder) if hosts else {}
     # mpirun finds its own programs by PATH.
-    settings["PATH"] = f"{Path(access.mpirun()).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    settings["PATH"] = f"{Path(mpirun).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return subprocess.Popen(
         argv,
         env=launcher_environment(os.environ, settings),

@@ -225,8 +225,9 @@ class DistributedSection:
 class LaunchSection:
     """[launch]"""
 
-    launcher: Literal["auto", "mpirun", "torchrun"] = "auto"
-    """auto: mpirun where Intel MPI runs (x86-64 Linux), else torchrun; which one is said."""
+    launcher: str = "auto"
+    """`mpirun`, `torchrun`, or `auto`: mpirun where Intel MPI runs (x86-64 Linux), else torchrun. A
+    run says which one it takes."""
     ranks_per_node: int | None = setting(None, low=1, high=4096)
     """none = one per NUMA domain."""
     threads_per_rank: int | None = setting(None, low=1, high=4096)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from payload.launch.ranks import Rank
+from payload.rank_variables import TORCH, names
 
 Malloc = Literal["tuned", "tcmalloc", "default"]
 
@@ -14,8 +15,6 @@ RUN_ID = "TILEFORGE_RUN_ID"
 RUN_DIR = "TILEFORGE_RUN_DIR"
 """Marks every process of a run: two run folders may have one name, but not one path."""
 NODE = "TILEFORGE_NODE"
-SSH_ARGUMENTS = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"
-"""What mpirun, and the supervisor too, gives ssh besides."""
 
 # A training step allocates and frees the same hundreds of megabytes again and again. glibc gives
 # each block of 32 MiB and more back to the kernel and takes fresh, zeroed pages for the next.
@@ -57,10 +56,8 @@ FOREIGN_PREFIXES = (
     "MPI_LOCAL",
     "OMPI_",
     "TORCHELASTIC_",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
+    "PET_",
+    *names(),
     "GROUP_RANK",
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -89,7 +86,7 @@ def common_environment(
     oversubscribed: bool,
     python_path: str | None,
 ) -> dict[str, str]:
-    """What every rank gets through `-genv`.
+    """Return what every rank gets from the launcher.
 
     `tcmalloc` is the library's path, needed for malloc = "tcmalloc". `python_path` is where the
     payload package lies when it is not installed.
@@ -140,41 +137,26 @@ def rank_environment(
     """
     return {
         NODE: rank.node,
-        "RANK": str(rank.rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank.local_rank),
-        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        TORCH.rank: str(rank.rank),
+        TORCH.world_size: str(world_size),
+        TORCH.local_rank: str(rank.local_rank),
+        TORCH.local_world_size: str(ranks_per_node),
         "OMP_NUM_THREADS": str(rank.threads),
         "GLOO_SOCKET_IFNAME": interfaces[rank.node],
     }
 
 
-def local_mpirun_environment(interface: str) -> dict[str, str]:
-    """Intel MPI's settings for a run on this machine alone.
+def launcher_environment(
+    base: Mapping[str, str], settings: Mapping[str, str], *, keeps: tuple[str, ...] = ()
+) -> dict[str, str]:
+    """Return the launcher's whole environment.
 
-    fork: no ssh to ourselves, and no scheduler that mpirun believes to see. The interface: hydra
-    need not resolve this machine's own name, which fails on many ("getaddrinfo ... Temporary
-    failure in name resolution"). No pinning: each rank sets its own affinity from the rank file.
-    I_MPI_FABRICS does not matter, since the ranks exchange nothing through MPI.
+    It is the caller's without the marks of other launchers, but for those that `keeps` begins, and
+    ours.
     """
-    return {"I_MPI_HYDRA_BOOTSTRAP": "fork", "I_MPI_HYDRA_IFACE": interface, "I_MPI_PIN": "off"}
-
-
-def cluster_mpirun_environment(interface: str, *, ssh_config: str) -> dict[str, str]:
-    """Intel MPI's settings for a run over several nodes, started on the head.
-
-    The config holds the run's key and checks every host key; its path may have no space, since
-    hydra splits the words. The interface is the head's towards the others.
-    """
-    return {
-        "I_MPI_HYDRA_BOOTSTRAP": "ssh",
-        SSH_ARGUMENTS: f"-F {ssh_config}",
-        "I_MPI_HYDRA_IFACE": interface,
-        "I_MPI_PIN": "off",
+    kept = {
+        name: value
+        for name, value in base.items()
+        if name.startswith(keeps) or not name.startswith(FOREIGN_PREFIXES)
     }
-
-
-def launcher_environment(base: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's whole environment: the caller's without foreign launchers' marks, and ours."""
-    kept = {name: value for name, value in base.items() if not name.startswith(FOREIGN_PREFIXES)}
     return kept | dict(settings)

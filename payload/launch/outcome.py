@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from payload.errors import ExitCode
+from payload.launch.launchers.base import Launcher, Report
 from payload.launch.ranks import Rank
 from payload.results import RankExit, RunStatus
-
-# Intel MPI's report; it comes when all ranks have ended.
-_KILLED = re.compile(
-    r"RANK (?P<rank>\d+) PID \d+ RUNNING AT \S+\s*\n=\s+KILLED BY SIGNAL: (?P<signal>\d+)"
-)
-_DOWNSTREAM = re.compile(
-    r"downstream from host (?P<host>\S+) (?P<how>exited [\w ]+|was killed by signal \d+)",
-    re.IGNORECASE,
-)
-_UNRESOLVED = re.compile(r"getaddrinfo.*(?:name resolution|not known)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +35,8 @@ class Evidence:
     """As `subprocess` gives it; below zero = killed by that signal."""
     launcher_text: str
     """What the launcher printed in this attempt."""
+    launcher: Launcher
+    """Who knows what that text means."""
     trainer_status: RunStatus | None
     """What the trainer wrote into summary.json, or None."""
     stop: Literal["none", "graceful", "forced", "expired"]
@@ -62,6 +54,10 @@ class Evidence:
     """Whether any rank has come so far that it trained."""
     node_of: Mapping[str, str] = field(default_factory=dict)
     """Names of the nodes by the addresses that the launcher knows them by."""
+
+    def report(self) -> Report:
+        """Return what the launcher's output says."""
+        return self.launcher.report(self.launcher_text)
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -159,15 +155,15 @@ def _ended_alone(evidence: Evidence) -> list[RankExit]:
 def _silent_rank(evidence: Evidence) -> Verdict | None:
     """A rank that left no record, while others did or the launcher reports it killed."""
     silent = [rank for rank in evidence.ranks if rank.rank not in evidence.exits]
-    reported = _KILLED.search(evidence.launcher_text)
+    reported = evidence.report().killed
     if reported:
-        number = int(reported["rank"])
+        number = reported.rank
         node = next((rank.node for rank in evidence.ranks if rank.rank == number), "?")
         if any(rank.rank == number for rank in silent):
             return Verdict(
                 status="failed",
                 exit_code=ExitCode.RANK_LOST,
-                error=f"rank {number} on {node} was killed by {_name(int(reported['signal']))}",
+                error=f"rank {number} on {node} was killed by {_name(reported.signal)}",
                 rank=number,
             )
     if not silent or not evidence.exits or evidence.ended_by_us_s is not None:
@@ -220,13 +216,13 @@ def _launcher_failure(evidence: Evidence) -> Verdict:
             exit_code=ExitCode.RANK_LOST,
             error=f"the launcher was killed by {_name(killer)}",
         )
-    lost = _DOWNSTREAM.search(evidence.launcher_text)
-    if evidence.begun and lost:
-        node = evidence.node_of.get(lost["host"], lost["host"])
+    report = evidence.report()
+    if evidence.begun and report.lost:
+        node = evidence.node_of.get(report.lost.address, report.lost.address)
         return Verdict(
             status="failed",
             exit_code=ExitCode.RANK_LOST,
-            error=f"node lost: the launcher's process on {node} {lost['how']}",
+            error=f"node lost: the launcher's process on {node} {report.lost.how}",
         )
     if evidence.begun:
         return Verdict(
@@ -235,16 +231,9 @@ def _launcher_failure(evidence: Evidence) -> Verdict:
             error=f"the launcher gave up (status {evidence.launcher_status}): "
             f"{_last_line(evidence)}",
         )
-    if _UNRESOLVED.search(evidence.launcher_text):
-        words = (
-            "the launcher could not resolve this machine's own name. Add it to /etc/hosts: "
-            "127.0.0.1 NAME"
-        )
-    else:
-        words = (
-            f"the launcher started no rank (status {evidence.launcher_status}): "
-            f"{_last_line(evidence)}"
-        )
+    words = report.not_started or (
+        f"the launcher started no rank (status {evidence.launcher_status}): {_last_line(evidence)}"
+    )
     return Verdict(status="failed", exit_code=ExitCode.PREFLIGHT, error=words)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePath
-from typing import Literal
+from pathlib import Path
 
 from payload.errors import ConfigError
 from payload.launch.arithmetic import Arithmetic
@@ -14,8 +14,7 @@ from payload.untrusted import RUN_ID, build, check_schema, checked, parse_json, 
 
 SCHEMA_VERSION = 1
 _FIX = "Start the run again."
-
-Launcher = Literal["mpirun", "torchrun"]
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +22,8 @@ class LaunchPlan:
     """One run, ready to start. The ranks' places are in ranks.json."""
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
-    launcher: Launcher
+    launcher: str = checked(pattern=_NAME, wanted="a launcher's name")
+    """The name of its file below `launch/launchers`."""
     argv: tuple[str, ...]
     """The launcher's command line."""
     launcher_environment: Mapping[str, str]
@@ -41,6 +41,8 @@ class LaunchPlan:
     ranks_per_node: int = checked(low=1)
     nodes: int = checked(low=1)
     arithmetic: Arithmetic
+    ssh: tuple[str, ...] = ()
+    """ssh's arguments on the head to reach the other nodes; empty where there are none."""
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
@@ -70,55 +72,6 @@ def rank_program(*, python: str, run_dir: Path) -> tuple[str, ...]:
     return (python, "-m", "payload.train", "--run-dir", str(run_dir))
 
 
-def mpirun_argv(
-    *,
-    mpirun: str,
-    hosts: Path,
-    world_size: int,
-    ranks_per_node: int,
-    environment: Mapping[str, str],
-    python: str,
-    run_dir: Path,
-) -> tuple[str, ...]:
-    """Intel MPI's command line, in the seeds' spelling."""
-    return mpirun_program_argv(
-        (python, "-m", "payload.supervise.rank", "--run-dir", str(run_dir)),
-        mpirun=mpirun,
-        hosts=hosts,
-        world_size=world_size,
-        ranks_per_node=ranks_per_node,
-        environment=environment,
-    )
-
-
-def mpirun_program_argv(
-    program: Sequence[str],
-    *,
-    mpirun: str,
-    hosts: PurePath,
-    world_size: int,
-    ranks_per_node: int,
-    environment: Mapping[str, str],
-) -> tuple[str, ...]:
-    """The same for any program."""
-    variables = [word for item in sorted(environment.items()) for word in ("-genv", *item)]
-    return (
-        mpirun,
-        *("-f", str(hosts), "-n", str(world_size), "-ppn", str(ranks_per_node)),
-        *variables,
-        *program,
-    )
-
-
-def torchrun_argv(
-    *, python: str, world_size: int, master_address: str, master_port: int, run_dir: Path
-) -> tuple[str, ...]:
-    """torchrun's command line for one node; the environment is given to torchrun itself."""
-    return (
-        *(python, "-m", "torch.distributed.run"),
-        *("--nnodes", "1", "--nproc-per-node", str(world_size)),
-        *("--master-addr", master_address, "--master-port", str(master_port)),
-        # By default its own files go to a new folder in the temporary one, and stay there.
-        *("--max-restarts", "0", "--log-dir", str(run_dir / "logs" / "torchrun")),
-        *("-m", "payload.supervise.rank", "--run-dir", str(run_dir)),
-    )
+def rank_words(run_dir: Path) -> tuple[str, ...]:
+    """Return what a rank's interpreter gets: the wrapper that gives the program its place."""
+    return ("-m", "payload.supervise.rank", "--run-dir", str(run_dir))

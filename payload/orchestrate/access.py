@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from payload.inventory import ClusterInventory
+from payload.launch.launchers.base import Launcher, Reach
 from payload.results import RunPaths
 from payload.run_config import DtypeChoice
 
@@ -30,11 +31,11 @@ class Access(Protocol):
     def program(self, paths: RunPaths) -> tuple[str, ...]:
         """What each rank runs."""
 
-    def mpirun(self) -> str:
-        """Path of Intel MPI's mpirun. Raises PreflightError that says why there is none."""
+    def executable(self, launcher: Launcher) -> str:
+        """Return the launcher's path. Raises PreflightError that says why there is none."""
 
-    def mpirun_environment(self) -> dict[str, str]:
-        """mpirun's settings."""
+    def reach(self) -> Reach:
+        """Return how a launcher on the head reaches the other nodes. Raises PreflightError."""
 
     def python_path(self) -> str | None:
         """Where the payload package lies, or None when it is installed."""

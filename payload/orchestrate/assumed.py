@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from payload.inventory import ClusterInventory
-from payload.orchestrate.checks import require_mpirun
 from payload.orchestrate.cluster_access import ASSUMED_LINK_BYTES_PER_S, ClusterAccess
 from payload.orchestrate.code import this_code
 from payload.orchestrate.inventories import Chosen
@@ -33,7 +32,6 @@ def plan_elsewhere(
 
     Raises ConfigError.
     """
-    require_mpirun(config)
     inventory = chosen.inventory
     home = assumed_home(inventory)
     record = known_trial(inventory, root)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from payload.data_folder import TRAIN_NAME, load_meta
-from payload.errors import ConfigError, DataError
+from payload.errors import DataError
 from payload.launch.arithmetic import Arithmetic
+from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Placement, place_ranks
 from payload.orchestrate.inventories import Chosen
 from payload.run_config import RunConfig
@@ -31,16 +32,14 @@ def check_data(folder: Path, *, sequence_length: int) -> int:
     return meta.vocab_size
 
 
-def require_whole_passes(config: RunConfig, chosen: Chosen) -> None:
-    """Raises ConfigError where the run's ranks cannot be placed, or share the batch unevenly."""
+def require_placeable(config: RunConfig, chosen: Chosen) -> None:
+    """Raise ConfigError for an unknown launcher, and for ranks that cannot be placed.
+
+    The same holds for ranks that would share the batch unevenly.
+    """
+    candidates(config.launch.launcher)
     placement = place_ranks(chosen.inventory, config.launch, domains=chosen.domains)
     config.batch.grad_accum_steps(placement.world_size)
-
-
-def require_mpirun(config: RunConfig) -> None:
-    """Raises ConfigError for a launcher that a cluster over SSH has no use for."""
-    if config.launch.launcher == "torchrun":
-        raise ConfigError("launch.launcher = 'torchrun' is for one machine. Use 'mpirun' here.")
 
 
 def memory_warning(

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from payload.errors import PreflightError
 from payload.inventory import ClusterInventory
-from payload.launch.environment import cluster_mpirun_environment, local_mpirun_environment
+from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.plan import rank_program
 from payload.orchestrate.discovery import LOOPBACK
 from payload.orchestrate.measured import Measured
@@ -20,6 +20,16 @@ VENV = PurePosixPath("/opt/tileforge/venv")
 
 ASSUMED_LINK_BYTES_PER_S = 1.25e9
 """A guess, 10 Gbit/s, for networks that were not measured."""
+
+
+def programs_of(launcher: Launcher) -> list[str]:
+    """Return the programs that a run needs in the nodes' environment."""
+    return ["python", *([launcher.program] if launcher.program else [])]
+
+
+def venv_executable(launcher: Launcher) -> str:
+    """Return the launcher's path on every node."""
+    return str(VENV / "bin" / (launcher.program or "python"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,21 +69,21 @@ class ClusterAccess:
         """The trainer."""
         return rank_program(python=self.python, run_dir=paths.root)
 
-    def mpirun(self) -> str:
-        """The one of the nodes' environment."""
-        return str(VENV / "bin" / "mpirun")
+    def executable(self, launcher: Launcher) -> str:
+        """Return the one of the nodes' environment."""
+        return venv_executable(launcher)
 
-    def mpirun_environment(self) -> dict[str, str]:
-        """ssh with the run's key; for one node alone, no ssh."""
+    def reach(self) -> Reach:
+        """Return ssh with the run's key; for one node alone, no ssh."""
         if len(self.interface_of) == 1:
-            return local_mpirun_environment(LOOPBACK)
+            return Reach(interface=LOOPBACK)
         interface = self.interface_of[self.head]
         if interface is None:
             raise PreflightError(
                 f"{self.head}: its network interface towards the other nodes is not known. See "
                 "that `ip route get` works there (iproute2)."
             )
-        return cluster_mpirun_environment(interface, ssh_config=str(self.ssh_config))
+        return Reach(interface=interface, ssh=("-F", str(self.ssh_config)))
 
     def python_path(self) -> str | None:
         """The copy of this machine's payload, in front of what is installed."""

@@ -57,10 +57,16 @@ def this_code() -> Code:
 
 
 def look(
-    connection: Connection, code: Code, *, venv: PurePosixPath, wholes: Sequence[str] = ()
+    connection: Connection,
+    code: Code,
+    *,
+    venv: PurePosixPath,
+    programs: Sequence[str] = (),
+    wholes: Sequence[str] = (),
 ) -> NodeLook:
     """Return what the node has and lacks for a run; see remote/place.py."""
-    arguments = {"action": "look", "venv": str(venv), "wholes": list(wholes), **_files(code)}
+    arguments = {"action": "look", "venv": str(venv), "programs": list(programs)}
+    arguments |= {"wholes": list(wholes), **_files(code)}
     answer = ask(connection, _PROGRAM, NodeLook, arguments, timeout_s=_LOOK_S)
     # What it says it lacks is read here and sent to it.
     require_known(

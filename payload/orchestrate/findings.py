@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from payload.errors import ExitCode, TileforgeError
 from payload.inventory import Node
+from payload.launch.launchers.registry import names
 from payload.orchestrate.facts import STATE_FILE, NodeFacts
 from payload.orchestrate.remote_programs import MeshAnswer, Pair
 from payload.untrusted import printable, shown
@@ -17,9 +18,8 @@ from payload.untrusted import printable, shown
 Severity = Literal["error", "warning"]
 
 PROBED = ("ssh", "bootstrap", "payload", "cpu", "memory", "disk", "clock", "name", "route", "ports")
-TRIED = ("mpirun", "gloo", "speed")
-"""Of the trial, which starts something and measures."""
-CHECKS = (*PROBED, *TRIED)
+TRIED = ("gloo", "speed")
+"""Of the trial, once its launcher has started the ranks."""
 
 _GIB = 2**30
 _LINE_CHARS = 2000
@@ -34,13 +34,18 @@ _LARGEST_PROBE_BYTES = 65_507 + 28  # UDP's largest payload and the headers
 _SSH_CODES = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.HOST_KEY)
 
 
+def checks() -> tuple[str, ...]:
+    """Return every check's name, in the order in which they are made."""
+    return (*PROBED, *names(), *TRIED)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One thing that is wrong on one node."""
 
     node: str
     check: str
-    """One of CHECKS."""
+    """One of `checks()`."""
     severity: Severity
     cause: str
     fix: str

@@ -24,7 +24,7 @@ import payload
 from payload.errors import PreflightError, UsageError
 from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import LOOPBACK_BYTES_PER_S
-from payload.launch.environment import local_mpirun_environment
+from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.plan import rank_program
 from payload.orchestrate.discovery import LOOPBACK, free_memory_bytes
 from payload.orchestrate.remote import control
@@ -66,36 +66,37 @@ class LocalAccess:
         """What each rank runs."""
         return rank_program(python=self.python, run_dir=paths.root)
 
-    def mpirun(self) -> str:
-        """Path of Intel MPI's mpirun. Raises PreflightError that says why there is none."""
-        if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
-            raise PreflightError(
-                f"Intel MPI runs on x86-64 Linux only; this is {sys.platform} on "
-                f"{platform.machine()}."
-            )
-        beside = Path(sys.executable).parent / "mpirun"
-        found = str(beside) if os.access(beside, os.X_OK) else which("mpirun", path=self._path())
+    def executable(self, launcher: Launcher) -> str:
+        """Return the launcher's path. Raises PreflightError that says why there is none."""
+        unfit = launcher.unfit(sys.platform, platform.machine())
+        if unfit is not None:
+            raise PreflightError(f"{unfit}.")
+        if launcher.program is None:
+            return self.python
+        beside = Path(sys.executable).parent / launcher.program
+        on_path = which(launcher.program, path=self._path())
+        found = str(beside) if os.access(beside, os.X_OK) else on_path
         if found is None:
             raise PreflightError(
-                f"no mpirun beside {sys.executable} nor on PATH. Install it: pip install "
-                "impi-rt==2021.18.1"
+                f"no {launcher.program} beside {sys.executable} nor on PATH. Install it: "
+                f"{launcher.install}"
             )
-        # The script calls its helper, which lies beside it, by its bare name.
+        # A script may call its helper, which lies beside it, by its bare name.
         path = f"{Path(found).parent}{os.pathsep}{self._path()}"
         version = subprocess.run(
             [found, "--version"], capture_output=True, text=True, check=False, env={"PATH": path}
         )
-        if "Intel(R) MPI" not in version.stdout:
+        if launcher.version not in version.stdout:
             first = (version.stdout or version.stderr).strip().partition("\n")[0]
             raise PreflightError(
-                f"{found} is not Intel MPI ({first or 'no version'}). Install it: pip install "
-                "impi-rt==2021.18.1"
+                f"{found} prints {first or 'no version'!r}, which is not {launcher.version}. "
+                f"Install it: {launcher.install}"
             )
         return found
 
-    def mpirun_environment(self) -> dict[str, str]:
-        """mpirun's settings for this cluster."""
-        return local_mpirun_environment(LOOPBACK)
+    def reach(self) -> Reach:
+        """Return loopback, without ssh."""
+        return Reach(interface=LOOPBACK)
 
     def python_path(self) -> str | None:
         """Where the payload package lies, or None when it is installed."""

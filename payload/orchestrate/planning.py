@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from payload.launch.arithmetic import work_out
 from payload.launch.budget import time_limit
 from payload.launch.environment import Rendezvous, common_environment
 from payload.launch.files import render_accelerate, render_hosts
-from payload.launch.plan import LaunchPlan, mpirun_argv, torchrun_argv
+from payload.launch.launchers.base import Job, Launcher
+from payload.launch.launchers.registry import candidates
+from payload.launch.plan import LaunchPlan, rank_words
 from payload.launch.ranks import Placement, place_ranks, render_ranks
 from payload.orchestrate.access import Access
 from payload.orchestrate.checks import memory_warning, rate_warning
@@ -92,28 +95,38 @@ def plan_run(
         link_bytes_per_s=access.link_bytes_per_s,
         peak_flops_per_s=access.peak_flops_per_s(config.precision.dtype),
     )
-    mpirun, notes = _choose_launcher(config, access)
+    choice = choose_launcher(config.launch.launcher, access)
+    launcher = choice.launcher
     warning = memory_warning(arithmetic, placement, free_bytes=access.free_memory_bytes())
     rendezvous = Rendezvous(
         address=inventory.head.address,
         port=port,
         interfaces=access.interfaces(inventory),
     )
+    reach = access.reach()
     environment = _environment(
         paths, config=config, placement=placement, access=access, rendezvous=rendezvous
     )
     plan = LaunchPlan(
         run_id=paths.run_id,
-        launcher="mpirun" if mpirun else "torchrun",
-        argv=_argv(
-            mpirun,
-            paths=paths,
-            placement=placement,
-            environment=environment,
-            access=access,
-            rendezvous=rendezvous,
+        launcher=launcher.name,
+        argv=launcher.argv(
+            Job(
+                executable=choice.executable,
+                python=access.python,
+                words=rank_words(paths.root),
+                environment=environment,
+                world_size=placement.world_size,
+                ranks_per_node=placement.ranks_per_node,
+                nodes=len(inventory.nodes),
+                hosts=paths.hosts,
+                folder=paths.root,
+                rendezvous=rendezvous,
+                reach=reach,
+            )
         ),
-        launcher_environment=access.mpirun_environment() if mpirun else {},
+        launcher_environment=launcher.settings(reach),
+        ssh=reach.ssh,
         environment=environment,
         interfaces=rendezvous.interfaces,
         program=access.program(paths),
@@ -123,7 +136,11 @@ def plan_run(
         ranks_per_node=placement.ranks_per_node,
         nodes=len(inventory.nodes),
         arithmetic=arithmetic,
-        notes=(*notes, *placement.notes, *filter(None, (guess, warning, rate_warning(config)))),
+        notes=(
+            *choice.notes(),
+            *placement.notes,
+            *filter(None, (guess, warning, rate_warning(config))),
+        ),
     )
     return PlannedRun(
         paths=paths, config=config, inventory=inventory, placement=placement, plan=plan
@@ -150,42 +167,35 @@ def _environment(
     )
 
 
-def _choose_launcher(config: RunConfig, access: Access) -> tuple[str | None, list[str]]:
-    """mpirun's path, or None for torchrun, and what to say about the choice."""
-    wish = config.launch.launcher
-    if wish == "torchrun":
-        return None, []
-    try:
-        return access.mpirun(), []
-    except PreflightError as error:
-        if wish == "mpirun":
-            raise
-        return None, [f"launcher: torchrun instead of mpirun, because {error}"]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The launcher that a run has."""
+
+    launcher: Launcher
+    executable: str
+    """Its path on the head."""
+    refused: Sequence[tuple[str, PreflightError]]
+    """Those that were preferred, and why they cannot be used."""
+
+    def notes(self) -> list[str]:
+        """Return a sentence for each that was preferred."""
+        chosen = self.launcher.name
+        return [
+            f"launcher: {chosen} instead of {name}, because {error}" for name, error in self.refused
+        ]
 
 
-def _argv(
-    mpirun: str | None,
-    *,
-    paths: RunPaths,
-    placement: Placement,
-    environment: dict[str, str],
-    access: Access,
-    rendezvous: Rendezvous,
-) -> tuple[str, ...]:
-    if mpirun is None:
-        return torchrun_argv(
-            python=access.python,
-            world_size=placement.world_size,
-            master_address=rendezvous.address,
-            master_port=rendezvous.port,
-            run_dir=paths.root,
-        )
-    return mpirun_argv(
-        mpirun=mpirun,
-        hosts=paths.hosts,
-        world_size=placement.world_size,
-        ranks_per_node=placement.ranks_per_node,
-        environment=environment,
-        python=access.python,
-        run_dir=paths.root,
-    )
+def choose_launcher(wish: str, access: Access) -> Choice:
+    """Return the launcher that `launch.launcher` means here.
+
+    Raises ConfigError for an unknown one, and PreflightError where none can be used.
+    """
+    refused: list[tuple[str, PreflightError]] = []
+    for launcher in candidates(wish):
+        try:
+            executable = access.executable(launcher)
+        except PreflightError as error:
+            refused.append((launcher.name, error))
+            continue
+        return Choice(launcher=launcher, executable=executable, refused=refused)
+    raise refused[-1][1]

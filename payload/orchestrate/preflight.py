@@ -1,4 +1,4 @@
-"""`preflight`: is every node fit for a run? All are asked at once, and then mpirun is tried."""
+"""`preflight`: is every node fit for a run? All are asked at once; then the launcher is tried."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import payload
-from payload.errors import ConfigError, PreflightError, SshAuthError, TileforgeError
+from payload.errors import ConfigError, SshAuthError, TileforgeError
 from payload.inventory import ClusterInventory, Node
+from payload.launch.launchers.registry import AUTO
 from payload.orchestrate import findings as find
-from payload.orchestrate.checks import require_whole_passes
+from payload.orchestrate.checks import require_placeable
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.console import text_console
 from payload.orchestrate.discovery import discover
@@ -36,6 +37,7 @@ from payload.orchestrate.inventories import load_cluster
 from payload.orchestrate.keys import make_operator_key, operator_key_path, write_ssh_files
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.patience import Patience
+from payload.orchestrate.planning import choose_launcher
 from payload.orchestrate.preflight_report import Report
 from payload.orchestrate.remote.probe import probe
 from payload.orchestrate.remote_programs import MeshAnswer, ask, require_known
@@ -69,7 +71,7 @@ def preflight(
     inventory = chosen.inventory
     talk.print(chosen.headline())
     if arguments.config is not None or arguments.overrides:
-        require_whole_passes(config, chosen)
+        require_placeable(config, chosen)
     began = time.monotonic()
     if inventory.access.kind == "local" and len(inventory.nodes) > 1:
         raise ConfigError(
@@ -231,10 +233,9 @@ def check_this_machine(inventory: ClusterInventory, access: LocalAccess) -> Repo
         *find.capacity_findings(node, facts),
         *find.name_findings(node, facts),
     ]
-    try:
-        access.mpirun()
-    except PreflightError as error:
-        cause = f"ranks will start through torchrun: {error}"
+    choice = choose_launcher(AUTO, access)
+    for _, error in choice.refused:
+        cause = f"ranks will start through {choice.launcher.name}: {error}"
         found.append(
             Finding(node=node.name, check="payload", severity="warning", cause=cause, fix="")
         )

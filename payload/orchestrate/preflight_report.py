@@ -10,7 +10,7 @@ from rich.table import Table
 
 from payload.errors import ExitCode, most_telling
 from payload.orchestrate.facts import NodeFacts
-from payload.orchestrate.findings import CHECKS, Finding, one_line
+from payload.orchestrate.findings import Finding, checks, one_line
 from payload.orchestrate.measured import Measured
 
 SCHEMA_VERSION = 1
@@ -56,7 +56,7 @@ class Report:
 
     def table(self) -> Table:
         """A row for each node, a column for each check that was made somewhere."""
-        made = [check for check in CHECKS if any(check in done for done in self.checks.values())]
+        made = [check for check in checks() if any(check in done for done in self.checks.values())]
         table = Table(box=None, pad_edge=False)
         names = ["node", *made, "cores", "GiB", "free GiB", "interface", "MTU"]
         names += ["TFLOP/s bf16", "fp32", "Gbit/s"] if self.measured else []
@@ -81,7 +81,7 @@ class Report:
         """The same for programs."""
         nodes = {
             node: {
-                "checks": {check: self.status(node, check) for check in CHECKS},
+                "checks": {check: self.status(node, check) for check in checks()},
                 "facts": asdict(self.facts[node]) if node in self.facts else None,
             }
             for node in self.checks

@@ -17,9 +17,10 @@ from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError
 from payload.hints import run_command
 from payload.inventory import ClusterInventory, Node
 from payload.launch.budget import time_limit
-from payload.orchestrate.checks import check_data, require_mpirun, require_whole_passes
+from payload.launch.launchers.registry import candidates
+from payload.orchestrate.checks import check_data, require_placeable
 from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.cluster_access import ClusterAccess
+from payload.orchestrate.cluster_access import ClusterAccess, programs_of
 from payload.orchestrate.code import Code, archive, make_room_for, this_code, unpack
 from payload.orchestrate.fanout import all_or_raise, on_every_node
 from payload.orchestrate.initial import settle_initial
@@ -97,7 +98,12 @@ def run_on_cluster(
             talk.print(f"error: nothing was started: {', '.join(report.failing_nodes())} not fit")
             return report.exit_code
         answers = ask_nodes(
-            inventory, cluster, code=this_code(), data=wanted.data, weights=wanted.weights
+            inventory,
+            cluster,
+            code=this_code(),
+            programs=programs_of(candidates(wanted.config.launch.launcher)[0]),
+            data=wanted.data,
+            weights=wanted.weights,
         )
         head = answers[inventory.head.name]
         found = _other_run(head, wanted)
@@ -144,8 +150,7 @@ def _wanted(
     if resumed is not None:
         _refuse_another_place(resumed, chosen.inventory, talk=talk)
     config = config_of(resumed)
-    require_mpirun(config)
-    require_whole_passes(config, chosen)
+    require_placeable(config, chosen)
     time_limit(config.limits, chosen.inventory)
     require_known_backend(config.distributed)
     data = Path(config.data.dir)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from rich.console import Console
@@ -28,15 +28,21 @@ def ask_nodes(
     cluster: Cluster,
     *,
     code: Code,
+    programs: Sequence[str],
     data: Path,
     weights: Weights | None,
 ) -> Answers:
-    """What every node has and lacks. Raises PreflightError where a run cannot be."""
+    """Return what every node has and lacks. Raises PreflightError where a run cannot be.
+
+    `programs` are those that the run needs in the nodes' environment.
+    """
     wholes = [_whole_data(data), *([_whole_weights(weights)] if weights else [])]
     answers = all_or_raise(
         on_every_node(
             inventory.nodes,
-            lambda node: look(cluster.connect(node), code, venv=VENV, wholes=wholes),
+            lambda node: look(
+                cluster.connect(node), code, venv=VENV, programs=programs, wholes=wholes
+            ),
         ),
         what="looking at the nodes",
     )
@@ -44,7 +50,7 @@ def ask_nodes(
     if len(set(homes.values())) > 1:
         listed = ", ".join(f"{name} {home}" for name, home in homes.items())
         raise PreflightError(
-            f"the login's home is not the same on every node ({listed}); mpirun starts every rank "
+            f"the login's home is not the same on every node ({listed}); every rank starts "
             "with the same paths. Give the user the same home everywhere."
         )
     for name, answer in answers.items():

@@ -1,4 +1,4 @@
-"""Preflight's trial: mpirun and gloo over all nodes, as a run would use them, and measured.
+"""Preflight's trial: the launcher and gloo over all nodes, as in a run, and measured.
 
 It starts a small program on every node and leaves nothing there but the payload's code.
 """
@@ -15,11 +15,12 @@ from rich.console import Console
 
 from payload.errors import ConfigError, PreflightError, TileforgeError
 from payload.inventory import ClusterInventory, Node
-from payload.launch.environment import cluster_mpirun_environment, local_mpirun_environment
+from payload.launch.launchers.base import Launcher, Reach
+from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.ranks import Placement, place_ranks
 from payload.orchestrate import findings as find
 from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.cluster_access import VENV
+from payload.orchestrate.cluster_access import VENV, programs_of, venv_executable
 from payload.orchestrate.code import Code, look, this_code
 from payload.orchestrate.discovery import LOOPBACK
 from payload.orchestrate.facts import NodeFacts
@@ -28,6 +29,7 @@ from payload.orchestrate.findings import Finding
 from payload.orchestrate.inventories import Chosen
 from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.measured import Measured
+from payload.orchestrate.planning import choose_launcher
 from payload.orchestrate.remote.trial import trial
 from payload.orchestrate.remote_programs import Left, NodeLook, ask
 from payload.orchestrate.run_key import (
@@ -52,6 +54,8 @@ _KEY_LASTS_S = 600
 class Trial:
     """What came of it."""
 
+    launcher: str = ""
+    """The name of the one that was tried."""
     measured: Measured | None = None
     findings: list[Finding] = field(default_factory=list)
     note: str | None = None
@@ -71,12 +75,14 @@ def try_cluster(
     The key by which the head reaches the others is made for this, and removed whatever happens.
     """
     inventory, code = chosen.inventory, this_code()
+    launcher = candidates(config.launch.launcher)[0]
     outcomes = on_every_node(
-        inventory.nodes, lambda node: look(cluster.connect(node), code, venv=VENV)
+        inventory.nodes,
+        lambda node: look(cluster.connect(node), code, venv=VENV, programs=programs_of(launcher)),
     )
-    refused = [*_not_looked_at(inventory, outcomes)]
+    refused = [*_not_looked_at(inventory, outcomes, launcher)]
     if refused:
-        return Trial(findings=refused)
+        return Trial(findings=refused, launcher=launcher.name)
     answers = {name: got for name, got in outcomes.items() if isinstance(got, NodeLook)}
     head = answers[inventory.head.name]
     if head.running is not None:
@@ -90,7 +96,7 @@ def try_cluster(
             bring_code(inventory, cluster, answers, code=code, talk=talk)
             try:
                 outcome, folder = _start(
-                    chosen, cluster, facts, head, code, config, name=claim.name
+                    chosen, cluster, facts, head, code, config, launcher, name=claim.name
                 )
                 if outcome.status != 0:
                     _end_leftovers(inventory, cluster, folder)
@@ -104,9 +110,9 @@ def try_cluster(
     except HeadBusyError as error:
         return Trial(note=f"nothing was measured: {error}")
     except TileforgeError as error:
-        return Trial(findings=[_of_error(inventory.head, error)])
+        return Trial(findings=[_of_error(inventory.head, error, launcher)], launcher=launcher.name)
     hostnames = {facts[node.name].hostname: node.name for node in inventory.nodes}
-    return _judged(inventory, outcome, hostnames=hostnames)
+    return _judged(inventory, outcome, launcher, hostnames=hostnames)
 
 
 def _not_measured(running: str) -> Trial:
@@ -116,13 +122,8 @@ def _not_measured(running: str) -> Trial:
 def try_this_machine(chosen: Chosen, access: LocalAccess, folder: Path) -> Trial:
     """The same on this machine, without ssh; `folder` is an empty one."""
     inventory = chosen.inventory
-    mpirun = None
-    with contextlib.suppress(PreflightError):
-        mpirun = access.mpirun()
-    ranks_per_node = None if mpirun else 1
-    placement = place_ranks(
-        inventory, LaunchSection(ranks_per_node=ranks_per_node), domains=chosen.domains
-    )
+    choice = choose_launcher(AUTO, access)
+    placement = place_ranks(inventory, LaunchSection(), domains=chosen.domains)
     with access.reserve_port() as holder:
         setting = Setting(
             placement=placement,
@@ -132,11 +133,13 @@ def try_this_machine(chosen: Chosen, access: LocalAccess, folder: Path) -> Trial
             folder=folder,
             python=access.python,
             python_path=access.python_path(),
-            mpirun=mpirun,
-            mpirun_environment=access.mpirun_environment() if mpirun else {},
+            launcher=choice.launcher,
+            executable=choice.executable,
+            reach=access.reach(),
         )
-        answer = trial(setting.arguments(inventory, ssh_config=None), env=access.environment())
-    return _judged(inventory, build(Outcome, answer, where="this machine"), hostnames={})
+        answer = trial(setting.arguments(inventory), env=access.environment())
+    outcome = build(Outcome, answer, where="this machine")
+    return _judged(inventory, outcome, choice.launcher, hostnames={})
 
 
 def _start(
@@ -146,6 +149,7 @@ def _start(
     head: NodeLook,
     code: Code,
     config: RunConfig,
+    launcher: Launcher,
     *,
     name: str,
 ) -> tuple[Outcome, PurePosixPath]:
@@ -164,16 +168,14 @@ def _start(
         folder=key.folder,
         python=str(VENV / "bin" / "python"),
         python_path=str(PurePosixPath(head.home) / "tileforge" / f"payload-{code.digest}"),
-        mpirun=str(VENV / "bin" / "mpirun"),
-        mpirun_environment=(
-            local_mpirun_environment(LOOPBACK)
-            if alone
-            else cluster_mpirun_environment(
-                interfaces[inventory.head.name], ssh_config=str(key.config)
-            )
+        launcher=launcher,
+        executable=venv_executable(launcher),
+        reach=Reach(
+            interface=LOOPBACK if alone else interfaces[inventory.head.name],
+            ssh=() if alone else ("-F", str(key.config)),
         ),
     )
-    arguments = setting.arguments(inventory, ssh_config=None if alone else str(key.config))
+    arguments = setting.arguments(inventory)
     connection = cluster.connect(inventory.head)
     outcome = ask(connection, "trial.py", Outcome, arguments, timeout_s=DEADLINE_S + _MARGIN_S)
     return outcome, key.folder
@@ -189,24 +191,33 @@ def _placement(chosen: Chosen, config: RunConfig) -> Placement:
 
 
 def _judged(
-    inventory: ClusterInventory, outcome: Outcome, *, hostnames: Mapping[str, str]
+    inventory: ClusterInventory,
+    outcome: Outcome,
+    launcher: Launcher,
+    *,
+    hostnames: Mapping[str, str],
 ) -> Trial:
-    found = failures(inventory.nodes, outcome, hostnames=hostnames, deadline_s=DEADLINE_S)
+    found = failures(
+        inventory.nodes, outcome, hostnames=hostnames, deadline_s=DEADLINE_S, launcher=launcher
+    )
     result = outcome.result()
     if found or result is None:
-        return Trial(findings=found)
+        return Trial(findings=found, launcher=launcher.name)
     names = {rank.node for rank in result.ranks}
     received = result.exchange.received_bytes_per_s if result.exchange else ()
     if names != {node.name for node in inventory.nodes} or (
         received and len(received) != len(result.ranks)
     ):
         cause, fix = "the figures it sent are not those of these nodes", "Try again."
-        return Trial(findings=[_error(inventory.head, "speed", cause, fix)])
-    return Trial(measured=Measured.from_result(result))
+        speed = _error(inventory.head, "speed", cause, fix)
+        return Trial(findings=[speed], launcher=launcher.name)
+    return Trial(measured=Measured.from_result(result), launcher=launcher.name)
 
 
 def _not_looked_at(
-    inventory: ClusterInventory, outcomes: Mapping[str, NodeLook | TileforgeError]
+    inventory: ClusterInventory,
+    outcomes: Mapping[str, NodeLook | TileforgeError],
+    launcher: Launcher,
 ) -> list[Finding]:
     """Nodes where the program cannot be."""
     found = []
@@ -223,8 +234,8 @@ def _not_looked_at(
             found.append(_error(node, "payload", cause, fix))
     if len(homes) > 1:
         cause = f"the login's home is not the same on every node ({', '.join(sorted(homes))})"
-        fix = "mpirun starts every rank with the same paths. Give the user one home everywhere."
-        found.append(_error(inventory.head, "mpirun", cause, fix))
+        fix = "Every rank starts with the same paths. Give the user one home everywhere."
+        found.append(_error(inventory.head, launcher.name, cause, fix))
     return found
 
 
@@ -237,11 +248,11 @@ def _end_leftovers(inventory: ClusterInventory, cluster: Cluster, folder: PurePo
     )
 
 
-def _of_error(head: Node, error: TileforgeError) -> Finding:
+def _of_error(head: Node, error: TileforgeError, launcher: Launcher) -> Finding:
     first, *rest = str(error).splitlines()
     return Finding(
         node=head.name,
-        check="mpirun",
+        check=launcher.name,
         severity="error",
         cause=f"the trial could not be made: {first.rstrip('.:')}",
         fix="Mend that and try again.",

@@ -1,15 +1,15 @@
-"""What a trial of mpirun and gloo tells: which node, why, and what to do. Pure."""
+"""What a trial of the launcher and gloo tells: which node, why, and what to do. Pure."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from payload.errors import ConfigError
 from payload.inventory import Node
+from payload.launch.launchers.base import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
 from payload.orchestrate.findings import Finding
 from payload.untrusted import NODE_NAME, build, checked, parse_json
 
@@ -20,21 +20,6 @@ MAX_RANKS = 100_000
 _OUTPUT_CHARS = 2**19
 _LOG_LINES = 8
 _ALARM = 14
-_UNABLE = re.compile(r"[Uu]nable to run bstrap_proxy on (\S+) \(pid \d+, exit code (\d+)\)")
-_SPEAKER = re.compile(r"^\[[^@\]\n]*@([^\]\n]+)\] (.*)$", re.MULTILINE)
-_SERVER = re.compile(r"unable to connect to server (\S+) at port")
-_INTERFACE = re.compile(r"unable to find interface (\S+)")
-_KILLED = re.compile(
-    r"RANK \d+ PID \d+ RUNNING AT (?P<address>\S+)\s*\n=\s+KILLED BY SIGNAL: (?P<signal>\d+)"
-)
-_LIBRARY = re.compile(
-    r"(?:error while loading shared libraries: )?(\S+): cannot open shared object file"
-)
-# What every failed mpirun guesses, and what torch says where names of addresses are not known.
-_NOISE = re.compile(
-    r"^\[mpiexec@[^\]]*\] (?:Possible reasons|\d\. |   )|hostname of the client socket cannot be"
-)
-_AGAIN = "Run the bootstrap again there (bootstrap/node-setup.sh)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +67,7 @@ class Outcome:
     unreached: Mapping[str, str]
     """What ssh said, by worker that the head could not reach."""
     status: int | None
-    """mpirun's; None when it was not started or did not end in time."""
+    """The launcher's; None when it was not started or did not end in time."""
     late: bool
     stdout: str = checked(max_chars=_OUTPUT_CHARS)
     stderr: str = checked(max_chars=_OUTPUT_CHARS)
@@ -90,7 +75,7 @@ class Outcome:
     def records(self) -> list[Said]:
         """Return what the ranks said, in the order in which it came; what is damaged is left out.
 
-        mpirun mixes the ranks' lines, so that one may follow another without a line's end.
+        A launcher mixes the ranks' lines, so that one may follow another without a line's end.
         """
         found = []
         for part in self.stdout.split(MARK)[1:]:
@@ -111,23 +96,23 @@ def failures(
     *,
     hostnames: Mapping[str, str],
     deadline_s: float,
+    launcher: Launcher,
 ) -> list[Finding]:
-    """The first of these that there is: ssh's words, the ranks' own, mpirun's, silence.
+    """Return the first of these that there is: ssh's words, the ranks', the launcher's, silence.
 
     `hostnames` are the nodes' names by their own hostnames, which mpirun's helpers sign with.
     """
     if outcome.status == 0 and outcome.result() is not None:
         return []
-    for explain in (_unreached, _said_by_ranks, _said_by_mpirun):
-        found = list(explain(nodes, outcome, hostnames))
-        if found:
-            return found
-    return list(_silent(nodes, outcome, deadline_s=deadline_s))
+    found = [*_unreached(nodes, outcome, launcher)] or [*_said_by_ranks(nodes, outcome)]
+    return (
+        found
+        or [*_said_by_launcher(nodes, outcome, hostnames, launcher)]
+        or [*_silent(nodes, outcome, deadline_s=deadline_s, launcher=launcher)]
+    )
 
 
-def _unreached(
-    nodes: Sequence[Node], outcome: Outcome, hostnames: Mapping[str, str]
-) -> Iterator[Finding]:
+def _unreached(nodes: Sequence[Node], outcome: Outcome, launcher: Launcher) -> Iterator[Finding]:
     head = nodes[0].name
     for node in nodes:
         said = outcome.unreached.get(node.name)
@@ -141,22 +126,20 @@ def _unreached(
         else:
             fix = f"Open TCP port {node.ssh_port} there for the other nodes."
         cause = f"{head} cannot start a program on it over ssh: {last}"
-        yield _error(node.name, "mpirun", cause, fix, log=tuple(said.splitlines()))
+        yield _error(node.name, launcher.name, cause, fix, log=tuple(said.splitlines()))
 
 
-def _said_by_ranks(
-    nodes: Sequence[Node], outcome: Outcome, hostnames: Mapping[str, str]
-) -> Iterator[Finding]:
+def _said_by_ranks(nodes: Sequence[Node], outcome: Outcome) -> Iterator[Finding]:
     records = outcome.records()
     known = {node.name for node in nodes}
     errors = {said.node: said.error for said in records if said.node in known and said.error}
     broken = {name: text for name, text in errors.items() if _is_environment(text)}
     for name, text in broken.items():
-        library = _LIBRARY.search(text)
+        library = MISSING_LIBRARY.search(text)
         cause = f"torch cannot be loaded there: {_one_line(text)}"
         if library:
             cause = f"its environment lacks the library {library[1].rpartition('/')[2]}"
-        yield _error(name, "payload", cause, _AGAIN, log=(text,) if library else ())
+        yield _error(name, "payload", cause, BOOTSTRAP_AGAIN, log=(text,) if library else ())
     if broken:
         return  # the others only lost them
     joined = {said.node for said in records if said.stage == "joined"}
@@ -166,82 +149,39 @@ def _said_by_ranks(
         yield _error(name, "gloo", cause, "See that all TCP ports are open between the nodes.")
 
 
-def _said_by_mpirun(
-    nodes: Sequence[Node], outcome: Outcome, hostnames: Mapping[str, str]
+def _said_by_launcher(
+    nodes: Sequence[Node],
+    outcome: Outcome,
+    hostnames: Mapping[str, str],
+    launcher: Launcher,
 ) -> Iterator[Finding]:
     text = outcome.stderr + outcome.stdout
-    log = _log(outcome)
-    by_address = {node.address: node for node in nodes}
-    head = nodes[0]
-    lines = _SPEAKER.findall(text)
-    unresolved = dict.fromkeys(
-        hostnames.get(who, who) for who, said in lines if "getaddrinfo" in said
-    )
-    server = _SERVER.search(text)
-    for name in unresolved:
-        asked = f" {server[1]!r}" if server else ""
-        cause = (
-            f"mpirun's helper there cannot resolve the name{asked}: getaddrinfo: Temporary failure "
-            "in name resolution"
-        )
-        yield _error(name, "mpirun", cause, f"Put it in /etc/hosts there: {head.address}.", log=log)
-    if unresolved:
-        return
-    interface = _INTERFACE.search(text)
-    if interface:
-        cause = f"mpirun finds no interface {interface[1]} there"
-        yield _error(head.name, "mpirun", cause, "See `ip addr` there.", log=log)
-        return
-    library = _LIBRARY.search(text)
-    unable = _UNABLE.search(text)
-    node = by_address.get(unable[1], head) if unable else head
-    if unable:
-        yield _unable(node, int(unable[2]), text, library=library, log=log)
-        return
-    if library:
-        cause = f"mpirun lacks the library {library[1]} there"
-        yield _error(node.name, "mpirun", cause, _AGAIN, log=log)
-        return
-    killed = _KILLED.search(text)
-    if killed and int(killed["signal"]) != _ALARM:
-        where = by_address.get(killed["address"], head)
-        cause = f"the trial's rank there was killed by signal {killed['signal']}"
-        yield _error(where.name, "mpirun", cause, "Is its memory used up? See dmesg there.")
+    failures = list(launcher.trial_failures(text, nodes=nodes, hostnames=hostnames))
+    for failure in failures:
+        log = _log(outcome, launcher) if failure.shows_log else ()
+        yield _error(failure.node, launcher.name, failure.cause, failure.fix, log=log)
+    killed = launcher.report(text).killed
+    if not failures and killed and killed.signal != _ALARM:
+        where = next((node for node in nodes if node.address == killed.address), nodes[0])
+        cause = f"the trial's rank there was killed by signal {killed.signal}"
+        yield _error(where.name, launcher.name, cause, "Is its memory used up? See dmesg there.")
 
 
-def _unable(
-    node: Node, status: int, text: str, *, library: re.Match[str] | None, log: tuple[str, ...]
-) -> Finding:
-    """mpirun's helper did not start on a worker; `status` is as wait() gives it."""
-    code = status >> 8
-    if library:
-        cause, fix = f"mpirun's helper lacks the library {library[1]} there", _AGAIN
-    elif code in (126, 127):
-        why = "cannot be run" if code == 126 else "is missing"
-        cause, fix = f"mpirun's helper hydra_bstrap_proxy {why} there", _AGAIN
-    elif code == 255:
-        cause, fix = "ssh from the head broke off", "See sshd's log there (journalctl -u ssh)."
-    elif _SERVER.search(text):
-        cause = "mpirun's helper there cannot connect back to the head"
-        fix = "Open all TCP ports between the nodes."
-    else:
-        cause, fix = f"mpirun's helper there ended with status {code}", _AGAIN
-    return _error(node.name, "mpirun", cause, fix, log=log)
-
-
-def _silent(nodes: Sequence[Node], outcome: Outcome, *, deadline_s: float) -> Iterator[Finding]:
+def _silent(
+    nodes: Sequence[Node], outcome: Outcome, *, deadline_s: float, launcher: Launcher
+) -> Iterator[Finding]:
     """Nothing said why: the nodes that came least far."""
     records = outcome.records()
     reached = {
         stage: {said.node for said in records if said.stage == stage}
         for stage in ("started", "joined")
     }
-    log = _log(outcome)
-    killed = _KILLED.search(outcome.stdout)
-    late = outcome.late or (killed is not None and int(killed["signal"]) == _ALARM)
+    log = _log(outcome, launcher)
+    killed = launcher.report(outcome.stdout).killed
+    late = outcome.late or (killed is not None and killed.signal == _ALARM)
     within = f" within {deadline_s:g} s" if late else f" (status {outcome.status})"
     for stage, check, what in (
-        ("started", "mpirun", "mpirun started no rank on it"),
+        ("started", launcher.name, f"{launcher.name} started no rank on it"),
         ("joined", "gloo", "its rank did not find the others"),
     ):
         behind = [node for node in nodes if node.name not in reached[stage]]
@@ -254,15 +194,17 @@ def _silent(nodes: Sequence[Node], outcome: Outcome, *, deadline_s: float) -> It
     yield _error(nodes[0].name, "gloo", cause, "Is the network between the nodes alive?", log=log)
 
 
-def _log(outcome: Outcome) -> tuple[str, ...]:
-    lines = [line for line in outcome.stderr.splitlines() if line and not _NOISE.search(line)]
+def _log(outcome: Outcome, launcher: Launcher) -> tuple[str, ...]:
+    lines = [line for line in outcome.stderr.splitlines() if line]
+    if launcher.noise is not None:
+        lines = [line for line in lines if not launcher.noise.search(line)]
     return tuple(lines[-_LOG_LINES:])
 
 
 def _is_environment(text: str) -> bool:
     """Whether a rank's error is about what is installed there."""
     kinds = ("ImportError", "ModuleNotFoundError", "OSError: ")
-    return text.startswith(kinds) or _LIBRARY.search(text) is not None
+    return text.startswith(kinds) or MISSING_LIBRARY.search(text) is not None
 
 
 def _one_line(text: str) -> str:

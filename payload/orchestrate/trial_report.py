@@ -75,11 +75,12 @@ def with_trial(
     took_s = report.took_s + time.monotonic() - began
     if trial.note is not None:
         return replace(report, notes=[*report.notes, trial.note], took_s=took_s)
-    made = [check for check in TRIED if check != "gloo" or len(inventory.nodes) > 1]
+    tried = (trial.launcher, *TRIED)
+    made = [check for check in tried if check != "gloo" or len(inventory.nodes) > 1]
     findings, notes = list(trial.findings), list(report.notes)
     if trial.measured is None:
         # What comes after the one that failed was not tried.
-        made = sorted({finding.check for finding in findings} & set(made), key=TRIED.index)
+        made = sorted({finding.check for finding in findings} & set(made), key=tried.index)
     else:
         spec, guess = initial_spec(config, vocab_size=None)
         prediction = predict(config, config.adapted(spec), trial.measured)

@@ -14,6 +14,7 @@ from payload.checkpoint_files import checkpoint_step
 from payload.checkpoint_watch import START_PHASES
 from payload.errors import ExitCode, PreflightError
 from payload.launch.environment import launcher_environment
+from payload.launch.launchers.registry import find
 from payload.launch.liveness import (
     SILENT_S,
     NodeSign,
@@ -73,6 +74,7 @@ class Attempt:
         """`node_of` has the nodes' names by their addresses."""
         self._paths = paths
         self._plan = plan
+        self._launcher = find(plan.launcher)
         self._ranks = ranks
         self._config = config
         self._signs = signs
@@ -132,7 +134,7 @@ class Attempt:
             try:
                 return subprocess.Popen(
                     plan.argv,
-                    env=launcher_environment(self._env, settings),
+                    env=launcher_environment(self._env, settings, keeps=self._launcher.keeps),
                     cwd=plan.work_dir,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -163,7 +165,7 @@ class Attempt:
             self._end_after_failure(late_s=now - self._failure_deadline)
 
     def _end_after_failure(self, *, late_s: float) -> None:
-        """Not while rank 0 writes a checkpoint, for which mpirun lets it live."""
+        """Not while rank 0 writes a checkpoint, for which the launcher lets it live."""
         patience_s = self._config.limits.hang_timeout_s
         writing = self._signs.writing(within_s=patience_s)
         if not writing or late_s > self._config.longest_wait_s():
@@ -257,6 +259,7 @@ class Attempt:
                     exits=self._signs.exits(),
                     launcher_status=launcher_status,
                     launcher_text=text,
+                    launcher=self._launcher,
                     trainer_status=summary.status if summary else None,
                     stop=self._stopping.kind,
                     stop_by_system=self._stopping.by_system,

@@ -18,16 +18,16 @@ from payload.errors import ConfigError, PreflightError, TileforgeError
 from payload.full_disk import give_room_back, keep_room, write_record
 from payload.hints import command
 from payload.launch.environment import rank_environment
+from payload.launch.launchers.registry import find
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Rank, load_ranks
+from payload.rank_variables import BY_PRECEDENCE, NODE_RANK, RankVariables, identify
 from payload.results import DEFAULT_GRACE_S, RankExit, RunPaths, discard
 from payload.run_lock import is_supervised
 from payload.run_repair import known_config, known_state
 from payload.supervise.processes import die_with_parent
 from payload.supervise.wakeups import Wakeups
 
-# Intel MPI's name first: under mpirun, RANK can only be a leftover.
-_RANK_NAMES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
 _WATCH_EVERY_S = 1.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 
@@ -39,33 +39,46 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     paths = RunPaths(parser.parse_args(argv).run_dir)
     try:
         plan = LaunchPlan.load(paths.plan)
-        rank = find_rank(load_ranks(paths.ranks), env)
+        launcher = find(plan.launcher)
+        rank = find_rank(load_ranks(paths.ranks), env, (launcher.variables,))
     except TileforgeError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     try:
         bind_to_cores(rank)
-        return _run(rank, plan=plan, paths=paths, env=env)
+        settings = launcher.rank_settings(nodes=plan.nodes)
+        return _run(rank, plan=plan, paths=paths, env={**env, **settings})
     except TileforgeError as error:
         _record(paths, rank, exit_code=error.exit_code, error=str(error))
         return error.exit_code
 
 
-def find_rank(ranks: Sequence[Rank], env: Mapping[str, str]) -> Rank:
-    """The rank that the launcher says this process is. Raises ConfigError."""
-    name = next((name for name in _RANK_NAMES if name in env), None)
-    if name is None:
+def find_rank(
+    ranks: Sequence[Rank],
+    env: Mapping[str, str],
+    rows: tuple[RankVariables, ...] = BY_PRECEDENCE,
+) -> Rank:
+    """Return the rank that the launcher says this process is. Raises ConfigError."""
+    found = identify(env, rows)
+    if found is None:
+        by_name = sorted(rows, key=lambda row: row.only_with is not None)
+        listed = ", ".join(dict.fromkeys(row.rank for row in by_name))
         raise ConfigError(
-            f"none of {', '.join(_RANK_NAMES)} is set: this program is started by mpirun or "
-            f"torchrun, through {command('orchestrate', 'run')}."
+            f"none of {listed} is set: this program is started by a launcher, through "
+            f"{command('orchestrate', 'run')}."
         )
-    found = [rank for rank in ranks if str(rank.rank) == env[name]]
-    if not found:
+    if NODE_RANK in env:
+        place = (env[NODE_RANK], env.get(found.local_rank, "0"))
+        here = [rank for rank in ranks if (str(rank.node_rank), str(rank.local_rank)) == place]
+        said = f"{NODE_RANK}, {found.local_rank} = {', '.join(place)}"
+    else:
+        here = [rank for rank in ranks if str(rank.rank) == env[found.rank]]
+        said = f"{found.rank} = {env[found.rank]!r}"
+    if not here:
         raise ConfigError(
-            f"{name} = {env[name]!r}, but the rank file has ranks 0 to {len(ranks) - 1}. Start the "
-            "run anew."
+            f"{said}, but the rank file has ranks 0 to {len(ranks) - 1}. Start the run again."
         )
-    return found[0]
+    return here[0]
 
 
 def bind_to_cores(rank: Rank) -> None:
@@ -99,6 +112,9 @@ def _run(rank: Rank, *, plan: LaunchPlan, paths: RunPaths, env: Mapping[str, str
         ranks_per_node=plan.ranks_per_node,
         interfaces=plan.interfaces,
     )
+    # A launcher may have chosen another place to meet; the plan's is the one that is kept free.
+    meeting = ("MASTER_ADDR", "MASTER_PORT")
+    variables |= {name: plan.environment[name] for name in meeting if name in plan.environment}
     domains = {other.numa_domain for other in load_ranks(paths.ranks) if other.node == rank.node}
     command = rank_command(
         plan.program, rank, several_domains=len(domains) > 1, numactl=shutil.which("numactl")
@@ -138,7 +154,7 @@ def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths
         if not paths.root.is_dir():
             child.kill()  # the run's folder was removed: there is nowhere to save to
             continue
-        # The run folder's lock is on the head; on other nodes, mpirun's proxies end with mpirun.
+        # The run folder's lock is on the head; on other nodes, ranks end with the launcher.
         if rank.node_rank == 0 and farewell is None and not is_supervised(paths):
             farewell = _farewell(paths)
             child.terminate()

@@ -19,7 +19,6 @@ from typing import Any
 
 from payload.errors import ConfigError
 from payload.inventory import Node
-from payload.launch.environment import SSH_ARGUMENTS
 from payload.launch.liveness import SILENT_S, NodeSign
 from payload.launch.plan import LaunchPlan
 from payload.supervise.heartbeat import EVERY_S
@@ -237,14 +236,14 @@ def parse_message(line: bytes, *, now_unix: float, now_s: float) -> dict[str, An
 
 
 def heartbeat_argv(node: Node, *, plan: LaunchPlan, run_dir: Path, lifeline_s: float) -> list[str]:
-    """ssh as mpirun uses it, with the program that tells how the node is."""
+    """Return ssh as the launcher uses it, with the program that tells how the node is."""
     program = [plan.program[0], "-m", "payload.supervise.heartbeat", "--run-dir", str(run_dir)]
     python_path = plan.environment.get("PYTHONPATH")
     prefix = ["env", f"PYTHONPATH={python_path}"] if python_path else []
     words = [*prefix, *program, "--lifeline", f"{lifeline_s:g}"]
     return [
         "ssh",
-        *plan.launcher_environment[SSH_ARGUMENTS].split(),
+        *plan.ssh,
         *_SSH_OPTIONS,
         node.name,
         shlex.join(words),

@@ -16,7 +16,7 @@ from payload.errors import BudgetError, ExitCode, PreflightError, TileforgeError
 from payload.full_disk import write_record
 from payload.inventory import ClusterInventory
 from payload.launch.budget import cost_usd, limited, time_limit
-from payload.launch.environment import SSH_ARGUMENTS
+from payload.launch.launchers.registry import find
 from payload.launch.outcome import Verdict, told_by_system
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
@@ -264,7 +264,7 @@ class Supervisor:
         self._tell_now_and_then()
 
     def _worker_streams(self) -> list[NodeStream]:
-        if SSH_ARGUMENTS not in self._plan.launcher_environment:
+        if not self._plan.ssh or not find(self._plan.launcher).needs_heartbeats:
             return []
         lifeline_s = max(_LIFELINE_S, self._config.limits.hang_timeout_s)
         return [

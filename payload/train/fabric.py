@@ -16,6 +16,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from payload.rank_variables import NODE_RANK, TORCH, identify
+
 if TYPE_CHECKING:
     from payload.train.world import World
 
@@ -38,16 +40,17 @@ class Speeds:
 def main(argv: Sequence[str], env: MutableMapping[str, str]) -> int:
     """Measure, and return 0; what went wrong is said on stdout.
 
-    The one argument is a JSON object: `deadline_s`, and `ranks`, with node, cores, threads and
-    interface of each.
+    The one argument is a JSON object: `deadline_s`; `ranks`, with node, node_rank, local_rank,
+    cores, threads and interface of each; and `environment`, in place of the launcher's.
     """
     parser = argparse.ArgumentParser(prog="payload.train.fabric")
-    parser.add_argument("arguments", type=json.loads, metavar="JSON", help="deadline_s and ranks")
+    parser.add_argument("arguments", type=json.loads, metavar="JSON", help="what to measure")
     arguments = parser.parse_args(argv).arguments
     # Without a handler it ends the process, whatever gloo is waiting for.
     signal.alarm(int(arguments["deadline_s"]))
-    rank = _rank(env)
+    rank = _rank(env, arguments["ranks"])
     place = arguments["ranks"][rank]
+    env.update({**arguments["environment"], TORCH.rank: str(rank)})
     say(rank=rank, node=place["node"], stage="started")
     try:
         _take_place(place, env)
@@ -64,8 +67,16 @@ def say(**record: Any) -> None:
     os.write(1, f"{MARK}{json.dumps(record)}\n".encode())
 
 
-def _rank(env: Mapping[str, str]) -> int:
-    return int(env.get("PMI_RANK", env.get("RANK", "0")))
+def _rank(env: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> int:
+    """Return this process's place in `ranks`, which is its number unless the node has one."""
+    names = identify(env)
+    if names is None:
+        return 0
+    if NODE_RANK not in env:
+        return int(env[names.rank])
+    place = (env[NODE_RANK], env[names.local_rank])
+    places = [(str(rank["node_rank"]), str(rank["local_rank"])) for rank in ranks]
+    return places.index(place)
 
 
 def _take_place(place: Mapping[str, Any], env: MutableMapping[str, str]) -> None:

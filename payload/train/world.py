@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -17,14 +18,9 @@ import torch.distributed as dist
 from payload.engines import ccl_missing, require_known_backend
 from payload.errors import ConfigError, RankLostError, TrainingError
 from payload.hints import command
+from payload.rank_variables import TORCH, identify
 from payload.run_config import DistributedSection
 from payload.untrusted import check_type, parse_json
-
-# Launchers' names for the same number: torchrun and Accelerate, Intel MPI, Open MPI.
-_RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
-_WORLD_SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
-_LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
-_LOCAL_WORLD_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 # What gloo's exceptions say when the other side is gone rather than wrong.
 _PEER_LOST = (
@@ -44,6 +40,8 @@ _MAX_MESSAGE_BYTES = 2**22
 
 _FOREIGN_RANK = "Check that all nodes run the same release, and that nobody else can reach them."
 
+_NUMBER = re.compile(r"(-?\d{1,9})(?:\(x\d+\))?")
+
 _T = TypeVar("_T")
 
 
@@ -61,17 +59,18 @@ class World:
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> World:
         """Read what the launcher set; one process without a launcher is a world of one."""
+        names = identify(env) or TORCH
         world = cls(
-            rank=_first(env, _RANK, default=0),
-            world_size=_first(env, _WORLD_SIZE, default=1),
-            local_rank=_first(env, _LOCAL_RANK, default=0),
-            local_world_size=_first(env, _LOCAL_WORLD_SIZE, default=1),
+            rank=_number(env, names.rank, default=0),
+            world_size=_number(env, names.world_size, default=1),
+            local_rank=_number(env, names.local_rank, default=0),
+            local_world_size=_number(env, names.local_world_size, default=1),
             node=env.get("TILEFORGE_NODE", platform.node()),
         )
         if not 0 <= world.rank < world.world_size:
             raise ConfigError(
                 f"the launcher's environment says rank {world.rank} of {world.world_size}. Unset "
-                f"{_RANK[0]} and {_WORLD_SIZE[0]}, or start through a launcher."
+                f"{names.rank} and {names.world_size}, or start through a launcher."
             )
         return world
 
@@ -91,10 +90,10 @@ class World:
             return
         # Accelerate and torch's env:// rendezvous read these names only.
         os.environ |= {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            TORCH.rank: str(self.rank),
+            TORCH.world_size: str(self.world_size),
+            TORCH.local_rank: str(self.local_rank),
+            TORCH.local_world_size: str(self.local_world_size),
         }
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
@@ -215,13 +214,11 @@ def _load_backend(settings: DistributedSection) -> None:
             raise ccl_missing(error) from None
 
 
-def _first(env: Mapping[str, str], names: tuple[str, ...], *, default: int) -> int:
-    for name in names:
-        if name in env:
-            try:
-                return int(env[name])
-            except ValueError:
-                raise ConfigError(
-                    f"{name} = {env[name]!r} in the environment is no number."
-                ) from None
-    return default
+def _number(env: Mapping[str, str], name: str, *, default: int) -> int:
+    if name not in env:
+        return default
+    # Slurm writes "2(x3)" for two tasks on each of three nodes.
+    found = _NUMBER.fullmatch(env[name])
+    if found is None:
+        raise ConfigError(f"{name} = {env[name]!r} in the environment is no number.")
+    return int(found[1])

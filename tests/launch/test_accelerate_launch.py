@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from payload.launch.launchers.registry import find
 from payload.orchestrate.local import LocalAccess
 from payload.results import RunPaths
 from tests.supervise.planned import plan_stand_in
@@ -31,7 +32,7 @@ def test_accelerate_launch_starts_all_ranks_from_the_heads_config(tmp_path: Path
     paths: RunPaths = plan_stand_in(tmp_path / "run", ranks=2)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    bin_dir = str(Path(LocalAccess(os.environ).mpirun()).parent)
+    bin_dir = str(Path(LocalAccess(os.environ).executable(find("mpirun"))).parent)
     ended = subprocess.run(
         [
             *(sys.executable, "-m", "accelerate.commands.launch"),

@@ -7,9 +7,10 @@ from payload.launch.environment import (
     Rendezvous,
     common_environment,
     launcher_environment,
-    local_mpirun_environment,
     rank_environment,
 )
+from payload.launch.launchers.base import Reach
+from payload.launch.launchers.registry import find
 from payload.launch.ranks import place_ranks
 from payload.run_config import LaunchSection
 from tests.launch.inventories import make_inventory
@@ -81,7 +82,7 @@ def test_schedulers_and_other_launchers_around_us_are_not_seen_by_ours() -> None
         "TORCHELASTIC_RUN_ID": "x",
         "TILEFORGE_RUN_DIR": "/another",
     }
-    kept = launcher_environment(base, local_mpirun_environment("lo"))
+    kept = launcher_environment(base, find("mpirun").settings(Reach(interface="lo")))
     assert kept == {
         "HOME": "/home/a",
         "I_MPI_HYDRA_BOOTSTRAP": "fork",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from payload.errors import ConfigError
 from payload.launch.arithmetic import work_out
 from payload.launch.environment import Rendezvous, common_environment
 from payload.launch.files import render_accelerate, render_hosts
-from payload.launch.plan import LaunchPlan, mpirun_argv, rank_program, torchrun_argv
+from payload.launch.launchers.base import Job, Reach
+from payload.launch.launchers.registry import find
+from payload.launch.plan import LaunchPlan, rank_program, rank_words
 from payload.launch.ranks import place_ranks
 from payload.models.spec import ModelSpec
 from payload.run_config import LaunchSection, PrecisionSection, RunConfig, parse_run_config
@@ -22,24 +25,30 @@ from tests.launch.inventories import make_inventory
 RUN = Path("/runs/a run")
 INVENTORY = make_inventory(num_nodes=2, physical_cores=4, numa_domains=2)
 PLACEMENT = place_ranks(INVENTORY, LaunchSection())
+RENDEZVOUS = Rendezvous(address="10.0.0.2", port=29400, interfaces={})
 ENVIRONMENT = common_environment(
     run_id="a",
     run_dir=str(RUN),
-    rendezvous=Rendezvous(address="10.0.0.2", port=29400, interfaces={}),
+    rendezvous=RENDEZVOUS,
     malloc="tuned",
     tcmalloc=None,
     oversubscribed=False,
     python_path=None,
 )
-MPIRUN = mpirun_argv(
-    mpirun="/venv/bin/mpirun",
-    hosts=RUN / "hosts",
+JOB = Job(
+    executable="/venv/bin/mpirun",
+    python="/venv/bin/python",
+    words=rank_words(RUN),
+    environment=ENVIRONMENT,
     world_size=4,
     ranks_per_node=2,
-    environment=ENVIRONMENT,
-    python="/venv/bin/python",
-    run_dir=RUN,
+    nodes=2,
+    hosts=RUN / "hosts",
+    folder=RUN,
+    rendezvous=RENDEZVOUS,
+    reach=Reach(interface="ens4", ssh=("-F", "/keys/a/ssh_config")),
 )
+MPIRUN = find("mpirun").argv(JOB)
 
 
 def test_hosts_file_lists_the_head_first() -> None:
@@ -82,13 +91,15 @@ def test_mpirun_is_called_in_the_seeds_spelling() -> None:
 
 
 def test_torchrun_gets_the_same_program() -> None:
-    argv = torchrun_argv(
-        python="/venv/bin/python",
+    job = replace(
+        JOB,
+        executable="/venv/bin/python",
         world_size=2,
-        master_address="127.0.0.1",
-        master_port=29400,
-        run_dir=RUN,
+        nodes=1,
+        rendezvous=replace(RENDEZVOUS, address="127.0.0.1"),
+        reach=Reach(interface="lo"),
     )
+    argv = find("torchrun").argv(job)
     assert_golden("torchrun.1x2.argv", shlex.join(argv) + "\n")
 
 

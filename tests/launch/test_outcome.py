@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from payload.errors import ExitCode
+from payload.launch.launchers.registry import find
 from payload.launch.outcome import Evidence, Verdict, judge
 from payload.launch.ranks import place_ranks
 from payload.results import RankExit
@@ -19,6 +20,7 @@ CLEAN = Evidence(
     exits={},
     launcher_status=0,
     launcher_text="",
+    launcher=find("mpirun"),
     trainer_status=None,
     stop="none",
     ended_by_us_s=None,

@@ -19,7 +19,8 @@ def sha256(text: str) -> str:
 
 
 def look(home: Path, digest: str, files: dict[str, str]) -> list[str] | None:
-    arguments = {"action": "look", "digest": digest, "files": files, "venv": "/no", "wholes": []}
+    arguments = {"action": "look", "digest": digest, "files": files, "venv": "/no"}
+    arguments |= {"programs": [], "wholes": []}
     missing: list[str] | None = act(arguments, home=home)["missing"]
     return missing
 

@@ -219,10 +219,15 @@ def test_what_lies_in_an_old_run_s_lock_s_place_keeps_no_other_run_from_the_node
 
 
 def try_out(tmp_path: Path, *argv: str, deadline_s: float = 20.0) -> Any:
-    arguments: dict[str, Any] = {"ssh_config": None, "workers": {}}
+    arguments: dict[str, Any] = {"ssh": [], "workers": {}}
     arguments |= {"hosts_file": str(tmp_path / "hosts")}
     arguments |= {"hosts": "10.0.0.2\n", "argv": argv, "environment": {"OURS": "1"}}
-    arguments |= {"path": str(tmp_path), "without": ["SLURM_"], "deadline_s": deadline_s}
+    arguments |= {
+        "path": str(tmp_path),
+        "without": ["SLURM_"],
+        "keeps": [],
+        "deadline_s": deadline_s,
+    }
     return run_remote("trial.py", arguments)
 
 

@@ -21,8 +21,10 @@ import pytest
 
 from payload.errors import ConfigError, ExitCode, NodesError, PreflightError
 from payload.inventory import ClusterInventory, Node
-from payload.launch.environment import cluster_mpirun_environment, launcher_environment
+from payload.launch.environment import launcher_environment
 from payload.launch.files import render_hosts
+from payload.launch.launchers.base import Reach
+from payload.launch.launchers.registry import find
 from payload.orchestrate import run_key
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.remote_programs import ask, parse_answer
@@ -159,7 +161,8 @@ def mpirun(key: RunKey, inventory: ClusterInventory, tmp_path: Path) -> Complete
     """`echo` on every node, started by mpirun as on the head."""
     hosts = tmp_path / "hosts"
     hosts.write_text(render_hosts(inventory), encoding="ascii")
-    settings = cluster_mpirun_environment("lo", ssh_config=str(key.config))
+    reach = Reach(interface="lo", ssh=("-F", str(key.config)))
+    settings = find("mpirun").settings(reach)
     number = str(len(inventory.nodes))
     return subprocess.run(
         [str(BIN / "mpirun"), "-f", str(hosts), "-n", number, "-ppn", "1", "echo", "here"],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from payload.launch.launchers.registry import find
 from payload.orchestrate.findings import Finding
 from payload.orchestrate.trial_findings import MARK, Outcome, failures
 from payload.train import fabric
@@ -65,7 +66,8 @@ def outcome(
 
 
 def found(outcome: Outcome) -> list[Finding]:
-    return failures(NODES, outcome, hostnames=HOSTNAMES, deadline_s=24)
+    mpirun = find("mpirun")
+    return failures(NODES, outcome, hostnames=HOSTNAMES, deadline_s=24, launcher=mpirun)
 
 
 def unable(code: int, address: str = "10.0.0.4") -> str:

@@ -12,8 +12,9 @@ import pytest
 
 from payload.errors import ExitCode
 from payload.inventory import ClusterInventory
-from payload.launch.environment import cluster_mpirun_environment
 from payload.launch.files import render_hosts
+from payload.launch.launchers.base import Reach
+from payload.launch.launchers.registry import find
 from payload.orchestrate.cluster import Cluster
 from payload.orchestrate.preflight import check_cluster
 from payload.orchestrate.preflight_report import Report
@@ -164,7 +165,7 @@ def test_mpirun_crosses_machines_with_the_run_s_key(rig: Rig, login: Login, tmp_
     inventory = inventory_of(rig, num_nodes=2)
     with rig.joined(), Cluster(inventory, login=login, env=os.environ) as cluster:
         key = install_run_key(cluster, inventory, name="run-1.00000000", lasts_s=600)
-        settings = cluster_mpirun_environment("ens4", ssh_config=str(key.config))
+        settings = find("mpirun").settings(Reach(interface="ens4", ssh=("-F", str(key.config))))
         words = [f"{name}={value}" for name, value in settings.items()]
         argv = ["env", f"PATH={VENV}:/usr/bin:/bin", *words, f"{VENV}/mpirun"]
         argv += ["-f", "hosts", "-n", "2", "-ppn", "1", "hostname"]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from payload.launch.environment import SSH_ARGUMENTS
 from payload.launch.plan import LaunchPlan
 from payload.supervise.stream import LineCutter, NodeStream, close_all, parse_message
 from payload.untrusted import MAX_FILE_BYTES
@@ -39,7 +38,7 @@ exec sleep 600
 def connected(folder: Path, ssh: str, *, nodes: int, count: int) -> Iterator[list[NodeStream]]:
     """Streams that have begun, to nodes whose `ssh` is this script."""
     paths = plan_stand_in(folder / "run", ranks=1)
-    plan = replace(LaunchPlan.load(paths.plan), launcher_environment={SSH_ARGUMENTS: "-F none"})
+    plan = replace(LaunchPlan.load(paths.plan), ssh=("-F", "none"))
     script = folder / "bin" / "ssh"
     script.parent.mkdir()
     script.write_text(ssh.format(folder=folder, count=count))

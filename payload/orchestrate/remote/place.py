@@ -2,8 +2,8 @@
 
 Runs on a node by python3 alone, from stdin, where its arguments follow, a JSON object:
 action (look, finish, running); but for running digest (of the code) and files (sha256 by path);
-for look also venv and wholes (files under ~/tileforge, each the last one of a folder). Prints a
-JSON object. Each action may be repeated.
+for look also venv, programs (of its bin folder) and wholes (files under ~/tileforge, each the last
+one of a folder). Prints a JSON object. Each action may be repeated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Any
 _PORTS = range(20_000, 32_000)
 _RUN_ID = re.compile(r"(?!latest\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _CHECKPOINT = re.compile(r"step_([0-9]{8,20})")
-_PROGRAMS = ("python", "mpirun")
 _TCMALLOC = ("tcmalloc", "tcmalloc_minimal")
 
 
@@ -37,7 +36,7 @@ def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
     if arguments["action"] == "finish":
         return finish(root, arguments["digest"], arguments["files"])
     missing = missing_files(root, arguments["digest"], arguments["files"])
-    programs = [Path(arguments["venv"], "bin", name) for name in _PROGRAMS]
+    programs = [Path(arguments["venv"], "bin", name) for name in arguments["programs"]]
     libraries = [ctypes.util.find_library(name) for name in _TCMALLOC]
     return {
         "home": str(home),

@@ -1,9 +1,9 @@
-"""Starts a program on every node through mpirun, for a while, and says how that went.
+"""Starts a program on every node through a launcher, for a while, and says how that went.
 
 Runs on the head by python3 alone, from stdin, where its arguments follow, a JSON object:
-ssh_config (or null), workers (addresses by name), hosts_file and hosts (its text), argv,
-environment, path (folders in front of PATH), without (beginnings of names that are left out of the
-environment), deadline_s. Prints a JSON object.
+ssh (its arguments, or none), workers (addresses by name), hosts_file and hosts (its text), argv,
+environment, path (folders in front of PATH), without and keeps (beginnings of names that are left
+out of the environment, and that are not all the same), deadline_s. Prints a JSON object.
 """
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ _MOST_BYTES = 256 * 1024
 
 
 def trial(arguments: dict[str, Any], *, env: Mapping[str, str]) -> dict[str, Any]:
-    """Try ssh to every worker, and if all answer, mpirun.
+    """Try ssh to every worker, and if all answer, the launcher.
 
-    `unreached` has what ssh said, by worker. `status` is mpirun's, null when it was not started or
-    did not end in time.
+    `unreached` has what ssh said, by worker. `status` is the launcher's, null when it was not
+    started or did not end in time.
     """
-    unreached = _unreached(arguments["ssh_config"], arguments["workers"])
+    unreached = _unreached(arguments["ssh"], arguments["workers"])
     if unreached:
         return {"unreached": unreached, "status": None, "late": False, "stdout": "", "stderr": ""}
     Path(arguments["hosts_file"]).write_text(arguments["hosts"], encoding="ascii")
-    left_out = tuple(arguments["without"])
-    kept = {name: value for name, value in env.items() if not name.startswith(left_out)}
+    left_out, keeps = tuple(arguments["without"]), tuple(arguments["keeps"])
+    kept = {
+        name: value
+        for name, value in env.items()
+        if name.startswith(keeps) or not name.startswith(left_out)
+    }
     kept["PATH"] = os.pathsep.join([arguments["path"], env.get("PATH", os.defpath)])
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         started = subprocess.Popen(
@@ -53,20 +57,20 @@ def trial(arguments: dict[str, Any], *, env: Mapping[str, str]) -> dict[str, Any
     return {"unreached": {}, "status": status, "late": status is None, **said}
 
 
-def _unreached(ssh_config: str | None, workers: dict[str, str]) -> dict[str, str]:
-    """mpirun's own ssh is silent, and mpirun names the first node alone."""
-    if ssh_config is None or not workers:
+def _unreached(ssh: list[str], workers: dict[str, str]) -> dict[str, str]:
+    """Return ssh's words by worker: mpirun's own is silent, and names the first node alone."""
+    if not ssh or not workers:
         return {}
     with ThreadPoolExecutor(len(workers)) as pool:
-        words = pool.map(lambda address: _try_ssh(ssh_config, address), workers.values())
+        words = pool.map(lambda address: _try_ssh(ssh, address), workers.values())
     return {name: said for name, said in zip(workers, words, strict=True) if said is not None}
 
 
-def _try_ssh(ssh_config: str, address: str) -> str | None:
+def _try_ssh(ssh: list[str], address: str) -> str | None:
     """What ssh complained of, or None."""
     try:
         done = subprocess.run(
-            ["ssh", "-F", ssh_config, "-x", address, "true"],
+            ["ssh", *ssh, "-x", address, "true"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

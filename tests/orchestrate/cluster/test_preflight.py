@@ -16,7 +16,7 @@ import pytest
 
 from payload.errors import ExitCode
 from payload.orchestrate.cluster_access import VENV
-from payload.orchestrate.findings import CHECKS
+from payload.orchestrate.findings import PROBED, TRIED
 from payload.orchestrate.measured import record_path
 from tests.launching import REPO
 from tests.orchestrate.cluster.separate import SeparateNodes
@@ -107,7 +107,7 @@ def test_mpirun_and_gloo_are_tried_and_measured_and_plan_uses_the_figures(
     assert code == ExitCode.OK and "every node is fit for a run" in said, report
     for i in range(3):
         checks = report["nodes"][f"node-{i}"]["checks"]
-        assert not {checks[name] for name in CHECKS} & {"-", "error"}
+        assert not {checks[name] for name in (*PROBED, "mpirun", *TRIED)} & {"-", "error"}
     # The operator's machine is on the nodes' network, and is no node.
     exposed = warnings(report, "ports")
     assert list(exposed) == ["node-0"]

@@ -49,6 +49,13 @@ def test_a_checkpoint_here_is_brought_to_the_head_once_and_trained_on(trained: T
     heard = io.StringIO()
     with Cluster(inventory, login=login, env=os.environ) as cluster:
         code_here = this_code()
-        answers = ask_nodes(inventory, cluster, code=code_here, data=operator.data, weights=weights)
+        answers = ask_nodes(
+            inventory,
+            cluster,
+            code=code_here,
+            programs=["python"],
+            data=operator.data,
+            weights=weights,
+        )
         bring_weights(inventory, cluster, answers, weights=weights, talk=Console(file=heard))
     assert heard.getvalue() == ""

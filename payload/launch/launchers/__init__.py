@@ -1,0 +1,1 @@
+"""One file a launcher; the file's name is what `launch.launcher` says."""

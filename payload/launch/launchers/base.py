@@ -1,0 +1,153 @@
+"""What a launcher provides: the seam between a planned run and the program that starts its ranks.
+
+A launcher is one file of this package with a class below `Launcher` and its only object,
+`LAUNCHER`. It is pure: planning asks it for a command line and for settings, the supervisor and
+preflight's trial ask it what its output means.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import ClassVar
+
+from payload.inventory import Node
+from payload.launch.environment import Rendezvous
+from payload.rank_variables import RankVariables
+
+MISSING_LIBRARY = re.compile(
+    r"(?:error while loading shared libraries: )?(\S+): cannot open shared object file"
+)
+"""What the dynamic loader says."""
+
+BOOTSTRAP_AGAIN = "Run the bootstrap again there (bootstrap/node-setup.sh)."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """The head's way to the other nodes."""
+
+    interface: str
+    """The head's network interface towards them."""
+    ssh: tuple[str, ...] = ()
+    """ssh's arguments: the run's key, every host key. Empty on one node, which needs no ssh."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a launcher starts, and where."""
+
+    executable: str
+    """The launcher's program; the interpreter for a launcher that is a Python module."""
+    python: str
+    """The interpreter that the ranks run in, equal on every node."""
+    words: tuple[str, ...]
+    """What each rank's interpreter gets."""
+    environment: Mapping[str, str]
+    """What every rank gets; the launcher's own process has it as well."""
+    world_size: int
+    ranks_per_node: int
+    nodes: int
+    hosts: PurePath
+    """The hosts file on the head: one address a line, the head first."""
+    folder: PurePath
+    """The run's folder, equal on every node."""
+    rendezvous: Rendezvous
+    reach: Reach
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KilledRank:
+    """A rank that the launcher reports as ended by a signal."""
+
+    rank: int
+    address: str
+    signal: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostNode:
+    """A node on which the launcher's own process ended."""
+
+    address: str
+    how: str
+    """Such as `exited with status 255`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a launcher's output says of a run's end."""
+
+    killed: KilledRank | None = None
+    lost: LostNode | None = None
+    not_started: str | None = None
+    """Why no rank could be started, with the fix, where the launcher says it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialFailure:
+    """Why a trial's ranks did not start on a node."""
+
+    node: str
+    cause: str
+    fix: str
+    shows_log: bool = True
+    """Whether the last lines of the output tell more."""
+
+
+class Launcher(ABC):
+    """Starts the ranks of a run."""
+
+    variables: ClassVar[RankVariables]
+    """The names by which its processes know which rank they are."""
+    program: ClassVar[str | None] = None
+    """Its program, beside the ranks' interpreter; None for a Python module."""
+    install: ClassVar[str] = ""
+    """The command that installs the program."""
+    version: ClassVar[str] = ""
+    """What `PROGRAM --version` prints if it is the right one of that name."""
+    preference: ClassVar[int | None] = None
+    """Where `auto` looks for it; the lowest first, None never."""
+    keeps: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of variables that it needs, though they are another launcher's or scheduler's."""
+    needs_heartbeats: ClassVar[bool] = True
+    """Whether the supervisor must ask the other nodes itself how they are."""
+    noise: ClassVar[re.Pattern[str] | None] = None
+    """Lines of its output that tell nothing."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of its file."""
+        return type(self).__module__.rpartition(".")[2]
+
+    def unfit(self, system: str, machine: str) -> str | None:
+        """Return why it cannot run on this system and kind of machine, or None."""
+        return None
+
+    @abstractmethod
+    def argv(self, job: Job) -> tuple[str, ...]:
+        """Return the command line that starts all ranks from the head."""
+
+    def settings(self, reach: Reach) -> dict[str, str]:
+        """Return what the launcher itself gets besides the ranks' environment."""
+        return {}
+
+    def rank_settings(self, *, nodes: int) -> dict[str, str]:
+        """Return what each rank's program gets besides, in place of what the launcher set."""
+        return {}
+
+    def report(self, text: str) -> Report:
+        """Return what its output says of the run's end."""
+        return Report()
+
+    def trial_failures(
+        self, text: str, *, nodes: Sequence[Node], hostnames: Mapping[str, str]
+    ) -> Iterator[TrialFailure]:
+        """Yield what its output says of ranks that did not start, the head's node first.
+
+        `hostnames` has the nodes' names by their own hostnames.
+        """
+        yield from ()

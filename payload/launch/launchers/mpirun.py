@@ -1,0 +1,151 @@
+"""Intel MPI's mpirun, which starts ranks over SSH; gloo carries the tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from payload.inventory import Node
+from payload.launch.launchers.base import (
+    BOOTSTRAP_AGAIN,
+    MISSING_LIBRARY,
+    Job,
+    KilledRank,
+    Launcher,
+    LostNode,
+    Reach,
+    Report,
+    TrialFailure,
+)
+from payload.rank_variables import INTEL_MPI
+
+# It comes when all ranks have ended.
+_KILLED = re.compile(
+    r"RANK (?P<rank>\d+) PID \d+ RUNNING AT (?P<address>\S+)\s*\n"
+    r"=\s+KILLED BY SIGNAL: (?P<signal>\d+)"
+)
+_DOWNSTREAM = re.compile(
+    r"downstream from host (?P<host>\S+) (?P<how>exited [\w ]+|was killed by signal \d+)",
+    re.IGNORECASE,
+)
+_UNRESOLVED = re.compile(r"getaddrinfo.*(?:name resolution|not known)", re.IGNORECASE)
+_UNABLE = re.compile(r"[Uu]nable to run bstrap_proxy on (\S+) \(pid \d+, exit code (\d+)\)")
+_SPEAKER = re.compile(r"^\[[^@\]\n]*@([^\]\n]+)\] (.*)$", re.MULTILINE)
+_SERVER = re.compile(r"unable to connect to server (\S+) at port")
+_INTERFACE = re.compile(r"unable to find interface (\S+)")
+
+
+class Mpirun(Launcher):
+    """Intel MPI on x86-64 Linux."""
+
+    variables = INTEL_MPI
+    program = "mpirun"
+    install = "pip install impi-rt==2021.18.1"
+    version = "Intel(R) MPI"
+    preference = 0
+    # What every failed mpirun guesses, and what torch says where names of addresses are not known.
+    noise = re.compile(
+        r"^\[mpiexec@[^\]]*\] (?:Possible reasons|\d\. |   )"
+        r"|hostname of the client socket cannot be"
+    )
+
+    def unfit(self, system: str, machine: str) -> str | None:
+        """Return why Intel MPI cannot run here, or None."""
+        if machine in ("x86_64", "AMD64") and system == "linux":
+            return None
+        return f"Intel MPI runs on x86-64 Linux only; this is {system} on {machine}"
+
+    def argv(self, job: Job) -> tuple[str, ...]:
+        """Return Intel MPI's command line, in the spelling of Intel's own guides."""
+        variables = [word for item in sorted(job.environment.items()) for word in ("-genv", *item)]
+        return (
+            job.executable,
+            *("-f", str(job.hosts), "-n", str(job.world_size), "-ppn", str(job.ranks_per_node)),
+            *variables,
+            job.python,
+            *job.words,
+        )
+
+    def settings(self, reach: Reach) -> dict[str, str]:
+        """Return how hydra reaches the nodes.
+
+        On one node it forks: no ssh to ourselves, and no scheduler that mpirun believes to see. On
+        several it uses ssh with the run's key; the config's path may have no space, since hydra
+        splits the words. With the interface, hydra need not resolve the head's own name, which
+        fails on many machines ("getaddrinfo ... Temporary failure in name resolution"). No
+        pinning: each rank sets its own affinity from the rank file. I_MPI_FABRICS does not matter,
+        since the ranks exchange nothing through MPI.
+        """
+        settings = {"I_MPI_HYDRA_BOOTSTRAP": "ssh" if reach.ssh else "fork"}
+        if reach.ssh:
+            settings["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = " ".join(reach.ssh)
+        return settings | {"I_MPI_HYDRA_IFACE": reach.interface, "I_MPI_PIN": "off"}
+
+    def report(self, text: str) -> Report:
+        """Return what hydra says of killed ranks, lost nodes and names."""
+        killed, lost = _KILLED.search(text), _DOWNSTREAM.search(text)
+        return Report(
+            killed=KilledRank(
+                rank=int(killed["rank"]), address=killed["address"], signal=int(killed["signal"])
+            )
+            if killed
+            else None,
+            lost=LostNode(address=lost["host"], how=lost["how"]) if lost else None,
+            not_started="the launcher could not resolve this machine's own name. Add it to "
+            "/etc/hosts: 127.0.0.1 NAME"
+            if _UNRESOLVED.search(text)
+            else None,
+        )
+
+    def trial_failures(
+        self, text: str, *, nodes: Sequence[Node], hostnames: Mapping[str, str]
+    ) -> Iterator[TrialFailure]:
+        """Yield what hydra and its helpers, which sign with their hostnames, complain of."""
+        by_address, head = {node.address: node for node in nodes}, nodes[0]
+        unresolved = dict.fromkeys(
+            hostnames.get(who, who) for who, said in _SPEAKER.findall(text) if "getaddrinfo" in said
+        )
+        server = _SERVER.search(text)
+        for name in unresolved:
+            asked = f" {server[1]!r}" if server else ""
+            cause = (
+                f"mpirun's helper there cannot resolve the name{asked}: getaddrinfo: Temporary "
+                "failure in name resolution"
+            )
+            fix = f"Put it in /etc/hosts there: {head.address}."
+            yield TrialFailure(node=name, cause=cause, fix=fix)
+        if unresolved:
+            return
+        interface = _INTERFACE.search(text)
+        if interface:
+            cause = f"mpirun finds no interface {interface[1]} there"
+            yield TrialFailure(node=head.name, cause=cause, fix="See `ip addr` there.")
+            return
+        library, unable = MISSING_LIBRARY.search(text), _UNABLE.search(text)
+        node = by_address.get(unable[1], head) if unable else head
+        if unable:
+            yield _unable(node.name, int(unable[2]), text, library=library)
+        elif library:
+            cause = f"mpirun lacks the library {library[1]} there"
+            yield TrialFailure(node=node.name, cause=cause, fix=BOOTSTRAP_AGAIN)
+
+
+def _unable(node: str, status: int, text: str, *, library: re.Match[str] | None) -> TrialFailure:
+    """Explain a helper that did not start on a worker; `status` is as wait() gives it."""
+    code, fix = status >> 8, BOOTSTRAP_AGAIN
+    if library:
+        cause = f"mpirun's helper lacks the library {library[1]} there"
+    elif code in (126, 127):
+        why = "cannot be run" if code == 126 else "is missing"
+        cause = f"mpirun's helper hydra_bstrap_proxy {why} there"
+    elif code == 255:
+        cause, fix = "ssh from the head broke off", "See sshd's log there (journalctl -u ssh)."
+    elif _SERVER.search(text):
+        cause = "mpirun's helper there cannot connect back to the head"
+        fix = "Open all TCP ports between the nodes."
+    else:
+        cause = f"mpirun's helper there ended with status {code}"
+    return TrialFailure(node=node, cause=cause, fix=fix)
+
+
+LAUNCHER = Mpirun()

@@ -1,0 +1,42 @@
+"""The launchers that there are: one for each file of this package that defines `LAUNCHER`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from payload.errors import ConfigError
+from payload.launch import launchers
+from payload.launch.launchers.base import Launcher
+
+AUTO = "auto"
+
+_NOT_LAUNCHERS = ("base", "registry")
+
+
+def names() -> list[str]:
+    """Return every launcher's name, in alphabetical order."""
+    found = (module.name for module in pkgutil.iter_modules(launchers.__path__))
+    return sorted(name for name in found if name not in _NOT_LAUNCHERS)
+
+
+def find(name: str) -> Launcher:
+    """Return the launcher of that name. Raises ConfigError that lists those that there are."""
+    known = names()
+    if name not in known:
+        raise ConfigError(
+            f"launch.launcher = {name!r}: there is no such launcher. Use one of "
+            f"{', '.join([AUTO, *known])}."
+        )
+    module = importlib.import_module(f"{launchers.__name__}.{name}")
+    launcher: Launcher = module.LAUNCHER
+    return launcher
+
+
+def candidates(wish: str) -> list[Launcher]:
+    """Return the launchers that `launch.launcher` may mean, the preferred one first."""
+    if wish != AUTO:
+        return [find(wish)]
+    known = [find(name) for name in names()]
+    ranked = [(each.preference, each) for each in known if each.preference is not None]
+    return [launcher for _, launcher in sorted(ranked, key=lambda pair: pair[0])]

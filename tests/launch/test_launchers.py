@@ -1,0 +1,87 @@
+"""The launcher seam: a launcher is one file, found by its name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ConfigError, ExitCode
+from payload.launch.environment import launcher_environment
+from payload.launch.launchers.registry import candidates, find, names
+from payload.results import RunPaths
+from tests.data_folders import make_data_folder
+from tests.launch import toy_launcher
+from tests.launching import REPO, losses, summary
+from tests.orchestrate.operator import SETTINGS
+
+STEPS = 4
+
+
+def test_a_launcher_has_the_name_of_its_file_and_is_found_by_it() -> None:
+    assert {"mpirun", "torchrun"} <= set(names())
+    assert [find(name).name for name in names()] == names()
+
+
+def test_auto_prefers_mpirun_and_a_name_is_taken_at_its_word() -> None:
+    assert [launcher.name for launcher in candidates("auto")] == ["mpirun", "torchrun"]
+    assert [launcher.name for launcher in candidates("torchrun")] == ["torchrun"]
+
+
+@pytest.mark.parametrize("name", ["mpi", "base", "registry", "../mpirun", ""])
+def test_an_unknown_launcher_names_those_that_there_are(name: str) -> None:
+    with pytest.raises(ConfigError, match="Use one of auto, mpirun, torchrun"):
+        candidates(name)
+
+
+def test_a_launcher_keeps_the_variables_that_it_needs() -> None:
+    base = {"SLURM_JOB_ID": "7", "PMI_RANK": "1", "PET_NNODES": "9", "HOME": "/home/a"}
+    assert launcher_environment(base, {}) == {"HOME": "/home/a"}
+    kept = launcher_environment(base, {}, keeps=("SLURM_",))
+    assert kept == {"HOME": "/home/a", "SLURM_JOB_ID": "7"}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A copy of the payload that has one file more."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(REPO / "payload", tmp_path / "payload", ignore=ignored)
+    toy = tmp_path / "payload" / "launch" / "launchers" / "toy.py"
+    shutil.copy(toy_launcher.__file__, toy)
+    return tmp_path
+
+
+def run(root: Path, run_id: str, *settings: str) -> tuple[RunPaths, str]:
+    """Train two ranks by the code in `root`, and expect success."""
+    chosen = (*SETTINGS, f"data.dir={root / 'data'}", f"train.steps={STEPS}", *settings)
+    words = [word for setting in chosen for word in ("--set", setting)]
+    words += ["--run-id", run_id, "--set", "launch.ranks_per_node=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "payload.orchestrate", "run", "--inventory", "local", *words],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == ExitCode.OK, done.stderr
+    return RunPaths(root / "runs" / run_id), done.stderr
+
+
+@pytest.mark.ranks
+def test_a_new_launcher_is_one_file_and_trains_what_mpirun_trains(root: Path) -> None:
+    lines = Path(toy_launcher.__file__).read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 60
+    make_data_folder(root / "data", num_train_tokens=4000, num_val_tokens=200, vocab_size=512)
+    toy, said = run(root, "toy", "launch.launcher=toy")
+    assert "through toy" in said or "toy; everything in" in said, said
+    result = summary(toy.root)
+    assert (result["world_size"], result["ranks_identical"]) == (2, True)
+    assert result["status"] == "finished"
+    usual, _ = run(root, "usual")
+    assert losses(toy.root) == pytest.approx(losses(usual.root), rel=1e-6)
