@@ -79,12 +79,11 @@ RULES = {
 GOOGLE_MODULE = PurePosixPath("payload/orchestrate/cloud/google.py")
 HUB_MODULES = (PurePosixPath("payload/models/hub.py"),)
 REGISTRIES = frozenset(
-    PurePosixPath(folder, "registry.py") for folder in ("payload/models", "payload/train/models")
+    PurePosixPath(folder, "registry.py")
+    for folder in ("payload/models", "payload/train/models", "payload/launch/launchers")
 )
 """They import the files of their package by names that they find there."""
 SSH_MODULE = PurePosixPath("payload/orchestrate/ssh.py")
-REGISTRIES = frozenset({PurePosixPath("payload/launch/launchers/registry.py")})
-"""They import the files of their own package by name, so that no list of them is kept."""
 
 
 def violations(path: PurePosixPath, source: str) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from payload.inventory import ClusterInventory
+from payload.orchestrate.checks import require_launcher
 from payload.orchestrate.cluster_access import ASSUMED_LINK_BYTES_PER_S, ClusterAccess
 from payload.orchestrate.code import this_code
 from payload.orchestrate.inventories import Chosen
@@ -33,6 +34,7 @@ def plan_elsewhere(
     Raises ConfigError.
     """
     inventory = chosen.inventory
+    require_launcher(config, inventory)
     home = assumed_home(inventory)
     record = known_trial(inventory, root)
     planned = plan_run(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from payload.data_folder import TRAIN_NAME, load_meta
-from payload.errors import DataError
+from payload.errors import ConfigError, DataError
+from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Placement, place_ranks
@@ -32,12 +33,22 @@ def check_data(folder: Path, *, sequence_length: int) -> int:
     return meta.vocab_size
 
 
+def require_launcher(config: RunConfig, inventory: ClusterInventory) -> None:
+    """Raise ConfigError for a launcher that is unknown, or cannot span the inventory's nodes."""
+    launcher = candidates(config.launch.launcher)[0]
+    if len(inventory.nodes) > 1 and not launcher.spans_nodes:
+        raise ConfigError(
+            f"launch.launcher = {launcher.name!r} is for one machine, and {inventory.cluster} has "
+            f"{len(inventory.nodes)}. Use 'mpirun' here."
+        )
+
+
 def require_placeable(config: RunConfig, chosen: Chosen) -> None:
     """Raise ConfigError for an unknown launcher, and for ranks that cannot be placed.
 
     The same holds for ranks that would share the batch unevenly.
     """
-    candidates(config.launch.launcher)
+    require_launcher(config, chosen.inventory)
     placement = place_ranks(chosen.inventory, config.launch, domains=chosen.domains)
     config.batch.grad_accum_steps(placement.world_size)
 

@@ -13,9 +13,12 @@ import pytest
 from payload.errors import ConfigError, ExitCode
 from payload.launch.environment import launcher_environment
 from payload.launch.launchers.registry import candidates, find, names
+from payload.orchestrate.checks import require_launcher
 from payload.results import RunPaths
+from payload.run_config import parse_run_config
 from tests.data_folders import make_data_folder
 from tests.launch import toy_launcher
+from tests.launch.inventories import make_inventory
 from tests.launching import REPO, losses, summary
 from tests.orchestrate.operator import SETTINGS
 
@@ -43,6 +46,13 @@ def test_a_launcher_keeps_the_variables_that_it_needs() -> None:
     assert launcher_environment(base, {}) == {"HOME": "/home/a"}
     kept = launcher_environment(base, {}, keeps=("SLURM_",))
     assert kept == {"HOME": "/home/a", "SLURM_JOB_ID": "7"}
+
+
+def test_a_launcher_for_one_machine_is_refused_on_two_nodes() -> None:
+    config = parse_run_config("[launch]\nlauncher = 'torchrun'", where="test")
+    require_launcher(config, make_inventory(num_nodes=1))
+    with pytest.raises(ConfigError, match=r"'torchrun' is for one machine, and .* has 2"):
+        require_launcher(config, make_inventory(num_nodes=2))
 
 
 @pytest.fixture

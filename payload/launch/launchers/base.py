@@ -111,6 +111,8 @@ class Launcher(ABC):
     """What `PROGRAM --version` prints if it is the right one of that name."""
     preference: ClassVar[int | None] = None
     """Where `auto` looks for it; the lowest first, None never."""
+    spans_nodes: ClassVar[bool] = True
+    """Whether it starts ranks on several nodes."""
     keeps: ClassVar[tuple[str, ...]] = ()
     """Beginnings of variables that it needs, though they are another launcher's or scheduler's."""
     needs_heartbeats: ClassVar[bool] = True

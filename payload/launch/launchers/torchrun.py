@@ -11,6 +11,7 @@ class Torchrun(Launcher):
 
     variables = TORCHRUN
     preference = 1
+    spans_nodes = False
 
     def argv(self, job: Job) -> tuple[str, ...]:
         """Return torchrun's command line; the ranks inherit its environment."""
