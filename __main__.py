@@ -11,7 +11,7 @@ from pathlib import Path
 import pulumi
 import pulumi_gcp
 
-from infra.bootstrap_values import user_data
+from infra.bootstrap_values import ANY_KEY, user_data
 from infra.cloud_init import BootstrapFiles
 from infra.config import load_config
 from infra.cost import describe, price_of_cluster
@@ -30,11 +30,10 @@ root = Path(__file__).resolve().parent
 with shown_plainly():
     config, authorized_keys = load_config(root)
     cost = price_of_cluster(config)
-    boot_text = user_data(
-        config,
-        BootstrapFiles.load(root / "bootstrap"),
-        authorized_keys=authorized_keys,
-        version=__version__,
+    files = BootstrapFiles.load(root / "bootstrap")
+    boot_text, boots_alike = (
+        user_data(config, files, authorized_keys=keys, version=__version__)
+        for keys in (authorized_keys, authorized_keys and (ANY_KEY,))
     )
 speed = last_measured_speed(
     root / "runs", machine_type=config.machine_type, node_count=config.node_count
@@ -96,6 +95,7 @@ nodes = ClusterNodes(
     NodesArgs(
         config=config,
         user_data=boot_text,
+        boots_alike=boots_alike,
         labels=labels,
         subnetwork=network.subnetwork_id,
         service_account=identity.email,

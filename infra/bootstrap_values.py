@@ -5,6 +5,9 @@ from __future__ import annotations
 from infra.cloud_init import BootstrapFiles, NodeBootstrap, render_user_data
 from infra.config import ClusterConfig
 
+ANY_KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43} any-operator"
+"""A key of nobody's, for a text that is the same whoever the operator is."""
+
 
 def node_bootstrap(
     config: ClusterConfig, *, authorized_keys: tuple[str, ...], version: str

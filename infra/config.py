@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from pulumi.runtime.config import CONFIG, get_config_env
 from infra.cloud_init import key_problem
 from infra.config_checks import problems
 from infra.machines import MachineType, machine_type
+from infra.operator_key import make_key, would_make_key
 from payload.errors import ConfigError
 from payload.untrusted import parse_json, read_bytes, shown
 
@@ -130,15 +131,31 @@ def load_config(root: Path) -> tuple[ClusterConfig, tuple[str, ...]]:
     raw = {key.removeprefix(prefix) for key in there if key.startswith(prefix)}
     settings = pulumi.Config(PROJECT)
     values = {key: settings.get(key) or "" for key in sorted(raw)}
-    return read_config(values, stack=pulumi.get_stack(), root=root)
+    return read_config(values, stack=pulumi.get_stack(), root=root, missing_key=_missing_key)
+
+
+def _missing_key(public_file: Path) -> str:
+    """Return the key that takes the place of a missing one; a preview only says so."""
+    private_file = public_file.with_suffix("")
+    if pulumi.runtime.is_dry_run():
+        pulumi.info(f"would make the key that opens the cluster: {private_file}")
+        return would_make_key(public_file)
+    public = make_key(public_file)
+    pulumi.info(f"made the key that opens the cluster: {private_file}")
+    return public
 
 
 def read_config(
-    values: Mapping[str, str], *, stack: str, root: Path
+    values: Mapping[str, str],
+    *,
+    stack: str,
+    root: Path,
+    missing_key: Callable[[Path], str] | None = None,
 ) -> tuple[ClusterConfig, tuple[str, ...]]:
     """The same from plain values, each as Pulumi hands it over: text, or JSON for an array.
 
-    Raises ConfigError with every problem, one a line.
+    `missing_key` makes the public key of a file that is not there, where no file is named and all
+    else is right. Raises ConfigError with every problem, one a line.
     """
     config, found = _parsed(values, stack=stack)
     found += problems(config, unreadable=frozenset(key for key, _ in found))
@@ -146,6 +163,11 @@ def read_config(
     # Without a name that can be used, there is no place to look for the cluster's key.
     named = config.operator_public_key_file or "cluster" not in {key for key, _ in found}
     if config.access_mode != "oslogin" and named:
+        path = root / config.public_key_file()
+        may_make = missing_key is not None and not config.operator_public_key_file
+        if may_make and not found and not path.exists():
+            assert missing_key is not None
+            return config, (missing_key(path),)
         keys, problem = _operator_keys(config, root=root)
         found += problem
     if found:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from infra.config import ClusterConfig
 from infra.measured import Speed
-from infra.prices import (
+from payload.cloud_prices import (
     READ_ON,
+    DiskPrice,
     disk_price,
     external_address_price,
     machine_price,
     nat_price,
+    spot_warning,
 )
 from payload.errors import BudgetError
 
@@ -28,6 +31,8 @@ class Cost:
     """The parts whose price is known."""
     unknown: tuple[str, ...]
     """What has no price here, in words."""
+    bounds: tuple[str, ...] = ()
+    """What is counted at a price that it does not exceed, in words."""
 
     @property
     def hourly_usd(self) -> float | None:
@@ -42,11 +47,9 @@ class Cost:
 def cluster_cost(config: ClusterConfig, *, spot: bool | None = None) -> Cost:
     """Of the settings; `spot` asks what they would cost with or without spot machines."""
     spot = config.uses_spot() if spot is None else spot
-    machine = config.machine()
-    price = machine_price(machine, region=config.region, spot=spot)
-    machines = 0.0 if price is None else price.usd * config.node_count
+    price = machine_price(config.machine_type, region=config.region, spot=spot)
     kind = "spot" if spot else "on demand"
-    unknown = [f"{machine.name} {kind} in {config.region}"] if price is None else []
+    unknown = [] if price is not None else [f"{config.machine_type} {kind} in {config.region}"]
     disks = [
         disk_price(config.boot_disk_type(), gib=config.boot_disk_gb(index=i), region=config.region)
         for i in range(config.node_count)
@@ -57,16 +60,40 @@ def cluster_cost(config: ClusterConfig, *, spot: bool | None = None) -> Cost:
         unknown.append("Tier_1 bandwidth")
     if config.confidential:
         unknown.append("confidential computing")
-    shared = nat_price(nodes=config.node_count) if config.egress == "nat" else 0.0
-    shared += external_address_price() if config.access_mode == "direct" else 0.0
+    shared = _shared_price(config)
+    if shared is None:
+        unknown.append(f"NAT and addresses in {config.region}")
+    known_disks = [disk for disk in disks if disk is not None]
     return Cost(
         nodes=tuple(
-            None if price is None or usd is None else round(price.usd + usd, 6) for usd in disks
+            None if price is None or disk is None else round(price + disk.usd, 6) for disk in disks
         ),
-        shared=shared,
-        known=round(machines + sum(usd or 0.0 for usd in disks) + shared, 6),
+        shared=shared or 0.0,
+        known=round(
+            (price or 0.0) * config.node_count
+            + sum(disk.usd for disk in known_disks)
+            + (shared or 0.0),
+            6,
+        ),
         unknown=tuple(unknown),
+        bounds=_bounds(config, known_disks),
     )
+
+
+def _shared_price(config: ClusterConfig) -> float | None:
+    """Return dollars an hour of NAT and external addresses; None where one is not known."""
+    parts = [
+        nat_price(nodes=config.node_count, region=config.region) if config.egress == "nat" else 0.0,
+        external_address_price(region=config.region) if config.access_mode == "direct" else 0.0,
+    ]
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def _bounds(config: ClusterConfig, disks: list[DiskPrice]) -> tuple[str, ...]:
+    if not any(disk.is_bound for disk in disks):
+        return ()
+    return (f"{config.boot_disk_type()} disks at hyperdisk-extreme's price per GiB",)
 
 
 def price_of_cluster(config: ClusterConfig) -> Cost:
@@ -118,7 +145,11 @@ def describe(config: ClusterConfig, cost: Cost, *, speed: Speed | None) -> str:
             f"${usd:.4f} per million tokens at the {speed.tokens_per_s:,.0f} tokens/s of run "
             f"{speed.run_id}"
         )
-    lines.append(f"list prices read on {READ_ON}; infra/prices.py has their sources")
+    lines += [f"counted at most: {bound}" for bound in cost.bounds]
+    lines.append(f"list prices of {READ_ON}; payload/cloud_prices.py has their source")
+    warning = spot_warning(time.time()) if config.uses_spot() else None
+    if warning is not None:
+        lines.append(f"warning: {warning}")
     return "\n".join(lines)
 
 

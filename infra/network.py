@@ -58,7 +58,12 @@ class ClusterNetwork(ComponentResource):
             auto_create_subnetworks=False,
             routing_mode="REGIONAL",
             mtu=args.mtu,
-            opts=self._child,
+            # Google changes it only while no machine of the network runs, so the machines have to
+            # go before it changes: with the network, as they depend on it.
+            opts=ResourceOptions.merge(
+                self._child,
+                ResourceOptions(replace_on_changes=["mtu"], delete_before_replace=True),
+            ),
         )
         subnetwork = self._subnetwork(network)
         if args.nat:

@@ -19,7 +19,7 @@ from infra.scheduling import scheduling
 # clock of its run time back, and cloud-init would not run again.
 _MAKES_ANEW = (
     *("machine_type", "spot", "max_lifetime", "disk_type", "disk_gb", "head_disk_gb", "image"),
-    *("threads_per_core", "tier1", "confidential", "kms_key", "access_mode"),
+    *("threads_per_core", "tier1", "confidential", "kms_key", "access_mode", "mtu"),
 )
 # The console's SSH button writes ssh-keys (cluster-toolkit, pull request 316). The expiry is that
 # of the machine's own start; the program knows only of now.
@@ -28,6 +28,8 @@ _LEFT_ALONE = (
     f'labels["{EXPIRES}"]',
     f'bootDisk.initializeParams.labels["{EXPIRES}"]',
 )
+# Of a hyperdisk-balanced disk without surcharge; one that does not ask gets more and pays for it.
+FREE_IOPS, FREE_MIB_PER_S = 3_000, 140
 _BUCKET_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 
@@ -37,6 +39,9 @@ class NodesArgs:
 
     config: ClusterConfig
     user_data: str
+    boots_alike: str
+    """The same without the operator's keys: what a node that boots depends on otherwise. Another
+    operator's key is for nodes that are made later, and ends none that is up."""
     labels: dict[str, str]
     subnetwork: Input[str]
     service_account: Input[str]
@@ -56,7 +61,7 @@ class ClusterNodes(ComponentResource):
         super().__init__("tileforge:infra:ClusterNodes", name, {}, opts)
         self._args = args
         placement = self._placement() if args.config.is_compact() else None
-        trigger = replacement_trigger(args.config, args.user_data)
+        trigger = replacement_trigger(args.config, args.boots_alike)
         self.instances = [
             self._instance(index, placement=placement, trigger=trigger)
             for index in range(args.config.node_count)
@@ -137,6 +142,7 @@ class ClusterNodes(ComponentResource):
 
     def _boot_disk(self, index: int) -> compute.InstanceBootDiskArgs:
         config = self._args.config
+        hyperdisk = config.boot_disk_type() == "hyperdisk-balanced"
         return compute.InstanceBootDiskArgs(
             auto_delete=True,
             kms_key_self_link=config.kms_key or None,
@@ -144,6 +150,8 @@ class ClusterNodes(ComponentResource):
                 image=config.image,
                 type=config.boot_disk_type(),
                 size=config.boot_disk_gb(index=index),
+                provisioned_iops=FREE_IOPS if hyperdisk else None,
+                provisioned_throughput=FREE_MIB_PER_S if hyperdisk else None,
                 labels=self._args.labels,
             ),
         )

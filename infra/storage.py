@@ -69,7 +69,7 @@ class ResultsBucket(ComponentResource):
             opts=ResourceOptions(
                 parent=self,
                 depends_on=args.after,
-                protect=True,
+                # Not protected: that would keep `pulumi destroy` from everything else, too.
                 retain_on_delete=True,
                 ignore_changes=[f'labels["{EXPIRES}"]'],
             ),

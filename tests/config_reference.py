@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from infra.machines import machine_types
-from infra.prices import Price, machine_price
 from infra.security import RULES
 from payload import run_config
+from payload.cloud_prices import machine_price
 from payload.errors import ExitCode
 from payload.run_config import RunConfig
 
@@ -128,7 +128,8 @@ def prices() -> str:
     for machine in machine_types():
         if machine.family == "c3":
             found = [
-                machine_price(machine, region="us-central1", spot=spot) for spot in (False, True)
+                machine_price(machine.name, region="us-central1", spot=spot)
+                for spot in (False, True)
             ]
             shown = " | ".join(_price(price) for price in found)
             rows.append(
@@ -147,10 +148,8 @@ def cluster_settings() -> str:
     return "\n".join(["| Key | Default | |", "|---|---|---|", *rows])
 
 
-def _price(price: Price | None) -> str:
-    if price is None:
-        return "not known"
-    return f"{price.usd:.4f}{' *' if price.computed else ''}"
+def _price(price: float | None) -> str:
+    return "not known" if price is None else f"{price:.4f}"
 
 
 TABLES = {

@@ -42,7 +42,14 @@ RULES = {
     CONTRACTS: Rule(frozenset({CONTRACTS, "models"}), stdlib_only=True),
     "models": Rule(frozenset({CONTRACTS, "models"}), stdlib_only=True),
     "infra": Rule(
-        frozenset({"payload.inventory", "payload.errors", "payload.untrusted"}),
+        frozenset(
+            {
+                "payload.inventory",
+                "payload.errors",
+                "payload.untrusted",
+                "payload.cloud_prices",
+            }
+        ),
         frozenset({"paramiko", "torch"}),
     ),
     "launch": Rule(

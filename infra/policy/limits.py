@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from infra.machines import machine_type
-from infra.prices import disk_price, machine_price
 from infra.security_checks import Resource
-from payload.errors import ConfigError
+from payload.cloud_prices import disk_price, machine_price
 
 
 def number_of_nodes(resources: Sequence[Resource]) -> int:
@@ -35,12 +33,8 @@ def _price(instance: Resource) -> float | None:
     region = str(inputs.get("zone", "")).rpartition("-")[0]
     spot = (inputs.get("scheduling") or {}).get("provisioningModel") == "SPOT"
     disk = (inputs.get("bootDisk") or {}).get("initializeParams") or {}
-    try:
-        machine = machine_type(str(inputs.get("machineType")))
-    except ConfigError:
-        return None
-    price = machine_price(machine, region=region, spot=spot)
+    price = machine_price(str(inputs.get("machineType")), region=region, spot=spot)
     size = disk.get("size")
     gib = int(size) if isinstance(size, (int, float)) else 0
     of_disk = disk_price(str(disk.get("type")), gib=gib, region=region) if gib else None
-    return None if price is None or of_disk is None else price.usd + of_disk
+    return None if price is None or of_disk is None else price + of_disk.usd

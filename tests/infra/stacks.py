@@ -122,7 +122,12 @@ class _Monitor(mocks.MockMonitor):
 
 
 def deploy(
-    settings: Mapping[str, Any], *, folder: Path, stack: str = "dev", public_key: str = KEY
+    settings: Mapping[str, Any],
+    *,
+    folder: Path,
+    stack: str = "dev",
+    public_key: str = KEY,
+    preview: bool = False,
 ) -> Recorded:
     """Run the program's __main__.py with these settings in `folder`, an empty one.
 
@@ -139,7 +144,9 @@ def deploy(
         runpy.run_path(str(ROOT / "__main__.py"), run_name="__main__")
 
     async def run() -> None:
-        mocks.set_mocks(monitor.mocks, project=PROJECT, stack=stack, monitor=monitor)
+        mocks.set_mocks(
+            monitor.mocks, project=PROJECT, stack=stack, monitor=monitor, preview=preview
+        )
         # That has made a stack and ended it; run_in_stack, as in `pulumi up`, makes the real one.
         set_root_resource(None)  # type: ignore[arg-type]
         await run_in_stack(program)
@@ -171,6 +178,7 @@ def _options(request: Any) -> Plain:
         "retainOnDelete": request.retainOnDelete,
         "deleteBeforeReplace": request.deleteBeforeReplace,
         "ignoreChanges": list(request.ignoreChanges),
+        "replaceOnChanges": list(request.replaceOnChanges),
         "replacementTrigger": request.replacement_trigger.string_value,
         "provider": request.provider.rpartition("::")[2],
         "dependsOn": sorted(urn.rpartition("::")[2] for urn in request.dependencies),

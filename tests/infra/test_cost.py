@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import pytest
 
 from infra.config import ClusterConfig
 from infra.cost import cluster_cost, describe, price_of_cluster, usd_per_million_tokens
-from infra.machines import machine_type, machine_types
+from infra.machines import machine_types
 from infra.measured import Speed, last_measured_speed
-from infra.prices import machine_price
+from payload import cloud_prices
+from payload.cloud_prices import disk_price, machine_price, spot_warning
 from payload.errors import BudgetError
 from tests.infra.stacks import ROOT
 
@@ -23,14 +26,14 @@ CONFIG = ClusterConfig(cluster="dev", project="my-project")
 
 def test_the_default_cluster_is_machines_disks_and_nat() -> None:
     cost = cluster_cost(CONFIG)
-    machines, disks, nat = 3 * 0.52923, 3 * 100 * 0.10 / 730, 3 * 0.0014 + 0.005
+    machines, disks, nat = 3 * 0.529232, 3 * 100 * 0.10 / 730, 3 * 0.0014 + 0.005
     assert cost.hourly_usd == pytest.approx(machines + disks + nat, abs=1e-6)
     assert cost.most_usd(12 * 3600) == pytest.approx(12 * (machines + disks + nat), abs=1e-4)
 
 
-def test_three_spot_machines_cost_a_sixth() -> None:
+def test_three_spot_machines_cost_a_quarter() -> None:
     spot = cluster_cost(replace(CONFIG, spot="true"))
-    assert spot.nodes[0] == pytest.approx(0.08501 + 100 * 0.10 / 730, abs=1e-6)
+    assert spot.nodes[0] == pytest.approx(0.12968 + 100 * 0.10 / 730, abs=1e-6)
 
 
 def test_a_head_with_a_larger_disk_and_an_address_costs_more() -> None:
@@ -42,53 +45,91 @@ def test_a_head_with_a_larger_disk_and_an_address_costs_more() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["c3-highmem-8", "c3-highmem-88", "c3-standard-176"])
-@pytest.mark.parametrize("spot", [False, True])
-def test_a_listed_price_is_the_sum_of_its_vcpus_and_memory(name: str, spot: bool) -> None:
-    machine = machine_type(name)
-    listed = machine_price(machine, region="us-central1", spot=spot)
-    per_vcpu, per_gib = (0.005130, 0.000687) if spot else (0.034650, 0.003938)
-    assert listed and not listed.computed
-    total = machine.vcpus * per_vcpu + machine.memory_gib * per_gib
-    assert listed.usd == pytest.approx(total, rel=1e-4)
+def rows(name: str) -> list[dict[str, str]]:
+    """The lines of a packaged table."""
+    text = (ROOT / "payload/prices" / name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
 
 
-def test_every_c3_machine_has_a_price_on_demand_and_spot() -> None:
+def test_every_machine_of_the_table_has_the_tables_price_in_every_region() -> None:
+    table = rows("machines.csv")
+    assert len(table) > 3_500
+    for row in table:
+        for column, spot in (("usd_hour", False), ("usd_hour_spot", True)):
+            found = machine_price(row["machine_type"], region=row["region"], spot=spot)
+            assert found == (float(row[column]) if row[column] else None)
+    # The row that other sources confirm.
+    assert machine_price("c3-highmem-8", region="us-central1", spot=False) == pytest.approx(
+        0.5292, abs=1e-4
+    )
+
+
+def test_every_machine_that_may_be_asked_for_has_a_price_wherever_it_is_sold() -> None:
+    sold = set(cloud_prices.listed_machines())
     for machine in machine_types():
-        if machine.family == "c3":
-            assert machine_price(machine, region="us-central1", spot=False)
-            assert machine_price(machine, region="us-central1", spot=True)
+        regions = {region for name, region in sold if name == machine.name}
+        assert "us-central1" in regions
+        for region in regions:
+            config = replace(
+                CONFIG,
+                machine_type=machine.name,
+                region=region,
+                zones=(f"{region}-a",),
+                max_hourly_usd="none",
+            )
+            cost = price_of_cluster(config)
+            assert cost.hourly_usd is not None, (machine.name, region, cost.unknown)
+            assert bool(cost.bounds) == (machine.family != "c3")
+
+
+def test_hyperdisk_is_counted_at_a_price_that_it_does_not_exceed() -> None:
+    for row in rows("other.csv"):
+        if row["what"] == "hyperdisk-extreme":
+            found = disk_price("hyperdisk-balanced", gib=73, region=row["region"])
+            assert found is not None and found.is_bound
+            assert found.usd == pytest.approx(float(row["usd"]) / 10)
+    config = replace(CONFIG, machine_type="c4-standard-8")
+    text = describe(config, price_of_cluster(config), speed=None)
+    assert "counted at most: hyperdisk-balanced disks at hyperdisk-extreme's price" in text
 
 
 @pytest.mark.parametrize(
-    ("name", "region", "spot"),
-    [
-        ("h3-standard-88", "us-central1", False),
-        ("n4-standard-8", "us-central1", False),
-        ("c4-standard-8", "us-central1", True),
-        ("c3-highmem-8", "europe-west4", False),
-        ("c3-highmem-8", "europe-west4", True),
-        ("c3-highmem-22", "us-south1", True),
-        ("c3-highmem-8", "us-south1", False),
-    ],
+    ("name", "region"), [("c3-highmem-8", "moon-north1"), ("c9-standard-8", "us-central1")]
 )
-def test_a_price_that_no_source_gives_is_not_known(name: str, region: str, spot: bool) -> None:
-    assert machine_price(machine_type(name), region=region, spot=spot) is None
+def test_a_price_that_the_table_does_not_have_is_not_known(name: str, region: str) -> None:
+    assert machine_price(name, region=region, spot=False) is None
 
 
 def test_an_unknown_price_is_said() -> None:
-    config = replace(CONFIG, machine_type="h3-standard-88", max_hourly_usd="none")
+    config = replace(CONFIG, region="moon-north1", zones=("moon-north1-a",), max_hourly_usd="none")
     cost = price_of_cluster(config)
     assert cost.hourly_usd is None and cost.most_usd(60) is None
     text = describe(config, cost, speed=None)
-    assert "not known" in text and "h3-standard-88 on demand in us-central1" in text
-    assert "all else is $0.0092 an hour" in text
+    for part in ("c3-highmem-8 on demand", "pd-balanced disks", "NAT and addresses"):
+        assert f"{part} in moon-north1" in text
 
 
-def test_a_cap_that_cannot_be_kept_for_want_of_a_price_is_refused() -> None:
-    config = replace(CONFIG, machine_type="h3-standard-88")
-    with pytest.raises(BudgetError, match=r"no price is known here of h3.*maxHourlyUsd none"):
-        price_of_cluster(config)
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"machine_type": "c3-standard-8", "confidential": True}, "confidential computing"),
+        ({"machine_type": "c3-standard-44", "tier1": True}, "Tier_1 bandwidth"),
+    ],
+)
+def test_a_cap_that_cannot_be_kept_for_want_of_a_price_is_refused_with_the_missing_part(
+    settings: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(
+        BudgetError, match=rf"no price is known here of {part}\..*maxHourlyUsd none"
+    ):
+        price_of_cluster(replace(CONFIG, **settings))
+
+
+def test_spot_prices_that_are_older_than_a_month_have_a_warning() -> None:
+    read = datetime.fromisoformat(f"{cloud_prices.READ_ON}T12:00:00+00:00").timestamp()
+    day = 86_400.0
+    assert spot_warning(read + 31 * day) is None
+    assert "32 days ago" in str(spot_warning(read + 32 * day))
 
 
 def test_a_cluster_above_the_cap_is_refused_with_what_would_allow_it() -> None:
@@ -168,12 +209,11 @@ def test_without_a_run_there_is_no_speed(tmp_path: Path) -> None:
 
 
 def test_what_is_known_of_a_cluster_with_an_unknown_price_is_said_too() -> None:
-    config = replace(CONFIG, machine_type="c4-highmem-48", max_hourly_usd="none")
+    config = replace(CONFIG, machine_type="c3-standard-44", tier1=True, max_hourly_usd="none")
     cost = price_of_cluster(config)
-    machines = 3 * (48 * 0.034650 + 372 * 0.003938)
-    assert cost.hourly_usd is None
-    assert cost.known == pytest.approx(machines + 3 * 0.0014 + 0.005, abs=1e-6)
-    assert cost.unknown == ("hyperdisk-balanced disks in us-central1",)
+    plain = cluster_cost(replace(config, tier1=False))
+    assert cost.hourly_usd is None and cost.known == plain.hourly_usd
+    assert cost.unknown == ("Tier_1 bandwidth",)
 
 
 @pytest.mark.parametrize("spot", ["false", "true"])

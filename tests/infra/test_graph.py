@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pulumi
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from infra.labels import CLUSTER, EXPIRES, last_expiry, mark
 from payload.inventory import ClusterInventory
@@ -118,7 +119,8 @@ def test_what_has_no_labels_says_the_same_in_its_description(case: str) -> None:
 def test_a_bucket_outlives_the_cluster() -> None:
     stack = deployed("bucket")
     (bucket,) = [r for r in stack.resources if r["type"].endswith(":Bucket")]
-    assert bucket["options"]["protect"] and bucket["options"]["retainOnDelete"]
+    # Kept by its own option. Protection would keep `pulumi destroy` from everything else as well.
+    assert bucket["options"]["retainOnDelete"] and "protect" not in bucket["options"]
     assert bucket["inputs"]["forceDestroy"] is False
     (access,) = stack.of_type("BucketIAMMember")
     assert access["role"] == "roles/storage.objectUser"
@@ -196,6 +198,7 @@ def triggers(tmp_path: Path, **settings: object) -> set[str]:
         ({"spot": "true"}, True),
         ({"wheelhouse": "/srv/wheels"}, True),
         ({"diskGb": 120}, True),
+        ({"mtu": 1460}, True),
     ],
 )
 def test_nodes_are_made_anew_only_for_what_cannot_change_in_place(
@@ -204,6 +207,66 @@ def test_nodes_are_made_anew_only_for_what_cannot_change_in_place(
     (before,) = triggers(tmp_path)
     (after,) = triggers(tmp_path, **settings)
     assert (before != after) is anew
+
+
+def test_another_operators_key_ends_no_machine(tmp_path: Path) -> None:
+    before = deploy({}, folder=tmp_path).resources
+    after = deploy({}, folder=tmp_path, public_key=KEY.replace("DQC5", "DQD5")).resources
+    for old, new in zip(before, after, strict=True):
+        assert old["options"] == new["options"]
+    texts = {
+        each["inputs"]["metadata"]["user-data"]
+        for each in [*before, *after]
+        if each["type"].endswith(":Instance")
+    }
+    assert len(texts) == 2
+
+
+def test_a_change_of_mtu_replaces_the_network_after_its_machines() -> None:
+    (network,) = [r for r in deployed("default").resources if r["type"].endswith(":Network")]
+    assert network["options"]["replaceOnChanges"] == ["mtu"]
+    assert network["options"]["deleteBeforeReplace"]
+
+
+def test_a_hyperdisk_asks_for_the_speed_that_is_free() -> None:
+    for case, iops in (("h3", 3_000), ("default", None)):
+        for instance in deployed(case).of_type("Instance"):
+            disk = instance["bootDisk"]["initializeParams"]
+            assert disk.get("provisionedIops") == iops
+            assert disk.get("provisionedThroughput") == (140 if iops else None)
+
+
+@pytest.mark.parametrize("has_private", [False, True])
+def test_the_program_makes_the_operators_key_and_a_preview_only_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_private: bool
+) -> None:
+    monkeypatch.setattr("infra.config.ClusterConfig.public_key_file", lambda _: public)
+    private = tmp_path / ".cluster/new/id_ed25519"
+    public: Path = private.with_name("id_ed25519.pub")
+    settings = {"operatorPublicKeyFile": ""}
+    stack = deploy(settings, folder=tmp_path, preview=True)
+    assert not private.parent.exists() and f"would make the key {WORDS}{private}" in stack.log
+    if has_private:
+        deploy(settings, folder=tmp_path)
+        public.unlink()
+    stack = deploy(settings, folder=tmp_path)
+    assert f"made the key {WORDS}{private}" in stack.log
+    assert private.stat().st_mode & 0o777 == 0o600
+    assert private.parent.stat().st_mode & 0o777 == 0o700
+    key = serialization.load_ssh_private_key(private.read_bytes(), password=None)
+    line = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
+    assert public.read_text().startswith(line.decode())
+    # The public half alone reaches Google and Pulumi's state.
+    secret = private.read_text().splitlines()[2]
+    everything = json.dumps([stack.resources, stack.outputs, stack.log])
+    assert line.decode() in everything and secret not in everything
+    again = deploy(settings, folder=tmp_path)
+    assert again.resources == stack.resources
+
+
+WORDS = "that opens the cluster: "
 
 
 def test_a_later_run_leaves_the_machines_own_expiry_alone() -> None:

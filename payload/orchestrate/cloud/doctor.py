@@ -16,6 +16,7 @@ from payload.errors import CloudAuthError, CloudError, ExitCode, UsageError
 from payload.orchestrate.cloud.endpoints import Endpoints
 from payload.orchestrate.cloud.google import CloudMissingError, Google
 from payload.orchestrate.cloud.need import Need, need_of
+from payload.orchestrate.cloud.price_check import check_price
 from payload.orchestrate.cloud.project_checks import (
     Check,
     ask_compute,
@@ -46,7 +47,7 @@ def doctor(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     project = project_of(given or None, None, env, folder=Path.cwd())
     talk.print(f"project {project}: {need.describe()} ({why})")
     google = Google(project, endpoints=Endpoints.from_env(env))
-    checks = list(examine(google, need))
+    checks = [*examine(google, need), check_price(need)]
     code = exit_code(checks)
     if arguments.json:
         document = {"schema_version": _SCHEMA_VERSION, "project": project, "exit_code": code}

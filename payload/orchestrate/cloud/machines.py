@@ -62,6 +62,14 @@ def machines_that_go(preview: Update) -> list[str]:
     return _names(step.urn for step in preview.steps if step.op in _ENDS)
 
 
+def changes_metadata(preview: Update) -> bool:
+    """Tell whether machines that stay get other metadata, which they read only as they boot."""
+    return any(
+        step.op == "update" and type_of(step.urn) == INSTANCE and "metadata" in (step.diffs or ())
+        for step in preview.steps
+    )
+
+
 def _names(urns: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name_of(urn) for urn in urns if type_of(urn) == INSTANCE))
 

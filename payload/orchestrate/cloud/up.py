@@ -16,7 +16,12 @@ from payload.orchestrate.cloud.building import Builder, remaining, with_words
 from payload.orchestrate.cloud.endpoints import Endpoints
 from payload.orchestrate.cloud.failures import StackBusyError
 from payload.orchestrate.cloud.google import Google
-from payload.orchestrate.cloud.machines import StackState, machines_that_go, stack_state
+from payload.orchestrate.cloud.machines import (
+    StackState,
+    changes_metadata,
+    machines_that_go,
+    stack_state,
+)
 from payload.orchestrate.cloud.need import need_of
 from payload.orchestrate.cloud.operations import Operations
 from payload.orchestrate.cloud.pulumi_cli import Pulumi
@@ -54,6 +59,11 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     _make_key(known, cluster, there=there, talk=talk)
     preview = operations.preview()
     going = machines_that_go(preview) if there else []
+    if there and changes_metadata(preview):
+        talk.print(
+            "machines that are up keep the operator's keys that they booted with; others reach "
+            "only machines that are built from now on"
+        )
     results = _Results(pulumi, arguments, env, talk=talk)
     stake = results.look(going)
     if arguments.dry_run:

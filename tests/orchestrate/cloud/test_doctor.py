@@ -47,6 +47,27 @@ def doctor(site: Site, *arguments: str) -> int:
     return main(["doctor", *arguments], site.env)
 
 
+@pytest.mark.parametrize(
+    ("machine", "words", "outcome"),
+    [
+        (
+            "c3-highmem-8",
+            "$1.6380 an hour: 3 x $0.529232 on demand, disks $0.0411, NAT $0.0092 (list prices of",
+            "ok",
+        ),
+        ("c9-standard-8", "no price is known of c9-standard-8 on demand in us-central1", "unknown"),
+    ],
+)
+def test_the_price_is_named_with_its_source_and_age(
+    project: Site, capsys: Capture, machine: str, words: str, outcome: str
+) -> None:
+    doctor(project, "--machine-type", machine, "--disk-type", "pd-balanced", "--json")
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    (price,) = [each for each in checks if each["name"] == "price"]
+    assert words in price["found"] and price["outcome"] == outcome
+    assert "days old, packaged" in price["found"]
+
+
 def test_a_project_that_fits_is_exit_0_with_every_number(project: Site, capsys: Capture) -> None:
     project.cloud.page_size = 2
     assert doctor(project) == ExitCode.OK

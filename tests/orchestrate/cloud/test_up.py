@@ -17,6 +17,7 @@ from payload.orchestrate.cloud import results_first
 from payload.orchestrate.cloud.head import Head
 from payload.orchestrate.keys import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
+from tests.orchestrate.cloud.fake_pulumi import step
 from tests.orchestrate.cloud.stacks import (
     Capture,
     destroys,
@@ -243,6 +244,16 @@ def test_up_that_would_end_machines_saves_what_is_on_them(
     capsys.readouterr()
     assert main(["up", "--yes"], site.env) == ExitCode.OK
     assert "this ends" not in capsys.readouterr().err
+
+
+def test_another_key_for_machines_that_are_up_is_named(site: Site, capsys: Capture) -> None:
+    own_key(site)
+    site.pulumi.machines("mine-0")
+    urn = "urn:pulumi:dev::tileforge::gcp:compute/instance:Instance::mine-0"
+    for diffs, is_said in ((["metadata"], True), (["labels"], False)):
+        site.pulumi.on("preview", events=step("update", urn, diffs=diffs))
+        assert main(["up", "--dry-run"], site.env) == ExitCode.OK
+        assert ("keys that they booted with" in capsys.readouterr().err) == is_said
 
 
 @pytest.mark.parametrize(
