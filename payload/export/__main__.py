@@ -15,7 +15,6 @@ from payload.export.gguf_file import write_gguf
 from payload.export.hf_folder import write_hf
 from payload.export.tensors import DTYPES, WeightFiles
 from payload.export.vocabulary import read_vocabulary
-from payload.generate.source import find_weights
 from payload.hf_folder import CONFIG_FILE
 from payload.hints import command
 from payload.train.weights import model_folder
@@ -78,7 +77,7 @@ def _export(arguments: argparse.Namespace) -> Path:
             "--format hf --dtype q8_0: transformers' folders have no such weights. Use --format "
             "gguf, or --dtype bf16."
         )
-    folder = model_folder(find_weights(arguments.checkpoint))
+    folder = model_folder(arguments.checkpoint, setting="--checkpoint")
     config = _read_config(folder)
     name = _name_of(folder)
     out = _out_path(arguments.out, name=name, format_=arguments.format, dtype=arguments.dtype)
