@@ -11,7 +11,14 @@ HOMES = (PurePosixPath("payload/models"), PurePosixPath("payload/train/models"))
 # A tokenizer is a seam of its own, with GPT-2's as a member; GGUF is a format that names families.
 OTHERS = tuple(
     map(
-        PurePosixPath, ("payload/data", "payload/generate/codec.py", "payload/train/gguf_folder.py")
+        PurePosixPath,
+        (
+            "payload/data",
+            "payload/export",
+            "payload/generate/codec.py",
+            "payload/tokenizer_identity.py",
+            "payload/train/gguf_folder.py",
+        ),
     )
 )
 SETTINGS = {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from payload.data.blocks import TokenData
 from payload.models.spec import ModelSpec, typical_mfu
 from payload.run_config import RunConfig
 from payload.step_time import Network, gradient_bytes, run_step_time, sends_per_byte
 from payload.train.calibration import Calibration
+from payload.train.tasks.base import Task
 from payload.train.world import World
 
 
@@ -14,12 +14,12 @@ def describe(
     config: RunConfig,
     *,
     spec: ModelSpec,
-    data: TokenData,
+    task: Task,
     world: World,
     calibration: Calibration,
 ) -> list[str]:
     """Lines for a person, the run's arithmetic from parameters to predicted time."""
-    batch, tokens = config.batch, config.tokens_per_step()
+    batch, tokens, meta = config.batch, config.tokens_per_step(), task.meta
     accumulation = batch.grad_accum_steps(world.world_size)
     all_tokens = tokens * config.train.steps
     memory = spec.memory_bytes(
@@ -31,13 +31,13 @@ def describe(
     )
     return [
         f"model     {spec.num_params() / 1e6:.1f}M parameters: {spec.summary()}",
-        f"data      {data.meta.train_tokens:,} training and {data.meta.val_tokens:,} validation "
-        f"tokens from {data.meta.source}",
+        f"data      {meta.train_tokens:,} training and {meta.val_tokens:,} validation "
+        f"tokens from {meta.source}",
         f"batch     {batch.global_batch_size} sequences x {config.data.sequence_length} = "
         f"{tokens:,} tokens a step: {world.world_size} rank(s) x {batch.micro_batch_size} "
         f"sequences x {accumulation} pass(es)",
         f"run       {config.train.steps} steps = {all_tokens:,} tokens = "
-        f"{all_tokens / data.meta.train_tokens:.2f} epochs",
+        f"{all_tokens / meta.train_tokens:.2f} epochs",
         f"precision {calibration.dtype} ({calibration.reason}); peak "
         f"{calibration.peak_flops_per_s / 1e12:.2f} TFLOP/s measured over all ranks",
         f"memory    about {memory / 2**30:.1f} GiB a rank",

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 
-from payload.data.blocks import TokenData
 from payload.results import RunPaths
 from payload.run_config import RunConfig
 from payload.train.calibration import Calibration
@@ -17,6 +16,7 @@ from payload.train.gradients import GradientExchange
 from payload.train.metrics import MetricsFile, SignOfLife
 from payload.train.models.base import CausalLM
 from payload.train.optimizer import Optimizers
+from payload.train.tasks.base import Task
 from payload.train.world import World
 
 
@@ -27,7 +27,7 @@ class Parts:
     config: RunConfig
     world: World
     paths: RunPaths
-    data: TokenData
+    task: Task
     calibration: Calibration
     accelerator: Accelerator
     model: CausalLM

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
-from payload.data.blocks import TokenData
 from payload.metrics_log import read_metrics
 from payload.remake import no_range_hashes
 from payload.results import RunPaths
@@ -26,6 +24,8 @@ from payload.train.parts import Parts
 from payload.train.setup import Start, find_start, require_disk_space, restore_optimizer
 from payload.train.start_clock import StartClock
 from payload.train.summary import SummaryFile
+from payload.train.tasks.base import Task
+from payload.train.tasks.registry import open_task
 from payload.train.trainer import Outcome, Trainer
 from payload.train.world import World
 
@@ -50,9 +50,9 @@ def train(
         sign_of_life.tell(step=0, phase="load")
         require_engine(config.engine)
         config.batch.grad_accum_steps(world.world_size)
-        data = TokenData.open(Path(config.data.dir), sequence_length=config.data.sequence_length)
+        task = open_task(config)
         clock.lap("data")
-        start = find_start(config, data, paths=paths, world=world)
+        start = find_start(config, task, paths=paths, world=world)
         clock.lap("model")
         sign_of_life.tell(step=0, phase="calibration")
         calibration = calibrate(world, _dtype_choice(config, start))
@@ -62,7 +62,7 @@ def train(
             config,
             paths=paths,
             world=world,
-            data=data,
+            task=task,
             start=start,
             calibration=calibration,
             sign_of_life=sign_of_life,
@@ -86,7 +86,7 @@ def _train(
     *,
     paths: RunPaths,
     world: World,
-    data: TokenData,
+    task: Task,
     start: Start,
     calibration: Calibration,
     sign_of_life: SignOfLife,
@@ -98,10 +98,10 @@ def _train(
     sign_of_life.tell(step=resumed_at_step, phase="start")
     if world.is_main:
         require_disk_space(config, start.model.trained_spec(), paths=paths)
-        if not data.has_range_hashes():
-            log.warning(no_range_hashes(data.folder))
+        if not task.has_range_hashes():
+            log.warning(no_range_hashes(task.folder))
         for line in describe(
-            config, spec=start.model.trained_spec(), data=data, world=world, calibration=calibration
+            config, spec=start.model.trained_spec(), task=task, world=world, calibration=calibration
         ):
             log.info(line)
         for note in start.model.speed_notes():
@@ -117,7 +117,7 @@ def _train(
             config,
             paths=paths,
             world=world,
-            data=data,
+            task=task,
             calibration=calibration,
             start=start,
             metrics=metrics,
@@ -141,7 +141,7 @@ def _assemble(
     *,
     paths: RunPaths,
     world: World,
-    data: TokenData,
+    task: Task,
     calibration: Calibration,
     start: Start,
     metrics: MetricsFile | None,
@@ -171,7 +171,7 @@ def _assemble(
         config=config,
         world=world,
         paths=paths,
-        data=data,
+        task=task,
         calibration=calibration,
         accelerator=accelerator,
         model=start.model,

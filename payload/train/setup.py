@@ -22,7 +22,6 @@ from payload.checkpoint_files import (
     require_room,
     sha256_of,
 )
-from payload.data.blocks import TokenData
 from payload.data.tokenizer_files import tokenizer_files
 from payload.data_folder import TRAIN_NAME
 from payload.errors import CheckpointError, ConfigError
@@ -53,6 +52,7 @@ from payload.train.models.base import CausalLM
 from payload.train.models.lora import add_adapter, load_adapter, read_adapter_tensors
 from payload.train.models.registry import build, load
 from payload.train.optimizer import Optimizers
+from payload.train.tasks.base import Task
 from payload.train.weights import model_folder
 from payload.train.world import World
 
@@ -114,7 +114,7 @@ def pin_initial(config: RunConfig, *, paths: RunPaths, world: World) -> RunConfi
     return replace(config, model=replace(config.model, init=agreed))
 
 
-def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: World) -> Start:
+def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) -> Start:
     """Build the model: from the run's newest checkpoint, else from `model.init`.
 
     Rank 0 reads files; the others get sizes here and values with the exchange of gradients.
@@ -125,10 +125,10 @@ def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: Wo
     if not resumes and config.model.init == "scratch":
         torch.manual_seed(config.run.seed)
         spec = config.model.spec(
-            sequence_length=config.data.sequence_length, vocab_size=data.meta.vocab_size
+            sequence_length=config.data.sequence_length, vocab_size=task.meta.vocab_size
         )
         model = build(spec, dropout=config.model.dropout)
-        tokenizer = _tokenizer(data, source=None, model=model) if world.is_main else {}
+        tokenizer = _tokenizer(task, source=None, model=model) if world.is_main else {}
         return Start(model=model, state=None, checkpoint=None, tokenizer=tokenizer)
     state = None
     if resumes:
@@ -139,20 +139,20 @@ def find_start(config: RunConfig, data: TokenData, *, paths: RunPaths, world: Wo
     base = _base_model(folder, config, state) if folder and config.adapter.is_on() else None
     if folder is not None and not resumes:
         require_same_tokenizer(
-            data.meta,
-            data=data.folder,
+            task.meta,
+            data=task.folder,
             folder=folder,
             init=config.model.init,
             error=CheckpointError,
         )
-    model = _loaded_model(folder, config, data, world=world)
-    tokenizer = _tokenizer(data, source=folder, model=model) if world.is_main else {}
+    model = _loaded_model(folder, config, task, world=world)
+    tokenizer = _tokenizer(task, source=folder, model=model) if world.is_main else {}
     if config.adapter.is_on():
         add_adapter(model, config.adapter, seed=config.run.seed)
         if checkpoint is not None:
             load_adapter(model, read_adapter_tensors(checkpoint), where=str(checkpoint))
     if state is not None:
-        _require_same_data(state, data)
+        _require_same_data(state, task)
     return Start(model=model, state=state, checkpoint=checkpoint, tokenizer=tokenizer, base=base)
 
 
@@ -221,26 +221,24 @@ def _base_model(folder: Path, config: RunConfig, state: TrainerState | None) -> 
     return found
 
 
-def _tokenizer(data: TokenData, *, source: Path | None, model: CausalLM) -> Mapping[str, bytes]:
+def _tokenizer(task: Task, *, source: Path | None, model: CausalLM) -> Mapping[str, bytes]:
     context = model.spec.context()
-    files = tokenizer_files(data.meta, data=data.folder, source=source, context=context)
+    files = tokenizer_files(task.meta, data=task.folder, source=source, context=context)
     if not files:
         log.warning(
             f"checkpoints will have no tokenizer: the one that made the data "
-            f"({data.meta.tokenizer}, {data.meta.vocab_size:,} tokens) is not known here. Copy its "
+            f"({task.meta.tokenizer}, {task.meta.vocab_size:,} tokens) is not known here. Copy its "
             "files into a checkpoint before transformers loads it."
         )
     return files
 
 
-def _loaded_model(
-    folder: Path | None, config: RunConfig, data: TokenData, *, world: World
-) -> CausalLM:
+def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: World) -> CausalLM:
     """Load the weights in `folder` on rank 0; the others build the same sizes and wait for them."""
     model = None
     config_folder = _config_folder(folder) if folder else None
     if folder is not None and config_folder is not None:
-        spec, meta = read_spec(config_folder), data.meta
+        spec, meta = read_spec(config_folder), task.meta
         require_fit(spec, config, vocab_size=meta.vocab_size, tokenizer=meta.tokenizer)
         if note := unused_settings(spec, config):
             log.info(note)
@@ -271,8 +269,8 @@ def _require_same_run(state: TrainerState, config: RunConfig) -> None:
         )
 
 
-def _require_same_data(state: TrainerState, data: TokenData) -> None:
-    sha256 = data.meta.files[TRAIN_NAME].sha256
+def _require_same_data(state: TrainerState, task: Task) -> None:
+    sha256 = task.meta.files[TRAIN_NAME].sha256
     if state.train_sha256 != sha256:
         raise CheckpointError(
             f"the run's checkpoint was trained on train.bin {state.train_sha256[:12]}, data.dir "

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from payload.data.blocks import BlockOrder
+from payload.data.blocks import BlockOrder, Indices
 from payload.data_folder import TRAIN_NAME
 from payload.errors import TrainingError
 from payload.metrics_log import StepMetrics, read_val_losses
 from payload.train.checkpoint import TrainerState
-from payload.train.evaluate import evaluate
 from payload.train.metrics import rss_bytes, versions
 from payload.train.parts import Parts
 from payload.train.saving import Saving
 from payload.train.schedule import lr_at
 from payload.train.sync_check import require_sound_ranks
+from payload.train.tasks.base import EvalPass
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,20 @@ class Outcome:
     """Because it was asked to; not all steps and evaluations are done."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passes:
+    """The forward and backward passes of one step on this rank."""
+
+    loss: torch.Tensor
+    """The step's mean loss is the mean of this over the ranks; a float64 scalar."""
+    tokens: int
+    """Of all ranks' samples."""
+    data_time_s: float
+    """Spent reading data."""
+    sync_time_s: float
+    """Spent waiting for gradients."""
+
+
 class Trainer:
     """Trains from a start to `train.steps`, or until it is asked to stop."""
 
@@ -49,7 +63,7 @@ class Trainer:
         self._batch = parts.config.batch
         self._accumulation = self._batch.grad_accum_steps(parts.world.world_size)
         self._order = BlockOrder(
-            num_blocks=parts.data.train.num_full_blocks(), seed=parts.config.run.seed
+            num_blocks=parts.task.train.num_samples(), seed=parts.config.run.seed
         )
         self._step = start.step if start else 0
         self._next_sample = start.next_sample if start else 0
@@ -104,14 +118,24 @@ class Trainer:
         """Time spent training, over all attempts."""
         return self._wall_before_s + time.perf_counter() - self._started_s
 
-    def samples(self, micro_step: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Global sample indices of this rank's pass `micro_step` of the coming step.
+    def samples(self, micro_step: int) -> Indices:
+        """Return the numbers of this rank's samples in pass `micro_step` of the coming step.
 
-        A step's samples are the same set whatever the number of ranks and passes is.
+        A step's samples are the same set whatever the number of ranks and passes is. A pass behind
+        the step's last one is the next step's first.
         """
         size, world = self._batch.micro_batch_size, self._parts.world
-        first = self._next_sample + (micro_step * world.world_size + world.rank) * size
-        return np.arange(first, first + size, dtype=np.int64)
+        step, micro_step = divmod(micro_step, self._accumulation)
+        chosen = self._step_samples(step)
+        first = (micro_step * world.world_size + world.rank) * size
+        return chosen[first : first + size]
+
+    def _step_samples(self, ahead: int = 0) -> Indices:
+        """Return the samples of the coming step, or of one `ahead` of it."""
+        size = self._batch.global_batch_size
+        first = self._next_sample + ahead * size
+        positions = np.arange(first, first + size, dtype=np.int64)
+        return self._parts.task.train.arranged(self._order.blocks(positions))
 
     def _train_step(self) -> bool:
         """One update, or none when a rank is asked to stop before it. Returns whether one was."""
@@ -122,16 +146,15 @@ class Trainer:
         if passes is None:
             parts.optimizers.zero_grad()
             return True
-        loss, data_time_s, sync_time_s = passes
         grad_norm = self._clip()
         self._saving.before_update()
         # Else a wait for the writer would seem to go on, while this rank waits for others.
         self._tell_step(self._accumulation)
         parts.optimizers.step()
-        mean_loss, stopping = self._agree(loss)
+        mean_loss, stopping = self._agree(passes.loss)
         self._step += 1
         self._next_sample += self._batch.global_batch_size
-        self._tokens += parts.config.tokens_per_step()
+        self._tokens += passes.tokens
         self._require_finite(loss=mean_loss, gradient_norm=grad_norm)
         step_time_s = time.perf_counter() - started_s
         self._record(
@@ -142,40 +165,41 @@ class Trainer:
                 lr=lr,
                 grad_norm=grad_norm,
                 step_time_s=step_time_s,
-                tokens_per_s=parts.config.tokens_per_step() / step_time_s,
-                mfu=self._mfu(step_time_s),
-                data_time_s=data_time_s,
-                sync_time_s=sync_time_s,
+                tokens_per_s=passes.tokens / step_time_s,
+                mfu=self._mfu(passes.tokens / step_time_s),
+                data_time_s=passes.data_time_s,
+                sync_time_s=passes.sync_time_s,
                 rss_bytes=rss_bytes(),
             )
         )
         return stopping
 
-    def _accumulate_gradients(self) -> tuple[torch.Tensor, float, float] | None:
-        """All passes of a step; ranks exchange gradients during the last one only.
+    def _accumulate_gradients(self) -> _Passes | None:
+        """Make all passes of a step; ranks exchange gradients during the last one only.
 
-        Returns this rank's mean loss, the time spent reading data and the time spent waiting; None
-        when a rank was asked to stop: a step of many passes takes minutes, which a preempted
-        machine does not have.
+        Returns None when a rank was asked to stop: a step of many passes takes minutes, which a
+        preempted machine does not have.
         """
         parts, data_time_s = self._parts, 0.0
         total = torch.zeros((), dtype=torch.float64)
         is_to_stop: Callable[[], bool] | None = None
+        train, step_samples = parts.task.train, self._step_samples()
+        # A rank's part of the step's mean loss, times the ranks: gradients are averaged over them.
+        step_weight = train.weight(step_samples) / parts.world.world_size
         for micro_step in range(self._accumulation):
             before_s = time.perf_counter()
-            samples = self.samples(micro_step)
-            tokens, targets = parts.data.train.gather(self._order.blocks(samples))
-            parts.data.train.expect(self._order.blocks(self.samples(micro_step + 1)))
+            batch = train.batch(self.samples(micro_step))
+            train.expect(self.samples(micro_step + 1))
             data_time_s += time.perf_counter() - before_s
             if parts.model.draws_masks():
-                # Masks follow from the sample, not from what ran before: resume is exact.
-                torch.manual_seed(parts.config.run.seed * 1_000_003 + int(samples[0]))
+                self._seed_masks(micro_step)
             last = micro_step == self._accumulation - 1
-            loss = parts.trained(tokens, targets)
+            loss = parts.trained(*batch.inputs)
             if last:
-                parts.exchange.begin(tokens)
-            parts.accelerator.backward(loss / self._accumulation)
-            total += loss.detach().double() / self._accumulation
+                parts.exchange.begin(batch.tokens)
+            divisor = step_weight / batch.weight
+            parts.accelerator.backward(loss / divisor)
+            total += loss.detach().double() / divisor
             # The answer is waited for a pass later: between two passes no rank waits for another.
             if not last:
                 if is_to_stop is not None and is_to_stop():
@@ -184,7 +208,18 @@ class Trainer:
         sync_time_s = parts.exchange.finish()
         if is_to_stop is not None:
             is_to_stop()  # The step is whole: `_agree` asks once more.
-        return total, data_time_s, sync_time_s
+        return _Passes(
+            loss=total,
+            tokens=train.num_tokens(step_samples),
+            data_time_s=data_time_s,
+            sync_time_s=sync_time_s,
+        )
+
+    def _seed_masks(self, micro_step: int) -> None:
+        """Seed dropout by the pass's place in the run, not by what ran before: resume is exact."""
+        passes = micro_step * self._parts.world.world_size + self._parts.world.rank
+        first = self._next_sample + passes * self._batch.micro_batch_size
+        torch.manual_seed(self._parts.config.run.seed * 1_000_003 + first)
 
     def _clip(self) -> float:
         """Gradient norm before clipping."""
@@ -210,11 +245,11 @@ class Trainer:
             f'{config.optimizer.lr}), a longer warm-up, or precision.dtype = "fp32".'
         )
 
-    def _mfu(self, step_time_s: float) -> float | None:
+    def _mfu(self, tokens_per_s: float) -> float | None:
         """Share of the measured peak; None above 1, where something disturbed the calibration."""
         parts = self._parts
-        flops = parts.config.tokens_per_step() * parts.model.trained_spec().flops_per_token()
-        share = flops / step_time_s / parts.calibration.peak_flops_per_s
+        flops_per_s = tokens_per_s * parts.model.trained_spec().flops_per_token()
+        share = flops_per_s / parts.calibration.peak_flops_per_s
         return share if share <= 1 else None
 
     def _record(self, row: StepMetrics) -> None:
@@ -237,9 +272,7 @@ class Trainer:
         """Evaluate and record it. Returns whether any rank was asked to stop meanwhile."""
         parts = self._parts
         parts.sign_of_life.tell(step=self._step, phase="eval")
-        row = evaluate(
-            parts.model,
-            parts.data.val,
+        how = EvalPass(
             world=parts.world,
             step=self._step,
             micro_batch_size=self._batch.micro_batch_size,
@@ -247,6 +280,7 @@ class Trainer:
             autocast=parts.accelerator.autocast,
             should_stop=lambda done, of: self._ask_to_stop("eval", done, of)(),
         )
+        row = parts.task.evaluate(parts.model, how)
         if row is None:
             return True
         self._require_finite(validation_loss=row.val_loss)
@@ -290,7 +324,7 @@ class Trainer:
             return
         if parts.metrics is not None:
             parts.metrics.require_written()
-        meta = parts.data.meta
+        meta = parts.task.meta
         self._saving.begin(
             parts.paths.checkpoint(self._step),
             model=parts.model,

@@ -82,7 +82,8 @@ def test_a_file_that_becomes_zeros_while_a_run_reads_it_ends_the_run(
     train_step, seen = Trainer._train_step, []
 
     def spoiled(self: Trainer) -> bool:
-        read(self._parts.data, *range(self._parts.data.train.num_full_blocks()))
+        data = TokenData.open(folder, sequence_length=32)
+        read(data, *range(data.train.num_full_blocks()))
         stopping = train_step(self)
         seen.append(self._step)
         if self._step == 2:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from payload.data.blocks import TokenData
 from payload.models.gpt2 import PRESETS
 from payload.run_config import parse_run_config
 from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration
+from payload.train.tasks.registry import open_task
 from payload.train.world import World
 
 
 def lines_with(ranks: int, tiny_data: Path) -> dict[str, str]:
-    config = parse_run_config("[data]\nsequence_length = 32\n[train]\nsteps = 60", where="test")
+    config = parse_run_config(
+        f"[data]\ndir = '{tiny_data}'\nsequence_length = 32\n[train]\nsteps = 60", where="test"
+    )
     world = World(rank=0, world_size=ranks, local_rank=0, local_world_size=1, node="here")
     found = describe(
         config,
         spec=PRESETS["gpt2"],
-        data=TokenData.open(tiny_data, sequence_length=32),
+        task=open_task(config),
         world=world,
         calibration=Calibration(
             dtype="bf16",

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from payload.data.blocks import TokenData
 from payload.results import RunPaths
 from payload.run_config import load_run_config
 from payload.train.setup import find_start
+from payload.train.tasks.registry import open_task
 from payload.train.world import World
 from tests.data_folders import make_data_folder
 from tests.launching import rank_env, run, train_program
@@ -187,10 +187,10 @@ def test_a_preset_and_a_bias_that_the_initial_weights_do_not_have_are_said_to_be
     others = ("model.n_layer=none", "model.preset=gpt2", "model.bias=false")
     for changes in ((), others):
         config = load_run_config(tiny_config, overrides=[f"model.init={trained_run}", *changes])
-        data = TokenData.open(Path(config.data.dir), sequence_length=32)
+        task = open_task(config)
         caplog.clear()
         with caplog.at_level("INFO", logger="payload.train"):
-            find_start(config, data, paths=RunPaths(tmp_path), world=World.from_env({}))
+            find_start(config, task, paths=RunPaths(tmp_path), world=World.from_env({}))
         said.append([text for text in caplog.messages if text.startswith("note: ")])
     assert said == [
         [],

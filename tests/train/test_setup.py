@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from payload.data.blocks import TokenData
 from payload.errors import CheckpointError, ConfigError
 from payload.models.gpt2 import Gpt2Spec
 from payload.results import RunPaths
 from payload.run_config import load_run_config, parse_run_config
 from payload.train.setup import Start, find_start, require_disk_space
+from payload.train.tasks.registry import open_task
 from tests.train.alone import ALONE, train_alone
 from tests.train.test_model import SMALL
 
@@ -71,11 +71,11 @@ def test_a_resume_passes_over_what_is_damaged_and_never_begins_at_zero_instead(
     tmp_path: Path, tiny_config: Path, tiny_data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_run_config(tiny_config, overrides=["schedule.warmup_steps=0"])
-    data = TokenData.open(tiny_data, sequence_length=config.data.sequence_length)
+    task = open_task(config)
     paths = RunPaths(tmp_path)
 
     def start() -> Start:
-        return find_start(config, data, paths=paths, world=ALONE)
+        return find_start(config, task, paths=paths, world=ALONE)
 
     assert start().state is None
     train_alone(tmp_path, tiny_config, "train.steps=2", "train.checkpoint_every=1")

@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
+from payload.data.blocks import BlockOrder, TokenBlocks
 from payload.metrics_log import read_metrics
 from payload.results import RunPaths
 from payload.run_config import OptimizerSection, RunConfig, parse_run_config
@@ -19,6 +21,7 @@ from payload.train.metrics import SignOfLife
 from payload.train.optimizer import build_optimizers
 from payload.train.parts import Parts
 from payload.train.saving import Saving
+from payload.train.tasks.text import BlockSamples
 from payload.train.trainer import Trainer
 from payload.train.world import World, as_rank_lost
 from tests.train.alone import ALONE, train_alone
@@ -26,11 +29,12 @@ from tests.train.test_model import make_model
 
 
 def make_trainer(config: RunConfig, *, rank: int, world_size: int) -> Trainer:
+    blocks = SimpleNamespace(num_full_blocks=lambda: 1000)
     parts = SimpleNamespace(
         config=config,
         world=replace(ALONE, rank=rank, world_size=world_size),
         paths=RunPaths(Path("nowhere")),
-        data=SimpleNamespace(train=SimpleNamespace(num_full_blocks=lambda: 1000)),
+        task=SimpleNamespace(train=BlockSamples(cast(TokenBlocks, blocks))),
         tokenizer={},
     )
     return Trainer(cast(Parts, parts), start=None)
@@ -51,7 +55,8 @@ def test_a_step_trains_on_the_same_sequences_whoever_shares_it(world_size: int, 
         for micro_step in range(config.batch.grad_accum_steps(world_size))
         for sample in make_trainer(config, rank=rank, world_size=world_size).samples(micro_step)
     ]
-    assert sorted(seen) == list(range(12))
+    order = BlockOrder(num_blocks=1000, seed=config.run.seed)
+    assert sorted(seen) == sorted(order.blocks(np.arange(12, dtype=np.int64)).tolist())
 
 
 def groups_of(name: str) -> list[dict[str, Any]]:

@@ -1,0 +1,92 @@
+"""What the training loop asks of a task: samples, their batches, and an evaluation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from payload.data.blocks import Indices
+from payload.data_folder import DataMeta
+from payload.metrics_log import EvalMetrics
+from payload.train.models.base import CausalLM
+from payload.train.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The samples of one pass.
+
+    B samples, T tokens.
+    """
+
+    inputs: tuple[Tensor, ...]
+    """Arguments of the model's forward pass, which returns the batch's mean loss."""
+    tokens: Tensor
+    """(B, T) int64, what the token embedding looks up."""
+    weight: float
+    """What the batch's mean loss is a mean over; a step's loss is the mean of its batches' losses,
+    each with this weight."""
+
+
+class Samples(ABC):
+    """The training samples of a data folder, numbered from 0."""
+
+    @abstractmethod
+    def num_samples(self) -> int:
+        """Return the number of samples of an epoch."""
+
+    @abstractmethod
+    def batch(self, chosen: Indices) -> Batch:
+        """Return the batch of these samples. Raises DataError for damaged files."""
+
+    @abstractmethod
+    def expect(self, chosen: Indices) -> None:
+        """Have the system read these samples from the disk meanwhile."""
+
+    @abstractmethod
+    def weight(self, chosen: Indices) -> float:
+        """Return the weight that a batch of these samples has, without reading its tokens."""
+
+    @abstractmethod
+    def num_tokens(self, chosen: Indices) -> int:
+        """Return the number of tokens of these samples, padding left out."""
+
+    def arranged(self, chosen: Indices) -> Indices:
+        """Return a step's samples in the order in which its passes and ranks divide them."""
+        return chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalPass:
+    """How an evaluation is run."""
+
+    world: World
+    step: int
+    micro_batch_size: int
+    max_tokens: int | None
+    """Evaluate the first samples that hold this many tokens; None = all."""
+    autocast: Callable[[], AbstractContextManager[None]]
+    should_stop: Callable[[int, int], bool]
+    """Asked after every pass, with the number done and of all; the answer is the same on all
+    ranks."""
+
+
+class Task(ABC):
+    """A prepared data folder as a run trains on it."""
+
+    folder: Path
+    meta: DataMeta
+    train: Samples
+
+    @abstractmethod
+    def has_range_hashes(self) -> bool:
+        """Say whether what training reads is compared with meta.json."""
+
+    @abstractmethod
+    def evaluate(self, model: CausalLM, how: EvalPass) -> EvalMetrics | None:
+        """Evaluate the model on the validation set; None when it was asked to stop."""

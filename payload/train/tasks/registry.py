@@ -1,0 +1,12 @@
+"""Opens the data folder of a run as its task."""
+
+from __future__ import annotations
+
+from payload.run_config import RunConfig
+from payload.train.tasks import text
+from payload.train.tasks.base import Task
+
+
+def open_task(config: RunConfig) -> Task:
+    """Return the run's task. Raises DataError for a data folder that does not suit it."""
+    return text.open_task(config)

@@ -1,0 +1,72 @@
+"""Next-token prediction on blocks of text that do not overlap."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from payload.data.blocks import Indices, TokenBlocks, TokenData
+from payload.metrics_log import EvalMetrics
+from payload.run_config import RunConfig
+from payload.train.evaluate import evaluate
+from payload.train.models.base import CausalLM
+from payload.train.tasks.base import Batch, EvalPass, Samples, Task
+
+
+def open_task(config: RunConfig) -> Task:
+    """Open the run's data folder. Raises DataError."""
+    data = TokenData.open(Path(config.data.dir), sequence_length=config.data.sequence_length)
+    return Text(data)
+
+
+class BlockSamples(Samples):
+    """Whole blocks of a token file; every token is a target."""
+
+    def __init__(self, blocks: TokenBlocks) -> None:
+        self._blocks = blocks
+
+    def num_samples(self) -> int:
+        """Return the number of whole blocks."""
+        return self._blocks.num_full_blocks()
+
+    def batch(self, chosen: Indices) -> Batch:
+        """Return the blocks' inputs and targets. Raises DataError."""
+        tokens, targets = self._blocks.gather(chosen)
+        return Batch(inputs=(tokens, targets), tokens=tokens, weight=self.weight(chosen))
+
+    def expect(self, chosen: Indices) -> None:
+        """Have the system read these blocks meanwhile."""
+        self._blocks.expect(chosen)
+
+    def weight(self, chosen: Indices) -> float:
+        """Return the number of targets."""
+        return float(self.num_tokens(chosen))
+
+    def num_tokens(self, chosen: Indices) -> int:
+        """Return the number of tokens."""
+        return len(chosen) * self._blocks.sequence_length
+
+
+class Text(Task):
+    """A folder of train.bin and val.bin without labels."""
+
+    def __init__(self, data: TokenData) -> None:
+        self.folder, self.meta = data.folder, data.meta
+        self.train = BlockSamples(data.train)
+        self._data = data
+
+    def has_range_hashes(self) -> bool:
+        """Say whether what training reads is compared with meta.json."""
+        return self._data.has_range_hashes()
+
+    def evaluate(self, model: CausalLM, how: EvalPass) -> EvalMetrics | None:
+        """Return the mean loss per validation token; None when asked to stop."""
+        return evaluate(
+            model,
+            self._data.val,
+            world=how.world,
+            step=how.step,
+            micro_batch_size=how.micro_batch_size,
+            max_tokens=how.max_tokens,
+            autocast=how.autocast,
+            should_stop=how.should_stop,
+        )
