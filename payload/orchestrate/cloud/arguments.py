@@ -65,7 +65,8 @@ def _add_doctor(commands: Commands) -> None:
         description="Credentials, enabled APIs, quotas against need, machine and disk type in the "
         "zones, organization policies: a table, and each fault with its fix. What the cluster "
         "needs comes from the stack's config; flags go before it. Exit code 11 when a quota is too "
-        "small, 13 when something is not permitted or not enabled, 10 when a type is not offered.",
+        "small, 13 when something is not permitted or not enabled, 10 when a type is not offered, "
+        "31 when a firewall rule of the cluster is not as its program has it.",
     )
     parser.set_defaults(command=_doctor, runs_dir=None)
     _add_stack(parser)
@@ -124,7 +125,7 @@ def _add_down(commands: Commands) -> None:
         help="bring results home, destroy the cluster, look that nothing is left",
         description="Collect what is missing here of the cluster's runs, `pulumi destroy`, sweep. "
         "Nothing is destroyed when a run cannot be collected, or the head says that one goes on. "
-        "The results bucket stays. Exit code 60 when something is left.",
+        "A results bucket stays without --delete-bucket. Exit code 60 when something is left.",
     )
     parser.set_defaults(command=_down)
     _add_stack(parser)
@@ -132,6 +133,12 @@ def _add_down(commands: Commands) -> None:
     _add_project(parser)
     parser.add_argument(
         "--without-collect", action="store_true", help="destroy results that are not here, too"
+    )
+    parser.add_argument(
+        "--delete-bucket",
+        metavar="NAME",
+        help="delete this results bucket of the cluster, too, with all that is in it; asks for its "
+        "name, which --yes does not answer",
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
     _add_runs_dir(parser)

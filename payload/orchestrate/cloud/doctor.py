@@ -14,7 +14,8 @@ from rich.table import Table
 
 from payload.errors import CloudAuthError, CloudError, ExitCode, UsageError
 from payload.orchestrate.cloud.endpoints import Endpoints
-from payload.orchestrate.cloud.google import CloudMissingError, Google
+from payload.orchestrate.cloud.firewall import check_firewall
+from payload.orchestrate.cloud.google import CloudMissingError, Google, UnreadableError
 from payload.orchestrate.cloud.need import Need, need_of
 from payload.orchestrate.cloud.price_check import check_price
 from payload.orchestrate.cloud.project_checks import (
@@ -34,20 +35,23 @@ from payload.orchestrate.cloud.sweep import project_of
 from payload.orchestrate.console import text_console
 
 _SCHEMA_VERSION = 1
-_TELLING = (ExitCode.AUTH, ExitCode.QUOTA, ExitCode.CONFIG)
+_TELLING = (ExitCode.AUTH, ExitCode.QUOTA, ExitCode.CONFIG, ExitCode.PREFLIGHT)
 
 
 def doctor(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Check, print a table and each fault with its fix, and return the exit code."""
     talk, out = text_console(stderr=True), text_console(stderr=False)
-    known, why = _settings(arguments, env)
+    pulumi = Pulumi(env, folder=Path.cwd(), stack=arguments.stack)
+    known, why = _settings(pulumi)
     need = _with_flags(need_of(known), arguments)
     configured = known.get("project")
     given = arguments.project or (configured if isinstance(configured, str) else None)
     project = project_of(given or None, None, env, folder=Path.cwd())
     talk.print(f"project {project}: {need.describe()} ({why})")
     google = Google(project, endpoints=Endpoints.from_env(env))
-    checks = [*examine(google, need), check_price(need)]
+    # Of another project than the stack's, its firewall says nothing.
+    own = pulumi if project == configured else None
+    checks = [*examine(google, need, own), check_price(need)]
     code = exit_code(checks)
     if arguments.json:
         document = {"schema_version": _SCHEMA_VERSION, "project": project, "exit_code": code}
@@ -61,12 +65,14 @@ def doctor(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     if errors:
         talk.print(f"error: {errors} of {len(checks)} checks failed")
     else:
-        talk.print("nothing that was checked keeps the cluster from being built")
+        blind = sum(check.outcome == "unknown" for check in checks)
+        more = f"; {blind} of {len(checks)} could not be checked" if blind else ""
+        talk.print(f"nothing that was checked keeps the cluster from being built{more}")
     return code
 
 
-def examine(google: Google, need: Need) -> Iterator[Check]:
-    """Every check; what cannot be looked at is said and does not end it.
+def examine(google: Google, need: Need, pulumi: Pulumi | None) -> Iterator[Check]:
+    """Yield every check; what cannot be looked at is said and does not end it.
 
     Raises CloudAuthError without credentials.
     """
@@ -77,15 +83,21 @@ def examine(google: Google, need: Need) -> Iterator[Check]:
         fix = "" if "Enable it" in str(error) else f"Is {google.project} the project's id?"
         yield auth("Compute Engine", str(error), fix)
         return
+    except UnreadableError as error:
+        project = None
+        yield unknown("Compute Engine", error)
     except CloudError as error:
         yield unknown("Compute Engine", error)
         return
-    yield Check(name="Compute Engine", outcome="ok", found="answers for this project")
+    else:
+        yield Check(name="Compute Engine", outcome="ok", found="answers for this project")
     yield from check_services(google, need)
     yield from check_offers(google, need)
     yield from check_quotas(google, need, project)
     yield from check_policies(google, need)
     yield from check_key(google, need)
+    if pulumi is not None:
+        yield from check_firewall(google, pulumi)
 
 
 def exit_code(checks: Sequence[Check]) -> ExitCode:
@@ -94,18 +106,17 @@ def exit_code(checks: Sequence[Check]) -> ExitCode:
     return next((code for code in _TELLING if code in codes), ExitCode.OK)
 
 
-def _settings(arguments: argparse.Namespace, env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """The stack's config, or nothing where there is no stack to be asked."""
+def _settings(pulumi: Pulumi) -> tuple[dict[str, Any], str]:
+    """Return the stack's config, or nothing where there is no stack to be asked."""
     try:
-        pulumi = Pulumi(env, folder=Path.cwd(), stack=arguments.stack)
         known = settings(pulumi)
     except PulumiError as error:
-        if arguments.stack is not None:
+        if pulumi.stack is not None:
             raise
         return {}, f"defaults and flags, as {error.trouble}: no stack's config"
     with suppress(PulumiError):  # only a policy's message needs it
         known["cluster"] = cluster_name(pulumi, known)
-    stack = f"stack {arguments.stack}" if arguments.stack else "the selected stack"
+    stack = f"stack {pulumi.stack}" if pulumi.stack else "the selected stack"
     return known, f"config of {stack}, and flags"
 
 

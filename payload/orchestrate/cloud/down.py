@@ -10,7 +10,7 @@ from rich.console import Console
 
 from payload.errors import ConfigError, ExitCode
 from payload.hints import command
-from payload.orchestrate.cloud.asks import confirm
+from payload.orchestrate.cloud.asks import confirm, confirm_by_name
 from payload.orchestrate.cloud.endpoints import Endpoints
 from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.operations import Operations
@@ -19,7 +19,7 @@ from payload.orchestrate.cloud.results_first import AtStake, at_stake
 from payload.orchestrate.cloud.settings import cluster_name, settings
 from payload.orchestrate.cloud.stack import StackOutputs, outputs_if_any, remember
 from payload.orchestrate.cloud.sweep import look, project_of
-from payload.orchestrate.cloud.teardown import destroy_and_look
+from payload.orchestrate.cloud.teardown import Bucket, delete_bucket, destroy_and_look, find_bucket
 from payload.orchestrate.console import text_console
 
 _WORDS = {"kept": "nothing was destroyed", "force": "down --without-collect"}
@@ -39,7 +39,10 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         stake = at_stake(
             cluster, outputs, env, folder=folder, runs_dir=arguments.runs_dir, talk=talk
         )
-    _say_steps(stake, cluster, project, talk=talk)
+    bucket = None
+    if arguments.delete_bucket is not None:
+        bucket = find_bucket(google, arguments.delete_bucket, cluster=cluster)
+    _say_steps(stake, cluster, project, bucket, talk=talk)
     if arguments.dry_run:
         found = look(google, cluster, folder=folder, keep_buckets=True)
         text_console(stderr=False).print(found.table())
@@ -50,6 +53,9 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     if not confirm(f"Destroy cluster {cluster}?", assume_yes=arguments.yes):
         talk.print("nothing was destroyed")
         return ExitCode.OK
+    if bucket is not None and not confirm_by_name(f"Delete {bucket} for good?", name=bucket.name):
+        talk.print("nothing was destroyed")
+        return ExitCode.OK
     brought = [] if stake is None else stake.bring_home(env, **_WORDS)
     talk.print(f"1/3 collect: {len(brought)} run(s) brought home")
     try:
@@ -57,6 +63,9 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
             pulumi=pulumi, cluster=cluster, folder=folder, talk=talk, assume_yes=arguments.yes
         )
         destroy_and_look(operations, google, steps=3)
+        if bucket is not None:
+            delete_bucket(google, bucket)
+            talk.print(f"gs://{bucket.name}: deleted")
     except KeyboardInterrupt:
         talk.print(
             f"down was interrupted: what is left of {cluster} is billed until its lifetime ends, "
@@ -86,8 +95,11 @@ def _which(
     return cluster, arguments.project or outputs.project, outputs
 
 
-def _say_steps(stake: AtStake | None, cluster: str, project: str, *, talk: Console) -> None:
+def _say_steps(
+    stake: AtStake | None, cluster: str, project: str, bucket: Bucket | None, *, talk: Console
+) -> None:
+    last = "a results bucket stays" if bucket is None else f"then {bucket}"
     first = "left out (--without-collect)" if stake is None else stake.names()
     talk.print(f"1/3 collect: {first}")
-    talk.print("2/3 pulumi destroy: every machine, disk and network; the results bucket stays")
+    talk.print(f"2/3 pulumi destroy: every machine, disk and network; {last}")
     talk.print(f"3/3 sweep: look for what is left of {cluster} in {project}")

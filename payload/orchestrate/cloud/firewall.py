@@ -6,17 +6,19 @@ issues 8076, 16213 and 16221): `pulumi up` reports success and the rule stays op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from rich.console import Console
 
-from payload.errors import CloudError
+from payload.errors import CloudError, ExitCode, TileforgeError
 from payload.hints import command
 from payload.orchestrate.cloud.google import Google, request_of
 from payload.orchestrate.cloud.listing import remove
-from payload.orchestrate.cloud.pulumi_cli import NEWER
+from payload.orchestrate.cloud.machines import inputs_in_state
+from payload.orchestrate.cloud.project_checks import Check, unknown
+from payload.orchestrate.cloud.pulumi_cli import NEWER, Pulumi, PulumiError
 from payload.orchestrate.cloud.pulumi_events import Step, Update, type_of
 from payload.orchestrate.cloud.resources import Resource, last_word
 from payload.untrusted import build, checked, printable
@@ -96,12 +98,27 @@ def wanted_rules(update: Update) -> tuple[str, dict[str, Rule]]:
 
     Raises ConfigError for an event that is not in the engine's format.
     """
+    return _rules(
+        _inputs(step)
+        for step in update.steps
+        if type_of(step.urn) == _FIREWALL and step.op not in _ENDS
+    )
+
+
+def rules_in_state(pulumi: Pulumi) -> tuple[str, dict[str, Rule]]:
+    """Return the same from the stack's state; an empty name and no rules when nothing is up.
+
+    Raises PulumiError, ConfigError.
+    """
+    return _rules(inputs_in_state(pulumi, _FIREWALL))
+
+
+def _rules(each_inputs: Iterable[Any]) -> tuple[str, dict[str, Rule]]:
     network, rules = "", {}
-    for step in update.steps:
-        if type_of(step.urn) == _FIREWALL and step.op not in _ENDS:
-            inputs = build(_Inputs, _inputs(step), where=f"the event of {step.urn}", fix=NEWER)
-            rules[inputs.name] = _rule(inputs)
-            network = last_word(inputs.network) or network
+    for raw in each_inputs:
+        inputs = build(_Inputs, raw, where="a firewall rule of the stack", fix=NEWER)
+        rules[inputs.name] = _rule(inputs)
+        network = last_word(inputs.network) or network
     return network, rules
 
 
@@ -166,6 +183,43 @@ def foreign_words(found: Findings) -> list[str]:
         f"gcloud compute firewall-rules describe {name}"
         for name in found.foreign
     ]
+
+
+def check_firewall(google: Google, pulumi: Pulumi) -> Iterator[Check]:
+    """Check the firewall of a cluster that is up; yields nothing where there is no stack."""
+    try:
+        network, wanted = rules_in_state(pulumi)
+        if not wanted:
+            return
+        found = compare(google, network, wanted)
+    except PulumiError as error:
+        if error.trouble == "other":
+            yield unknown("firewall", error)
+        return
+    except TileforgeError as error:
+        yield unknown("firewall", error)
+        return
+    for name, how in found.differing.items():
+        yield Check(
+            name=f"firewall rule {name}",
+            outcome="error",
+            found=f"not as the program has it: {how}",
+            fix=f"Replace it: {command('orchestrate', 'up')}",
+            exit_code=ExitCode.PREFLIGHT,
+        )
+    for name in found.foreign:
+        yield Check(
+            name=f"firewall rule {name}",
+            outcome="warning",
+            found=f"in {network}, and not the cluster program's",
+            fix=f"See what it opens: gcloud compute firewall-rules describe {name}",
+        )
+    if not found.differing:
+        yield Check(
+            name=f"firewall of {network}",
+            outcome="ok",
+            found=f"{len(wanted)} rules as the program has them",
+        )
 
 
 def _inputs(step: Step) -> Any:

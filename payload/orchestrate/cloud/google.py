@@ -45,6 +45,10 @@ class CloudMissingError(CloudError):
     """What was asked for does not exist."""
 
 
+class UnreadableError(CloudError):
+    """Google Cloud has answered in a form that its own client library cannot parse."""
+
+
 class Google:
     """One project, seen through Google's client libraries; threads may share it.
 
@@ -168,10 +172,7 @@ class Google:
                 if wait_s is None or time.monotonic() + wait_s > ends:
                     raise self._explained(error, what) from None
             except self._unreadable as error:
-                raise CloudError(
-                    f"{what}: Google Cloud's answer cannot be read ({one_line(repr(error))}). Try "
-                    "again; if it stays so, something between here and Google changes answers."
-                ) from None
+                raise _unreadable(error, what) from None
             self._sleep(wait_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -200,7 +201,10 @@ class Google:
     def _explained(self, error: Exception, what: str) -> TileforgeError:
         from google.api_core import exceptions
         from google.auth import exceptions as auth
+        from requests.exceptions import InvalidJSONError
 
+        if isinstance(error, InvalidJSONError):
+            return _unreadable(error, what)
         message = _attribute(error, "message") or _attribute(error, "__str__")
         said = _REQUEST.sub("", one_line(str(message)))
         if isinstance(error, auth.RefreshError):
@@ -236,6 +240,13 @@ def one_line(text: str, *, longest: int = 300) -> str:
     """Return the text without line breaks and control characters, and not too much of it."""
     flat = " ".join(printable(text).split())
     return flat if len(flat) <= longest else f"{flat[:longest]}..."
+
+
+def _unreadable(error: Exception, what: str) -> UnreadableError:
+    return UnreadableError(
+        f"{what}: Google Cloud's answer cannot be read ({one_line(repr(error))}). Try again; if it "
+        "stays so, something between here and Google changes answers."
+    )
 
 
 def endless(what: str) -> CloudError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -17,6 +17,7 @@ from payload.orchestrate.cloud.google import (
     REQUEST_S,
     CloudMissingError,
     Google,
+    UnreadableError,
     endless,
     one_line,
     request_of,
@@ -70,7 +71,8 @@ def list_everything(google: Google) -> Listing:
     blind: list[str] = []
     # The first one alone: without credentials there is one error and not a dozen.
     first, *others = KINDS
-    found += _of_kind(google, first, blind)
+    with _noted(blind, UnreadableError):
+        found.extend(_of_kind(google, first, blind))
     ways = [partial(_of_kind, google, kind, blind) for kind in others]
     with ThreadPoolExecutor(max_workers=4) as pool:
         waiting = [
@@ -92,30 +94,30 @@ def remove(google: Google, resources: Sequence[Resource]) -> list[str]:
     for _, alike in groupby(going, key=lambda each: each.kind):
         ends: list[Callable[[], None]] = []
         for resource in alike:
-            with _noted(failed):
+            # Something else may have removed it, which is as good.
+            with _noted(failed, TileforgeError), suppress(CloudMissingError):
                 ends.append(_begin_to_remove(google, resource))
         for see_to_its_end in ends:
-            with _noted(failed):
+            with _noted(failed, TileforgeError), suppress(CloudMissingError):
                 see_to_its_end()
     return failed
 
 
 @contextmanager
-def _noted(failed: list[str]) -> Iterator[None]:
+def _noted(said: list[str], *errors: type[TileforgeError]) -> Iterator[None]:
+    """Put the message of an error into `said` and go on."""
     try:
         yield
-    except CloudMissingError:
-        pass  # something else has removed it, which is as good
-    except TileforgeError as error:
-        failed.append(str(error))
+    except errors as error:
+        said.append(str(error))
 
 
 def _attempt(way: Callable[[], Iterator[Resource]], blind: list[str]) -> list[Resource]:
-    try:
-        return list(way())
-    except (CloudError, CloudAuthError) as error:
-        blind.append(str(error))
-        return []
+    """Return what was found before an error, too."""
+    found: list[Resource] = []
+    with _noted(blind, CloudError, CloudAuthError):
+        found.extend(way())
+    return found
 
 
 def _of_kind(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resource]:

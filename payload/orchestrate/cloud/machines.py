@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from payload.orchestrate.cloud.pulumi_cli import NEWER, Pulumi, PulumiError
 from payload.orchestrate.cloud.pulumi_events import Update, name_of, type_of, urn_field
@@ -18,6 +19,7 @@ _ENDS = ("delete", "replace", "delete-replaced")
 class _Resource:
     urn: str = urn_field()
     id: str | None = None
+    inputs: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +44,19 @@ class StackState:
 
 def stack_state(pulumi: Pulumi) -> StackState:
     """Return the state that Pulumi's backend has now. Raises PulumiError, ConfigError."""
-    where = _where("stack export")
-    text = pulumi.ask("stack", "export")
-    export = build(_Export, parse_json(text, where=where, fix=NEWER), where=where, fix=NEWER)
-    resources = (export.deployment or _Deployment()).resources or ()
+    resources = _resources(pulumi)
     return StackState(
         machines=tuple(_names(each.urn for each in resources)),
         parts=tuple((each.urn, each.id) for each in resources),
     )
+
+
+def inputs_in_state(pulumi: Pulumi, kind: str) -> list[Mapping[str, Any]]:
+    """Return what the cluster program last asked for of every resource of this type.
+
+    Raises PulumiError, ConfigError.
+    """
+    return [each.inputs or {} for each in _resources(pulumi) if type_of(each.urn) == kind]
 
 
 def machines_that_go(preview: Update) -> list[str]:
@@ -68,6 +75,13 @@ def changes_metadata(preview: Update) -> bool:
         step.op == "update" and type_of(step.urn) == INSTANCE and "metadata" in (step.diffs or ())
         for step in preview.steps
     )
+
+
+def _resources(pulumi: Pulumi) -> Sequence[_Resource]:
+    where = _where("stack export")
+    text = pulumi.ask("stack", "export")
+    export = build(_Export, parse_json(text, where=where, fix=NEWER), where=where, fix=NEWER)
+    return (export.deployment or _Deployment()).resources or ()
 
 
 def _names(urns: Iterable[str]) -> list[str]:

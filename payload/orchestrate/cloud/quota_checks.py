@@ -19,6 +19,17 @@ _PAGE = "https://console.cloud.google.com/iam-admin/quotas?project={project}"
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 _FAMILY_METRIC = "CPUS_PER_VM_FAMILY"
 _FAMILY_QUOTA = "CPUS-PER-VM-FAMILY-per-project-region"
+_DEFAULTS = {
+    "C3_CPUS": 24.0,
+    "CPUS_ALL_REGIONS": 32.0,
+    "INSTANCES": 24.0,
+    "IN_USE_ADDRESSES": 8.0,
+    "NETWORKS": 5.0,
+    "ROUTERS": 10.0,
+    "SSD_TOTAL_GB": 500.0,
+}
+"""Limits of a project that never asked for more, as public listings of `gcloud compute project-info
+describe` show them; one on a free trial has less (CPUS_ALL_REGIONS 12)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +52,10 @@ class _QuotaInfo:
 
 
 def check_quotas(google: Google, need: Need, project: Any) -> Iterator[Check]:
-    """Check every quota that the cluster counts against; `project` is Compute Engine's answer."""
+    """Check every quota that the cluster counts against.
+
+    `project` is Compute Engine's answer, or None where it could not be read.
+    """
     try:
         region = ask_compute(
             google, "Regions", "GetRegionRequest", what="region", region=need.region
@@ -52,7 +66,7 @@ def check_quotas(google: Google, need: Need, project: Any) -> Iterator[Check]:
         return
     limits: dict[Scope, Mapping[str, Any]] = {
         "region": {quota.metric: quota for quota in region.quotas},
-        "project": {quota.metric: quota for quota in project.quotas},
+        "project": {quota.metric: quota for quota in (project.quotas if project else ())},
     }
     page = _PAGE.format(project=google.project)
     seen = set()
@@ -70,7 +84,7 @@ def check_quotas(google: Google, need: Need, project: Any) -> Iterator[Check]:
         elif metric == need.family_quota():
             yield _of_family(google, need, amount=amount, page=page)
         else:
-            yield _not_known(f"{metric} in {where}", amount, f"Look at {page}")
+            yield _not_listed(metric, where, amount=amount, page=page)
 
 
 def _against(quota: Any, name: str, *, amount: float, page: str) -> Check:
@@ -126,6 +140,18 @@ def _applicable(info: _QuotaInfo, *, region: str, family: str) -> int | None:
     # Of those with one dimension a location's goes first (configure-dimensions, "precedence").
     best = max(fitting, key=lambda e: (len(e.dimensions), "region" in e.dimensions), default=None)
     return None if best is None or best.details is None else int(best.details.value)
+
+
+def _not_listed(metric: str, where: str, *, amount: float, page: str) -> Check:
+    """Compare with what a default project has; nothing but the console has this project's limit."""
+    name, default = f"{metric} in {where}", _DEFAULTS.get(metric)
+    if default is None:
+        return _not_known(name, amount, f"Look at {page}")
+    found = f"{amount:g} needed, the limit is not listed; a default project has {default:g}"
+    if amount <= default:
+        return Check(name=name, outcome="unknown", found=found, fix=f"Look at {page}")
+    fix = f"See that the limit is at least {amount:g} more than is in use, or ask for it: {page}"
+    return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.QUOTA)
 
 
 def _not_known(name: str, amount: float, fix: str) -> Check:

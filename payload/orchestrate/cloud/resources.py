@@ -274,7 +274,7 @@ def parse_time(text: str | None) -> float | None:
     """Unix time of an RFC 3339 text, or None."""
     try:
         return datetime.fromisoformat(text or "").timestamp()
-    except ValueError:
+    except (OverflowError, ValueError):
         return None
 
 

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from payload.errors import TeardownError, TileforgeError
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from payload.errors import (
+    CloudAuthError,
+    CloudError,
+    ConfigError,
+    TeardownError,
+    TileforgeError,
+)
 from payload.orchestrate.cloud.asks import confirm
 from payload.orchestrate.cloud.failures import StackBusyError, explain
-from payload.orchestrate.cloud.google import Google
+from payload.orchestrate.cloud.google import CloudMissingError, Google
 from payload.orchestrate.cloud.listing import remove
 from payload.orchestrate.cloud.operations import Operations
 from payload.orchestrate.cloud.ownership import carrying_label
+from payload.orchestrate.cloud.resources import CLOUD_NAME, CLUSTER_LABEL, KEPT_LABEL
 from payload.orchestrate.cloud.sweep import Sweep, conclude, look
 from payload.orchestrate.console import text_console
+from payload.untrusted import checked, shown
 
+_DIGITS = re.compile("[0-9]{1,19}")
+_DELETES_AT_ONCE = 8
 # Buckets of older releases are protected: without the flag nothing at all would be destroyed.
 _WORDS = ("destroy", "--yes", "--skip-preview", "--exclude-protected")
 
@@ -52,7 +69,14 @@ def _destroy(operations: Operations) -> TileforgeError | None:
 
 
 def _look(operations: Operations, google: Google) -> Sweep:
-    return look(google, operations.cluster, folder=operations.folder, keep_buckets=True)
+    cluster = operations.cluster
+    try:
+        return look(google, cluster, folder=operations.folder, keep_buckets=True)
+    except (CloudError, CloudAuthError) as error:
+        again = f"sweep --cluster {cluster} --project {google.project}"
+        raise TeardownError(
+            f"it is not known what is left of {cluster}: {error} Look: {again}"
+        ) from None
 
 
 def _remove_labelled(operations: Operations, google: Google, found: Sweep) -> bool:
@@ -69,3 +93,85 @@ def _remove_labelled(operations: Operations, google: Google, found: Sweep) -> bo
     for reason in remove(google, going):
         operations.talk.print(f"warning: {reason}")
     return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """A results bucket that the operator wants gone."""
+
+    name: str
+    num_objects: int
+    """Old versions are counted, too."""
+    size_bytes: int
+
+    def __str__(self) -> str:
+        size = f"{self.size_bytes / 2**30:.1f} GiB" if self.size_bytes else "empty"
+        return f"gs://{self.name} ({self.num_objects} objects, {size})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BucketAnswer:
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Object:
+    name: str
+    generation: str = checked(pattern=_DIGITS, wanted="an integer as text")
+    size: str = checked("0", pattern=_DIGITS, wanted="an integer as text")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ObjectPage:
+    items: tuple[_Object, ...] = ()
+    next_page_token: str = checked("", key="nextPageToken")
+
+
+def find_bucket(google: Google, name: str, *, cluster: str) -> Bucket:
+    """Return the cluster's results bucket of this name, with its size.
+
+    Raises ConfigError for one that is not the cluster's, and as Google.ask does.
+    """
+    what = f"bucket {shown(name)}"
+    if not CLOUD_NAME.fullmatch(name):
+        raise ConfigError(f"--delete-bucket {shown(name)}: must be a bucket's name, without gs://.")
+    try:
+        found = google.get("storage", f"/storage/v1/b/{name}", what=what, shape=_BucketAnswer)
+    except CloudMissingError:
+        raise ConfigError(
+            f"--delete-bucket {name}: there is no such bucket. See what is there: sweep --cluster "
+            f"{cluster} --project {google.project}"
+        ) from None
+    if found.labels.get(CLUSTER_LABEL) != cluster or KEPT_LABEL not in found.labels:
+        raise ConfigError(
+            f"--delete-bucket {name}: it is no results bucket of cluster {cluster}, by its labels, "
+            f"so it stays. Delete it by hand: gcloud storage rm --recursive gs://{name}"
+        )
+    sizes = [int(each.size) for each in _objects(google, name)]
+    return Bucket(name=name, num_objects=len(sizes), size_bytes=sum(sizes))
+
+
+def delete_bucket(google: Google, bucket: Bucket) -> None:
+    """Delete the bucket and all that is in it. Raises TeardownError when something stays."""
+    path, what = f"/storage/v1/b/{bucket.name}", f"deleting gs://{bucket.name}"
+
+    def delete(each: _Object) -> None:
+        with suppress(CloudMissingError):
+            named = f"{path}/o/{quote(each.name, safe='')}?generation={each.generation}"
+            google.delete("storage", named, what=what)
+
+    try:
+        with ThreadPoolExecutor(max_workers=_DELETES_AT_ONCE) as pool:
+            list(pool.map(delete, list(_objects(google, bucket.name))))
+        google.delete("storage", path, what=what)
+    except (CloudError, CloudAuthError) as error:
+        raise TeardownError(
+            f"the cluster is gone, but its bucket is not: {error} By hand: gcloud storage rm "
+            f"--recursive gs://{bucket.name}"
+        ) from None
+
+
+def _objects(google: Google, bucket: str) -> Iterator[_Object]:
+    path = f"/storage/v1/b/{bucket}/o?versions=true&maxResults=1000"
+    pages = google.get_pages("storage", path, what=f"listing gs://{bucket}", shape=_ObjectPage)
+    return (each for page in pages for each in page.items)

@@ -117,13 +117,16 @@ def _conclude(
     """Remember the cluster, look at its firewall, and print what is next."""
     outputs = read_outputs(pulumi)
     remember(outputs, folder=Path.cwd())
+    # Before the firewall: whatever is found there, the machines are billed.
+    talk.print(
+        f"cluster {outputs.inventory.cluster}: {len(outputs.inventory.nodes)} node(s), "
+        f"{outputs.price_and_end()}; remove it: {command('orchestrate', 'down')}"
+    )
     builder.settle_firewall(update)
     name = f"stack:{arguments.stack}" if arguments.stack else "stack"
     talk.print(
-        f"cluster {outputs.inventory.cluster}: {len(outputs.inventory.nodes)} node(s), "
-        f"{outputs.price_and_end()}. Check it: "
+        "check its nodes: "
         + command("orchestrate", "preflight", "--inventory", name, "--wait", "20")
-        + f"; remove it: {command('orchestrate', 'down')}"
     )
     return ExitCode.OK
 

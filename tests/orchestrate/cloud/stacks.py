@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,13 @@ from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.supervise.planned import plan_stand_in
 
 Capture = pytest.CaptureFixture[str]
+
+
+class Answers(io.StringIO):
+    """What an operator types at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def stay(site: Site, *names: str) -> None:

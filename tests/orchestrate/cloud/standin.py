@@ -53,6 +53,15 @@ class MissingError(Exception):
     """Answered with 404; the text is Google's."""
 
 
+class RefusedError(Exception):
+    """Answered with a status and Google's text."""
+
+    def __init__(self, status: int, message: str, reason: str = "invalid") -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
 class CloudStandIn:
     """The state, and the server over it; a context manager."""
 
@@ -60,6 +69,8 @@ class CloudStandIn:
         self.items: dict[tuple[str, str], list[dict[str, Any]]] = {}
         """By collection and place: a zone, a region or `global`."""
         self.buckets: list[dict[str, Any]] = []
+        self.objects: dict[str, list[dict[str, Any]]] = {}
+        """By bucket: name, generation and size of each object, old versions included."""
         self.guest_attributes: dict[str, dict[str, str]] = {}
         """By instance: its host keys by type. An instance without an entry has written none."""
         self.regions: dict[str, dict[str, tuple[float, float]]] = {}
@@ -202,12 +213,15 @@ class CloudStandIn:
                 return 200, self._route(method, parts.path, query), {}
             except MissingError as error:
                 return 404, _error(404, Fault(path="", status=404, message=str(error))), {}
+            except RefusedError as error:
+                fault = Fault(path="", status=error.status, message=str(error), reason=error.reason)
+                return error.status, _error(error.status, fault), {}
 
     def _route(self, method: str, path: str, query: dict[str, str]) -> dict[str, Any]:
         words = path.strip("/").split("/")
         match words:
-            case ["storage", "v1", "b"]:
-                return self._page(self.buckets, query, size=query.get("maxResults"))
+            case ["storage", "v1", "b", *rest]:
+                return self._storage(method, rest, query)
             case ["v1", "projects", _, "services"]:
                 names = [{"config": {"name": f"{s}.googleapis.com"}} for s in sorted(self.services)]
                 page = self._page(names, query)
@@ -277,6 +291,30 @@ class CloudStandIn:
             raise MissingError(f"Service account {words[0]} does not exist.")
         items.remove(found[0])
         return {}
+
+    def _storage(self, method: str, words: list[str], query: dict[str, str]) -> dict[str, Any]:
+        if not words:
+            return self._page(self.buckets, query, size=query.get("maxResults"))
+        found = [bucket for bucket in self.buckets if bucket["name"] == words[0]]
+        if not found:
+            raise MissingError("The specified bucket does not exist.")
+        objects = self.objects.setdefault(words[0], [])
+        match method, words[1:]:
+            case "GET", []:
+                return found[0]
+            case "DELETE", []:
+                if objects:
+                    raise RefusedError(409, "The bucket you tried to delete is not empty.")
+                self.buckets.remove(found[0])
+                return {}
+            case "GET", ["o"]:
+                live = objects if query.get("versions") == "true" else []
+                return self._page(live, query, size=query.get("maxResults"))
+            case "DELETE", ["o", name]:
+                versions = (unquote(name), query["generation"])
+                objects[:] = [o for o in objects if (o["name"], o["generation"]) != versions]
+                return {}
+        raise MissingError(f"the stand-in has no {method} of {words}")
 
     def _key(self, path: str) -> dict[str, Any]:
         key, _, verb = path.partition(":")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -306,6 +308,53 @@ def test_a_rule_that_was_opened_by_hand_is_replaced_or_up_fails(
     assert code == (ExitCode.OK if closes else ExitCode.PREFLIGHT)
     if not closes:
         assert f"firewall of dev-network: {name}: sources 0.0.0.0/0" in err.splitlines()[-1]
+
+
+def rules_up(site: Site) -> None:
+    """From now on the stack's state has the resources of the recorded cluster."""
+    steps = map(json.loads, (ENGINE / "up-unchanged.events.jsonl").read_text().splitlines())
+    found = [each["resourcePreEvent"]["metadata"] for each in steps if "resourcePreEvent" in each]
+    resources = [
+        {"urn": each["urn"], "id": each["new"]["id"], "inputs": each["new"].get("inputs")}
+        for each in found
+        if each["op"] == "same"
+    ]
+    state = {"version": 3, "deployment": {"resources": resources}}
+    site.pulumi.on("stack", "export", out=json.dumps(state))
+
+
+def test_doctor_names_rules_that_differ_and_rules_that_are_not_the_programs(
+    dev: Site, capsys: Capture
+) -> None:
+    rules_up(dev)
+    assert main(["doctor"], dev.env) != ExitCode.PREFLIGHT
+    out = capsys.readouterr().out
+    assert re.search("firewall of dev-network +ok +5 rules as the program has them", out)
+    # As the recorded runs found it, after `up` had reported success.
+    for name in ("dev-allow-ssh", "dev-allow-nodes"):
+        (rule,) = [each for each in dev.cloud.items["firewalls", "global"] if each["name"] == name]
+        rule["sourceRanges"] = [*rule.get("sourceRanges", ()), "0.0.0.0/0"]
+    dev.cloud.drop("firewalls", "dev-deny-egress")
+    dev.cloud.add("firewalls", "by-hand", place="global", labels={}, network=NETWORK)
+    dev.cloud.add("firewalls", "elsewhere", place="global", labels={}, network="x/networks/other")
+    dev.cloud.regions[REGION] = {"C3_CPUS": (100.0, 0.0)}
+    for kind, name in (("machineTypes", "c3-highmem-8"), ("diskTypes", "pd-balanced")):
+        dev.cloud.add(kind, name, place=ZONE, labels={}, guestCpus=8)
+    assert main(["doctor"], dev.env) == ExitCode.PREFLIGHT
+    out = capsys.readouterr().out
+    for name, how in {
+        "dev-allow-ssh": "sources 0.0.0.0/0, 35.235.240.0/20 instead of 35.235.240.0/20",
+        "dev-allow-nodes": "sources 0.0.0.0/0 instead of none",
+        "dev-deny-egress": "it is missing",
+    }.items():
+        line = f"error: firewall rule {name}: not as the program has it: {how}. Replace it:"
+        assert line in out
+    assert "warning: firewall rule by-hand: in dev-network, and not the cluster program's" in out
+    assert "elsewhere" not in out
+    assert dev.cloud.count("^DELETE") == 0
+    # A project that is not the stack's has another firewall.
+    main(["doctor", "--project", "other-project"], dev.env)
+    assert "firewall" not in capsys.readouterr().out
 
 
 def test_a_machine_that_only_a_stop_can_bring_back_is_built_again(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
@@ -13,7 +12,7 @@ from payload.orchestrate.cloud import results_first
 from payload.orchestrate.cloud.head import Head
 from payload.orchestrate.keys import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
-from tests.orchestrate.cloud.stacks import Capture, make_run, own_key, words
+from tests.orchestrate.cloud.stacks import Answers, Capture, make_run, own_key, words
 from tests.orchestrate.cloud.test_failures import DETAILS, PLAIN
 
 
@@ -52,13 +51,6 @@ def test_next_zone_needs_a_next_zone(site: Site, capsys: Capture) -> None:
     assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.CONFIG
     assert "--next-zone: the config has 1 zone(s)" in capsys.readouterr().err
     assert words(site) == []
-
-
-class Answers(io.StringIO):
-    """What an operator types at a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def test_next_zone_does_not_leave_results_behind_in_the_old_one(
