@@ -64,7 +64,7 @@ class ModelSection:
     preset: Preset = "gpt2"
     """Sizes of a model from scratch; weights of `init` have their own."""
     init: str = "scratch"
-    """`scratch`, a Hugging Face name or folder, or a checkpoint folder of a run."""
+    """`scratch`, a Hugging Face name or folder, a GGUF file, a run or one of its checkpoints."""
     dropout: float = setting(0.0, low=0.0, high=0.99)
     bias: bool = True
     """Of a model from scratch, likewise."""

@@ -19,6 +19,7 @@ def make_data_folder(
     num_train_tokens: int = 20_000,
     num_val_tokens: int = 1_000,
     vocab_size: int = VOCAB_SIZE,
+    tokenizer_sha256: str = TOKENIZER_SHA256,
     seed: int = 7,
 ) -> Path:
     """A folder of repetitive random tokens, which a model learns quickly."""
@@ -41,7 +42,7 @@ def make_data_folder(
         folder,
         DataMeta(
             tokenizer=TOKENIZER_NAME,
-            tokenizer_sha256=TOKENIZER_SHA256,
+            tokenizer_sha256=tokenizer_sha256,
             vocab_size=vocab_size,
             end_of_text=END_OF_TEXT,
             dtype=token_dtype(vocab_size),

@@ -17,7 +17,6 @@ OTHERS = tuple(
             "payload/export",
             "payload/generate/codec.py",
             "payload/tokenizer_identity.py",
-            "payload/train/gguf_folder.py",
         ),
     )
 )

@@ -13,6 +13,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from payload.data.pre_tokenizers import LLAMA3, QWEN2, TEKKEN
 from payload.errors import CheckpointError
 from payload.untrusted import build, checked, parse_json, read_bytes, shown
 
@@ -23,18 +24,6 @@ _WORD_START = "\u2581"
 _LONG_INTEGER = re.compile(rb'(?<="model_max_length": )[0-9]{20,}')
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPECIAL_NAMES = ("bos", "eos", "unk", "pad")
-
-# As tokenizer.json spells them. Source: llama.cpp, src/llama-vocab.cpp.
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 class TokenKind(IntEnum):
@@ -215,8 +204,8 @@ def _pre_tokenizer(raw: Mapping[str, Any], model: _Model, path: Path) -> str:
         ] if rest.get("use_regex", True):
             return "smollm"
         case [{"type": "Split", "pattern": {"Regex": str(regex)}}, {"type": "ByteLevel"}]:
-            names = {_QWEN2: "qwen2", _TEKKEN: "tekken"}
-            names[_LLAMA3] = "llama-bpe" if model.ignore_merges else "smaug-bpe"
+            names = {QWEN2: "qwen2", TEKKEN: "tekken"}
+            names[LLAMA3] = "llama-bpe" if model.ignore_merges else "smaug-bpe"
             if regex in names:
                 return names[regex]
     raise CheckpointError(

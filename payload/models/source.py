@@ -15,6 +15,7 @@ from payload.checkpoint_files import (
     newest_sound,
 )
 from payload.errors import CheckpointError
+from payload.models.gguf import gguf_file, read_gguf
 from payload.models.hub import HubName, resolve
 from payload.models.registry import preset_of_hub_name, read_spec
 from payload.models.spec import ModelSpec
@@ -29,9 +30,11 @@ class Source:
 
     name: str
     """As it was given: `scratch`, a path, or a name on the hub, perhaps with @REVISION."""
-    kind: Literal["scratch", "folder", "hub"]
+    kind: Literal["scratch", "folder", "gguf", "hub"]
     folder: Path | None = None
     """The folder with the weights, of a checkpoint too; None for the other kinds."""
+    file: Path | None = None
+    """The GGUF file; None for the other kinds."""
 
     def spec(self) -> ModelSpec | None:
         """Return the model's numbers where they are known without a download, else None.
@@ -43,6 +46,8 @@ class Source:
             return find_source(base, setting=f"{self.folder}: base", verify=False).spec()
         if self.folder is not None:
             return read_spec(self.folder)
+        if self.file is not None:
+            return read_gguf(self.file)
         return preset_of_hub_name(self.name) if self.kind == "hub" else None
 
 
@@ -55,14 +60,17 @@ def find_source(
 ) -> Source:
     """Say what `name` stands for; `setting` is what messages call it.
 
-    A run's folder, or its folder of checkpoints, stands for its newest sound checkpoint:
-    `passed_over` is told of each damaged one and what is wrong with it. A checkpoint must be what
-    its manifest says. Without `verify` no weights are read: the newest checkpoint is taken as it
-    is. Raises CheckpointError when there is nothing to load.
+    A folder without config.json may have one GGUF file instead. A run's folder, or its folder of
+    checkpoints, stands for its newest sound checkpoint: `passed_over` is told of each damaged one
+    and what is wrong with it. A checkpoint must be what its manifest says. Without `verify` no
+    weights are read: the newest checkpoint is taken as it is. Raises CheckpointError when there is
+    nothing to load.
     """
     if name == SCRATCH:
         return Source(name=name, kind="scratch")
     path = Path(name).expanduser()
+    if not _is_run(path) and (file := gguf_file(path)) is not None:
+        return Source(name=name, kind="gguf", file=file)
     if not path.is_dir():
         _require_hub_name(name, path, setting=setting)
         return Source(name=name, kind="hub")
@@ -77,9 +85,11 @@ def pinned(name: str, *, setting: str, earlier: str | None = None) -> str:
     same run settled on: if it is the same model, its commit is kept and nobody is asked.
     Raises CheckpointError.
     """
+    wanted, before = HubName.parse(name), HubName.parse(earlier or "")
+    if earlier == name and (wanted is None or wanted.commit()):
+        return name
     if find_source(name, setting=setting, verify=False).kind != "hub":
         return name
-    wanted, before = HubName.parse(name), HubName.parse(earlier or "")
     assert wanted is not None
     if before is not None and before.commit() and before.name == wanted.name:
         return name if wanted.commit() else str(before)
@@ -95,10 +105,8 @@ def _weights_in(
     passed_over: Callable[[Path, str], None],
 ) -> Path:
     """Return the folder with the weights that `path`, a folder, stands for."""
-    paths = RunPaths(path)
-    is_run = any(each.exists() for each in (paths.config, paths.plan, paths.checkpoints))
-    if is_run or checkpoint_folders(path):
-        checkpoints = paths.checkpoints if is_run else path
+    if _is_run(path):
+        checkpoints = path if checkpoint_folders(path) else RunPaths(path).checkpoints
         newest = _newest(checkpoints, verify=verify, passed_over=passed_over)
         if newest is None:
             raise CheckpointError(
@@ -113,6 +121,13 @@ def _weights_in(
     return path
 
 
+def _is_run(path: Path) -> bool:
+    """Say whether `path` is a run's folder, or its folder of checkpoints."""
+    paths = RunPaths(path)
+    known = any(each.exists() for each in (paths.config, paths.plan, paths.checkpoints))
+    return known or bool(checkpoint_folders(path))
+
+
 def _newest(
     checkpoints: Path, *, verify: bool, passed_over: Callable[[Path, str], None]
 ) -> Path | None:
@@ -125,7 +140,9 @@ def _newest(
 def _require_hub_name(name: str, path: Path, *, setting: str) -> None:
     """Refuse what was meant as a path: a hub's names are NAME or OWNER/NAME, @REVISION behind."""
     if path.exists():
-        raise CheckpointError(f"{setting} = {name!r}: that is a file. Name the folder it is in.")
+        raise CheckpointError(
+            f"{setting} = {name!r}: that is a file and no .gguf. Name the folder it is in."
+        )
     is_path = name.startswith(("/", "./", "../", "~")) or HubName.parse(name) is None
     # `runs/typo` is meant as a path where there is a folder `runs`.
     if is_path or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):

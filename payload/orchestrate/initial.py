@@ -72,6 +72,8 @@ def settle_initial(
                 load_meta(data), data=data, folder=folder, init=source.name, error=ConfigError
             )
         config = _starting_from(config, str(folder))
+    elif source.file is not None:
+        config = _starting_from(config, str(source.file.resolve()))
     elif source.kind == "hub" and download:
         name = HubName.parse(pinned(source.name, setting="model.init"))
         assert name is not None

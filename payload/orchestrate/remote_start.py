@@ -172,7 +172,7 @@ def _wanted(
 
 def _weights(init: str, *, resumes: bool) -> Weights | None:
     """A resumed run starts from its checkpoint, so that the folder may be gone by now."""
-    return None if resumes and not Path(init).is_dir() else local_weights(init)
+    return None if resumes and not Path(init).exists() else local_weights(init)
 
 
 def _refuse_another_place(paths: RunPaths, inventory: ClusterInventory, *, talk: Console) -> None:

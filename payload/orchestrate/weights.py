@@ -16,11 +16,11 @@ from payload.models.source import find_source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A folder in the Hugging Face layout on this machine."""
+    """A folder in the Hugging Face layout on this machine, or one with a GGUF file."""
 
     folder: Path
     files: Mapping[str, str]
-    """sha256 by name, of what a model is loaded from; config.json is the last."""
+    """sha256 by name, of what a model is loaded from; config.json or the GGUF file is the last."""
 
     @property
     def digest(self) -> str:
@@ -39,7 +39,10 @@ def local_weights(init: str) -> Weights | None:
     not what a checkpoint's manifest says.
     """
     # Not verified here: every file that is sent is compared with the manifest below.
-    folder = find_source(init, setting="model.init", verify=False).folder
+    source = find_source(init, setting="model.init", verify=False)
+    if (file := source.file) is not None:
+        return Weights(folder=file.parent, files={file.name: _sha256(file, init=init)})
+    folder = source.folder
     if folder is None:
         return None
     promised = _promised(folder)

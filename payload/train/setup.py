@@ -101,17 +101,28 @@ class _TensorForms:
 def pin_initial(config: RunConfig, *, paths: RunPaths, world: World) -> RunConfig:
     """Return the config with a hub's model as one commit, the same on every rank and at a resume.
 
-    Rank 0 asks the hub, unless the run folder has the commit from an earlier start. Raises
+    Rank 0 asks the hub, unless the run has the commit from an earlier start. Raises
     CheckpointError.
     """
     init = None
     if world.is_main:
-        earlier = None
-        with suppress(ConfigError):
-            earlier = load_run_config(paths.config).model.init if paths.config.exists() else None
-        init = pinned(config.model.init, setting="model.init", earlier=earlier)
+        init = pinned(config.model.init, setting="model.init", earlier=_earlier_init(paths))
     agreed = world.broadcast(init, str)
     return replace(config, model=replace(config.model, init=agreed))
+
+
+def _earlier_init(paths: RunPaths) -> str | None:
+    """Return the model.init that an earlier start of the run settled on, or None for a new run.
+
+    The newest checkpoint knows it best: an operator's run.toml replaces that of the run's folder.
+    """
+    for checkpoint in reversed(checkpoint_folders(paths.checkpoints)):
+        with suppress(ConfigError):
+            state = load_trainer_state(checkpoint)
+            return parse_run_config(state.config_toml, where="the checkpoint's config").model.init
+    with suppress(ConfigError):
+        return load_run_config(paths.config).model.init if paths.config.exists() else None
+    return None
 
 
 def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) -> Start:

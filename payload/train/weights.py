@@ -12,6 +12,7 @@ from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, WEIGHTS_FILE
 from payload.models.hub import HubName, fetch
 from payload.models.source import find_source
+from payload.train.gguf_folder import folder_of_gguf
 from payload.train.tensor_file import write_tensors
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ def model_folder(name: str, *, setting: str = "model.init") -> Path:
     source = find_source(name, setting=setting, passed_over=warn_passed_over)
     if source.folder is not None:
         return source.folder
+    if source.file is not None:
+        log.info(f"reading {source.file}")
+        return folder_of_gguf(source.file)
     wanted = HubName.parse(name)
     if wanted is None:
         raise CheckpointError(f"{setting} = {name!r}: it has no weights. Name a checkpoint.")

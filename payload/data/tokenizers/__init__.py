@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from payload.data.tokenizers.gguf import gguf_tokenizer_folder
 from payload.data.tokenizers.gpt2 import END_OF_TEXT_NAME, TOKENIZER_NAME, gpt2_tokenizer
 from payload.errors import DataError
+from payload.models.gguf import gguf_file
 from payload.results import RunPaths
 from payload.tokenizer_identity import GPT2_SHA256
 from payload.untrusted import one_line, shown
@@ -24,8 +26,9 @@ def load_tokenizer(name: str) -> TextTokenizer:
     """Return the tokenizer that `name` stands for.
 
     `gpt2` is the packaged one. Else it is a folder with tokenizer.json, so a model or a checkpoint
-    too, a run, or a name on the Hugging Face hub with an optional @revision. Files with GPT-2's
-    vocabulary and no other special tokens give the packaged one. Raises DataError.
+    too, a GGUF file, a run, or a name on the Hugging Face hub with an optional @revision. Files
+    with GPT-2's vocabulary and no other special tokens give the packaged one. Raises DataError, or
+    CheckpointError for a GGUF file.
     """
     if name == TOKENIZER_NAME:
         return gpt2_tokenizer()
@@ -39,6 +42,8 @@ def load_tokenizer(name: str) -> TextTokenizer:
 def _find(name: str) -> tuple[Path, str]:
     """Return the folder, and what meta.json calls it."""
     path = Path(name).expanduser()
+    if (file := gguf_file(path)) is not None:
+        return gguf_tokenizer_folder(file), name
     if path.is_dir():
         return _newest_checkpoint(path), name
     if path.is_file():

@@ -1,0 +1,52 @@
+"""llama.cpp's pre-tokenizers of byte-level BPE, as tokenizer.json spells them.
+
+A GGUF file only names its own; the regular expressions are in llama.cpp's code. Source:
+https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+IGNORES_MERGES = ("llama-bpe",)
+"""Where a word that is a token is one, whatever the merges say."""
+
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_REGEXES: Mapping[str, str] = {
+    "qwen2": QWEN2,
+    "tekken": TEKKEN,
+    "llama-bpe": LLAMA3,
+    "smaug-bpe": LLAMA3,
+}
+
+
+def pre_tokenizer(name: object) -> Mapping[str, Any] | None:
+    """Return tokenizer.json's `pre_tokenizer` for llama.cpp's name, or None for an unknown one."""
+    if name == "gpt-2":
+        return _BYTES
+    if name == "smollm":
+        return _sequence({"type": "Digits", "individual_digits": True}, _BYTES)
+    if not isinstance(name, str) or name not in _REGEXES:
+        return None
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": _REGEXES[name]},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    return _sequence(split, {**_BYTES, "use_regex": False})
+
+
+def _sequence(*steps: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"type": "Sequence", "pretokenizers": list(steps)}

@@ -1,0 +1,57 @@
+"""The tokenizer in a GGUF file, as the files of a folder in the Hugging Face layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from payload.data.converted import converted
+from payload.data.pre_tokenizers import IGNORES_MERGES, pre_tokenizer
+from payload.errors import CheckpointError
+from payload.models.gguf import read_gguf
+from payload.models.gguf_header import read_header
+from payload.untrusted import one_line, shown
+
+_FIX = "Name a folder in the Hugging Face layout."
+
+
+def gguf_tokenizer_folder(path: Path) -> Path:
+    """Return a folder with the tokenizer of a GGUF file. Raises CheckpointError."""
+    read_gguf(path)
+    return converted(path, kind="tokenizer", build=lambda folder: write_tokenizer(path, folder))
+
+
+def write_tokenizer(path: Path, folder: Path) -> None:
+    """Write the file's tokenizer and chat template to `folder`.
+
+    Raises CheckpointError for one that cannot be read, and OSError.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path.parent, gguf_file=path.name, local_files_only=True
+        )
+    except (ValueError, KeyError, IndexError, TypeError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: transformers cannot read its tokenizer ({one_line(error).rstrip('.')}). "
+            f"{_FIX}"
+        ) from None
+    tokenizer.save_pretrained(folder)
+    values = read_header(path).values
+    if values.get("tokenizer.ggml.model") == "gpt2":
+        _cut_words(folder / "tokenizer.json", values.get("tokenizer.ggml.pre"), where=str(path))
+
+
+def _cut_words(path: Path, name: object, *, where: str) -> None:
+    """Cut text into words as the file says: transformers' reader takes GPT-2's way for all."""
+    step = pre_tokenizer(name)
+    if step is None:
+        raise CheckpointError(
+            f"{where}: tokenizer.ggml.pre = {shown(name)}: this way of cutting text into words is "
+            f"not known here. {_FIX}"
+        )
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw["pre_tokenizer"] = step
+    raw["model"]["ignore_merges"] = name in IGNORES_MERGES
+    path.write_text(json.dumps(raw, ensure_ascii=False), encoding="utf-8")

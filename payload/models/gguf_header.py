@@ -1,0 +1,167 @@
+"""Read what a GGUF file says of itself: its metadata and its tensors' sizes, without any package.
+
+The file may come from anywhere: every count, size and offset is checked against the file before
+anyone believes it. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from payload.errors import CheckpointError
+from payload.untrusted import open_regular, shown
+
+SUFFIX = ".gguf"
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_NUMBERS: Mapping[int, str] = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_STRING, _ARRAY = 8, 9
+_BLOCKS: Mapping[int, tuple[int, int]] = {
+    0: (1, 4),
+    1: (1, 2),
+    2: (32, 18),
+    3: (32, 20),
+    6: (32, 22),
+    7: (32, 24),
+    8: (32, 34),
+    10: (256, 84),
+    11: (256, 110),
+    12: (256, 144),
+    13: (256, 176),
+    14: (256, 210),
+    30: (1, 2),
+}
+"""Elements and bytes of a block, by ggml's number of the type: F32, F16, Q4_0, ... BF16."""
+
+_MAX_ENTRIES = 2**16
+_MAX_ARRAY = 2**22
+_MAX_STRING = 2**22
+_FIX = "Download it again, or name a folder in the Hugging Face layout."
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufHeader:
+    """What is in front of the tensors' numbers."""
+
+    values: Mapping[str, Value]
+    """Metadata by key; of an array its length alone."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Every tensor's shape by name, rows first as torch has them."""
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Return the file's header. Raises CheckpointError for a file that is damaged or no GGUF."""
+    try:
+        with open_regular(path) as file:
+            return _Reader(file, path).header()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}. {_FIX}") from None
+
+
+class _Reader:
+    """Reads one file from its start."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file, self._path = file, path
+        self._size = file.seek(0, 2)
+        file.seek(0)
+
+    def header(self) -> GgufHeader:
+        if self._file.read(len(_MAGIC)) != _MAGIC:
+            raise CheckpointError(f"{self._path}: it does not begin as a GGUF file. {_FIX}")
+        version = self._number("<I")
+        if version not in _VERSIONS:
+            raise CheckpointError(
+                f"{self._path}: GGUF version {version}; only {_VERSIONS} can be read. {_FIX}"
+            )
+        tensors, entries = self._count(_MAX_ENTRIES), self._count(_MAX_ENTRIES)
+        values: dict[str, Value] = {}
+        for _ in range(entries):
+            key = self._string()
+            values[key] = self._value(int(self._number("<I")))
+        found = [self._tensor() for _ in range(tensors)]
+        alignment = values.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 1 <= alignment <= 2**20:
+            self._refuse(f"general.alignment = {shown(alignment)}")
+        start = math.ceil(self._file.tell() / alignment) * alignment
+        end = max((end for _, _, end in found), default=0)
+        if not found or start + end > self._size:
+            self._refuse(f"{self._size:,} bytes, its header says {start + end:,}")
+        return GgufHeader(values=values, shapes={name: shape for name, shape, _ in found})
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int]:
+        """Return name, shape, and the offset behind the last byte."""
+        name, dims = self._string(), int(self._number("<I"))
+        if not 1 <= dims <= 8:
+            self._refuse(f"{shown(name)} has {dims} dimensions")
+        # ggml names the fastest dimension first.
+        shape = tuple(int(self._number("<Q")) for _ in range(dims))[::-1]
+        kind, offset = int(self._number("<I")), int(self._number("<Q"))
+        if kind not in _BLOCKS:
+            raise CheckpointError(
+                f"{self._path}: {shown(name)} has ggml's type {kind}, which is not read here. Use "
+                "a file in f16, bf16, q8_0 or one of the k-quants."
+            )
+        elements, size = _BLOCKS[kind]
+        if not all(1 <= each <= 2**40 for each in shape) or shape[-1] % elements:
+            self._refuse(f"{shown(name)} has the shape {list(shape)[:8]}")
+        return name, shape, offset + math.prod(shape) // elements * size
+
+    def _value(self, kind: int) -> Value:
+        if kind in _NUMBERS:
+            return self._number(_NUMBERS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            self._refuse(f"a value of type {kind}")
+        element, count = int(self._number("<I")), self._count(_MAX_ARRAY)
+        if element in _NUMBERS:
+            self._bytes(struct.calcsize(_NUMBERS[element]) * count)
+        elif element == _STRING:
+            for _ in range(count):
+                self._bytes(self._count(_MAX_STRING))
+        else:
+            self._refuse(f"an array of type {element}")
+        return count
+
+    def _string(self) -> str:
+        return self._bytes(self._count(_MAX_STRING)).decode("utf-8", errors="replace")
+
+    def _count(self, most: int) -> int:
+        found = int(self._number("<Q"))
+        if found > most:
+            self._refuse(f"a count of {found:,}")
+        return found
+
+    def _number(self, form: str) -> int | float | bool:
+        found: int | float | bool = struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
+        return found
+
+    def _bytes(self, count: int) -> bytes:
+        content = self._file.read(count)
+        if len(content) < count:
+            self._refuse(f"its header ends after {self._size:,} bytes")
+        return content
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise CheckpointError(f"{self._path}: {what}: it was cut off or is damaged. {_FIX}")

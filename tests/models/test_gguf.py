@@ -1,0 +1,176 @@
+"""A GGUF file of the Llama family is a model to start from, read as its folder would be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from payload.data.tokenizers import load_tokenizer
+from payload.data.tokenizers.gguf import gguf_tokenizer_folder
+from payload.errors import CheckpointError, ExitCode
+from payload.models.decoder import DecoderSpec
+from payload.models.gguf import gguf_file, read_gguf
+from payload.models.registry import read_spec
+from payload.models.source import find_source
+from payload.orchestrate.weights import local_weights
+from payload.train.gguf_folder import folder_of_gguf
+from payload.train.models.registry import load
+from tests.export.test_export import change_config, export, make, make_llama
+
+KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama as a GGUF file in bf16, beside the folder that it is from."""
+    root = tmp_path_factory.mktemp("gguf")
+    make_llama(root / "model", "Llama")
+    assert export(root / "model", root / "small.gguf") == ExitCode.OK
+    return root / "small.gguf"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_is_read_as_the_folder_that_it_was_exported_from(kind: str, tmp_path: Path) -> None:
+    source, file = make(tmp_path / "model", kind), tmp_path / "out.gguf"
+    assert export(source, file, "--dtype", "bf16") == ExitCode.OK
+    spec, known = read_gguf(file), read_spec(source)
+    assert list(spec.tensor_shapes()) == list(known.tensor_shapes())  # type: ignore[attr-defined]
+    assert spec.flops_per_token() == known.flops_per_token()
+    folder = folder_of_gguf(file, cache=tmp_path / "cache")
+    found, expected = load(folder), load(source)
+    weights = dict(expected.named_parameters())
+    assert [name for name, _ in found.named_parameters()] == list(weights)
+    with torch.no_grad():
+        for name, value in found.named_parameters():
+            rounded = weights[name].to(torch.bfloat16 if value.dim() == 2 else torch.float32)
+            assert torch.equal(value, rounded.float()), name
+            weights[name].copy_(rounded)
+        tokens = torch.arange(24).view(1, -1)
+        # The file has its epsilon and base in fp32.
+        torch.testing.assert_close(
+            found.logits(found.hidden(tokens)),
+            expected.logits(expected.hidden(tokens)),
+            rtol=1e-5,
+            atol=1e-5,
+        )
+
+
+def test_a_file_is_converted_once_and_keeps_its_tokenizer(exported: Path, tmp_path: Path) -> None:
+    folder = folder_of_gguf(exported, cache=tmp_path)
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert folder_of_gguf(exported, cache=tmp_path) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    text = "In 1984, it's\n\n  a test"
+    places = (folder, exported.parent / "model")
+    assert len({load_tokenizer(str(place)).sha256 for place in places}) == 1
+    ids = [Tokenizer.from_file(str(place / "tokenizer.json")).encode(text).ids for place in places]
+    assert ids[0] == ids[1]
+
+
+def test_the_ways_of_cutting_words_that_llama_cpp_names_are_restored(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    content = exported.read_bytes()
+    name = b"tokenizer.ggml.pre"
+    start = content.index(name) + len(name) + 4
+    old = (5).to_bytes(8, "little") + b"gpt-2"
+    assert content[start : start + len(old)] == old
+    file = tmp_path / "other.gguf"
+    # Of the same length: what is behind it stays where the header says.
+    file.write_bytes(content.replace(old, old.replace(b"gpt-2", b"qwen2"), 1))
+    folder = gguf_tokenizer_folder(file)
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("In 1984").tokens
+    assert tokens == ["In", "Ġ", "1", "9", "8", "4"]
+    assert load_tokenizer(str(file)).name == str(file)
+    file.write_bytes(content.replace(old, old.replace(b"gpt-2", b"xyzzy"), 1))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.pre = 'xyzzy'"):
+        gguf_tokenizer_folder(file)
+
+
+def test_a_file_and_a_folder_with_one_are_names_of_a_model(exported: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "m.gguf").write_bytes(exported.read_bytes())
+    for name in (exported, alone):
+        source = find_source(str(name), setting="model.init")
+        assert source.kind == "gguf"
+        spec = source.spec()
+        assert spec is not None and spec.width() == 64
+    sent = local_weights(str(alone))
+    assert sent is not None and sent.folder == alone and list(sent.files) == ["m.gguf"]
+    assert gguf_file(exported.parent / "model") is None
+    (alone / "n.gguf").write_bytes(b"another")
+    with pytest.raises(CheckpointError, match=r"2 GGUF files \(m.gguf, n.gguf\). Name one"):
+        find_source(str(alone), setting="model.init")
+
+
+def test_a_runs_folder_is_a_run_whatever_lies_in_it(exported: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("")
+    (tmp_path / "export.gguf").write_bytes(exported.read_bytes())
+    with pytest.raises(CheckpointError, match="has no sound checkpoint"):
+        find_source(str(tmp_path), setting="model.init")
+
+
+def test_a_file_of_another_family_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "out.gguf"
+    assert export(make(tmp_path / "model", "GPT2"), file) == ExitCode.OK
+    with pytest.raises(CheckpointError, match=r"general\.architecture = 'gpt2': only llama"):
+        read_gguf(file)
+
+
+def test_every_cut_is_noticed_in_one_line(exported: Path, tmp_path: Path) -> None:
+    content = exported.read_bytes()
+    file = tmp_path / "cut.gguf"
+    for size in (0, 3, 4, 8, 30, 2_000, 30_000, len(content) // 2, len(content) - 64):
+        file.write_bytes(content[:size])
+        with pytest.raises(CheckpointError) as refused:
+            read_gguf(file)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_header_that_lies_is_refused_in_one_line(exported: Path, tmp_path: Path) -> None:
+    """Every byte of the first kilobyte and of the tensors' list, set to what overflows most."""
+    content = exported.read_bytes()
+    end = content.index(b"blk.1.attn_q")
+    file = tmp_path / "odd.gguf"
+    for place in [*range(4, 600, 3), *range(end, end + 200)]:
+        changed = bytearray(content)
+        changed[place] ^= 0xFF
+        file.write_bytes(changed)
+        try:
+            read_gguf(file)
+        except CheckpointError as refused:
+            assert "\n" not in str(refused)
+
+
+def test_a_tensor_that_is_missing_or_scaled_is_named(exported: Path, tmp_path: Path) -> None:
+    content = exported.read_bytes()
+    file = tmp_path / "changed.gguf"
+    old = b"blk.1.ffn_up.weight"
+    file.write_bytes(content.replace(old, b"blk.1.ffn_xx.weight"))
+    with pytest.raises(CheckpointError, match=r"has no tensor blk\.1\.ffn_up"):
+        read_gguf(file)
+    change = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    change |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+    model = make_llama(tmp_path / "model", "Llama")
+    change_config(model, rope_parameters=change)
+    assert export(model, tmp_path / "scaled.gguf") == ExitCode.OK
+    with pytest.raises(CheckpointError, match="rope_freqs"):
+        read_gguf(tmp_path / "scaled.gguf")
+
+
+def test_linear_scaling_of_positions_is_kept(tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "model", "Llama")
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    change_config(model, rope_parameters=rope)
+    assert export(model, tmp_path / "scaled.gguf") == ExitCode.OK
+    known = read_spec(model)
+    assert isinstance(known, DecoderSpec)
+    assert read_gguf(tmp_path / "scaled.gguf").layers == known.layers
