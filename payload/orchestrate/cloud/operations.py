@@ -115,9 +115,12 @@ class _Row:
     began_s: float
     ended_s: float | None = None
     failed: bool = False
+    is_gone: bool = False
 
     def state(self) -> str:
         """Return the state in words."""
+        if self.is_gone:
+            return "gone from Google Cloud"
         doing, done = _DOING[self.step.op]
         if self.failed:
             return f"{doing} FAILED"
@@ -144,13 +147,18 @@ class Progress:
         if event.began is not None and event.began.op in _DOING and _is_real(event.began):
             self._rows[event.began.op, event.began.urn] = _Row(event.began, now_s)
         step = event.done or event.failed
-        row = self._rows.get((step.op, step.urn)) if step is not None else None
+        if step is None:
+            return
+        row = self._rows.get((step.op, step.urn))
+        if row is None and step.op == "delete" and event.done is not None and _is_real(step):
+            # No deletion was begun: the refresh before everything else has not found it.
+            row = self._rows[step.op, step.urn] = _Row(step, now_s, is_gone=True)
         if row is None or row.ended_s is not None:
             return
         row.ended_s, row.failed = now_s, event.failed is not None
-        if self.say is not None and self.shown != "pulumi preview":
-            what = f"{kind_in_words(row.step.urn)} {name_of(row.step.urn)}"
-            self.say(f"{what}: {row.state()} ({now_s - row.began_s:.0f} s)")
+        if self.say is not None and (self.shown != "pulumi preview" or row.is_gone):
+            took = "" if row.is_gone else f" ({now_s - row.began_s:.0f} s)"
+            self.say(f"{kind_in_words(step.urn)} {name_of(step.urn)}: {row.state()}{took}")
 
     def table(self) -> Table:
         """Return the table of resource, state and seconds."""

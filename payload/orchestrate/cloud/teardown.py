@@ -44,10 +44,12 @@ def destroy_and_look(operations: Operations, google: Google, *, steps: int) -> N
     talk.print(f"{steps - 1}/{steps} destroy: " + (f"FAILED: {trouble}" if trouble else "done"))
     found = _look(operations, google)
     # While somebody else builds, what is not in the stack is about to be.
-    if not isinstance(trouble, StackBusyError) and _remove_labelled(operations, google, found):
-        if trouble is not None:
+    if not isinstance(trouble, StackBusyError):
+        removed = _remove_labelled(operations, google, found)
+        if trouble is not None and (removed or not found.left):
             trouble = _destroy(operations)
-        found = _look(operations, google)
+        if removed:
+            found = _look(operations, google)
     if found.left:
         text_console(stderr=False).print(found.table())
     try:

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from infra.labels import mark
 from payload.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud import stack_lock
-from payload.orchestrate.cloud.operations import Progress
+from payload.orchestrate.cloud.operations import Operations, Progress
+from payload.orchestrate.cloud.pulumi_cli import Pulumi
 from payload.orchestrate.cloud.pulumi_events import parse_event
+from payload.orchestrate.console import text_console
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import ENGINE
 from tests.orchestrate.cloud.stacks import Capture, head_says, own_key, words
@@ -117,6 +120,7 @@ def test_a_failure_is_one_line_with_its_own_exit_code(
     [
         ("up-success", "machine dev-node-1: created (0 s)"),
         ("up-unchanged", "pulumi up: nothing changed"),
+        ("up-replace-lost-node", "machine dev-node-1: created (0 s)"),
         ("up-replace-lost-node", "pulumi up: 1 create, 18 unchanged"),
     ],
 )
@@ -208,6 +212,59 @@ def test_what_this_folder_and_stack_never_built_is_left_alone(dev: Site, capsys:
     assert main(["up", "--yes", "--keep-on-failure"], env) == ExitCode.CONFIG
     assert "they may be another stack's" in capsys.readouterr().err.splitlines()[-1]
     assert dev.cloud.count("^DELETE") == 0
+
+
+def test_a_refresh_names_the_machine_that_is_gone(dev: Site, capsys: Capture) -> None:
+    """A preempted machine, in the refresh that goes before every operation."""
+    dev.pulumi.replay("refresh-lost-node", status=0)
+    operations = Operations(
+        pulumi=Pulumi(dev.env, folder=dev.folder),
+        cluster="dev",
+        folder=dev.folder,
+        talk=text_console(stderr=True),
+        assume_yes=True,
+    )
+    assert operations.run("refresh", "--yes", "--skip-preview").status == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert "machine dev-node-1: gone from Google Cloud" in lines
+    assert lines[-1] == "pulumi refresh: 1 delete, 18 unchanged"
+
+
+def test_the_recorded_outputs_are_the_cluster_whose_machines_are_gone(
+    dev: Site, capsys: Capture
+) -> None:
+    """`pulumi stack output --json` names machines that Google does not have any more."""
+    outputs = (ENGINE / "stack-output.stdout.txt").read_text()
+    dev.pulumi.on("stack", "output", "--json", out=outputs)
+    assert main(["plan", "--inventory", "stack"], dev.env) == ExitCode.RANK_LOST
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: cluster dev: none of its 2 machine(s) exists any more")
+    dev.cloud.items.clear()
+    dev.pulumi.replay("destroy-empty", status=0)
+    assert main(["down", "--yes"], dev.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    assert "dev-node-0: its machine does not exist any more" in err
+    assert "3/3 sweep: clean" in err
+
+
+def test_a_destroy_that_failed_at_its_last_step_is_repeated_once(
+    dev: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Google has nothing more, and the stack's state still says otherwise."""
+    head_says(monkeypatch)
+    dev.cloud.items.clear()
+    dev.pulumi.replay("destroy-success", status=0)
+    dev.pulumi.replay("destroy-failed", status=1, times=1)
+    assert main(["down", "--yes"], dev.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    assert err.index("2/3 destroy: FAILED") < err.index("3/3 sweep: clean")
+
+
+def test_every_recorded_case_is_replayed() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    cases = {path.name.partition(".")[0] for path in ENGINE.iterdir()} - {"README"}
+    assert len(cases) == 32
+    assert [case for case in sorted(cases) if f'"{case}' not in source] == []
 
 
 @pytest.mark.parametrize("is_dead", [True, False])
