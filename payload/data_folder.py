@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from payload.errors import DataError
+from payload.errors import ConfigError, DataError
 from payload.hf_folder import TOKENIZER_FILES
 from payload.remake import how_to_make_again, missing_data
+from payload.tasks import TaskKind
 from payload.untrusted import build, check_schema, checked, parse_json, read_bytes, shown
 
 META_NAME = "meta.json"
 TRAIN_NAME = "train.bin"
 VAL_NAME = "val.bin"
+TRAIN_MARKS_NAME = "train.marks.bin"
+VAL_MARKS_NAME = "val.marks.bin"
 SCHEMA_VERSION = 1
 
 RANGE_BYTES = 256 * 1024
@@ -29,6 +32,13 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
 
 TokenDtype = Literal["uint16", "uint32"]
+
+_TOKEN_FILES = frozenset({TRAIN_NAME, VAL_NAME})
+_FILES: dict[TaskKind, frozenset[str]] = {
+    "text": _TOKEN_FILES,
+    "chat": _TOKEN_FILES | {TRAIN_MARKS_NAME, VAL_MARKS_NAME},
+}
+"""Files of each task's folder, the tokenizer's left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +61,27 @@ class SplitRecord:
     the document's number, where the number of documents was not known beforehand."""
     val_fraction: float = checked(low=0, high=1)
     seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRecord:
+    """What a chat folder holds: blocks of whole conversations, and which tokens are trained."""
+
+    sequence_length: int = checked(low=2, high=2**20)
+    """Tokens of a block; training takes no other."""
+    packing: Literal["best-fit", "none"]
+    """`none`: one conversation a block, the rest of it padding."""
+    template_sha256: str = checked(pattern=_SHA256, wanted="64 hexadecimal digits")
+    train_trained_tokens: int = checked(low=1)
+    """Tokens that the loss covers."""
+    val_trained_tokens: int = checked(low=1)
+    train_padding_tokens: int = checked(low=0)
+    val_padding_tokens: int = checked(low=0)
+    truncated_conversations: int = checked(low=0)
+    """Longer than a block: their end is left out."""
+    truncated_tokens: int = checked(low=0)
+    dropped_conversations: int = checked(low=0)
+    """Without a trained token, some of them because their answers lie behind the cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +117,38 @@ class DataMeta:
     encoder: str
     """What made the tokens, as in `gigatoken 0.10.0`; checked against tiktoken."""
     files: dict[str, DataFile]
+    task: TaskKind = "text"
+    chat: ChatRecord | None = None
+    """For the task `chat` alone."""
     schema_version: int = SCHEMA_VERSION
 
     def all_files(self) -> dict[str, DataFile]:
         """Return the token files and the tokenizer's."""
         return {**self.files, **self.tokenizer_files}
+
+
+def require_task(folder: Path, meta: DataMeta, *, task: TaskKind) -> None:
+    """Raise ConfigError when a run's `task.kind` is another one than the data's."""
+    if meta.task != task:
+        raise ConfigError(
+            f"task.kind = {task!r}, but {folder} was prepared with --task {meta.task}. Set "
+            f"task.kind to {meta.task!r}, or prepare other data."
+        )
+
+
+def require_block_length(folder: Path, chat: ChatRecord, *, sequence_length: int) -> None:
+    """Raise ConfigError for another sequence length than that of the folder's blocks."""
+    if sequence_length != chat.sequence_length:
+        raise ConfigError(
+            f"data.sequence_length = {sequence_length}, but {folder} was packed into blocks of "
+            f"{chat.sequence_length}. Set it to {chat.sequence_length}, or prepare the data again "
+            f"with --sequence-length {sequence_length}."
+        )
+
+
+def task_files() -> frozenset[str]:
+    """Return the names of all tasks' files."""
+    return frozenset().union(*_FILES.values())
 
 
 def token_dtype(vocab_size: int) -> TokenDtype:
@@ -121,18 +179,27 @@ def load_meta(folder: Path) -> DataMeta:
 
 def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
     """Refuse numbers that contradict each other: sizes of what is read follow from them."""
-    if set(meta.files) != {TRAIN_NAME, VAL_NAME}:
-        raise DataError(f"{path}: files has not just {TRAIN_NAME} and {VAL_NAME}. {remedy}")
+    wanted = _FILES[meta.task]
+    if set(meta.files) != wanted:
+        raise DataError(f"{path}: files has not just {' and '.join(sorted(wanted))}. {remedy}")
+    if (meta.task == "chat") != (meta.chat is not None):
+        raise DataError(f"{path}: task = {meta.task!r} and chat contradict each other. {remedy}")
     strange = sorted(set(meta.tokenizer_files) - set(TOKENIZER_FILES))
     if strange:
         raise DataError(f"{path}: {shown(strange[0])} is no tokenizer's file. {remedy}")
     token_bytes = 2 if meta.dtype == "uint16" else 4
-    counts = {TRAIN_NAME: meta.train_tokens, VAL_NAME: meta.val_tokens}
+    sizes = {
+        TRAIN_NAME: (meta.train_tokens, token_bytes),
+        VAL_NAME: (meta.val_tokens, token_bytes),
+        TRAIN_MARKS_NAME: (meta.train_tokens, 1),
+        VAL_MARKS_NAME: (meta.val_tokens, 1),
+    }
     for name, file in meta.files.items():
-        if file.bytes != counts[name] * token_bytes:
+        count, size = sizes[name]
+        if file.bytes != count * size:
             raise DataError(
-                f"{path}: {name} has {file.bytes:,} bytes, but {counts[name]:,} tokens of "
-                f"{token_bytes} bytes. {remedy}"
+                f"{path}: {name} has {file.bytes:,} bytes, but {count:,} tokens of "
+                f"{size} bytes. {remedy}"
             )
         if file.range_sha256 and len(file.range_sha256) != -(-file.bytes // RANGE_BYTES):
             raise DataError(

@@ -13,6 +13,7 @@ from payload.models.adapter import AdaptedSpec
 from payload.models.registry import from_scratch
 from payload.models.spec import ModelSpec
 from payload.settings import parse_sections, render_sections, setting
+from payload.tasks import TaskKind
 from payload.untrusted import read_bytes
 
 _FIXED = (
@@ -23,6 +24,7 @@ _FIXED = (
     ("model", "n_layer"),
     ("model", "n_head"),
     ("model", "n_embd"),
+    ("task", "kind"),
     ("adapter", "kind"),
     ("adapter", "rank"),
     ("adapter", "alpha"),
@@ -87,6 +89,14 @@ class ModelSection:
             sequence_length=sequence_length,
             vocab_size=vocab_size,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSection:
+    """[task]; data.dir was prepared for it with `prepare --task`"""
+
+    kind: TaskKind = "text"
+    """`text`: the next token of plain text. `chat`: the assistant's tokens of conversations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +271,7 @@ class RunConfig:
     run: RunSection = field(default_factory=RunSection)
     data: DataSection = field(default_factory=DataSection)
     model: ModelSection = field(default_factory=ModelSection)
+    task: TaskSection = field(default_factory=TaskSection)
     adapter: AdapterSection = field(default_factory=AdapterSection)
     batch: BatchSection = field(default_factory=BatchSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)

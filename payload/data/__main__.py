@@ -18,13 +18,15 @@ from payload.data.sources import (
     DEFAULT_SPLIT,
     DEFAULT_TEXT_COLUMN,
     SOURCE_KINDS,
-    SourceRequest,
-    build_source,
 )
+from payload.data.tasks import all_tasks, task_of
+from payload.data.tasks.arguments import positive_int
+from payload.data.tasks.base import Task
 from payload.data_folder import DataMeta, load_meta
-from payload.errors import ExitCode, TileforgeError
+from payload.errors import ExitCode, TileforgeError, UsageError
 from payload.hints import command
 from payload.remake import no_range_hashes
+from payload.tasks import TASK_KINDS
 from payload.untrusted import printable
 
 TOKENIZER = "gpt2"
@@ -88,8 +90,19 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES.format(prepare=command("data", "prepare")),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    prepare.add_argument(
+        "--task",
+        choices=TASK_KINDS,
+        default="text",
+        metavar="KIND",
+        help="; ".join(f"{task.kind}: {task.summary}" for task in all_tasks())
+        + " (default: %(default)s)",
+    )
     _add_source_flags(prepare)
     _add_output_flags(prepare)
+    for task in all_tasks():
+        if task.flags:
+            task.add_flags(prepare.add_argument_group(f"--task {task.kind}").add_argument)
     verify = commands.add_parser(
         "verify",
         help="compare a data folder's files with the hashes in its meta.json",
@@ -131,7 +144,7 @@ def _add_source_flags(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="NAME", help="hf: the dataset's configuration (subset)")
     add("--revision", metavar="REV", help="hf: branch, tag or commit (default: the newest)")
     add("--split", metavar="NAME", help=f"hf: split (default: {DEFAULT_SPLIT})")
-    add("--max-documents", type=_positive_int, metavar="COUNT", help="stop after so many documents")
+    add("--max-documents", type=positive_int, metavar="COUNT", help="stop after so many documents")
     add(
         "--skip-bad",
         action="store_true",
@@ -174,7 +187,7 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     add("--wait", action="store_true", help="let another prepare that writes to DIR finish first")
     add(
         "--shard-mib",
-        type=_positive_int,
+        type=positive_int,
         default=64,
         metavar="MIB",
         help="output after which progress is saved (default: %(default)s)",
@@ -184,46 +197,15 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="result as JSON on stdout")
 
 
-def _request(args: argparse.Namespace) -> SourceRequest:
-    return SourceRequest(
-        kind=args.source,
-        inputs=tuple(args.input),
-        glob=args.glob,
-        text_column=args.text_column,
-        subset=args.config,
-        revision=args.revision,
-        split=args.split,
-        skip_bad=args.skip_bad,
-    )
-
-
 def _prepare(args: argparse.Namespace) -> int:
-    request = _request(args)
-    source = build_source(request)
-
-    from payload.data.plan import PrepareSettings, estimate
-    from payload.data.prepare import prepare
-    from payload.data.progress import Reporter
-    from payload.data.tokenizers import load_tokenizer
-
-    settings = PrepareSettings(
-        out=args.out,
-        tokenizer=load_tokenizer(args.tokenizer),
-        val_fraction=(
-            source.default_val_fraction if args.val_fraction is None else args.val_fraction
-        ),
-        seed=args.seed,
-        max_documents=args.max_documents,
-        force=args.force,
-        wait=args.wait,
-        shard_bytes=args.shard_mib * MIB,
-        shaping=(args.source, request.column(), str(args.skip_bad)),
-    )
+    task = task_of(args.task)
+    _require_own_flags(task, args)
     if args.dry_run:
-        _show_estimate(source.label, asdict(estimate(source, settings)), as_json=args.json)
+        label, found = task.estimate(args)
+        _show_estimate(label, asdict(found), as_json=args.json)
         return ExitCode.OK
     started_s = time.monotonic()
-    outcome = prepare(source, settings, Reporter(quiet=args.quiet))
+    outcome = task.prepare(args)
     if args.json:
         result: dict[str, object] = {
             "dir": str(args.out),
@@ -238,6 +220,14 @@ def _prepare(args: argparse.Namespace) -> int:
     else:
         _show_meta(args.out, outcome.meta)
     return ExitCode.OK
+
+
+def _require_own_flags(task: Task, args: argparse.Namespace) -> None:
+    """Raise UsageError for a flag of another task."""
+    for other in all_tasks():
+        for flag in set(other.flags) - set(task.flags):
+            if getattr(args, flag.removeprefix("--").replace("-", "_")) is not None:
+                raise UsageError(f"{flag} belongs to --task {other.kind}, not {task.kind}.")
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -259,6 +249,8 @@ def _show_meta(folder: Path, meta: DataMeta) -> None:
         f"{meta.val_tokens:,} validation tokens in {meta.val_documents:,}, "
         f"{size_mib:,.1f} MiB of {meta.dtype}"
     )
+    for line in task_of(meta.task).describe(meta):
+        print(line)
     if meta.skipped_documents:
         print(f"left out as bad: {meta.skipped_documents:,}, of them")
         for example in meta.skipped_examples:
@@ -281,13 +273,6 @@ def _show_estimate(label: str, values: dict[str, Any], *, as_json: bool) -> None
         print(f"note        {values['note']}")
     print(f"tokens      {known('tokens')} (about)")
     print(f"output      {known('need_bytes')} bytes (about), {known('free_bytes')} free")
-
-
-def _positive_int(text: str) -> int:
-    value = int(text) if text.isascii() and text.isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return value
 
 
 def _seed(text: str) -> int:

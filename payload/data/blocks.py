@@ -9,13 +9,14 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from payload.data.ranges import RangeCheck
-from payload.data_folder import TRAIN_NAME, VAL_NAME, DataMeta, load_meta
+from payload.data_folder import TRAIN_NAME, VAL_NAME, DataMeta, load_meta, require_task
 from payload.errors import DataError
 
 IGNORED_TARGET = -100
@@ -77,6 +78,27 @@ def _mix(values: _U64) -> _U64:
         return mixed ^ (mixed >> np.uint64(31))
 
 
+class Blocks(Protocol):
+    """The blocks of one split, as an evaluation visits them."""
+
+    @property
+    def path(self) -> Path:
+        """The split's token file."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a block."""
+
+    def num_full_blocks(self) -> int:
+        """Return the number of blocks that have every target."""
+
+    def num_blocks(self) -> int:
+        """Return the number of all blocks."""
+
+    def gather(self, blocks: Indices) -> tuple[torch.Tensor, ...]:
+        """Return tokens and targets, then what else the model takes. Raises DataError."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBlocks:
     """One token file, cut into blocks of `sequence_length` that do not overlap.
@@ -116,13 +138,33 @@ class TokenBlocks:
             span = self.tokens[block * length : (block + 1) * length + 1]
             inputs[row, : len(span) - 1] = span[:-1]
             targets[row, : len(span) - 1] = span[1:]
-        largest = max(int(inputs.max()), int(targets.max()))
+        self._require_known(max(int(inputs.max()), int(targets.max())))
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def whole(self, blocks: Indices) -> Indices:
+        """Return the tokens of these whole blocks, (B, T), without the target behind the last.
+
+        Raises DataError as `gather` does.
+        """
+        if self.check is not None:
+            self.check.require([self._span(block) for block in blocks.tolist()])
+        length = self.sequence_length
+        found = np.stack(
+            [self.tokens[block * length : (block + 1) * length] for block in blocks.tolist()]
+        ).astype(np.int64)
+        self._require_known(int(found.max()))
+        return found
+
+    def _require_known(self, largest: int) -> None:
         if largest >= self.vocab_size:
             raise DataError(
                 f"{self.path}: token {largest} is outside the vocabulary of {self.vocab_size}. The "
                 "file is damaged or was made with another tokenizer; prepare the data again."
             )
-        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def is_checked(self) -> bool:
+        """Say whether what is read is compared with meta.json's hashes."""
+        return self.check is not None
 
     def expect(self, blocks: Indices) -> None:
         """Have the system bring these blocks from the disk meanwhile; `gather` then finds them.
@@ -158,12 +200,13 @@ class TokenData:
 
     def has_range_hashes(self) -> bool:
         """Say whether what training reads is compared with meta.json."""
-        return all(blocks.check is not None for blocks in (self.train, self.val))
+        return self.train.is_checked() and self.val.is_checked()
 
     @classmethod
     def open(cls, folder: Path, *, sequence_length: int) -> TokenData:
         """Map both files into memory. Raises DataError when they are not what meta.json says."""
         meta = load_meta(folder)
+        require_task(folder, meta, task="text")
         train, val = (
             open_tokens(folder / name, meta=meta, sequence_length=sequence_length)
             for name in (TRAIN_NAME, VAL_NAME)
@@ -179,8 +222,8 @@ class TokenData:
 
 def open_tokens(path: Path, *, meta: DataMeta, sequence_length: int) -> TokenBlocks:
     """Map one of a folder's two token files into memory. Raises DataError for an empty one."""
-    dtype = np.dtype(meta.dtype).newbyteorder("<")
     file = meta.files[path.name]
+    dtype = np.dtype(meta.dtype).newbyteorder("<")
     if file.bytes < 2 * dtype.itemsize:
         raise DataError(f"{path}: fewer than two tokens. Prepare more text.")
     check = None

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from payload.data.ranges import RangeHasher, damaged_ranges
-from payload.data_folder import META_NAME, DataFile, DataMeta, load_meta
+from payload.data_folder import META_NAME, DataFile, DataMeta, load_meta, task_files
 from payload.errors import DataError
 from payload.remake import how_to_make_again
 from payload.results import write_whole
@@ -18,11 +18,18 @@ _READ_BYTES = 8 * 2**20
 
 
 def write_meta(folder: Path, meta: DataMeta) -> None:
-    """Write meta.json whole or not at all."""
+    """Write meta.json whole or not at all; what another task left in the folder goes."""
+    for name in task_files() - set(meta.files):
+        (folder / name).unlink(missing_ok=True)
     values = asdict(meta)
     if not meta.tokenizer_files:
         # As releases wrote it that knew GPT-2's tokenizer alone.
         del values["tokenizer_files"]
+    if meta.task == "text":
+        # As releases wrote it that knew this task alone.
+        del values["task"]
+    if meta.chat is None:
+        del values["chat"]
     write_whole(folder / META_NAME, json.dumps(values, indent=2) + "\n")
 
 

@@ -58,17 +58,18 @@ def prepare(source: Source, settings: PrepareSettings, reporter: Reporter) -> Ou
             if ready is None:
                 fingerprint = fingerprint_of(identity, settings)
                 meta = _Run(source, settings, reporter, fingerprint).to_the_end()
-                _say_few(meta, reporter)
+                say_few(meta, reporter)
                 return Outcome(meta=meta, was_ready=False, worked_s=reporter.worked_s)
     except OSError as error:
         place = error.filename or source.label
         raise DataError(f"{place}: {error.strerror or error}.") from None
     reporter.say(f"{settings.out} already holds this data; nothing to do (--force makes it again)")
-    _say_few(ready, reporter)
+    say_few(ready, reporter)
     return Outcome(meta=ready, was_ready=True)
 
 
-def _say_few(meta: DataMeta, reporter: Reporter) -> None:
+def say_few(meta: DataMeta, reporter: Reporter) -> None:
+    """Warn about a validation set whose loss says little."""
     few, total = meta.val_documents, meta.train_documents + meta.val_documents
     if few < _FEW_VAL_DOCUMENTS:
         reporter.say(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from payload.data.chat_template import TEMPLATE_FILE
 from payload.data.tokenizers.gpt2 import (
     END_OF_TEXT,
     END_OF_TEXT_NAME,
@@ -49,12 +50,20 @@ def tokenizer_files(
     if source is not None and any((source / name).is_file() for name in _VOCABULARIES):
         identity = folder_identity(source, error=CheckpointError)
         if identity in (None, meta.tokenizer_sha256):
-            return _copied(source)
+            return {**_copied(source), **_template(meta, data)}
     if meta.tokenizer_files:
         return _carried(meta, data)
     if meta.tokenizer_sha256 == TOKENIZER_SHA256 and meta.vocab_size == VOCAB_SIZE:
         return gpt2_files(context=context)
     return {}
+
+
+def _template(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
+    """Return the chat template that conversations were rendered with: what the model learns."""
+    if meta.task != "chat":
+        return {}
+    carried = _carried(meta, data)
+    return {name: carried[name] for name in (TEMPLATE_FILE,) if name in carried}
 
 
 def _carried(meta: DataMeta, data: Path) -> Mapping[str, bytes]:

@@ -27,7 +27,7 @@ from payload.hints import command
 from payload.untrusted import printable
 
 if TYPE_CHECKING:
-    from payload.data.blocks import TokenBlocks
+    from payload.data.blocks import Blocks
     from payload.metrics_log import EvalMetrics
     from payload.train.models.base import CausalLM
     from payload.train.world import World
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         prog=command("evaluate"),
         description="Measure the mean loss of each token that a checkpoint predicts in the first "
         "whole blocks of a data folder's val.bin. The last target of a block is the token that "
-        "follows it. Under mpirun or torchrun the ranks share the blocks; the result is that of "
+        "follows it; in a folder prepared with --task chat, the assistant's tokens alone count. Under mpirun or torchrun the ranks share the blocks; the result is that of "
         "one rank.",
         epilog="Example: torchrun --nproc-per-node 2 -m payload.evaluate --checkpoint runs/latest "
         "--data data/stdlib",
@@ -113,7 +113,7 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
     folder = model_folder(arguments.checkpoint, setting="--checkpoint")
     model = load(folder)
     context = model.spec.context()
-    length = arguments.sequence_length or min(_SEQUENCE_LENGTH, context)
+    length = arguments.sequence_length or _default_length(arguments.data, context=context)
     if length > context:
         raise ConfigError(
             f"--sequence-length {length}: the model's context is {context} tokens. Use at most "
@@ -138,9 +138,18 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
         _report(arguments, result, weights=str(folder), length=length, took_s=took_s, world=world)
 
 
-def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[TokenBlocks, str]:
-    """Return the validation blocks, and val.bin's sha256. Raises DataError."""
+def _default_length(folder: Path, *, context: int) -> int:
+    """Return the length that the data was packed for, else one that the model takes."""
+    from payload.data_folder import load_meta
+
+    chat = load_meta(folder).chat
+    return min(_SEQUENCE_LENGTH, context) if chat is None else chat.sequence_length
+
+
+def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[Blocks, str]:
+    """Return the validation blocks, and val.bin's sha256. Raises DataError, ConfigError."""
     from payload.data.blocks import open_tokens
+    from payload.data.packed_blocks import open_packed
     from payload.data_folder import VAL_NAME, load_meta
 
     meta = load_meta(folder)
@@ -150,17 +159,21 @@ def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[Token
             f"model's embedding {model.spec.vocab_size:,}. Prepare the text with the model's "
             "tokenizer."
         )
-    blocks = open_tokens(folder / VAL_NAME, meta=meta, sequence_length=sequence_length)
+    blocks: Blocks
+    if meta.task == "chat":
+        blocks = open_packed(folder, split="val", sequence_length=sequence_length)
+    else:
+        blocks = open_tokens(folder / VAL_NAME, meta=meta, sequence_length=sequence_length)
     return blocks, meta.files[VAL_NAME].sha256
 
 
-def _whole_blocks(blocks: TokenBlocks, *, max_tokens: int | None) -> int:
+def _whole_blocks(blocks: Blocks, *, max_tokens: int | None) -> int:
     """Return how many blocks to evaluate. Raises ConfigError when there is not one."""
     length, count = blocks.sequence_length, blocks.num_full_blocks()
     if count < 1:
         raise DataError(
-            f"{blocks.path}: {len(blocks.tokens):,} tokens are fewer than one block of "
-            f"{length:,} and the token after it. Lower --sequence-length, or prepare more text."
+            f"{blocks.path}: fewer tokens than one block of {length:,} and the token after it. "
+            "Lower --sequence-length, or prepare more text."
         )
     if max_tokens is None:
         return count
@@ -188,7 +201,7 @@ def _require_equal_ranks(model: CausalLM, val_sha256: str, world: World) -> None
 
 
 def _measure(
-    model: CausalLM, blocks: TokenBlocks, world: World, *, tokens: int, dtype: str
+    model: CausalLM, blocks: Blocks, world: World, *, tokens: int, dtype: str
 ) -> EvalMetrics:
     import torch
 

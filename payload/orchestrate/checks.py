@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from payload.data_folder import TRAIN_NAME, load_meta
+from payload.data_folder import TRAIN_NAME, load_meta, require_block_length, require_task
 from payload.errors import ConfigError, DataError
 from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import Arithmetic
@@ -12,20 +12,25 @@ from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Placement, place_ranks
 from payload.orchestrate.inventories import Chosen
 from payload.run_config import RunConfig
+from payload.tasks import TaskKind
 
 _GIB = 2**30
 # nanoGPT's rate for GPT-2 from scratch, 6e-4, made GPT-2's own weights worse.
 _MOST_FINE_TUNING_RATE = 3e-4
 
 
-def check_data(folder: Path, *, sequence_length: int) -> int:
+def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -> int:
     """Return the vocabulary size of a data folder that is whole by its sizes.
 
-    Raises DataError that says how to make the folder.
+    Raises DataError that says how to make the folder, and ConfigError for one that was prepared
+    for another task or length.
     """
     meta = load_meta(folder)
-    # A block holds one token more than the sequence: the last one's target.
-    if meta.train_tokens <= sequence_length:
+    require_task(folder, meta, task=task)
+    if meta.chat is not None:
+        require_block_length(folder, meta.chat, sequence_length=sequence_length)
+    # A block of text holds one token more than the sequence: the last one's target.
+    if meta.task == "text" and meta.train_tokens <= sequence_length:
         raise DataError(
             f"{folder / TRAIN_NAME} has {meta.train_tokens:,} tokens, too few for one sequence "
             f"of data.sequence_length = {sequence_length}. Lower it, or prepare more text."

@@ -154,7 +154,9 @@ def _wanted(
     time_limit(config.limits, chosen.inventory)
     require_known_backend(config.distributed)
     data = Path(config.data.dir)
-    vocab_size = check_data(data, sequence_length=config.data.sequence_length)
+    vocab_size = check_data(
+        data, sequence_length=config.data.sequence_length, task=config.task.kind
+    )
     if resumed is None:
         config = settle_initial(config, vocab_size=vocab_size, say=talk.print, download=False)
     now, suffix = datetime.now(), secrets.token_hex(2)

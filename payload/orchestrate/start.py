@@ -297,7 +297,11 @@ def _refuse_when_finished(paths: RunPaths, config: RunConfig) -> None:
 
 
 def _check_data(config: RunConfig) -> int:
-    return check_data(Path(config.data.dir), sequence_length=config.data.sequence_length)
+    return check_data(
+        Path(config.data.dir),
+        sequence_length=config.data.sequence_length,
+        task=config.task.kind,
+    )
 
 
 def _settle(

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
-from payload.data.blocks import IGNORED_TARGET, Indices, TokenBlocks
+from payload.data.blocks import IGNORED_TARGET, Blocks, Indices
 from payload.metrics_log import EvalMetrics
 from payload.train.models.base import CausalLM
 from payload.train.world import World
@@ -16,7 +16,7 @@ from payload.train.world import World
 
 def evaluate(
     model: CausalLM,
-    blocks: TokenBlocks,
+    blocks: Blocks,
     *,
     world: World,
     step: int,
@@ -55,11 +55,11 @@ def evaluate(
     )
 
 
-def _sums(model: CausalLM, blocks: TokenBlocks, chosen: Indices) -> torch.Tensor:
+def _sums(model: CausalLM, blocks: Blocks, chosen: Indices) -> torch.Tensor:
     """Sum of the losses of these blocks' targets, and their number, float64."""
     if not len(chosen):
         return torch.zeros(2, dtype=torch.float64)
-    inputs, targets = blocks.gather(chosen)
-    losses = model.token_losses(inputs, targets)
+    inputs, targets, *rest = blocks.gather(chosen)
+    losses = model.token_losses(inputs, targets, *rest)
     count = (targets != IGNORED_TARGET).sum()
     return torch.stack((losses.sum(dtype=torch.float64), count.double()))

@@ -9,8 +9,9 @@ from typing import Literal, get_args
 from payload.data.documents import Source
 from payload.errors import UsageError
 
-SourceKind = Literal["openwebtext", "text", "jsonl", "parquet", "hf", "stdlib"]
+SourceKind = Literal["openwebtext", "text", "jsonl", "parquet", "csv", "hf", "stdlib"]
 SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
+_FILE_KINDS = ("text", "jsonl", "parquet", "csv")
 DEFAULT_TEXT_COLUMN = "text"
 DEFAULT_SPLIT = "train"
 
@@ -45,7 +46,12 @@ class SourceRequest:
 
 def build_source(request: SourceRequest) -> Source:
     """The source, not yet looked at. Raises UsageError for flags that do not go together."""
-    _check_flags(request)
+    check_flags(request)
+    if request.kind == "csv":
+        raise UsageError(
+            "--source csv has rows of several columns, and --task text reads documents. Write the "
+            "text as --source jsonl, or choose another --task."
+        )
     if request.kind == "stdlib":
         from payload.data.sources.files import stdlib_source
 
@@ -68,7 +74,8 @@ def build_source(request: SourceRequest) -> Source:
     return ParquetSource(paths, request)
 
 
-def _check_flags(request: SourceRequest) -> None:
+def check_flags(request: SourceRequest) -> None:
+    """Raise UsageError for flags that do not go together."""
     kind, count = request.kind, len(request.inputs)
     if kind == "stdlib" and count:
         raise UsageError(
@@ -80,9 +87,9 @@ def _check_flags(request: SourceRequest) -> None:
         )
     if kind == "openwebtext" and count > 1:
         raise UsageError("--source openwebtext takes at most one --input: a folder with a copy.")
-    if kind in ("text", "jsonl", "parquet") and not count:
+    if kind in _FILE_KINDS and not count:
         raise UsageError(f"--source {kind} needs --input with at least one file or folder.")
-    if kind not in ("text", "jsonl", "parquet") and request.glob is not None:
+    if kind not in _FILE_KINDS and request.glob is not None:
         raise UsageError(f"--glob chooses files of a folder; --source {kind} has no use for it.")
     if kind in ("text", "stdlib") and request.text_column is not None:
         raise UsageError(

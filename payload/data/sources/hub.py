@@ -14,6 +14,8 @@ from payload.data.sources import SourceRequest
 from payload.data.sources.files import file_identity
 from payload.data.sources.parquet import (
     ROWS_AT_ONCE,
+    LostRows,
+    ParquetReader,
     add_column,
     check_column,
     read_parquet,
@@ -107,6 +109,18 @@ class HubSource:
             if batcher.is_full:
                 yield batcher.take({"state": rows.state_dict(), "document": number})
         yield batcher.take({"state": rows.state_dict(), "document": number})
+
+    def rows(self) -> Iterator[list[dict[str, Any]] | LostRows]:
+        """Yield all columns of the split's rows, in stretches. Raises DataError."""
+        places = self._parquet_places()
+        with self._explained("reading"):
+            if places:
+                with ParquetReader(None) as reader:
+                    for place in places:
+                        yield from reader.read_rows(place)
+            else:
+                for table in self._open_rows().iter(batch_size=ROWS_AT_ONCE):
+                    yield table.to_pylist()
 
     def _count_rows(self) -> int:
         return sum(len(table) for table in self._open_rows().iter(batch_size=ROWS_AT_ONCE))

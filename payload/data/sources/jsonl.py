@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from payload.data.documents import MIB, Batch, Batcher, Cursor, Survey, read_pieces
 from payload.data.sources import SourceRequest
@@ -42,9 +42,9 @@ class JsonlSource(ColumnFiles):
         offset = cursor.get("offset", 0)
         for index in range(cursor.get("file", 0), len(self._files)):
             path = self._files[index]
-            with _open(path) as file, _damage_named(path):
+            with open_jsonl(path) as file, damaged_named(path):
                 file.seek(offset)
-                for line, read in _lines(file):
+                for line, read in read_lines(file):
                     line_number += 1
                     offset += read
                     if line.isspace():
@@ -90,6 +90,17 @@ def _text_of(line: bytes, column: str) -> bytes | None:
 
 
 def _complaint_about(line: bytes, column: str) -> str:
+    value = parse_line(line, example=f"{{{json.dumps(column)}: ...}}")
+    if isinstance(value, str):
+        return value
+    if column not in value:
+        keys = ", ".join(shown(key) for key in list(value)[:_KEYS_SHOWN]) or "none"
+        return f"no key {column!r}; keys there: {keys}. Choose one with --text-column."
+    return f"{column!r} is {type(value[column]).__name__}, not text."
+
+
+def parse_line(line: bytes, *, example: str) -> dict[str, Any] | str:
+    """Return a line's object, or the complaint about it; `example` is an object as it should be."""
     if len(line) > LINE_BYTES:
         return f"longer than {LINE_BYTES // MIB} MiB."
     try:
@@ -102,14 +113,11 @@ def _complaint_about(line: bytes, column: str) -> str:
         place = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         return f"not JSON: {getattr(error, 'msg', error)}{place}."
     if not isinstance(value, dict):
-        return f"not an object but {type(value).__name__}; write {{{json.dumps(column)}: ...}}."
-    if column not in value:
-        keys = ", ".join(shown(key) for key in list(value)[:_KEYS_SHOWN]) or "none"
-        return f"no key {column!r}; keys there: {keys}. Choose one with --text-column."
-    return f"{column!r} is {type(value[column]).__name__}, not text."
+        return f"not an object but {type(value).__name__}; write {example}."
+    return value
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+def read_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
     """Lines and their bytes in the file; of one above LINE_BYTES only that much and a byte more."""
     while line := file.readline(LINE_BYTES + 1):
         read = len(line)
@@ -121,7 +129,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
 
 
 @contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
+def damaged_named(path: Path) -> Iterator[None]:
     """Turn what reading a damaged .gz raises into a DataError."""
     try:
         yield
@@ -131,12 +139,13 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 def _count_lines(path: Path) -> int:
     with path.open("rb") as file:
-        return sum(1 for line, _ in _lines(file) if not line.isspace())
+        return sum(1 for line, _ in read_lines(file) if not line.isspace())
 
 
 def _is_compressed(path: Path) -> bool:
     return path.suffix == ".gz"
 
 
-def _open(path: Path) -> BinaryIO:
+def open_jsonl(path: Path) -> BinaryIO:
+    """Open for reading, decompressed."""
     return cast(BinaryIO, gzip.open(path, "rb")) if _is_compressed(path) else path.open("rb")

@@ -120,13 +120,16 @@ class LostRows:
 
 
 class ParquetReader:
-    """Reads one text column of parquet files in a process that may die of a damaged one.
+    """Reads one text column, or all columns, of parquet files in a process of its own.
+
+    A damaged file may end that process, and not this one.
 
     Every method raises DamagedFileError for such a file, DataError where the column is not there,
     and OSError where the disk or the network fails.
     """
 
-    def __init__(self, column: str) -> None:
+    def __init__(self, column: str | None) -> None:
+        """A column of None is all of them, for `read_rows`."""
         self._column = column
         self._worker: subprocess.Popen[bytes] | None = None
 
@@ -158,6 +161,15 @@ class ParquetReader:
             elif answer.num_rows:
                 yield answer.column(0)
 
+    def read_rows(self, place: str) -> Iterator[list[dict[str, Any]] | LostRows]:
+        """Yield the file's rows by column, in stretches of at most ROWS_AT_ONCE."""
+        for answer in self._ask("read", place, skip_rows=0):
+            if isinstance(answer, dict):
+                if answer.get("lost"):
+                    yield LostRows(answer["lost"], one_line(answer["reason"]))
+            elif answer.num_rows:
+                yield answer.to_pylist()
+
     def _ask(
         self, what: str, place: str, *, skip_rows: int
     ) -> Iterator[dict[str, Any] | pa.RecordBatch]:
@@ -186,7 +198,8 @@ class ParquetReader:
                     continue
                 batch = pa.ipc.open_stream(content).read_next_batch()
                 if is_first:
-                    check_column(batch.schema, self._column, where=place)
+                    if self._column is not None:
+                        check_column(batch.schema, self._column, where=place)
                     is_first = False
                 yield batch
         finally:

@@ -54,10 +54,14 @@ def _survey(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(request: dict[str, Any]) -> dict[str, Any]:
-    """Send the schema, then the column behind `skip_rows` rows; what is damaged as lost rows."""
+    """Send the schema, then the column behind `skip_rows` rows; what is damaged as lost rows.
+
+    A column of None is all of them.
+    """
     import pyarrow as pa
 
     column, skip_rows = request["column"], request["skip_rows"]
+    columns = None if column is None else [column]
     is_remote = "://" in request["place"]
     with _open(request) as file:
         _send_schema(file)
@@ -68,7 +72,7 @@ def _read(request: dict[str, Any]) -> dict[str, Any]:
                 continue
             reached = 0
             try:
-                batches = file.iter_batches(request["rows"], row_groups=[group], columns=[column])
+                batches = file.iter_batches(request["rows"], row_groups=[group], columns=columns)
                 for batch in batches:
                     dropped = min(max(0, skip_rows - reached), batch.num_rows)
                     reached += batch.num_rows

@@ -32,11 +32,23 @@ def load_tokenizer(name: str) -> TextTokenizer:
     """
     if name == TOKENIZER_NAME:
         return gpt2_tokenizer()
+    found, _ = load_hf_tokenizer(name)
+    return gpt2_tokenizer() if _is_gpt2(found) else found
+
+
+def load_hf_tokenizer(name: str) -> tuple[HfTokenizer, Path]:
+    """Return the same tokenizer from its own files, and their folder; never the packaged one.
+
+    Raises DataError.
+    """
     from payload.data.tokenizers.hf import hf_tokenizer
 
+    if name == TOKENIZER_NAME:
+        raise DataError(
+            f"--tokenizer {name}: GPT-2 has no chat template. Name the model's folder or hub name."
+        )
     folder, label = _find(name)
-    found = hf_tokenizer(folder, name=label)
-    return gpt2_tokenizer() if _is_gpt2(found) else found
+    return hf_tokenizer(folder, name=label), folder
 
 
 def _find(name: str) -> tuple[Path, str]:

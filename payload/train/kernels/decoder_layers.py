@@ -43,6 +43,7 @@ class Attending:
 
     batch: int
     sizes: HeadSizes
+    """With documents, the tables of the rotation have a row for each of the B x T tokens."""
     scale: float
     rotation: Rotation | None
     """None in a layer without positions."""
@@ -274,4 +275,4 @@ def _options(how: Attending) -> dict[str, Any]:
 
 def _by_sequence(x: Tensor, how: Attending) -> Tensor:
     """(N, ...) to (B, T, heads, D)."""
-    return x.view(how.batch, how.sizes.length, -1, how.sizes.width)
+    return x.view(how.batch, len(x) // how.batch, -1, how.sizes.width)

@@ -39,11 +39,19 @@ def add_norm(
 
 
 def attention(
-    x: Tensor, qkv: nn.Linear, out: nn.Linear, heads: tuple[int, int, int], context: LayerContext
+    x: Tensor,
+    qkv: nn.Linear,
+    out: nn.Linear,
+    heads: tuple[int, int, int],
+    starts: Tensor | None,
+    context: LayerContext,
 ) -> Tensor:
-    """Return causal self-attention of x (N, C); `heads` is (B, T, H), `qkv` is (3 C, C)."""
+    """Return causal self-attention of x (N, C); `heads` is (B, T, H), `qkv` is (3 C, C).
+
+    `starts` (B, T) are the first tokens that each one attends to; None = all before it.
+    """
     weights = _weights(qkv, out)
-    made = _Attention.apply(x, *weights, *map(context.copies.of, weights), heads, context)  # type: ignore[no-untyped-call]
+    made = _Attention.apply(x, *weights, *map(context.copies.of, weights), heads, starts, context)  # type: ignore[no-untyped-call]
     return cast(Tensor, made)
 
 
@@ -104,14 +112,15 @@ class _Attention(torch.autograd.Function):
         cast_out: Tensor,
         cast_bias_out: Tensor | None,
         heads: tuple[int, int, int],
+        starts: Tensor | None,
         context: LayerContext,
     ) -> Tensor:
         batch, length, head_count = heads
         qkv = functional.linear(x, cast_in, cast_bias_in)
         qkv = qkv.view(batch, length, 3, head_count, -1)
-        mixed, log_sums = context.library.attention_forward(qkv)
+        mixed, log_sums = context.library.attention_forward(qkv, starts=starts)
         ctx.save_for_backward(x, qkv, mixed, log_sums, cast_in, cast_out)
-        ctx.context, ctx.has_bias = context, bias_in is not None
+        ctx.context, ctx.has_bias, ctx.starts = context, bias_in is not None, starts
         ctx.weights = (weight_in, weight_out)
         return functional.linear(mixed.view_as(x), cast_out, cast_bias_out)
 
@@ -122,12 +131,14 @@ class _Attention(torch.autograd.Function):
         weight_in, weight_out = ctx.weights
         ctx.context.gradients.add(weight_out, grad, mixed.view_as(x))
         grad_mixed = torch.mm(grad, cast_out).view_as(mixed)
-        grad_qkv = ctx.context.library.attention_backward(qkv, mixed, log_sums, grad_mixed)
+        grad_qkv = ctx.context.library.attention_backward(
+            qkv, mixed, log_sums, grad_mixed, starts=ctx.starts
+        )
         grad_in = grad_qkv.view(len(x), -1)
         biases = _bias_gradients(ctx, grad_in, grad)
         ctx.context.gradients.add(weight_in, grad_in, x)
         weights = (None, biases[0], None, biases[1])
-        return torch.mm(grad_in, cast_in), *weights, None, None, None, None, None, None
+        return torch.mm(grad_in, cast_in), *weights, None, None, None, None, None, None, None
 
 
 class _Mlp(torch.autograd.Function):

@@ -90,18 +90,29 @@ class Library:
         self.has_products: bool = bool(self._functions.tileforge_has_products())
         """Whether this CPU multiplies bf16 blocks; else layers and their gradients are torch's."""
 
-    def attention_forward(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    def attention_forward(
+        self, qkv: Tensor, *, starts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Causal attention: qkv (B, T, 3, H, D) bf16 to (B, T, H, D), and (B, H, T) log sums."""
         _require_qkv(qkv)
-        return self.grouped_attention_forward(qkv.flatten(2, 3), key_heads=qkv.shape[3])
+        flat = qkv.flatten(2, 3)
+        return self.grouped_attention_forward(flat, key_heads=qkv.shape[3], starts=starts)
 
     def attention_backward(
-        self, qkv: Tensor, out: Tensor, log_sums: Tensor, grad_out: Tensor
+        self,
+        qkv: Tensor,
+        out: Tensor,
+        log_sums: Tensor,
+        grad_out: Tensor,
+        *,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """The gradient of qkv; `out` and `log_sums` are the forward pass's."""
         _require_qkv(qkv)
         flat, key_heads = qkv.flatten(2, 3), qkv.shape[3]
-        grad = self.grouped_attention_backward(flat, out, log_sums, grad_out, key_heads=key_heads)
+        grad = self.grouped_attention_backward(
+            flat, out, log_sums, grad_out, key_heads=key_heads, starts=starts
+        )
         return grad.view_as(qkv)
 
     def grouped_attention_forward(

@@ -39,10 +39,17 @@ class CausalLM(nn.Module, ABC):
         """What is trained beside the frozen weights; `lora.add_adapter` sets it."""
 
     @abstractmethod
-    def hidden(self, tokens: Tensor, caches: Sequence[Any] | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        caches: Sequence[Any] | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         """(B, T) token ids to (B, T, C), the final norm included.
 
-        With `caches`, which `new_caches` made, `tokens` continue the ones seen before.
+        With `caches`, which `new_caches` made, `tokens` continue the ones seen before. With
+        `starts` (B, T), each row holds several documents: a token's start is the first one of its
+        document, where positions begin at 0 and beyond which attention does not reach.
         """
 
     @abstractmethod
@@ -112,12 +119,16 @@ class CausalLM(nn.Module, ABC):
         assert weight is not None, "a family without a plain linear head has its own logits()"
         return functional.linear(hidden, weight)
 
-    def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy of every target, (B, T) fp32; 0 where the target is `IGNORED_TARGET`."""
+    def token_losses(self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Cross entropy of every target, (B, T) fp32; 0 where the target is `IGNORED_TARGET`.
+
+        `starts` are as in `hidden`.
+        """
         weight = self.head_weight()
+        hidden = self.hidden(tokens, starts=starts)
         if self.kernels is not None and weight is not None:
-            return self.kernels.token_losses(self.hidden(tokens), weight, targets)
-        logits = self.logits(self.hidden(tokens))
+            return self.kernels.token_losses(hidden, weight, targets)
+        logits = self.logits(hidden)
         losses = functional.cross_entropy(
             logits.flatten(0, 1).float(),
             targets.flatten(),
@@ -126,15 +137,21 @@ class CausalLM(nn.Module, ABC):
         )
         return losses.view_as(targets)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
         """Mean cross entropy over the targets, a scalar.
 
-        Raises nothing on its own; tokens and targets are (B, T) int64 within the vocabulary.
+        Raises nothing on its own; tokens and targets are (B, T) int64 within the vocabulary, and
+        `starts` as in `hidden`.
         """
         weight = self.head_weight()
+        hidden = self.hidden(tokens, starts=starts)
+        if starts is not None:
+            # The answers are a part of the text: the head reads those positions alone.
+            chosen = targets != IGNORED_TARGET
+            hidden, targets = hidden[chosen].unsqueeze(0), targets[chosen].unsqueeze(0)
         if self.kernels is not None and weight is not None:
-            return self.kernels.mean_loss(self.hidden(tokens), weight, targets)
-        logits = self.logits(self.hidden(tokens))
+            return self.kernels.mean_loss(hidden, weight, targets)
+        logits = self.logits(hidden)
         return functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET
         )

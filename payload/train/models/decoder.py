@@ -76,35 +76,50 @@ class Decoder(CausalLM):
             elif name.endswith(".bias"):
                 nn.init.zeros_(parameter)
 
-    def hidden(self, tokens: Tensor, caches: Sequence[LayerCache] | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        caches: Sequence[LayerCache] | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         """(B, T) token ids to (B, T, C), the final norm included.
 
-        With `caches`, one a layer, `tokens` continue the ones seen before.
+        With `caches`, one a layer, `tokens` continue the ones seen before; `starts` are as in
+        `CausalLM`.
         """
         x = self._embedded(tokens)
         start = caches[0].num_tokens() if caches else 0
-        ropes = self.rope_tables(start=start, length=tokens.shape[1])
+        ropes = self.rope_tables(start=start, length=tokens.shape[1], starts=starts)
         if self.kernels is not None and caches is None and not self._refusals():
             context = self.kernels.layer_context()
             if context is not None:
-                return run_layers(self.model, x, self.spec, ropes, context)
+                return run_layers(self.model, x, self.spec, ropes, starts, context)
         layers = cast("Sequence[Layer]", self.model.layers)
         for number, (layer, what) in enumerate(zip(layers, self.spec.layers, strict=True)):
             rope = ropes[what.rope] if what.rope is not None else None
-            x = layer(x, rope, caches[number] if caches else None)
+            x = layer(x, rope, caches[number] if caches else None, starts)
         normed: Tensor = self.model.norm(x)
         return normed
 
     def _refusals(self) -> list[str]:
         return refusals(self.model, self.spec, dropout=self.dropout)
 
-    def rope_tables(self, *, start: int, length: int) -> dict[Rope, Table]:
-        """Return cosines and sines for `length` tokens from `start` on, by kind of layer."""
+    def rope_tables(
+        self, *, start: int, length: int, starts: Tensor | None = None
+    ) -> dict[Rope, Table]:
+        """Return cosines and sines for `length` tokens from `start` on, by kind of layer.
+
+        With `starts` (B, T) they are those of each token's place in its document, for all B x T.
+        """
         device = self.model.embed_tokens.weight.device
-        return {
+        found = {
             rope: table(angles.to(device), start=start, length=length)
             for rope, angles in self._angles.items()
         }
+        if starts is None:
+            return found
+        places = (torch.arange(length, device=device) - starts).flatten()
+        return {rope: (cos[places], sin[places]) for rope, (cos, sin) in found.items()}
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """(B, T) to (B, T, C), scaled."""

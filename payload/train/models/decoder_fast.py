@@ -39,11 +39,15 @@ def run_layers(
     x: Tensor,
     spec: DecoderSpec,
     ropes: dict[Rope, Table],
+    starts: Tensor | None,
     context: LayerContext,
 ) -> Tensor:
-    """From the embedded tokens (B, T, C) fp32 to the final norm's output, bf16."""
+    """From the embedded tokens (B, T, C) fp32 to the final norm's output, bf16.
+
+    `starts` are as in `CausalLM`; `ropes` are made for them.
+    """
     with torch.autocast("cpu", enabled=False):
-        attending = _attending(spec, ropes, batch=x.shape[0], length=x.shape[1])
+        attending = _attending(spec, ropes, starts, batch=x.shape[0], length=x.shape[1])
         total, added = x.flatten(0, 1), None
         layers = cast("nn.ModuleList", body.layers)
         for layer, what in zip(layers, spec.layers, strict=True):
@@ -109,17 +113,23 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _attending(
-    spec: DecoderSpec, ropes: dict[Rope, Table], *, batch: int, length: int
+    spec: DecoderSpec,
+    ropes: dict[Rope, Table],
+    documents: Tensor | None,
+    *,
+    batch: int,
+    length: int,
 ) -> dict[LayerSpec, Attending]:
     """Return what each kind of layer's attention does."""
-    sizes = HeadSizes(length, spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim)
+    rows = length if documents is None else batch * length
+    sizes = HeadSizes(rows, spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim)
     found = {}
     for kind in set(spec.layers):
         rotation = None if kind.rope is None else Rotation(*ropes[kind.rope])
-        starts = None
+        starts = documents
         if kind.window is not None and kind.window < length:
             first = (torch.arange(length) - kind.window + 1).clamp_min(0)
-            starts = first.repeat(batch, 1)
+            starts = first.repeat(batch, 1) if starts is None else starts.maximum(first)
         found[kind] = Attending(batch, sizes, spec.attention_scale, rotation, starts)
     return found
 

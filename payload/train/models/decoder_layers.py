@@ -12,7 +12,7 @@ from torch.nn import functional
 from payload.models.decoder import DecoderSpec
 from payload.models.decoder_config import Activation
 from payload.models.decoder_config import Layer as LayerSpec
-from payload.train.models.gpt2 import LayerCache, Linear
+from payload.train.models.gpt2 import LayerCache, Linear, documents_mask
 from payload.train.models.rope import Table, rotated
 
 
@@ -55,19 +55,30 @@ class Attention(nn.Module):
             self.k_norm = make_norm(spec, size=spec.head_dim)
         self.o_proj = Linear(queries, width, bias=spec.output_bias)
 
-    def forward(self, x: Tensor, rope: Table | None, cache: LayerCache | None) -> Tensor:
-        """(B, T, C) to (B, T, C); `rope` is None in a layer without positions."""
+    def forward(
+        self, x: Tensor, rope: Table | None, cache: LayerCache | None, starts: Tensor | None = None
+    ) -> Tensor:
+        """(B, T, C) to (B, T, C); `rope` is None in a layer without positions.
+
+        With `starts`, as in `CausalLM`, `rope` has a row for each of the B x T tokens.
+        """
         query, key, value = (
             self._heads(each(x)) for each in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
+        if rope is not None and starts is not None:
+            cos, sin = (each.view(*starts.shape, -1).unsqueeze(1) for each in rope)
+            rope = cos, sin
         if rope is not None:
             query, key = rotated(query, rope), rotated(key, rope)
         if cache is not None:
             key, value = cache.extend(key, value)
         new, total = query.shape[2], key.shape[2]
-        mask = visible(new, total, window=self.window, device=x.device)
+        if starts is None:
+            mask = visible(new, total, window=self.window, device=x.device)
+        else:
+            mask = documents_mask(starts, window=self.window)
         mixed = functional.scaled_dot_product_attention(
             query,
             key,
@@ -144,9 +155,11 @@ class Layer(nn.Module):
         if spec.sandwich_norms:
             self.post_feedforward_layernorm = make_norm(spec, size=spec.hidden_size)
 
-    def forward(self, x: Tensor, rope: Table | None, cache: LayerCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Table | None, cache: LayerCache | None, starts: Tensor | None = None
+    ) -> Tensor:
         """(B, T, C) to (B, T, C)."""
-        mixed = self.self_attn(self.input_layernorm(x), rope, cache)
+        mixed = self.self_attn(self.input_layernorm(x), rope, cache, starts)
         before, behind = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
         if before is None or behind is None:
             x = x + mixed

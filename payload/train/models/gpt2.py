@@ -80,8 +80,10 @@ class Attention(nn.Module):
         self.c_attn = Linear(spec.n_embd, 3 * spec.n_embd, bias=spec.bias)
         self.c_proj = Linear(spec.n_embd, spec.n_embd, bias=spec.bias)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        """(B, T, C) to (B, T, C)."""
+    def forward(
+        self, x: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """(B, T, C) to (B, T, C); `mask` is `documents_mask`'s, and there is no cache then."""
         batch, length, width = x.shape
         query, key, value = (
             part.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2)
@@ -89,13 +91,15 @@ class Attention(nn.Module):
         )
         if cache is not None:
             key, value = cache.extend(key, value)
+            if key.shape[2] != length:
+                mask = _continuation_mask(length, key.shape[2])
         mixed = functional.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=None if key.shape[2] == length else _continuation_mask(length, key.shape[2]),
+            attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=key.shape[2] == length,
+            is_causal=mask is None and key.shape[2] == length,
         )
         joined = mixed.transpose(1, 2).reshape(batch, length, width)
         return functional.dropout(self.c_proj(joined), self.dropout, self.training)
@@ -106,6 +110,18 @@ def _continuation_mask(new: int, total: int) -> Tensor | None:
     if new == 1:
         return None
     return torch.ones(new, total, dtype=torch.bool).tril(diagonal=total - new)
+
+
+def documents_mask(starts: Tensor, *, window: int | None = None) -> Tensor:
+    """Return which tokens each one attends to, (B, 1, T, T) bool, from its start (B, T).
+
+    It is those of its own document up to itself, and with a window the last of them alone.
+    """
+    length = starts.shape[1]
+    places = torch.arange(length, device=starts.device)
+    first = starts if window is None else starts.maximum(places - window + 1)
+    within = (places >= first.unsqueeze(2)) & (places <= places.unsqueeze(1))
+    return within.unsqueeze(1)
 
 
 class MLP(nn.Module):
@@ -134,9 +150,11 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(spec.n_embd, eps=_NORM_EPS, bias=spec.bias)
         self.mlp = MLP(spec, dropout=dropout, activation=activation)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """(B, T, C) to (B, T, C)."""
-        x = x + self.attn(self.ln_1(x), cache)
+        x = x + self.attn(self.ln_1(x), cache, mask)
         added: Tensor = x + self.mlp(self.ln_2(x))
         return added
 
@@ -172,21 +190,30 @@ class GPT(CausalLM):
             else:
                 nn.init.normal_(parameter, std=residual_std if "c_proj" in name else _INIT_STD)
 
-    def hidden(self, tokens: Tensor, caches: Sequence[LayerCache] | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        caches: Sequence[LayerCache] | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         """(B, T) token ids to (B, T, C), the final norm included.
 
-        With `caches`, one a layer, `tokens` continue the ones seen before.
+        With `caches`, one a layer, `tokens` continue the ones seen before; `starts` are as in
+        `CausalLM`.
         """
         start = caches[0].num_tokens() if caches else 0
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        if starts is not None:
+            positions = positions - starts
         x = self._embedded(tokens) + self.wpe(positions)
         if self.kernels is not None and caches is None and not self._without_kernels():
             context = self.kernels.layer_context()
             if context is not None:
-                return self._fast_layers(x, context)
+                return self._fast_layers(x, starts, context)
         x = functional.dropout(x, self.dropout, self.training)
+        mask = None if starts is None else documents_mask(starts)
         for i, block in enumerate(self.h):
-            x = block(x, caches[i] if caches else None)
+            x = block(x, caches[i] if caches else None, mask)
         normed: Tensor = self.ln_f(x)
         return normed
 
@@ -196,7 +223,7 @@ class GPT(CausalLM):
         embedded: Tensor = self.wte(tokens)
         return embedded
 
-    def _fast_layers(self, x: Tensor, context: LayerContext) -> Tensor:
+    def _fast_layers(self, x: Tensor, starts: Tensor | None, context: LayerContext) -> Tensor:
         """From the embeddings' sum (B, T, C) fp32 to the final norm's output, bf16."""
         with torch.autocast("cpu", enabled=False):
             sizes = (x.shape[0], x.shape[1])
@@ -205,7 +232,7 @@ class GPT(CausalLM):
                 total, normed = add_norm(total, added, block.ln_1, context)
                 module = block.attn
                 heads = (*sizes, module.n_head)
-                added = attention(normed, module.c_attn, module.c_proj, heads, context)
+                added = attention(normed, module.c_attn, module.c_proj, heads, starts, context)
                 total, normed = add_norm(total, added, block.ln_2, context)
                 added = mlp(normed, block.mlp.c_fc, block.mlp.c_proj, context)
             _, normed = add_norm(total, added, self.ln_f, context)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from payload.errors import CheckpointError
+from payload.errors import CheckpointError, ConfigError
 from payload.models.other import OtherSpec
 from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM
@@ -32,6 +32,7 @@ _Config = Any
 """transformers.PreTrainedConfig."""
 
 _PROBE_TOKENS = 2
+_PROBE_DOCUMENT = 8
 # Buffers that old releases saved.
 _UNUSED = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 
@@ -77,6 +78,7 @@ class TransformersLM(CausalLM):
         self._reason = reason
         self.module = module
         self._not_plain = why_not_plain(self.module)
+        self._mixes_documents: bool | None = None
         self._keeps_tokens = not _has_key_value_cache(self.module)
         self._matrices = frozenset(_hidden_matrices(self.module))
 
@@ -84,11 +86,21 @@ class TransformersLM(CausalLM):
         """Return transformers' path of a module."""
         return module.removeprefix("module.")
 
-    def hidden(self, tokens: Tensor, caches: Sequence[ModelCache] | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        caches: Sequence[ModelCache] | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         """(B, T) token ids to (B, T, C), what the head reads; to the logits without a plain head.
 
-        With `caches`, `tokens` continue the ones seen before.
+        With `caches`, `tokens` continue the ones seen before; `starts` are as in `CausalLM`.
         """
+        if starts is not None:
+            self._require_documents()
+            # transformers tells packed documents by positions that begin again.
+            positions = torch.arange(tokens.shape[1], device=tokens.device) - starts
+            return self._run(tokens, position_ids=positions, use_cache=False)
         if not caches:
             return self._run(tokens, use_cache=False)
         (cache,) = caches
@@ -195,6 +207,19 @@ class TransformersLM(CausalLM):
         if self._keeps_tokens:
             notes.append("generation computes every token again: the model has no key-value cache")
         return notes
+
+    def _require_documents(self) -> None:
+        """Raise ConfigError where a token of one document reaches another one.
+
+        A pass with random tokens shows it, once.
+        """
+        if self._mixes_documents is None:
+            self._mixes_documents = mixes_documents(self.module)
+        if self._mixes_documents:
+            raise ConfigError(
+                f"model_type = {self.spec.model_type!r}: transformers' layers do not keep the "
+                "conversations of a block apart. Prepare the data with --packing none."
+            )
 
     def _head(self) -> nn.Linear:
         return cast(nn.Linear, self.module.get_output_embeddings())
@@ -327,6 +352,32 @@ def first_line(error: Exception) -> str:
 def _raw(spec: ModelSpec) -> Mapping[str, Any]:
     """Return config.json as it was read."""
     return cast("Mapping[str, Any]", spec.config)  # type: ignore[attr-defined]
+
+
+def mixes_documents(module: _Module) -> bool:
+    """Say whether a document's logits depend on the one before it in the same row."""
+    width = int(module.get_output_embeddings().weight.shape[0])
+    generator = torch.Generator().manual_seed(0)
+    first, other, second = torch.randint(
+        width, (3, 1, _PROBE_DOCUMENT), generator=generator
+    ).unbind()
+    positions = torch.arange(_PROBE_DOCUMENT).repeat(2)[None]
+    made = []
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            for before in (first, other):
+                tokens = torch.cat((before, second), dim=1)
+                found = module(
+                    input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True
+                )
+                made.append(found.logits[:, _PROBE_DOCUMENT:])
+    except TypeError:  # It takes no positions.
+        return True
+    finally:
+        module.train(was_training)
+    return not torch.equal(*made)
 
 
 def _has_key_value_cache(module: _Module) -> bool:

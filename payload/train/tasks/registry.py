@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from payload.run_config import RunConfig
-from payload.train.tasks import text
+from payload.train.tasks import chat, text
 from payload.train.tasks.base import Task
 
 
 def open_task(config: RunConfig) -> Task:
-    """Return the run's task. Raises DataError for a data folder that does not suit it."""
+    """Return the run's task. Raises DataError, ConfigError for a folder that does not suit it."""
+    if config.task.kind == "chat":
+        return chat.open_task(config)
     return text.open_task(config)

@@ -1,0 +1,191 @@
+"""Rows of several columns, for tasks that need more than a document's text."""
+
+from __future__ import annotations
+
+import csv
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from payload.data.sources import SourceRequest, check_flags
+from payload.data.sources.files import ColumnFiles
+from payload.data.sources.jsonl import damaged_named, open_jsonl, parse_line, read_lines
+from payload.errors import DataError, UsageError
+
+_GLOBS = {"jsonl": "*.jsonl*", "parquet": "*.parquet", "csv": "*.csv"}
+_FIELD_BYTES = 2**26
+_SKIP = "Correct it, or leave such rows out with --skip-bad."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row; its number is its place in the source, from 0."""
+
+    number: int
+    where: str
+    """For messages: file and line."""
+    values: Mapping[str, Any]
+
+
+class Rows(ABC):
+    """The rows of one source. Bad ones raise DataError, or are counted with `skip_bad`."""
+
+    label: str
+    """Kind and place, for people and meta.json."""
+    revision: str | None = None
+
+    def __init__(self, request: SourceRequest) -> None:
+        self._skip_bad = request.skip_bad
+        self.skipped: list[str] = []
+        """Complaints about the rows that were left out."""
+        self.num_rows = 0
+        """Rows read so far, bad ones included."""
+
+    @abstractmethod
+    def identity(self) -> list[Any]:
+        """Return JSON that changes when the rows do. Raises DataError when they are absent."""
+
+    @abstractmethod
+    def read(self) -> Iterator[Row]:
+        """Yield every row, after `identity`. Raises DataError on a bad one."""
+
+    def skip(self, where: str, complaint: str) -> None:
+        """Leave a bad row out. Raises DataError where the user did not allow that."""
+        message = f"{where}: {complaint}"
+        if not self._skip_bad:
+            raise DataError(f"{message} {_SKIP}")
+        self.skipped.append(message.encode("utf-8", "backslashreplace").decode("utf-8"))
+
+    def _row(self, where: str, values: Mapping[str, Any] | str) -> Iterator[Row]:
+        """Count a row and yield it; a text is the complaint about it."""
+        number = self.num_rows
+        self.num_rows += 1
+        if isinstance(values, str):
+            self.skip(where, values)
+        else:
+            yield Row(number=number, where=where, values=values)
+
+    def _tables(self, tables: Iterator[Any], *, where: str) -> Iterator[Row]:
+        from payload.data.sources.parquet import LostRows
+
+        for table in tables:
+            first = self.num_rows
+            if isinstance(table, LostRows):
+                self.skip(f"{where} rows {first + 1} to {first + len(table)}", table.reason)
+                self.num_rows += len(table)
+                continue
+            for values in table:
+                yield from self._row(f"{where} row {self.num_rows + 1}", values)
+
+
+def open_rows(request: SourceRequest) -> Rows:
+    """Return the source's rows, not yet looked at. Raises UsageError for flags that do not fit."""
+    check_flags(request)
+    if request.kind == "hf":
+        return _HubRows(request)
+    if request.kind not in _GLOBS:
+        raise UsageError(
+            f"--source {request.kind} has documents without columns. Use one of "
+            f"{', '.join([*_GLOBS, 'hf'])} for this task."
+        )
+    return _FileRows(request)
+
+
+class _FileRows(Rows):
+    """Rows of files: jsonl, parquet, csv."""
+
+    def __init__(self, request: SourceRequest) -> None:
+        super().__init__(request)
+        given = [Path(each) for each in request.inputs]
+        kind = request.kind
+        self._files = _Files(kind, given, glob=_GLOBS[kind], request=request)
+        self.label = self._files.label
+        self._read = {"jsonl": self._jsonl, "parquet": self._parquet, "csv": self._csv}[kind]
+
+    def identity(self) -> list[Any]:
+        return self._files.identity()
+
+    def read(self) -> Iterator[Row]:
+        for path in self._files.paths():
+            yield from self._read(path)
+
+    def _jsonl(self, path: Path) -> Iterator[Row]:
+        with open_jsonl(path) as file, damaged_named(path):
+            for number, (line, _) in enumerate(read_lines(file), 1):
+                if not line.isspace():
+                    example = '{"COLUMN": ...}'
+                    yield from self._row(f"{path} line {number}", parse_line(line, example=example))
+
+    def _parquet(self, path: Path) -> Iterator[Row]:
+        from payload.data.sources.parquet import ParquetReader
+
+        with ParquetReader(None) as reader:
+            yield from self._tables(reader.read_rows(str(path)), where=str(path))
+
+    def _csv(self, path: Path) -> Iterator[Row]:
+        """Yield the rows behind the header line; quotes are those of RFC 4180."""
+        csv.field_size_limit(_FIELD_BYTES)
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            header: list[str] | None = None
+            while True:
+                line = reader.line_num + 1
+                try:
+                    fields = next(reader, None)
+                except (csv.Error, UnicodeDecodeError) as error:
+                    # What lies behind broken quotes cannot be told apart any more.
+                    raise DataError(
+                        f"{path} line {line}: not CSV in UTF-8: {error}. Correct its quotes: a "
+                        'field with commas or line ends stands in "...", with " inside as "".'
+                    ) from None
+                if fields is None:
+                    return
+                if header is None:
+                    header = _header(fields, path)
+                elif fields:
+                    yield from self._row(f"{path} line {line}", _named(fields, header))
+
+
+class _Files(ColumnFiles):
+    """Finding the files, as the text sources do."""
+
+    def paths(self) -> list[Path]:
+        """Return the files that `identity` found."""
+        return self._files
+
+
+class _HubRows(Rows):
+    """Rows of a dataset of the Hugging Face hub, or of a folder in its formats."""
+
+    def __init__(self, request: SourceRequest) -> None:
+        from payload.data.sources.hub import HubSource
+
+        super().__init__(request)
+        self._hub = HubSource(request)
+        self.label = self._hub.label
+
+    def identity(self) -> list[Any]:
+        found = self._hub.identity()
+        self.revision = self._hub.revision
+        return found
+
+    def read(self) -> Iterator[Row]:
+        yield from self._tables(self._hub.rows(), where=self.label)
+
+
+def _header(fields: Sequence[str], path: Path) -> list[str]:
+    names = [name.strip() for name in fields]
+    if len(set(names)) < len(names) or not all(names):
+        raise DataError(
+            f"{path} line 1: {', '.join(map(repr, names[:8]))}: a CSV file begins with a line of "
+            "different column names. Add it."
+        )
+    return names
+
+
+def _named(fields: Sequence[str], header: Sequence[str]) -> dict[str, str] | str:
+    if len(fields) != len(header):
+        return f"{len(fields)} fields, but {len(header)} columns ({', '.join(header[:8])})."
+    return dict(zip(header, fields, strict=True))

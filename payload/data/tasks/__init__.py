@@ -1,0 +1,22 @@
+"""Tasks that data is prepared for: one file each, behind `base.Task`."""
+
+from __future__ import annotations
+
+from payload.data.tasks.base import Task
+from payload.tasks import TASK_KINDS, TaskKind
+
+
+def task_of(kind: TaskKind) -> Task:
+    """Return the task of that name."""
+    if kind == "chat":
+        from payload.data.tasks.chat import ChatTask
+
+        return ChatTask()
+    from payload.data.tasks.text import TextTask
+
+    return TextTask()
+
+
+def all_tasks() -> tuple[Task, ...]:
+    """Return every task."""
+    return tuple(map(task_of, TASK_KINDS))

@@ -1,0 +1,58 @@
+"""From the flags of `prepare` to what every task needs of them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from payload.data.documents import MIB
+from payload.data.sources import SourceRequest
+
+if TYPE_CHECKING:
+    from payload.data.plan import PrepareSettings
+    from payload.data.tokenizers.base import TextTokenizer
+
+
+def source_request(args: argparse.Namespace) -> SourceRequest:
+    """Return where the data comes from."""
+    return SourceRequest(
+        kind=args.source,
+        inputs=tuple(args.input),
+        glob=args.glob,
+        text_column=args.text_column,
+        subset=args.config,
+        revision=args.revision,
+        split=args.split,
+        skip_bad=args.skip_bad,
+    )
+
+
+def prepare_settings(
+    args: argparse.Namespace,
+    tokenizer: TextTokenizer,
+    *,
+    val_fraction: float | None,
+    shaping: tuple[str, ...],
+) -> PrepareSettings:
+    """Return everything that is not the source; `shaping` is what else the output depends on."""
+    from payload.data.plan import PrepareSettings
+
+    return PrepareSettings(
+        out=args.out,
+        tokenizer=tokenizer,
+        val_fraction=val_fraction if args.val_fraction is None else args.val_fraction,
+        seed=args.seed,
+        max_documents=args.max_documents,
+        force=args.force,
+        wait=args.wait,
+        shard_bytes=args.shard_mib * MIB,
+        shaping=shaping,
+    )
+
+
+def positive_int(text: str) -> int:
+    """Return a flag's whole number above 0."""
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return value

@@ -1,0 +1,54 @@
+"""Plain text: documents one behind the other, every token predicted from those before it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, ClassVar
+
+from payload.data.tasks.arguments import prepare_settings, source_request
+from payload.data.tasks.base import Task
+from payload.tasks import TaskKind
+
+if TYPE_CHECKING:
+    from payload.data.documents import Source
+    from payload.data.plan import Estimate, PrepareSettings
+    from payload.data.prepare import Outcome
+
+
+class TextTask(Task):
+    """The default."""
+
+    kind: ClassVar[TaskKind] = "text"
+    summary = "the next token of plain text"
+
+    def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
+        """Return the source's label and what a run would do."""
+        from payload.data.plan import estimate
+
+        source, settings = _source_and_settings(args)
+        return source.label, estimate(source, settings)
+
+    def prepare(self, args: argparse.Namespace) -> Outcome:
+        """Make the data folder, or go on making it."""
+        from payload.data.prepare import prepare
+        from payload.data.progress import Reporter
+
+        source, settings = _source_and_settings(args)
+        return prepare(source, settings, Reporter(quiet=args.quiet))
+
+
+def _source_and_settings(args: argparse.Namespace) -> tuple[Source, PrepareSettings]:
+    from payload.data.sources import build_source
+
+    request = source_request(args)
+    source = build_source(request)
+
+    from payload.data.tokenizers import load_tokenizer
+
+    settings = prepare_settings(
+        args,
+        load_tokenizer(args.tokenizer),
+        val_fraction=source.default_val_fraction,
+        shaping=(args.source, request.column(), str(args.skip_bad)),
+    )
+    return source, settings

@@ -1,0 +1,75 @@
+"""The assistant's tokens of conversations, in packed blocks that keep these apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from payload.data.blocks import Indices
+from payload.data.packed_blocks import PackedBlocks, open_packed
+from payload.data_folder import load_meta
+from payload.metrics_log import EvalMetrics
+from payload.run_config import RunConfig
+from payload.train.evaluate import evaluate
+from payload.train.models.base import CausalLM
+from payload.train.tasks.base import Batch, EvalPass, Samples, Task
+
+
+def open_task(config: RunConfig) -> Task:
+    """Open the run's data folder. Raises DataError, ConfigError."""
+    folder, length = Path(config.data.dir), config.data.sequence_length
+    train = open_packed(folder, split="train", sequence_length=length)
+    return Chat(folder, train, open_packed(folder, split="val", sequence_length=length))
+
+
+class PackedSamples(Samples):
+    """Blocks of conversations."""
+
+    def __init__(self, blocks: PackedBlocks) -> None:
+        self._blocks = blocks
+
+    def num_samples(self) -> int:
+        """Return the number of blocks."""
+        return self._blocks.num_blocks()
+
+    def batch(self, chosen: Indices) -> Batch:
+        """Return the blocks' tokens, targets and starts. Raises DataError."""
+        inputs = self._blocks.gather(chosen)
+        return Batch(inputs=inputs, tokens=inputs[0], weight=self.weight(chosen))
+
+    def expect(self, chosen: Indices) -> None:
+        """Have the system read these blocks meanwhile."""
+        self._blocks.expect(chosen)
+
+    def weight(self, chosen: Indices) -> float:
+        """Return the number of trained tokens."""
+        return float(self._blocks.num_targets(chosen))
+
+    def num_tokens(self, chosen: Indices) -> int:
+        """Return the number of tokens, padding left out."""
+        return self._blocks.num_tokens(chosen)
+
+
+class Chat(Task):
+    """A folder of packed conversations with marks of the trained tokens."""
+
+    def __init__(self, folder: Path, train: PackedBlocks, val: PackedBlocks) -> None:
+        self.folder, self.meta = folder, load_meta(folder)
+        self.train = PackedSamples(train)
+        self._blocks = train, val
+
+    def has_range_hashes(self) -> bool:
+        """Say whether what training reads is compared with meta.json."""
+        return all(blocks.is_checked() for blocks in self._blocks)
+
+    def evaluate(self, model: CausalLM, how: EvalPass) -> EvalMetrics | None:
+        """Return the mean loss per trained validation token; None when asked to stop."""
+        return evaluate(
+            model,
+            self._blocks[1],
+            world=how.world,
+            step=how.step,
+            micro_batch_size=how.micro_batch_size,
+            max_tokens=how.max_tokens,
+            autocast=how.autocast,
+            should_stop=how.should_stop,
+        )
