@@ -45,8 +45,8 @@ def parser() -> argparse.ArgumentParser:
         prog=command("evaluate"),
         description="Measure the mean loss of each token that a checkpoint predicts in the first "
         "whole blocks of a data folder's val.bin. The last target of a block is the token that "
-        "follows it; in a folder prepared with --task chat, the assistant's tokens alone count. Under mpirun or torchrun the ranks share the blocks; the result is that of "
-        "one rank.",
+        "follows it. In a folder prepared with --task chat, the assistant's tokens alone count. "
+        "Under mpirun or torchrun the ranks share the blocks; the result is that of one rank.",
         epilog="Example: torchrun --nproc-per-node 2 -m payload.evaluate --checkpoint runs/latest "
         "--data data/stdlib",
     )
