@@ -26,7 +26,7 @@ from torch.nn import functional
 from benchmarks.machine import describe_machine
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS, Gpt2Spec
-from payload.models.spec import LOGITS_TOKENS
+from payload.models.spec import logits_tokens
 from payload.train.kernels.head import SLICE
 from payload.train.kernels.library import Library, load_library
 
@@ -174,7 +174,7 @@ def _passes(library: Library, shape: Gpt2Spec, batch: int) -> Iterator[Case]:
         lambda: library.add_norm_forward(stream, added, weight, bias, eps=1e-5),
         lambda: functional.layer_norm(stream + added, weight.shape, weight, bias).bfloat16(),
     )
-    rows = min(tokens, LOGITS_TOKENS)
+    rows = min(tokens, logits_tokens(shape.vocab_size))
     slices = -(-shape.vocab_size // SLICE)
     logits = _bf16(slices, rows, SLICE)
     targets = torch.randint(shape.vocab_size, (rows,))

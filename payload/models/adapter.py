@@ -13,12 +13,12 @@ from payload.errors import ConfigError
 from payload.models.spec import (
     BYTES_PER_TRAINABLE,
     BYTES_PER_WEIGHT,
-    LOGITS_TOKENS,
     PROCESS_BYTES,
     Dtype,
     GradientSize,
     LinearSize,
     ModelSpec,
+    logits_tokens,
 )
 
 ALL_LINEAR = "all-linear"
@@ -154,7 +154,7 @@ class AdaptedSpec(ModelSpec):
         if kernels:
             tokens = micro_batch_size * self.sequence_length
             activations -= tokens * self.vocab_size * 16
-            activations += min(tokens, LOGITS_TOKENS) * self.vocab_size * size
+            activations += min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size
             activations += self.embedding_size() * size
         linears = sum(each.inputs * each.outputs for each in self.linears())
         held = linears * size + (self.base.num_params() - linears) * BYTES_PER_WEIGHT

@@ -20,12 +20,12 @@ from payload.models.decoder_config import (
     supported_activation,
 )
 from payload.models.spec import (
-    LOGITS_TOKENS,
     PROCESS_BYTES,
     Dtype,
     GradientSize,
     LinearSize,
     ModelSpec,
+    logits_tokens,
 )
 
 MODEL_TYPES = (*FAMILIES, "gemma3")
@@ -169,7 +169,7 @@ class DecoderSpec(ModelSpec):
         if not kernels:
             # A logit is 16 bytes: log-softmax and two gradients in fp32, and itself.
             return held + layers + tokens * self.vocab_size * 16
-        logits = min(tokens, LOGITS_TOKENS) * self.vocab_size * size
+        logits = min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size
         head = self.embedding_size() * 4 if alone or accumulates else 0
         copies = self.num_params() * 2 if dtype == "bf16" else 0
         return held + copies + max(layers + logits + head, gradients)

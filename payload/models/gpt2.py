@@ -9,12 +9,12 @@ from typing import Literal, Self, cast
 from payload.errors import CheckpointError
 from payload.hf_folder import FIX
 from payload.models.spec import (
-    LOGITS_TOKENS,
     PROCESS_BYTES,
     Dtype,
     GradientSize,
     LinearSize,
     ModelSpec,
+    logits_tokens,
 )
 from payload.untrusted import build, checked, shown
 
@@ -133,7 +133,7 @@ class Gpt2Spec(ModelSpec):
             return held + layers + tokens * self.vocab_size * 16
         widths = 35 if dtype == "bf16" else 72
         layers = tokens * self.n_layer * widths * self.n_embd
-        logits = min(tokens, LOGITS_TOKENS) * self.vocab_size * size
+        logits = min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size
         # In a step's only pass the head's gradient is made where ranks exchange it.
         head = self.vocab_size * self.n_embd * 4 if alone or accumulates else 0
         copies = self.num_params() * 2 if dtype == "bf16" else 0

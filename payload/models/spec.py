@@ -11,8 +11,8 @@ from typing import Literal, Self
 
 Dtype = Literal["bf16", "fp32"]
 
-LOGITS_TOKENS = 2048
-"""Tokens whose logits the kernels' head has at once: 206 MB of bf16 with a vocabulary of 50,257."""
+_MOST_LOGITS_TOKENS = 2048
+_MOST_LOGITS = 160 * 10**6
 
 # Python, torch and their threads' stacks, on the development machine.
 PROCESS_BYTES = 350 * 2**20
@@ -21,6 +21,16 @@ BYTES_PER_WEIGHT = 4
 """Of a checkpoint on disk: an fp32 weight."""
 BYTES_PER_TRAINABLE = 8
 """Of a checkpoint on disk: the two AdamW moments of a weight that is trained."""
+
+
+def logits_tokens(vocab_size: int) -> int:
+    """Return the tokens whose logits the kernels' head has at once: a power of two, at most 2048.
+
+    With 50,257 words these are 206 MB of bf16. A larger vocabulary has fewer tokens at a time, so
+    that the logits stay below 320 MB: 1024 of 151,936 words, 512 of 262,144.
+    """
+    most: int = 2 ** (max(_MOST_LOGITS // vocab_size, 1).bit_length() - 1)
+    return min(most, _MOST_LOGITS_TOKENS)
 
 
 def typical_mfu(*, kernels: bool) -> float:

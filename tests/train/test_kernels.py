@@ -206,7 +206,7 @@ def test_the_residual_sum_and_its_norm_are_those_of_torch(
 def test_the_head_gives_the_reference_s_loss_and_gradients_chunk_by_chunk(
     library: Library, with_library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "LOGITS_TOKENS", 17)
+    monkeypatch.setattr(head, "logits_tokens", lambda _vocabulary: 17)
     model = make_model()
     batch = tokens(2, 40)
     targets = batch.clone()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from payload.data.blocks import IGNORED_TARGET
-from payload.models.spec import LOGITS_TOKENS
+from payload.models.spec import logits_tokens
 from payload.train.kernels.accumulate import TokenGradient
 from payload.train.kernels.library import Library
 
@@ -46,8 +46,7 @@ def token_losses(
     vocabulary = len(cast_weight)
     buffer = _buffer(hidden, vocabulary=vocabulary)
     losses = torch.empty(len(targets))
-    for start in range(0, len(targets), LOGITS_TOKENS):
-        chunk = slice(start, start + LOGITS_TOKENS)
+    for chunk in _chunks(len(targets), vocabulary):
         logits = _logits(hidden[chunk], cast_weight, buffer)
         losses[chunk] = _cross_entropy(
             logits, targets[chunk], library, vocabulary=vocabulary, grad_scale=None
@@ -76,8 +75,7 @@ class _MeanLoss(torch.autograd.Function):
         losses = torch.empty(len(targets))
         grad_hidden = torch.empty_like(hidden)
         grad_weight = gradient.head_place(weight) if weight.requires_grad else None
-        for start in range(0, len(targets), LOGITS_TOKENS):
-            chunk = slice(start, start + LOGITS_TOKENS)
+        for chunk in _chunks(len(targets), vocabulary):
             rows = hidden[chunk]
             logits = _logits(rows, cast_weight, buffer)
             losses[chunk] = _cross_entropy(
@@ -89,7 +87,7 @@ class _MeanLoss(torch.autograd.Function):
             )
             grad_hidden[chunk] = _hidden_gradient(logits, cast_weight, library)
             if grad_weight is not None:
-                _add_weight_gradient(grad_weight, logits, rows, library, is_first=start == 0)
+                _add_weight_gradient(grad_weight, logits, rows, library, is_first=chunk.start == 0)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight, ctx.gradient = weight, gradient
         return _mean(losses, count)
@@ -107,13 +105,20 @@ class _MeanLoss(torch.autograd.Function):
         return grad_hidden, None, None, None, None
 
 
+def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
+    """Yield what of the tokens has its logits in the buffer at once."""
+    size = logits_tokens(vocabulary)
+    for start in range(0, tokens, size):
+        yield slice(start, min(start + size, tokens))
+
+
 def _mean(losses: Tensor, count: int) -> Tensor:
     # Without a target 0 / 0, as it is in torch.
     return (losses.sum(dtype=torch.float64) / count).float()
 
 
 def _buffer(hidden: Tensor, *, vocabulary: int) -> Tensor:
-    rows = min(len(hidden), LOGITS_TOKENS)
+    rows = min(len(hidden), logits_tokens(vocabulary))
     # A row more than is used: at a power of two from each other, what a row has in all slices
     # would share a few sets of the caches.
     buffer = hidden.new_empty(-(-vocabulary // SLICE), rows + 1, SLICE)

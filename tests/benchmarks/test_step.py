@@ -1,0 +1,47 @@
+"""The step command on a small model: what its last line says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.contenders import REPO
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
+
+
+def test_the_last_line_has_this_project_s_figures_beside_transformers_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    sizes = ["--micro-batch-size", "2", "--sequence-length", "16", "--steps", "2"]
+    command = [sys.executable, "-m", "benchmarks.step", "--model", str(tmp_path), *sizes]
+    done = subprocess.run(
+        [*command, "--threads", "1", "--transformers", "--json"],
+        cwd=REPO,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    seconds = line["step_s"]["tileforge"]
+    assert line["tokens_per_s"] > 0 and len(seconds) == 1
+    assert line["mfu"] is None or 0 <= line["mfu"] <= 1
+    peaks = line["contender_peak_rss_bytes"]
+    assert line["peak_rss_bytes"] == peaks["tileforge"] > 10**8
+    assert set(peaks) == {"tileforge", "transformers"}
+    assert line["ratio_vs_transformers"] > 0
