@@ -1,9 +1,13 @@
-"""Says whether a model with weights of its own suits a run's settings and its data."""
+"""Says whether weights are whole, and whether they suit a run's settings and its data."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from payload.errors import CheckpointError
+from payload.hf_folder import CONFIG_FILE
 from payload.models.spec import ModelSpec
+from payload.models.tensor_headers import tensor_headers
 from payload.run_config import RunConfig
 
 SIZES = ("n_layer", "n_head", "n_embd")
@@ -36,6 +40,32 @@ def require_fit(
             raise CheckpointError(
                 f"model.{name} = {asked}, but the weights of model.init have {found}. Leave "
                 f'model.{name} out, or use model.init = "scratch".'
+            )
+
+
+def require_weights(spec: ModelSpec, folder: Path) -> None:
+    """Refuse a folder whose files do not have the weights that its config.json describes.
+
+    Only the files' headers are read. Raises CheckpointError.
+    """
+    headers = tensor_headers(folder)
+    for name, shape in spec.tensor_shapes():
+        # Some of the first model's files are of the module without its head.
+        header = headers.get(name) or headers.get(name.removeprefix("transformer."))
+        if header is None:
+            raise CheckpointError(
+                f"{folder}: it has no tensor {name}, which its {CONFIG_FILE} asks for. Name the "
+                "folder of a whole model."
+            )
+        if header.shape != shape:
+            raise CheckpointError(
+                f"{folder}: {name} is {list(header.shape)}, its {CONFIG_FILE} says {list(shape)}. "
+                "Name the folder of a whole model."
+            )
+        if not header.is_weight():
+            raise CheckpointError(
+                f"{folder}: {name} is {header.dtype}: quantised weights cannot be trained. Name "
+                "the model in bf16 or fp32."
             )
 
 

@@ -70,17 +70,38 @@ class Gpt2Spec(ModelSpec):
 
     def linears(self) -> tuple[LinearSize, ...]:
         """Return the layers' linears in the order of the forward pass."""
+        return tuple(
+            LinearSize(f"h.{layer}.{name}", inputs, outputs)
+            for layer in range(self.n_layer)
+            for name, inputs, outputs in self._layer_linears()
+        )
+
+    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield name and shape of every tensor, as transformers has them: matrices as (in, out)."""
         width = self.n_embd
-        of_layer = (
+        yield "transformer.wte.weight", (self.vocab_size, width)
+        yield "transformer.wpe.weight", (self.context(), width)
+        for layer in range(self.n_layer):
+            for norm in ("ln_1", "ln_2"):
+                yield from self._with_bias(f"h.{layer}.{norm}", (width,))
+            for name, inputs, outputs in self._layer_linears():
+                yield from self._with_bias(f"h.{layer}.{name}", (inputs, outputs))
+        yield from self._with_bias("ln_f", (width,))
+
+    def _with_bias(
+        self, name: str, shape: tuple[int, ...]
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"transformer.{name}.weight", shape
+        if self.bias:
+            yield f"transformer.{name}.bias", shape[-1:]
+
+    def _layer_linears(self) -> tuple[tuple[str, int, int], ...]:
+        width = self.n_embd
+        return (
             ("attn.c_attn", width, 3 * width),
             ("attn.c_proj", width, width),
             ("mlp.c_fc", width, 4 * width),
             ("mlp.c_proj", 4 * width, width),
-        )
-        return tuple(
-            LinearSize(f"h.{layer}.{name}", inputs, outputs)
-            for layer in range(self.n_layer)
-            for name, inputs, outputs in of_layer
         )
 
     def num_matrix_params(self) -> int:

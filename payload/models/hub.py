@@ -80,6 +80,14 @@ def fetch_config(wanted: HubName, *, setting: str) -> Path:
     return _Hub(wanted, setting).config_folder()
 
 
+def require_weights_on_hub(wanted: HubName, *, setting: str) -> None:
+    """Refuse a model whose weights cannot be loaded, without a download of them.
+
+    Raises CheckpointError.
+    """
+    _Hub(wanted, setting).require_weights()
+
+
 def fetch(
     wanted: HubName,
     *,
@@ -135,11 +143,7 @@ class _Hub:
             return folder
         commit = folder.name
         try:
-            self._require_network()
-            info = self._hub.HfApi().model_info(
-                self.wanted.name, revision=commit, timeout=_ANSWER_TIMEOUT_S
-            )
-            names = [each.rfilename for each in info.siblings or ()]
+            names = self._names(commit)
             wanted = [name for name in names if "/" not in name and name.endswith(".json")]
             wanted += [name for name in TOKENIZER_FILES if name in names]
             if weights:
@@ -154,6 +158,24 @@ class _Hub:
         except (OSError, ValueError) as error:
             raise self._explained(error) from None
         return folder
+
+    def require_weights(self) -> None:
+        """Refuse a model without safetensors."""
+        folder = self.config_folder()
+        if self._is_whole(folder, weights=True):
+            return
+        try:
+            self._refuse_without_weights(self._names(folder.name))
+        except (OSError, ValueError) as error:
+            raise self._explained(error) from None
+
+    def _names(self, commit: str) -> list[str]:
+        """Return the names of the commit's files."""
+        self._require_network()
+        info = self._hub.HfApi().model_info(
+            self.wanted.name, revision=commit, timeout=_ANSWER_TIMEOUT_S
+        )
+        return [each.rfilename for each in info.siblings or ()]
 
     @contextmanager
     def _progress(self) -> Iterator[None]:

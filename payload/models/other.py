@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from payload.errors import CheckpointError
+from payload.models.causal_types import CAUSAL_TYPES
 from payload.models.spec import PROCESS_BYTES, Dtype, GradientSize, ModelSpec
 from payload.models.tensor_headers import tensor_headers
 from payload.untrusted import build, checked, shown
@@ -189,6 +190,7 @@ def read(raw: Mapping[str, Any], *, where: str) -> OtherSpec:
     kind = raw.get("model_type")
     if not isinstance(kind, str) or not _NAME.fullmatch(kind):
         raise CheckpointError(f"{where}: model_type is {shown(kind)}: must be a name. {_FIX}")
+    _refuse_others(raw, kind, where)
     if "vocab_size" not in raw:
         raise CheckpointError(
             f"{where}: model_type {shown(kind)} without a vocab_size: it is no language model of "
@@ -233,6 +235,27 @@ def read_folder(raw: Mapping[str, Any], *, folder: Path, where: str) -> OtherSpe
     return spec.with_tensors(
         {name: each.shape for name, each in tensor_headers(folder).items() if each.is_weight()}
     )
+
+
+def _refuse_others(raw: Mapping[str, Any], kind: str, where: str) -> None:
+    """Refuse what is no causal language model of text alone. Raises CheckpointError."""
+    parts = [key for key in ("vision_config", "audio_config") if raw.get(key) is not None]
+    if parts:
+        raise CheckpointError(
+            f"{where}: {parts[0]}: model_type {shown(kind)} reads more than text. Use the model's "
+            "text-only version."
+        )
+    if raw.get("is_encoder_decoder") is True:
+        raise CheckpointError(
+            f"{where}: is_encoder_decoder = true: model_type {shown(kind)} is no causal language "
+            "model. Use one that only decodes."
+        )
+    if kind not in CAUSAL_TYPES:
+        remote = " and would run code of its own (auto_map)" if "auto_map" in raw else ""
+        raise CheckpointError(
+            f"{where}: model_type = {shown(kind)}: transformers has no causal language model for "
+            f"it{remote}. Use a model that transformers builds from its own code."
+        )
 
 
 def _active_share(config: _Config) -> float:

@@ -61,6 +61,11 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def _family(raw: Mapping[str, object], *, where: str) -> Family:
+    if raw.get("quantization_config") is not None:
+        raise CheckpointError(
+            f"{where}: quantization_config: quantised weights cannot be trained. Name the model's "
+            "folder in bf16 or fp32."
+        )
     kind, known = raw.get("model_type"), families()
     for wanted in (kind, ANY):
         for family in known:

@@ -6,6 +6,7 @@ The launch plan, the trainer and the benchmarks all print these numbers, so one 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -126,6 +127,10 @@ class ModelSpec(ABC):
     @abstractmethod
     def is_tied(self) -> bool:
         """Say whether the output head is the token embedding."""
+
+    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield name and shape of every tensor that a checkpoint has; nothing = not known here."""
+        yield from ()
 
     def linears(self) -> tuple[LinearSize, ...]:
         """Return the layers' linears in the order of the forward pass; empty = not known here."""

@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from payload.adapter_files import has_adapter
+from payload.checkpoint_files import MANIFEST_FILE
 from payload.data_folder import load_meta
 from payload.errors import CheckpointError, ConfigError
-from payload.hf_folder import weight_files
-from payload.models.fit import require_fit
-from payload.models.hub import HubName, fetch_config
+from payload.models.fit import require_fit, require_weights
+from payload.models.hub import HubName, fetch_config, require_weights_on_hub
 from payload.models.registry import read_spec
 from payload.models.source import SCRATCH, find_source, pinned
 from payload.models.spec import ModelSpec
 from payload.run_config import RunConfig
-from payload.tokenizer_identity import require_same_tokenizer
+from payload.tokenizer_identity import TOKENIZER_FILE, require_same_tokenizer
 
 
 def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpec, str | None]:
@@ -62,38 +62,40 @@ def settle_initial(
             f"note: checkpoint {folder} is passed over: {problem}"
         ),
     )
-    known = source.spec()
+    init, known = source.name, source.spec()
     if source.folder is not None:
-        folder = source.folder.resolve()
-        _require_weights(folder, init=source.name)
-        if vocab_size is not None:
-            data = Path(config.data.dir)
-            require_same_tokenizer(
-                load_meta(data), data=data, folder=folder, init=source.name, error=ConfigError
-            )
-        config = _starting_from(config, str(folder))
+        init = str(source.folder.resolve())
     elif source.file is not None:
-        config = _starting_from(config, str(source.file.resolve()))
+        init = str(source.file.resolve())
     elif source.kind == "hub" and download:
-        name = HubName.parse(pinned(source.name, setting="model.init"))
-        assert name is not None
-        config = _starting_from(config, str(name))
-        known = read_spec(fetch_config(name, setting="model.init"))
+        init = pinned(source.name, setting="model.init")
+        known = _spec_on_hub(init)
+    if source.folder is not None and vocab_size is not None and _has_tokenizer(source.folder):
+        data = Path(config.data.dir)
+        require_same_tokenizer(
+            load_meta(data), data=data, folder=source.folder, init=source.name, error=ConfigError
+        )
     if known is not None:
         require_fit(known, config, vocab_size=vocab_size)
-    return config
-
-
-def _starting_from(config: RunConfig, init: str) -> RunConfig:
+        if source.folder is not None:
+            _require_sound(source.folder, known)
     return replace(config, model=replace(config.model, init=init))
 
 
-def _require_weights(folder: Path, *, init: str) -> None:
-    if has_adapter(folder):
+def _spec_on_hub(init: str) -> ModelSpec:
+    """Return the numbers of a model whose name has its commit; its weights can be loaded."""
+    name = HubName.parse(init)
+    assert name is not None, "pinned() returns a name on the hub"
+    require_weights_on_hub(name, setting="model.init")
+    return read_spec(fetch_config(name, setting="model.init"))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / TOKENIZER_FILE).exists()
+
+
+def _require_sound(folder: Path, spec: ModelSpec) -> None:
+    """Compare the weights of a folder that others made; a checkpoint's manifest was compared."""
+    if has_adapter(folder) or (folder / MANIFEST_FILE).exists():
         return
-    for name in weight_files(folder):
-        if not (folder / name).is_file():
-            raise ConfigError(
-                f"model.init = {init!r}: {folder} has no {name}. Name a folder in the Hugging Face "
-                "layout, with safetensors, or a checkpoint."
-            )
+    require_weights(spec, folder)

@@ -66,6 +66,9 @@ def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
     try:
         config = _settle(config, vocab_size=vocab_size, is_local=is_local, talk=talk)
     except ConfigError as error:
+        if Path(config.model.init).expanduser().exists():
+            # What is wrong may be the model's sizes: a plan would count another model.
+            raise
         talk.print(f"note: a run would stop here: {error}")
     run_id = arguments.run_id or _fresh_id(config)
     if not is_local:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Never
 
 from payload.errors import ExitCode, TileforgeError, TrainingError, UsageError
 from payload.hints import command
-from payload.results import RunPaths, new_run_id, write_whole
+from payload.results import RunPaths, new_run_id
 from payload.run_config import RunConfig, load_run_config
 from payload.train.start_clock import StartClock
 from payload.untrusted import RUN_ID, checked, printable
@@ -53,8 +53,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> ExitCode:
     clock.lap("group")
     paths = last_words.paths = RunPaths(run_dir)
     config = pin_initial(config, paths=paths, world=world)
-    if world.is_main:
-        write_whole(paths.config, config.to_toml())
     outcome = train(config, paths=paths, world=world, stop_requested=stop.requested, clock=clock)
     if outcome.stopped and stop.number is not None:
         last_words.told_to_stop(stop.number)
@@ -118,7 +116,7 @@ class LastWords:
         self._record(ExitCode.OK, f"was sent {number.name}")
 
     def _record(self, exit_code: ExitCode, words: str) -> None:
-        if self.paths is None or self.world is None:
+        if self.paths is None or self.world is None or not self.paths.root.is_dir():
             return
         # Imported here for the errors before torch was; by now it has been.
         from payload.train.metrics import write_rank_exit

@@ -63,7 +63,7 @@ class LazyTensors(Mapping[str, Tensor]):
     def copy_to(self, name: str, target: Tensor) -> None:
         """Copy one tensor into `target`, of the same shape and any dtype and strides."""
         header = self._headers[name]
-        dtype = _dtype(name, header)
+        dtype = _dtype(name, header, trained=target.is_floating_point())
         assert header.shape == tuple(target.shape), "the caller compares shapes"
         try:
             with open_regular(header.path) as file:
@@ -98,9 +98,9 @@ def copy_in(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> None:
         target.detach().copy_(tensors[name])
 
 
-def _dtype(name: str, header: TensorHeader) -> torch.dtype:
+def _dtype(name: str, header: TensorHeader, *, trained: bool = False) -> torch.dtype:
     dtype = _DTYPES.get(header.dtype)
-    if dtype is None:
+    if dtype is None or (trained and not header.is_weight()):
         raise CheckpointError(
             f"{header.path}: {name} is {header.dtype}: quantised weights cannot be trained. Name "
             "the model in bf16 or fp32."

@@ -129,9 +129,13 @@ class MetricsFile:
 
 
 class SignOfLife:
-    """Replaces this rank's progress file; the supervisor reads it to tell slow from stuck."""
+    """Replaces this rank's progress file; the supervisor reads it to tell slow from stuck.
+
+    Without a run folder nobody reads it, and it says nothing.
+    """
 
     def __init__(self, paths: RunPaths, world: World) -> None:
+        self._run = paths.root
         self._path = paths.rank_progress(world.rank)
         self._rank = world.rank
         self._node = world.node
@@ -147,6 +151,8 @@ class SignOfLife:
         """
         now = time.monotonic()
         if phase == self._last_phase and now - self._last_s < _PROGRESS_INTERVAL_S:
+            return
+        if not self._run.is_dir():
             return
         self._last_s, self._last_phase = now, phase
         sign = RankProgress(

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from payload.metrics_log import read_metrics
 from payload.remake import no_range_hashes
-from payload.results import RunPaths
+from payload.results import RunPaths, write_whole
 from payload.run_config import DtypeChoice, RunConfig
 from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration, calibrate
@@ -42,8 +42,9 @@ def train(
 ) -> Outcome:
     """Train on this rank from the run's newest checkpoint, or from the start.
 
-    The process group has been joined. Rank 0 writes metrics.jsonl and summary.json, on a failure
-    as well. Raises TileforgeError, and RuntimeError when another rank vanished.
+    The process group has been joined. A run that is refused for its data or its model makes no
+    folder. Rank 0 writes run.toml, metrics.jsonl and summary.json, on a failure as well. Raises
+    TileforgeError, and RuntimeError when another rank vanished.
     """
     with SummaryFile(paths, world) as summary:
         sign_of_life = SignOfLife(paths, world)
@@ -54,6 +55,11 @@ def train(
         clock.lap("data")
         start = find_start(config, task, paths=paths, world=world)
         clock.lap("model")
+        # On every rank: nodes need not share a disk.
+        paths.root.mkdir(parents=True, exist_ok=True)
+        if world.is_main:
+            write_whole(paths.config, config.to_toml())
+        summary.begin()
         sign_of_life.tell(step=0, phase="calibration")
         calibration = calibrate(world, _dtype_choice(config, start))
         clock.lap("calibration")

@@ -251,9 +251,9 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
     if folder is not None and config_folder is not None:
         spec, meta = read_spec(config_folder), task.meta
         require_fit(spec, config, vocab_size=meta.vocab_size, tokenizer=meta.tokenizer)
+        model = load(folder, dropout=config.model.dropout)
         if note := unused_settings(spec, config):
             log.info(note)
-        model = load(folder, dropout=config.model.dropout)
         model.spec = model.spec.with_sequence_length(config.data.sequence_length)
     raw = world.broadcast(json.dumps(read_config(config_folder)) if config_folder else None, str)
     if model is None:

@@ -18,7 +18,10 @@ from payload.train.world import World, as_rank_lost
 
 
 class SummaryFile:
-    """Says `running` on entry, what `end` was told on leaving, and `failed` after any error."""
+    """Says `running` on entry, what `end` was told on leaving, and `failed` after any error.
+
+    Without a run folder it says nothing: a start that is refused leaves none.
+    """
 
     def __init__(self, paths: RunPaths, world: World) -> None:
         self._paths = paths
@@ -62,6 +65,10 @@ class SummaryFile:
                 "resume; the training itself is done and saved."
             ) from None
 
+    def begin(self) -> None:
+        """The run has a folder now."""
+        self._try_to_write()
+
     def calibrated(self, *, peak_flops_per_s: float) -> None:
         """Note the measured peak."""
         self._summary = replace(self._summary, peak_flops_per_s=peak_flops_per_s)
@@ -84,7 +91,7 @@ class SummaryFile:
             self._write()
 
     def _write(self) -> None:
-        if self._world.is_main:
+        if self._world.is_main and self._paths.root.is_dir():
             wall_s = self._wall_s or time.perf_counter() - self._started_s
             known = with_best(with_metrics(self._summary, self._paths), self._paths)
             write_record(self._paths.summary, with_time(known, self._paths, wall_s=wall_s))

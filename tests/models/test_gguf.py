@@ -37,7 +37,7 @@ def test_a_file_is_read_as_the_folder_that_it_was_exported_from(kind: str, tmp_p
     source, file = make(tmp_path / "model", kind), tmp_path / "out.gguf"
     assert export(source, file, "--dtype", "bf16") == ExitCode.OK
     spec, known = read_gguf(file), read_spec(source)
-    assert list(spec.tensor_shapes()) == list(known.tensor_shapes())  # type: ignore[attr-defined]
+    assert list(spec.tensor_shapes()) == list(known.tensor_shapes())
     assert spec.flops_per_token() == known.flops_per_token()
     folder = folder_of_gguf(file, cache=tmp_path / "cache")
     found, expected = load(folder), load(source)

@@ -101,4 +101,4 @@ def test_a_wrong_size_is_refused(changed: dict[str, Any], message: str) -> None:
 
 def test_a_model_without_a_vocabulary_is_no_language_model() -> None:
     with pytest.raises(CheckpointError, match="no language model of text alone"):
-        read({"model_type": "vit"}, where="config.json")
+        read({"model_type": "olmo2"}, where="config.json")

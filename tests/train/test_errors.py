@@ -204,6 +204,9 @@ def test_a_preset_and_a_bias_that_the_initial_weights_do_not_have_are_said_to_be
 def test_an_error_is_left_in_the_runs_files_too(tmp_path: Path, tiny_config: Path) -> None:
     words = train_program(tmp_path / "run", tiny_config, "data.sequence_length=50000")
     assert run([sys.executable, *words]).returncode == 10
+    assert not (tmp_path / "run").exists(), "a start that is refused makes no run folder"
+    (tmp_path / "run").mkdir()  # as `orchestrate run` does
+    assert run([sys.executable, *words]).returncode == 10
     record = json.loads((tmp_path / "run" / "exits" / "rank_0000.json").read_text())
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert record["exit_code"] == 10

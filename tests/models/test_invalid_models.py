@@ -1,0 +1,378 @@
+"""What cannot be trained is refused in one line, with exit code 10, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from payload.data.tokenizer_files import gpt2_files
+from payload.errors import ExitCode, TileforgeError
+from payload.models.causal_types import CAUSAL_TYPES
+from payload.models.registry import spec_of
+from payload.orchestrate.__main__ import main as orchestrate
+from payload.results import RunPaths
+from payload.run_config import load_run_config
+from payload.train.models.registry import build
+from payload.train.setup import pin_initial
+from payload.train.weights import save_hf
+from tests.launching import rank_env, run, train_program
+from tests.models.fake_model_hub import FIRST, NAME, model_hub, use_hub
+from tests.train.alone import ALONE, train_alone
+
+WIDTH = 16
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 512,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+A_MATRIX = "model.layers.1.mlp.up_proj.weight"
+
+Spoil = Callable[[Path], str | None]
+"""Damages the model in a folder; returns model.init where it is not that folder."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model that is refused."""
+
+    spoil: Spoil
+    words: str
+    settings: tuple[str, ...] = ()
+    is_known_before: bool = True
+    """False where only transformers knows it, which plans go without."""
+
+
+def config(**changes: Any) -> Spoil:
+    def spoil(folder: Path) -> None:
+        raw = {**CONFIG, **changes}
+        (folder / "config.json").write_text(json.dumps(raw))
+
+    return spoil
+
+
+def content(name: str, text: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return spoil
+
+
+def without(name: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (folder / name).unlink()
+
+    return spoil
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Spoil:
+    def spoil(folder: Path) -> None:
+        found = load_file(folder / WEIGHTS)
+        change(found)
+        save_file(found, folder / WEIGHTS)
+
+    return spoil
+
+
+def pickled(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
+
+
+def cut(name: str = WEIGHTS) -> Spoil:
+    def spoil(folder: Path) -> None:
+        os.truncate(folder / name, (folder / name).stat().st_size // 2)
+
+    return spoil
+
+
+def shards(folder: Path) -> None:
+    found = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    names = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(found)}
+    for file in set(names.values()):
+        save_file({k: v for k, v in found.items() if names[k] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def sharded(then: Callable[[Path], object]) -> Spoil:
+    def spoil(folder: Path) -> None:
+        shards(folder)
+        then(folder)
+
+    return spoil
+
+
+def lead_out(folder: Path) -> None:
+    text = (folder / INDEX).read_text().replace("model-00002", "../model-00002")
+    (folder / INDEX).write_text(text)
+
+
+def linked_out(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder.parent / "elsewhere.safetensors")
+    (folder / WEIGHTS).symlink_to(folder.parent / "elsewhere.safetensors")
+
+
+def other_tokenizer(folder: Path) -> None:
+    raw = json.loads(gpt2_files(context=64)["tokenizer.json"])
+    raw["model"]["merges"] = raw["model"]["merges"][:100]
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+
+
+def small_vocabulary(folder: Path) -> None:
+    embedding = "model.embed_tokens.weight"
+    tensors(lambda found: found.update({embedding: found[embedding][:300].clone()}))(folder)
+    config(vocab_size=300)(folder)
+
+
+def lying_header(folder: Path) -> None:
+    path = folder / WEIGHTS
+    path.write_bytes(path.read_bytes().replace(b'"shape":[32,16]', b'"shape":[99,16]'))
+
+
+def adapter_without_base(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    peft = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
+    gone = str(folder.parent / "gone")
+    (folder / "adapter_config.json").write_text(
+        json.dumps({**peft, "base_model_name_or_path": gone})
+    )
+    save_file({"x": torch.zeros(1)}, folder / "adapter_model.safetensors")
+
+
+def gguf_of(architecture: bytes, *, cut_bytes: int = 0) -> Spoil:
+    """Give the file a header that ends behind its first key."""
+
+    def text(value: bytes) -> bytes:
+        return len(value).to_bytes(8, "little") + value
+
+    def spoil(folder: Path) -> str:
+        file = folder.parent / "model.gguf"
+        head = b"GGUF" + (3).to_bytes(4, "little")
+        head += (1).to_bytes(8, "little") * 2
+        head += text(b"general.architecture") + (8).to_bytes(4, "little") + text(architecture)
+        head += text(b"token_embd.weight") + (1).to_bytes(4, "little") + (8).to_bytes(8, "little")
+        head += bytes(12) + bytes(32 * 4)
+        file.write_bytes(head[: len(head) - cut_bytes])
+        return str(file)
+
+    return spoil
+
+
+def named(name: str) -> Spoil:
+    return lambda _folder: name
+
+
+CASES = {
+    "unknown architecture": Case(config(model_type="madeup"), "no causal language model for it"),
+    "remote code": Case(
+        config(model_type="madeup", auto_map={"AutoModelForCausalLM": "modeling.Made"}),
+        "would run code of its own (auto_map)",
+    ),
+    "no model_type": Case(config(model_type=None), "model_type is None"),
+    "half a shard": Case(
+        sharded(cut("model-00002-of-00002.safetensors")), "was cut off or is damaged"
+    ),
+    "missing shard": Case(
+        sharded(without("model-00001-of-00002.safetensors")),
+        "names model-00001-of-00002.safetensors, which is not there",
+    ),
+    "shards without index": Case(sharded(without(INDEX)), f"it has shards but no {INDEX}"),
+    "index that leads out": Case(sharded(lead_out), "does not name a safetensors file of its"),
+    "weights that lead out": Case(linked_out, "a link that leads out of its folder"),
+    "config without weights": Case(without(WEIGHTS), f"it has no weights ({WEIGHTS}"),
+    "weights without config": Case(without("config.json"), "config.json: No such file"),
+    "half the weights": Case(cut(), "was cut off or is damaged"),
+    "text for weights": Case(content(WEIGHTS, "version https://git-lfs"), "is no safetensors file"),
+    "lying header": Case(lying_header, "its offsets have"),
+    "pickle": Case(pickled, "its weights are a pickle (pytorch_model.bin), which can run code"),
+    "another tokenizer": Case(
+        other_tokenizer, "has another one. Prepare the data with the model's: "
+    ),
+    "context too long": Case(
+        config(max_position_embeddings=16), "data.sequence_length = 32 is above the 16 positions"
+    ),
+    "vocabulary too small": Case(
+        small_vocabulary, "the initial model has 300 tokens, the data has 512"
+    ),
+    "gated": Case(named(NAME), "it is gated: its owner gives it to accounts that accepted"),
+    "unknown on the hub": Case(named("nobody/nothing"), "the Hugging Face hub has no such model"),
+    "no such folder": Case(named("./nothing"), "there is no such folder here"),
+    "GGUF of another family": Case(gguf_of(b"falcon"), "general.architecture = 'falcon': only"),
+    "half a GGUF": Case(gguf_of(b"llama", cut_bytes=120), "it was cut off or is damaged"),
+    "malformed config": Case(content("config.json", '{"model_type": '), "config.json: "),
+    "config that is a list": Case(content("config.json", "[1]"), "is no JSON object"),
+    "a string for a size": Case(config(hidden_size="16"), "hidden_size"),
+    "NaN": Case(config(rms_norm_eps=float("nan")), "config.json: "),
+    "a negative size": Case(config(num_hidden_layers=-1), "num_hidden_layers"),
+    "a huge size": Case(config(intermediate_size=10**18), "intermediate_size"),
+    "more layers than weights": Case(config(num_hidden_layers=3), "model.layers.2."),
+    "heads that do not divide": Case(config(num_attention_heads=3), "be a multiple of 3 heads"),
+    "deep nesting": Case(content("config.json", "[" * 20_000), "config.json: "),
+    "vision model": Case(
+        config(model_type="llava", vision_config={}), "reads more than text. Use the model's"
+    ),
+    "vision beside text": Case(config(model_type="gemma3"), "it holds a vision model beside"),
+    "encoder-decoder": Case(
+        config(model_type="bart", is_encoder_decoder=True), "is no causal language model"
+    ),
+    "no language model": Case(config(model_type="vit"), "no causal language model for it"),
+    "both directions": Case(
+        config(model_type="bert"),
+        "not the weights that config.json describes",
+        is_known_before=False,
+    ),
+    "quantised": Case(
+        config(quantization_config={"quant_method": "gptq"}), "quantised weights cannot be trained"
+    ),
+    "quantised tensors": Case(
+        tensors(lambda found: found.update({A_MATRIX: torch.zeros(32, WIDTH, dtype=torch.int8)})),
+        "quantised weights cannot be trained",
+    ),
+    "a tensor's shape": Case(
+        tensors(lambda found: found.update({A_MATRIX: torch.zeros(WIDTH, 32)})), A_MATRIX
+    ),
+    "a missing tensor": Case(tensors(lambda found: found.pop(A_MATRIX)), A_MATRIX),
+    "an unknown tensor": Case(
+        tensors(lambda found: found.update({"model.extra": torch.zeros(1)})),
+        "1 unknown (first: ['model.extra'])",
+        is_known_before=False,
+    ),
+    "missing tensors of transformers' own": Case(
+        config(model_type="stablelm"), "not the weights that config.json", is_known_before=False
+    ),
+    "adapter without its base": Case(adapter_without_base, "there is no such folder here"),
+    "other sizes": Case(lambda _: None, "model.n_layer = 5, but the weights", ("model.n_layer=5",)),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that can be trained."""
+    folder = tmp_path_factory.mktemp("whole") / "model"
+    folder.mkdir()
+    torch.manual_seed(1)
+    save_hf(build(spec_of(CONFIG, where="test")), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    shutil.copytree(whole, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def hub(
+    whole: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """A hub with one gated model."""
+    with model_hub({FIRST: whole}, gated=True) as endpoint:
+        use_hub(monkeypatch, endpoint=endpoint, cache=tmp_path_factory.mktemp("cache"))
+        yield
+
+
+def settings_of(init: str, *more: str) -> list[str]:
+    sizes = [f"model.{name}=none" for name in ("n_layer", "n_head", "n_embd")]
+    return [*sizes, "engine.kernels=off", "train.steps=2", f"model.init={init}", *more]
+
+
+def below(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("name", CASES)
+def test_training_refuses_it_in_one_line_and_writes_nothing(
+    name: str, folder: Path, tiny_config: Path, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    init = case.spoil(folder) or str(folder)
+    before = below(tmp_path)
+    words = ["schedule.warmup_steps=0", *settings_of(init, *case.settings)]
+    config = load_run_config(tiny_config, overrides=words)
+    with pytest.raises(TileforgeError) as refused:
+        pin_initial(config, paths=RunPaths(tmp_path / "run"), world=ALONE)
+        train_alone(tmp_path / "run", tiny_config, *words)
+    assert refused.value.exit_code == ExitCode.CONFIG
+    assert case.words in str(refused.value) and "\n" not in str(refused.value)
+    assert below(tmp_path) == before
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_known_before])
+def test_a_plan_and_a_run_refuse_it_in_one_line_and_write_nothing(
+    name: str,
+    folder: Path,
+    tiny_config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    case = CASES[name]
+    init = case.spoil(folder) or str(folder)
+    before = below(tmp_path)
+    words = ["--inventory", "local", "--runs-dir", str(tmp_path / "runs"), "--config"]
+    words += [str(tiny_config), "--set", "schedule.warmup_steps=0"]
+    for setting in settings_of(init, *case.settings):
+        words += ["--set", setting]
+    is_here = Path(init).exists()
+    for command, code in (("run", ExitCode.CONFIG), ("plan", ExitCode.CONFIG if is_here else 0)):
+        assert orchestrate([command, *words], os.environ) == code, capsys.readouterr()
+        said = capsys.readouterr().err.splitlines()
+        mark = "error: " if code else "note: a run would stop here: "
+        (line,) = [line for line in said if line.startswith(mark)]
+        assert case.words in line, line
+        assert code == 0 or (said[-1] == line and len(said) == 2), said
+        assert below(tmp_path) == before
+
+
+def test_nothing_is_refused_that_can_be_trained(
+    whole: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["schedule.warmup_steps=0", *settings_of(str(whole))]
+    words = [word for setting in settings for word in ("--set", setting)]
+    plan = ["plan", "--inventory", "local", "--config", str(tiny_config), *words]
+    assert orchestrate(plan, os.environ) == 0, capsys.readouterr()
+    train_alone(tmp_path / "run", tiny_config, *settings)
+    assert (tmp_path / "run" / "run.toml").exists()
+
+
+@pytest.mark.parametrize("name", ["pickle", "another tokenizer"])
+def test_a_process_of_its_own_says_it_in_one_line_too(
+    name: str, folder: Path, tiny_config: Path, tmp_path: Path
+) -> None:
+    CASES[name].spoil(folder)
+    words = ["schedule.warmup_steps=0", *settings_of(str(folder))]
+    result = run(
+        [sys.executable, *train_program(tmp_path / "run", tiny_config, *words)],
+        env=rank_env(HF_HUB_OFFLINE="1"),
+    )
+    assert result.returncode == ExitCode.CONFIG
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and CASES[name].words in line
+    assert result.stdout == "" and not (tmp_path / "run").exists()
+
+
+def test_the_types_that_a_plan_knows_are_those_of_transformers() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    text_alone = {k for k, v in NAMES.items() if not v.endswith("ForConditionalGeneration")}
+    assert text_alone == CAUSAL_TYPES
