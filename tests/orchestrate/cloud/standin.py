@@ -1,7 +1,8 @@
-"""Google Cloud's REST interfaces on a loopback port, as far as the operator's side uses them.
+"""Google Cloud's REST interfaces on a loopback port, as far as operator and provider use them.
 
 Paths, field names and error documents are those of the Compute Engine, Cloud Storage, Service
-Usage and Organization Policy references; the state is Python, and faults can be put in.
+Usage and Organization Policy references; the state is Python, and faults can be put in. With
+`variables()` in its environment Google's own Pulumi provider works on it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,21 +19,17 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
-PROJECT, REGION, ZONE = "acme-lab", "us-central1", "us-central1-a"
+from tests.orchestrate.cloud.standin_compute import PROJECT as PROJECT
+from tests.orchestrate.cloud.standin_compute import REGION as REGION
+from tests.orchestrate.cloud.standin_compute import ZONE as ZONE
+from tests.orchestrate.cloud.standin_compute import Compute, Document, MissingError
+from tests.orchestrate.cloud.standin_rules import RefusedError
+
 NUMBER = "415104041262"
 """The project's."""
-_BASE = "https://www.googleapis.com/compute/v1/projects"
-
-# Collections that are in zones or regions, which "aggregated" lists.
-_SCOPED = {
-    "instances": "zones",
-    "disks": "zones",
-    "addresses": "regions",
-    "forwardingRules": "regions",
-    "resourcePolicies": "regions",
-    "routers": "regions",
-    "subnetworks": "regions",
-}
+TOKEN = "of-a-stand-in"
+_LOST = 0
+"""A status: the connection is closed without an answer."""
 
 
 @dataclass(kw_only=True)
@@ -47,42 +44,26 @@ class Fault:
     headers: Mapping[str, str] = field(default_factory=dict)
     times: int = 1
     method: str = "GET"
+    after: bool = False
+    """Whether the request is carried out first, so that only its answer is lost."""
 
 
-class MissingError(Exception):
-    """Answered with 404; the text is Google's."""
-
-
-class RefusedError(Exception):
-    """Answered with a status and Google's text."""
-
-    def __init__(self, status: int, message: str, reason: str = "invalid") -> None:
-        super().__init__(message)
-        self.status = status
-        self.reason = reason
-
-
-class CloudStandIn:
+class CloudStandIn(Compute):
     """The state, and the server over it; a context manager."""
 
     def __init__(self) -> None:
-        self.items: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        """By collection and place: a zone, a region or `global`."""
-        self.buckets: list[dict[str, Any]] = []
-        self.objects: dict[str, list[dict[str, Any]]] = {}
+        super().__init__()
+        self.buckets: list[Document] = []
+        self.bucket_policies: dict[str, Document] = {}
+        """By bucket: who may do what."""
+        self.objects: dict[str, list[Document]] = {}
         """By bucket: name, generation and size of each object, old versions included."""
-        self.guest_attributes: dict[str, dict[str, str]] = {}
-        """By instance: its host keys by type. An instance without an entry has written none."""
-        self.regions: dict[str, dict[str, tuple[float, float]]] = {}
-        """By region: limit and usage of each quota."""
-        self.project_quotas: dict[str, tuple[float, float]] = {}
-        self.project_metadata: dict[str, str] = {}
         self.services = {"compute", "iap", "iam", "storage"}
         self.policies: dict[str, bool] = {}
         """Organization policies that are enforced, by constraint."""
-        self.rules: dict[str, list[dict[str, Any]]] = {}
+        self.rules: dict[str, list[Document]] = {}
         """Rules of organization policies that list values, by constraint."""
-        self.family_limits: list[dict[str, Any]] = []
+        self.family_limits: list[Document] = []
         """Limits of the quota CPUS_PER_VM_FAMILY, as Cloud Quotas has them."""
         self.key_members: dict[str, list[str]] = {}
         """By Cloud KMS key: who may encrypt and decrypt with it."""
@@ -90,23 +71,13 @@ class CloudStandIn:
         """Whether the operator may let others use a key."""
         self.records: dict[str, list[tuple[str, str]]] = {}
         """By DNS zone: names and types of its records."""
-        self.tamper: Callable[[str, dict[str, Any]], bytes | None] = lambda target, document: None
+        self.tamper: Callable[[str, Document], bytes | None] = lambda target, document: None
         """What answers a path in place of this document; None leaves it as it is."""
-        self.unreachable: list[str] = []
-        """Places that a list of all names as missing from it."""
-        self.failing: dict[str, str] = {}
-        """Scopes, such as `zones/us-central1-f`, that have a warning with this text and nothing
-        else in a list of all."""
-        self.stuck: dict[str, str] = {}
-        """Names whose removal fails, with the reason."""
         self.faults: list[Fault] = []
         self.requests: list[str] = []
         """Method and path of everything that was asked."""
-        self.page_size = 500
         self.before_each: Callable[[str, str], None] = lambda method, target: None
         """Called with method and path before a request is answered: time for the world to move."""
-        self._operations: dict[str, dict[str, Any]] = {}
-        self._lock = threading.RLock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._thread = threading.Thread(
             target=lambda: self._server.serve_forever(poll_interval=0.01), daemon=True
@@ -116,6 +87,18 @@ class CloudStandIn:
     def url(self) -> str:
         """What TILEFORGE_API_ENDPOINT is to be."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def variables(self) -> dict[str, str]:
+        """Environment variables that lead Google's Pulumi provider here."""
+        return {
+            "GOOGLE_COMPUTE_CUSTOM_ENDPOINT": f"{self.url}/compute/v1/",
+            "GOOGLE_IAM_BETA_CUSTOM_ENDPOINT": f"{self.url}/v1/",
+            "GOOGLE_IAM_CUSTOM_ENDPOINT": f"{self.url}/v1/",
+            "GOOGLE_STORAGE_CUSTOM_ENDPOINT": f"{self.url}/storage/v1/",
+            "GOOGLE_DNS_CUSTOM_ENDPOINT": f"{self.url}/dns/v1/",
+            "GOOGLE_OAUTH_ACCESS_TOKEN": TOKEN,
+            "PULUMI_GCP_SKIP_REGION_VALIDATION": "true",
+        }
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -130,28 +113,6 @@ class CloudStandIn:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def add(
-        self, collection: str, name: str, *, place: str, labels: dict[str, str], **more: Any
-    ) -> dict[str, Any]:
-        """Something new; `place` is a zone, a region or `global`."""
-        item = {
-            "id": str(abs(hash((collection, name, time.monotonic_ns()))) % 10**18),
-            "name": name,
-            "creationTimestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            **({"labels": labels} if labels else {}),
-            **more,
-        }
-        with self._lock:
-            self.items.setdefault((collection, place), []).append(item)
-        return item
-
-    def add_node(
-        self, name: str, *, labels: dict[str, str], zone: str = ZONE, **more: Any
-    ) -> dict[str, Any]:
-        """A running instance."""
-        values = {"status": "RUNNING", "machineType": f"{_BASE}/x/machineTypes/c3-highmem-8"}
-        return self.add("instances", name, place=zone, labels=labels, **values | more)
 
     def add_bucket(self, name: str, *, labels: dict[str, str]) -> None:
         """A bucket."""
@@ -188,46 +149,47 @@ class CloudStandIn:
             ("*.googleapis.com.", "CNAME"),
         ]
 
-    def drop(self, collection: str, name: str) -> None:
-        """Take something away behind everybody's back."""
-        with self._lock:
-            for items in (v for (kind, _), v in self.items.items() if kind == collection):
-                items[:] = [item for item in items if item["name"] != name]
-
     def count(self, pattern: str) -> int:
         """How many requests there were whose method and path match."""
         return sum(bool(re.search(pattern, each)) for each in self.requests)
 
-    def answer(self, method: str, target: str) -> tuple[int, dict[str, Any], Mapping[str, str]]:
+    def answer(
+        self, method: str, target: str, body: Document
+    ) -> tuple[int, Document, Mapping[str, str]]:
         """Status, document and headers for one request."""
         parts = urlsplit(target)
         query = {name: values[0] for name, values in parse_qs(parts.query).items()}
         with self._lock:
             self.requests.append(f"{method} {target}")
             self.before_each(method, target)
+            self.settle()
             for fault in self.faults:
                 if fault.times > 0 and fault.method == method and re.search(fault.path, target):
                     fault.times -= 1
+                    if fault.after:
+                        with suppress(RefusedError):
+                            self._route(method, parts.path, query, body)
                     return fault.status, _error(fault.status, fault), fault.headers
             try:
-                return 200, self._route(method, parts.path, query), {}
-            except MissingError as error:
-                return 404, _error(404, Fault(path="", status=404, message=str(error))), {}
+                return 200, self._route(method, parts.path, query, body), {}
             except RefusedError as error:
                 fault = Fault(path="", status=error.status, message=str(error), reason=error.reason)
                 return error.status, _error(error.status, fault), {}
 
-    def _route(self, method: str, path: str, query: dict[str, str]) -> dict[str, Any]:
+    def _route(self, method: str, path: str, query: dict[str, str], body: Document) -> Document:
         words = path.strip("/").split("/")
         match words:
             case ["storage", "v1", "b", *rest]:
-                return self._storage(method, rest, query)
+                return self._storage(method, rest, query, body)
+            case ["storage", "v1", "projects", _, "serviceAccount"]:
+                email = f"service-{NUMBER}@gs-project-accounts.iam.gserviceaccount.com"
+                return {"email_address": email, "kind": "storage#serviceAccount"}
             case ["v1", "projects", _, "services"]:
                 names = [{"config": {"name": f"{s}.googleapis.com"}} for s in sorted(self.services)]
-                page = self._page(names, query)
+                page = self.page(names, query)
                 return {"services": page.pop("items"), **page}
-            case ["v1", "projects", _, "serviceAccounts", *rest]:
-                return self._service_accounts(method, rest, query)
+            case ["v1" | "v1beta", "projects", _, "serviceAccounts", *rest]:
+                return self._service_accounts(method, rest, query, body)
             case ["v2", "projects", _, "policies", name]:
                 constraint = name.removesuffix(":getEffectivePolicy")
                 if constraint in ("compute.trustedImageProjects", "compute.vmExternalIpAccess"):
@@ -240,61 +202,56 @@ class CloudStandIn:
             case ["v1", "projects", *_, "cryptoKeys", _]:
                 return self._key(path.removeprefix("/v1/"))
             case ["dns", "v1", "projects", _, "managedZones", *rest]:
-                return self._dns(method, rest, query)
+                return self._dns(method, rest, query, body)
+            case ["compute", "v1", "projects", project, "global", "images", name] if (
+                project != PROJECT
+            ):
+                return {"name": name, "status": "READY", "diskSizeGb": "10"}
             case ["compute", "v1", "projects", _, *rest]:
-                return self._compute(method, rest, query)
+                answer: Document = self.compute(method, rest, query, body)
+                return answer
         raise MissingError(f"the stand-in has no path {path}")
 
-    def _compute(self, method: str, words: list[str], query: dict[str, str]) -> dict[str, Any]:
-        match words:
-            case []:
-                metadata = [{"key": k, "value": v} for k, v in self.project_metadata.items()]
-                return {
-                    "name": PROJECT,
-                    "quotas": _quotas(self.project_quotas),
-                    "commonInstanceMetadata": {"items": metadata},
-                }
-            case ["aggregated", collection]:
-                return self._aggregated(collection, query)
-            case ["regions", region] if region in self.regions:
-                return {"name": region, "quotas": _quotas(self.regions[region])}
-            case [*_, "operations", operation, "wait"] if operation in self._operations:
-                return self._operations[operation] | {"status": "DONE"}
-            case ["global", collection]:
-                return self._page(self.items.get((collection, "global"), []), query)
-            case ["zones", zone, "instances", name, "getGuestAttributes"]:
-                return self._guest_attributes(zone, name, query)
-            case ["global", collection, name] | [_, _, collection, name]:
-                place = "global" if words[0] == "global" else words[1]
-                item = self._find(collection, place, name)
-                return self._delete(collection, place, item) if method == "DELETE" else item
-        raise MissingError(f"The resource 'projects/{PROJECT}/{'/'.join(words)}' was not found")
-
-    def _find(self, collection: str, place: str, name: str) -> dict[str, Any]:
-        for item in self.items.get((collection, place), []):
-            if item["name"] == name:
-                return item
-        where = "global" if place == "global" else f"zones/{place}"
-        raise MissingError(
-            f"The resource 'projects/{PROJECT}/{where}/{collection}/{name}' was not found"
-        )
-
     def _service_accounts(
-        self, method: str, words: list[str], query: dict[str, str]
-    ) -> dict[str, Any]:
+        self, method: str, words: list[str], query: dict[str, str], body: Document
+    ) -> Document:
         items = self.items.setdefault(("serviceAccounts", "global"), [])
+        if not words and method == "POST":
+            return self._make_account(body["accountId"], body.get("serviceAccount", {}))
         if not words:
-            page = self._page(items, query)
+            page = self.page(items, query)
             return {"accounts": page.pop("items"), **page}
         found = [item for item in items if item["email"] == unquote(words[0])]
-        if not found or method != "DELETE":
+        if not found:
             raise MissingError(f"Service account {words[0]} does not exist.")
-        items.remove(found[0])
-        return {}
+        if method == "DELETE":
+            items.remove(found[0])
+            return {}
+        if method == "PATCH":
+            found[0].update(body.get("serviceAccount", {}))
+        return found[0]
 
-    def _storage(self, method: str, words: list[str], query: dict[str, str]) -> dict[str, Any]:
+    def _make_account(self, account_id: str, more: Document) -> Document:
+        email = f"{account_id}@{PROJECT}.iam.gserviceaccount.com"
+        if self.has_account(email):
+            words = f"Service account {account_id} already exists within project {PROJECT}."
+            raise RefusedError(409, words, "alreadyExists")
+        values = {"email": email, "uniqueId": "1", "projectId": PROJECT, **more}
+        item = self.add("serviceAccounts", account_id, place="global", labels={}, **values)
+        item["name"] = f"projects/{PROJECT}/serviceAccounts/{email}"
+        return item
+
+    def _storage(
+        self, method: str, words: list[str], query: dict[str, str], body: Document
+    ) -> Document:
+        if not words and method == "POST":
+            if any(bucket["name"] == body["name"] for bucket in self.buckets):
+                raise RefusedError(409, "The requested bucket name is not available.")
+            self.add_bucket(body["name"], labels={})
+            self.buckets[-1].update(body)
+            return self.buckets[-1]
         if not words:
-            return self._page(self.buckets, query, size=query.get("maxResults"))
+            return self.page(self.buckets, query, size=query.get("maxResults"))
         found = [bucket for bucket in self.buckets if bucket["name"] == words[0]]
         if not found:
             raise MissingError("The specified bucket does not exist.")
@@ -302,6 +259,13 @@ class CloudStandIn:
         match method, words[1:]:
             case "GET", []:
                 return found[0]
+            case (("PATCH" | "PUT"), []):
+                found[0].update(body)
+                return found[0]
+            case _, ["iam"]:
+                policy: Document = self.bucket_policies.setdefault(words[0], {"bindings": []})
+                policy |= body | {"etag": "CAE=", "version": 1}
+                return policy
             case "DELETE", []:
                 if objects:
                     raise RefusedError(409, "The bucket you tried to delete is not empty.")
@@ -309,14 +273,14 @@ class CloudStandIn:
                 return {}
             case "GET", ["o"]:
                 live = objects if query.get("versions") == "true" else []
-                return self._page(live, query, size=query.get("maxResults"))
+                return self.page(live, query, size=query.get("maxResults"))
             case "DELETE", ["o", name]:
                 versions = (unquote(name), query["generation"])
                 objects[:] = [o for o in objects if (o["name"], o["generation"]) != versions]
                 return {}
         raise MissingError(f"the stand-in has no {method} of {words}")
 
-    def _key(self, path: str) -> dict[str, Any]:
+    def _key(self, path: str) -> Document:
         key, _, verb = path.partition(":")
         if key not in self.key_members:
             raise MissingError(f"CryptoKey {key} not found.")
@@ -325,15 +289,28 @@ class CloudStandIn:
         role = "roles/cloudkms.cryptoKeyEncrypterDecrypter"
         return {"version": 1, "bindings": [{"role": role, "members": self.key_members[key]}]}
 
-    def _dns(self, method: str, words: list[str], query: dict[str, str]) -> dict[str, Any]:
+    def _dns(
+        self, method: str, words: list[str], query: dict[str, str], body: Document
+    ) -> Document:
         zones = self.items.setdefault(("managedZones", "global"), [])
         match words:
+            case [] if method == "POST":
+                self.records[body["name"]] = [("googleapis.com.", kind) for kind in ("NS", "SOA")]
+                more: Document = {"place": "global", "labels": {}} | body
+                return self.add("managedZones", **more)
+            case [zone, "changes"]:
+                for each in body.get("deletions", ()):
+                    self.records[zone].remove((each["name"], each["type"]))
+                self.records[zone] += [(e["name"], e["type"]) for e in body.get("additions", ())]
+                return {"id": "1", "status": "done", **body}
+            case [zone, "changes", number]:
+                return {"id": number, "status": "done"}
             case []:
-                page = self._page(zones, query)
+                page = self.page(zones, query)
                 return {"managedZones": page.pop("items"), **page}
             case [zone, "rrsets"]:
                 records = [{"name": name, "type": kind} for name, kind in self.records[zone]]
-                page = self._page(records, query)
+                page = self.page(records, query)
                 return {"rrsets": page.pop("items"), **page}
             case [zone, "rrsets", name, kind] if method == "DELETE":
                 self.records[zone].remove((unquote(name), kind))
@@ -344,68 +321,8 @@ class CloudStandIn:
                 return {}
         raise MissingError(f"The 'parameters.managedZone' resource named {words} does not exist.")
 
-    def _aggregated(self, collection: str, query: dict[str, str]) -> dict[str, Any]:
-        scope = _SCOPED[collection]
-        pairs = [
-            (place, item)
-            for (kind, place), items in sorted(self.items.items())
-            if kind == collection
-            for item in items
-        ]
-        page = self._page(pairs, query)
-        # Places with nothing are listed too, with a warning, as Google does.
-        listed: dict[str, Any] = {f"{scope}/{ZONE}": {"warning": {"code": "NO_RESULTS_ON_PAGE"}}}
-        for place, item in page.pop("items"):
-            key = place if place == "global" else f"{scope}/{place}"
-            listed[key] = {collection: [*listed.get(key, {}).get(collection, []), item]}
-        for key in (each for each in self.failing if each.startswith(scope)):
-            listed[key] = {"warning": {"code": "UNREACHABLE", "message": self.failing[key]}}
-        return page | {"items": listed, "unreachables": self.unreachable}
 
-    def _page(
-        self, items: list[Any], query: dict[str, str], *, size: str | None = None
-    ) -> dict[str, Any]:
-        begin = int(query.get("pageToken", "0"))
-        end = begin + min(self.page_size, int(size or self.page_size))
-        more = {"nextPageToken": str(end)} if end < len(items) else {}
-        return {"items": items[begin:end], **more}
-
-    def _guest_attributes(self, zone: str, name: str, query: dict[str, str]) -> dict[str, Any]:
-        self._find("instances", zone, name)
-        path = query.get("queryPath", "")
-        if path != "hostkeys/" or name not in self.guest_attributes:
-            raise MissingError(f"The resource '{path}' of type 'Guest Attribute' was not found.")
-        keys = self.guest_attributes[name].items()
-        entries = [{"namespace": "hostkeys", "key": k, "value": v} for k, v in keys]
-        return {"queryPath": path, "queryValue": {"items": entries}}
-
-    def _delete(self, collection: str, place: str, item: dict[str, Any]) -> dict[str, Any]:
-        name = f"operation-{len(self._operations)}"
-        operation: dict[str, Any] = {"name": name, "status": "RUNNING", "targetId": "1"}
-        if item["name"] in self.stuck:
-            operation |= {
-                "httpErrorStatusCode": 400,
-                "httpErrorMessage": "BAD REQUEST",
-                "error": {
-                    "errors": [
-                        {
-                            "code": "RESOURCE_IN_USE_BY_ANOTHER_RESOURCE",
-                            "message": self.stuck[item["name"]],
-                        }
-                    ]
-                },
-            }
-        else:
-            self.items[collection, place].remove(item)
-        self._operations[name] = operation
-        return operation
-
-
-def _quotas(values: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
-    return [{"metric": k, "limit": limit, "usage": used} for k, (limit, used) in values.items()]
-
-
-def _error(status: int, fault: Fault) -> dict[str, Any]:
+def _error(status: int, fault: Fault) -> Document:
     entry = {"message": fault.message, "domain": "global", "reason": fault.reason}
     return {"error": {"code": status, "message": fault.message, "errors": [entry]}}
 
@@ -421,15 +338,25 @@ def _handler(cloud: CloudStandIn) -> type[BaseHTTPRequestHandler]:
             self._answer("GET")
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
             self._answer("POST")
+
+        def do_PUT(self) -> None:
+            self._answer("PUT")
+
+        def do_PATCH(self) -> None:
+            self._answer("PATCH")
 
         def do_DELETE(self) -> None:
             self._answer("DELETE")
 
         def _answer(self, method: str) -> None:
-            assert "Authorization" not in self.headers, "a stand-in is sent no credentials"
-            status, document, headers = cloud.answer(method, self.path)
+            token = self.headers.get("Authorization", f"Bearer {TOKEN}")
+            assert token == f"Bearer {TOKEN}", "a stand-in is sent no credentials"
+            sent = self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}"
+            status, document, headers = cloud.answer(method, self.path, json.loads(sent))
+            if status == _LOST:
+                self.close_connection = True
+                return
             raw = cloud.tamper(self.path, document)
             body = json.dumps(document).encode() if raw is None else raw
             self.send_response(status)
