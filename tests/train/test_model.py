@@ -268,7 +268,7 @@ def test_damaged_or_foreign_folders_are_refused_with_the_reason(tmp_path: Path) 
         load(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(CheckpointError, match="Only safetensors"):
+    with pytest.raises(CheckpointError, match="its weights are a pickle"):
         load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not JSON"):
