@@ -36,7 +36,7 @@ SHOWN = @printf '%s\n' '$(subst ','\'',$(1))'; $(1) $(OR_SAY)
 # What the tests marked `sshd` start, real servers on loopback addresses, and `rig`, machines.
 TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-container
 
-.PHONY: help run data test test-packages test-ipex check fix bench docs lock setup setup-run setup-ipex clean
+.PHONY: help run data test test-packages test-engine test-ipex check fix bench docs lock setup setup-run setup-ipex clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -59,6 +59,13 @@ test-packages:  ## as root on Debian or Ubuntu: install what tests start besides
 
 test-ipex: setup-ipex  ## the tests of the archived engine, in an environment of their own (7 GB)
 	$(VENV_IPEX)/bin/python -m pytest tests/ipex -m ipex $(ARGS)
+
+# The provider of the version that the lock has; Pulumi's CLI fetches it where it is not installed.
+test-engine: setup  ## the tests on Pulumi's real engine, where `pulumi` is on PATH
+	@if command -v pulumi >/dev/null && ! command -v pulumi-resource-gcp >/dev/null; then \
+		pulumi plugin install resource gcp \
+			"$$($(PY) -c 'from importlib.metadata import version; print(version("pulumi-gcp"))')"; fi
+	$(PY) -m pytest tests/engine $(ARGS)
 
 check: setup  ## everything that CI checks without running the program
 	$(PY) -m ruff check .

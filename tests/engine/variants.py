@@ -31,3 +31,5 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sixty-four-nodes": {"nodeCount": 64, **_ANY_PRICE},
 }
 """Twenty-five, those whose graphs are golden files among them."""
+
+CRYPTO_KEY = str(CASES["bucket"]["kmsKey"])

@@ -71,6 +71,8 @@ class CloudStandIn(Compute):
         """Whether the operator may let others use a key."""
         self.records: dict[str, list[tuple[str, str]]] = {}
         """By DNS zone: names and types of its records."""
+        self.record_sets: dict[tuple[str, str, str], Document] = {}
+        """By zone, name and type: what a record says, of those that were made by a request."""
         self.tamper: Callable[[str, Document], bytes | None] = lambda target, document: None
         """What answers a path in place of this document; None leaves it as it is."""
         self.faults: list[Fault] = []
@@ -96,6 +98,9 @@ class CloudStandIn(Compute):
             "GOOGLE_IAM_CUSTOM_ENDPOINT": f"{self.url}/v1/",
             "GOOGLE_STORAGE_CUSTOM_ENDPOINT": f"{self.url}/storage/v1/",
             "GOOGLE_DNS_CUSTOM_ENDPOINT": f"{self.url}/dns/v1/",
+            "GOOGLE_KMS_CUSTOM_ENDPOINT": f"{self.url}/v1/",
+            "GOOGLE_RESOURCE_MANAGER_CUSTOM_ENDPOINT": f"{self.url}/v1/",
+            "GOOGLE_CLOUD_BILLING_CUSTOM_ENDPOINT": f"{self.url}/v1/",
             "GOOGLE_OAUTH_ACCESS_TOKEN": TOKEN,
             "PULUMI_GCP_SKIP_REGION_VALIDATION": "true",
         }
@@ -197,10 +202,14 @@ class CloudStandIn(Compute):
                 return {"spec": {"rules": [{"enforce": self.policies.get(constraint, False)}]}}
             case ["v1", "projects", _, "locations", "global", "services", _, "quotaInfos", _]:
                 return {"dimensionsInfos": self.family_limits}
+            case ["v1", "projects", project]:
+                return {"projectNumber": NUMBER, "projectId": project, "lifecycleState": "ACTIVE"}
+            case ["v1", "projects", _, "billingInfo"]:
+                return {"billingAccountName": "", "billingEnabled": True}
             case ["v3", "projects", _]:
                 return {"name": f"projects/{NUMBER}", "projectId": PROJECT}
             case ["v1", "projects", *_, "cryptoKeys", _]:
-                return self._key(path.removeprefix("/v1/"))
+                return self._key(path.removeprefix("/v1/"), body)
             case ["dns", "v1", "projects", _, "managedZones", *rest]:
                 return self._dns(method, rest, query, body)
             case ["compute", "v1", "projects", project, "global", "images", name] if (
@@ -280,13 +289,18 @@ class CloudStandIn(Compute):
                 return {}
         raise MissingError(f"the stand-in has no {method} of {words}")
 
-    def _key(self, path: str) -> Document:
+    def _key(self, path: str, body: Document) -> Document:
         key, _, verb = path.partition(":")
         if key not in self.key_members:
             raise MissingError(f"CryptoKey {key} not found.")
         if verb == "testIamPermissions":
             return {"permissions": ["cloudkms.cryptoKeys.setIamPolicy"]} if self.key_grants else {}
         role = "roles/cloudkms.cryptoKeyEncrypterDecrypter"
+        if verb == "setIamPolicy":
+            bindings = body["policy"].get("bindings", ())
+            self.key_members[key] = [
+                member for each in bindings if each["role"] == role for member in each["members"]
+            ]
         return {"version": 1, "bindings": [{"role": role, "members": self.key_members[key]}]}
 
     def _dns(
@@ -294,6 +308,12 @@ class CloudStandIn(Compute):
     ) -> Document:
         zones = self.items.setdefault(("managedZones", "global"), [])
         match words:
+            case [zone] if method in ("GET", "PATCH"):
+                found = [each for each in zones if each["name"] == zone]
+                if not found:
+                    raise MissingError(f"The 'parameters.managedZone' resource named {zone} is not")
+                found[0].update(body)
+                return found[0]
             case [] if method == "POST":
                 self.records[body["name"]] = [("googleapis.com.", kind) for kind in ("NS", "SOA")]
                 more: Document = {"place": "global", "labels": {}} | body
@@ -301,7 +321,9 @@ class CloudStandIn(Compute):
             case [zone, "changes"]:
                 for each in body.get("deletions", ()):
                     self.records[zone].remove((each["name"], each["type"]))
-                self.records[zone] += [(e["name"], e["type"]) for e in body.get("additions", ())]
+                for each in body.get("additions", ()):
+                    self.records[zone].append((each["name"], each["type"]))
+                    self.record_sets[zone, each["name"], each["type"]] = each
                 return {"id": "1", "status": "done", **body}
             case [zone, "changes", number]:
                 return {"id": number, "status": "done"}
@@ -309,7 +331,11 @@ class CloudStandIn(Compute):
                 page = self.page(zones, query)
                 return {"managedZones": page.pop("items"), **page}
             case [zone, "rrsets"]:
-                records = [{"name": name, "type": kind} for name, kind in self.records[zone]]
+                records = [
+                    {"name": name, "type": kind} | self.record_sets.get((zone, name, kind), {})
+                    for name, kind in self.records.get(zone, ())
+                    if query.get("name", name) == name and query.get("type", kind) == kind
+                ]
                 page = self.page(records, query)
                 return {"rrsets": page.pop("items"), **page}
             case [zone, "rrsets", name, kind] if method == "DELETE":

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -83,6 +84,10 @@ class Compute:
         self._operations: dict[str, Document] = {}
         self._pending: dict[str, tuple[float, Callable[[], None]]] = {}
         self._lock = threading.RLock()
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        """Keep requests waiting while a test looks at the state."""
+        return self._lock
 
     def add(
         self, collection: str, name: str, *, place: str, labels: dict[str, str], **more: Any

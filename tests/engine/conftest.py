@@ -1,0 +1,43 @@
+"""Leaves out, and says so, what needs Pulumi's engine where there is none; shared fixtures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.engine import Engine, missing
+from tests.engine.variants import CRYPTO_KEY
+from tests.left_out import leave_out
+from tests.orchestrate.cloud.standin import CloudStandIn
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs the engine where it is not installed."""
+    problem = missing(os.environ)
+    if problem:
+        engine = [item for item in items if item.get_closest_marker("engine")]
+        why = f"of Pulumi's engine (make test-engine): {problem}."
+        leave_out(config, items, engine, folder="tests/engine", why=why)
+
+
+@pytest.fixture
+def cloud() -> Iterator[CloudStandIn]:
+    """A project where everything is to be had, with a bucket and a key."""
+    with CloudStandIn() as cloud:
+        cloud.sells_everything = True
+        cloud.services |= {"cloudkms", "cloudresourcemanager", "dns"}
+        cloud.key_members[CRYPTO_KEY] = []
+        cloud.add_bucket("acme-results", labels={})
+        yield cloud
+
+
+@pytest.fixture
+def engine(tmp_path: Path, cloud: CloudStandIn) -> Iterator[Engine]:
+    """A project folder without keys, a state in a folder, and the stack `dev`."""
+    with Engine(tmp_path, cloud, env=os.environ) as engine:
+        engine.stack("init", "dev")
+        yield engine

@@ -1,0 +1,217 @@
+"""The cluster on Pulumi's real engine and Google's real provider: `make test-engine`."""
+
+from __future__ import annotations
+
+import json
+import random
+import stat
+
+import pytest
+
+from payload.errors import INTERRUPTED
+from tests.engine.engine import Engine
+from tests.engine.variants import VARIANTS
+from tests.orchestrate.cloud.standin import REGION, ZONE, CloudStandIn, Fault
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+UP = ("orchestrate", "up", "--yes", "--keep-on-failure", "--without-collect")
+NODES = ("dev-node-0", "dev-node-1")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_comes_up_stays_as_it_is_and_goes(engine: Engine, name: str) -> None:
+    settings = VARIANTS[name]
+    engine.configure(nodeCount=settings.get("nodeCount", 3), **settings)
+    engine.up()
+    assert len(engine.machines()) == settings.get("nodeCount", 3)
+    second = engine.pulumi("preview", "--expect-no-changes")
+    assert second.returncode == 0, second.stdout
+    engine.down()
+    assert list(engine.left()) == (["buckets"] if settings.get("bucket") == "create" else [])
+
+
+def test_pulumi_alone_is_a_whole_workflow_from_a_folder_without_keys(engine: Engine) -> None:
+    key = engine.folder / ".cluster/dev/id_ed25519"
+    engine.pulumi("preview")
+    assert not key.exists()
+    engine.up()
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    state = engine.pulumi("stack", "export").stdout
+    assert "PRIVATE KEY" not in state and key.read_text().splitlines()[1] not in state
+    done = engine.pulumi("stack", "output", "inventory", "--json")
+    assert [each["name"] for each in json.loads(done.stdout)["nodes"]] == list(NODES)
+    assert engine.pulumi("destroy", "--yes").returncode == 0
+    assert engine.left() == {}
+
+
+def test_destroy_leaves_the_bucket_alone_and_nothing_else(engine: Engine) -> None:
+    engine.configure(bucket="create")
+    engine.up()
+    for _ in range(2):
+        assert engine.pulumi("destroy", "--yes").returncode == 0
+        assert list(engine.left()) == ["buckets"]
+    engine.stack("rm", "dev")
+    engine.stack("init", "dev")
+    engine.configure(bucket="create")
+    engine.up()
+    (old, new) = engine.left()["buckets"]
+    assert old != new and old.startswith("dev-results-")
+    done = engine.down()
+    assert f"gs://{old}" in done.stderr and f"gs://{new}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "replaced"),
+    [
+        ({"nodeCount": 3}, ()),
+        ({"nodeCount": 1}, ()),
+        ({"zones": [f"{REGION}-b"]}, NODES),
+        ({"machineType": "c3-standard-8"}, NODES),
+        ({"accessMode": "direct", "operatorCidr": "198.51.100.7/32"}, ("dev-node-0",)),
+        ({"accessMode": "oslogin", "osLoginUser": "ada_example_com"}, NODES),
+        ({"labels": ["owner=ada"]}, ()),
+        ({"mtu": 1460}, NODES),
+    ],
+)
+def test_a_change_replaces_the_machines_that_it_has_to(
+    engine: Engine, settings: dict[str, object], replaced: tuple[str, ...]
+) -> None:
+    engine.up()
+    before = engine.machines()
+    engine.configure(**settings)
+    engine.up()
+    after = engine.machines()
+    there = [name for name in before if name in after]
+    assert len(after) == settings.get("nodeCount", 2)
+    assert [name for name in there if before[name] != after[name]] == list(replaced)
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_preempted_machine_alone_is_made_again(engine: Engine, name: str) -> None:
+    engine.up()
+    before = engine.machines()
+    engine.cloud.drop("instances", name)
+    engine.cloud.drop("disks", name)
+    engine.up()
+    after = engine.machines()
+    assert [each for each in NODES if before[each] != after[each]] == [name]
+
+
+@pytest.mark.parametrize("rule", ["dev-allow-ssh", "dev-allow-nodes"])
+def test_a_rule_that_was_opened_by_hand_is_closed(engine: Engine, rule: str) -> None:
+    engine.up()
+    (found,) = [r for r in engine.cloud.items["firewalls", "global"] if r["name"] == rule]
+    found["sourceRanges"] = [*found.get("sourceRanges", ()), "0.0.0.0/0"]
+    done = engine.orchestrate(*UP[1:])
+    assert done.returncode == 0, done.stderr
+    (found,) = [r for r in engine.cloud.items["firewalls", "global"] if r["name"] == rule]
+    assert "0.0.0.0/0" not in found.get("sourceRanges", ())
+
+
+def test_a_machine_that_only_a_stop_can_change_back_is_made_again(engine: Engine) -> None:
+    engine.up()
+    before = engine.machines()
+    node = engine.cloud.items["instances", ZONE][1]
+    node["shieldedInstanceConfig"]["enableSecureBoot"] = False
+    done = engine.orchestrate(*UP[1:])
+    assert done.returncode == 0, done.stderr
+    after = engine.machines()
+    assert [each for each in NODES if before[each] != after[each]] == [node["name"]]
+
+
+CREATIONS = (
+    "global/networks",
+    "regions/[^/]+/subnetworks",
+    "regions/[^/]+/routers",
+    "global/firewalls",
+    "regions/[^/]+/resourcePolicies",
+    "zones/[^/]+/instances",
+    "serviceAccounts",
+)
+
+
+@pytest.mark.parametrize("path", CREATIONS)
+def test_what_was_made_although_the_answer_was_lost_is_made_again(
+    engine: Engine, cloud: CloudStandIn, path: str
+) -> None:
+    lost = Fault(path=f"/{path}(\\?|$)", method="POST", status=503, after=True)
+    cloud.faults.append(lost)
+    engine.orchestrate(*UP[1:])
+    cloud.faults.clear()
+    done = engine.orchestrate(*UP[1:])
+    assert done.returncode == 0, done.stderr
+    assert set(engine.machines()) == set(NODES)
+    engine.down()
+    assert engine.left() == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_after_faults_one_down_leaves_nothing(
+    engine: Engine, cloud: CloudStandIn, seed: int
+) -> None:
+    """Ten faults a time: before or after the effect, an error or no answer, on any request."""
+    dice = random.Random(seed)
+    cloud.operation_s = 0.02
+    for _ in range(10):
+        cloud.faults.append(
+            Fault(
+                path=dice.choice((*CREATIONS, "operations/", "instances/", "routers/")),
+                method=dice.choice(("POST", "POST", "GET", "PATCH", "DELETE")),
+                status=dice.choice((0, 403, 409, 429, 500, 502, 503)),
+                after=dice.random() < 0.5,
+            )
+        )
+    for words in (UP[1:], ("down", "--yes", "--without-collect")):
+        done = engine.orchestrate(*words)
+        assert "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == 0 or done.stderr.splitlines()[-1].startswith("error: ")
+    cloud.faults.clear()
+    engine.down()
+    assert engine.left() == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_after_a_kill_up_completes_and_down_leaves_nothing(
+    engine: Engine, cloud: CloudStandIn, seed: int
+) -> None:
+    cloud.operation_s = 0.2
+    process = engine.start(*UP)
+    engine.wait_for_requests(random.Random(seed).randrange(1, 60), process)
+    engine.kill(process)
+    if seed % 2:
+        done = engine.orchestrate(*UP[1:])
+        assert done.returncode == 0, done.stderr
+        assert set(engine.machines()) == set(NODES)
+    engine.down()
+    assert engine.left() == {}
+
+
+@pytest.mark.parametrize("requests", range(5, 55, 5))
+@pytest.mark.parametrize("presses", [1, 2])
+def test_after_ctrl_c_down_leaves_nothing(
+    engine: Engine, cloud: CloudStandIn, presses: int, requests: int
+) -> None:
+    cloud.operation_s = 0.2
+    process = engine.start(*UP)
+    engine.wait_for_requests(requests, process)
+    for _ in range(presses):
+        engine.interrupt(process)
+        engine.wait_for_requests(len(cloud.requests) + 2, process)
+    assert process.wait(timeout=300) in (INTERRUPTED, 0)
+    engine.down()
+    assert engine.left() == {}
+
+
+def test_a_lock_of_another_machine_is_named_and_left(engine: Engine) -> None:
+    process = engine.start(*UP)
+    engine.wait_for_requests(10, process)
+    engine.kill(process)
+    locks = list((engine.folder.parent / "state").glob(".pulumi/locks/**/*.json"))
+    assert locks
+    for path in locks:
+        lock = json.loads(path.read_text())
+        path.write_text(json.dumps(lock | {"hostname": "elsewhere"}))
+    done = engine.orchestrate(*UP[1:])
+    assert done.returncode == 10
+    last = done.stderr.splitlines()[-1]
+    assert "elsewhere" in last and "pulumi cancel --yes" in last
