@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -124,13 +125,21 @@ class CausalLM(nn.Module, ABC):
 
         `starts` are as in `hidden`.
         """
-        weight = self.head_weight()
         hidden = self.hidden(tokens, starts=starts)
+        if starts is None:
+            return self._head_losses(hidden, targets)
+        losses = torch.zeros(targets.shape, device=targets.device)
+        chosen = targets != IGNORED_TARGET
+        some = self._head_losses(hidden[chosen].unsqueeze(0), targets[chosen].unsqueeze(0))
+        losses[chosen] = some.squeeze(0)
+        return losses
+
+    def _head_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        weight = self.head_weight()
         if self.kernels is not None and weight is not None:
             return self.kernels.token_losses(hidden, weight, targets)
-        logits = self.logits(hidden)
         losses = functional.cross_entropy(
-            logits.flatten(0, 1).float(),
+            self.logits(hidden).flatten(0, 1).float(),
             targets.flatten(),
             ignore_index=IGNORED_TARGET,
             reduction="none",

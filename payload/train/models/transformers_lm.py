@@ -96,11 +96,12 @@ class TransformersLM(CausalLM):
 
         With `caches`, `tokens` continue the ones seen before; `starts` are as in `CausalLM`.
         """
-        if starts is not None:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        # A row of one document and padding needs nothing: no token sees those behind it.
+        if starts is not None and not bool(((starts == 0) | (starts == places)).all()):
             self._require_documents()
             # transformers tells packed documents by positions that begin again.
-            positions = torch.arange(tokens.shape[1], device=tokens.device) - starts
-            return self._run(tokens, position_ids=positions, use_cache=False)
+            return self._run(tokens, position_ids=places - starts, use_cache=False)
         if not caches:
             return self._run(tokens, use_cache=False)
         (cache,) = caches
