@@ -26,7 +26,7 @@ from payload.hf_folder import (
     WEIGHTS_FILE,
     weight_files,
 )
-from payload.models.tensor_headers import PICKLE_FILES
+from payload.models.tensor_headers import FLOAT_DTYPES, PICKLE_FILES
 from payload.untrusted import one_line, shown
 
 # https://github.com/huggingface/huggingface_hub/blob/main/src/huggingface_hub/utils/_validators.py
@@ -86,6 +86,14 @@ def require_weights_on_hub(wanted: HubName, *, setting: str) -> None:
     Raises CheckpointError.
     """
     _Hub(wanted, setting).require_weights()
+
+
+def weight_shapes(wanted: HubName, *, setting: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's weights by name, from the headers of its safetensors files.
+
+    Raises CheckpointError.
+    """
+    return _Hub(wanted, setting).weight_shapes()
 
 
 def fetch(
@@ -168,6 +176,31 @@ class _Hub:
             self._refuse_without_weights(self._names(folder.name))
         except (OSError, ValueError) as error:
             raise self._explained(error) from None
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Ask for the first bytes of each file."""
+        from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+        try:
+            self._require_network()
+            with self._progress():
+                found = self._hub.HfApi().get_safetensors_metadata(
+                    self.wanted.name, revision=self.wanted.revision, timeout=_ANSWER_TIMEOUT_S
+                )
+        except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+            raise self._refusal(one_line(error).rstrip("."), "Name another model.") from None
+        except (OSError, ValueError) as error:
+            raise self._explained(error) from None
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file in found.files_metadata.values():
+            for name, tensor in file.tensors.items():
+                if not all(type(size) is int and 0 <= size < 2**48 for size in tensor.shape):
+                    raise self._refusal(
+                        f"{shown(name)} has the shape {shown(tensor.shape)}", "Name another model."
+                    )
+                if tensor.dtype in FLOAT_DTYPES:
+                    shapes[name] = tuple(tensor.shape)
+        return shapes
 
     def _names(self, commit: str) -> list[str]:
         """Return the names of the commit's files."""

@@ -170,6 +170,10 @@ class OtherSpec(ModelSpec):
         """Return the elements of the token embedding."""
         return self.counts.embedding if self.counts else self.vocab_size * self.width()
 
+    def is_counted(self) -> bool:
+        """Say whether the tensors are known."""
+        return self.counts is not None
+
     def with_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherSpec:
         """Return the same model with its tensors counted; `shapes` are by name."""
         tied = bool(self.tie_word_embeddings)

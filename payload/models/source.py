@@ -16,7 +16,7 @@ from payload.checkpoint_files import (
 )
 from payload.errors import CheckpointError
 from payload.models.gguf import gguf_file, read_gguf
-from payload.models.hub import HubName, resolve
+from payload.models.hub import HubName, fetch_config, resolve, weight_shapes
 from payload.models.registry import preset_of_hub_name, read_spec
 from payload.models.spec import ModelSpec
 from payload.results import RunPaths
@@ -94,6 +94,15 @@ def pinned(name: str, *, setting: str, earlier: str | None = None) -> str:
     if before is not None and before.commit() and before.name == wanted.name:
         return name if wanted.commit() else str(before)
     return str(resolve(wanted, setting=setting))
+
+
+def spec_on_hub(name: HubName, *, setting: str) -> ModelSpec:
+    """Return the numbers of a model on the hub, without a download of its weights.
+
+    Raises CheckpointError.
+    """
+    spec = read_spec(fetch_config(name, setting=setting))
+    return spec if spec.is_counted() else spec.with_tensors(weight_shapes(name, setting=setting))
 
 
 def _weights_in(

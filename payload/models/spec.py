@@ -6,7 +6,7 @@ The launch plan, the trainer and the benchmarks all print these numbers, so one 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -131,6 +131,15 @@ class ModelSpec(ABC):
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield name and shape of every tensor that a checkpoint has; nothing = not known here."""
         yield from ()
+
+    def is_counted(self) -> bool:
+        """Say whether the parameters are known: some config.json alone do not say."""
+        return True
+
+    def with_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> ModelSpec:
+        """Return the same model, counted by the shapes of its tensors where that is needed."""
+        del shapes
+        return self
 
     def linears(self) -> tuple[LinearSize, ...]:
         """Return the layers' linears in the order of the forward pass; empty = not known here."""

@@ -12,9 +12,8 @@ from payload.checkpoint_files import MANIFEST_FILE
 from payload.data_folder import load_meta
 from payload.errors import CheckpointError, ConfigError
 from payload.models.fit import require_fit, require_weights
-from payload.models.hub import HubName, fetch_config, require_weights_on_hub
-from payload.models.registry import read_spec
-from payload.models.source import SCRATCH, find_source, pinned
+from payload.models.hub import HubName, require_weights_on_hub
+from payload.models.source import SCRATCH, find_source, pinned, spec_on_hub
 from payload.models.spec import ModelSpec
 from payload.run_config import RunConfig
 from payload.tokenizer_identity import TOKENIZER_FILE, require_same_tokenizer
@@ -36,7 +35,7 @@ def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpe
         name = HubName.parse(init) if source.kind == "hub" else None
         if weights is None and name is not None and name.commit():
             # `settle_initial` has asked for it already, so the cache has it.
-            weights = read_spec(fetch_config(name, setting="model.init"))
+            weights = spec_on_hub(name, setting="model.init")
     if weights is not None:
         return weights.with_sequence_length(sequence_length), None
     return configured, (
@@ -82,12 +81,21 @@ def settle_initial(
     return replace(config, model=replace(config.model, init=init))
 
 
+def require_known_sizes(config: RunConfig) -> None:
+    """Raise CheckpointError where a model is here and its sizes are not known.
+
+    A plan would count another model's.
+    """
+    if config.model.init != SCRATCH and Path(config.model.init).expanduser().exists():
+        find_source(config.model.init, setting="model.init", verify=False).spec()
+
+
 def _spec_on_hub(init: str) -> ModelSpec:
     """Return the numbers of a model whose name has its commit; its weights can be loaded."""
     name = HubName.parse(init)
     assert name is not None, "pinned() returns a name on the hub"
     require_weights_on_hub(name, setting="model.init")
-    return read_spec(fetch_config(name, setting="model.init"))
+    return spec_on_hub(name, setting="model.init")
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -26,7 +26,7 @@ from payload.orchestrate.console import text_console
 from payload.orchestrate.ending import say_end
 from payload.orchestrate.estimate import Estimate, estimate
 from payload.orchestrate.follow import Tail, follow_run
-from payload.orchestrate.initial import settle_initial
+from payload.orchestrate.initial import require_known_sizes, settle_initial
 from payload.orchestrate.inventories import (
     Chosen,
     load_cluster,
@@ -66,9 +66,7 @@ def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
     try:
         config = _settle(config, vocab_size=vocab_size, is_local=is_local, talk=talk)
     except ConfigError as error:
-        if Path(config.model.init).expanduser().exists():
-            # What is wrong may be the model's sizes: a plan would count another model.
-            raise
+        require_known_sizes(config)
         talk.print(f"note: a run would stop here: {error}")
     run_id = arguments.run_id or _fresh_id(config)
     if not is_local:

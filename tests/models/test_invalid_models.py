@@ -57,6 +57,8 @@ class Case:
     settings: tuple[str, ...] = ()
     is_known_before: bool = True
     """False where only transformers knows it, which plans go without."""
+    has_sizes: bool = False
+    """True where config.json says what there is to plan, or where the model is on no disk here."""
 
 
 def config(**changes: Any) -> Spoil:
@@ -188,33 +190,54 @@ CASES = {
     ),
     "no model_type": Case(config(model_type=None), "model_type is None"),
     "half a shard": Case(
-        sharded(cut("model-00002-of-00002.safetensors")), "was cut off or is damaged"
+        sharded(cut("model-00002-of-00002.safetensors")),
+        "was cut off or is damaged",
+        has_sizes=True,
     ),
     "missing shard": Case(
         sharded(without("model-00001-of-00002.safetensors")),
         "names model-00001-of-00002.safetensors, which is not there",
+        has_sizes=True,
     ),
-    "shards without index": Case(sharded(without(INDEX)), f"it has shards but no {INDEX}"),
-    "index that leads out": Case(sharded(lead_out), "does not name a safetensors file of its"),
-    "weights that lead out": Case(linked_out, "a link that leads out of its folder"),
-    "config without weights": Case(without(WEIGHTS), f"it has no weights ({WEIGHTS}"),
+    "shards without index": Case(
+        sharded(without(INDEX)), f"it has shards but no {INDEX}", has_sizes=True
+    ),
+    "index that leads out": Case(
+        sharded(lead_out), "does not name a safetensors file of its", has_sizes=True
+    ),
+    "weights that lead out": Case(
+        linked_out, "a link that leads out of its folder", has_sizes=True
+    ),
+    "config without weights": Case(
+        without(WEIGHTS), f"it has no weights ({WEIGHTS}", has_sizes=True
+    ),
     "weights without config": Case(without("config.json"), "config.json: No such file"),
-    "half the weights": Case(cut(), "was cut off or is damaged"),
-    "text for weights": Case(content(WEIGHTS, "version https://git-lfs"), "is no safetensors file"),
-    "lying header": Case(lying_header, "its offsets have"),
-    "pickle": Case(pickled, "its weights are a pickle (pytorch_model.bin), which can run code"),
+    "half the weights": Case(cut(), "was cut off or is damaged", has_sizes=True),
+    "text for weights": Case(
+        content(WEIGHTS, "version https://git-lfs"), "is no safetensors file", has_sizes=True
+    ),
+    "lying header": Case(lying_header, "its offsets have", has_sizes=True),
+    "pickle": Case(
+        pickled, "its weights are a pickle (pytorch_model.bin), which can run code", has_sizes=True
+    ),
     "another tokenizer": Case(
-        other_tokenizer, "has another one. Prepare the data with the model's: "
+        other_tokenizer, "has another one. Prepare the data with the model's: ", has_sizes=True
     ),
     "context too long": Case(
-        config(max_position_embeddings=16), "data.sequence_length = 32 is above the 16 positions"
+        config(max_position_embeddings=16),
+        "data.sequence_length = 32 is above the 16 positions",
+        has_sizes=True,
     ),
     "vocabulary too small": Case(
-        small_vocabulary, "the initial model has 300 tokens, the data has 512"
+        small_vocabulary, "the initial model has 300 tokens, the data has 512", has_sizes=True
     ),
-    "gated": Case(named(NAME), "it is gated: its owner gives it to accounts that accepted"),
-    "unknown on the hub": Case(named("nobody/nothing"), "the Hugging Face hub has no such model"),
-    "no such folder": Case(named("./nothing"), "there is no such folder here"),
+    "gated": Case(
+        named(NAME), "it is gated: its owner gives it to accounts that accepted", has_sizes=True
+    ),
+    "unknown on the hub": Case(
+        named("nobody/nothing"), "the Hugging Face hub has no such model", has_sizes=True
+    ),
+    "no such folder": Case(named("./nothing"), "there is no such folder here", has_sizes=True),
     "GGUF of another family": Case(gguf_of(b"falcon"), "general.architecture = 'falcon': only"),
     "half a GGUF": Case(gguf_of(b"llama", cut_bytes=120), "it was cut off or is damaged"),
     "malformed config": Case(content("config.json", '{"model_type": '), "config.json: "),
@@ -223,7 +246,9 @@ CASES = {
     "NaN": Case(config(rms_norm_eps=float("nan")), "config.json: "),
     "a negative size": Case(config(num_hidden_layers=-1), "num_hidden_layers"),
     "a huge size": Case(config(intermediate_size=10**18), "intermediate_size"),
-    "more layers than weights": Case(config(num_hidden_layers=3), "model.layers.2."),
+    "more layers than weights": Case(
+        config(num_hidden_layers=3), "model.layers.2.", has_sizes=True
+    ),
     "heads that do not divide": Case(config(num_attention_heads=3), "be a multiple of 3 heads"),
     "deep nesting": Case(content("config.json", "[" * 20_000), "config.json: "),
     "vision model": Case(
@@ -245,11 +270,14 @@ CASES = {
     "quantised tensors": Case(
         tensors(lambda found: found.update({A_MATRIX: torch.zeros(32, WIDTH, dtype=torch.int8)})),
         "quantised weights cannot be trained",
+        has_sizes=True,
     ),
     "a tensor's shape": Case(
-        tensors(lambda found: found.update({A_MATRIX: torch.zeros(WIDTH, 32)})), A_MATRIX
+        tensors(lambda found: found.update({A_MATRIX: torch.zeros(WIDTH, 32)})),
+        A_MATRIX,
+        has_sizes=True,
     ),
-    "a missing tensor": Case(tensors(lambda found: found.pop(A_MATRIX)), A_MATRIX),
+    "a missing tensor": Case(tensors(lambda found: found.pop(A_MATRIX)), A_MATRIX, has_sizes=True),
     "an unknown tensor": Case(
         tensors(lambda found: found.update({"model.extra": torch.zeros(1)})),
         "1 unknown (first: ['model.extra'])",
@@ -259,7 +287,9 @@ CASES = {
         config(model_type="stablelm"), "not the weights that config.json", is_known_before=False
     ),
     "adapter without its base": Case(adapter_without_base, "there is no such folder here"),
-    "other sizes": Case(lambda _: None, "model.n_layer = 5, but the weights", ("model.n_layer=5",)),
+    "other sizes": Case(
+        lambda _: None, "model.n_layer = 5, but the weights", ("model.n_layer=5",), has_sizes=True
+    ),
 }
 
 
@@ -333,15 +363,19 @@ def test_a_plan_and_a_run_refuse_it_in_one_line_and_write_nothing(
     words += [str(tiny_config), "--set", "schedule.warmup_steps=0"]
     for setting in settings_of(init, *case.settings):
         words += ["--set", setting]
-    is_here = Path(init).exists()
-    for command, code in (("run", ExitCode.CONFIG), ("plan", ExitCode.CONFIG if is_here else 0)):
-        assert orchestrate([command, *words], os.environ) == code, capsys.readouterr()
-        said = capsys.readouterr().err.splitlines()
-        mark = "error: " if code else "note: a run would stop here: "
-        (line,) = [line for line in said if line.startswith(mark)]
-        assert case.words in line, line
-        assert code == 0 or (said[-1] == line and len(said) == 2), said
-        assert below(tmp_path) == before
+    assert orchestrate(["run", *words], os.environ) == ExitCode.CONFIG, capsys.readouterr()
+    said = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in said if line.startswith("error: ")]
+    assert case.words in line and said[-1] == line and len(said) == 2, said
+    assert below(tmp_path) == before
+    # A plan has figures for a model whose sizes are known, and says that a run would stop.
+    code = ExitCode.OK if case.has_sizes else ExitCode.CONFIG
+    assert orchestrate(["plan", *words], os.environ) == code, capsys.readouterr()
+    mark = "note: a run would stop here: " if case.has_sizes else "error: "
+    said = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in said if line.startswith(mark)]
+    assert case.words in line, line
+    assert below(tmp_path) == before
 
 
 def test_nothing_is_refused_that_can_be_trained(

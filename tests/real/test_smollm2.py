@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+from payload.data.tokenizers.gguf import gguf_tokenizer_folder
 from payload.errors import ExitCode
 from payload.evaluate.__main__ import main as evaluate
 from payload.export.__main__ import main as export
 from payload.generate.__main__ import main as generate
+from payload.models.gguf import read_gguf
+from payload.models.registry import read_spec
 from tests.launching import REPO, rank_env
-from tests.smollm2 import smollm2_folder
+from tests.smollm2 import smollm2_folder, smollm2_gguf
 
 LENGTH = 128
 NUM_VAL_TOKENS = 1024
@@ -165,6 +168,23 @@ def test_a_chat_turn_gets_an_answer(
     assert generate(arguments) == ExitCode.OK
     row = json.loads(capsys.readouterr().out)
     assert row["text"] == "The capital of France is Paris."
+
+
+def test_the_published_gguf_file_has_its_sizes_and_its_tokens(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+    from tokenizers import Tokenizer
+
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    assert read_gguf(smollm2_gguf()).settings() == read_spec(model).settings()
+    assert read_gguf(smollm2_gguf()).num_params() == read_spec(model).num_params()
+    text = "In 1984, it's\n\n    x = 1e-5  # Grüße, 世界!"
+    own, found = (
+        Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+        for folder in (model, gguf_tokenizer_folder(smollm2_gguf()))
+    )
+    assert found == own
 
 
 def test_a_gguf_of_it_gives_the_same_greedy_tokens_in_transformers(
