@@ -17,6 +17,11 @@ from payload.untrusted import build, checked, parse_json, read_bytes, shown
 
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = ADAPTER_FILES
 
+CLASSIFIER = "SEQ_CLS"
+"""PEFT's task_type for a classifier's adapter."""
+CLASSIFIER_MODULES = ("classifier", "score")
+"""What PEFT trains and saves whole for this task_type: the head, under either name."""
+
 _FIX = "Name a folder with a LoRA adapter in PEFT's layout."
 
 
@@ -25,6 +30,7 @@ class _Config:
     """What of adapter_config.json decides the arithmetic."""
 
     peft_type: str
+    task_type: str | None = None
     base_model_name_or_path: str | None = None
     revision: str | None = None
     r: int = checked(low=1, high=4096)
@@ -43,6 +49,8 @@ class AdapterConfig:
     base: str
     """Folder or hub name of the base."""
     revision: str | None
+    modules_to_save: tuple[str, ...] = ()
+    """What of the base is trained and saved whole: a classifier's `score`."""
 
     def source(self) -> str:
         """Return the base as model.init has it."""
@@ -70,12 +78,19 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         ("peft_type", found.peft_type, "LORA"),
         ("use_dora", found.use_dora, False),
         ("bias", found.bias, "none"),
-        ("modules_to_save", raw.get("modules_to_save"), None),
     ):
         if value != wanted:
             raise CheckpointError(
                 f"{path}: {key} = {shown(value)}, only {wanted} can be loaded. {_FIX}"
             )
+    modules = raw.get("modules_to_save") or ()
+    wanted_modules = CLASSIFIER_MODULES if found.task_type == CLASSIFIER else ()
+    if not isinstance(modules, list | tuple) or not set(modules) <= set(wanted_modules):
+        only = f"some of {', '.join(CLASSIFIER_MODULES)}" if wanted_modules else "null"
+        raise CheckpointError(
+            f"{path}: modules_to_save = {shown(modules)}, only {only} can be loaded for task_type "
+            f"{shown(found.task_type)}. {_FIX}"
+        )
     if not found.base_model_name_or_path:
         raise CheckpointError(f"{path}: base_model_name_or_path is missing. {_FIX}")
     return AdapterConfig(
@@ -89,6 +104,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         ),
         base=found.base_model_name_or_path,
         revision=found.revision,
+        modules_to_save=("score",) if found.task_type == CLASSIFIER else (),
     )
 
 
@@ -103,7 +119,7 @@ def render_adapter_config(
     settings = config.settings
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": CLASSIFIER if config.modules_to_save else "CAUSAL_LM",
         "base_model_name_or_path": config.base,
         "revision": config.revision,
         "r": settings.rank,
@@ -114,7 +130,7 @@ def render_adapter_config(
         "use_dora": False,
         "bias": "none",
         "fan_in_fan_out": transposed,
-        "modules_to_save": None,
+        "modules_to_save": list(config.modules_to_save) or None,
         "inference_mode": True,
     }
 

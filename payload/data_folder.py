@@ -21,6 +21,9 @@ TRAIN_NAME = "train.bin"
 VAL_NAME = "val.bin"
 TRAIN_MARKS_NAME = "train.marks.bin"
 VAL_MARKS_NAME = "val.marks.bin"
+EXAMPLES_NAMES = {TRAIN_NAME: "train.examples.bin", VAL_NAME: "val.examples.bin"}
+"""For each token file of labelled texts, the file of their places and labels."""
+EXAMPLE_BYTES = 16
 SCHEMA_VERSION = 1
 
 RANGE_BYTES = 256 * 1024
@@ -37,6 +40,7 @@ _TOKEN_FILES = frozenset({TRAIN_NAME, VAL_NAME})
 _FILES: dict[TaskKind, frozenset[str]] = {
     "text": _TOKEN_FILES,
     "chat": _TOKEN_FILES | {TRAIN_MARKS_NAME, VAL_MARKS_NAME},
+    "classify": _TOKEN_FILES | frozenset(EXAMPLES_NAMES.values()),
 }
 """Files of each task's folder, the tokenizer's left out."""
 
@@ -56,9 +60,10 @@ class DataFile:
 class SplitRecord:
     """How documents were chosen for validation."""
 
-    method: Literal["permutation", "hash"]
+    method: Literal["permutation", "hash", "stratified"]
     """`permutation`: the same documents as `datasets`' train_test_split; `hash`: by a keyed hash of
-    the document's number, where the number of documents was not known beforehand."""
+    the document's number, where the number of documents was not known beforehand; `stratified`: the
+    same share of each label's texts."""
     val_fraction: float = checked(low=0, high=1)
     seed: int
 
@@ -82,6 +87,19 @@ class ChatRecord:
     truncated_tokens: int = checked(low=0)
     dropped_conversations: int = checked(low=0)
     """Without a trained token, some of them because their answers lie behind the cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifyRecord:
+    """What a folder for classification holds besides its texts."""
+
+    labels: tuple[str, ...]
+    """By number."""
+    train_counts: tuple[int, ...] = checked(low=1)
+    """Texts of each label."""
+    val_counts: tuple[int, ...] = checked(low=1)
+    pad_token: int = checked(low=0)
+    """Fills up a batch's shorter texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +138,8 @@ class DataMeta:
     task: TaskKind = "text"
     chat: ChatRecord | None = None
     """For the task `chat` alone."""
+    classify: ClassifyRecord | None = None
+    """For the task `classify` alone."""
     schema_version: int = SCHEMA_VERSION
 
     def all_files(self) -> dict[str, DataFile]:
@@ -184,6 +204,20 @@ def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
         raise DataError(f"{path}: files has not just {' and '.join(sorted(wanted))}. {remedy}")
     if (meta.task == "chat") != (meta.chat is not None):
         raise DataError(f"{path}: task = {meta.task!r} and chat contradict each other. {remedy}")
+    record = meta.classify
+    if (meta.task == "classify") != (record is not None):
+        raise DataError(
+            f"{path}: task = {meta.task!r} and classify contradict each other. {remedy}"
+        )
+    if record is not None:
+        counts = (
+            (record.train_counts, meta.train_documents),
+            (record.val_counts, meta.val_documents),
+        )
+        is_whole = all(len(each) == len(record.labels) and sum(each) == of for each, of in counts)
+        is_known = len(set(record.labels)) == len(record.labels) >= 2
+        if not is_whole or not is_known or record.pad_token >= meta.vocab_size:
+            raise DataError(f"{path}: classify has counts or labels that do not fit. {remedy}")
     strange = sorted(set(meta.tokenizer_files) - set(TOKENIZER_FILES))
     if strange:
         raise DataError(f"{path}: {shown(strange[0])} is no tokenizer's file. {remedy}")
@@ -193,6 +227,8 @@ def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
         VAL_NAME: (meta.val_tokens, token_bytes),
         TRAIN_MARKS_NAME: (meta.train_tokens, 1),
         VAL_MARKS_NAME: (meta.val_tokens, 1),
+        EXAMPLES_NAMES[TRAIN_NAME]: (meta.train_documents, EXAMPLE_BYTES),
+        EXAMPLES_NAMES[VAL_NAME]: (meta.val_documents, EXAMPLE_BYTES),
     }
     for name, file in meta.files.items():
         count, size = sizes[name]

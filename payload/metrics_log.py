@@ -56,6 +56,10 @@ class EvalMetrics:
     time_unix: float = field(default_factory=time.time)
     """When the evaluation was done, by rank 0's clock."""
 
+    def describe(self) -> str:
+        """Return the result in words."""
+        return f"validation loss {self.val_loss:.4f} over {self.val_tokens:,} tokens"
+
 
 def to_json_line(row: StepMetrics | EvalMetrics) -> str:
     """Return one line of metrics.jsonl, newline included. Raises ValueError for NaN, infinity."""

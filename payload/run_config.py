@@ -25,6 +25,7 @@ _FIXED = (
     ("model", "n_head"),
     ("model", "n_embd"),
     ("task", "kind"),
+    ("task", "class_weights"),
     ("adapter", "kind"),
     ("adapter", "rank"),
     ("adapter", "alpha"),
@@ -96,7 +97,11 @@ class TaskSection:
     """[task]; data.dir was prepared for it with `prepare --task`"""
 
     kind: TaskKind = "text"
-    """`text`: the next token of plain text. `chat`: the assistant's tokens of conversations."""
+    """`text`: the next token of plain text. `chat`: the assistant's tokens of conversations.
+    `classify`: a label for each text."""
+    class_weights: str = "none"
+    """classify: `none`; `balanced`, so that every label weighs the same in the loss; or a number
+    for each label, in their order: `1,2.5`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

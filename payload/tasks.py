@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-TaskKind = Literal["text", "chat"]
-"""`text`: the next token of plain text. `chat`: the assistant's tokens of conversations."""
+TaskKind = Literal["text", "chat", "classify"]
+"""`text`: the next token of plain text. `chat`: the assistant's tokens of conversations.
+`classify`: a label for each text."""
 TASK_KINDS: tuple[TaskKind, ...] = get_args(TaskKind)

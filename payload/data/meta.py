@@ -28,8 +28,9 @@ def write_meta(folder: Path, meta: DataMeta) -> None:
     if meta.task == "text":
         # As releases wrote it that knew this task alone.
         del values["task"]
-    if meta.chat is None:
-        del values["chat"]
+    for name in ("chat", "classify"):
+        if values[name] is None:
+            del values[name]
     write_whole(folder / META_NAME, json.dumps(values, indent=2) + "\n")
 
 

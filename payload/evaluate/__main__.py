@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from payload.data.blocks import Blocks
     from payload.metrics_log import EvalMetrics
     from payload.train.models.base import CausalLM
+    from payload.train.models.classifier import Classifier
     from payload.train.world import World
 
 _SEQUENCE_LENGTH = 1024
@@ -46,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
         description="Measure the mean loss of each token that a checkpoint predicts in the first "
         "whole blocks of a data folder's val.bin. The last target of a block is the token that "
         "follows it. In a folder prepared with --task chat, the assistant's tokens alone count. "
-        "Under mpirun or torchrun the ranks share the blocks; the result is that of one rank.",
+        "Of a classifier: loss, accuracy, F1 and confusion matrix over the labelled texts. Under "
+        "mpirun or torchrun the ranks share the work; the result is that of one rank.",
         epilog="Example: torchrun --nproc-per-node 2 -m payload.evaluate --checkpoint runs/latest "
         "--data data/stdlib",
     )
@@ -69,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
         type=_positive,
         metavar="TOKENS",
         help=f"tokens of a block (default: {_SEQUENCE_LENGTH}, or the model's context if that is "
-        "shorter)",
+        "shorter); a classifier reads no more of a text (default: its context)",
     )
     made.add_argument(
         "--max-tokens",
@@ -107,11 +109,15 @@ def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
 
 def _evaluate(arguments: argparse.Namespace, world: World) -> None:
     from payload.run_config import DistributedSection
+    from payload.train.models.classifier import Classifier
     from payload.train.models.registry import load
     from payload.train.weights import model_folder
 
     folder = model_folder(arguments.checkpoint, setting="--checkpoint")
     model = load(folder)
+    if isinstance(model, Classifier):
+        _evaluate_classifier(arguments, world, model, weights=folder)
+        return
     context = model.spec.context()
     length = arguments.sequence_length or _default_length(arguments.data, context=context)
     if length > context:
@@ -146,6 +152,39 @@ def _default_length(folder: Path, *, context: int) -> int:
     return min(_SEQUENCE_LENGTH, context) if chat is None else chat.sequence_length
 
 
+def _evaluate_classifier(
+    arguments: argparse.Namespace, world: World, model: Classifier, *, weights: Path
+) -> None:
+    from payload.data_folder import VAL_NAME, load_meta
+    from payload.evaluate.classify import as_json, as_text, measure, open_texts
+    from payload.run_config import DistributedSection
+
+    meta = load_meta(arguments.data)
+    texts = open_texts(arguments.data, meta, model, sequence_length=arguments.sequence_length)
+    world.join(DistributedSection())
+    try:
+        _require_equal_ranks(model, meta.files[VAL_NAME].sha256, world)
+        result = measure(
+            model,
+            texts,
+            world,
+            max_tokens=arguments.max_tokens,
+            autocast=_autocast(arguments.dtype),
+            progress=_progress(time.monotonic) if world.is_main else lambda _done, _all: False,
+        )
+    finally:
+        world.leave()
+    if not world.is_main:
+        return
+    if arguments.json:
+        names = {"checkpoint": str(weights), "data": str(arguments.data)}
+        ran = {"dtype": arguments.dtype, "world_size": world.world_size}
+        print(as_json(result, model.labels, **names, **ran), flush=True)
+        return
+    print(f"checkpoint  {weights}")
+    print("\n".join(as_text(result, model.labels)))
+
+
 def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[Blocks, str]:
     """Return the validation blocks, and val.bin's sha256. Raises DataError, ConfigError."""
     from payload.data.blocks import open_tokens
@@ -153,6 +192,11 @@ def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[Block
     from payload.data_folder import VAL_NAME, load_meta
 
     meta = load_meta(folder)
+    if meta.task == "classify":
+        raise DataError(
+            f"{folder}: it has labelled texts, and the checkpoint is a language model. Name a "
+            "checkpoint of a run with task.kind=classify, or a folder of text."
+        )
     if meta.vocab_size > model.spec.vocab_size:
         raise DataError(
             f"{folder}: its tokenizer ({meta.tokenizer}) has {meta.vocab_size:,} tokens, the "
@@ -203,12 +247,7 @@ def _require_equal_ranks(model: CausalLM, val_sha256: str, world: World) -> None
 def _measure(
     model: CausalLM, blocks: Blocks, world: World, *, tokens: int, dtype: str
 ) -> EvalMetrics:
-    import torch
-
     from payload.train.evaluate import evaluate
-
-    def autocast() -> AbstractContextManager[Any]:
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bf16")
 
     result = evaluate(
         model,
@@ -217,11 +256,18 @@ def _measure(
         step=0,
         micro_batch_size=max(1, _PASS_TOKENS // blocks.sequence_length),
         max_tokens=tokens,
-        autocast=autocast,
+        autocast=_autocast(dtype),
         should_stop=_progress(time.monotonic) if world.is_main else lambda _done, _all: False,
     )
     assert result is not None, "nobody asks this evaluation to stop"
     return result
+
+
+def _autocast(dtype: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes the context in which passes run."""
+    import torch
+
+    return lambda: torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bf16")
 
 
 def _progress(clock: Callable[[], float]) -> Callable[[int, int], bool]:

@@ -14,6 +14,13 @@ from payload.data.chat_template import read_chat_template
 from payload.errors import ExitCode, TileforgeError, UsageError
 from payload.generate.arguments import parser
 from payload.generate.chat import Conversation, talk
+from payload.generate.classify import (
+    Result,
+    classify,
+    read_texts,
+    refuse_classifier,
+    require_classifier,
+)
 from payload.generate.codec import Codec, find_codec
 from payload.generate.output import BETWEEN, InOrder, JsonOutput, Sample, TextOutput
 from payload.generate.prompts import batches, encode, read_prompts
@@ -49,12 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(arguments: Namespace) -> None:
     _require_sense(arguments)
+    if arguments.classify:
+        _classify(arguments)
+        return
     prompts = [] if arguments.chat else read_prompts(arguments)
     folder = model_folder(arguments.checkpoint, setting="--checkpoint")
     codec = find_codec(folder)
     if arguments.chat:
         template = read_chat_template(folder)
     model = load(folder)
+    refuse_classifier(model, folder=folder)
     _note_vocabulary(codec, model)
     if not arguments.chat:
         _continue(prompts, arguments, weights=str(folder), codec=codec, model=model)
@@ -72,12 +83,34 @@ def _generate(arguments: Namespace) -> None:
     _chat(conversation, as_json=arguments.json)
 
 
+def _classify(arguments: Namespace) -> None:
+    """Print the label of every text."""
+    folder = model_folder(arguments.checkpoint, setting="--checkpoint")
+    codec = find_codec(folder)
+    model = require_classifier(load(folder), folder=folder)
+
+    def show(text: str, result: Result) -> None:
+        if arguments.json:
+            _write(result.as_json() + "\n")
+        else:
+            _write(f"{result.label}\t{result.scores[result.label]:.4f}\t{text}\n")
+
+    began = time.perf_counter()
+    count = classify(read_texts(arguments), model=model, codec=codec, show=show)
+    print(f"{count:,} texts in {time.perf_counter() - began:.1f} s", file=sys.stderr)
+
+
 def _require_sense(arguments: Namespace) -> None:
     """Refuse options that have no meaning together."""
     if arguments.system is not None and not arguments.chat:
         raise UsageError("--system is the first message of a chat. Add --chat, or leave it out.")
     if arguments.chat and arguments.num_samples not in (None, 1):
         raise UsageError("--chat gives one answer. Leave --num-samples out.")
+    if arguments.input is not None and not arguments.classify:
+        raise UsageError("--input has texts to classify. Add --classify, or use --prompts-file.")
+    others = (arguments.chat, arguments.prompt_file, arguments.prompts_file)
+    if arguments.classify and any(each not in (None, False) for each in others):
+        raise UsageError("--classify takes texts from --input or --prompt alone.")
 
 
 def _options(arguments: Namespace, *, max_new_tokens: int, num_samples: int) -> SamplingOptions:

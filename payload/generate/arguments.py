@@ -7,6 +7,7 @@ import math
 
 from payload.hints import command
 
+DEFAULT_PROMPT = "It is interesting"
 _MAX_NEW_TOKENS, _ANSWER_TOKENS = 100, 1024
 _TEMPERATURE, _TOP_K, _NUM_SAMPLES, _SEED, _PENALTY = 0.8, 200, 3, 1337, 1.0
 
@@ -15,7 +16,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     made = argparse.ArgumentParser(
         prog=command("generate"),
-        description="Continue prompts, or hold a conversation. Text goes to stdout as it is made, "
+        description="Continue prompts, hold a conversation, or classify texts. Text goes to stdout "
+        "as it is made, "
         "everything else to stderr. Several samples are made together: the first is shown "
         "meanwhile, the others after it. Ctrl-C ends the command and keeps what was made until "
         "then.",
@@ -49,9 +51,8 @@ def _add_prompts(made: argparse.ArgumentParser) -> None:
     prompt = made.add_mutually_exclusive_group()
     prompt.add_argument(
         "--prompt",
-        default="It is interesting",
         metavar="TEXT",
-        help="text to continue (default: %(default)s)",
+        help=f"text to continue (default: {DEFAULT_PROMPT})",
     )
     prompt.add_argument(
         "--prompt-file", metavar="FILE", help="read the prompt from this file, as it is; - = stdin"
@@ -67,6 +68,17 @@ def _add_prompts(made: argparse.ArgumentParser) -> None:
         action="store_true",
         help="hold a conversation in the terminal, by the model's chat template; lines of stdin "
         "where it is none. Ctrl-C ends an answer, Ctrl-D the conversation",
+    )
+    prompt.add_argument(
+        "--input",
+        metavar="FILE",
+        help="with --classify: give every line of this file a label; - = stdin",
+    )
+    made.add_argument(
+        "--classify",
+        action="store_true",
+        help="give labels to texts with a classifier; --prompt is one text. --json prints `label` "
+        "and the probabilities in `scores`, a line for each text",
     )
     made.add_argument("--system", metavar="TEXT", help="first message of a chat, to the model")
 

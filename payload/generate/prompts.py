@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from payload.errors import ConfigError
+from payload.generate.arguments import DEFAULT_PROMPT
 from payload.generate.codec import Codec
 from payload.train.models.base import CausalLM
 from payload.untrusted import parse_json, shown
@@ -22,7 +23,7 @@ def read_prompts(arguments: Namespace) -> list[str]:
         return _prompts_of(arguments.prompts_file)
     if arguments.prompt_file is not None:
         return [_read(arguments.prompt_file, option="--prompt-file")]
-    return [str(arguments.prompt)]
+    return [DEFAULT_PROMPT if arguments.prompt is None else str(arguments.prompt)]
 
 
 def encode(prompt: str, *, codec: Codec, model: CausalLM, note: Callable[[str], None]) -> list[int]:

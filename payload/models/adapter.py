@@ -114,19 +114,23 @@ class AdaptedSpec(ModelSpec):
 
     def num_params(self) -> int:
         """Return the number of the base's weights and the adapter's."""
-        return self.base.num_params() + self.num_trainable_params()
+        trained_beside = self.base.task_head_size()
+        return self.base.num_params() - trained_beside + self.num_trainable_params()
 
     def num_trainable_params(self) -> int:
         """Return the number of the adapter's weights."""
-        return sum(self.rank * (each.inputs + each.outputs) for each in self._adapted())
+        adapter = sum(self.rank * (each.inputs + each.outputs) for each in self._adapted())
+        return adapter + self.base.task_head_size()
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
         The base's weights have no gradient: 4 instead of 6 per parameter that multiplies.
         """
-        frozen = sum(each.inputs * each.outputs for each in self.linears()) + self.embedding_size()
-        return self.base.flops_per_token() - 2 * frozen + 6 * self.num_trainable_params()
+        head = self.base.head_rows() * self.width() - self.base.task_head_size()
+        frozen = sum(each.inputs * each.outputs for each in self.linears()) + head
+        trained = self.num_trainable_params() - self.base.task_head_size()
+        return self.base.flops_per_token() - 2 * frozen + 6 * trained
 
     def memory_bytes(
         self,
@@ -153,9 +157,10 @@ class AdaptedSpec(ModelSpec):
         size = 2 if dtype == "bf16" else 4
         if kernels:
             tokens = micro_batch_size * self.sequence_length
-            activations -= tokens * self.vocab_size * 16
-            activations += min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size
-            activations += self.embedding_size() * size
+            rows = self.base.head_rows()
+            activations -= tokens * rows * 16
+            activations += min(tokens, logits_tokens(rows)) * rows * size
+            activations += rows * self.width() * size
         linears = sum(each.inputs * each.outputs for each in self.linears())
         held = linears * size + (self.base.num_params() - linears) * BYTES_PER_WEIGHT
         trained = self.num_trainable_params() * _BYTES_PER_TRAINED
@@ -163,7 +168,8 @@ class AdaptedSpec(ModelSpec):
 
     def gradient_sizes(self) -> tuple[GradientSize, ...]:
         """Return the adapter's matrices in the order in which the backward pass finishes them."""
-        sizes: list[GradientSize] = []
+        head = self.base.task_head_size()
+        sizes = [GradientSize(head, "head")] if head else []
         for each in reversed(self._adapted()):
             sizes += [
                 GradientSize(self.rank * each.outputs, "matrix"),

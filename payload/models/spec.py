@@ -149,6 +149,14 @@ class ModelSpec(ABC):
         """Return the number of weights that have a gradient and optimizer state."""
         return self.num_params()
 
+    def head_rows(self) -> int:
+        """Return the rows of the output head, which every token's logits come from."""
+        return self.vocab_size
+
+    def task_head_size(self) -> int:
+        """Return the elements of a head that is trained beside an adapter, too."""
+        return 0
+
     def embedding_size(self) -> int:
         """Return the elements of the token embedding."""
         return self.vocab_size * self.width()

@@ -19,7 +19,8 @@ def describe(
     calibration: Calibration,
 ) -> list[str]:
     """Lines for a person, the run's arithmetic from parameters to predicted time."""
-    batch, tokens, meta = config.batch, config.tokens_per_step(), task.meta
+    batch, meta = config.batch, task.meta
+    tokens = round(batch.global_batch_size * task.mean_tokens())
     accumulation = batch.grad_accum_steps(world.world_size)
     all_tokens = tokens * config.train.steps
     memory = spec.memory_bytes(
@@ -33,7 +34,7 @@ def describe(
         f"model     {spec.num_params() / 1e6:.1f}M parameters: {spec.summary()}",
         f"data      {meta.train_tokens:,} training and {meta.val_tokens:,} validation "
         f"tokens from {meta.source}",
-        f"batch     {batch.global_batch_size} sequences x {config.data.sequence_length} = "
+        f"batch     {batch.global_batch_size} sequences x {task.mean_tokens():.5g} = "
         f"{tokens:,} tokens a step: {world.world_size} rank(s) x {batch.micro_batch_size} "
         f"sequences x {accumulation} pass(es)",
         f"run       {config.train.steps} steps = {all_tokens:,} tokens = "
@@ -41,15 +42,15 @@ def describe(
         f"precision {calibration.dtype} ({calibration.reason}); peak "
         f"{calibration.peak_flops_per_s / 1e12:.2f} TFLOP/s measured over all ranks",
         f"memory    about {memory / 2**30:.1f} GiB a rank",
-        *_predictions(config, spec=spec, world=world, calibration=calibration),
+        *_predictions(config, tokens, spec=spec, world=world, calibration=calibration),
     ]
 
 
 def _predictions(
-    config: RunConfig, *, spec: ModelSpec, world: World, calibration: Calibration
+    config: RunConfig, tokens: int, *, spec: ModelSpec, world: World, calibration: Calibration
 ) -> list[str]:
     """Time for computing and for synchronisation, and of a step with both."""
-    step_flops = config.tokens_per_step() * spec.flops_per_token()
+    step_flops = tokens * spec.flops_per_token()
     mfu = typical_mfu(kernels=config.uses_kernels())
     compute_s = step_flops / (calibration.peak_flops_per_s * mfu)
     speed, step_s = calibration.all_reduce_bytes_per_s, compute_s

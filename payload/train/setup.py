@@ -139,6 +139,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
             sequence_length=config.data.sequence_length, vocab_size=task.meta.vocab_size
         )
         model = build(spec, dropout=config.model.dropout)
+        model = task.fitted(model, seed=config.run.seed, init=config.model.init)
         tokenizer = _tokenizer(task, source=None, model=model) if world.is_main else {}
         return Start(model=model, state=None, checkpoint=None, tokenizer=tokenizer)
     state = None
@@ -157,6 +158,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
             error=CheckpointError,
         )
     model = _loaded_model(folder, config, task, world=world)
+    model = task.fitted(model, seed=config.run.seed, init=config.model.init)
     tokenizer = _tokenizer(task, source=folder, model=model) if world.is_main else {}
     if config.adapter.is_on():
         add_adapter(model, config.adapter, seed=config.run.seed)
@@ -241,7 +243,7 @@ def _tokenizer(task: Task, *, source: Path | None, model: CausalLM) -> Mapping[s
             f"({task.meta.tokenizer}, {task.meta.vocab_size:,} tokens) is not known here. Copy its "
             "files into a checkpoint before transformers loads it."
         )
-    return files
+    return task.tokenizer(files)
 
 
 def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: World) -> CausalLM:

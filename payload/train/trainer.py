@@ -287,11 +287,7 @@ class Trainer:
         if parts.metrics is not None:
             parts.metrics.append(row)
             self._saving.evaluated(row.step, val_loss=row.val_loss)
-            log.info(
-                f"step {row.step}: validation loss {row.val_loss:.4f} over {row.val_tokens:,} "
-                "tokens"
-            )
-
+            log.info(f"step {row.step}: {row.describe()}")
         return False
 
     def _tell_step(self, done: int) -> None:

@@ -12,6 +12,10 @@ def task_of(kind: TaskKind) -> Task:
         from payload.data.tasks.chat import ChatTask
 
         return ChatTask()
+    if kind == "classify":
+        from payload.data.tasks.classify import ClassifyTask
+
+        return ClassifyTask()
     from payload.data.tasks.text import TextTask
 
     return TextTask()

@@ -48,6 +48,8 @@ class TextTokenizer(ABC):
     """One more than the largest token."""
     begin: tuple[int, ...] = ()
     """Tokens that it puts before a document."""
+    after: tuple[int, ...] = ()
+    """Tokens that it puts behind a text itself, as `begin` before it."""
     end: tuple[int, ...]
     """Tokens after a document; the last one is the end-of-document token."""
     end_note: str | None = None

@@ -104,6 +104,7 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
         fingerprint=_fingerprint(files[TOKENIZER_FILE], before, ends),
         vocab_size=largest + 1,
         begin=before,
+        after=after,
         end=ends,
         end_note=f"documents end with {backend.id_to_token(end)!r} ({end}), eos_token of {place}",
         files=files,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from payload.data.blocks import IGNORED_TARGET
+from payload.errors import CheckpointError
 from payload.models.adapter import AdaptedSpec
 from payload.models.spec import ModelSpec
 from payload.run_config import AdapterSection
@@ -95,6 +96,26 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def speed_notes(self) -> list[str]:
         """Say what runs on the reference although kernels were asked for, and why; a line each."""
+
+    def drop_head(self) -> None:
+        """Take the output head off, as a classifier has none; nothing to do where it is tied.
+
+        Raises CheckpointError for a model that cannot do without.
+        """
+
+    def classifier_architecture(self) -> str:
+        """Return the name of transformers' class for classification with this model.
+
+        Raises CheckpointError where it has none in the common layout.
+        """
+        raise CheckpointError(
+            f"model_type = {self.spec.model_type!r}: it cannot be a classifier. Use a language "
+            "model of another family."
+        )
+
+    def trained_beside_adapter(self) -> dict[str, nn.Parameter]:
+        """Return the base's own parameters that are trained with an adapter, by PEFT's names."""
+        return {}
 
     def hf_name(self, module: str) -> str:
         """Return transformers' path of the module that this model has at `module`."""

@@ -37,6 +37,10 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
+_CLASSIFIERS = {
+    kind: name.replace("ForCausalLM", "ForSequenceClassification")
+    for kind, name in _ARCHITECTURES.items()
+} | {"gemma3_text": "Gemma3TextForSequenceClassification"}
 
 
 class Body(nn.Module):
@@ -141,6 +145,14 @@ class Decoder(CausalLM):
     def tied_weight(self) -> nn.Parameter | None:
         """Return the token embedding where it is the output head too, else None."""
         return self.head_weight() if self.lm_head is None else None
+
+    def drop_head(self) -> None:
+        """Take the output head off."""
+        self.lm_head = None
+
+    def classifier_architecture(self) -> str:
+        """Return the name of transformers' class for classification with this model."""
+        return _CLASSIFIERS[self.spec.model_type]
 
     def new_caches(self) -> list[LayerCache]:
         """Return empty caches, one a layer."""

@@ -273,6 +273,10 @@ class GPT(CausalLM):
         """Say whether the parameter of this name is a layer's matrix."""
         return name.startswith("h.") and self.get_parameter(name).dim() == 2
 
+    def classifier_architecture(self) -> str:
+        """Return the name of transformers' class for classification with this model."""
+        return "GPT2ForSequenceClassification"
+
     def hf_name(self, module: str) -> str:
         """Return transformers' path of a module."""
         return _PREFIX + module

@@ -23,6 +23,7 @@ from payload.adapter_files import (
     render_adapter_config,
 )
 from payload.errors import CheckpointError
+from payload.hf_folder import CONFIG_FILE
 from payload.models.adapter import AdaptedSpec, is_target, scale, target_names
 from payload.run_config import AdapterSection
 from payload.train.models.base import CausalLM
@@ -74,6 +75,8 @@ def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None
     AdaptedSpec.of(model.spec, rank=settings.rank, target=settings.target)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    for parameter in model.trained_beside_adapter().values():
+        parameter.requires_grad_(True)
     names = target_names(settings.target)
     torch.manual_seed(seed)
     for path in _layer_linears(model):
@@ -93,8 +96,12 @@ def shrink_base(model: CausalLM, dtype: torch.dtype) -> None:
 
 
 def adapter_tensors(model: CausalLM) -> dict[str, Tensor]:
-    """Return the adapter's tensors under PEFT's names."""
-    return {_peft_name(model, path, part): value for path, part, value in _adapter_parts(model)}
+    """Return the adapter's tensors, and those trained beside it, under PEFT's names."""
+    beside = model.trained_beside_adapter()
+    return {
+        **{_peft_name(model, path, part): value for path, part, value in _adapter_parts(model)},
+        **{f"{_PEFT_PREFIX}{name}": value for name, value in beside.items()},
+    }
 
 
 def save_adapter(
@@ -110,12 +117,19 @@ def save_adapter(
     """
     assert model.adapter is not None
     source, revision = base
-    config = AdapterConfig(settings=model.adapter, base=source, revision=revision)
+    beside = tuple(name.partition(".")[0] for name in model.trained_beside_adapter())
+    config = AdapterConfig(
+        settings=model.adapter, base=source, revision=revision, modules_to_save=beside
+    )
     names = target_names(model.adapter.target) or tuple(_last_names(model))
     content = render_adapter_config(
         config, modules=list(names), transposed=model.transposes_linears()
     )
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    if beside:
+        # The labels, which PEFT's own files do not have.
+        labelled = json.dumps(model.hf_config(), indent=2) + "\n"
+        (folder / CONFIG_FILE).write_text(labelled, "utf-8")
     return write_tensors(
         folder / ADAPTER_FILE,
         adapter_tensors(model),
@@ -140,7 +154,7 @@ def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) 
 
     Raises CheckpointError, which names `where`, when they are not this adapter's.
     """
-    wanted = {_peft_name(model, path, part): value for path, part, value in _adapter_parts(model)}
+    wanted = adapter_tensors(model)
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
         raise CheckpointError(
@@ -186,12 +200,13 @@ def _last_names(model: CausalLM) -> list[str]:
 
 def _layer_linears(model: CausalLM) -> list[str]:
     """Return the paths of the layers' linears; the output head is none of them."""
-    head = model.head_weight()
+    head, beside = model.head_weight(), model.trained_beside_adapter().values()
     return [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and module.weight is not head
+        and not any(module.weight is each for each in beside)
         and not name.endswith("lm_head")
     ]
 

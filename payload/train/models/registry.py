@@ -10,18 +10,25 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
 import payload.train.models as package
 from payload.adapter_files import has_adapter, read_adapter_config
 from payload.errors import CheckpointError
-from payload.hf_folder import CONFIG_FILE
+from payload.hf_folder import CONFIG_FILE, read_config
 from payload.hints import command
 from payload.models.registry import ANY, read_spec
 from payload.models.spec import ModelSpec
 from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM
+from payload.train.models.classifier import (
+    Classifier,
+    is_classifier,
+    saved_labels,
+    saved_pad_token,
+)
 from payload.train.models.lora import (
     add_adapter,
     load_adapter,
@@ -75,6 +82,9 @@ def load(folder: Path, *, dropout: float = 0.0) -> CausalLM:
     tensors = LazyTensors(folder)
     _require_enough(tensors, spec, folder)
     model = build(spec, dropout=dropout, random=False)
+    config = read_config(folder)
+    if is_classifier(config):
+        model = _classifier(model, config, where=str(folder / CONFIG_FILE))
     model.load_tensors(tensors, where=str(folder))
     return model
 
@@ -87,11 +97,19 @@ def _load_merged(folder: Path, *, dropout: float) -> CausalLM:
             f"{folder}: its base {base} is an adapter itself. Merge that one first with "
             f"{command('export', '--checkpoint', str(base), '--merge')}."
         )
-    model = load(base, dropout=dropout)
+    model, tensors = load(base, dropout=dropout), read_adapter_tensors(folder)
+    if config.modules_to_save and not isinstance(model, Classifier):
+        model = _classifier(model, read_config(folder), where=str(folder / CONFIG_FILE))
     add_adapter(model, config.settings, seed=0)
-    load_adapter(model, read_adapter_tensors(folder), where=str(folder))
+    load_adapter(model, tensors, where=str(folder))
     merge_adapter(model)
     return model
+
+
+def _classifier(body: CausalLM, config: Mapping[str, object], *, where: str) -> Classifier:
+    """Return `body` as the classifier of a config.json, with weights for the caller to set."""
+    labels, pad_token = saved_labels(config, where=where), saved_pad_token(config, where=where)
+    return Classifier(body, labels=labels, pad_token=pad_token, random=False)
 
 
 def _require_enough(tensors: LazyTensors, spec: ModelSpec, folder: Path) -> None:

@@ -81,6 +81,8 @@ class TransformersLM(CausalLM):
         self._mixes_documents: bool | None = None
         self._keeps_tokens = not _has_key_value_cache(self.module)
         self._matrices = frozenset(_hidden_matrices(self.module))
+        self._dropped: tuple[str, ...] = ()
+        """The output head's tensors, where it was taken off."""
 
     def hf_name(self, module: str) -> str:
         """Return transformers' path of a module."""
@@ -110,7 +112,7 @@ class TransformersLM(CausalLM):
         return self._run(tokens, past_key_values=cache.kept, use_cache=True)
 
     def _run(self, tokens: Tensor, **options: Any) -> Tensor:
-        if self._not_plain is None:
+        if self._not_plain is None or self._dropped:
             made = self.module.base_model(input_ids=tokens, return_dict=True, **options)
             return cast(Tensor, made.last_hidden_state)
         return cast(Tensor, self.module(input_ids=tokens, return_dict=True, **options).logits)
@@ -128,6 +130,39 @@ class TransformersLM(CausalLM):
         weight = self._head().weight
         assert isinstance(weight, nn.Parameter)
         return weight
+
+    def drop_head(self) -> None:
+        """Take the output head off. Raises CheckpointError for a model that has none apart."""
+        self.classifier_architecture()
+        head = self.module.get_output_embeddings()
+        name = next((name for name, each in self.module.named_modules() if each is head), None)
+        if name is None or self.module.base_model is self.module:
+            raise CheckpointError(
+                f"model_type = {self.spec.model_type!r}: its output head cannot be taken off. Use "
+                "a language model of another family."
+            )
+        self._dropped = tuple(f"{name}.{part}" for part in ("weight", "bias"))
+        self.module.set_submodule(name, nn.Identity())
+
+    def classifier_architecture(self) -> str:
+        """Return the name of transformers' class for classification with this model.
+
+        Raises CheckpointError where that is not the same body with a linear layer `score`.
+        """
+        from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+        kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(self.module.config), None)
+        if kind is not None:
+            with torch.device("meta"):
+                theirs = kind(self.module.config)
+            prefix = f"{self.module.base_model_prefix}."
+            ours = {name for name in self.module.state_dict() if name.startswith(prefix)}
+            if set(theirs.state_dict()) == ours | {"score.weight"}:
+                return str(kind.__name__)
+        raise CheckpointError(
+            f"model_type = {self.spec.model_type!r}: transformers has no classifier for it that is "
+            "its body and a linear layer 'score'. Use a language model of another family."
+        )
 
     def new_caches(self) -> list[ModelCache]:
         """Return an empty cache; it is one for all layers."""
@@ -169,13 +204,20 @@ class TransformersLM(CausalLM):
         tied = self.module.all_tied_weights_keys
         wanted = {k: v for k, v in self.module.state_dict().items() if k not in tied}
         if set(wanted) <= set(tensors):
-            load_named(wanted, tensors, unused=(*tied, *_UNUSED), where=where)
+            unused = (*tied, *_UNUSED, *self._dropped)
+            load_named(wanted, tensors, unused=unused, where=where)
         else:
             self._load_converted(tensors, where=where)
-        _require_causal(self.module)
+        if not self._dropped:
+            _require_causal(self.module)
 
     def _load_converted(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Load weights that transformers names or joins otherwise in memory than in files."""
+        if self._dropped:
+            raise CheckpointError(
+                f"{where}: not the weights that config.json describes. Name the folder of a whole "
+                "classifier."
+            )
         kind = type(self.module)
         try:
             loaded, found = kind.from_pretrained(

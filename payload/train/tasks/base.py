@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from payload.data.blocks import Indices
 from payload.data_folder import DataMeta
+from payload.errors import CheckpointError
 from payload.metrics_log import EvalMetrics
 from payload.train.models.base import CausalLM
+from payload.train.models.classifier import Classifier
 from payload.train.world import World
+
+_MEASURED = 4096
+"""Samples whose tokens are counted for their mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +88,28 @@ class Task(ABC):
     folder: Path
     meta: DataMeta
     train: Samples
+
+    def fitted(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
+        """Return the model with what the task needs of it; `init` names it in messages.
+
+        Raises CheckpointError for a model that was trained for another task.
+        """
+        if isinstance(model, Classifier):
+            raise CheckpointError(
+                f"model.init = {init!r}: it is a classifier. Set task.kind=classify, or name a "
+                "language model."
+            )
+        return model
+
+    def tokenizer(self, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """Return the tokenizer's files for the checkpoints, with what the task needs in them."""
+        return files
+
+    def mean_tokens(self) -> float:
+        """Return the mean number of tokens of a training sample, padding left out."""
+        count = self.train.num_samples()
+        some = np.linspace(0, count - 1, min(count, _MEASURED), dtype=np.int64)
+        return self.train.num_tokens(some) / len(some)
 
     @abstractmethod
     def has_range_hashes(self) -> bool:

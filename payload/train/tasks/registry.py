@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from payload.run_config import RunConfig
-from payload.train.tasks import chat, text
+from payload.train.tasks import chat, classify, text
 from payload.train.tasks.base import Task
 
 
@@ -11,4 +11,6 @@ def open_task(config: RunConfig) -> Task:
     """Return the run's task. Raises DataError, ConfigError for a folder that does not suit it."""
     if config.task.kind == "chat":
         return chat.open_task(config)
+    if config.task.kind == "classify":
+        return classify.open_task(config)
     return text.open_task(config)

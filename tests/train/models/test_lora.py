@@ -223,7 +223,7 @@ def test_adapter_settings_that_cannot_be_are_one_line(
         ("peft_type", "IA3", "only LORA"),
         ("use_dora", True, "only False"),
         ("target_modules", ".*", "no list of names"),
-        ("modules_to_save", ["lm_head"], "only None"),
+        ("modules_to_save", ["lm_head"], "only null"),
         ("base_model_name_or_path", None, "is missing"),
         ("r", 0, "r"),
     ],

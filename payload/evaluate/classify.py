@@ -1,0 +1,99 @@
+"""The evaluation of a classifier: loss, accuracy, F1 and confusion matrix."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from payload.classification import ClassMetrics, f1_scores
+from payload.data.labelled import LabelledTexts, open_labelled
+from payload.data_folder import VAL_NAME, DataMeta
+from payload.errors import ConfigError, DataError
+from payload.train.models.classifier import Classifier
+from payload.train.tasks.base import EvalPass
+from payload.train.tasks.classify import evaluate_texts
+from payload.train.world import World
+
+_BATCH_TEXTS = 32
+"""Texts of a batch; the same for any number of ranks, so that the result is."""
+
+
+def open_texts(
+    folder: Path, meta: DataMeta, model: Classifier, *, sequence_length: int | None
+) -> LabelledTexts:
+    """Return the validation texts. Raises DataError, and ConfigError for a length too long."""
+    if meta.classify is None or meta.classify.labels != model.labels:
+        found = ", ".join(meta.classify.labels[:8]) if meta.classify else "none"
+        raise DataError(
+            f"{folder}: its labels are {found}; the classifier has {', '.join(model.labels[:8])}. "
+            "Prepare the texts with --task classify and the same labels."
+        )
+    context = model.spec.context()
+    if sequence_length is not None and sequence_length > context:
+        raise ConfigError(
+            f"--sequence-length {sequence_length}: the model's context is {context} tokens. Use at "
+            f"most {context}."
+        )
+    length = sequence_length or context
+    return open_labelled(folder / VAL_NAME, meta=meta, sequence_length=length)
+
+
+def measure(
+    model: Classifier,
+    texts: LabelledTexts,
+    world: World,
+    *,
+    max_tokens: int | None,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    progress: Callable[[int, int], bool],
+) -> ClassMetrics:
+    """Return the result over the texts, equal to the last bit for any number of ranks."""
+    how = EvalPass(
+        world=world,
+        step=0,
+        micro_batch_size=_BATCH_TEXTS,
+        max_tokens=max_tokens,
+        autocast=autocast,
+        should_stop=progress,
+    )
+    found = evaluate_texts(model, texts, how)
+    assert found is not None, "nobody asks this evaluation to stop"
+    return found
+
+
+def as_json(result: ClassMetrics, labels: tuple[str, ...], **more: object) -> str:
+    """Return one line of JSON."""
+    row = {
+        "val_loss": result.val_loss,
+        "val_texts": result.val_texts,
+        "val_tokens": result.val_tokens,
+        "accuracy": result.val_accuracy,
+        "f1": result.val_f1,
+        "labels": labels,
+        "confusion": result.val_confusion,
+    }
+    return json.dumps({**more, **row})
+
+
+def as_text(result: ClassMetrics, labels: tuple[str, ...]) -> list[str]:
+    """Return lines for a person: the numbers, then a row for each label."""
+    lines = [
+        f"texts       {result.val_texts:,} of val.bin",
+        f"loss        {result.val_loss:.6f} nats a text",
+        f"accuracy    {result.val_accuracy:.2%}",
+        f"macro F1    {result.val_f1:.4f}",
+    ]
+    if not result.val_confusion:
+        return lines
+    size = max(map(len, labels))
+    lines.append(f"{'label':{size}}  texts     F1  most often taken for")
+    scores = f1_scores(result.val_confusion)
+    for label, row, score in zip(labels, result.val_confusion, scores, strict=True):
+        others = [(count, name) for count, name in zip(row, labels, strict=True) if name != label]
+        count, name = max(others, key=lambda each: each[0])
+        taken = f"{name} ({count:,})" if count else "none"
+        lines.append(f"{label:{size}}  {sum(row):5,}  {score:.3f}  {taken}")
+    return lines

@@ -1,0 +1,117 @@
+"""A classifier's numbers: a language model whose output head gives way to one row a label."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from payload.models.spec import Dtype, GradientSize, LinearSize, ModelSpec, logits_tokens
+
+_BYTES_PER_TRAINED = 16
+"""Of memory: an fp32 weight, its gradient and AdamW's two moments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierSpec(ModelSpec):
+    """A language model without its output head, and a linear layer from its width to the labels."""
+
+    base: ModelSpec
+    num_labels: int
+
+    @classmethod
+    def of(cls, base: ModelSpec, *, num_labels: int) -> ClassifierSpec:
+        """Return the spec of `base` as a classifier."""
+        return cls(
+            model_type=base.model_type,
+            sequence_length=base.sequence_length,
+            vocab_size=base.vocab_size,
+            base=base,
+            num_labels=num_labels,
+        )
+
+    def context(self) -> int:
+        """Return the longest context of the base in tokens."""
+        return self.base.context()
+
+    def num_layers(self) -> int:
+        """Return the base's number of layers."""
+        return self.base.num_layers()
+
+    def num_heads(self) -> int:
+        """Return the base's number of attention heads."""
+        return self.base.num_heads()
+
+    def width(self) -> int:
+        """Return the width of the base's residual stream."""
+        return self.base.width()
+
+    def is_tied(self) -> bool:
+        """Return True: there is no output head besides the token embedding."""
+        return True
+
+    def head_rows(self) -> int:
+        """Return the number of labels."""
+        return self.num_labels
+
+    def task_head_size(self) -> int:
+        """Return the elements of the linear layer to the labels."""
+        return self.num_labels * self.width()
+
+    def linears(self) -> tuple[LinearSize, ...]:
+        """Return the base's linears."""
+        return self.base.linears()
+
+    def settings(self) -> dict[str, int | bool]:
+        """Return what the run config's [model] section says of the base's sizes."""
+        return self.base.settings()
+
+    def num_params(self) -> int:
+        """Return the number of all weights."""
+        return self.base.num_params() - self._dropped() + self.task_head_size()
+
+    def flops_per_token(self) -> int:
+        """Return the floating-point operations of forward and backward for one token.
+
+        The linear layer to the labels reads one token of a text and does not count.
+        """
+        return self.base.flops_per_token() - 6 * self.embedding_size()
+
+    def memory_bytes(
+        self,
+        *,
+        micro_batch_size: int,
+        dtype: Dtype,
+        kernels: bool,
+        alone: bool,
+        accumulates: bool,
+    ) -> int:
+        """Estimate a training rank's peak memory: the base's without its logits."""
+        whole = self.base.memory_bytes(
+            micro_batch_size=micro_batch_size,
+            dtype=dtype,
+            kernels=kernels,
+            alone=alone,
+            accumulates=accumulates,
+        )
+        tokens = micro_batch_size * self.sequence_length
+        size = 2 if dtype == "bf16" else 4
+        logits = min(tokens, logits_tokens(self.vocab_size)) * size if kernels else tokens * 16
+        return whole - logits * self.vocab_size - self._dropped() * _BYTES_PER_TRAINED
+
+    def gradient_sizes(self) -> tuple[GradientSize, ...]:
+        """Return the parameters in the order in which the backward pass finishes them."""
+        rest = [each for each in self.base.gradient_sizes() if each.kind != "head"]
+        return (GradientSize(self.task_head_size(), "head"), *rest)
+
+    def summary(self) -> str:
+        """Describe the sizes in words."""
+        return f"{self.base.summary()}; classifies into {self.num_labels} labels"
+
+    def with_sequence_length(self, tokens: int) -> Self:
+        """Return the same model, trained on texts of up to `tokens`."""
+        base = self.base.with_sequence_length(tokens)
+        return replace(self, sequence_length=tokens, base=base)
+
+    def _dropped(self) -> int:
+        """Return the elements of an output head of its own, which a classifier does not have."""
+        return 0 if self.base.is_tied() else self.embedding_size()

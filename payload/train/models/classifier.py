@@ -1,0 +1,208 @@
+"""Classification in transformers' layout: a language model's body, and one linear layer `score`.
+
+The last token of a text is classified, as in transformers' `...ForSequenceClassification`.
+B texts, T tokens, C width, K labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from payload.errors import CheckpointError
+from payload.models.classifier import ClassifierSpec
+from payload.train.lazy_tensors import copy_in, shape_in
+from payload.train.models.base import CausalLM
+
+SCORE = "score.weight"
+_SUFFIX = "ForSequenceClassification"
+_BODY = "body."
+_INIT_STD = 0.02
+
+
+class Classifier(CausalLM):
+    """A language model that gives each text one of `labels`."""
+
+    def __init__(
+        self, body: CausalLM, *, labels: Sequence[str], pad_token: int, random: bool = True
+    ) -> None:
+        """Take `body`, whose output head goes. `score` is random, or for the caller to set."""
+        super().__init__(ClassifierSpec.of(body.spec, num_labels=len(labels)), dropout=body.dropout)
+        body.drop_head()
+        self.body = body
+        self.labels = tuple(labels)
+        self.pad_token = pad_token
+        """Fills a batch's shorter texts; a text's own last tokens count as filling, too."""
+        self.class_weights: Tensor | None = None
+        """(K,) weight of each label's texts in the loss; None = all weigh the same."""
+        self.score = nn.Linear(body.spec.width(), len(labels), bias=False)
+        if random:
+            nn.init.normal_(self.score.weight, std=_INIT_STD)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the body's layers ask for on the body, too."""
+        super().__setattr__(name, value)
+        if name in ("kernels", "adapter") and "body" in self._modules:
+            setattr(self.body, name, value)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        caches: Sequence[Any] | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
+        """(B, T) token ids to (B, T, C), the final norm included."""
+        return self.body.hidden(tokens, caches, starts)
+
+    def class_logits(self, tokens: Tensor) -> Tensor:
+        """(B, T) padded token ids to (B, K) fp32."""
+        hidden = self.hidden(tokens)
+        last = last_tokens(tokens, pad_token=self.pad_token)
+        return self.logits(hidden[torch.arange(len(tokens)), last])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., C) to (..., K), in fp32 whatever the layers' dtype is."""
+        with torch.autocast("cpu", enabled=False):
+            return functional.linear(hidden.float(), self.score.weight)
+
+    def forward(self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Mean cross entropy of the texts' labels (B,), by class weight, a scalar."""
+        assert starts is None, "a row has one text"
+        return functional.cross_entropy(
+            self.class_logits(tokens), targets, weight=self.class_weights
+        )
+
+    def drop_head(self) -> None:
+        """Do nothing: the output head is gone."""
+
+    def head_weight(self) -> nn.Parameter | None:
+        """Return None: no token is predicted."""
+        return None
+
+    def tied_weight(self) -> nn.Parameter | None:
+        """Return None: the token embedding is nothing besides."""
+        return None
+
+    def new_caches(self) -> Sequence[Any]:
+        """Return the body's empty caches."""
+        return self.body.new_caches()
+
+    def is_hidden_matrix(self, name: str) -> bool:
+        """Say whether the parameter of this name is a layer's matrix."""
+        return name.startswith(_BODY) and self.body.is_hidden_matrix(name.removeprefix(_BODY))
+
+    def trained_beside_adapter(self) -> dict[str, nn.Parameter]:
+        """Return `score`, which starts from random weights."""
+        weight = self.score.weight
+        assert isinstance(weight, nn.Parameter)
+        return {SCORE: weight}
+
+    def hf_name(self, module: str) -> str:
+        """Return transformers' path of a module."""
+        if not module.startswith(_BODY):
+            return module
+        return self.body.hf_name(module.removeprefix(_BODY))
+
+    def transposes_linears(self) -> bool:
+        """Say whether transformers keeps the weights of the layers' linears as (in, out)."""
+        return self.body.transposes_linears()
+
+    def classifier_architecture(self) -> str:
+        """Return the body's."""
+        return self.body.classifier_architecture()
+
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """Return the weights under the names and in the layout of transformers."""
+        return {**self.body.hf_tensors(), SCORE: self.score.weight.detach()}
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return the content of config.json, by which transformers builds the same classifier."""
+        return {
+            **self.body.hf_config(),
+            "architectures": [self.classifier_architecture()],
+            "id2label": {str(number): label for number, label in enumerate(self.labels)},
+            "label2id": {label: number for number, label in enumerate(self.labels)},
+            "pad_token_id": self.pad_token,
+            "problem_type": "single_label_classification",
+        }
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
+        """Set all weights from a checkpoint's tensors, under the names of transformers.
+
+        Raises CheckpointError, which names `where`, when some are missing or of another size.
+        """
+        wanted = tuple(self.score.weight.shape)
+        if SCORE not in tensors or shape_in(tensors, SCORE) != wanted:
+            found = shape_in(tensors, SCORE) if SCORE in tensors else "missing"
+            raise CheckpointError(
+                f"{where}: {SCORE} is {found}, its {len(self.labels)} labels need {wanted}. Name "
+                "the folder of a whole classifier."
+            )
+        copy_in(tensors, SCORE, self.score.weight)
+        self.body.load_tensors(_Without(tensors, SCORE), where=where)
+
+    def speed_notes(self) -> list[str]:
+        """Say what runs on the reference although kernels were asked for, and why; a line each."""
+        return self.body.speed_notes()
+
+
+class _Without(Mapping[str, Tensor]):
+    """Tensors but one; each is read when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], name: str) -> None:
+        self._tensors = tensors
+        self._name = name
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name == self._name:
+            raise KeyError(name)
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._tensors if name != self._name)
+
+    def __len__(self) -> int:
+        return len(self._tensors) - 1
+
+
+def last_tokens(tokens: Tensor, *, pad_token: int) -> Tensor:
+    """Return the place of each text's last token that is not `pad_token`, (B,); 0 without one.
+
+    Source: transformers, modeling_layers.py, GenericForSequenceClassification.
+    """
+    places = torch.arange(tokens.shape[1], dtype=torch.int32)
+    return (places * (tokens != pad_token).int()).argmax(-1)
+
+
+def is_classifier(config: Mapping[str, object]) -> bool:
+    """Say whether a config.json describes a classifier."""
+    names = config.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith(_SUFFIX) for name in names)
+
+
+def saved_labels(config: Mapping[str, object], *, where: str) -> tuple[str, ...]:
+    """Return the labels of a classifier's config.json. Raises CheckpointError."""
+    raw = config.get("id2label")
+    named = raw if isinstance(raw, dict) else {}
+    labels = [named.get(str(number)) for number in range(len(named))]
+    if len(set(labels)) < 2 or not all(isinstance(label, str) for label in labels):
+        raise CheckpointError(
+            f"{where}: id2label does not number two or more different labels from 0. Name the "
+            "folder of a classifier."
+        )
+    return tuple(str(label) for label in labels)
+
+
+def saved_pad_token(config: Mapping[str, object], *, where: str) -> int:
+    """Return pad_token_id of a classifier's config.json. Raises CheckpointError."""
+    found = config.get("pad_token_id")
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise CheckpointError(
+            f"{where}: pad_token_id = {found!r}: it says where a padded text ends. Set it to the "
+            "token that the tokenizer pads with."
+        )
+    return found

@@ -1,0 +1,218 @@
+"""Classification: a label for each text, and a validation that does not depend on the ranks.
+
+K labels.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from payload.classification import MOST_LABELS_LOGGED, ClassMetrics, accuracy, macro_f1
+from payload.data.blocks import Indices
+from payload.data.labelled import LabelledTexts, open_labelled
+from payload.data_folder import TRAIN_NAME, VAL_NAME, DataMeta, load_meta, require_task
+from payload.errors import CheckpointError, ConfigError
+from payload.run_config import RunConfig
+from payload.train.models.base import CausalLM
+from payload.train.models.classifier import Classifier
+from payload.train.tasks.base import Batch, EvalPass, Samples, Task
+
+log = logging.getLogger(__name__)
+
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+def open_task(config: RunConfig) -> Task:
+    """Open the run's data folder. Raises DataError, and ConfigError for wrong class weights."""
+    folder = Path(config.data.dir)
+    meta = load_meta(folder)
+    require_task(folder, meta, task="classify")
+    return Classify(
+        folder,
+        meta,
+        sequence_length=config.data.sequence_length,
+        class_weights=class_weights(config.task.class_weights, meta),
+    )
+
+
+class TextSamples(Samples):
+    """Labelled texts; a batch is as long as its longest one."""
+
+    def __init__(self, texts: LabelledTexts, weights: tuple[float, ...] | None) -> None:
+        self._texts = texts
+        self._weights = None if weights is None else np.array(weights)
+
+    def num_samples(self) -> int:
+        """Return the number of texts."""
+        return self._texts.num_texts()
+
+    def batch(self, chosen: Indices) -> Batch:
+        """Return the texts' padded tokens and labels. Raises DataError."""
+        tokens, labels = self._texts.gather(chosen)
+        return Batch(inputs=(tokens, labels), tokens=tokens, weight=self.weight(chosen))
+
+    def expect(self, chosen: Indices) -> None:
+        """Do nothing: a text is a few hundred bytes, which the system has read ahead."""
+
+    def weight(self, chosen: Indices) -> float:
+        """Return the sum of the texts' class weights."""
+        if self._weights is None:
+            return float(len(chosen))
+        return float(self._weights[self._texts.labels[chosen]].sum())
+
+    def num_tokens(self, chosen: Indices) -> int:
+        """Return the number of tokens, padding left out."""
+        return int(self._texts.lengths[chosen].sum())
+
+    def arranged(self, chosen: Indices) -> Indices:
+        """Return a step's texts by length, so that a pass has texts of about the same length."""
+        return chosen[np.argsort(self._texts.lengths[chosen], kind="stable")]
+
+
+class Classify(Task):
+    """A folder that `prepare --task classify` wrote."""
+
+    def __init__(
+        self,
+        folder: Path,
+        meta: DataMeta,
+        *,
+        sequence_length: int,
+        class_weights: tuple[float, ...] | None = None,
+    ) -> None:
+        assert meta.classify is not None
+        self.folder, self.meta = folder, meta
+        self._labels = meta.classify
+        self._weights = class_weights
+        texts, self._val = (
+            open_labelled(folder / name, meta=meta, sequence_length=sequence_length)
+            for name in (TRAIN_NAME, VAL_NAME)
+        )
+        self.train = TextSamples(texts, class_weights)
+        truncated = texts.num_truncated + self._val.num_truncated
+        if truncated:
+            log.info(
+                f"data      {truncated:,} of {texts.num_texts() + self._val.num_texts():,} texts "
+                f"are longer than data.sequence_length = {sequence_length} and lose their end"
+            )
+
+    def has_range_hashes(self) -> bool:
+        """Say whether what training reads is compared with meta.json."""
+        return self._val.check is not None
+
+    def fitted(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
+        """Return the model as a classifier. Raises CheckpointError for one of other labels."""
+        labels = self._labels
+        if not isinstance(model, Classifier):
+            torch.manual_seed(seed)
+            model = Classifier(model, labels=labels.labels, pad_token=labels.pad_token)
+        elif (model.labels, model.pad_token) != (labels.labels, labels.pad_token):
+            raise CheckpointError(
+                f"model.init = {init!r}: it classifies into {', '.join(model.labels[:8])}, the "
+                f"data's labels are {', '.join(labels.labels[:8])}. Prepare the data with the "
+                "same labels, or start from a model without them."
+            )
+        if self._weights is not None:
+            model.class_weights = torch.tensor(self._weights)
+        return model
+
+    def tokenizer(self, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """Return the tokenizer's files with the token that pads, as transformers needs for it."""
+        raw = json.loads(files.get(_TOKENIZER_CONFIG, b"{}"))
+        if not raw.get("eos_token") or raw.get("pad_token"):
+            return files
+        padded = json.dumps({**raw, "pad_token": raw["eos_token"]}, ensure_ascii=False, indent=2)
+        return {**files, _TOKENIZER_CONFIG: padded.encode()}
+
+    def evaluate(self, model: CausalLM, how: EvalPass) -> ClassMetrics | None:
+        """Return loss, accuracy, F1 and confusion matrix; None when asked to stop.
+
+        The loss weighs every text the same, whatever the class weights are.
+        """
+        assert isinstance(model, Classifier)
+        return evaluate_texts(model, self._val, how)
+
+
+def evaluate_texts(model: Classifier, texts: LabelledTexts, how: EvalPass) -> ClassMetrics | None:
+    """Classify the texts, shared by the ranks in batches that do not depend on their number.
+
+    Ranks exchange counts, and each batch's sum of losses in float64 at a place of its own, so the
+    result is equal to the last bit. None when a rank was asked to stop.
+    """
+    world, size, count = how.world, how.micro_batch_size, len(model.labels)
+    chosen = np.arange(_num_texts(texts, how.max_tokens))
+    chosen = chosen[np.argsort(texts.lengths[chosen], kind="stable")]
+    batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
+    confusion = torch.zeros(count, count, dtype=torch.float64)
+    losses = torch.zeros(len(batches), dtype=torch.float64)
+    passes = -(-len(batches) // world.world_size)
+    stopped = False
+    model.eval()
+    with torch.inference_mode(), how.autocast():
+        for done in range(passes):
+            mine = done * world.world_size + world.rank
+            # Every rank makes as many passes, the last perhaps with nothing to do.
+            if mine < len(batches):
+                tokens, labels = texts.gather(batches[mine])
+                logits = model.class_logits(tokens)
+                each = functional.cross_entropy(logits, labels, reduction="none")
+                losses[mine] = each.sum(dtype=torch.float64)
+                ones = torch.ones(len(labels), dtype=torch.float64)
+                confusion.index_put_((labels, logits.argmax(-1)), ones, accumulate=True)
+            stopped = how.should_stop(done + 1, passes)
+            if stopped:
+                break
+    model.train()
+    if stopped:
+        return None
+    total = torch.cat((confusion.flatten(), losses))
+    world.sum(total)
+    rows = total[: count * count].view(count, count).to(torch.int64).tolist()
+    return ClassMetrics(
+        step=how.step,
+        val_loss=float(total[count * count :].sum()) / len(chosen),
+        val_tokens=int(texts.lengths[chosen].sum()),
+        val_texts=len(chosen),
+        val_accuracy=accuracy(rows),
+        val_f1=macro_f1(rows),
+        val_confusion=tuple(map(tuple, rows)) if count <= MOST_LABELS_LOGGED else (),
+    )
+
+
+def _num_texts(texts: LabelledTexts, max_tokens: int | None) -> int:
+    """Return how many of the first texts hold `max_tokens`, or all."""
+    if max_tokens is None:
+        return texts.num_texts()
+    before = int(np.searchsorted(np.cumsum(texts.lengths), max_tokens))
+    return min(before + 1, texts.num_texts())
+
+
+def class_weights(setting: str, meta: DataMeta) -> tuple[float, ...] | None:
+    """Return the weight of each label's texts in the loss; None = all weigh the same.
+
+    `balanced` makes every label weigh the same in all: texts / (labels x texts of this label).
+    Raises ConfigError.
+    """
+    assert meta.classify is not None
+    labels, counts = meta.classify.labels, meta.classify.train_counts
+    if setting == "none":
+        return None
+    if setting == "balanced":
+        return tuple(sum(counts) / (len(counts) * count) for count in counts)
+    try:
+        found = tuple(float(each) for each in setting.split(","))
+    except ValueError:
+        found = ()
+    if len(found) != len(labels) or not all(0 < each < float("inf") for each in found):
+        raise ConfigError(
+            f"task.class_weights = {setting!r}: use none, balanced, or {len(labels)} numbers above "
+            f"0 with commas between, for {', '.join(labels[:8])}."
+        )
+    return found

@@ -1,0 +1,203 @@
+"""Classifiers: transformers and PEFT load them and give the same labels, losses and gradients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from benchmarks.architecture_cases import CASES
+from payload.errors import CheckpointError
+from payload.models.registry import spec_of
+from payload.run_config import AdapterSection
+from payload.train.models.base import trainable
+from payload.train.models.classifier import Classifier, last_tokens
+from payload.train.models.lora import add_adapter, save_adapter
+from payload.train.models.registry import build, load
+from payload.train.weights import save_hf
+
+LABELS = ("bad", "fair", "good")
+PAD = 1
+RAW: dict[str, Mapping[str, Any]] = {
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 32,
+        "n_positions": 64,
+        "vocab_size": 100,
+    },
+    "llama": CASES["llama"],
+    "untied": {**CASES["llama"], "tie_word_embeddings": False},
+    "gemma3_text": CASES["gemma3_text"],
+    "olmo2": {**CASES["llama"], "model_type": "olmo2"},
+}
+"""Native GPT-2, native decoders with and without a head of their own, and transformers' layers."""
+
+
+def classifier(name: str, seed: int = 0) -> Classifier:
+    """A random classifier whose labels differ from text to text."""
+    torch.manual_seed(seed)
+    model = Classifier(build(spec_of(RAW[name], where="test")), labels=LABELS, pad_token=PAD)
+    with torch.no_grad():
+        model.score.weight.normal_(std=1.0)
+    return model
+
+
+def padded() -> tuple[Tensor, Tensor]:
+    """Texts of 9, 4 and 1 tokens, padded, and their labels."""
+    tokens = torch.randint(2, 90, (3, 9), generator=torch.Generator().manual_seed(3))
+    tokens[1, 4:], tokens[2, 1:] = PAD, PAD
+    return tokens, torch.tensor([2, 0, 1])
+
+
+def their_logits(model: Any, tokens: Tensor) -> Tensor:
+    found: Tensor = model(input_ids=tokens, attention_mask=(tokens != PAD).long()).logits
+    return found
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_transformers_loads_a_classifier_and_gives_its_logits_and_labels(
+    name: str, tmp_path: Path
+) -> None:
+    model = classifier(name).eval()
+    save_hf(model, tmp_path)
+    theirs, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    assert theirs.config.id2label == dict(enumerate(LABELS))
+    tokens, _ = padded()
+    ours = model.class_logits(tokens)
+    torch.testing.assert_close(ours, their_logits(theirs.eval(), tokens), rtol=1e-4, atol=1e-5)
+    again = load(tmp_path).eval()
+    assert isinstance(again, Classifier) and again.labels == LABELS
+    assert torch.equal(again.class_logits(tokens), ours)
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_the_spec_counts_a_classifiers_parameters(name: str) -> None:
+    model = classifier(name)
+    assert model.spec.num_params() == sum(each.numel() for each in model.parameters())
+    if name != "olmo2":  # transformers' layers: sizes are not known by kind.
+        sizes = sum(each.elements for each in model.spec.gradient_sizes())
+        assert sizes == model.spec.num_params()
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_padding_changes_neither_loss_nor_gradients(name: str) -> None:
+    model = classifier(name)
+    tokens, labels = padded()
+    model(tokens, labels).backward()
+    whole = {
+        key: each.grad.clone() for key, each in model.named_parameters() if each.grad is not None
+    }
+    assert set(whole) == {key for key, _ in trainable(model)}
+    model.zero_grad()
+    for row, length in enumerate((9, 4, 1)):
+        (model(tokens[row : row + 1, :length], labels[row : row + 1]) / 3).backward()
+    largest = max(float(each.norm()) for each in whole.values())
+    for key, each in model.named_parameters():
+        assert each.grad is not None
+        assert (each.grad - whole[key]).norm() <= 1e-5 * largest, key
+
+
+def test_class_weights_weigh_as_in_torch() -> None:
+    model = classifier("gpt2").eval()
+    model.class_weights = torch.tensor([1.0, 5.0, 0.5])
+    tokens, labels = padded()
+    losses = -model.class_logits(tokens).log_softmax(-1)[torch.arange(3), labels]
+    weights = model.class_weights[labels]
+    torch.testing.assert_close(model(tokens, labels), (losses * weights).sum() / weights.sum())
+
+
+def test_the_last_token_that_is_not_padding_counts() -> None:
+    tokens = torch.tensor([[5, 6, PAD, 7], [5, PAD, PAD, PAD], [PAD, PAD, PAD, PAD]])
+    assert last_tokens(tokens, pad_token=PAD).tolist() == [3, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2"])
+def test_peft_reads_a_classifiers_adapter(name: str, tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    folder.mkdir()
+    torch.manual_seed(0)
+    body = build(spec_of(RAW[name], where="test"))
+    save_hf(body, base)
+    model = Classifier(body, labels=LABELS, pad_token=PAD)
+    add_adapter(model, AdapterSection(kind="lora", rank=4, alpha=8), seed=1)
+    with torch.no_grad():
+        for _, parameter in trainable(model):
+            parameter.normal_(std=0.3)
+    assert {key.rpartition(".")[2] for key, _ in trainable(model)} == {"lora_A", "lora_B", "weight"}
+    if name != "olmo2":  # Without a folder the linears of transformers' layers are not known.
+        spec = model.trained_spec()
+        trained = sum(each.numel() for _, each in trainable(model))
+        assert spec.num_trainable_params() == trained
+        assert sum(each.elements for each in spec.gradient_sizes()) == trained
+    save_adapter(model, folder, base=(str(base), None))
+    whole = AutoModelForSequenceClassification.from_pretrained(
+        base, config=AutoConfig.from_pretrained(folder)
+    )
+    theirs = peft.PeftModel.from_pretrained(whole, folder).eval()
+    tokens, _ = padded()
+    wanted = their_logits(theirs, tokens)
+    torch.testing.assert_close(model.eval().class_logits(tokens), wanted, rtol=1e-4, atol=1e-5)
+    merged = load(folder).eval()
+    assert isinstance(merged, Classifier) and merged.adapter is None and merged.labels == LABELS
+    torch.testing.assert_close(merged.class_logits(tokens), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_classifiers_adapter_that_peft_wrote_is_read(tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    model = classifier("llama")
+    save_hf(model, base)
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", task_type="SEQ_CLS")
+    whole = AutoModelForSequenceClassification.from_pretrained(base)
+    theirs = peft.get_peft_model(whole, config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    theirs.save_pretrained(str(folder))
+    raw = json.loads((folder / "adapter_config.json").read_text())
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert sorted(raw["target_modules"]) == sorted(names)
+    tokens, _ = padded()
+    ours = load(folder).eval()
+    assert isinstance(ours, Classifier)
+    wanted = their_logits(theirs, tokens)
+    torch.testing.assert_close(ours.class_logits(tokens), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"id2label": {"0": "a"}}, "id2label does not number two or more different labels"),
+        ({"id2label": {"0": "a", "1": "a"}}, "id2label does not number two or more different"),
+        ({"pad_token_id": None}, "pad_token_id = None: it says where a padded text ends"),
+        ({"id2label": {"0": "a", "1": "b"}}, r"score.weight is \(3, 32\), its 2 labels need"),
+    ],
+)
+def test_a_damaged_classifier_is_refused(
+    tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    save_hf(classifier("gpt2"), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(CheckpointError, match=problem):
+        load(tmp_path)
+
+
+def test_a_model_that_transformers_cannot_classify_with_is_refused() -> None:
+    raw = {**CASES["llama"], "model_type": "granite"}
+    with pytest.raises(CheckpointError, match=r"granite.*no classifier for it"):
+        Classifier(build(spec_of(raw, where="test")), labels=LABELS, pad_token=PAD)
