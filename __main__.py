@@ -25,11 +25,13 @@ from infra.network import ClusterNetwork, NetworkArgs
 from infra.nodes import ClusterNodes, NodesArgs
 from infra.storage import ResultsBucket, StorageArgs
 from payload import __version__
+from payload.cloud_prices import read_catalog
 
 root = Path(__file__).resolve().parent
 with shown_plainly():
     config, authorized_keys = load_config(root)
-    cost = price_of_cluster(config)
+    catalog = read_catalog(root / ".cluster", now_unix=time.time())
+    cost = price_of_cluster(config, catalog)
     files = BootstrapFiles.load(root / "bootstrap")
     boot_text, boots_alike = (
         user_data(config, files, authorized_keys=keys, version=__version__)
@@ -38,7 +40,7 @@ with shown_plainly():
 speed = last_measured_speed(
     root / "runs", machine_type=config.machine_type, node_count=config.node_count
 )
-pulumi.info(describe(config, cost, speed=speed))
+pulumi.info(describe(config, cost, speed=speed, catalog=catalog))
 
 google = pulumi_gcp.Provider("google", project=config.project, region=config.region)
 on_google = pulumi.ResourceOptions(providers=[google])

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from infra.config import ClusterConfig
 from infra.measured import Speed
 from payload.cloud_prices import (
-    READ_ON,
+    Catalog,
     DiskPrice,
     disk_price,
     external_address_price,
     machine_price,
     nat_price,
+    source,
     spot_warning,
 )
 from payload.errors import BudgetError
@@ -44,14 +45,21 @@ class Cost:
         return None if self.hourly_usd is None else self.hourly_usd * lifetime_s / 3600
 
 
-def cluster_cost(config: ClusterConfig, *, spot: bool | None = None) -> Cost:
+def cluster_cost(
+    config: ClusterConfig, *, spot: bool | None = None, catalog: Catalog | None = None
+) -> Cost:
     """Of the settings; `spot` asks what they would cost with or without spot machines."""
     spot = config.uses_spot() if spot is None else spot
-    price = machine_price(config.machine_type, region=config.region, spot=spot)
+    price = machine_price(config.machine_type, region=config.region, spot=spot, catalog=catalog)
     kind = "spot" if spot else "on demand"
     unknown = [] if price is not None else [f"{config.machine_type} {kind} in {config.region}"]
     disks = [
-        disk_price(config.boot_disk_type(), gib=config.boot_disk_gb(index=i), region=config.region)
+        disk_price(
+            config.boot_disk_type(),
+            gib=config.boot_disk_gb(index=i),
+            region=config.region,
+            catalog=catalog,
+        )
         for i in range(config.node_count)
     ]
     if None in disks:
@@ -96,16 +104,18 @@ def _bounds(config: ClusterConfig, disks: list[DiskPrice]) -> tuple[str, ...]:
     return (f"{config.boot_disk_type()} disks at hyperdisk-extreme's price per GiB",)
 
 
-def price_of_cluster(config: ClusterConfig) -> Cost:
+def price_of_cluster(config: ClusterConfig, catalog: Catalog | None = None) -> Cost:
     """What the cluster costs. Raises BudgetError when that is more than maxHourlyUsd.
 
     With spot = auto, on-demand machines have to fit too: the operator may change to them.
     """
-    cost = cluster_cost(config)
+    cost = cluster_cost(config, catalog=catalog)
     cap = config.price_cap_usd()
     if cap is None:
         return cost
-    dearest = cluster_cost(config, spot=False) if config.spot == "auto" else cost
+    dearest = cost
+    if config.spot == "auto":
+        dearest = cluster_cost(config, spot=False, catalog=catalog)
     if dearest.hourly_usd is None:
         raise BudgetError(
             f"tileforge:maxHourlyUsd = {cap:g} cannot be kept: no price is known here of "
@@ -122,7 +132,9 @@ def price_of_cluster(config: ClusterConfig) -> Cost:
     return cost
 
 
-def describe(config: ClusterConfig, cost: Cost, *, speed: Speed | None) -> str:
+def describe(
+    config: ClusterConfig, cost: Cost, *, speed: Speed | None, catalog: Catalog | None = None
+) -> str:
     """The lines that `pulumi preview` prints."""
     kind = "spot" if config.uses_spot() else "on demand"
     what = f"{config.node_count} x {config.machine_type} {kind} in {config.zone}"
@@ -146,8 +158,8 @@ def describe(config: ClusterConfig, cost: Cost, *, speed: Speed | None) -> str:
             f"{speed.run_id}"
         )
     lines += [f"counted at most: {bound}" for bound in cost.bounds]
-    lines.append(f"list prices of {READ_ON}; payload/cloud_prices.py has their source")
-    warning = spot_warning(time.time()) if config.uses_spot() else None
+    lines.append(f"prices: {source(catalog, time.time())}; see payload/cloud_prices.py")
+    warning = spot_warning(time.time()) if config.uses_spot() and catalog is None else None
     if warning is not None:
         lines.append(f"warning: {warning}")
     return "\n".join(lines)

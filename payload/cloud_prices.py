@@ -1,4 +1,7 @@
-"""Google's list prices from the packaged tables. What is not there is not known, and never guessed.
+"""Google's list prices. What is not listed is not known, and never guessed.
+
+From Google's billing catalog where the operator's login has read it within a week (a Catalog), else
+from the packaged tables.
 
 payload/prices/*.csv: facts of pricing.yml of Cyclenerd/google-cloud-pricing-cost-calculator
 (Apache-2.0) at commit fd66b26, generated from Google's billing catalog on READ_ON.
@@ -7,17 +10,25 @@ payload/prices/*.csv: facts of pricing.yml of Cyclenerd/google-cloud-pricing-cos
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from functools import cache
 from pathlib import Path
+
+from payload.errors import ConfigError
+from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
 READ_ON = "2026-07-30"
 """When the tables were made from Google's catalog."""
 SPOT_CHANGES_AFTER_DAYS = 31
 """Google changes spot prices up to once a month."""
 HOURS_A_MONTH = 730.0
+CATALOG_FILE = "prices.json"
+"""In a project's folder .cluster."""
+CATALOG_LASTS_S = 7 * 86_400.0
+_CATALOG_VERSION = 1
 
 _FOLDER = Path(__file__).resolve().parent / "prices"
 # Google bills hyperdisk-balanced by GiB less than hyperdisk-extreme, whose price the table has; the
@@ -42,16 +53,76 @@ class DiskPrice:
     """It costs at most this: its own price is not in the table, that of a dearer one is."""
 
 
-def machine_price(name: str, *, region: str, spot: bool) -> float | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalog:
+    """What Google's billing catalog has, as the operator's login has read it."""
+
+    read_unix: float = checked(low=0, high=1e11)
+    rates: Mapping[str, float] = checked(low=0, high=1e4)
+    """Dollars by `rate_key`: an hour of a vCPU or of a GiB of memory, a month of a GiB of disk."""
+
+    def machine(self, name: str, *, region: str, spot: bool) -> float | None:
+        """Return dollars an hour of a machine, or None when a part is not in it."""
+        shape = _shapes().get(name)
+        if shape is None:
+            return None
+        family, (vcpus, memory_gib) = name.partition("-")[0], shape
+        core = self.rates.get(rate_key(f"{family} core", region=region, spot=spot))
+        ram = self.rates.get(rate_key(f"{family} ram", region=region, spot=spot))
+        return None if core is None or ram is None else round(core * vcpus + ram * memory_gib, 9)
+
+
+def rate_key(what: str, *, region: str, spot: bool = False) -> str:
+    """Return the key of a rate: `c3 core us-central1 spot`, `pd-balanced europe-west4`."""
+    return f"{what} {region}{' spot' if spot else ''}"
+
+
+def read_catalog(folder: Path, *, now_unix: float) -> Catalog | None:
+    """Return what was kept in `folder`; None where there is nothing sound that is young enough."""
+    path = folder / CATALOG_FILE
+    try:
+        raw = parse_json(read_bytes(path), where=str(path))
+        check_schema(raw, _CATALOG_VERSION, where=str(path))
+        catalog = build(Catalog, raw, where=str(path))
+    except (OSError, ConfigError):
+        return None
+    return catalog if 0 <= now_unix - catalog.read_unix <= CATALOG_LASTS_S else None
+
+
+def catalog_text(catalog: Catalog) -> str:
+    """Return the text of CATALOG_FILE."""
+    document = {"schema_version": _CATALOG_VERSION, "read_unix": catalog.read_unix}
+    return json.dumps(document | {"rates": dict(catalog.rates)})
+
+
+def source(catalog: Catalog | None, now_unix: float) -> str:
+    """Return where prices come from, and how old they are."""
+    if catalog is None:
+        return f"list prices of {READ_ON}, {age_days(now_unix)} days old, packaged"
+    hours = (now_unix - catalog.read_unix) / 3600
+    return f"Google's billing catalog, read {hours:.0f} h ago with your login"
+
+
+def machine_price(
+    name: str, *, region: str, spot: bool, catalog: Catalog | None = None
+) -> float | None:
     """Return dollars an hour of one machine without its disk, or None when it is not known."""
+    found = catalog.machine(name, region=region, spot=spot) if catalog is not None else None
+    if found is not None:
+        return found
     row = _machines().get((name, region))
     if row is None:
         return None
     return row.spot if spot else row.on_demand
 
 
-def disk_price(disk_type: str, *, gib: int, region: str) -> DiskPrice | None:
+def disk_price(
+    disk_type: str, *, gib: int, region: str, catalog: Catalog | None = None
+) -> DiskPrice | None:
     """Return the price of one disk, or None when it is not known."""
+    rate = catalog.rates.get(rate_key(disk_type, region=region)) if catalog is not None else None
+    if rate is not None:
+        return DiskPrice(usd=gib * rate / HOURS_A_MONTH, is_bound=False)
     named = _BOUNDED_BY.get(disk_type, disk_type)
     per_month = _others().get((named, region))
     if per_month is None:
@@ -97,6 +168,15 @@ def _machines() -> dict[tuple[str, str], _Machine]:
         (row["machine_type"], row["region"]): _Machine(
             on_demand=_usd(row["usd_hour"]), spot=_usd(row["usd_hour_spot"])
         )
+        for row in _rows("machines.csv")
+    }
+
+
+@cache
+def _shapes() -> dict[str, tuple[int, float]]:
+    """Return vCPUs and GiB of memory of each machine type."""
+    return {
+        row["machine_type"]: (int(row["vcpus"]), float(row["memory_gib"]))
         for row in _rows("machines.csv")
     }
 

@@ -17,7 +17,7 @@ from payload.orchestrate.cloud.endpoints import Endpoints
 from payload.orchestrate.cloud.firewall import check_firewall
 from payload.orchestrate.cloud.google import CloudMissingError, Google, UnreadableError
 from payload.orchestrate.cloud.need import Need, need_of
-from payload.orchestrate.cloud.price_check import check_price
+from payload.orchestrate.cloud.price_check import check_price, fresh_catalog
 from payload.orchestrate.cloud.project_checks import (
     Check,
     ask_compute,
@@ -51,7 +51,8 @@ def doctor(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     google = Google(project, endpoints=Endpoints.from_env(env))
     # Of another project than the stack's, its firewall says nothing.
     own = pulumi if project == configured else None
-    checks = [*examine(google, need, own), check_price(need)]
+    price = check_price(need, *fresh_catalog(google, folder=Path.cwd() / ".cluster"))
+    checks = [*examine(google, need, own), price]
     code = exit_code(checks)
     if arguments.json:
         document = {"schema_version": _SCHEMA_VERSION, "project": project, "exit_code": code}

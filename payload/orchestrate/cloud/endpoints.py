@@ -14,6 +14,7 @@ VARIABLE = "TILEFORGE_API_ENDPOINT"
 _SERVICE = "{service}"
 
 Service = Literal[
+    "cloudbilling",
     "cloudkms",
     "cloudquotas",
     "cloudresourcemanager",

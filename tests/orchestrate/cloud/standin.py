@@ -59,6 +59,8 @@ class CloudStandIn(Compute):
         self.objects: dict[str, list[Document]] = {}
         """By bucket: name, generation and size of each object, old versions included."""
         self.services = {"compute", "iap", "iam", "storage"}
+        self.skus: list[Document] | None = None
+        """What the billing catalog lists; None: the project has its API off."""
         self.policies: dict[str, bool] = {}
         """Organization policies that are enforced, by constraint."""
         self.rules: dict[str, list[Document]] = {}
@@ -189,6 +191,14 @@ class CloudStandIn(Compute):
             case ["storage", "v1", "projects", _, "serviceAccount"]:
                 email = f"service-{NUMBER}@gs-project-accounts.iam.gserviceaccount.com"
                 return {"email_address": email, "kind": "storage#serviceAccount"}
+            case ["v1", "services", _, "skus"]:
+                if self.skus is None:
+                    page_of_it = "https://console.developers.google.com/apis/api/cloudbilling."
+                    said = "Cloud Billing API has not been used in project 1 before or it is "
+                    said += f"disabled. Enable it by visiting {page_of_it}googleapis.com/overview"
+                    raise RefusedError(403, said, "accessNotConfigured")
+                page = self.page(self.skus, query)
+                return {"skus": page.pop("items"), **page}
             case ["v1", "projects", _, "services"]:
                 names = [{"config": {"name": f"{s}.googleapis.com"}} for s in sorted(self.services)]
                 page = self.page(names, query)

@@ -25,6 +25,7 @@ from payload.orchestrate.cloud.listing import _buckets, _of_kind, list_everythin
 from payload.orchestrate.cloud.machines import stack_state
 from payload.orchestrate.cloud.need import Need, need_of
 from payload.orchestrate.cloud.other_services import dns_zones, service_accounts
+from payload.orchestrate.cloud.price_check import fresh_catalog
 from payload.orchestrate.cloud.project_checks import (
     ask_compute,
     check_key,
@@ -42,6 +43,7 @@ from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.orchestrate.cloud.standin import NUMBER, PROJECT, REGION, ZONE, Fault
 from tests.orchestrate.cloud.test_doctor import family_limit
 from tests.orchestrate.cloud.test_failures import failed
+from tests.orchestrate.cloud.test_prices import sku
 from tests.orchestrate.test_inventory_fuzz import HOSTILE
 
 CRYPTO_KEY = f"projects/{PROJECT}/locations/{REGION}/keyRings/r/cryptoKeys/k"
@@ -144,6 +146,10 @@ READS: dict[str, tuple[str, Callable[[Site], object]]] = {
     "region": (f"regions/{REGION}", quotas),
     "project": ("projects/acme-lab$|projects/acme-lab[?]", quotas),
     "family quota": ("quotaInfos", quotas),
+    "billing catalog": (
+        "/skus",
+        lambda site: fresh_catalog(google(site), folder=site.folder / "no-cache"),
+    ),
     "project number": ("/v3/projects", lambda site: list(check_key(google(site), NEED))),
     "key policy": (":getIamPolicy", lambda site: list(check_key(google(site), NEED))),
     "key permissions": (":testIam", lambda site: list(check_key(google(site), NEED))),
@@ -162,6 +168,7 @@ def full(site: Site) -> Site:
     cloud.project_quotas = {"NETWORKS": (5.0, 1.0)}
     cloud.family_limits = [family_limit("48", region=REGION, vm_family="C4")]
     cloud.rules["compute.vmExternalIpAccess"] = [{"values": {"allowedValues": ["under:folders/1"]}}]
+    cloud.skus = [sku("C3 Instance Core running in Iowa", 33_982_000)]
     cloud.key_members[CRYPTO_KEY] = [f"serviceAccount:service-{NUMBER}@x.example"]
     return site
 
