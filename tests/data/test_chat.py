@@ -242,6 +242,21 @@ def test_without_packing_each_conversation_has_a_block(
     assert bool(((starts == 0) | (starts == torch.arange(LENGTH))).all())
 
 
+def test_a_group_is_all_for_training_or_all_for_validation(tokenizer: Path, tmp_path: Path) -> None:
+    rows = [{"messages": turn(f"word {n % 7}", "a"), "module": f"m{n % 7}"} for n in range(70)]
+    source = write_rows(tmp_path / "a.jsonl", rows)
+    flags = ("--group-column", "module", "--val-fraction", 0.3)
+    out = prepare(tokenizer, source, tmp_path / "out", *flags)
+    meta = load_meta(out)
+    assert (meta.train_documents, meta.val_documents) == (40, 30)
+    sides: list[set[str]] = []
+    for split, count in (("train", 40), ("val", 30)):
+        side: Split = "train" if split == "train" else "val"
+        found = [read_sample(out, meta, split=side, number=n).parts[0][0] for n in range(count)]
+        sides.append(set(found))
+    assert len(sides[0]) == 4 and len(sides[1]) == 3 and not sides[0] & sides[1]
+
+
 def test_a_long_conversation_is_cut_and_counted(tokenizer: Path, tmp_path: Path) -> None:
     rows = [{"messages": turn("one", "two " * count)} for count in (2, 3, 400, 500)]
     rows.append({"messages": turn("word " * 400, "never reached")})

@@ -24,7 +24,7 @@ class ChatTask(Task):
 
     kind: ClassVar[TaskKind] = "chat"
     summary = "the assistant's tokens of conversations"
-    flags = ("--sequence-length", "--packing", "--chat-template")
+    flags = ("--sequence-length", "--packing", "--chat-template", "--group-column")
 
     def add_flags(self, add: AddFlag) -> None:
         """Declare `flags`."""
@@ -46,6 +46,12 @@ class ChatTask(Task):
             type=Path,
             metavar="FILE",
             help="Jinja file in place of the tokenizer's own template",
+        )
+        add(
+            "--group-column",
+            metavar="NAME",
+            help="column whose equal values stay together: a group is all for training or all for "
+            "validation (default: each conversation is on its own)",
         )
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:

@@ -36,6 +36,7 @@ from payload.data_folder import (
     ChatRecord,
 )
 from payload.errors import DataError, UsageError
+from payload.untrusted import shown
 
 _MARKS_NAMES = {TRAIN_NAME: TRAIN_MARKS_NAME, VAL_NAME: VAL_MARKS_NAME}
 _AT_ONCE = 256
@@ -60,16 +61,33 @@ def chat_job(args: argparse.Namespace) -> ChatJob:
         tokenizer = replace(tokenizer, files={**tokenizer.files, **own})
     length = args.sequence_length or SEQUENCE_LENGTH
     packing = args.packing or PACKINGS[0]
-    shaping = ("chat", args.source, str(length), packing, template.sha256(), str(args.skip_bad))
+    shaping: tuple[str, ...] = (
+        "chat",
+        args.source,
+        str(length),
+        packing,
+        template.sha256(),
+        str(args.skip_bad),
+    )
+    shaping += (args.group_column,) if args.group_column is not None else ()
     settings = prepare_settings(args, tokenizer, val_fraction=None, shaping=shaping)
-    return ChatJob(rows, settings, tokenizer, template, length=length, packing=packing)
+    return ChatJob(
+        rows,
+        settings,
+        tokenizer,
+        template,
+        length=length,
+        packing=packing,
+        group_column=args.group_column,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Document:
     """A conversation's tokens, and which of them are trained; never the first."""
 
-    number: int
+    group: int
+    """What the split chooses by: the row's number, or that of its group."""
     tokens: npt.NDArray[np.uint32]
     trained: npt.NDArray[np.bool_]
 
@@ -84,6 +102,8 @@ class ChatJob:
     template: ChatTemplate
     length: int = field(kw_only=True)
     packing: Any = field(kw_only=True)
+    group_column: str | None = field(kw_only=True)
+    groups: dict[str, int] = field(default_factory=dict)
     truncated: int = 0
     truncated_tokens: int = 0
     dropped: int = 0
@@ -92,9 +112,9 @@ class ChatJob:
     def make(self) -> Made:
         """Read, render, tokenize and pack everything. Raises DataError."""
         documents = self._documents()
-        split = self.settings.split(Survey(documents=self.rows.num_rows, text_bytes=None))
-        numbers = np.array([each.number for each in documents], dtype=np.int64)
-        is_val = split.val_mask(numbers)
+        count = self.rows.num_rows if self.group_column is None else len(self.groups)
+        split = self.settings.split(Survey(documents=count, text_bytes=None))
+        is_val = split.val_mask(np.array([each.group for each in documents], dtype=np.int64))
         files: dict[str, npt.NDArray[Any]] = {}
         counts: dict[str, int] = {}
         record: dict[str, int] = {}
@@ -143,13 +163,25 @@ class ChatJob:
         except (BadConversationError, DataError) as error:
             self.rows.skip(row.where, str(error))
             return None
-        return row.number, text, spans
+        return self._group_of(row), text, spans
+
+    def _group_of(self, row: Row) -> int:
+        if self.group_column is None:
+            return row.number
+        if self.group_column not in row.values:
+            keys = ", ".join(shown(key) for key in list(row.values)[:6])
+            raise DataError(
+                f"{row.where}: no column {self.group_column!r}; columns there: {keys}. Choose one "
+                "with --group-column."
+            )
+        name = str(row.values[self.group_column])
+        return self.groups.setdefault(name, len(self.groups))
 
     def _tokenized(self, rendered: list[tuple[int, str, list[Span]]]) -> list[_Document]:
         texts = [text for _, text, _ in rendered]
         found = []
         encoded = self.tokenizer.backend.encode_batch(texts, add_special_tokens=False)
-        for (number, text, spans), each in zip(rendered, encoded, strict=True):
+        for (group, text, spans), each in zip(rendered, encoded, strict=True):
             self.text_bytes += len(text.encode())
             tokens = np.array(each.ids, dtype=np.uint32)
             trained = _within(_starts(each.offsets), spans)
@@ -160,7 +192,7 @@ class ChatJob:
             # Nothing comes before the first token that could predict it.
             trained[:1] = False
             if trained.any():
-                found.append(_Document(number, tokens, trained))
+                found.append(_Document(group, tokens, trained))
             else:
                 self.dropped += 1
         return found

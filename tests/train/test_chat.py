@@ -1,0 +1,254 @@
+"""Training on conversations: TRL's losses, one result on any number of ranks, exact resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from payload.data.blocks import IGNORED_TARGET, BlockOrder
+from payload.data.packed_blocks import open_packed
+from payload.data_folder import load_meta
+from payload.errors import ConfigError, ExitCode
+from payload.evaluate.__main__ import main as evaluate
+from payload.results import RunPaths
+from payload.train.models.registry import load
+from tests.chat_data import MARKED_TEMPLATE, conversations, make_model, prepare, write_rows
+from tests.launching import losses, metrics, train
+from tests.train.alone import train_alone
+
+LENGTH, SEED, STEPS, BATCH, LR = 128, 5, 50, 4, 1e-3
+CONFIG = f"""
+[run]
+seed = {SEED}
+[data]
+dir = "{{data}}"
+sequence_length = {LENGTH}
+[task]
+kind = "chat"
+[model]
+init = "{{init}}"
+[batch]
+global_batch_size = {BATCH}
+micro_batch_size = 2
+[optimizer]
+lr = {LR}
+min_lr = {LR}
+weight_decay = 0.0
+beta2 = 0.999
+grad_clip = 0.0
+[schedule]
+kind = "constant"
+warmup_steps = 0
+[train]
+steps = {STEPS}
+eval_every = 0
+checkpoint_every = 25
+[precision]
+dtype = "fp32"
+"""
+Messages = list[dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), template=MARKED_TEMPLATE)
+
+
+def make_config(
+    folder: Path, model: Path, rows: Sequence[Mapping[str, Any]], *flags: object
+) -> Path:
+    source = write_rows(folder / "in.jsonl", rows)
+    out = prepare(model, source, folder / "data", "--sequence-length", LENGTH, *flags)
+    config = folder / "config.toml"
+    config.write_text(CONFIG.format(data=out, init=model), encoding="utf-8")
+    return config
+
+
+@pytest.fixture(scope="module")
+def packed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on packed conversations of one turn and of two."""
+    rows = [{"messages": each} for turns in (1, 2) for each in conversations(40, turns=turns)]
+    return make_config(tmp_path_factory.mktemp("packed"), model, rows, "--val-fraction", 0.2)
+
+
+def trl_losses(model: Path, rows: Sequence[Messages], folder: Path) -> list[float]:
+    """Return the losses of TRL's trainer on the conversations in this order, a batch a step."""
+    from datasets import Dataset
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    settings = SFTConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=BATCH,
+        max_steps=STEPS,
+        max_length=LENGTH,
+        assistant_only_loss=True,
+        train_sampling_strategy="sequential",
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        adam_beta2=0.999,
+        max_grad_norm=0.0,
+        bf16=False,
+        use_cpu=True,
+        logging_steps=1,
+        logging_first_step=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        args=settings,
+        train_dataset=Dataset.from_list([{"messages": messages} for messages in rows]),
+    )
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def visited(folder: Path, rows: Sequence[Messages]) -> list[Messages]:
+    """Return the conversations in the order of an unpacked run; each is a block."""
+    meta = load_meta(folder)
+    order = np.random.default_rng(meta.split.seed).permutation(len(rows))
+    held_out = set(order[: meta.val_documents].tolist())
+    kept = [row for number, row in enumerate(rows) if number not in held_out]
+    blocks = BlockOrder(num_blocks=len(kept), seed=SEED).blocks(np.arange(STEPS * BATCH))
+    return [kept[block] for block in blocks.tolist()]
+
+
+def long_answers(count: int) -> list[Messages]:
+    """Return conversations of which most go on beyond a block."""
+    made = conversations(count, turns=2, seed=3)
+    for number, messages in enumerate(made):
+        messages[-1]["content"] += " and" * (20 * (number % 9))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("rows", "truncated"),
+    [(conversations(60), 0), (conversations(60, turns=3), 0), (long_answers(60), 20)],
+    ids=["one turn", "three turns", "truncated"],
+)
+def test_fifty_losses_are_those_of_trl(
+    model: Path, tmp_path: Path, rows: list[Messages], truncated: int
+) -> None:
+    given = [{"messages": messages} for messages in rows]
+    config = make_config(tmp_path, model, given, "--packing", "none")
+    chat = load_meta(tmp_path / "data").chat
+    assert chat is not None and chat.dropped_conversations == 0
+    assert chat.truncated_conversations >= truncated
+    train_alone(tmp_path / "run", config)
+    wanted = trl_losses(model, visited(tmp_path / "data", rows), tmp_path / "trl")
+    assert len(wanted) == STEPS and wanted[-1] < wanted[0] - 0.3
+    assert losses(tmp_path / "run") == pytest.approx(wanted, abs=1e-5)
+
+
+def test_packed_and_unpacked_data_have_the_same_loss_of_every_token(
+    model: Path, packed: Path, tmp_path: Path
+) -> None:
+    alone = prepare(
+        model,
+        packed.with_name("in.jsonl"),
+        tmp_path / "alone",
+        *("--sequence-length", LENGTH, "--val-fraction", 0.2, "--packing", "none"),
+    )
+    module = load(model)
+    found = []
+    for folder in (packed.with_name("data"), alone):
+        blocks = open_packed(folder, split="train", sequence_length=LENGTH)
+        batch = blocks.gather(np.arange(blocks.num_blocks(), dtype=np.int64))
+        with torch.inference_mode():
+            token_losses = module.token_losses(*batch)
+        found.append(sorted(token_losses[batch[1] != IGNORED_TARGET].tolist()))
+    assert len(found[0]) > 500
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
+def test_a_resumed_run_is_bitwise_the_unbroken_one(packed: Path, tmp_path: Path) -> None:
+    whole, parts = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "parts")
+    train_alone(whole.root, packed)
+    train_alone(parts.root, packed, "train.steps=25")
+    train_alone(parts.root, packed)
+    assert losses(parts.root) == losses(whole.root)
+    assert losses(whole.root)[-1] < losses(whole.root)[0] - 0.5
+
+
+@pytest.mark.ranks
+def test_losses_do_not_depend_on_ranks_or_micro_batches(packed: Path, tmp_path: Path) -> None:
+    """Their batches have unequal numbers of trained tokens."""
+    short = ("train.steps=8", "batch.global_batch_size=6", "batch.micro_batch_size=1")
+    runs = {
+        "alone": (1, (*short, "batch.micro_batch_size=6")),
+        "six-passes": (1, short),
+        "three-ranks": (3, short),
+    }
+    found = {}
+    for name, (ranks, overrides) in runs.items():
+        train(tmp_path / name, packed, *overrides, num_ranks=ranks)
+        rows = metrics(tmp_path / name)
+        last = [row for row in rows if "val_loss" in row][-1]
+        found[name] = (losses(tmp_path / name), last["val_loss"], last["val_tokens"])
+    chat = load_meta(packed.with_name("data")).chat
+    assert chat is not None
+    for of_run in found.values():
+        assert of_run[0] == pytest.approx(found["alone"][0], rel=2e-6)
+        assert of_run[1] == pytest.approx(found["alone"][1], rel=2e-6)
+        assert of_run[2] == chat.val_trained_tokens
+
+
+def test_evaluate_gives_the_loss_of_the_trained_tokens(
+    model: Path, packed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = packed.with_name("data")
+    assert evaluate(["--checkpoint", str(model), "--data", str(folder), "--json"], {}) == 0
+    row = json.loads(capsys.readouterr().out)
+    blocks = open_packed(folder, split="val", sequence_length=LENGTH)
+    tokens, targets, starts = blocks.gather(np.arange(blocks.num_blocks(), dtype=np.int64))
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    places = torch.arange(LENGTH) - starts
+    with torch.inference_mode():
+        logits = reference(input_ids=tokens, position_ids=places, use_cache=False).logits.double()
+    wanted = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert row["val_tokens"] == int((targets != IGNORED_TARGET).sum())
+    assert row["val_loss"] == pytest.approx(float(wanted), abs=1e-5)
+
+
+def test_evaluate_refuses_another_length(
+    model: Path, packed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(packed.with_name("data"))
+    arguments = ["--checkpoint", str(model), "--data", folder, "--sequence-length", "64"]
+    assert evaluate(arguments, {}) == ExitCode.CONFIG
+    assert "was packed into blocks of 128" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("task.kind=text", r"task\.kind = 'text', but .* was prepared with --task chat"),
+        ("data.sequence_length=64", r"data\.sequence_length = 64, but .* blocks of 128"),
+    ],
+)
+def test_data_of_another_task_or_length_is_refused(
+    packed: Path, tmp_path: Path, override: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        train_alone(tmp_path / "run", packed, override)
+
+
+def test_text_is_not_taken_for_conversations(tiny_config: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"task\.kind = 'chat', but .* with --task text"):
+        train_alone(tmp_path / "run", tiny_config, "task.kind=chat")
+
+
+def test_a_checkpoint_carries_the_template_of_its_data(packed: Path, tmp_path: Path) -> None:
+    train_alone(tmp_path / "run", packed, "train.steps=1")
+    checkpoint = RunPaths(tmp_path / "run").checkpoint(1)
+    assert (checkpoint / "chat_template.jinja").read_text() == MARKED_TEMPLATE
