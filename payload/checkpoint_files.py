@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from payload.errors import CheckpointError, ConfigError
+from payload.hf_folder import weight_files
 from payload.run_config import TrainSection
 from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
@@ -188,6 +189,17 @@ def sha256_of(path: Path) -> str:
     """Return the hash of a file's content. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def weights_sha256(folder: Path) -> str:
+    """Return the hash over a model folder's files with weights: what an adapter's base is known by.
+
+    Raises OSError, and CheckpointError for a damaged index.
+    """
+    digest = hashlib.sha256()
+    for name in weight_files(folder):
+        digest.update(sha256_of(folder / name).encode())
+    return digest.hexdigest()
 
 
 def _bytes_of(folders: Iterable[Path]) -> int:

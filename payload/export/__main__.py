@@ -9,14 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from payload.adapter_files import has_adapter, read_adapter_config
 from payload.errors import CheckpointError, ExitCode, TileforgeError, UsageError
 from payload.export.architectures import plan_gguf
 from payload.export.gguf_file import write_gguf
 from payload.export.hf_folder import write_hf
+from payload.export.merged import MergedWeights, require_base
 from payload.export.tensors import DTYPES, WeightFiles
 from payload.export.vocabulary import read_vocabulary
 from payload.hf_folder import CONFIG_FILE
 from payload.hints import command
+from payload.tokenizer_identity import TOKENIZER_FILE
 from payload.train.weights import model_folder
 from payload.untrusted import parse_json, printable, read_bytes
 
@@ -30,8 +33,8 @@ def parser() -> argparse.ArgumentParser:
         prog=command("export"),
         description="Write a model's weights, tokenizer and chat template for other programs: "
         "`gguf`, one file for llama.cpp and what is built on it, for GPT-2 and the Llama family; "
-        "`hf`, a folder for transformers with weights of 16 bits. What is written is whole or "
-        "absent; its path is printed.",
+        "`hf`, a folder for transformers. An adapter is merged into its base with --merge. What is "
+        "written is whole or absent; its path is printed.",
     )
     made.add_argument(
         "--checkpoint",
@@ -40,7 +43,14 @@ def parser() -> argparse.ArgumentParser:
         help="a run (its newest checkpoint), a checkpoint such as RUN/checkpoints/best, or a "
         "Hugging Face folder or name",
     )
-    made.add_argument("--format", required=True, choices=("gguf", "hf"))
+    made.add_argument(
+        "--format", default="hf", choices=("gguf", "hf"), help="(default: %(default)s)"
+    )
+    made.add_argument(
+        "--merge",
+        action="store_true",
+        help="add an adapter to its base's weights: one model without an adapter",
+    )
     made.add_argument(
         "--dtype",
         default="bf16",
@@ -78,25 +88,62 @@ def _export(arguments: argparse.Namespace) -> Path:
             "gguf, or --dtype bf16."
         )
     folder = model_folder(arguments.checkpoint, setting="--checkpoint")
-    config = _read_config(folder)
+    weights_at = _weights_folder(folder, merges=arguments.merge)
+    config = _config_of(folder, weights_at)
+    tokenizer = folder if (folder / TOKENIZER_FILE).is_file() else weights_at
     name = _name_of(folder)
     out = _out_path(arguments.out, name=name, format_=arguments.format, dtype=arguments.dtype)
     if arguments.format == "gguf":
-        plan = plan_gguf(config, folder=folder)
+        plan = plan_gguf(config, folder=weights_at)
         eos = config.get("eos_token_id")
         vocabulary = read_vocabulary(
-            folder, rows=plan.vocab_size, eos=eos if isinstance(eos, int) else None
+            tokenizer, rows=plan.vocab_size, eos=eos if isinstance(eos, int) else None
         )
-        with WeightFiles(folder) as weights:
+        with _weights(folder, weights_at) as weights:
             write_gguf(
                 out, weights, plan=plan, vocabulary=vocabulary, name=name, dtype=arguments.dtype
             )
         for note in plan.notes:
             print(f"note: {note}", file=sys.stderr)
     else:
-        with WeightFiles(folder) as weights:
-            write_hf(out, weights, config=config, source=folder, dtype=arguments.dtype)
+        with _weights(folder, weights_at) as weights:
+            write_hf(out, weights, config=config, source=tokenizer, dtype=arguments.dtype)
     return out
+
+
+def _weights_folder(folder: Path, *, merges: bool) -> Path:
+    """Return the folder with the whole weights: an adapter's base, else `folder` itself.
+
+    Raises CheckpointError for an adapter without --merge, and for --merge without one.
+    """
+    if not has_adapter(folder):
+        if merges:
+            raise CheckpointError(
+                f"{folder}: it is no adapter, there is nothing to merge. Leave --merge out."
+            )
+        return folder
+    if not merges:
+        raise CheckpointError(
+            f"{folder}: it is an adapter without its base's weights. Add --merge to write both as "
+            "one model; PEFT and vLLM load the folder as it is."
+        )
+    base = model_folder(read_adapter_config(folder).source(), setting=f"{folder}: base")
+    if has_adapter(base):
+        raise CheckpointError(
+            f"{folder}: its base {base} is an adapter itself. Merge that one first with "
+            f"{command('export', '--checkpoint', str(base), '--merge')}."
+        )
+    require_base(base, folder)
+    return base
+
+
+def _weights(folder: Path, weights_at: Path) -> WeightFiles:
+    return WeightFiles(folder) if folder == weights_at else MergedWeights(weights_at, folder)
+
+
+def _config_of(folder: Path, weights_at: Path) -> Mapping[str, Any]:
+    """Return the config of what is written; a classifier's adapter has its own, with labels."""
+    return _read_config(folder if (folder / CONFIG_FILE).is_file() else weights_at)
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:

@@ -31,6 +31,7 @@ _FILE_TYPES: Mapping[Dtype, str] = {
     "bf16": "MOSTLY_BF16",
     "f16": "MOSTLY_F16",
     "q8_0": "MOSTLY_Q8_0",
+    "fp32": "ALL_F32",
 }
 
 
@@ -130,7 +131,7 @@ def _kind(target: str, shape: tuple[int, ...], *, dtype: Dtype) -> gguf.GGMLQuan
     import gguf
 
     kinds = gguf.GGMLQuantizationType
-    if len(shape) < 2 or target == _POSITIONS:
+    if len(shape) < 2 or target == _POSITIONS or dtype == "fp32":
         return kinds.F32
     if dtype == "q8_0":
         block, _ = gguf.GGML_QUANT_SIZES[kinds.Q8_0]

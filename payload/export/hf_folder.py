@@ -1,4 +1,4 @@
-"""Write a model in the Hugging Face layout with 16-bit weights: half of a checkpoint's size."""
+"""Write a model in the Hugging Face layout, with 16-bit weights half of a checkpoint's size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE
 from payload.untrusted import read_bytes
 
 _COPIED = (*TOKENIZER_FILES, "generation_config.json")
-_NAMES = {"bf16": "bfloat16", "f16": "float16"}
+_NAMES = {"bf16": "bfloat16", "f16": "float16", "fp32": "float32"}
 
 
 def write_hf(
@@ -22,7 +22,7 @@ def write_hf(
     *,
     config: Mapping[str, Any],
     source: Path,
-    dtype: Literal["bf16", "f16"],
+    dtype: Literal["bf16", "f16", "fp32"],
     progressed: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Write a folder that transformers loads, whole or not at all.

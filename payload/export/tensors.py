@@ -15,8 +15,8 @@ from payload.hf_folder import weight_files
 if TYPE_CHECKING:
     from torch import Tensor
 
-Dtype = Literal["bf16", "f16", "q8_0"]
-DTYPES: tuple[Dtype, ...] = ("bf16", "f16", "q8_0")
+Dtype = Literal["bf16", "f16", "q8_0", "fp32"]
+DTYPES: tuple[Dtype, ...] = ("bf16", "f16", "q8_0", "fp32")
 
 # Buffers that old releases of transformers saved.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -71,10 +71,12 @@ class WeightFiles:
         return value
 
 
-def rounded(name: str, value: Tensor, dtype: Literal["bf16", "f16"]) -> Tensor:
+def rounded(name: str, value: Tensor, dtype: Literal["bf16", "f16", "fp32"]) -> Tensor:
     """Return the tensor in `dtype`. Raises CheckpointError for a number that f16 has not."""
     import torch
 
+    if dtype == "fp32":
+        return value.float()
     converted = value.to(torch.bfloat16 if dtype == "bf16" else torch.float16)
     if not bool(converted.isfinite().all()):
         raise CheckpointError(

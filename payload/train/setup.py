@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Mapping
@@ -20,12 +19,12 @@ from payload.checkpoint_files import (
     checkpoint_folders,
     manifest_problems,
     require_room,
-    sha256_of,
+    weights_sha256,
 )
 from payload.data.tokenizer_files import tokenizer_files
 from payload.data_folder import TRAIN_NAME
 from payload.errors import CheckpointError, ConfigError
-from payload.hf_folder import CONFIG_FILE, read_config, weight_files
+from payload.hf_folder import CONFIG_FILE, read_config
 from payload.hints import command
 from payload.models.fit import require_fit, unused_settings
 from payload.models.hub import HubName
@@ -214,15 +213,12 @@ def _base_model(folder: Path, config: RunConfig, state: TrainerState | None) -> 
             f"{config.adapter.kind!r} needs whole weights below. Merge it first with "
             f"{command('export', '--checkpoint', config.model.init, '--merge')}."
         )
-    digest = hashlib.sha256()
-    for name in weight_files(folder):
-        digest.update(sha256_of(folder / name).encode())
     source = config.model.init
     on_hub = None if Path(source).expanduser().exists() else HubName.parse(source)
     found = BaseModel(
         source=on_hub.name if on_hub else str(folder.resolve()),
         revision=on_hub.revision if on_hub else None,
-        sha256=digest.hexdigest(),
+        sha256=weights_sha256(folder),
     )
     before = state.base if state else None
     if before is not None and before.sha256 != found.sha256:

@@ -1,0 +1,132 @@
+"""`payload.export --merge`: one model in place of a base and its adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from payload.errors import ExitCode
+from payload.export.__main__ import main
+from payload.run_config import AdapterSection
+from payload.train.models.base import CausalLM, trainable
+from payload.train.models.classifier import Classifier
+from payload.train.models.lora import add_adapter, save_adapter
+from payload.train.models.registry import load
+from tests.export.test_export import add_tokenizer, complaint, make
+
+TOKENS = torch.tensor([[5, 9, 300, 41, 7, 80]])
+
+
+def adapted(model: CausalLM, base: Path, folder: Path, **changes: Any) -> CausalLM:
+    """Give the model an adapter that is not zero, and save it in `folder`."""
+    add_adapter(model, AdapterSection(kind="lora", rank=4, alpha=8, **changes), seed=1)
+    with torch.no_grad():
+        for _, parameter in trainable(model):
+            parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(2))
+    folder.mkdir()
+    save_adapter(model, folder, base=(str(base), None))
+    return model.eval()
+
+
+def merge(folder: Path, out: Path, *more: str) -> int:
+    return main(["--checkpoint", str(folder), "--merge", "--out", str(out), *more])
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+@pytest.mark.parametrize("changes", [{}, {"rslora": True}])
+def test_merged_weights_give_the_logits_of_base_and_adapter(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    base, folder, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    make(base, kind)
+    model = adapted(load(base), base, folder, **changes)
+    assert merge(folder, out, "--dtype", "fp32") == ExitCode.OK
+    merged: Any = AutoModelForCausalLM.from_pretrained(out)
+    found = merged.eval()(TOKENS).logits
+    ours = model.logits(model.hidden(TOKENS))
+    torch.testing.assert_close(found, ours, rtol=1e-4, atol=1e-5 * float(ours.detach().abs().max()))
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    theirs: Any = peft.PeftModel.from_pretrained(whole, folder)
+    wanted = theirs.eval().merge_and_unload().state_dict()
+    for name, value in merged.state_dict().items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+
+
+def test_a_merged_adapter_is_written_as_gguf(tmp_path: Path) -> None:
+    base, folder, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged.gguf"
+    make(base, "Llama")
+    model = adapted(load(base), base, folder)
+    assert merge(folder, out, "--format", "gguf", "--dtype", "fp32") == ExitCode.OK
+    read: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="merged.gguf", dtype=torch.float32
+    )
+    ours = model.logits(model.hidden(TOKENS))
+    torch.testing.assert_close(
+        read.eval()(TOKENS).logits, ours, rtol=1e-4, atol=1e-5 * float(ours.detach().abs().max())
+    )
+
+
+def test_a_classifiers_adapter_becomes_a_whole_classifier(tmp_path: Path) -> None:
+    base, folder, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    make(base, "Llama")
+    model = Classifier(load(base), labels=("bad", "good"), pad_token=0)
+    adapted(model, base, folder)
+    add_tokenizer(folder)
+    assert merge(folder, out, "--dtype", "fp32") == ExitCode.OK
+    found, info = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values()), info
+    assert found.config.id2label == {0: "bad", 1: "good"}
+    torch.testing.assert_close(
+        found.eval()(TOKENS).logits, model.class_logits(TOKENS), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_an_adapter_without_merge_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    make(base, "GPT2")
+    adapted(load(base), base, folder)
+    capsys.readouterr()
+    for format_ in ("hf", "gguf"):
+        code = main(["--checkpoint", str(folder), "--format", format_])
+        said = complaint(code, capsys)
+        assert "it is an adapter without its base's weights. Add --merge" in said
+    said = complaint(merge(base, tmp_path / "out"), capsys)
+    assert "it is no adapter, there is nothing to merge" in said
+
+
+def test_a_base_of_another_size_or_without_the_tensors_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    make(base, "GPT2")
+    adapted(load(base), base, folder)
+    for name in ("model.safetensors", "config.json"):
+        (base / name).unlink()
+    other = tmp_path / "other"
+    make(other, "Llama")
+    for name in ("model.safetensors", "config.json"):
+        (base / name).write_bytes((other / name).read_bytes())
+    capsys.readouterr()
+    said = complaint(merge(folder, tmp_path / "out"), capsys)
+    assert "does not fit its base" in said and "the base has no tensor" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_base_has_the_weights_that_training_began_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    make(base, "GPT2")
+    adapted(load(base), base, folder)
+    capsys.readouterr()
+    (folder / "trainer.json").write_text('{"base": {"sha256": "0123456789abcdef"}}')
+    said = complaint(merge(folder, tmp_path / "out"), capsys)
+    assert "its weights are not those that the adapter" in said and "0123456789ab" in said
