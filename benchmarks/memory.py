@@ -2,14 +2,16 @@
 
     python -m benchmarks.memory --cases gpt2:8 --nanogpt CHECKOUT
     python -m benchmarks.memory --cases tiny:8 gpt2:1 gpt2:4 --data data/stdlib --ranks 1 2
+    python -m benchmarks.memory --cases FOLDER:4 --eager
 
-A case is a model and a micro-batch. Each contender is a process of `benchmarks.step`, on random
-tokens, with the same allocator settings; its peak is the kernel's (resident set, high-water mark).
-With `--data` the trainer itself makes each case's run, too: two steps, an evaluation, a checkpoint,
-alone or as several ranks on this machine, of which the largest counts. The estimate is the one that
-the trainer prints at its start. A table goes to stderr, one JSON object to stdout; the exit status
-is 1 when an estimate is off by more than 15 %, or when at micro-batch 8 and more this project takes
-over half of nanoGPT's memory.
+A case is a model and a micro-batch of sequences of 1024 tokens; the model is a preset, or a folder
+with a config.json in the Hugging Face layout, as `benchmarks.step` takes it. Each contender is a
+process of `benchmarks.step`, on random tokens, with the same allocator settings; its peak is the
+kernel's (resident set, high-water mark). With `--data` the trainer itself makes each case's run,
+too: two steps, an evaluation, a checkpoint, alone or as several ranks on this machine, of which the
+largest counts. The estimate is the one that the trainer prints at its start. A table goes to
+stderr, one JSON object to stdout; the exit status is 1 when an estimate is off by more than 15 %,
+or when at micro-batch 8 and more this project takes over half of nanoGPT's memory.
 """
 
 from __future__ import annotations
@@ -23,14 +25,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from benchmarks.contenders import REPO, contenders
 from benchmarks.machine import describe_machine
+from benchmarks.step_model import model_argument
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS
 from payload.results import RunPaths
-from payload.run_config import Preset, RunConfig, parse_run_config
+from payload.run_config import RunConfig, parse_run_config
 
 ESTIMATE_BOUND = 0.15
 """Share of the measured peak by which the estimate may be off, either way."""
@@ -38,26 +41,25 @@ PEER_BOUND = 0.5
 """Of nanoGPT's peak, from this micro-batch on."""
 PEER_BOUND_FROM = 8
 STEPS = 2
+SEQUENCE_LENGTH = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """What to train."""
 
-    model: Preset
+    model: str
     micro_batch_size: int
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """From `gpt2:8`. Raises argparse.ArgumentTypeError."""
-        model, _, size = text.partition(":")
-        known = [name for name in get_args(Preset) if name == model]
-        if not known or not size.isdecimal() or not int(size):
-            names = ", ".join(get_args(Preset))
+        """From `gpt2:8` or `FOLDER:8`. Raises argparse.ArgumentTypeError."""
+        model, _, size = text.rpartition(":")
+        if not model or not size.isdecimal() or not int(size):
             raise argparse.ArgumentTypeError(
-                f"{text!r} is not MODEL:SEQUENCES, as in gpt2:8; models are {names}"
+                f"{text!r} is not MODEL:SEQUENCES, as in gpt2:8 or FOLDER:8"
             )
-        return cls(known[0], int(size))
+        return cls(model_argument(model), int(size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.ranks and not arguments.data:
         parser.error("--ranks needs --data: ranks are the trainer's.")
+    folders = [each.model for each in arguments.cases if each.model not in PRESETS]
+    if folders and (arguments.data or arguments.nanogpt):
+        parser.error(f"--data and --nanogpt are for presets, not for {folders[0]}.")
     peaks: list[Peak] = []
     for case in arguments.cases:
         for peak in (*_steps(case, arguments), *_runs(case, arguments)):
@@ -97,7 +102,7 @@ def _steps(case: Case, arguments: argparse.Namespace) -> list[Peak]:
         model=case.model,
         micro_batch_size=case.micro_batch_size,
         accumulation=arguments.accumulation,
-        sequence_length=PRESETS[case.model].sequence_length,
+        sequence_length=SEQUENCE_LENGTH,
         dtype="bf16",
         steps=STEPS,
         threads=arguments.threads,

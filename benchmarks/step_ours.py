@@ -37,6 +37,7 @@ def main(work: dict[str, Any]) -> None:
     optimizers = build_optimizers(model, OptimizerSection())
     settings = EngineSection(kernels=work["kernels"])
     engaged = engage(model, optimizers, settings=settings, world=alone)
+    optimizers.make_state()
     for note in model.speed_notes():
         logging.info(note)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if dtype == "bf16" else "no")

@@ -155,9 +155,12 @@ class DecoderSpec(ModelSpec):
     ) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
-        The peak is where the forward pass ends. Weights and two AdamW moments are fp32, 12 bytes a
-        parameter; gradients, 4 more, are there then with other ranks and in all passes of a step
-        but its first (`accumulates`).
+        The peak is where the forward pass ends, or with few tokens where the backward pass does.
+        Weights and two AdamW moments are fp32, 12 bytes a parameter; gradients, 4 more, are there
+        at the forward pass's end with other ranks and in all passes of a step but its first
+        (`accumulates`). With `kernels` the bf16 weights are made for each matmul; the head's lie
+        beside its logits. Gaps between what comes and goes took 2 bytes a parameter of the layers,
+        as measured for SmolLM2-135M and Qwen3-0.6B.
         """
         size = 2 if dtype == "bf16" else 4
         tokens = micro_batch_size * self.sequence_length
@@ -165,20 +168,30 @@ class DecoderSpec(ModelSpec):
         held = self.num_params() * 12 + PROCESS_BYTES
         if accumulates or not alone:
             held, gradients = held + gradients, 0
-        layers = tokens * self.num_layers() * self._kept_bytes(size, kernels=kernels)
+        # In fp32 the layers are plain torch, and so are those of a model that transformers builds.
+        has_layers = kernels and dtype == "bf16" and not self.unsupported_features
+        layers = tokens * self.num_layers() * self._kept_bytes(size, kernels=has_layers)
         if not kernels:
             # A logit is 16 bytes: log-softmax and two gradients in fp32, and itself.
             return held + layers + tokens * self.vocab_size * 16
         logits = min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size
         head = self.embedding_size() * 4 if alone or accumulates else 0
-        copies = self.num_params() * 2 if dtype == "bf16" else 0
-        return held + copies + max(layers + logits + head, gradients)
+        if dtype == "bf16":
+            head += self.embedding_size() * 2
+        embeddings = self.embedding_size() * (1 if self.is_tied() else 2)
+        gaps = (self.num_params() - embeddings) * 2
+        return held + gaps + max(layers + logits + head, gradients)
 
     def _kept_bytes(self, size: int, *, kernels: bool) -> int:
-        """Return what one layer keeps of a token for its backward pass; `size` is a number's."""
+        """Return what one layer keeps of a token for its backward pass, in bytes.
+
+        `size` is that of an element between the matmuls.
+        """
         width, queries, keys = self.hidden_size, self._query_width(), self._key_width()
         if kernels:
-            return size * (4 * width + 2 * queries + 2 * keys + 3 * self.intermediate_size)
+            # The residual stream twice in fp32, and twice normed; queries, keys and values, and
+            # what attention makes of them; the gate and its partner.
+            return 8 * width + size * 2 * (width + queries + keys + self.intermediate_size)
         norms = 4 if self.sandwich_norms else 2
         # A norm in plain torch keeps its input and its result in fp32 besides.
         return norms * 10 * width + size * (

@@ -56,6 +56,16 @@ class Optimizers:
         self._grad_scale = 1.0
         self.zero_grad()
 
+    def make_state(self) -> None:
+        """Make AdamW's missing state before the first pass, where the kernels do the update.
+
+        Made in the first update, it would lie between what the pass before took: later passes
+        would not find all of that memory in one piece, and take more.
+        """
+        for optimizer in self.members:
+            if self.kernels is not None and isinstance(optimizer, torch.optim.AdamW):
+                self.kernels.make_state(optimizer)
+
     def _scale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if self._grad_scale == 1:
             return

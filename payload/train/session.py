@@ -172,6 +172,7 @@ def _assemble(
     exchange = GradientExchange(config.distributed, world)
     exchange.attach(start.model)
     restore_optimizer(optimizers, start, world=world)
+    optimizers.make_state()
     clock.lap("weights")
     return Parts(
         config=config,

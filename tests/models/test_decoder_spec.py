@@ -46,6 +46,35 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma3": ("gemma3_text", {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2}),
 }
 TOKENS = 24
+SMOLLM2_135M = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+QWEN3_0_6B = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+MEASURED = [
+    (SMOLLM2_135M, 4, 4_707_745_792),
+    (QWEN3_0_6B, 1, 10_732_113_920),
+    (QWEN3_0_6B | {"num_hidden_layers": 10}, 1, 5_936_140_288),
+]
+"""config.json, sequences of 1024 tokens a pass, and the peak of a step in bytes."""
 
 
 def config(name: str) -> Any:
@@ -163,3 +192,40 @@ def test_a_model_of_images_and_text_is_refused_with_the_text_models_name() -> No
     raw = {"model_type": "gemma3", "text_config": {"hidden_size": 64}}
     with pytest.raises(CheckpointError, match="gemma3_text"):
         read(raw, where="config.json")
+
+
+def test_the_memory_estimate_follows_batch_vocabulary_and_gradients() -> None:
+    spec = spec_of_raw("llama", vocab_size=262_144, tie_word_embeddings=True)
+    spec = spec.with_sequence_length(512)
+
+    def estimate(size: int, *, alone: bool = True, accumulates: bool = False) -> int:
+        return spec.memory_bytes(
+            micro_batch_size=size,
+            dtype="bf16",
+            kernels=True,
+            alone=alone,
+            accumulates=accumulates,
+        )
+
+    # No logits among what the batch adds: 64 wide, 4 heads over 2 of keys, 96 within the MLP.
+    kept = 4 * 2 * 64 + 2 * (2 * 64 + 2 * 64 + 2 * 32 + 2 * 96)
+    assert estimate(8) - estimate(4) == 4 * 512 * 3 * kept
+    # Passes after a step's first one find its gradients there.
+    assert estimate(8, accumulates=True) - estimate(8) == 4 * spec.num_params()
+    # Between ranks the first one's head is made in its bucket, another pass's beside it.
+    head = 4 * spec.embedding_size()
+    assert estimate(8, alone=False, accumulates=True) - estimate(8, alone=False) == head
+
+
+def test_the_memory_estimate_is_near_what_was_measured() -> None:
+    """Peaks of `python -m benchmarks.memory` on the development machine, 2026-11-23."""
+    for raw, micro_batch_size, measured_bytes in MEASURED:
+        spec = read(raw, where="config.json")
+        found = spec.with_sequence_length(1024).memory_bytes(
+            micro_batch_size=micro_batch_size,
+            dtype="bf16",
+            kernels=True,
+            alone=True,
+            accumulates=False,
+        )
+        assert found == pytest.approx(measured_bytes, rel=0.15)

@@ -54,6 +54,10 @@ class Kernels:
         assert self._library is not None
         update.adamw(optimizer, grad_scale=grad_scale, library=self._library, copies=self._copies)
 
+    def make_state(self, optimizer: torch.optim.AdamW) -> None:
+        """Make the optimizer's state, as far as it is missing."""
+        update.make_state(optimizer)
+
     def embed(self, weight: Tensor, tokens: Tensor) -> Tensor:
         """Rows of the token embedding, which is the head's weight as well."""
         return accumulate.embed(weight, tokens, self.token_gradient)
@@ -78,9 +82,8 @@ class Kernels:
 
     def _cast(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         if _is_bf16():
-            copy = self._copies.of(weight)
-            assert copy is not None
-            return hidden.to(torch.bfloat16), copy
+            # Made for this pass: kept, the copy would lie beside all gradients, the peak.
+            return hidden.to(torch.bfloat16), weight.detach().to(torch.bfloat16)
         return hidden, weight.detach()
 
 

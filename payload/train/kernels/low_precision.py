@@ -13,7 +13,6 @@ class Bf16Copies:
 
     def __init__(self) -> None:
         self._copies: dict[Tensor, Tensor] = {}
-        self._joined: dict[tuple[Tensor, ...], Tensor] = {}
 
     def of(self, parameter: Tensor | None) -> Tensor | None:
         """The parameter in bf16."""
@@ -25,23 +24,6 @@ class Bf16Copies:
             with torch.inference_mode(False), torch.no_grad():
                 copy = self._copies[parameter] = parameter.to(torch.bfloat16)
         return copy
-
-    def joined(self, parameters: tuple[Tensor, ...]) -> Tensor:
-        """Return the parameters in bf16, below each other in one tensor.
-
-        From then on a parameter's own copy is its part of that.
-        """
-        joined = self._joined.get(parameters)
-        if joined is None or any(each not in self._copies for each in parameters):
-            with torch.inference_mode(False), torch.no_grad():
-                rows = [len(each) for each in parameters]
-                first = parameters[0]
-                if joined is None:
-                    joined = first.new_empty(sum(rows), *first.shape[1:], dtype=torch.bfloat16)
-                self._joined[parameters] = joined
-                for each, part in zip(parameters, torch.split(joined, rows), strict=True):
-                    self._copies[each] = part.copy_(each)
-        return joined
 
     def made(self, parameter: Tensor) -> Tensor | None:
         """The parameter's copy, if it has been asked for: who changes the one changes both."""

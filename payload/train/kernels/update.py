@@ -39,6 +39,13 @@ def adamw(
         library.adamw(updates, grad_scale=grad_scale, betas=group["betas"], eps=group["eps"])
 
 
+def make_state(optimizer: torch.optim.AdamW) -> None:
+    """Make the state of every parameter that has none."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            _state(optimizer, parameter)
+
+
 def _state(optimizer: torch.optim.AdamW, parameter: Tensor) -> dict[str, Tensor]:
     state: dict[str, Tensor] = optimizer.state[parameter]
     if not state:
