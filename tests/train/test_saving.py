@@ -21,12 +21,13 @@ from payload.metrics_log import EvalMetrics, read_metrics
 from payload.results import RunPaths, Summary, read_json
 from payload.run_config import load_run_config
 from payload.run_repair import make_room
-from payload.train import checkpoint, trainer
+from payload.train import checkpoint
 from payload.train.checkpoint import load_optimizer_tensors, newest_checkpoint
 from payload.train.optimizer import Optimizers
 from payload.train.saving import Saving
 from payload.train.session import train
 from payload.train.start_clock import StartClock
+from payload.train.tasks import text
 from tests.train.alone import ALONE, train_alone
 from tests.train.test_checkpoint import STATE, trained_optimizers
 
@@ -164,7 +165,7 @@ def test_the_best_checkpoint_is_kept_linked_and_named_and_a_resume_starts_from_t
 ) -> None:
     losses = {1: 4.0, 2: 2.0, 3: 3.0, 4: 5.0, 5: 6.0, 6: 1.0}
     monkeypatch.setattr(
-        trainer,
+        text,
         "evaluate",
         lambda *_, step, **__: EvalMetrics(step=step, val_loss=losses.get(step, 9.0), val_tokens=1),
     )
@@ -189,7 +190,7 @@ def test_a_validation_loss_that_is_no_number_ends_the_run_and_costs_no_checkpoin
 ) -> None:
     losses = {1: 4.0, 2: float("nan")}
     monkeypatch.setattr(
-        trainer,
+        text,
         "evaluate",
         lambda *_, step, **__: EvalMetrics(step=step, val_loss=losses.get(step, 9.0), val_tokens=1),
     )
@@ -208,7 +209,7 @@ def test_the_best_checkpoint_stays_when_the_metrics_are_lost_or_moved(
 ) -> None:
     losses = {1: 2.0}
     monkeypatch.setattr(
-        trainer,
+        text,
         "evaluate",
         lambda *_, step, **__: EvalMetrics(step=step, val_loss=losses.get(step, 9.0), val_tokens=1),
     )
