@@ -148,6 +148,19 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,
     },
+    "phimoe": {
+        **_LLAMA,
+        "model_type": "phimoe",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+    "granitemoe": {
+        **_LLAMA,
+        "model_type": "granitemoe",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }
 """By what the table calls it."""
 
@@ -176,6 +189,8 @@ def compare(name: str, folder: Path) -> Comparison:
     """Compare the case of this name; `folder` is for the weights and may be removed afterwards."""
     theirs = make_folder(CASES[name], folder)
     ours = load(folder)
+    if ours.draws_masks():
+        ours.eval()  # A router that samples in training alone.
     tokens, targets = random_tokens(theirs.config.vocab_size)
     with torch.no_grad():
         their_logits = theirs(input_ids=tokens).logits

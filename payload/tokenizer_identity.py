@@ -66,11 +66,13 @@ def require_same_tokenizer(
     data: Path,
     folder: Path,
     init: str,
+    settings: tuple[str, str] = ("data.dir", "model.init"),
     error: type[TileforgeError] = DataError,
 ) -> None:
     """Raise `error` when the model in `folder` has a tokenizer other than the data's.
 
-    `init` is what the user calls the model. A folder without tokenizer.json says nothing.
+    `init` is what the user calls the model; `settings` name where data and model were given. A
+    folder without tokenizer.json says nothing.
     """
     found = folder_identity(folder, error=error)
     if found is None or found == meta.tokenizer_sha256:
@@ -78,8 +80,8 @@ def require_same_tokenizer(
     name = "gpt2" if found == GPT2_SHA256 else init
     again = with_tokenizer(data, source=meta.source, tokenizer=name)
     raise error(
-        f"data.dir = {str(data)!r} was prepared with the tokenizer {meta.tokenizer}, "
-        f"model.init = {init!r} has another one. Prepare the data with the model's: {again}"
+        f"{settings[0]} = {str(data)!r} was prepared with the tokenizer {meta.tokenizer}, "
+        f"{settings[1]} = {init!r} has another one. Prepare the data with the model's: {again}"
     )
 
 

@@ -108,12 +108,21 @@ def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace, world: World) -> None:
+    from payload.data_folder import load_meta
     from payload.run_config import DistributedSection
+    from payload.tokenizer_identity import require_same_tokenizer
     from payload.train.models.classifier import Classifier
     from payload.train.models.registry import load
     from payload.train.weights import model_folder
 
     folder = model_folder(arguments.checkpoint, setting="--checkpoint")
+    require_same_tokenizer(
+        load_meta(arguments.data),
+        data=arguments.data,
+        folder=folder,
+        init=arguments.checkpoint,
+        settings=("--data", "--checkpoint"),
+    )
     model = load(folder)
     if isinstance(model, Classifier):
         _evaluate_classifier(arguments, world, model, weights=folder)

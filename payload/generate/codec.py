@@ -10,6 +10,7 @@ from typing import Any
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, read_config
+from payload.tokenizer_identity import GPT2_SHA256, folder_identity
 from payload.untrusted import one_line, parse_json, read_bytes
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -41,7 +42,9 @@ def find_codec(folder: Path) -> Codec:
     Raises CheckpointError and DataError for one that is missing or damaged.
     """
     config = read_config(folder)
-    if config.get("model_type") == _GPT2:
+    # A GPT-2 may be trained on another tokenizer's tokens, which its folder has then.
+    own = folder_identity(folder, error=CheckpointError)
+    if config.get("model_type") == _GPT2 and own in (None, GPT2_SHA256):
         return _gpt2()
     return _any(folder, stops=_named_stops(folder, config))
 

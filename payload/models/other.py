@@ -30,6 +30,12 @@ _EMBEDDING = re.compile(r"(\A|[._])(embed\w*|\w*embeddings?|wte|wpe)(\.\w+)*\.we
 _POSITIONS = re.compile(r"(\A|\.)(wpe|\w*pos\w*)(\.\w+)*\.weight\Z")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _EXPERTS = re.compile(r"\.experts(\.|\Z)")
+_ATTENTION = re.compile(
+    r"\.(\d+)\.(?:[\w.]*[._])?(?<!linear_)(?:self_attn|attn|attention|self_attention)\."
+)
+_RECURRENT = re.compile(
+    r"(\A|[._])(A_log|a_log|ssm\w*|mamba|linear_attn|time_decay|recurrent_block)(\.|\Z)"
+)
 _NUMBER = re.compile(r"\.(\d+)\.")
 
 
@@ -81,6 +87,10 @@ class Counts:
     kept_elements: int
     """Elements of one token that its matrices read and write."""
     embedding: int
+    attention_layers: int
+    """Layers with tensors of an attention; 0 = their names do not say."""
+    recurrent: str | None
+    """A tensor of a recurrence, whose own operations are not counted; None without one."""
     gradients: tuple[GradientSize, ...]
 
 
@@ -95,6 +105,8 @@ class OtherSpec(ModelSpec):
     """Elements of a head's queries and keys; 0 = not known."""
     value_dim: int
     max_tokens: int | None
+    experts: int
+    """0 without experts."""
     active_share: float
     """Of the experts, those that one token goes through; 1 without experts."""
     tie_word_embeddings: bool | None
@@ -134,12 +146,23 @@ class OtherSpec(ModelSpec):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
-        Attention is left out where the config does not name its heads. Raises CheckpointError where
-        the parameters are not known.
+        Attention is left out where the config does not name its heads, and a recurrence's own
+        operations always are: see `note`. Raises CheckpointError where the parameters are not
+        known.
         """
+        counts = self._known()
         head = (self.query_dim + self.value_dim) * self.num_heads()
-        attention = self.num_layers() * head * self.sequence_length
-        return 6 * (self._known().multiplying + attention)
+        attention = (counts.attention_layers or self.num_layers()) * head * self.sequence_length
+        return 6 * (counts.multiplying + attention)
+
+    def note(self) -> str | None:
+        """Say what the numbers leave out."""
+        if self.counts is None or self.counts.recurrent is None:
+            return None
+        return (
+            f"the FLOPs of {self.model_type}'s recurrent layers ({self.counts.recurrent}) are "
+            "those of their matrices alone"
+        )
 
     def memory_bytes(
         self,
@@ -222,6 +245,7 @@ def read(raw: Mapping[str, Any], *, where: str) -> OtherSpec:
         query_dim=query_dim,
         value_dim=config.value_dim or query_dim,
         max_tokens=config.context,
+        experts=config.experts or 0,
         active_share=_active_share(config),
         tie_word_embeddings=config.tie_word_embeddings,
         config=dict(raw),
@@ -286,7 +310,7 @@ def _count(shapes: Mapping[str, tuple[int, ...]], spec: OtherSpec, *, tied: bool
     for name, shape in weights.items():
         if not _is_matrix(name, shape) or name in embeddings:
             continue
-        share = spec.active_share if _EXPERTS.search(name) else 1.0
+        share = spec.active_share if _is_of_experts(name, shape, spec.experts) else 1.0
         multiplying += math.prod(shape) * share
         if name not in heads:
             stack = math.prod(shape[:-2])
@@ -298,6 +322,8 @@ def _count(shapes: Mapping[str, tuple[int, ...]], spec: OtherSpec, *, tied: bool
         multiplying=round(multiplying),
         kept_elements=round(kept),
         embedding=table,
+        attention_layers=len({found[1] for found in map(_ATTENTION.search, weights) if found}),
+        recurrent=next(filter(_RECURRENT.search, weights), None),
         gradients=_in_backward_order(weights, heads, embeddings),
     )
 
@@ -318,6 +344,11 @@ def _in_backward_order(
             kind: Literal["matrix", "vector"] = "matrix" if _is_matrix(name, shape) else "vector"
             found.append((2 if number else 1, -layer, GradientSize(size, kind)))
     return tuple(each for _, _, each in sorted(found, key=lambda each: each[:2]))
+
+
+def _is_of_experts(name: str, shape: tuple[int, ...], experts: int) -> bool:
+    """Tell the experts' matrices: by their name, or stacked in one tensor."""
+    return bool(_EXPERTS.search(name)) or (experts > 1 and len(shape) == 3 and shape[0] == experts)
 
 
 def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:

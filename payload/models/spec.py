@@ -141,6 +141,10 @@ class ModelSpec(ABC):
         del shapes
         return self
 
+    def note(self) -> str | None:
+        """Say what the numbers leave out, or None."""
+        return None
+
     def linears(self) -> tuple[LinearSize, ...]:
         """Return the layers' linears in the order of the forward pass; empty = not known here."""
         return ()

@@ -20,7 +20,7 @@ from payload.tokenizer_identity import TOKENIZER_FILE, require_same_tokenizer
 
 
 def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpec, str | None]:
-    """Return the model's numbers before it is loaded, and a note where they are a guess.
+    """Return the model's numbers before it is loaded, and a note where they are a guess or not all.
 
     `vocab_size` is the data's, for a model from scratch; None is the preset's own.
     """
@@ -37,7 +37,7 @@ def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpe
             # `settle_initial` has asked for it already, so the cache has it.
             weights = spec_on_hub(name, setting="model.init")
     if weights is not None:
-        return weights.with_sequence_length(sequence_length), None
+        return weights.with_sequence_length(sequence_length), weights.note()
     return configured, (
         f"the sizes of model.init = {init!r} are not known here; the arithmetic is that of "
         f"model.preset = {config.model.preset!r}"

@@ -21,26 +21,33 @@ class Bucket:
             parameter: part.view_as(parameter)
             for parameter, part in zip(parameters, parts, strict=True)
         }
-        self._missing = len(parameters)
+        self._missing = set(self.parameters)
 
     def place(self, parameter: Tensor) -> Tensor:
         """Where the gradient of one of `parameters` belongs; made there, it need not be moved."""
         return self._views[parameter]
 
-    def take(self, parameter: Tensor) -> bool:
+    def take(self, parameter: nn.Parameter) -> bool:
         """Move a parameter's gradient here; whether it was the last one missing."""
         assert parameter.grad is not None
         view = self.place(parameter)
         if parameter.grad is not view:
             view.copy_(parameter.grad)
             parameter.grad = view
-        self._missing -= 1
-        return self._missing == 0
+        self._missing.remove(parameter)
+        return not self._missing
+
+    def complete(self) -> None:
+        """Take what the last pass left out: a gradient of earlier passes, or one of zeros."""
+        for parameter in tuple(self._missing):
+            if parameter.grad is None:
+                parameter.grad = self.place(parameter).zero_()
+            self.take(parameter)
 
     def reset(self) -> None:
         """Every gradient is missing again."""
-        assert self._missing == 0, "a parameter had no gradient in this pass"
-        self._missing = len(self.parameters)
+        assert not self._missing, "complete() is called before"
+        self._missing = set(self.parameters)
 
 
 def make_buckets(

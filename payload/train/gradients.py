@@ -44,6 +44,8 @@ class GradientExchange:
     def __init__(self, settings: DistributedSection, world: World) -> None:
         self._as_bf16 = settings.grad_dtype == "bf16"
         self._world = world
+        self._alone: list[nn.Parameter] = []
+        """The trainable parameters of a rank that exchanges nothing."""
         self._buckets: list[Bucket] = []
         self._nodes: list[object] = []
         """Autograd's, which hold the hooks: they have to live."""
@@ -59,6 +61,7 @@ class GradientExchange:
         The model has its kernels by now, if it is to have any.
         """
         if self._world.world_size == 1:
+            self._alone = [parameter for _, parameter in trainable(model)]
             return
         for each in (*model.parameters(), *model.buffers()):
             dist.broadcast(each.detach(), src=0)
@@ -94,9 +97,17 @@ class GradientExchange:
     def finish(self) -> float:
         """Put the averages in the gradients' place; return the seconds that this waited.
 
-        Raises RuntimeError when another rank vanished.
+        A parameter that no pass of the step used, such as an expert that no token went through, has
+        a gradient of zeros, on any number of ranks. Raises RuntimeError when another rank vanished.
         """
         began_s = time.perf_counter()
+        for parameter in self._alone:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in self._buckets[len(self._under_way) :]:
+            bucket.complete()
+            self._full.add(bucket)
+        self._send_in_order()
         rows = None if self._tokens is None else self._tokens.rows()
         if rows is not None:
             self._send(rows.gradient)

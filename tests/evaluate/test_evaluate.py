@@ -15,6 +15,7 @@ from payload.errors import ExitCode
 from payload.evaluate.__main__ import main
 from payload.train.weights import save_hf
 from tests.data_folders import make_data_folder
+from tests.export.test_export import add_tokenizer
 from tests.generate.models import make_model
 from tests.launching import mpirun, run
 
@@ -137,13 +138,26 @@ def test_folders_that_do_not_fit_are_refused(
     other.mkdir()
     save_hf(make_model(sequence_length=LENGTH, vocab_size=100), other)
     for model, folder, expected in (
-        (checkpoint, short, "fewer than one block"),
+        (checkpoint, short, "fewer tokens than one block"),
         (checkpoint, tmp_path / "none", "none"),
         (tmp_path / "none", data, "no such folder"),
         (other, data, "Prepare the text with the model's tokenizer"),
     ):
         line = complaint(["--checkpoint", str(model), "--data", str(folder)], capsys)
         assert expected in line
+
+
+def test_data_of_another_tokenizer_is_refused_with_the_command_that_makes_it_right(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_hf(make_model(sequence_length=LENGTH), tmp_path)
+    add_tokenizer(tmp_path)
+    line = complaint(["--checkpoint", str(tmp_path), "--data", str(data)], capsys)
+    assert f"--data = '{data}' was prepared with the tokenizer gpt2, --checkpoint = " in line
+    assert (
+        f"-m payload.data prepare --source 'random phrases' --input PATH --tokenizer {tmp_path}"
+        in line
+    )
 
 
 def test_weights_with_nan_are_one_clear_error(

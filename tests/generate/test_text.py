@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from payload.data.tokenizer_files import gpt2_files
+from payload.generate.codec import find_codec
 from payload.generate.text import StopText, TextStream
+from tests.export.test_export import add_tokenizer
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:
@@ -73,3 +77,17 @@ def test_a_text_ends_before_the_first_stop_however_it_is_cut(
     pieces = [stop.add(text[i : i + size]) for i in range(0, len(text), size)]
     assert "".join([*pieces, stop.finish()]) == expected
     assert stop.found == (expected != text)
+
+
+def test_a_gpt2_that_was_trained_on_another_tokenizers_tokens_has_that_tokenizer(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "eos_token_id": 1000}')
+    assert find_codec(tmp_path).vocab_size == 50_257
+    (tmp_path / "tokenizer.json").write_bytes(gpt2_files(context=64)["tokenizer.json"])
+    assert find_codec(tmp_path).name == "GPT-2's"
+    add_tokenizer(tmp_path)
+    codec = find_codec(tmp_path)
+    assert (codec.vocab_size, codec.stop_tokens) == (1001, frozenset({1000}))
+    assert codec.decode(codec.encode("In 1984")) == "In 1984"
+    assert max(codec.encode("In 1984")) < 1001

@@ -102,3 +102,27 @@ def test_a_wrong_size_is_refused(changed: dict[str, Any], message: str) -> None:
 def test_a_model_without_a_vocabulary_is_no_language_model() -> None:
     with pytest.raises(CheckpointError, match="no language model of text alone"):
         read({"model_type": "olmo2"}, where="config.json")
+
+
+def test_experts_stacked_in_one_tensor_are_experts_whatever_it_is_called() -> None:
+    config = {"model_type": "granitemoe", **SIZES, "num_local_experts": 4, "num_experts_per_tok": 1}
+    shapes = {"model.layers.0.block_sparse_moe.input_linear.weight": (4, 8, 16)}
+    counts = read(config, where="config.json").with_tensors(shapes).counts
+    assert counts is not None
+    assert (counts.params, counts.multiplying) == (4 * 8 * 16, 8 * 16)
+
+
+def test_a_recurrence_has_a_note_and_only_layers_with_attention_count_it() -> None:
+    config = {"model_type": "jamba", **SIZES}
+    shapes = {
+        "model.layers.0.mamba.A_log": (16, 4),
+        "model.layers.1.self_attn.q_proj.weight": (16, 16),
+    }
+    spec = read(config, where="config.json").with_tensors(shapes)
+    note = spec.note()
+    assert note is not None and "jamba's recurrent layers (model.layers.0.mamba.A_log)" in note
+    assert spec.counts is not None and spec.counts.attention_layers == 1
+    without = read({"model_type": "olmo2", **SIZES}, where="config.json").with_tensors(
+        {"model.layers.0.self_attn.q_proj.weight": (16, 16)}
+    )
+    assert without.note() is None

@@ -113,3 +113,52 @@ assert world.gather(world.rank / 3, float) == [0.0, 1 / 3, 2 / 3]
 world.barrier()
 leave(0)
 """
+
+
+def test_a_parameter_that_a_pass_did_not_use_has_a_gradient_of_zeros_there(tmp_path: Path) -> None:
+    program = tmp_path / "unused.py"
+    program.write_text(_UNUSED, encoding="utf-8")
+    for ranks in (1, 2):
+        result = run(mpirun(ranks, str(program)))
+        assert result.returncode == 0, result.stderr
+
+
+_UNUSED = """
+import os
+import torch
+from torch import nn
+from payload.run_config import DistributedSection
+from payload.train.__main__ import leave
+from payload.train.gradients import GradientExchange
+from payload.train.world import World
+
+class Experts(nn.Module):
+    kernels = None
+    def __init__(self):
+        super().__init__()
+        names = ("both", "first", "early", "never")
+        self.by_name = nn.ParameterDict({name: torch.ones(3) for name in names})
+    def tied_weight(self):
+        return None
+
+world = World.from_env(os.environ)
+world.join(DistributedSection())
+model = Experts()
+exchange = GradientExchange(DistributedSection(), world)
+exchange.attach(model)
+p = model.by_name
+for step in (1, 2):
+    (2.0 * p["early"].sum()).backward()
+    exchange.begin(torch.zeros(1, 1, dtype=torch.int64))
+    loss = p["both"].sum() * (1 + world.rank)
+    if world.is_main:
+        loss = loss + p["first"].sum()
+    loss.backward()
+    exchange.finish()
+    count = world.world_size
+    expected = {"both": (1 + count) / 2, "first": 1 / count, "early": 2.0, "never": 0.0}
+    for name, value in expected.items():
+        assert torch.equal(p[name].grad, torch.full((3,), value)), (step, name, p[name].grad)
+        p[name].grad = None
+leave(0)
+"""

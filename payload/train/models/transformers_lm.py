@@ -83,6 +83,7 @@ class TransformersLM(CausalLM):
         self._matrices = frozenset(_hidden_matrices(self.module))
         self._dropped: tuple[str, ...] = ()
         """The output head's tensors, where it was taken off."""
+        self._draws = _draws_in_training(self.module) if not dropout else True
 
     def hf_name(self, module: str) -> str:
         """Return transformers' path of a module."""
@@ -116,6 +117,10 @@ class TransformersLM(CausalLM):
             made = self.module.base_model(input_ids=tokens, return_dict=True, **options)
             return cast(Tensor, made.last_hidden_state)
         return cast(Tensor, self.module(input_ids=tokens, return_dict=True, **options).logits)
+
+    def draws_masks(self) -> bool:
+        """Say whether a training pass draws random numbers: dropout's, or a router's."""
+        return self._draws or super().draws_masks()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) to (..., V)."""
@@ -247,6 +252,8 @@ class TransformersLM(CausalLM):
         notes = [f"{self.spec.model_type}: transformers' layers: {self._reason}"]
         if self._not_plain is not None:
             notes.append(f"the loss keeps all logits at once: {self._not_plain}")
+        if self._draws and not self.dropout:
+            notes.append("training draws random numbers (a router that samples), by model and seed")
         if self._keeps_tokens:
             notes.append("generation computes every token again: the model has no key-value cache")
         return notes
@@ -439,10 +446,10 @@ def _hidden_matrices(module: _Module) -> set[str]:
     }
 
 
-def _probed(module: _Module, tokens: Tensor) -> Tensor:
+def _probed(module: _Module, tokens: Tensor, *, training: bool = False) -> Tensor:
     """Return the logits of a few tokens. Raises CheckpointError when transformers' code fails."""
     was_training = module.training
-    module.eval()
+    module.train(training)
     try:
         with torch.no_grad():
             return cast(Tensor, module(input_ids=tokens, use_cache=False, return_dict=True).logits)
@@ -453,6 +460,19 @@ def _probed(module: _Module, tokens: Tensor) -> Tensor:
         ) from None
     finally:
         module.train(was_training)
+
+
+def _draws_in_training(module: _Module) -> bool:
+    """Say whether a pass in training differs from the next one, as where a router samples.
+
+    The seed of a pass then makes it the same at a resume, as it does with dropout.
+    """
+    before = torch.random.get_rng_state()
+    tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
+    _probed(module, tokens, training=True)
+    drawn = not torch.equal(torch.random.get_rng_state(), before)
+    torch.random.set_rng_state(before)
+    return drawn
 
 
 def _require_causal(module: _Module) -> None:

@@ -55,7 +55,10 @@ def test_our_loss_is_used_where_logits_are_a_plain_linear_layers(
 @pytest.mark.parametrize(
     ("raw", "problem"),
     [
-        ({"model_type": "my_model", "vocab_size": 9}, "this transformers does not have it"),
+        (
+            {"model_type": "my_model", "vocab_size": 9},
+            "no causal language model for it",
+        ),
         (
             {"model_type": "m", "vocab_size": 9, "auto_map": {"AutoModelForCausalLM": "m.M"}},
             "would run code of its own",
@@ -72,6 +75,11 @@ def test_what_cannot_be_trained_is_refused_in_one_line(raw: dict[str, Any], prob
     with pytest.raises(CheckpointError, match=problem) as refused:
         built(raw)
     assert "\n" not in str(refused.value)
+
+
+def test_a_router_that_samples_is_seeded_as_dropout_is() -> None:
+    assert built(dict(CASES["phimoe"])).draws_masks()
+    assert not built(dict(CASES["olmo2"])).draws_masks()
 
 
 def test_code_in_the_models_folder_never_runs(tmp_path: Path) -> None:
