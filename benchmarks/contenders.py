@@ -60,11 +60,12 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
     found = [Contender("tileforge", [*ours, json.dumps(work | {"kernels": "auto"})], tuned)]
     if arguments.eager:
         found.append(Contender("eager", [*ours, json.dumps(work | {"kernels": "off"})], tuned))
-    if getattr(arguments, "transformers", False):
-        spec = model_spec(arguments.model)
-        asked = {"folder": arguments.model, "vocab_size": spec.vocab_size}
-        theirs = [sys.executable, "-m", "benchmarks.step_transformers"]
-        found.append(Contender("transformers", [*theirs, json.dumps(work | asked)], tuned))
+    for name in ("transformers", "trl"):
+        if getattr(arguments, name, False):
+            spec = model_spec(arguments.model)
+            asked = {"folder": arguments.model, "vocab_size": spec.vocab_size}
+            theirs = [sys.executable, "-m", f"benchmarks.step_{name}"]
+            found.append(Contender(name, [*theirs, json.dumps(work | asked)], tuned))
     if arguments.nanogpt:
         asked = {"folder": str(arguments.nanogpt.resolve()), "ipex": False, "sizes": sizes}
         command = [sys.executable, peer, json.dumps(work | asked)]

@@ -1,7 +1,7 @@
 """The training step: this project's, and its peers', in turn and with the same allocator settings.
 
     python -m benchmarks.step --model gpt2 --micro-batch-size 4 --steps 6 --eager --nanogpt CHECKOUT
-    python -m benchmarks.step --model FOLDER --micro-batch-size 4 --steps 6 --transformers --json
+    python -m benchmarks.step --model FOLDER --micro-batch-size 4 --steps 6 --transformers --trl
 
 A step is every pass, clipping and the optimizer's update, on random tokens. Each contender is a
 process of its own; the first step of each warms up and is not counted, the median of the others is
@@ -11,7 +11,7 @@ thread that waits its turn does not count. A table goes to stderr, one JSON obje
 stdout: its `tokens_per_s`, `mfu` and `peak_rss_bytes` are this project's, and
 `contender_peak_rss_bytes` has everyone's. Peers are run as they are, from the folders given, with
 autocast to bf16. FOLDER has a config.json in the Hugging Face layout, and random weights unless it
-has some; --transformers is transformers' own model of it.
+has some; --transformers is transformers' own model of it, --trl the same in TRL's SFTTrainer.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ def main(argv: Sequence[str]) -> int:
         print("error: --intel-module and --ipex-python belong together.", file=sys.stderr)
         return 2
     is_preset = arguments.model in PRESETS
-    if arguments.transformers if is_preset else arguments.nanogpt or arguments.intel_module:
+    of_folders = arguments.transformers or arguments.trl
+    if of_folders if is_preset else arguments.nanogpt or arguments.intel_module:
         print(
-            "error: --nanogpt and --intel-module are for presets, --transformers for a folder.",
+            "error: --nanogpt and --intel-module are for presets, --transformers and --trl for a "
+            "folder.",
             file=sys.stderr,
         )
         return 2
@@ -166,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--transformers", action="store_true", help="transformers' own model of the folder, too"
     )
+    parser.add_argument("--trl", action="store_true", help="TRL's SFTTrainer on it, too")
     parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT")
     parser.add_argument("--intel-module", type=Path, metavar="DIR", help="with its model.py")
     parser.add_argument("--ipex-python", type=Path, metavar="FILE", help="see make setup-ipex")

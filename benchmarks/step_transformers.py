@@ -23,7 +23,7 @@ def main(work: dict[str, Any]) -> None:
     import transformers
 
     torch.manual_seed(1)
-    model = _model(Path(work["folder"])).train()
+    model = transformers_model(Path(work["folder"])).train()
     decayed = [each for each in model.parameters() if each.dim() >= 2]
     others = [each for each in model.parameters() if each.dim() < 2]
     optimizer = torch.optim.AdamW(
@@ -60,7 +60,7 @@ def main(work: dict[str, Any]) -> None:
     print(json.dumps(report))
 
 
-def _model(folder: Path) -> Any:
+def transformers_model(folder: Path) -> Any:
     """Return transformers' model of a folder, in fp32, with random weights where it has none."""
     import transformers
 

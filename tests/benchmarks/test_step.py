@@ -23,12 +23,12 @@ CONFIG = {
 }
 
 
-def test_the_last_line_has_this_project_s_figures_beside_transformers_own(tmp_path: Path) -> None:
+def test_the_last_line_has_this_project_s_figures_beside_its_peers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     sizes = ["--micro-batch-size", "2", "--sequence-length", "16", "--steps", "2"]
     command = [sys.executable, "-m", "benchmarks.step", "--model", str(tmp_path), *sizes]
     done = subprocess.run(
-        [*command, "--threads", "1", "--transformers", "--json"],
+        [*command, "--threads", "1", "--transformers", "--trl", "--json"],
         cwd=REPO,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
@@ -43,5 +43,5 @@ def test_the_last_line_has_this_project_s_figures_beside_transformers_own(tmp_pa
     assert line["mfu"] is None or 0 <= line["mfu"] <= 1
     peaks = line["contender_peak_rss_bytes"]
     assert line["peak_rss_bytes"] == peaks["tileforge"] > 10**8
-    assert set(peaks) == {"tileforge", "transformers"}
-    assert line["ratio_vs_transformers"] > 0
+    assert set(peaks) == {"tileforge", "transformers", "trl"}
+    assert line["ratio_vs_transformers"] > 0 and line["ratio_vs_trl"] > 0

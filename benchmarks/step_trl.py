@@ -1,0 +1,105 @@
+"""One process of `benchmarks.step`: the step of TRL's SFTTrainer on transformers' own model.
+
+TRL's own way: its trainer, loss and collator, autocast to bf16, torch's fused AdamW and clipping at
+1, without gradient checkpointing. A row is `sequence_length` random tokens, none of them padding.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.step_transformers import transformers_model
+
+
+def main(work: dict[str, Any]) -> None:
+    """Take the steps, and print one JSON object."""
+    import transformers
+    import trl
+    from datasets import Dataset
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    class Clock(transformers.TrainerCallback):
+        """Times each step, from before its first pass until after its update."""
+
+        def __init__(self) -> None:
+            self.step_s: list[float] = []
+            self.cpu_s: list[float] = []
+            self._began = (0.0, 0.0)
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            """Note when it began."""
+            self._began = (time.perf_counter(), time.process_time())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            """Note how long it took."""
+            self.step_s.append(time.perf_counter() - self._began[0])
+            self.cpu_s.append(time.process_time() - self._began[1])
+
+    torch.manual_seed(1)
+    micro, passes = work["micro_batch_size"], work["accumulation"]
+    # Token 0 is padding, below.
+    tokens = torch.randint(1, work["vocab_size"], (micro, work["sequence_length"]))
+    rows = [{"input_ids": row} for row in tokens.tolist()] * (passes * work["steps"])
+    clock: Any = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = SFTConfig(
+            output_dir=folder,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=passes,
+            max_steps=work["steps"],
+            max_length=None,
+            dataset_kwargs={"skip_prepare_dataset": True},
+            train_sampling_strategy="sequential",
+            gradient_checkpointing=False,
+            learning_rate=3e-5,
+            lr_scheduler_type="constant",
+            weight_decay=0.1,
+            adam_beta2=0.95,
+            max_grad_norm=1.0,
+            optim="adamw_torch_fused",
+            bf16=work["dtype"] == "bf16",
+            use_cpu=True,
+            logging_steps=work["steps"],
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = SFTTrainer(
+            model=transformers_model(Path(work["folder"])),
+            args=settings,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=_tokenizer(),
+            callbacks=[clock],
+        )
+        found = trainer.train()
+    report = {
+        "step_s": clock.step_s,
+        "cpu_s": clock.cpu_s,
+        "last_loss": found.training_loss,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "versions": {"torch": torch.__version__, "trl": trl.__version__},
+    }
+    print(json.dumps(report))
+
+
+def _tokenizer() -> Any:
+    """Return a tokenizer that names the padding, which is all that the trainer asks of it."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
+    made: Any = PreTrainedTokenizerFast
+    return made(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
