@@ -224,6 +224,15 @@ class EngineSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySection:
+    """[memory]"""
+
+    activation_checkpointing: Literal["off", "auto", "on"] = "auto"
+    """`on`: keep a layer's input alone and compute the layer again in the backward pass, which
+    takes a third more time. auto: where the estimate of a rank's memory is above what is free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedSection:
     """[distributed]"""
 
@@ -284,6 +293,7 @@ class RunConfig:
     train: TrainSection = field(default_factory=TrainSection)
     precision: PrecisionSection = field(default_factory=PrecisionSection)
     engine: EngineSection = field(default_factory=EngineSection)
+    memory: MemorySection = field(default_factory=MemorySection)
     distributed: DistributedSection = field(default_factory=DistributedSection)
     launch: LaunchSection = field(default_factory=LaunchSection)
     limits: LimitsSection = field(default_factory=LimitsSection)
@@ -295,6 +305,10 @@ class RunConfig:
     def uses_kernels(self) -> bool:
         """Whether the project's own kernels do the layers, where they can be built."""
         return self.engine.wants_kernels() and not self.model.dropout
+
+    def recomputation(self) -> float:
+        """Return what a step's computing is multiplied by: with checkpointing, a second forward."""
+        return 4 / 3 if self.memory.activation_checkpointing == "on" else 1.0
 
     def adapted(self, spec: ModelSpec) -> ModelSpec:
         """Return the spec of what is trained: `spec`, with the run's adapter if it has one.

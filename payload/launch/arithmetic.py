@@ -58,7 +58,11 @@ def work_out(
     grad_bytes = gradient_bytes(spec, config.distributed)
     flops = tokens * spec.flops_per_token()
     mfu = typical_mfu(kernels=config.uses_kernels())
-    compute_s = flops / (peak_flops_per_s * mfu) if peak_flops_per_s else None
+    compute_s = None
+    if peak_flops_per_s:
+        compute_s = flops / (peak_flops_per_s * mfu) * config.recomputation()
+    is_checkpointed = config.memory.activation_checkpointing == "on"
+    memory_bytes = spec.checkpointed_memory_bytes if is_checkpointed else spec.memory_bytes
     network = Network(ranks=world_size, bytes_per_s=link_bytes_per_s)
     step_s = None
     if compute_s is not None:
@@ -70,7 +74,7 @@ def work_out(
         tokens_per_step=tokens,
         tokens_total=tokens * config.train.steps,
         grad_accum_steps=accumulation,
-        memory_bytes_per_rank=spec.memory_bytes(
+        memory_bytes_per_rank=memory_bytes(
             micro_batch_size=config.batch.micro_batch_size,
             dtype="fp32" if config.precision.dtype == "fp32" else "bf16",
             kernels=config.uses_kernels(),

@@ -120,6 +120,36 @@ class ModelSpec(ABC):
         than one pass.
         """
 
+    def checkpointed_memory_bytes(
+        self,
+        *,
+        micro_batch_size: int,
+        dtype: Dtype,
+        kernels: bool,
+        alone: bool,
+        accumulates: bool,
+    ) -> int:
+        """Estimate a training rank's peak memory with activation checkpointing.
+
+        A layer's input is kept in fp32, and one layer at a time has the rest.
+        """
+        whole, empty = (
+            self.memory_bytes(
+                micro_batch_size=size,
+                dtype=dtype,
+                kernels=kernels,
+                alone=alone,
+                accumulates=accumulates,
+            )
+            for size in (micro_batch_size, 0)
+        )
+        tokens, rows = micro_batch_size * self.sequence_length, self.head_rows()
+        size = 2 if dtype == "bf16" else 4
+        logits = min(tokens, logits_tokens(rows)) * rows * size if kernels else tokens * rows * 16
+        layers = max(0, whole - empty - logits)
+        kept = tokens * self.width() * 4 * self.num_layers()
+        return min(whole, whole - layers + layers // max(1, self.num_layers()) + kept)
+
     @abstractmethod
     def gradient_sizes(self) -> tuple[GradientSize, ...]:
         """Return the trainable parameters in the order in which the backward pass finishes them."""

@@ -23,7 +23,9 @@ def describe(
     tokens = round(batch.global_batch_size * task.mean_tokens())
     accumulation = batch.grad_accum_steps(world.world_size)
     all_tokens = tokens * config.train.steps
-    memory = spec.memory_bytes(
+    is_checkpointed = config.memory.activation_checkpointing == "on"
+    estimate = spec.checkpointed_memory_bytes if is_checkpointed else spec.memory_bytes
+    memory = estimate(
         micro_batch_size=batch.micro_batch_size,
         dtype=calibration.dtype,
         kernels=config.uses_kernels(),
@@ -52,7 +54,7 @@ def _predictions(
     """Time for computing and for synchronisation, and of a step with both."""
     step_flops = tokens * spec.flops_per_token()
     mfu = typical_mfu(kernels=config.uses_kernels())
-    compute_s = step_flops / (calibration.peak_flops_per_s * mfu)
+    compute_s = step_flops / (calibration.peak_flops_per_s * mfu) * config.recomputation()
     speed, step_s = calibration.all_reduce_bytes_per_s, compute_s
     sync = "sync      nothing to exchange with one rank"
     if speed is not None:

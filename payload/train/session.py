@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 
+import psutil
 import torch
 from accelerate import Accelerator
 
@@ -18,6 +19,7 @@ from payload.train.calibration import Calibration, calibrate
 from payload.train.engine import engage, require_engine
 from payload.train.gradients import GradientExchange
 from payload.train.metrics import MetricsFile, SignOfLife
+from payload.train.models.base import CausalLM
 from payload.train.models.lora import shrink_base
 from payload.train.optimizer import build_optimizers
 from payload.train.parts import Parts
@@ -158,6 +160,8 @@ def _assemble(
     """Wrap the model, and give every rank rank 0's parameters and optimizer state."""
     if calibration.dtype == "bf16":
         shrink_base(start.model, torch.bfloat16)
+    if _checkpoints_layers(config, start.model, world=world, calibration=calibration):
+        start.model.enable_checkpointing()
     optimizers = build_optimizers(start.model, config.optimizer, config.engine)
     step = start.state.step if start.state else 0
     sign_of_life.tell(step=step, phase="kernels")
@@ -191,6 +195,30 @@ def _assemble(
         sign_of_life=sign_of_life,
         stop_requested=stop_requested,
     )
+
+
+def _checkpoints_layers(
+    config: RunConfig, model: CausalLM, *, world: World, calibration: Calibration
+) -> bool:
+    """Say whether layers are computed again in the backward pass, and log why for auto."""
+    setting = config.memory.activation_checkpointing
+    if setting != "auto":
+        return setting == "on"
+    free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
+    estimate = model.trained_spec().memory_bytes(
+        micro_batch_size=config.batch.micro_batch_size,
+        dtype=calibration.dtype,
+        kernels=config.uses_kernels(),
+        alone=world.world_size == 1,
+        accumulates=config.batch.grad_accum_steps(world.world_size) > 1,
+    )
+    if estimate <= free / world.local_world_size:
+        return False
+    log.info(
+        f"memory    activation checkpointing is on: {estimate / 2**30:.1f} GiB a rank without, "
+        f"{free / world.local_world_size / 2**30:.1f} GiB are free for it"
+    )
+    return True
 
 
 def _lacks_evaluation(config: RunConfig, paths: RunPaths, step: int) -> bool:

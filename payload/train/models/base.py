@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from payload.data.blocks import IGNORED_TARGET
 from payload.errors import CheckpointError
@@ -35,6 +36,8 @@ class CausalLM(nn.Module, ABC):
         super().__init__()
         self.spec = spec
         self.dropout = dropout
+        self.checkpoints_layers = False
+        """Whether `enable_checkpointing` was called."""
         self.kernels: Kernels | None = None
         """Faster ways for a pass without caches; None = the plain modules, the reference."""
         self.adapter: AdapterSection | None = None
@@ -96,6 +99,19 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def speed_notes(self) -> list[str]:
         """Say what runs on the reference although kernels were asked for, and why; a line each."""
+
+    def enable_checkpointing(self) -> None:
+        """Keep a layer's input alone in training, and compute the layer again going back.
+
+        Raises ConfigError where the layers cannot.
+        """
+        self.checkpoints_layers = True
+
+    def layer_pass(self, layer: Callable[..., Any], *inputs: Any) -> Any:
+        """Run one layer; with `checkpoints_layers` what it computes on the way is not kept."""
+        if self.checkpoints_layers and self.training and torch.is_grad_enabled():
+            return checkpoint(layer, *inputs, use_reentrant=False)
+        return layer(*inputs)
 
     def drop_head(self) -> None:
         """Take the output head off, as a classifier has none; nothing to do where it is tied.

@@ -76,6 +76,10 @@ class Classifier(CausalLM):
             self.class_logits(tokens), targets, weight=self.class_weights
         )
 
+    def enable_checkpointing(self) -> None:
+        """Keep a layer's input alone in training."""
+        self.body.enable_checkpointing()
+
     def drop_head(self) -> None:
         """Do nothing: the output head is gone."""
 

@@ -97,11 +97,12 @@ class Decoder(CausalLM):
         if self.kernels is not None and caches is None and not self._refusals():
             context = self.kernels.layer_context()
             if context is not None:
-                return run_layers(self.model, x, self.spec, ropes, starts, context)
+                where = (self.model, x, self.spec, ropes, starts)
+                return run_layers(*where, context, self.layer_pass)
         layers = cast("Sequence[Layer]", self.model.layers)
         for number, (layer, what) in enumerate(zip(layers, self.spec.layers, strict=True)):
             rope = ropes[what.rope] if what.rope is not None else None
-            x = layer(x, rope, caches[number] if caches else None, starts)
+            x = self.layer_pass(layer, x, rope, caches[number] if caches else None, starts)
         normed: Tensor = self.model.norm(x)
         return normed
 

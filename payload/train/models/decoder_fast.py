@@ -5,8 +5,8 @@ N tokens of all sequences, B batch, T tokens of one sequence, C width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,30 +41,34 @@ def run_layers(
     ropes: dict[Rope, Table],
     starts: Tensor | None,
     context: LayerContext,
+    layer_pass: Callable[..., Any] = lambda layer, *inputs: layer(*inputs),
 ) -> Tensor:
     """From the embedded tokens (B, T, C) fp32 to the final norm's output, bf16.
 
-    `starts` are as in `CausalLM`; `ropes` are made for them.
+    `starts` are as in `CausalLM`; `ropes` are made for them. `layer_pass` calls each layer.
     """
+
+    def layer_of(
+        layer: Layer, how: Attending, total: Tensor, added: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        total, normed = add_norm(total, added, _norm(layer.input_layernorm), context)
+        mixed = _attention(normed, layer.self_attn, how, context)
+        before, behind = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
+        if before is None or behind is None:
+            total, normed = add_norm(total, mixed, _norm(layer.post_attention_layernorm), context)
+            return total, _mlp(normed, layer.mlp, context)
+        mixed = branch_norm(mixed, _norm(layer.post_attention_layernorm), context)
+        total, normed = add_norm(total, mixed, _norm(before), context)
+        return total, branch_norm(_mlp(normed, layer.mlp, context), _norm(behind), context)
+
     with torch.autocast("cpu", enabled=False):
         attending = _attending(spec, ropes, starts, batch=x.shape[0], length=x.shape[1])
-        total, added = x.flatten(0, 1), None
+        total: Tensor = x.flatten(0, 1)
+        added: Tensor | None = None
         layers = cast("nn.ModuleList", body.layers)
         for layer, what in zip(layers, spec.layers, strict=True):
             assert isinstance(layer, Layer)
-            how = attending[what]
-            total, normed = add_norm(total, added, _norm(layer.input_layernorm), context)
-            mixed = _attention(normed, layer.self_attn, how, context)
-            before, behind = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
-            if before is None or behind is None:
-                total, normed = add_norm(
-                    total, mixed, _norm(layer.post_attention_layernorm), context
-                )
-                added = _mlp(normed, layer.mlp, context)
-            else:
-                mixed = branch_norm(mixed, _norm(layer.post_attention_layernorm), context)
-                total, normed = add_norm(total, mixed, _norm(before), context)
-                added = branch_norm(_mlp(normed, layer.mlp, context), _norm(behind), context)
+            total, added = layer_pass(layer_of, layer, attending[what], total, added)
         _, normed = add_norm(total, added, _norm(cast(RMSNorm, body.norm)), context)
         return normed.view(x.shape)
 

@@ -213,7 +213,7 @@ class GPT(CausalLM):
         x = functional.dropout(x, self.dropout, self.training)
         mask = None if starts is None else documents_mask(starts)
         for i, block in enumerate(self.h):
-            x = block(x, caches[i] if caches else None, mask)
+            x = self.layer_pass(block, x, caches[i] if caches else None, mask)
         normed: Tensor = self.ln_f(x)
         return normed
 
@@ -227,16 +227,31 @@ class GPT(CausalLM):
         """From the embeddings' sum (B, T, C) fp32 to the final norm's output, bf16."""
         with torch.autocast("cpu", enabled=False):
             sizes = (x.shape[0], x.shape[1])
-            total, added = x.flatten(0, 1), None
+            total: Tensor = x.flatten(0, 1)
+            added: Tensor | None = None
             for block in cast("Iterable[Block]", self.h):
-                total, normed = add_norm(total, added, block.ln_1, context)
-                module = block.attn
-                heads = (*sizes, module.n_head)
-                added = attention(normed, module.c_attn, module.c_proj, heads, starts, context)
-                total, normed = add_norm(total, added, block.ln_2, context)
-                added = mlp(normed, block.mlp.c_fc, block.mlp.c_proj, context)
+                total, added = self.layer_pass(
+                    self._fast_layer, block, total, added, sizes, starts, context
+                )
             _, normed = add_norm(total, added, self.ln_f, context)
             return normed.view(x.shape)
+
+    def _fast_layer(
+        self,
+        block: Block,
+        total: Tensor,
+        added: Tensor | None,
+        sizes: tuple[int, int],
+        starts: Tensor | None,
+        context: LayerContext,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the residual stream (B x T, C), and what is still to be added to it."""
+        total, normed = add_norm(total, added, block.ln_1, context)
+        module = block.attn
+        heads = (*sizes, module.n_head)
+        mixed = attention(normed, module.c_attn, module.c_proj, heads, starts, context)
+        total, normed = add_norm(total, mixed, block.ln_2, context)
+        return total, mlp(normed, block.mlp.c_fc, block.mlp.c_proj, context)
 
     def _without_kernels(self) -> list[str]:
         """Say why the layers run without kernels: a line for each reason."""

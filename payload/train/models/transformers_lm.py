@@ -136,6 +136,18 @@ class TransformersLM(CausalLM):
         assert isinstance(weight, nn.Parameter)
         return weight
 
+    def enable_checkpointing(self) -> None:
+        """Keep a layer's input alone in training. Raises ConfigError where the layers cannot."""
+        if not self.module.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"memory.activation_checkpointing: transformers has none for model_type = "
+                f"{self.spec.model_type!r}. Set it to off and lower batch.micro_batch_size."
+            )
+        enable = getattr(self.module, "activation_checkpointing_enable", None)
+        # Older releases of transformers have it under this name alone.
+        enable = enable or self.module.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+
     def drop_head(self) -> None:
         """Take the output head off. Raises CheckpointError for a model that has none apart."""
         self.classifier_architecture()

@@ -1,0 +1,174 @@
+"""Activation checkpointing: the same loss and gradients from a fraction of the kept tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.architecture_cases import CASES, random_tokens
+from payload.errors import ConfigError
+from payload.models.gpt2 import PRESETS
+from payload.models.registry import spec_of
+from payload.run_config import AdapterSection, parse_run_config
+from payload.train.kernels.kernels import Kernels
+from payload.train.kernels.library import Library
+from payload.train.models.base import CausalLM
+from payload.train.models.classifier import Classifier
+from payload.train.models.lora import add_adapter
+from payload.train.models.registry import build
+from payload.train.models.transformers_lm import TransformersLM
+from tests.launching import losses
+from tests.train.alone import train_alone
+from tests.train.test_kernels import bf16
+
+Precision = Callable[[], AbstractContextManager[object]]
+OLMO = {**CASES["llama"], "model_type": "olmo2"}
+
+
+def make(raw: Any, *, checkpoints: bool, dropout: float = 0.0) -> CausalLM:
+    torch.manual_seed(1)
+    model = build(spec_of(raw, where="test"), dropout=dropout)
+    if checkpoints:
+        model.enable_checkpointing()
+    return model
+
+
+def gradients(
+    model: CausalLM, batch: tuple[Tensor, ...], precision: Precision = nullcontext
+) -> tuple[float, dict[str, Tensor], int]:
+    """Loss, gradients, and the bytes that the forward pass kept."""
+    kept = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.nbytes
+        return tensor
+
+    torch.manual_seed(2)
+    with precision(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model.train()(*batch)
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), found, kept
+
+
+def require_equal(
+    plain: tuple[float, dict[str, Tensor], int], again: tuple[float, dict[str, Tensor], int]
+) -> None:
+    assert again[0] == plain[0]
+    assert set(again[1]) == set(plain[1])
+    for name, gradient in plain[1].items():
+        assert torch.equal(again[1][name], gradient), name
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("raw", [CASES["gpt2"], CASES["gemma3_text"], OLMO])
+def test_loss_and_gradients_are_bitwise_the_same_and_less_is_kept(raw: Any, dropout: float) -> None:
+    batch = random_tokens(raw["vocab_size"])
+    plain, again = (
+        gradients(make(raw, checkpoints=each, dropout=dropout), batch) for each in (False, True)
+    )
+    require_equal(plain, again)
+    logits = batch[0].numel() * raw["vocab_size"] * 4
+    assert again[2] - logits < 0.5 * (plain[2] - logits)
+
+
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gemma3_text"])
+def test_over_the_kernels_too(library: Library, name: str) -> None:
+    batch = random_tokens(CASES[name]["vocab_size"])
+    found = []
+    for checkpoints in (False, True):
+        model = make(CASES[name], checkpoints=checkpoints)
+        model.kernels = Kernels(library)
+        assert model.speed_notes() == []
+        found.append(gradients(model, batch, bf16))
+    require_equal(*found)
+    assert found[1][2] < 0.6 * found[0][2]
+
+
+def test_with_an_adapter_and_as_a_classifier() -> None:
+    tokens, targets = random_tokens(CASES["llama"]["vocab_size"])
+    found = []
+    for checkpoints in (False, True):
+        model = make(CASES["llama"], checkpoints=False)
+        classifier = Classifier(model, labels=("a", "b"), pad_token=0)
+        add_adapter(classifier, AdapterSection(kind="lora", rank=2, dropout=0.1), seed=1)
+        if checkpoints:
+            classifier.enable_checkpointing()
+        found.append(gradients(classifier, (tokens, targets[:, 0] % 2)))
+    require_equal(*found)
+    assert found[1][2] < 0.5 * found[0][2]
+
+
+def test_nothing_is_computed_twice_without_gradients() -> None:
+    model = make(CASES["llama"], checkpoints=True).eval()
+    tokens, targets = random_tokens(CASES["llama"]["vocab_size"])
+    plain = make(CASES["llama"], checkpoints=False).eval()
+    assert torch.equal(model.token_losses(tokens, targets), plain.token_losses(tokens, targets))
+
+
+def test_a_model_of_transformers_without_it_is_refused() -> None:
+    model = make(OLMO, checkpoints=False)
+    assert isinstance(model, TransformersLM)
+    model.module.supports_gradient_checkpointing = False
+    with pytest.raises(ConfigError, match=r"memory\.activation_checkpointing: .*'olmo2'"):
+        model.enable_checkpointing()
+
+
+def test_a_run_trains_to_the_same_losses(tmp_path: Path, tiny_config: Path) -> None:
+    for setting in ("off", "on", "auto"):
+        train_alone(
+            tmp_path / setting,
+            tiny_config,
+            "train.steps=2",
+            f"memory.activation_checkpointing={setting}",
+        )
+    assert losses(tmp_path / "on") == losses(tmp_path / "off") == losses(tmp_path / "auto")
+
+
+def test_auto_turns_it_on_where_the_estimate_is_above_what_is_free(
+    tmp_path: Path,
+    tiny_config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    enabled = []
+    monkeypatch.setattr(CausalLM, "enable_checkpointing", lambda model: enabled.append(model))
+    many = ("batch.micro_batch_size=1000000", "batch.global_batch_size=1000000")
+    sequences = (*many, "data.sequence_length=1000")
+    with caplog.at_level("INFO"), pytest.raises(_StopError):
+        monkeypatch.setattr("payload.train.session.build_optimizers", _stop)
+        train_alone(tmp_path, tiny_config, *sequences)
+    assert len(enabled) == 1 and "activation checkpointing is on: " in caplog.text
+
+
+class _StopError(Exception):
+    """Ends the run before it takes memory."""
+
+
+def _stop(*_: object) -> None:
+    raise _StopError
+
+
+def test_the_estimate_and_the_time_of_a_step_follow() -> None:
+    sizes = {
+        "micro_batch_size": 8,
+        "dtype": "bf16",
+        "kernels": True,
+        "alone": True,
+        "accumulates": False,
+    }
+    for spec in (PRESETS["gpt2"], spec_of(CASES["llama"], where="test")):
+        whole: int = spec.memory_bytes(**sizes)  # type: ignore[arg-type]
+        less: int = spec.checkpointed_memory_bytes(**sizes)  # type: ignore[arg-type]
+        weights: int = spec.memory_bytes(**{**sizes, "micro_batch_size": 0})  # type: ignore[arg-type]
+        assert weights < less <= whole
+    on = parse_run_config("[memory]\nactivation_checkpointing = 'on'", where="test")
+    assert (on.recomputation(), parse_run_config("", where="test").recomputation()) == (4 / 3, 1)
