@@ -1,0 +1,75 @@
+"""An instruction set from the running Python's own library: functions and their docstrings.
+
+    python -m benchmarks.docstrings FILE
+
+Each row asks for the docstring of one function and answers with it; `module` says where it is from,
+so that `--group-column module` holds whole modules out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+_LEAVE_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+_LONGEST_CODE = 300
+_SHORTEST_ANSWER, _LONGEST_ANSWER = 20, 400
+_QUESTION = "Write the docstring of this Python function.\n\n"
+
+
+def pairs(root: Path) -> Iterator[dict[str, str]]:
+    """Yield prompt, completion and module of every function that is short enough, once each."""
+    seen: set[str] = set()
+    for path in sorted(root.rglob("*.py")):
+        if _LEAVE_OUT & set(path.relative_to(root).parts):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            continue
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            pair = _pair(node)
+            if pair is not None and pair[0] not in seen:
+                seen.add(pair[0])
+                yield {"prompt": _QUESTION + pair[0], "completion": pair[1], "module": module}
+
+
+def _pair(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, str] | None:
+    """Return a function without its docstring, and that; None where one is missing or too long."""
+    docstring = ast.get_docstring(node, clean=False)
+    if docstring is None or len(node.body) < 2:
+        return None
+    answer = inspect.cleandoc(docstring).strip()
+    node.body = node.body[1:]
+    code = ast.unparse(node)
+    if not _SHORTEST_ANSWER <= len(answer) <= _LONGEST_ANSWER or len(code) > _LONGEST_CODE:
+        return None
+    return code, answer
+
+
+def write(path: Path) -> int:
+    """Write the set as JSON lines; return the number of rows."""
+    rows = list(pairs(Path(sysconfig.get_path("stdlib"))))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return len(rows)
+
+
+def main(argv: list[str]) -> None:
+    """Write the file that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.docstrings", description=__doc__)
+    parser.add_argument("file", type=Path, metavar="FILE", help="JSON lines to write")
+    file = parser.parse_args(argv).file
+    print(f"{file}: {write(file):,} pairs of function and docstring")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
