@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import payload
 from payload.orchestrate.local import LocalAccess
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+QUICKSTART = Path(payload.__file__).parent / "configs" / "quickstart.toml"
 
 
 def add_cloud_commands(commands: Commands) -> None:
@@ -17,6 +21,7 @@ def add_cloud_commands(commands: Commands) -> None:
     _add_up(commands)
     _add_sweep(commands)
     _add_down(commands)
+    _add_rehearse(commands)
 
 
 def _add_up(commands: Commands) -> None:
@@ -149,6 +154,40 @@ def _down(arguments: argparse.Namespace, access: LocalAccess) -> int:
     from payload.orchestrate.cloud.down import down
 
     return down(arguments, access.environment())
+
+
+def _add_rehearse(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "rehearse",
+        help="take the smallest cluster through everything once, within a budget",
+        description="In a stack of its own: doctor, up, preflight, a run of ten steps, a node that "
+        "is deleted through Google's API and built again, down, sweep. It asks before it spends, "
+        "takes everything down on any failure, and prints one page: how long each step, resource "
+        "and request took, and what was refused, ready for a bug report.",
+    )
+    parser.set_defaults(command=_rehearse, runs_dir=None)
+    parser.add_argument(
+        "--budget-usd", type=float, default=1.0, metavar="USD", help="(default: %(default)g)"
+    )
+    _add_project(parser)
+    parser.add_argument(
+        "--config", type=Path, default=QUICKSTART, metavar="FILE", help="(default: the quickstart)"
+    )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="one of the cluster's settings, such as region=europe-west4; may be repeated",
+    )
+    _add_yes(parser)
+
+
+def _rehearse(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    from payload.orchestrate.cloud.rehearse import rehearse
+
+    return rehearse(arguments, access.environment())
 
 
 def _add_stack(parser: argparse.ArgumentParser) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 from payload.errors import ConfigError
 
 VARIABLE = "TILEFORGE_API_ENDPOINT"
+REQUEST_LOG = "TILEFORGE_REQUEST_LOG"
+"""A file that gets a line of JSON for each request to Google: what, seconds, whether it failed."""
 _SERVICE = "{service}"
 
 Service = Literal[
@@ -33,17 +36,19 @@ class Endpoints:
 
     template: str | None = None
     """With `{service}` where the service's name goes; None for Google's public addresses."""
+    request_log: Path | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Endpoints:
         """What TILEFORGE_API_ENDPOINT says. Raises ConfigError."""
-        text = env.get(VARIABLE, "").rstrip("/")
+        text, log = env.get(VARIABLE, "").rstrip("/"), env.get(REQUEST_LOG)
+        request_log = Path(log) if log else None
         if not text:
-            return cls()
+            return cls(request_log=request_log)
         problem = _problem(text)
         if problem:
             raise ConfigError(f"{VARIABLE} = {text!r}: {problem}")
-        return cls(template=text)
+        return cls(template=text, request_log=request_log)
 
     def url(self, service: Service) -> str:
         """Scheme and host, without a slash at the end."""

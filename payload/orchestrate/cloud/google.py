@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -166,7 +167,7 @@ class Google:
         ends, pause_s = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
         while True:
             try:
-                return request()
+                return self._timed(what, request)
             except self._failures as error:
                 wait_s = _wait_s(error, pause_s)
                 if wait_s is None or time.monotonic() + wait_s > ends:
@@ -175,6 +176,22 @@ class Google:
                 raise _unreadable(error, what) from None
             self._sleep(wait_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _timed(self, what: str, request: Callable[[], _T]) -> _T:
+        """Return what `request` returns; the log of requests gets how long that took."""
+        log = self._endpoints.request_log
+        if log is None:
+            return request()
+        began_s, failed = time.monotonic(), True
+        try:
+            answer = request()
+            failed = False
+        finally:
+            took_s = round(time.monotonic() - began_s, 4)
+            line = json.dumps({"what": one_line(what), "seconds": took_s, "failed": failed})
+            with self._lock, log.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        return answer
 
     def pages(self, what: str, method: Callable[..., Any], request: Any) -> Iterator[Any]:
         """Every page of a list; each is asked for with the same patience."""

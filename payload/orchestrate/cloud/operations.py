@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from payload.orchestrate.cloud.pulumi_cli import Pulumi
 from payload.orchestrate.cloud.pulumi_events import Event, Step, Update, name_of, type_of
 from payload.orchestrate.cloud.stack import cluster_folder
 from payload.orchestrate.cloud.stack_lock import Lock, are_dead, is_busy, locks_in
+from payload.results import write_whole
 
 # What an operation does to a resource, while it does and afterwards. Others change nothing.
 _DOING = {
@@ -93,6 +95,7 @@ class Operations:
             transient=True,
         ):
             update = self.pulumi.follow(*words, log=log, see=progress.see, say=talk.print)
+        write_whole(log.with_suffix(".json"), progress.to_json())
         _conclude(update, talk=talk)
         return update
 
@@ -159,6 +162,20 @@ class Progress:
         if self.say is not None and (self.shown != "pulumi preview" or row.is_gone):
             took = "" if row.is_gone else f" ({now_s - row.began_s:.0f} s)"
             self.say(f"{kind_in_words(step.urn)} {name_of(step.urn)}: {row.state()}{took}")
+
+    def to_json(self) -> str:
+        """Return the same for programs."""
+        now_s = self.clock()
+        rows = [
+            {
+                "kind": kind_in_words(row.step.urn),
+                "name": name_of(row.step.urn),
+                "state": row.state(),
+                "seconds": round((now_s if row.ended_s is None else row.ended_s) - row.began_s, 3),
+            }
+            for row in self._rows.values()
+        ]
+        return json.dumps({"schema_version": 1, "resources": rows}, indent=1)
 
     def table(self) -> Table:
         """Return the table of resource, state and seconds."""

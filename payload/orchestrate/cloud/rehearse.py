@@ -1,0 +1,324 @@
+"""`rehearse`: the smallest cluster through everything once, in a stack of its own.
+
+It builds machines that cost money, so it asks first, keeps a budget, and ends with `down` and
+`sweep` whatever happens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from payload.cloud_prices import disk_price, machine_price, nat_price
+from payload.errors import INTERRUPTED, BudgetError, ConfigError, ExitCode, TileforgeError
+from payload.hints import command
+from payload.launch.ranks import place_ranks
+from payload.orchestrate.checks import check_data
+from payload.orchestrate.cloud.asks import confirm
+from payload.orchestrate.cloud.endpoints import REQUEST_LOG, Endpoints
+from payload.orchestrate.cloud.google import Google
+from payload.orchestrate.cloud.listing import remove
+from payload.orchestrate.cloud.need import Need, need_of
+from payload.orchestrate.cloud.pulumi_cli import Pulumi
+from payload.orchestrate.cloud.rehearsal_page import REQUESTS, Step, page
+from payload.orchestrate.cloud.resources import Resource
+from payload.orchestrate.cloud.stack import StackOutputs, cluster_folder, read_outputs
+from payload.orchestrate.cloud.sweep import project_of
+from payload.orchestrate.console import text_console
+from payload.results import write_whole
+from payload.run_config import load_run_config
+
+STACK = "rehearsal"
+_SMALLEST = {
+    "cluster": STACK,
+    "nodeCount": "2",
+    "machineType": "c3-standard-4",
+    "region": "us-central1",
+}
+_STEPS = 10
+_BOOT_MINUTES = "20"
+_LIFETIMES_MIN = (45, 120)
+"""Shortest in which a rehearsal can end, and longest that it may take."""
+_GRACE_S = 60.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Rehearsal:
+    """One way through; `steps` grows."""
+
+    pulumi: Pulumi
+    google: Google
+    env: Mapping[str, str]
+    folder: Path
+    """Where logs and the page go."""
+    config: Path
+    hourly_usd: float
+    budget_usd: float
+    engine: str
+    """Pulumi's version."""
+    talk: Console
+    began_s: float = field(default_factory=time.monotonic)
+    steps: list[Step] = field(default_factory=list)
+
+    def through(self) -> None:
+        """Everything up to the healed cluster. Raises TileforgeError at the first bad step."""
+        up = ("up", "--yes", "--stack", STACK)
+        self._step("doctor", "doctor", "--stack", STACK)
+        self._step("up", *up)
+        outputs = self._priced()
+        job = ("--inventory", f"stack:{STACK}", *self._job(outputs))
+        preflight = ("preflight", *job, "--wait", _BOOT_MINUTES)
+        self._step("preflight", *preflight)
+        run_id = f"rehearsal-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+        self._step(f"run of {_STEPS} steps", "run", *job, "--run-id", run_id)
+        self._lose(outputs)
+        self._step("up heals it", *up)
+        self._step("preflight again", *preflight)
+
+    def end(self, *, collect: bool) -> bool:
+        """Take everything down and look; nothing is raised, as this must go to its end.
+
+        Return whether nothing is left. Where results cannot be collected, they are lost.
+        """
+        project = ("--project", self.google.project)
+        down = ("down", "--yes", "--stack", STACK, *project)
+        gone = collect and self._tried("down", *down)
+        gone = gone or self._tried("down, results lost", *down, "--without-collect")
+        is_clean = self._tried("sweep", "sweep", "--cluster", STACK, *project)
+        if gone and is_clean:
+            with suppress(TileforgeError):
+                self.pulumi.ask("stack", "rm", "--yes")
+        return gone and is_clean
+
+    def _tried(self, name: str, *words: str) -> bool:
+        with suppress(TileforgeError):
+            self._step(name, *words, limited=False)
+        return self.steps[-1].is_good
+
+    def _job(self, outputs: StackOutputs) -> list[str]:
+        """The config, with a batch that this cluster's ranks share evenly."""
+        config = load_run_config(self.config)
+        ranks = place_ranks(outputs.inventory, config.launch).world_size
+        per_pass = config.batch.micro_batch_size * ranks
+        batch = -(-config.batch.global_batch_size // per_pass) * per_pass
+        values = {"batch.global_batch_size": batch, "train.steps": _STEPS}
+        sets = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+        return ["--config", str(self.config), *sets]
+
+    def _priced(self) -> StackOutputs:
+        outputs = read_outputs(self.pulumi)
+        if outputs.hourly_usd is None or outputs.hourly_usd > 1.1 * self.hourly_usd:
+            raise BudgetError(
+                f"the cluster costs {outputs.hourly_usd} dollars an hour, and {self.hourly_usd:.4f}"
+                " were reckoned with"
+            )
+        return outputs
+
+    def _lose(self, outputs: StackOutputs) -> None:
+        """Delete the last node through Google's API, as a preemption does."""
+        victim, began_s = outputs.inventory.nodes[-1], time.monotonic()
+        node = Resource(kind="instance", name=victim.name, location=victim.zone or "")
+        failed = remove(self.google, [node])
+        self._note(f"delete {victim.name}", ["DELETE", victim.name], int(bool(failed)), began_s)
+
+    def _step(self, name: str, *words: str, limited: bool = True) -> None:
+        """Run a command. Raises TileforgeError when it does not end as it should."""
+        self.talk.print(f"+ {' '.join(words)}")
+        began_s = time.monotonic()
+        log = self.folder / f"{len(self.steps) + 1:02}-{words[0]}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "payload.orchestrate", *words],
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # What takes everything down is not ended by Ctrl-C.
+                start_new_session=not limited,
+            )
+            status = self._within_budget(process) if limited else self._wait(process)
+        self._note(name, words, status, began_s, log=log)
+
+    def _within_budget(self, process: subprocess.Popen[bytes]) -> int:
+        """Return its exit status; it is interrupted when the budget is spent."""
+        try:
+            return process.wait(timeout=self._left_s())
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            # The terminal has sent it to the command, too.
+            process.wait()
+            raise
+        try:
+            process.wait(timeout=_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return ExitCode.BUDGET
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> int:
+        """Return its exit status, whatever the operator presses meanwhile."""
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                self.talk.print("interrupted: everything is being taken down; it costs until then")
+
+    def _left_s(self) -> float:
+        spent_s = time.monotonic() - self.began_s
+        return max(1.0, self.budget_usd / self.hourly_usd * 3600 - spent_s)
+
+    def _note(
+        self,
+        name: str,
+        argv: Sequence[str],
+        status: int,
+        began_s: float,
+        *,
+        log: Path | None = None,
+    ) -> None:
+        took_s = time.monotonic() - began_s
+        step = Step(name=name, argv=argv, status=status, took_s=took_s, log=log)
+        self.steps.append(step)
+        self.talk.print(f"  {name}: exit code {status} after {took_s:.1f} s")
+        if not step.is_good:
+            error = TileforgeError(f"step {name!r} ended with {status}. Its output: {log}")
+            error.exit_code = _exit_code(status)
+            raise error
+
+
+def rehearse(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Ask, go through, take everything down, and print the page."""
+    talk = text_console(stderr=True)
+    data = load_run_config(arguments.config).data
+    check_data(Path(data.dir), sequence_length=data.sequence_length)
+    settings = _settings(arguments.settings)
+    need = need_of({**settings, "zones": [settings["zone"]]})
+    usd, minutes = _reckon(need, budget_usd=arguments.budget_usd)
+    project = project_of(arguments.project, None, env, folder=Path.cwd())
+    talk.print(
+        f"a rehearsal in project {project}: {need.describe()}, ${usd:.4f} an hour, for at most "
+        f"{minutes} minutes (${usd * minutes / 60:.2f}); the machines end themselves after that"
+    )
+    if not confirm("Build this, and take it down again?", assume_yes=arguments.yes):
+        talk.print("nothing was built")
+        return ExitCode.OK
+    pulumi = Pulumi(env, folder=Path.cwd(), stack=STACK)
+    _make_stack(
+        pulumi,
+        settings
+        | {"project": project, "maxLifetime": f"{minutes}m", "maxHourlyUsd": f"{usd * 1.1:.2f}"},
+    )
+    folder = cluster_folder(Path.cwd(), STACK) / f"rehearsal-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    folder.mkdir()
+    logged = {**env, REQUEST_LOG: str(folder / REQUESTS)}
+    rehearsal = Rehearsal(
+        pulumi=pulumi,
+        google=Google(project, endpoints=Endpoints.from_env(logged)),
+        env=logged,
+        folder=folder,
+        config=arguments.config,
+        hourly_usd=usd,
+        budget_usd=arguments.budget_usd,
+        engine=_engine(pulumi),
+        talk=talk,
+    )
+    return _go(rehearsal, settings)
+
+
+def _go(rehearsal: Rehearsal, settings: Mapping[str, str]) -> int:
+    code, trouble = int(ExitCode.OK), ""
+    try:
+        rehearsal.through()
+    except TileforgeError as error:
+        code, trouble = error.exit_code, str(error)
+    except KeyboardInterrupt:
+        code, trouble = INTERRUPTED, "interrupted"
+    if trouble:
+        rehearsal.talk.print(f"error: {trouble}; taking everything down")
+    if not rehearsal.end(collect=not trouble):
+        code = ExitCode.TEARDOWN
+    text = page(
+        rehearsal.steps,
+        folder=rehearsal.folder,
+        settings=settings,
+        hourly_usd=rehearsal.hourly_usd,
+        took_s=time.monotonic() - rehearsal.began_s,
+        engine=rehearsal.engine,
+        project=rehearsal.google.project,
+        trouble=trouble.rstrip("."),
+    )
+    write_whole(rehearsal.folder / "page.md", text)
+    text_console(stderr=False).print(text, soft_wrap=True, end="")
+    rehearsal.talk.print(f"the page: {rehearsal.folder / 'page.md'}")
+    return code
+
+
+def _settings(given: Sequence[str]) -> dict[str, str]:
+    """Return the smallest stack's settings, changed by KEY=VALUE. Raises ConfigError."""
+    settings = dict(_SMALLEST)
+    for each in given:
+        key, equals, value = each.partition("=")
+        if not equals or not key.isalnum() or key in ("cluster", "project"):
+            raise ConfigError(f"--set {each}: must be KEY=VALUE of a cluster's settings.")
+        settings[key] = value
+    settings.setdefault("zone", f"{settings['region']}-a")
+    return settings
+
+
+def _reckon(need: Need, *, budget_usd: float) -> tuple[float, int]:
+    """Return dollars an hour and for how many minutes. Raises BudgetError, ConfigError."""
+    machine = machine_price(need.machine_type, region=need.region, spot=need.spot == "true")
+    disks = disk_price(need.disk_type, gib=need.disk_gib, region=need.region)
+    nat = nat_price(nodes=need.node_count, region=need.region)
+    if machine is None or disks is None or nat is None:
+        raise ConfigError(
+            f"no price is known of {need.describe()}, so no budget can be kept. Take other "
+            "settings: --set region=us-central1 --set machineType=c3-standard-4"
+        )
+    usd = machine * need.node_count + disks.usd + nat
+    shortest, longest = _LIFETIMES_MIN
+    minutes = min(longest, int(budget_usd / usd * 60))
+    if minutes < shortest:
+        raise BudgetError(
+            f"--budget-usd {budget_usd:g}: {need.describe()} costs ${usd:.4f} an hour, and a "
+            f"rehearsal needs {shortest} minutes. Allow ${usd * shortest / 60 + 0.01:.2f} or more."
+        )
+    return usd, minutes
+
+
+def _make_stack(pulumi: Pulumi, settings: Mapping[str, str]) -> None:
+    """Make the stack. Raises ConfigError when there is one: it may have a cluster."""
+    try:
+        pulumi.ask("stack", "init", STACK)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}. If a rehearsal was broken off: {command('orchestrate', 'down')} --stack "
+            f"{STACK}; pulumi stack rm {STACK}"
+        ) from None
+    for key, value in settings.items():
+        path = ("--path", "zones[0]") if key == "zone" else (key,)
+        pulumi.ask("config", "set", *path, value)
+
+
+def _engine(pulumi: Pulumi) -> str:
+    try:
+        return pulumi.ask("version").strip()
+    except TileforgeError:
+        return "unknown"
+
+
+def _exit_code(status: int) -> ExitCode:
+    with suppress(ValueError):
+        return ExitCode(status)
+    return ExitCode.TRAINING

@@ -1,0 +1,157 @@
+"""`rehearse`: its question, its budget, its page; and that everything goes, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from payload.errors import INTERRUPTED, ExitCode
+from payload.orchestrate.__main__ import main
+from tests.data_folders import make_data_folder
+from tests.launching import TINY_RUN
+from tests.orchestrate.cloud.conftest import Site, inventory_output
+from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, words
+from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE
+from tests.test_architecture import ROOT
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def rehearsal(site: Site) -> Site:
+    """A folder with data and a config, a Pulumi with no stack yet, a project with room."""
+    data = make_data_folder(site.folder / "data" / "tiny", vocab_size=512)
+    (site.folder / "tiny.toml").write_text(TINY_RUN.format(data=data))
+    site.env["PYTHONPATH"] = str(ROOT)
+    site.configure(cluster="rehearsal", project=PROJECT, zones=[ZONE], nodeCount="2")
+    for command in (("stack", "init"), ("stack", "rm"), ("config", "set"), ("version",)):
+        site.pulumi.on(*command, out="v3.260.0\n" if command == ("version",) else "")
+    site.pulumi.outputs()
+    destroys(site)
+    for kind, name in (("machineTypes", "c3-highmem-8"), ("diskTypes", "pd-balanced")):
+        site.cloud.add(kind, name, place=ZONE, labels={}, guestCpus=8)
+    site.cloud.regions[REGION] = {"C3_CPUS": (100.0, 0.0), "SSD_TOTAL_GB": (500.0, 0.0)}
+    return site
+
+
+def argv(site: Site, *more: str) -> list[str]:
+    config = str(site.folder / "tiny.toml")
+    return ["rehearse", "--project", PROJECT, "--config", config, *more]
+
+
+def test_it_asks_before_it_spends(
+    rehearsal: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(argv(rehearsal), rehearsal.env) == ExitCode.USAGE
+    monkeypatch.setattr("sys.stdin", Answers("n\n"))
+    assert main(argv(rehearsal), rehearsal.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    assert f"a rehearsal in project {PROJECT}: 2 x c3-standard-4 in us-central1-a" in err
+    assert "for at most 120 minutes ($0." in err and "nothing was built" in err
+    assert words(rehearsal) == [] and rehearsal.cloud.requests == []
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "line"),
+    [
+        (("--budget-usd", "0.1"), ExitCode.BUDGET, "a rehearsal needs 45 minutes. Allow $0."),
+        (("--set", "machineType=c9-x-4"), ExitCode.CONFIG, "no price is known of 2 x c9-x-4"),
+        (("--set", "cluster=prod"), ExitCode.CONFIG, "--set cluster=prod: must be KEY=VALUE"),
+        (("--set", "nothing"), ExitCode.CONFIG, "--set nothing: must be KEY=VALUE"),
+        (("--config", "none.toml"), ExitCode.CONFIG, "none.toml"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused_before_anything_is_asked(
+    rehearsal: Site, capsys: Capture, more: tuple[str, ...], code: ExitCode, line: str
+) -> None:
+    assert main(argv(rehearsal, "--yes", *more), rehearsal.env) == code
+    assert line in capsys.readouterr().err.splitlines()[-1]
+    assert words(rehearsal) == []
+
+
+def test_a_stack_of_that_name_is_left_alone(rehearsal: Site, capsys: Capture) -> None:
+    taken = "error: stack 'rehearsal' already exists\n"
+    rehearsal.pulumi.on("stack", "init", err=taken, status=255)
+    assert main(argv(rehearsal, "--yes"), rehearsal.env) == ExitCode.CONFIG
+    assert "If a rehearsal was broken off: " in capsys.readouterr().err.splitlines()[-1]
+    assert words(rehearsal) == ["rehearsal stack init rehearsal"]
+
+
+def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
+    rehearsal: Site, capsys: Capture
+) -> None:
+    rehearsal.pulumi.replay("preview-new", status=0)
+    rehearsal.pulumi.replay("up-quota", status=1)
+    settings = ("--set", "machineType=c3-highmem-8", "--budget-usd", "3")
+    assert main(argv(rehearsal, "--yes", *settings), rehearsal.env) == ExitCode.QUOTA
+    out, err = capsys.readouterr()
+    rows = [line.split(" | ")[:2] for line in out.splitlines() if line.startswith("| ")]
+    assert rows[1:5] == [
+        ["| doctor", "0"],
+        ["| up", "11"],
+        ["| down, results lost", "0"],
+        ["| sweep", "0"],
+    ]
+    refused = out.partition("## What was refused")[2]
+    assert "`up --yes --stack rehearsal` ended with 11:" in refused
+    assert "quota C3_CPUS is 8 in us-central1, the cluster needs more" in refused
+    # It can be sent as it is.
+    assert PROJECT not in out and str(rehearsal.folder) not in out and str(ROOT) not in out
+    assert "Pulumi v3.260.0" in out and "machineType = c3-highmem-8" in out
+    assert "| machine dev-node-0 | creating FAILED | " in out
+    assert "| listing instances | " in out
+    (page,) = (rehearsal.folder / ".cluster/rehearsal").glob("rehearsal-*/page.md")
+    assert page.read_text() == out
+    assert "error: step 'up' ended with 11" in err and "taking everything down" in err
+    told = words(rehearsal)
+    assert told[-1] == "rehearsal stack rm --yes"
+    assert any("destroy --yes" in each for each in told)
+    assert "rehearsal config set maxLifetime 120m" in told
+
+
+def test_a_cluster_that_costs_too_much_is_taken_down_and_what_stays_is_exit_60(
+    rehearsal: Site, capsys: Capture
+) -> None:
+    rehearsal.cloud.add_node("rehearsal-node-0", labels={"tileforge-cluster": "rehearsal"})
+    rehearsal.cloud.stuck["rehearsal-node-0"] = "it is in use"
+    destroys(rehearsal, leaves=("rehearsal-node-0",))
+    rehearsal.pulumi.on("preview")
+    rehearsal.pulumi.on("up", out="done\n")
+    rehearsal.pulumi.outputs(
+        inventory=inventory_output("rehearsal", ["rehearsal-node-0"]),
+        hourly_usd=99.0,
+        project=PROJECT,
+        region=REGION,
+    )
+    assert main(argv(rehearsal, "--yes"), rehearsal.env) == ExitCode.TEARDOWN
+    out = capsys.readouterr().out
+    assert "It broke off: the cluster costs 99.0 dollars an hour, and 0." in out
+    assert "| down, results lost | 60 |" in out and "| sweep | 60 |" in out
+    assert words(rehearsal)[-1] != "rehearsal stack rm --yes"
+
+
+def test_ctrl_c_takes_everything_down(rehearsal: Site) -> None:
+    rehearsal.pulumi.on("preview", takes_s=60)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "payload.orchestrate", *argv(rehearsal, "--yes")],
+        env=rehearsal.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_until(
+            lambda: any("preview" in each for each in words(rehearsal)), what="the preview to begin"
+        )
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        out, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == INTERRUPTED
+    assert "It broke off: interrupted." in out and "| down, results lost | 0 |" in out
+    assert json.dumps(words(rehearsal)).count("destroy --yes") == 1
