@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from payload.engines import ipex_missing, require_compiler
@@ -12,8 +10,6 @@ from payload.train.kernels.kernels import find_kernels
 from payload.train.models.base import CausalLM
 from payload.train.optimizer import Optimizers
 from payload.train.world import World
-
-log = logging.getLogger(__name__)
 
 
 def require_engine(settings: EngineSection) -> None:
@@ -45,8 +41,6 @@ def engage(
         engaged.compile()
     if settings.wants_kernels():
         model.kernels = find_kernels()
-        for note in model.speed_notes():
-            log.info(f"kernels   {note}")
         for optimizer in optimizers.members:
             optimizer.register_step_post_hook(model.kernels.weights_changed)
         # It rounds otherwise than torch's update, and all ranks have to come to the same weights.

@@ -112,8 +112,6 @@ def _train(
             config, spec=start.model.trained_spec(), task=task, world=world, calibration=calibration
         ):
             log.info(line)
-        for note in start.model.speed_notes():
-            log.info(f"model     {note}")
     if start.state:
         log.info(f"resuming after step {resumed_at_step} from {start.checkpoint}")
     with (
@@ -133,6 +131,8 @@ def _train(
             stop_requested=stop_requested,
             clock=clock,
         )
+        for note in start.model.speed_notes():
+            log.info(f"model     {note}")
         trainer = Trainer(parts, start=start.state)
         evaluate_first = world.broadcast(
             _lacks_evaluation(config, paths, resumed_at_step) if world.is_main else None, bool
