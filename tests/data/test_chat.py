@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from payload.data.packing import best_fit
 from payload.data.show import read_sample
 from payload.data_folder import load_meta
 from payload.errors import ConfigError, DataError, ExitCode
+from payload.orchestrate.checks import check_data
 from tests.chat_data import (
     END,
     MARKED_TEMPLATE,
@@ -350,6 +352,45 @@ def test_a_damaged_mark_is_found_when_it_is_read(
 def test_another_length_than_the_blocks_have_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.sequence_length = 64, but .* blocks of 128"):
         open_packed(folder, split="train", sequence_length=64)
+
+
+def test_a_plan_refuses_data_of_another_task_or_length(folder: Path) -> None:
+    assert check_data(folder, sequence_length=LENGTH, task="chat") == load_meta(folder).vocab_size
+    with pytest.raises(ConfigError, match=r"task\.kind = 'text', but .* with --task chat"):
+        check_data(folder, sequence_length=LENGTH)
+    with pytest.raises(ConfigError, match="was packed into blocks of 128"):
+        check_data(folder, sequence_length=64, task="chat")
+
+
+def test_show_refuses_a_sample_that_is_not_there_and_text(
+    folder: Path, tiny_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", str(folder), "--sample", "48"]) == ExitCode.CONFIG
+    assert "has 48 conversations in train. Use 0 to 47." in capsys.readouterr().err
+    assert main(["show", str(tiny_data)]) == ExitCode.CONFIG
+    assert "was prepared with --task text, and show is for --task chat" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chat": None},
+        {"task": "text"},
+        {"task": "poem"},
+        {"chat": {"sequence_length": 1}},
+        {"files": {}},
+        {"train_tokens": 7},
+    ],
+)
+def test_a_meta_json_that_contradicts_itself_is_refused(
+    folder: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    raw = json.loads((copy / "meta.json").read_text(encoding="utf-8"))
+    (copy / "meta.json").write_text(json.dumps(raw | change), encoding="utf-8")
+    with pytest.raises(DataError, match=r"meta\.json"):
+        load_meta(copy)
 
 
 BAD_ROWS: list[tuple[Any, str]] = [
