@@ -26,7 +26,9 @@ _FENCE = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
 _BENCHMARK_ROW = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 _MAKE_TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
-_ELSEWHERE = frozenset({"git", "cd", "source", "accelerate", "export", "gcloud", "pulumi", "curl"})
+_ELSEWHERE = frozenset(
+    {"git", "cd", "source", "accelerate", "export", "gcloud", "pulumi", "curl", "pip", "lm_eval"}
+)
 
 
 def commands(page: Path) -> list[str]:

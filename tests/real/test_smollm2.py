@@ -89,7 +89,7 @@ def trained(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
         """,
         encoding="utf-8",
     )
-    run(["-m", "payload.train", "--config", str(config), "--run-dir", str(folder)], threads="2")
+    run(["-m", "payload.train", "--config", str(config), "--run-dir", str(folder)])
     return folder
 
 

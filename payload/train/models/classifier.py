@@ -58,6 +58,10 @@ class Classifier(CausalLM):
         """(B, T) token ids to (B, T, C), the final norm included."""
         return self.body.hidden(tokens, caches, starts)
 
+    def draws_masks(self) -> bool:
+        """Say whether a training pass draws random numbers."""
+        return super().draws_masks() or self.body.draws_masks()
+
     def class_logits(self, tokens: Tensor) -> Tensor:
         """(B, T) padded token ids to (B, K) fp32."""
         hidden = self.hidden(tokens)
