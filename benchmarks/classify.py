@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         rows = choose(list(packages()), labels=arguments.labels, texts=arguments.texts)
         write(work / "texts.csv", rows)
         _prepare(work, model=arguments.model)
-        peer = _peer(work)
+        peer = _peer(work, model=arguments.model)
         ours, took_s = _train(work, model=arguments.model, steps=arguments.steps)
     result = {
         "benchmark": "classify",
@@ -136,13 +136,15 @@ def _train(work: Path, *, model: str, steps: int) -> tuple[dict[str, Any], float
     return [row for row in rows if "val_loss" in row][-1], time.perf_counter() - began
 
 
-def _peer(work: Path) -> dict[str, float]:
+def _peer(work: Path, *, model: str) -> dict[str, float]:
     """Return the accuracy of logistic regression on TF-IDF features, each at its best."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_union
 
-    (texts, labels), (held_out, wanted) = (_split(work / "data", name) for name in ("train", "val"))
+    (texts, labels), (held_out, wanted) = (
+        _split(work / "data", name, model) for name in ("train", "val")
+    )
     words = {"ngram_range": (1, 2), "sublinear_tf": True}
     letters = {"analyzer": "char_wb", "ngram_range": (2, 5), "sublinear_tf": True}
     found = {}
@@ -162,13 +164,13 @@ def _peer(work: Path) -> dict[str, float]:
     return found
 
 
-def _split(folder: Path, name: str) -> tuple[list[str], list[int]]:
+def _split(folder: Path, name: str, model: str) -> tuple[list[str], list[int]]:
     """Return the texts and labels of one split, as the run reads them."""
     from tokenizers import Tokenizer
 
     meta = load_meta(folder)
     texts = open_labelled(folder / f"{name}.bin", meta=meta, sequence_length=2**20)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
     spans = zip(texts.starts.tolist(), texts.lengths.tolist(), strict=True)
     decoded = [
         tokenizer.decode(texts.tokens[start : start + size].tolist()) for start, size in spans

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from payload.errors import ConfigError
 from payload.models.adapter import AdaptedSpec
+from payload.models.classifier import ClassifierSpec
 from payload.models.registry import from_scratch
 from payload.models.spec import ModelSpec
 from payload.settings import parse_sections, render_sections, setting
@@ -311,10 +312,14 @@ class RunConfig:
         return 4 / 3 if self.memory.activation_checkpointing == "on" else 1.0
 
     def adapted(self, spec: ModelSpec) -> ModelSpec:
-        """Return the spec of what is trained: `spec`, with the run's adapter if it has one.
+        """Return the spec of what is trained: `spec`, as a classifier or with an adapter or both.
+
+        The data alone knows the labels; a classifier is counted with two.
 
         Raises ConfigError for an adapter.target that the model does not have.
         """
+        if self.task.kind == "classify":
+            spec = ClassifierSpec.of(spec, num_labels=2)
         if not self.adapter.is_on():
             return spec
         return AdaptedSpec.of(spec, rank=self.adapter.rank, target=self.adapter.target)

@@ -19,6 +19,7 @@ from payload.data.__main__ import main as data_main
 from payload.errors import CheckpointError, ConfigError
 from payload.evaluate.__main__ import main as evaluate_main
 from payload.generate.__main__ import main as generate_main
+from payload.models.gpt2 import PRESETS
 from payload.run_config import parse_run_config
 from payload.train.models.registry import load
 from payload.train.tasks.classify import Classify
@@ -292,3 +293,21 @@ def test_a_language_model_gives_no_labels(
     assert "it is a language model without labels" in capsys.readouterr().err
     assert evaluate_main(["--checkpoint", str(base), "--data", str(data)], {}) == 10
     assert torch.is_grad_enabled()
+
+
+def test_a_plan_counts_a_classifier_without_logits() -> None:
+    base = PRESETS["gpt2"]
+    config = parse_run_config("[task]\nkind = 'classify'", where="test")
+    spec = config.adapted(base)
+    assert spec.num_params() == base.num_params() + 2 * base.width()
+    assert spec.flops_per_token() == base.flops_per_token() - 6 * base.embedding_size()
+    sizes: dict[str, Any] = {"micro_batch_size": 8, "dtype": "bf16", "alone": True}
+    for kernels in (False, True):
+        more = {**sizes, "kernels": kernels, "accumulates": False}
+        assert spec.memory_bytes(**more) < base.memory_bytes(**more)
+    lora = parse_run_config(
+        "[task]\nkind = 'classify'\n[model]\ninit = 'x'\n[adapter]\nkind = 'lora'", where="test"
+    ).adapted(base)
+    adapter = lora.num_trainable_params() - 2 * base.width()
+    assert adapter == sum(16 * (each.inputs + each.outputs) for each in base.linears())
+    assert lora.num_params() == spec.num_params() + adapter
