@@ -51,8 +51,8 @@ def doctor(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     google = Google(project, endpoints=Endpoints.from_env(env))
     # Of another project than the stack's, its firewall says nothing.
     own = pulumi if project == configured else None
-    price = check_price(need, *fresh_catalog(google, folder=Path.cwd() / ".cluster"))
-    checks = [*examine(google, need, own), price]
+    checks = list(examine(google, need, own))
+    checks.append(check_price(need, *fresh_catalog(google, folder=Path.cwd() / ".cluster")))
     code = exit_code(checks)
     if arguments.json:
         document = {"schema_version": _SCHEMA_VERSION, "project": project, "exit_code": code}
