@@ -6,8 +6,8 @@
 A step is every pass, clipping and the optimizer's update, on random tokens. Each contender is a
 process of its own; the first step of each warms up and is not counted, the median of the others is
 what is reported. `--rounds` repeats the whole turn. On a machine that others use as well,
-`--threads 1` and the processors' time of a step (`cpu_ratio_vs_...`) say more than the clock: a
-thread that waits its turn does not count. A table goes to stderr, one JSON object to
+`--threads 1` and the processors' time of a step (`cpu_ratio_vs_...`, `cpu_mfu`) say more than the
+clock: a thread that waits its turn does not count. A table goes to stderr, one JSON object to
 stdout: its `tokens_per_s`, `mfu` and `peak_rss_bytes` are this project's, and
 `contender_peak_rss_bytes` has everyone's. Peers are run as they are, from the folders given, with
 autocast to bf16. FOLDER has a config.json in the Hugging Face layout, and random weights unless it
@@ -83,6 +83,7 @@ def _summarise(
     flops = shape.flops_per_token() * tokens
     # Above 1 something disturbed the calibration: no figure, as in the trainer.
     mfu = flops / median["tileforge"] / peak
+    cpu_peak = max(report["peak_flops_per_cpu_s"] for report in ours)
     rss = {name: max(r["peak_rss_bytes"] for r in reports) for name, reports in found.items()}
     peers = [name for name in found if name != "tileforge"]
     estimate = ours[0]["estimated_bytes"]
@@ -97,6 +98,8 @@ def _summarise(
         "tokens_per_s": round(tokens / median["tileforge"], 1),
         "mfu": round(mfu, 4) if mfu <= 1 else None,
         "peak_flops_per_s": round(peak),
+        "cpu_mfu": round(flops / cpu_median["tileforge"] / cpu_peak, 4),
+        "peak_flops_per_cpu_s": round(cpu_peak),
         **{f"ratio_vs_{name}": round(median[name] / median["tileforge"], 3) for name in peers},
         **{
             f"cpu_ratio_vs_{name}": round(cpu_median[name] / cpu_median["tileforge"], 3)
@@ -142,7 +145,8 @@ def _print_table(result: dict[str, Any]) -> None:
         )
     mfu = "unknown" if result["mfu"] is None else f"{result['mfu']:.1%}"
     print(
-        f"MFU {mfu} of {result['peak_flops_per_s'] / 1e12:.2f} TFLOP/s; memory "
+        f"MFU {mfu} of {result['peak_flops_per_s'] / 1e12:.2f} TFLOP/s, by processor time "
+        f"{result['cpu_mfu']:.1%} of {result['peak_flops_per_cpu_s'] / 1e12:.2f} a core; memory "
         f"estimate off by {result['estimate_error']:+.1%}",
         file=sys.stderr,
     )

@@ -17,12 +17,14 @@ from accelerate import Accelerator
 from benchmarks.step_model import has_weights, model_spec
 from payload.models.spec import ModelSpec
 from payload.run_config import EngineSection, OptimizerSection
-from payload.train.calibration import calibrate
+from payload.train.calibration import TORCH_DTYPES, calibrate
 from payload.train.engine import engage
 from payload.train.models.base import CausalLM
 from payload.train.models.registry import build, load
 from payload.train.optimizer import build_optimizers
 from payload.train.world import World
+
+_PRODUCTS = 50
 
 
 def main(work: dict[str, Any]) -> None:
@@ -33,6 +35,7 @@ def main(work: dict[str, Any]) -> None:
     dtype = work["dtype"]
     alone = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
     calibration = calibrate(alone, dtype)
+    peak_flops_per_cpu_s = _gemm_flops_per_cpu_s(TORCH_DTYPES[calibration.dtype])
     model = _model(work["model"], shape)
     optimizers = build_optimizers(model, OptimizerSection())
     settings = EngineSection(kernels=work["kernels"])
@@ -67,9 +70,25 @@ def main(work: dict[str, Any]) -> None:
             accumulates=passes > 1,
         ),
         "peak_flops_per_s": calibration.peak_flops_per_s,
+        "peak_flops_per_cpu_s": peak_flops_per_cpu_s,
         "versions": {"torch": version("torch"), "tileforge": version_of_code()},
     }
     print(json.dumps(report))
+
+
+def _gemm_flops_per_cpu_s(dtype: torch.dtype) -> float:
+    """Return the best of many square products of one thread, by its processor time."""
+    size, best_s = 1024, float("inf")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    left = torch.full((size, size), 0.5, dtype=dtype)
+    out = torch.mm(left, left)
+    for _ in range(_PRODUCTS):
+        before_s = time.thread_time()
+        torch.mm(left, left, out=out)
+        best_s = min(best_s, time.thread_time() - before_s)
+    torch.set_num_threads(threads)
+    return 2 * size**3 / best_s
 
 
 def _model(name: str, spec: ModelSpec) -> CausalLM:

@@ -41,6 +41,7 @@ def test_the_last_line_has_this_project_s_figures_beside_its_peers(tmp_path: Pat
     seconds = line["step_s"]["tileforge"]
     assert line["tokens_per_s"] > 0 and len(seconds) == 1
     assert line["mfu"] is None or 0 <= line["mfu"] <= 1
+    assert line["cpu_mfu"] > 0
     peaks = line["contender_peak_rss_bytes"]
     assert line["peak_rss_bytes"] == peaks["tileforge"] > 10**8
     assert set(peaks) == {"tileforge", "transformers", "trl"}
