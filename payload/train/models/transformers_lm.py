@@ -32,6 +32,7 @@ _Config = Any
 """transformers.PreTrainedConfig."""
 
 _PROBE_TOKENS = 2
+_ADAPTER_PARTS = (".lora_A", ".lora_B")
 _PROBE_DOCUMENT = 8
 # Buffers that old releases saved.
 _UNUSED = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
@@ -173,7 +174,11 @@ class TransformersLM(CausalLM):
             with torch.device("meta"):
                 theirs = kind(self.module.config)
             prefix = f"{self.module.base_model_prefix}."
-            ours = {name for name in self.module.state_dict() if name.startswith(prefix)}
+            ours = {
+                name
+                for name in self.module.state_dict()
+                if name.startswith(prefix) and not name.endswith(_ADAPTER_PARTS)
+            }
             if set(theirs.state_dict()) == ours | {"score.weight"}:
                 return str(kind.__name__)
         raise CheckpointError(
