@@ -5,7 +5,10 @@ from __future__ import annotations
 from xdist.scheduler import LoadScopeScheduling
 
 # These share machines, or run long: the longest first, so that no worker is left with one alone.
-_FIRST = ("tests/rig/", "tests/orchestrate/cluster/", "tests/train/test_ranks.py", "tests/amx/")
+_FIRST = (
+    *("tests/rig/", "tests/orchestrate/cluster/", "tests/train/test_ranks.py"),
+    *("tests/real/test_chat.py", "tests/amx/"),
+)
 
 
 def group_of(nodeid: str) -> str:

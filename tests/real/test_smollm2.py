@@ -93,14 +93,14 @@ def trained(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-def run(command: Sequence[str], *, threads: str = "1") -> None:
+def run(command: Sequence[str], *, threads: str = "1", deadline_s: float = DEADLINE_S) -> None:
     done = subprocess.run(
         [sys.executable, *command],
         cwd=REPO,
         env=rank_env(OMP_NUM_THREADS=threads),
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=deadline_s,
         check=False,
     )
     assert done.returncode == 0, done.stderr
