@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,13 +22,46 @@ from payload.generate.__main__ import main as generate
 from payload.models.gguf import read_gguf
 from payload.models.registry import read_spec
 from tests.launching import REPO, rank_env
-from tests.smollm2 import smollm2_folder, smollm2_gguf
+from tests.smollm2 import kept, smollm2_folder, smollm2_gguf
 
 LENGTH = 128
 NUM_VAL_TOKENS = 1024
 STEPS = 30
 DEADLINE_S = 240
 PROMPT = "The capital of France is"
+HARNESS = (
+    "lm-eval==0.4.13",
+    "chardet==7.7.0",
+    "colorama==0.4.6",
+    "DataProperty==1.1.1",
+    "jsonlines==4.0.0",
+    "lxml==6.1.3",
+    "mbstrdecoder==1.1.5",
+    "more-itertools==11.2.1",
+    "pathvalidate==3.3.1",
+    "portalocker==4.4.2",
+    "pytablewriter==1.2.1",
+    "sacrebleu==2.6.0",
+    "tabledata==1.3.5",
+    "tabulate==0.10.0",
+    "tcolorpy==0.1.7",
+    "typepy==2.0.0",
+    "zstandard==0.25.0",
+)
+CAPITALS = """
+task: capitals
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {folder}/capitals.jsonl
+test_split: test
+output_type: multiple_choice
+doc_to_text: "The capital of {{{{country}}}} is"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list:
+  - metric: acc
+"""
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +202,51 @@ def test_a_chat_turn_gets_an_answer(
     assert generate(arguments) == ExitCode.OK
     row = json.loads(capsys.readouterr().out)
     assert row["text"] == "The capital of France is Paris."
+
+
+def test_lm_evaluation_harness_takes_a_checkpoint_by_the_documented_command(
+    trained: Path, tmp_path: Path
+) -> None:
+    page = (REPO / "docs" / "models.md").read_text(encoding="utf-8")
+    (line,) = [each for each in page.splitlines() if each.startswith("lm_eval ")]
+    (checkpoint,) = (trained / "checkpoints").glob("step_*")
+    named = "pretrained=runs/latest/checkpoints/best"
+    assert named in line and " --tasks arc_easy,hellaswag " in line
+    line = line.replace(named, f"pretrained={checkpoint}").replace("arc_easy,hellaswag", "capitals")
+    (tmp_path / "capitals.yaml").write_text(CAPITALS.format(folder=tmp_path), encoding="utf-8")
+    names = ["Paris", "Rome", "Oslo", "Madrid", "Berlin"]
+    countries = ["France", "Italy", "Norway", "Spain", "Germany"]
+    rows = [
+        {"country": each, "choices": names, "answer": place} for place, each in enumerate(countries)
+    ]
+    (tmp_path / "capitals.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    harness = kept("lm-eval-0.4.13", install_harness)
+    words = [*shlex.split(line)[1:], "--include_path", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "lm_eval", *words, "--output_path", str(tmp_path / "out")],
+        cwd=tmp_path,
+        env=rank_env(
+            PYTHONPATH=f"{harness}:{REPO}",
+            OMP_NUM_THREADS="2",
+            HF_HUB_OFFLINE="1",
+            HF_DATASETS_OFFLINE="1",
+            HF_HOME=str(tmp_path / "home"),
+        ),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (result,) = (tmp_path / "out").rglob("results_*.json")
+    assert json.loads(result.read_text())["results"]["capitals"]["acc,none"] >= 0.8
+
+
+def install_harness(folder: Path) -> None:
+    """Install the harness, and what it imports besides our own packages, into `folder`."""
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
+    done = subprocess.run([*pip, *HARNESS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_published_gguf_file_has_its_sizes_and_its_tokens(
