@@ -53,7 +53,8 @@ def layouts(lengths: Sequence[int], *, length: int, rows: int) -> dict[str, tupl
     bucket = ordered[start : start + count]
     draw = np.random.default_rng(2)
     chosen = draw.choice(len(packed), size=rows, replace=False).tolist()
-    alone = draw.choice(lengths, size=rows).tolist()
+    # Evenly spread, as few rows drawn at random would not be.
+    alone = [ordered[(2 * row + 1) * len(ordered) // (2 * rows)] for row in range(rows)]
     return {
         "packed": ([packed[number] for number in chosen], length),
         "bucketed": ([[each] for each in bucket], max(bucket)),
