@@ -94,7 +94,7 @@ class Toy(CausalLM):
         self.mix = nn.Linear(spec.hidden, spec.hidden, bias=False)
         self.head = nn.Linear(spec.hidden, spec.vocab_size, bias=False)
 
-    def hidden(self, tokens, caches=None):
+    def hidden(self, tokens, caches=None, starts=None):
         if caches:
             caches[0].tokens += tokens.shape[1]
         return torch.tanh(self.mix(self.embed(tokens)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -39,9 +40,12 @@ class BlockOrder:
         """Block ids for global sample indices, counted from the start of training."""
         epochs, positions = np.divmod(samples, self.num_blocks)
         result = np.empty_like(samples)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            result[chosen] = self._permute(positions[chosen], epoch=int(epoch))
+        # A step of a million passes over little data has a thousand epochs: each is looked at once.
+        bounds = [0, *(np.flatnonzero(np.diff(epochs)) + 1).tolist(), len(samples)]
+        for first, last in pairwise(bounds):
+            if first < last:
+                epoch = int(epochs[first])
+                result[first:last] = self._permute(positions[first:last], epoch=epoch)
         return result
 
     def _permute(self, positions: Indices, *, epoch: int) -> Indices:

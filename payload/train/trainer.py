@@ -67,6 +67,7 @@ class Trainer:
         )
         self._step = start.step if start else 0
         self._next_sample = start.next_sample if start else 0
+        self._chosen: dict[int, Indices] = {}
         self._tokens = start.tokens if start else 0
         self._saved_step = start.step if start else -1
         self._checked_step = -1
@@ -131,11 +132,18 @@ class Trainer:
         return chosen[first : first + size]
 
     def _step_samples(self, ahead: int = 0) -> Indices:
-        """Return the samples of the coming step, or of one `ahead` of it."""
+        """Return the samples of the coming step, or of one `ahead` of it.
+
+        Those of two steps are kept: a step may have a million passes, and each asks.
+        """
         size = self._batch.global_batch_size
         first = self._next_sample + ahead * size
-        positions = np.arange(first, first + size, dtype=np.int64)
-        return self._parts.task.train.arranged(self._order.blocks(positions))
+        if first not in self._chosen:
+            positions = np.arange(first, first + size, dtype=np.int64)
+            found = self._parts.task.train.arranged(self._order.blocks(positions))
+            kept = {start: each for start, each in self._chosen.items() if start + size == first}
+            self._chosen = {**kept, first: found}
+        return self._chosen[first]
 
     def _train_step(self) -> bool:
         """One update, or none when a rank is asked to stop before it. Returns whether one was."""

@@ -15,7 +15,7 @@ import pytest
 
 from payload.data.__main__ import main
 from payload.data.labelled import LabelledTexts, open_labelled
-from payload.data.tasks.classify import label_map, label_of, stratified
+from payload.data.tasks.classify_job import label_map, label_of, stratified
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 from payload.data_folder import load_meta
 from payload.errors import DataError, UsageError

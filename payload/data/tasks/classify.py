@@ -1,45 +1,19 @@
-"""Texts with labels: read from two columns, divided for each label, tokenized whole."""
+"""Texts with labels: the command line of `prepare --task classify`."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
-from payload.data.sources import DEFAULT_TEXT_COLUMN
-from payload.data.tasks.arguments import prepare_settings, source_request
 from payload.data.tasks.base import AddFlag, Task
-from payload.data_folder import (
-    EXAMPLES_NAMES,
-    TRAIN_NAME,
-    VAL_NAME,
-    ClassifyRecord,
-    DataMeta,
-    SplitRecord,
-)
-from payload.errors import DataError, UsageError
+from payload.data_folder import DataMeta
 from payload.tasks import TaskKind
-from payload.untrusted import shown
 
 if TYPE_CHECKING:
-    from payload.data.plan import Estimate, PrepareSettings
+    from payload.data.plan import Estimate
     from payload.data.prepare import Outcome
-    from payload.data.rows import Row, Rows
-    from payload.data.tasks.folder import Made
-    from payload.data.tokenizers.base import TextTokenizer, Tokens
 
 DEFAULT_LABEL_COLUMN = "label"
-_VAL_FRACTION = 0.1
-_AT_ONCE = 4096
-"""Texts that are tokenized together."""
-_SHOWN = 8
-_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 class ClassifyTask(Task):
@@ -68,8 +42,9 @@ class ClassifyTask(Task):
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
         """Return the source's label and what a run would do: all but writing is done for it."""
         from payload.data.plan import Estimate, free_bytes
+        from payload.data.tasks.classify_job import classify_job
 
-        job = _job(args)
+        job = classify_job(args)
         job.rows.identity()
         made = job.make()
         return job.rows.label, Estimate(
@@ -84,9 +59,10 @@ class ClassifyTask(Task):
     def prepare(self, args: argparse.Namespace) -> Outcome:
         """Make the data folder; a run that was stopped begins again."""
         from payload.data.progress import Reporter
+        from payload.data.tasks.classify_job import classify_job
         from payload.data.tasks.folder import prepare_whole
 
-        job = _job(args)
+        job = classify_job(args)
         return prepare_whole(job.rows, job.settings, Reporter(quiet=args.quiet), job.make)
 
     def describe(self, meta: DataMeta) -> list[str]:
@@ -96,249 +72,3 @@ class ClassifyTask(Task):
         counts = zip(record.labels, record.train_counts, record.val_counts, strict=True)
         listed = ", ".join(f"{name} {train:,} + {val:,}" for name, train, val in counts)
         return [f"{len(record.labels)} labels, texts for training + validation: {listed}"]
-
-
-def _job(args: argparse.Namespace) -> _Job:
-    from payload.data.rows import open_rows
-    from payload.data.tokenizers import load_tokenizer
-
-    request = source_request(args)
-    text_column = args.text_column or DEFAULT_TEXT_COLUMN
-    label_column = args.label_column or DEFAULT_LABEL_COLUMN
-    if text_column == label_column:
-        raise UsageError(
-            f"--text-column and --label-column are both {text_column!r}. Name two columns."
-        )
-    names = label_map(args.label_map)
-    rows = open_rows(request)
-    shaping = ("classify", args.source, text_column, label_column, json.dumps(names))
-    settings = prepare_settings(
-        args,
-        load_tokenizer(args.tokenizer),
-        val_fraction=_VAL_FRACTION,
-        shaping=(*shaping, str(args.skip_bad)),
-    )
-    return _Job(rows, settings, text_column=text_column, label_column=label_column, names=names)
-
-
-def label_map(entries: Sequence[str] | None) -> dict[str, str] | None:
-    """Return the label of each value that --label-map names; empty = left out.
-
-    Raises UsageError.
-    """
-    if entries is None:
-        return None
-    found: dict[str, str] = {}
-    for entry in entries:
-        values, equals, label = entry.rpartition("=")
-        for value in values.split(","):
-            if not equals or not value.strip() or value.strip() in found:
-                problem = "named twice" if value.strip() in found else "not VALUES=LABEL"
-                raise UsageError(
-                    f"--label-map {shown(entry)}: {shown(value)} is {problem}. Write each value "
-                    "once, as in 1,2=negative 4,5=positive."
-                )
-            found[value.strip()] = label.strip()
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """One labelled text."""
-
-    tokens: Tokens
-    label: str
-
-
-class _SplitRecorded:
-    """What `Made` wants of a split that depends on the labels."""
-
-    def __init__(self, record: SplitRecord, is_val: npt.NDArray[np.bool_]) -> None:
-        self.record = record
-        self._is_val = is_val
-
-    def val_mask(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return True for the validation texts among these."""
-        return self._is_val[numbers]
-
-
-class _Job:
-    """One prepare: from rows to the folder's arrays."""
-
-    def __init__(
-        self,
-        rows: Rows,
-        settings: PrepareSettings,
-        *,
-        text_column: str,
-        label_column: str,
-        names: dict[str, str] | None,
-    ) -> None:
-        self.rows = rows
-        self.settings = settings
-        self._text_column = text_column
-        self._label_column = label_column
-        self._names = names
-        self._text_bytes = 0
-
-    def make(self) -> Made:
-        """Read and tokenize everything. Raises DataError."""
-        from payload.data.tasks.folder import Made
-
-        texts = self._texts()
-        labels = self._labels(texts)
-        number_of = {label: number for number, label in enumerate(labels)}
-        numbers = np.array([number_of[each.label] for each in texts], dtype=np.int64)
-        fraction, seed = self.settings.val_fraction or _VAL_FRACTION, self.settings.seed
-        is_val = stratified(numbers, val_fraction=fraction, seed=seed)
-        files: dict[str, npt.NDArray[Any]] = {}
-        fields: dict[str, Any] = {"text_bytes": self._text_bytes, "task": "classify"}
-        counts: dict[str, tuple[int, ...]] = {}
-        for name, prefix, chosen in ((TRAIN_NAME, "train", ~is_val), (VAL_NAME, "val", is_val)):
-            mine = [texts[place].tokens for place in np.flatnonzero(chosen)]
-            ends = np.cumsum([len(each) for each in mine], dtype=np.int64)
-            files[name] = np.concatenate(mine).astype(self.settings.dtype())
-            files[EXAMPLES_NAMES[name]] = np.stack((ends, numbers[chosen]), axis=1)
-            fields |= {f"{prefix}_tokens": int(ends[-1]), f"{prefix}_documents": len(mine)}
-            found = np.bincount(numbers[chosen], minlength=len(labels))
-            counts[f"{prefix}_counts"] = tuple(found.tolist())
-        fields["classify"] = ClassifyRecord(
-            labels=labels, pad_token=pad_token(self.settings.tokenizer), **counts
-        )
-        record = SplitRecord(method="stratified", val_fraction=fraction, seed=seed)
-        return Made(
-            files=files,
-            split=_SplitRecorded(record, is_val),
-            fields=fields,
-            encoder=self.settings.tokenizer.reference_name,
-        )
-
-    def _texts(self) -> list[_Text]:
-        """Return every text with a label."""
-        rows = islice(self.rows.read(), self.settings.max_documents)
-        found: list[_Text] = []
-        while some := list(islice(rows, _AT_ONCE)):
-            pairs = [pair for row in some if (pair := self._pair(row)) is not None]
-            self._text_bytes += sum(len(text) for text, _ in pairs)
-            encoded = tokenize(self.settings.tokenizer, [text for text, _ in pairs])
-            found += [
-                _Text(tokens, label) for tokens, (_, label) in zip(encoded, pairs, strict=True)
-            ]
-        if not found:
-            raise DataError(
-                f"no text with a label in {self.rows.label}: {self.rows.num_rows:,} rows, "
-                f"{len(self.rows.skipped):,} of them bad. Check --text-column and --label-column."
-            )
-        return found
-
-    def _pair(self, row: Row) -> tuple[bytes, str] | None:
-        """Return a row's text and label; None for one that is left out."""
-        for column, flag in (
-            (self._text_column, "--text-column"),
-            (self._label_column, "--label-column"),
-        ):
-            if column not in row.values:
-                keys = ", ".join(shown(key) for key in list(row.values)[:_SHOWN]) or "none"
-                raise DataError(
-                    f"{row.where}: no column {column!r}; columns there: {keys}. Choose one with "
-                    f"{flag}."
-                )
-        text, label = row.values[self._text_column], label_of(row.values[self._label_column])
-        if not isinstance(text, str) or not text:
-            what = "empty" if text in ("", None) else f"{type(text).__name__}, not text"
-            self.rows.skip(row.where, f"{self._text_column!r} is {what}.")
-            return None
-        if label is None:
-            given = shown(row.values[self._label_column])
-            self.rows.skip(row.where, f"{self._label_column!r} is {given}: no name or number.")
-            return None
-        if self._names is not None:
-            if label not in self._names:
-                self.rows.skip(row.where, f"label {label!r} is not in --label-map.")
-                return None
-            label = self._names[label]
-            if not label:
-                return None
-        return text.encode("utf-8", "replace"), label
-
-    def _labels(self, texts: Sequence[_Text]) -> tuple[str, ...]:
-        """Return the labels in their order. Raises DataError where they cannot be learnt."""
-        counts: dict[str, int] = {}
-        for text in texts:
-            counts[text.label] = counts.get(text.label, 0) + 1
-        if len(counts) < 2:
-            raise DataError(
-                f"{self.rows.label}: every text has the label {next(iter(counts))!r}. A classifier "
-                "needs two or more; check --label-column and --label-map."
-            )
-        alone = [label for label, count in counts.items() if count < 2]
-        if alone:
-            more = f" and {len(alone) - 1:,} more labels" if len(alone) > 1 else ""
-            raise DataError(
-                f"{self.rows.label}: label {alone[0]!r}{more} of {len(counts):,} have a single "
-                "text: validation would lack it. Add texts, or merge labels with --label-map."
-            )
-        if self._names is not None:
-            return tuple(label for label in dict.fromkeys(self._names.values()) if label in counts)
-        return tuple(sorted(counts, key=_label_order))
-
-
-def tokenize(tokenizer: TextTokenizer, texts: Sequence[bytes]) -> list[Tokens]:
-    """Return the tokens of each text as transformers' tokenizer gives them."""
-    before, after = (np.array(each, dtype=np.uint32) for each in (tokenizer.begin, tokenizer.after))
-    found = []
-    for tokens in tokenizer.encode_texts(texts) if texts else ():
-        whole = np.concatenate((before, tokens, after))
-        found.append(whole if len(whole) else np.array(tokenizer.end[-1:], dtype=np.uint32))
-    return found
-
-
-def pad_token(tokenizer: TextTokenizer) -> int:
-    """Return the token that fills up a batch: the tokenizer's own, else its end of document."""
-    from payload.data.tokenizers.hf import HfTokenizer
-
-    if isinstance(tokenizer, HfTokenizer):
-        raw = json.loads(tokenizer.files.get(_TOKENIZER_CONFIG, b"{}"))
-        named = raw.get("pad_token") if isinstance(raw, dict) else None
-        content = named.get("content") if isinstance(named, dict) else named
-        found = tokenizer.backend.token_to_id(content) if isinstance(content, str) else None
-        if found is not None:
-            return found
-    return tokenizer.end[-1]
-
-
-def stratified(
-    labels: npt.NDArray[np.int64], *, val_fraction: float, seed: int
-) -> npt.NDArray[np.bool_]:
-    """Return which texts are for validation: a share of each label's, but one at least.
-
-    `labels` has each text's label by number; every label has two texts or more.
-    """
-    is_val = np.zeros(len(labels), dtype=np.bool_)
-    for label in range(int(labels.max()) + 1):
-        mine = np.flatnonzero(labels == label)
-        count = min(len(mine) - 1, max(1, round(val_fraction * len(mine))))
-        chosen = np.random.default_rng([seed, label]).permutation(len(mine))[:count]
-        is_val[mine[chosen]] = True
-    return is_val
-
-
-def label_of(value: object) -> str | None:
-    """Return a column's value as a label's name, or None when it cannot be one."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, str) and value.strip():
-        return value.strip()
-    return None
-
-
-def _label_order(label: str) -> tuple[float, str]:
-    """Sort numbers as numbers, before names."""
-    try:
-        return float(label), label
-    except ValueError:
-        return float("inf"), label
