@@ -290,6 +290,19 @@ def wait_for_a_key(operator: Operator) -> None:
     )
 
 
+def wait_for_a_waiter(lock: Path) -> None:
+    """Until a process waits for the lock that `held` has, by proc_locks(5)."""
+    file = f":{lock.stat().st_ino} "
+    wait_until(
+        lambda: any(
+            "->" in line and file in line
+            for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()
+        ),
+        what="the worker to wait for its lock",
+        timeout_s=TIMEOUT_S,
+    )
+
+
 def test_no_key_outlives_a_run_that_is_not_started(another: Operator) -> None:
     words = another.run_words("one")
     folders = folders_of_keys(another)
@@ -319,9 +332,12 @@ def test_no_key_outlives_a_run_that_is_not_started(another: Operator) -> None:
 def test_the_key_of_an_operator_who_was_killed_before_the_supervisor_is_cleared_away(
     another: Operator, command: str
 ) -> None:
-    with held(folders_of_keys(another)[1] / ".tileforge.lock"):
+    lock = folders_of_keys(another)[1] / ".tileforge.lock"
+    with held(lock):
         process = another.start(*another.run_words("one"))
         wait_for_a_key(another)
+        # The worker's part has begun as well: it goes on when the operator is gone.
+        wait_for_a_waiter(lock)
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=TIMEOUT_S)
     wait_for_nobody(another)
