@@ -6,8 +6,7 @@ LoRA: https://arxiv.org/abs/2106.09685. rsLoRA's scale: https://arxiv.org/abs/23
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 from payload.errors import ConfigError
 from payload.models.spec import (
@@ -20,12 +19,10 @@ from payload.models.spec import (
     ModelSpec,
     logits_tokens,
 )
+from payload.models.wrapped import BYTES_PER_TRAINED, WrappedSpec
 
 ALL_LINEAR = "all-linear"
 """Every linear of the layers; the output head is none of them, as in PEFT."""
-
-_BYTES_PER_TRAINED = 16
-"""Of memory: an fp32 weight, its gradient and AdamW's two moments."""
 
 
 def target_names(target: str) -> tuple[str, ...] | None:
@@ -55,10 +52,9 @@ def scale(*, rank: int, alpha: float, rslora: bool) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptedSpec(ModelSpec):
+class AdaptedSpec(WrappedSpec):
     """A frozen base with an adapter on some of its linears."""
 
-    base: ModelSpec
     rank: int
     targets: tuple[str, ...] | None
     """Names of linears; None = all."""
@@ -83,34 +79,6 @@ class AdaptedSpec(ModelSpec):
             rank=rank,
             targets=names,
         )
-
-    def context(self) -> int:
-        """Return the longest context of the base in tokens."""
-        return self.base.context()
-
-    def num_layers(self) -> int:
-        """Return the base's number of layers."""
-        return self.base.num_layers()
-
-    def num_heads(self) -> int:
-        """Return the base's number of attention heads."""
-        return self.base.num_heads()
-
-    def width(self) -> int:
-        """Return the width of the base's residual stream."""
-        return self.base.width()
-
-    def is_tied(self) -> bool:
-        """Say whether the output head is the token embedding."""
-        return self.base.is_tied()
-
-    def linears(self) -> tuple[LinearSize, ...]:
-        """Return the base's linears."""
-        return self.base.linears()
-
-    def settings(self) -> dict[str, int | bool]:
-        """Return what the run config's [model] section says of the base's sizes."""
-        return self.base.settings()
 
     def num_params(self) -> int:
         """Return the number of the base's weights and the adapter's."""
@@ -153,7 +121,7 @@ class AdaptedSpec(ModelSpec):
             alone=False,
             accumulates=True,
         )
-        activations = whole - PROCESS_BYTES - self.base.num_params() * _BYTES_PER_TRAINED
+        activations = whole - PROCESS_BYTES - self.base.num_params() * BYTES_PER_TRAINED
         size = 2 if dtype == "bf16" else 4
         if kernels:
             tokens = micro_batch_size * self.sequence_length
@@ -163,7 +131,7 @@ class AdaptedSpec(ModelSpec):
             activations += rows * self.width() * size
         linears = sum(each.inputs * each.outputs for each in self.linears())
         held = linears * size + (self.base.num_params() - linears) * BYTES_PER_WEIGHT
-        trained = self.num_trainable_params() * _BYTES_PER_TRAINED
+        trained = self.num_trainable_params() * BYTES_PER_TRAINED
         return PROCESS_BYTES + held + trained + max(0, activations)
 
     def gradient_sizes(self) -> tuple[GradientSize, ...]:
@@ -189,11 +157,6 @@ class AdaptedSpec(ModelSpec):
             f"{self.base.summary()}; LoRA of rank {self.rank} trains {trained:,} of them "
             f"({share:.2%})"
         )
-
-    def with_sequence_length(self, tokens: int) -> Self:
-        """Return the same model, trained on sequences of `tokens`."""
-        base = self.base.with_sequence_length(tokens)
-        return replace(self, sequence_length=tokens, base=base)
 
     def _adapted(self) -> list[LinearSize]:
         return [each for each in self.linears() if is_target(each.name, self.targets)]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
-from payload.models.spec import Dtype, GradientSize, LinearSize, ModelSpec, logits_tokens
-
-_BYTES_PER_TRAINED = 16
-"""Of memory: an fp32 weight, its gradient and AdamW's two moments."""
+from payload.models.spec import Dtype, GradientSize, ModelSpec, logits_tokens
+from payload.models.wrapped import BYTES_PER_TRAINED, WrappedSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassifierSpec(ModelSpec):
+class ClassifierSpec(WrappedSpec):
     """A language model without its output head, and a linear layer from its width to the labels."""
 
-    base: ModelSpec
     num_labels: int
 
     @classmethod
@@ -29,22 +25,6 @@ class ClassifierSpec(ModelSpec):
             num_labels=num_labels,
         )
 
-    def context(self) -> int:
-        """Return the longest context of the base in tokens."""
-        return self.base.context()
-
-    def num_layers(self) -> int:
-        """Return the base's number of layers."""
-        return self.base.num_layers()
-
-    def num_heads(self) -> int:
-        """Return the base's number of attention heads."""
-        return self.base.num_heads()
-
-    def width(self) -> int:
-        """Return the width of the base's residual stream."""
-        return self.base.width()
-
     def is_tied(self) -> bool:
         """Return True: there is no output head besides the token embedding."""
         return True
@@ -56,14 +36,6 @@ class ClassifierSpec(ModelSpec):
     def task_head_size(self) -> int:
         """Return the elements of the linear layer to the labels."""
         return self.num_labels * self.width()
-
-    def linears(self) -> tuple[LinearSize, ...]:
-        """Return the base's linears."""
-        return self.base.linears()
-
-    def settings(self) -> dict[str, int | bool]:
-        """Return what the run config's [model] section says of the base's sizes."""
-        return self.base.settings()
 
     def num_params(self) -> int:
         """Return the number of all weights."""
@@ -96,7 +68,7 @@ class ClassifierSpec(ModelSpec):
         tokens = micro_batch_size * self.sequence_length
         size = 2 if dtype == "bf16" else 4
         logits = min(tokens, logits_tokens(self.vocab_size)) * size if kernels else tokens * 16
-        return whole - logits * self.vocab_size - self._dropped() * _BYTES_PER_TRAINED
+        return whole - logits * self.vocab_size - self._dropped() * BYTES_PER_TRAINED
 
     def gradient_sizes(self) -> tuple[GradientSize, ...]:
         """Return the parameters in the order in which the backward pass finishes them."""
@@ -106,11 +78,6 @@ class ClassifierSpec(ModelSpec):
     def summary(self) -> str:
         """Describe the sizes in words."""
         return f"{self.base.summary()}; classifies into {self.num_labels} labels"
-
-    def with_sequence_length(self, tokens: int) -> Self:
-        """Return the same model, trained on texts of up to `tokens`."""
-        base = self.base.with_sequence_length(tokens)
-        return replace(self, sequence_length=tokens, base=base)
 
     def _dropped(self) -> int:
         """Return the elements of an output head of its own, which a classifier does not have."""

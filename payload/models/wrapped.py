@@ -1,0 +1,51 @@
+"""The numbers of a model that stands on another one: an adapter's base, a classifier's body."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from payload.models.spec import LinearSize, ModelSpec
+
+BYTES_PER_TRAINED = 16
+"""Memory of a trained weight in fp32, with its gradient and AdamW's two moments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrappedSpec(ModelSpec):
+    """A model whose layers are those of `base`."""
+
+    base: ModelSpec
+
+    def context(self) -> int:
+        """Return the longest context of the base in tokens."""
+        return self.base.context()
+
+    def num_layers(self) -> int:
+        """Return the base's number of layers."""
+        return self.base.num_layers()
+
+    def num_heads(self) -> int:
+        """Return the base's number of attention heads."""
+        return self.base.num_heads()
+
+    def width(self) -> int:
+        """Return the width of the base's residual stream."""
+        return self.base.width()
+
+    def is_tied(self) -> bool:
+        """Say whether the base's output head is its token embedding."""
+        return self.base.is_tied()
+
+    def linears(self) -> tuple[LinearSize, ...]:
+        """Return the base's linears."""
+        return self.base.linears()
+
+    def settings(self) -> dict[str, int | bool]:
+        """Return what the run config's [model] section says of the base's sizes."""
+        return self.base.settings()
+
+    def with_sequence_length(self, tokens: int) -> Self:
+        """Return the same model, trained on sequences of up to `tokens`."""
+        base = self.base.with_sequence_length(tokens)
+        return replace(self, sequence_length=tokens, base=base)
