@@ -1,4 +1,4 @@
-"""How long `orchestrate plan` takes for a model of every native family, from its config.json alone.
+"""Time of `orchestrate plan` for a model of every native family, from its config.json alone.
 
     python -m benchmarks.plan [--rounds N]
 
@@ -102,7 +102,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         sliding_window=512,
     ),
 }
-"""What the models' own config.json say of their sizes, by name."""
+"""Sizes in the models' own config.json, by name."""
 
 
 def main(argv: Sequence[str]) -> int:

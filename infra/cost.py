@@ -33,7 +33,7 @@ class Cost:
     unknown: tuple[str, ...]
     """What has no price here, in words."""
     bounds: tuple[str, ...] = ()
-    """What is counted at a price that it does not exceed, in words."""
+    """Parts counted at an upper bound of their price, in words."""
 
     @property
     def hourly_usd(self) -> float | None:

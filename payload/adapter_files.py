@@ -20,14 +20,14 @@ ADAPTER_FILE, ADAPTER_CONFIG_FILE = ADAPTER_FILES
 CLASSIFIER = "SEQ_CLS"
 """PEFT's task_type for a classifier's adapter."""
 CLASSIFIER_MODULES = ("classifier", "score")
-"""What PEFT trains and saves whole for this task_type: the head, under either name."""
+"""Modules that PEFT trains and saves whole for this task_type: the head, under either name."""
 
 _FIX = "Name a folder with a LoRA adapter in PEFT's layout."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """What of adapter_config.json decides the arithmetic."""
+    """The fields of adapter_config.json that decide the arithmetic."""
 
     peft_type: str
     task_type: str | None = None
@@ -50,7 +50,7 @@ class AdapterConfig:
     """Folder or hub name of the base."""
     revision: str | None
     modules_to_save: tuple[str, ...] = ()
-    """What of the base is trained and saved whole: a classifier's `score`."""
+    """Modules of the base that are trained and saved whole: a classifier's `score`."""
 
     def source(self) -> str:
         """Return the base as model.init has it."""

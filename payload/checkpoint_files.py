@@ -22,9 +22,9 @@ TRAINER_FILE = "trainer.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 MODEL_FILES = ("model.safetensors", "config.json")
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
-"""Of a run that trains an adapter, in place of `MODEL_FILES`."""
+"""Files of an adapter's checkpoint, in place of `MODEL_FILES`."""
 NEEDED_FILES = (OPTIMIZER_FILE, TRAINER_FILE)
-"""What a run cannot be resumed without besides; the tokenizer's files are for others."""
+"""The other files that a resume needs; the tokenizer's are for other programs."""
 BEST_NAME = "best"
 """A link beside the checkpoints, to the one with the lowest validation loss."""
 

@@ -55,7 +55,7 @@ class DiskPrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
-    """What Google's billing catalog has, as the operator's login has read it."""
+    """Prices of Google's billing catalog, read with the operator's login."""
 
     read_unix: float = checked(low=0, high=1e11)
     rates: Mapping[str, float] = checked(low=0, high=1e4)

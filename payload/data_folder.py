@@ -70,7 +70,7 @@ class SplitRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRecord:
-    """What a chat folder holds: blocks of whole conversations, and which tokens are trained."""
+    """Contents of a chat folder: blocks of whole conversations, and which tokens are trained."""
 
     sequence_length: int = checked(low=2, high=2**20)
     """Tokens of a block; training takes no other."""
@@ -91,7 +91,7 @@ class ChatRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifyRecord:
-    """What a folder for classification holds besides its texts."""
+    """Contents of a folder for classification besides its texts."""
 
     labels: tuple[str, ...]
     """By number."""

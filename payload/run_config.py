@@ -115,7 +115,7 @@ class AdapterSection:
     alpha: float = setting(32.0, above=0.0)
     """The adapter's output is multiplied by alpha / rank."""
     dropout: float = setting(0.0, low=0.0, high=0.99)
-    """Of the adapter's input."""
+    """Dropout of the adapter's input."""
     target: str = "all-linear"
     """`all-linear`, or names of linears with commas between: `q_proj,v_proj`."""
     rslora: bool = False

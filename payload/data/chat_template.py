@@ -47,7 +47,7 @@ class ChatTemplate:
     template: Template
     tokens: Mapping[str, str]
     marks: tuple[str, str]
-    """What rendering puts around the part of a `{% generation %}` block."""
+    """Marks that rendering puts around a `{% generation %}` block."""
 
     def sha256(self) -> str:
         """Return the program's hash."""

@@ -20,7 +20,7 @@ TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 IGNORES_MERGES = ("llama-bpe",)
-"""Where a word that is a token is one, whatever the merges say."""
+"""Tokenizers in which a word of the vocabulary is one token, whatever the merges."""
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _REGEXES: Mapping[str, str] = {

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model, from its config.json: llama.cpp's names and numbers.
+"""A model's metadata in a GGUF file, from its config.json: llama.cpp's names and numbers.
 
 Only what llama.cpp computes as the model itself does is planned; the rest is refused by name.
 Source of the keys: llama.cpp, docs/gguf.md and src/models/<architecture>.cpp.
@@ -54,9 +54,9 @@ class GgufPlan:
     transposed: tuple[str, ...] = ()
     """Ends of the names of matrices that the Hugging Face layout stores as (in, out)."""
     rope_factors: tuple[float, ...] = ()
-    """What each rotary frequency is divided by; none = 1."""
+    """Divisors of the rotary frequencies; none = 1."""
     notes: tuple[str, ...] = ()
-    """What other programs read differently, one sentence each."""
+    """Differences in how other programs read the file, a sentence each."""
 
 
 def plan_gguf(raw: Mapping[str, Any], *, folder: Path) -> GgufPlan:

@@ -49,7 +49,7 @@ class Vocabulary:
     kinds: Sequence[TokenKind]
     merges: Sequence[str] = ()
     scores: Sequence[float] = ()
-    """Of `llama`: the higher, the earlier two pieces are merged to this one."""
+    """Scores of a `llama` vocabulary: the higher, the earlier two pieces are merged to this one."""
     special: Mapping[str, int] = field(default_factory=dict)
     """bos, eos, unk, pad."""
     adds_bos: bool = False

@@ -19,7 +19,7 @@ class Arithmetic:
 
     params: int
     checkpoint_bytes: int
-    """What one checkpoint takes on disk, without the small files."""
+    """Bytes of one checkpoint on disk, without the small files."""
     flops_per_step: int
     tokens_per_step: int
     tokens_total: int

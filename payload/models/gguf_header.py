@@ -61,7 +61,7 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """What is in front of the tensors' numbers."""
+    """Header in front of the tensors' numbers."""
 
     values: Mapping[str, Value]
     """Metadata by key; of an array its length alone."""

@@ -26,7 +26,7 @@ SCRATCH = "scratch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where a model's weights come from."""
+    """The place that a model's weights come from."""
 
     name: str
     """As it was given: `scratch`, a path, or a name on the hub, perhaps with @REVISION."""

@@ -19,7 +19,7 @@ Severity = Literal["error", "warning"]
 
 PROBED = ("ssh", "bootstrap", "payload", "cpu", "memory", "disk", "clock", "name", "route", "ports")
 TRIED = ("gloo", "speed")
-"""Of the trial, once its launcher has started the ranks."""
+"""Checks of the trial, once its launcher has started the ranks."""
 
 _GIB = 2**30
 _LINE_CHARS = 2000

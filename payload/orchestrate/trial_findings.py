@@ -1,4 +1,4 @@
-"""What a trial of the launcher and gloo tells: which node, why, and what to do. Pure."""
+"""Findings from a trial of the launcher and gloo: which node, why, and what to do. Pure."""
 
 from __future__ import annotations
 

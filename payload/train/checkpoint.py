@@ -72,7 +72,7 @@ class TrainerState:
     world_size: int = checked(low=1)
     tokenizer: dict[str, str] = field(default_factory=dict)
     base: BaseModel | None = None
-    """What an adapter was trained beside; None without one."""
+    """The base that an adapter was trained on; None without an adapter."""
     config_toml: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION

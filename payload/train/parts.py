@@ -39,7 +39,7 @@ class Parts:
     tokenizer: Mapping[str, bytes]
     """Its files for the checkpoints, by name; on rank 0 only."""
     base: BaseModel | None
-    """What an adapter is trained beside; on rank 0 only."""
+    """The base of an adapter; on rank 0 only."""
     metrics: MetricsFile | None
     """On rank 0 only."""
     sign_of_life: SignOfLife

@@ -78,7 +78,7 @@ class Start:
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     """The tokenizer's files for the checkpoints, by name; on rank 0 only."""
     base: BaseModel | None = None
-    """What an adapter is trained beside; on rank 0 only."""
+    """The base of an adapter; on rank 0 only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

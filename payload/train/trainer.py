@@ -48,7 +48,7 @@ class _Passes:
     loss: torch.Tensor
     """The step's mean loss is the mean of this over the ranks; a float64 scalar."""
     tokens: int
-    """Of all ranks' samples."""
+    """Tokens of all ranks' samples."""
     data_time_s: float
     """Spent reading data."""
     sync_time_s: float

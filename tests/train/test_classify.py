@@ -84,7 +84,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(
     tmp_path_factory: pytest.TempPathFactory, tiny_config: Path, data: Path, base: Path
 ) -> Path:
-    """A run that learnt the kinds."""
+    """A run that learned the kinds."""
     folder = tmp_path_factory.mktemp("run") / "classifier"
     train_alone(folder, tiny_config, *LEARNS, f"data.dir={data}", f"model.init={base}")
     return folder

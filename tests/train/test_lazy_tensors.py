@@ -91,10 +91,9 @@ print(json.dumps([kilobytes("VmHWM") - before, sum(p.numel() for p in model.para
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "olmo2"])
 def test_loading_peaks_below_a_fifth_above_the_weights(kind: str, tmp_path: Path) -> None:
-    """Of bf16 files, loaded as fp32; half of the weights are one embedding, as in small models."""
+    """Files are bf16, loaded as fp32; half of the weights are one embedding, as in small models."""
     for name, rows, width in (("small", 100, 32), ("large", 20_000, 1024)):
         (tmp_path / name).mkdir()
         write_bf16_model(tmp_path / name, kind=kind, rows=rows, width=width)

@@ -1,4 +1,4 @@
-"""What a task of `prepare --task` provides: its flags, and its way to a data folder."""
+"""The interface of a task of `prepare --task`: its flags, and its way to a data folder."""
 
 from __future__ import annotations
 

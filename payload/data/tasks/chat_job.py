@@ -87,7 +87,7 @@ class _Document:
     """A conversation's tokens, and which of them are trained; never the first."""
 
     group: int
-    """What the split chooses by: the row's number, or that of its group."""
+    """The split's key: the row's number, or that of its group."""
     tokens: npt.NDArray[np.uint32]
     trained: npt.NDArray[np.bool_]
 

@@ -92,7 +92,7 @@ class _Text:
 
 
 class _SplitRecorded:
-    """What `Made` wants of a split that depends on the labels."""
+    """A split that was chosen label by label, as `Made` takes one."""
 
     def __init__(self, record: SplitRecord, is_val: npt.NDArray[np.bool_]) -> None:
         self.record = record
@@ -203,7 +203,7 @@ class _Job:
         return text.encode("utf-8", "replace"), label
 
     def _labels(self, texts: Sequence[_Text]) -> tuple[str, ...]:
-        """Return the labels in their order. Raises DataError where they cannot be learnt."""
+        """Return the labels in their order. Raises DataError where they cannot be learned."""
         counts: dict[str, int] = {}
         for text in texts:
             counts[text.label] = counts.get(text.label, 0) + 1

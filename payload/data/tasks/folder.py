@@ -27,7 +27,7 @@ from payload.results import write_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """What a task made of the rows."""
+    """The arrays and counts that a task made of the rows."""
 
     files: Mapping[str, npt.NDArray[Any]]
     """Each file's content, in its own dtype."""
@@ -35,7 +35,7 @@ class Made:
     fields: Mapping[str, Any]
     """DataMeta's counts of tokens, documents and bytes, its task, and the task's record."""
     encoder: str
-    """What made the tokens."""
+    """The encoder that made the tokens."""
     tokenizer_files: Mapping[str, bytes] | None = None
     """In place of the tokenizer's own, where the task changes one."""
 

@@ -1,4 +1,4 @@
-"""What every tokenizer provides: numbers for meta.json, a reference encoder and a fast one."""
+"""The interface of a tokenizer: numbers for meta.json, a reference encoder and a fast one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TextTokenizer(ABC):
     name: str
     """For people and meta.json: `gpt2`, a hub name with its commit, or a folder."""
     sha256: str
-    """Which tokens it makes (payload.tokenizer_identity)."""
+    """Identity of the tokens that it makes (payload.tokenizer_identity)."""
     fingerprint: str
     """Hash over everything of it that shapes train.bin."""
     vocab_size: int

@@ -27,7 +27,7 @@ END_OF_TEXT = 50256
 END_OF_TEXT_NAME = "<|endoftext|>"
 VOCAB_SIZE = 50257
 TOKENIZER_SHA256 = GPT2_SHA256
-"""Of the ranks file: the value that tiktoken itself pins for r50k_base."""
+"""SHA-256 of the ranks file: the value that tiktoken itself pins for r50k_base."""
 REINSTALL = "Install the package again."
 RANKS_PATH = Path(__file__).parents[1] / "gpt2" / "r50k_base.tiktoken"
 

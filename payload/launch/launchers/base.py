@@ -1,4 +1,4 @@
-"""What a launcher provides: the seam between a planned run and the program that starts its ranks.
+"""The interface of a launcher, between a planned run and the program that starts its ranks.
 
 A launcher is one file of this package with a class below `Launcher` and its only object,
 `LAUNCHER`. It is pure: planning asks it for a command line and for settings, the supervisor and
@@ -21,7 +21,7 @@ from payload.rank_variables import RankVariables
 MISSING_LIBRARY = re.compile(
     r"(?:error while loading shared libraries: )?(\S+): cannot open shared object file"
 )
-"""What the dynamic loader says."""
+"""Messages of the dynamic loader."""
 
 BOOTSTRAP_AGAIN = "Run the bootstrap again there (bootstrap/node-setup.sh)."
 
@@ -38,16 +38,16 @@ class Reach:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a launcher starts, and where."""
+    """The programs that a launcher starts, and their nodes."""
 
     executable: str
     """The launcher's program; the interpreter for a launcher that is a Python module."""
     python: str
     """The interpreter that the ranks run in, equal on every node."""
     words: tuple[str, ...]
-    """What each rank's interpreter gets."""
+    """Arguments of each rank's interpreter."""
     environment: Mapping[str, str]
-    """What every rank gets; the launcher's own process has it as well."""
+    """Environment of every rank and of the launcher's own process."""
     world_size: int
     ranks_per_node: int
     nodes: int
@@ -79,7 +79,7 @@ class LostNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a launcher's output says of a run's end."""
+    """Patterns in a launcher's output that tell how a run ended."""
 
     killed: KilledRank | None = None
     lost: LostNode | None = None
@@ -108,9 +108,9 @@ class Launcher(ABC):
     install: ClassVar[str] = ""
     """The command that installs the program."""
     version: ClassVar[str] = ""
-    """What `PROGRAM --version` prints if it is the right one of that name."""
+    """Pattern in the output of `PROGRAM --version` that tells the right program of that name."""
     preference: ClassVar[int | None] = None
-    """Where `auto` looks for it; the lowest first, None never."""
+    """Place in the order in which `auto` looks; the lowest first, None never."""
     spans_nodes: ClassVar[bool] = True
     """Whether it starts ranks on several nodes."""
     keeps: ClassVar[tuple[str, ...]] = ()

@@ -73,7 +73,7 @@ def doctor(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def examine(google: Google, need: Need, pulumi: Pulumi | None) -> Iterator[Check]:
-    """Yield every check; what cannot be looked at is said and does not end it.
+    """Yield every check; a check that cannot be made is reported and does not end it.
 
     Raises CloudAuthError without credentials.
     """

@@ -60,7 +60,7 @@ class Rehearsal:
     google: Google
     env: Mapping[str, str]
     folder: Path
-    """Where logs and the page go."""
+    """Folder of the logs and the page."""
     config: Path
     hourly_usd: float
     budget_usd: float

@@ -30,7 +30,7 @@ class Norm:
     weight: Tensor
     eps: float
     offset: float
-    """What is added to the weight: 1 in Gemma, else 0."""
+    """Constant added to the weight: 1 in Gemma, else 0."""
 
     def scale(self) -> NormScale:
         """Return what the kernels take."""
@@ -39,7 +39,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Attending:
-    """What a layer's attention does to its queries, keys and values."""
+    """Settings of a layer's attention: norms, rotary embedding and window."""
 
     batch: int
     sizes: HeadSizes

@@ -41,7 +41,7 @@ class CausalLM(nn.Module, ABC):
         self.kernels: Kernels | None = None
         """Faster ways for a pass without caches; None = the plain modules, the reference."""
         self.adapter: AdapterSection | None = None
-        """What is trained beside the frozen weights; `lora.add_adapter` sets it."""
+        """The adapter that is trained; `lora.add_adapter` sets it."""
 
     @abstractmethod
     def hidden(

@@ -1,1 +1,1 @@
-"""What a run can train on: a file per task, each with its samples, its loss and its evaluation."""
+"""Training tasks, a file each, with its samples and its evaluation."""

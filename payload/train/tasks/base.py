@@ -1,4 +1,4 @@
-"""What the training loop asks of a task: samples, their batches, and an evaluation."""
+"""The interface of a training task: samples, their batches, and an evaluation."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Batch:
     tokens: Tensor
     """(B, T) int64, what the token embedding looks up."""
     weight: float
-    """What the batch's mean loss is a mean over; a step's loss is the mean of its batches' losses,
-    each with this weight."""
+    """Weight of the batch's mean loss, such as its number of targets: a step's loss is the mean of
+    its batches' losses, each with this weight."""
 
 
 class Samples(ABC):
@@ -69,7 +69,7 @@ class Samples(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalPass:
-    """How an evaluation is run."""
+    """Settings of an evaluation."""
 
     world: World
     step: int
