@@ -33,7 +33,7 @@ from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS
 from payload.run_config import EngineSection, OptimizerSection
 from payload.train.engine import engage
-from payload.train.evaluate import evaluate
+from payload.train.evaluate import EvalPass, evaluate
 from payload.train.models.gpt2 import GPT
 from payload.train.optimizer import build_optimizers
 from payload.train.world import World
@@ -105,9 +105,7 @@ def _measurement(arguments: argparse.Namespace) -> Callable[[int], Round]:
         optimizers.clip(1.0)
         optimizers.step()
         stepped_s = time.perf_counter()
-        evaluate(
-            model,
-            data.val,
+        how = EvalPass(
             world=alone,
             step=0,
             micro_batch_size=micro,
@@ -115,6 +113,7 @@ def _measurement(arguments: argparse.Namespace) -> Callable[[int], Round]:
             autocast=accelerator.autocast,
             should_stop=lambda _done, _of: False,
         )
+        evaluate(model, data.val, how)
         return Round(
             step_s=stepped_s - started_s - again_s,
             data_s=read_s - started_s,

@@ -127,13 +127,7 @@ def _runs(case: Case, arguments: argparse.Namespace) -> list[Peak]:
     for ranks in arguments.ranks or [1]:
         sequences = case.micro_batch_size * ranks * arguments.accumulation
         config = _run_config(case, data=arguments.data.resolve(), sequences=sequences)
-        estimate = shape.memory_bytes(
-            micro_batch_size=case.micro_batch_size,
-            dtype="bf16",
-            kernels=config.engine.wants_kernels(),
-            alone=ranks == 1,
-            accumulates=arguments.accumulation > 1,
-        )
+        estimate = shape.memory_bytes(config.rank_setting(dtype="bf16", world_size=ranks))
         peak = _peak_of_run(config, ranks=ranks, threads=arguments.threads)
         found.append(Peak(f"run, {ranks} rank{'s'[: ranks > 1]}", case, peak, estimate))
     return found

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 
 from benchmarks.step_model import has_weights, model_spec
-from payload.models.spec import ModelSpec
+from payload.models.spec import ModelSpec, RankSetting
 from payload.run_config import EngineSection, OptimizerSection
 from payload.train.calibration import TORCH_DTYPES, calibrate
 from payload.train.engine import engage
@@ -63,11 +63,13 @@ def main(work: dict[str, Any]) -> None:
         "last_loss": loss.item(),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "estimated_bytes": shape.memory_bytes(
-            micro_batch_size=micro,
-            dtype=dtype,
-            kernels=settings.wants_kernels(),
-            alone=True,
-            accumulates=passes > 1,
+            RankSetting(
+                micro_batch_size=micro,
+                dtype=dtype,
+                kernels=settings.wants_kernels(),
+                alone=True,
+                accumulates=passes > 1,
+            )
         ),
         "peak_flops_per_s": calibration.peak_flops_per_s,
         "peak_flops_per_cpu_s": peak_flops_per_cpu_s,

@@ -12,7 +12,7 @@ from payload.errors import ConfigError
 from payload.models.adapter import AdaptedSpec
 from payload.models.classifier import ClassifierSpec
 from payload.models.registry import from_scratch
-from payload.models.spec import ModelSpec
+from payload.models.spec import Dtype, ModelSpec, RankSetting
 from payload.settings import parse_sections, render_sections, setting
 from payload.tasks import TaskKind
 from payload.untrusted import read_bytes
@@ -306,6 +306,22 @@ class RunConfig:
     def uses_kernels(self) -> bool:
         """Whether the project's own kernels do the layers, where they can be built."""
         return self.engine.wants_kernels() and not self.model.dropout
+
+    def rank_setting(self, *, dtype: Dtype, world_size: int) -> RankSetting:
+        """Return how each of `world_size` ranks trains, for the estimate of its memory."""
+        return RankSetting(
+            micro_batch_size=self.batch.micro_batch_size,
+            dtype=dtype,
+            kernels=self.uses_kernels(),
+            alone=world_size == 1,
+            accumulates=self.batch.grad_accum_steps(world_size) > 1,
+        )
+
+    def memory_bytes(self, spec: ModelSpec, *, dtype: Dtype, world_size: int) -> int:
+        """Estimate a rank's peak memory, with activation checkpointing where it is on."""
+        is_checkpointed = self.memory.activation_checkpointing == "on"
+        estimate = spec.checkpointed_memory_bytes if is_checkpointed else spec.memory_bytes
+        return estimate(self.rank_setting(dtype=dtype, world_size=world_size))
 
     def recomputation(self) -> float:
         """Return what a step's computing is multiplied by: with checkpointing, a second forward."""

@@ -47,7 +47,7 @@ class ToySpec(ModelSpec):
     def is_tied(self): return False
     def num_params(self): return 2 * self.embedding_size() + self.hidden**2
     def flops_per_token(self): return 6 * (self.embedding_size() + self.hidden**2)
-    def memory_bytes(self, **_run): return 16 * self.num_params()
+    def memory_bytes(self, _setting): return 16 * self.num_params()
     def gradient_sizes(self):
         ends = self.embedding_size()
         return (

@@ -256,11 +256,9 @@ def _require_equal_ranks(model: CausalLM, val_sha256: str, world: World) -> None
 def _measure(
     model: CausalLM, blocks: Blocks, world: World, *, tokens: int, dtype: str
 ) -> EvalMetrics:
-    from payload.train.evaluate import evaluate
+    from payload.train.evaluate import EvalPass, evaluate
 
-    result = evaluate(
-        model,
-        blocks,
+    how = EvalPass(
         world=world,
         step=0,
         micro_batch_size=max(1, _PASS_TOKENS // blocks.sequence_length),
@@ -268,6 +266,7 @@ def _measure(
         autocast=_autocast(dtype),
         should_stop=_progress(time.monotonic) if world.is_main else lambda _done, _all: False,
     )
+    result = evaluate(model, blocks, how)
     assert result is not None, "nobody asks this evaluation to stop"
     return result
 

@@ -12,8 +12,8 @@ from payload.classification import ClassMetrics, f1_scores
 from payload.data.labelled import LabelledTexts, open_labelled
 from payload.data_folder import VAL_NAME, DataMeta
 from payload.errors import ConfigError, DataError
+from payload.train.evaluate import EvalPass
 from payload.train.models.classifier import Classifier
-from payload.train.tasks.base import EvalPass
 from payload.train.tasks.classify import evaluate_texts
 from payload.train.world import World
 

@@ -61,8 +61,6 @@ def work_out(
     compute_s = None
     if peak_flops_per_s:
         compute_s = flops / (peak_flops_per_s * mfu) * config.recomputation()
-    is_checkpointed = config.memory.activation_checkpointing == "on"
-    memory_bytes = spec.checkpointed_memory_bytes if is_checkpointed else spec.memory_bytes
     network = Network(ranks=world_size, bytes_per_s=link_bytes_per_s)
     step_s = None
     if compute_s is not None:
@@ -74,12 +72,10 @@ def work_out(
         tokens_per_step=tokens,
         tokens_total=tokens * config.train.steps,
         grad_accum_steps=accumulation,
-        memory_bytes_per_rank=memory_bytes(
-            micro_batch_size=config.batch.micro_batch_size,
+        memory_bytes_per_rank=config.memory_bytes(
+            spec,
             dtype="fp32" if config.precision.dtype == "fp32" else "bf16",
-            kernels=config.uses_kernels(),
-            alone=world_size == 1,
-            accumulates=accumulation > 1,
+            world_size=world_size,
         ),
         grad_bytes=grad_bytes,
         sync_s=network.all_reduce_s(grad_bytes),

@@ -6,17 +6,17 @@ LoRA: https://arxiv.org/abs/2106.09685. rsLoRA's scale: https://arxiv.org/abs/23
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from payload.errors import ConfigError
 from payload.models.spec import (
     BYTES_PER_TRAINABLE,
     BYTES_PER_WEIGHT,
     PROCESS_BYTES,
-    Dtype,
     GradientSize,
     LinearSize,
     ModelSpec,
+    RankSetting,
     logits_tokens,
 )
 from payload.models.wrapped import BYTES_PER_TRAINED, WrappedSpec
@@ -100,31 +100,19 @@ class AdaptedSpec(WrappedSpec):
         trained = self.num_trainable_params() - self.base.task_head_size()
         return self.base.flops_per_token() - 2 * frozen + 6 * trained
 
-    def memory_bytes(
-        self,
-        *,
-        micro_batch_size: int,
-        dtype: Dtype,
-        kernels: bool,
-        alone: bool,
-        accumulates: bool,
-    ) -> int:
+    def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory.
 
         The base's linears are in the dtype of the matmuls and have neither gradients nor optimizer
         state. The layers run without kernels; the head's chunks need them.
         """
         whole = self.base.memory_bytes(
-            micro_batch_size=micro_batch_size,
-            dtype=dtype,
-            kernels=False,
-            alone=False,
-            accumulates=True,
+            replace(setting, kernels=False, alone=False, accumulates=True)
         )
         activations = whole - PROCESS_BYTES - self.base.num_params() * BYTES_PER_TRAINED
-        size = 2 if dtype == "bf16" else 4
-        if kernels:
-            tokens = micro_batch_size * self.sequence_length
+        size = setting.value_bytes()
+        if setting.kernels:
+            tokens = setting.micro_batch_size * self.sequence_length
             rows = self.base.head_rows()
             activations -= tokens * rows * 16
             activations += min(tokens, logits_tokens(rows)) * rows * size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from payload.models.spec import Dtype, GradientSize, ModelSpec, logits_tokens
+from payload.models.spec import GradientSize, ModelSpec, RankSetting, logits_tokens
 from payload.models.wrapped import BYTES_PER_TRAINED, WrappedSpec
 
 
@@ -48,26 +48,15 @@ class ClassifierSpec(WrappedSpec):
         """
         return self.base.flops_per_token() - 6 * self.embedding_size()
 
-    def memory_bytes(
-        self,
-        *,
-        micro_batch_size: int,
-        dtype: Dtype,
-        kernels: bool,
-        alone: bool,
-        accumulates: bool,
-    ) -> int:
+    def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory: the base's without its logits."""
-        whole = self.base.memory_bytes(
-            micro_batch_size=micro_batch_size,
-            dtype=dtype,
-            kernels=kernels,
-            alone=alone,
-            accumulates=accumulates,
-        )
-        tokens = micro_batch_size * self.sequence_length
-        size = 2 if dtype == "bf16" else 4
-        logits = min(tokens, logits_tokens(self.vocab_size)) * size if kernels else tokens * 16
+        whole = self.base.memory_bytes(setting)
+        tokens = setting.micro_batch_size * self.sequence_length
+        size = setting.value_bytes()
+        if setting.kernels:
+            logits = min(tokens, logits_tokens(self.vocab_size)) * size
+        else:
+            logits = tokens * 16
         return whole - logits * self.vocab_size - self._dropped() * BYTES_PER_TRAINED
 
     def gradient_sizes(self) -> tuple[GradientSize, ...]:

@@ -21,10 +21,10 @@ from payload.models.decoder_config import (
 )
 from payload.models.spec import (
     PROCESS_BYTES,
-    Dtype,
     GradientSize,
     LinearSize,
     ModelSpec,
+    RankSetting,
     logits_tokens,
 )
 
@@ -144,15 +144,7 @@ class DecoderSpec(ModelSpec):
         attention = self.num_layers() * self._query_width() * self.sequence_length
         return 6 * multiplying + 12 * attention
 
-    def memory_bytes(
-        self,
-        *,
-        micro_batch_size: int,
-        dtype: Dtype,
-        kernels: bool,
-        alone: bool,
-        accumulates: bool,
-    ) -> int:
+    def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
         The peak is where the forward pass ends, or with few tokens where the backward pass does.
@@ -162,21 +154,21 @@ class DecoderSpec(ModelSpec):
         beside its logits. Gaps between what comes and goes took 2 bytes a parameter of the layers,
         as measured for SmolLM2-135M and Qwen3-0.6B.
         """
-        size = 2 if dtype == "bf16" else 4
-        tokens = micro_batch_size * self.sequence_length
+        size = setting.value_bytes()
+        tokens = setting.micro_batch_size * self.sequence_length
         gradients = self.num_params() * 4
         held = self.num_params() * 12 + PROCESS_BYTES
-        if accumulates or not alone:
+        if setting.accumulates or not setting.alone:
             held, gradients = held + gradients, 0
         # In fp32 the layers are plain torch, and so are those of a model that transformers builds.
-        has_layers = kernels and dtype == "bf16" and not self.unsupported_features
+        has_layers = setting.kernels and setting.dtype == "bf16" and not self.unsupported_features
         layers = tokens * self.num_layers() * self._kept_bytes(size, kernels=has_layers)
-        if not kernels:
+        if not setting.kernels:
             # A logit is 16 bytes: log-softmax and two gradients in fp32, and itself.
             return held + layers + tokens * self.vocab_size * 16
         logits = min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size
-        head = self.embedding_size() * 4 if alone or accumulates else 0
-        if dtype == "bf16":
+        head = self.embedding_size() * 4 if setting.alone or setting.accumulates else 0
+        if setting.dtype == "bf16":
             head += self.embedding_size() * 2
         embeddings = self.embedding_size() * (1 if self.is_tied() else 2)
         gaps = (self.num_params() - embeddings) * 2

@@ -10,10 +10,10 @@ from payload.errors import CheckpointError
 from payload.hf_folder import FIX
 from payload.models.spec import (
     PROCESS_BYTES,
-    Dtype,
     GradientSize,
     LinearSize,
     ModelSpec,
+    RankSetting,
     logits_tokens,
 )
 from payload.untrusted import build, checked, shown
@@ -124,15 +124,7 @@ class Gpt2Spec(ModelSpec):
         multiplying = self.num_matrix_params() + self.embedding_size()
         return 6 * multiplying + 12 * self.n_layer * self.n_embd * self.sequence_length
 
-    def memory_bytes(
-        self,
-        *,
-        micro_batch_size: int,
-        dtype: Dtype,
-        kernels: bool,
-        alone: bool,
-        accumulates: bool,
-    ) -> int:
+    def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
         The peak is where the forward pass ends. Weights and two AdamW moments are fp32, 12 bytes a
@@ -142,22 +134,22 @@ class Gpt2Spec(ModelSpec):
         fp32, and 10 widths in bf16); what comes and goes between leaves gaps, 7 bytes more as
         measured for gpt2. The logits are those of one chunk.
         """
-        size = 2 if dtype == "bf16" else 4
-        tokens = micro_batch_size * self.sequence_length
+        size = setting.value_bytes()
+        tokens = setting.micro_batch_size * self.sequence_length
         gradients = self.num_params() * 4
         held = self.num_params() * 12 + PROCESS_BYTES
-        if accumulates or not alone:
+        if setting.accumulates or not setting.alone:
             held, gradients = held + gradients, 0
-        if not kernels:
+        if not setting.kernels:
             # 18 widths a layer; a logit is 16 bytes: log-softmax and two gradients in fp32, itself.
             layers = tokens * self.n_layer * 18 * self.n_embd * size
             return held + layers + tokens * self.vocab_size * 16
-        widths = 35 if dtype == "bf16" else 72
+        widths = 35 if setting.dtype == "bf16" else 72
         layers = tokens * self.n_layer * widths * self.n_embd
         logits = min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size
         # In a step's only pass the head's gradient is made where ranks exchange it.
-        head = self.vocab_size * self.n_embd * 4 if alone or accumulates else 0
-        copies = self.num_params() * 2 if dtype == "bf16" else 0
+        head = self.vocab_size * self.n_embd * 4 if setting.alone or setting.accumulates else 0
+        copies = self.num_params() * 2 if setting.dtype == "bf16" else 0
         return held + copies + max(layers + logits + head, gradients)
 
     def gradient_sizes(self) -> tuple[GradientSize, ...]:

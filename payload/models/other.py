@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from payload.errors import CheckpointError
 from payload.models.causal_types import CAUSAL_TYPES
-from payload.models.spec import PROCESS_BYTES, Dtype, GradientSize, ModelSpec
+from payload.models.spec import PROCESS_BYTES, GradientSize, ModelSpec, RankSetting
 from payload.models.tensor_headers import tensor_headers
 from payload.untrusted import build, checked, shown
 
@@ -164,23 +164,14 @@ class OtherSpec(ModelSpec):
             "those of their matrices alone"
         )
 
-    def memory_bytes(
-        self,
-        *,
-        micro_batch_size: int,
-        dtype: Dtype,
-        kernels: bool,
-        alone: bool,
-        accumulates: bool,
-    ) -> int:
+    def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
         A layer keeps what its matrices read and write, and its norms' inputs and results in fp32.
         Raises CheckpointError where the parameters are not known.
         """
-        del kernels, alone, accumulates  # transformers' modules have no kernels.
-        counts, tokens = self._known(), micro_batch_size * self.sequence_length
-        size = 2 if dtype == "bf16" else 4
+        counts, tokens = self._known(), setting.micro_batch_size * self.sequence_length
+        size = setting.value_bytes()
         kept = counts.kept_elements * size + 20 * self.num_layers() * self.width()
         logits = tokens * self.vocab_size * 16
         return counts.params * 16 + PROCESS_BYTES + tokens * kept + logits

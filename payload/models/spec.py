@@ -19,9 +19,9 @@ _MOST_LOGITS = 160 * 10**6
 PROCESS_BYTES = 350 * 2**20
 
 BYTES_PER_WEIGHT = 4
-"""Of a checkpoint on disk: an fp32 weight."""
+"""An fp32 weight in a checkpoint on disk."""
 BYTES_PER_TRAINABLE = 8
-"""Of a checkpoint on disk: the two AdamW moments of a weight that is trained."""
+"""The two AdamW moments of a trained weight in a checkpoint on disk."""
 
 
 def logits_tokens(vocab_size: int) -> int:
@@ -66,6 +66,24 @@ class LinearSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetting:
+    """How a rank trains, as far as its memory depends on it."""
+
+    micro_batch_size: int
+    """Sequences of a pass."""
+    dtype: Dtype
+    kernels: bool
+    alone: bool
+    """There are no other ranks to exchange gradients with."""
+    accumulates: bool
+    """A step has more than one pass."""
+
+    def value_bytes(self) -> int:
+        """Return the bytes of a number in the matmuls."""
+        return 2 if self.dtype == "bf16" else 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(ABC):
     """A model's numbers. Every family has a subclass, with its own config's fields."""
 
@@ -105,47 +123,24 @@ class ModelSpec(ABC):
         """
 
     @abstractmethod
-    def memory_bytes(
-        self,
-        *,
-        micro_batch_size: int,
-        dtype: Dtype,
-        kernels: bool,
-        alone: bool,
-        accumulates: bool,
-    ) -> int:
-        """Estimate a training rank's peak memory, the interpreter and torch included.
+    def memory_bytes(self, setting: RankSetting) -> int:
+        """Estimate a training rank's peak memory, the interpreter and torch included."""
 
-        `alone`: there are no other ranks to exchange gradients with. `accumulates`: a step has more
-        than one pass.
-        """
-
-    def checkpointed_memory_bytes(
-        self,
-        *,
-        micro_batch_size: int,
-        dtype: Dtype,
-        kernels: bool,
-        alone: bool,
-        accumulates: bool,
-    ) -> int:
+    def checkpointed_memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory with activation checkpointing.
 
         A layer's input is kept in fp32, and one layer at a time has the rest.
         """
         whole, empty = (
-            self.memory_bytes(
-                micro_batch_size=size,
-                dtype=dtype,
-                kernels=kernels,
-                alone=alone,
-                accumulates=accumulates,
-            )
-            for size in (micro_batch_size, 0)
+            self.memory_bytes(each) for each in (setting, replace(setting, micro_batch_size=0))
         )
-        tokens, rows = micro_batch_size * self.sequence_length, self.head_rows()
-        size = 2 if dtype == "bf16" else 4
-        logits = min(tokens, logits_tokens(rows)) * rows * size if kernels else tokens * rows * 16
+        tokens, rows = setting.micro_batch_size * self.sequence_length, self.head_rows()
+        size = setting.value_bytes()
+        logits = (
+            min(tokens, logits_tokens(rows)) * rows * size
+            if setting.kernels
+            else tokens * rows * 16
+        )
         layers = max(0, whole - empty - logits)
         kept = tokens * self.width() * 4 * self.num_layers()
         return min(whole, whole - layers + layers // max(1, self.num_layers()) + kept)

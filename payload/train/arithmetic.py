@@ -23,15 +23,7 @@ def describe(
     tokens = round(batch.global_batch_size * task.mean_tokens())
     accumulation = batch.grad_accum_steps(world.world_size)
     all_tokens = tokens * config.train.steps
-    is_checkpointed = config.memory.activation_checkpointing == "on"
-    estimate = spec.checkpointed_memory_bytes if is_checkpointed else spec.memory_bytes
-    memory = estimate(
-        micro_batch_size=batch.micro_batch_size,
-        dtype=calibration.dtype,
-        kernels=config.uses_kernels(),
-        alone=world.world_size == 1,
-        accumulates=accumulation > 1,
-    )
+    memory = config.memory_bytes(spec, dtype=calibration.dtype, world_size=world.world_size)
     return [
         f"model     {spec.num_params() / 1e6:.1f}M parameters: {spec.summary()}",
         f"data      {meta.train_tokens:,} training and {meta.val_tokens:,} validation "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,36 +15,40 @@ from payload.train.models.base import CausalLM
 from payload.train.world import World
 
 
-def evaluate(
-    model: CausalLM,
-    blocks: Blocks,
-    *,
-    world: World,
-    step: int,
-    micro_batch_size: int,
-    max_tokens: int | None,
-    autocast: Callable[[], AbstractContextManager[None]],
-    should_stop: Callable[[int, int], bool],
-) -> EvalMetrics | None:
-    """Mean loss per token over the first `max_tokens` validation tokens, or all of them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalPass:
+    """Settings of an evaluation."""
+
+    world: World
+    step: int
+    micro_batch_size: int
+    max_tokens: int | None
+    """Evaluate the first samples that hold this many tokens; None = all."""
+    autocast: Callable[[], AbstractContextManager[None]]
+    should_stop: Callable[[int, int], bool]
+    """Asked after every pass, with the number done and of all; the answer is the same on all
+    ranks."""
+
+
+def evaluate(model: CausalLM, blocks: Blocks, how: EvalPass) -> EvalMetrics | None:
+    """Mean loss per token over the first validation tokens, or all of them.
 
     Losses are added up in float64 and counted, so that neither the number of ranks nor a short
-    last block weighs on the mean. `should_stop` is asked after every pass, with the number done
-    and of all, and has to answer the same on all ranks; None when it said yes.
+    last block weighs on the mean. None when it was asked to stop.
     """
-    num_blocks = blocks.num_blocks()
-    if max_tokens is not None:
-        num_blocks = min(num_blocks, -(-max_tokens // blocks.sequence_length))
+    world, size, num_blocks = how.world, how.micro_batch_size, blocks.num_blocks()
+    if how.max_tokens is not None:
+        num_blocks = min(num_blocks, -(-how.max_tokens // blocks.sequence_length))
     mine = np.arange(world.rank, num_blocks, world.world_size, dtype=np.int64)
     total = torch.zeros(2, dtype=torch.float64)
     stopped = False
     model.eval()
-    with torch.inference_mode(), autocast():
+    with torch.inference_mode(), how.autocast():
         # Every rank makes as many passes, the last perhaps with nothing to do.
-        starts = range(0, -(-num_blocks // world.world_size), micro_batch_size)
+        starts = range(0, -(-num_blocks // world.world_size), size)
         for done, start in enumerate(starts, 1):
-            total += _sums(model, blocks, mine[start : start + micro_batch_size])
-            stopped = should_stop(done, len(starts))
+            total += _sums(model, blocks, mine[start : start + size])
+            stopped = how.should_stop(done, len(starts))
             if stopped:
                 break
     model.train()
@@ -51,7 +56,7 @@ def evaluate(
         return None
     world.sum(total)
     return EvalMetrics(
-        step=step, val_loss=float(total[0] / total[1]), val_tokens=int(total[1].item())
+        step=how.step, val_loss=float(total[0] / total[1]), val_tokens=int(total[1].item())
     )
 
 

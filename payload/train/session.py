@@ -206,11 +206,7 @@ def _checkpoints_layers(
         return setting == "on"
     free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
     estimate = model.trained_spec().memory_bytes(
-        micro_batch_size=config.batch.micro_batch_size,
-        dtype=calibration.dtype,
-        kernels=config.uses_kernels(),
-        alone=world.world_size == 1,
-        accumulates=config.batch.grad_accum_steps(world.world_size) > 1,
+        config.rank_setting(dtype=calibration.dtype, world_size=world.world_size)
     )
     if estimate <= free / world.local_world_size:
         return False

@@ -17,12 +17,12 @@ from payload.data_folder import TRAIN_NAME
 from payload.errors import TrainingError
 from payload.metrics_log import StepMetrics, read_val_losses
 from payload.train.checkpoint import TrainerState
+from payload.train.evaluate import EvalPass
 from payload.train.metrics import rss_bytes, versions
 from payload.train.parts import Parts
 from payload.train.saving import Saving
 from payload.train.schedule import lr_at
 from payload.train.sync_check import require_sound_ranks
-from payload.train.tasks.base import EvalPass
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from payload.errors import CheckpointError
 from payload.models.decoder import DecoderSpec, read
 from payload.models.decoder_config import Rope
+from payload.models.spec import RankSetting
 
 SIZES = {
     "hidden_size": 64,
@@ -200,11 +201,13 @@ def test_the_memory_estimate_follows_batch_vocabulary_and_gradients() -> None:
 
     def estimate(size: int, *, alone: bool = True, accumulates: bool = False) -> int:
         return spec.memory_bytes(
-            micro_batch_size=size,
-            dtype="bf16",
-            kernels=True,
-            alone=alone,
-            accumulates=accumulates,
+            RankSetting(
+                micro_batch_size=size,
+                dtype="bf16",
+                kernels=True,
+                alone=alone,
+                accumulates=accumulates,
+            )
         )
 
     # No logits among what the batch adds: 64 wide, 4 heads over 2 of keys, 96 within the MLP.
@@ -222,10 +225,12 @@ def test_the_memory_estimate_is_near_what_was_measured() -> None:
     for raw, micro_batch_size, measured_bytes in MEASURED:
         spec = read(raw, where="config.json")
         found = spec.with_sequence_length(1024).memory_bytes(
-            micro_batch_size=micro_batch_size,
-            dtype="bf16",
-            kernels=True,
-            alone=True,
-            accumulates=False,
+            RankSetting(
+                micro_batch_size=micro_batch_size,
+                dtype="bf16",
+                kernels=True,
+                alone=True,
+                accumulates=False,
+            )
         )
         assert found == pytest.approx(measured_bytes, rel=0.15)

@@ -20,6 +20,7 @@ from payload.errors import CheckpointError, ConfigError
 from payload.evaluate.__main__ import main as evaluate_main
 from payload.generate.__main__ import main as generate_main
 from payload.models.gpt2 import PRESETS
+from payload.models.spec import RankSetting
 from payload.run_config import parse_run_config
 from payload.train.models.registry import load
 from payload.train.tasks.classify import Classify
@@ -301,10 +302,11 @@ def test_a_plan_counts_a_classifier_without_logits() -> None:
     spec = config.adapted(base)
     assert spec.num_params() == base.num_params() + 2 * base.width()
     assert spec.flops_per_token() == base.flops_per_token() - 6 * base.embedding_size()
-    sizes: dict[str, Any] = {"micro_batch_size": 8, "dtype": "bf16", "alone": True}
     for kernels in (False, True):
-        more = {**sizes, "kernels": kernels, "accumulates": False}
-        assert spec.memory_bytes(**more) < base.memory_bytes(**more)
+        setting = RankSetting(
+            micro_batch_size=8, dtype="bf16", kernels=kernels, alone=True, accumulates=False
+        )
+        assert spec.memory_bytes(setting) < base.memory_bytes(setting)
     lora = parse_run_config(
         "[task]\nkind = 'classify'\n[model]\ninit = 'x'\n[adapter]\nkind = 'lora'", where="test"
     ).adapted(base)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from payload.data.blocks import IGNORED_TARGET
 from payload.models.gpt2 import PRESETS
+from payload.models.spec import RankSetting
 from payload.run_config import OptimizerSection
 from payload.train.kernels import head
 from payload.train.kernels.kernels import Kernels
@@ -292,11 +293,13 @@ def test_the_estimate_has_one_chunk_of_logits_however_large_the_batch() -> None:
         size: int, *, kernels: bool = True, alone: bool = True, accumulates: bool = False
     ) -> int:
         return shape.memory_bytes(
-            micro_batch_size=size,
-            dtype="bf16",
-            kernels=kernels,
-            alone=alone,
-            accumulates=accumulates,
+            RankSetting(
+                micro_batch_size=size,
+                dtype="bf16",
+                kernels=kernels,
+                alone=alone,
+                accumulates=accumulates,
+            )
         )
 
     # 35 bytes for each number of twelve layers' width: no logits among what the batch adds.

@@ -9,31 +9,32 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from payload.errors import CheckpointError, ConfigError
 from payload.models.other import OtherSpec
 from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM
 from payload.train.models.saved import load_named, saved_config
-from payload.untrusted import shown
+from payload.train.models.transformers_module import build_module, raw_config
+from payload.train.models.transformers_probes import (
+    draws_in_training,
+    first_line,
+    mixes_documents,
+    require_causal,
+    why_not_plain,
+)
 
 MODEL_TYPES = ("*",)
 """Whatever no other family has."""
 
 _Module = Any
 """transformers.PreTrainedModel, most of whose methods have no types."""
-_Config = Any
-"""transformers.PreTrainedConfig."""
 
-_PROBE_TOKENS = 2
 _ADAPTER_PARTS = (".lora_A", ".lora_B")
-_PROBE_DOCUMENT = 8
 # Buffers that old releases saved.
 _UNUSED = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 
@@ -84,7 +85,7 @@ class TransformersLM(CausalLM):
         self._matrices = frozenset(_hidden_matrices(self.module))
         self._dropped: tuple[str, ...] = ()
         """The output head's tensors, where it was taken off."""
-        self._draws = _draws_in_training(self.module) if not dropout else True
+        self._draws = draws_in_training(self.module) if not dropout else True
 
     def hf_name(self, module: str) -> str:
         """Return transformers' path of a module."""
@@ -216,7 +217,7 @@ class TransformersLM(CausalLM):
 
     def hf_config(self) -> dict[str, Any]:
         """Return the content of config.json: the one that was read, for fp32 weights."""
-        return saved_config(_raw(self.spec), architecture=type(self.module).__name__)
+        return saved_config(raw_config(self.spec), architecture=type(self.module).__name__)
 
     def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Set all weights from a checkpoint's tensors, under the names of transformers.
@@ -231,7 +232,7 @@ class TransformersLM(CausalLM):
         else:
             self._load_converted(tensors, where=where)
         if not self._dropped:
-            _require_causal(self.module)
+            require_causal(self.module)
 
     def _load_converted(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Load weights that transformers names or joins otherwise in memory than in files."""
@@ -292,159 +293,11 @@ class TransformersLM(CausalLM):
         return cast(nn.Linear, self.module.get_output_embeddings())
 
 
-def build_module(spec: ModelSpec, dropout: float, *, random: bool) -> _Module:
-    """Return transformers' module for the spec's config.json, in fp32.
-
-    Raises CheckpointError for a model that it has no code of its own for, or none that predicts
-    the next token.
-    """
-    config = module_config(_raw(spec), where="config.json", dropout=dropout)
-    kind = module_class(config)
-    try:
-        with nullcontext() if random else _without_initialisation():
-            module = kind._from_config(config, dtype=torch.float32)
-    except Exception as error:  # Sizes that do not fit fail anywhere in transformers' code.
-        raise CheckpointError(
-            f"config.json: transformers cannot build it ({first_line(error)}). Name the folder of "
-            "a whole model."
-        ) from None
-    module.tie_weights()  # Part of the initialisation that is left out.
-    if random:
-        _require_causal(module)
-    return module
-
-
-def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Config:
-    """Return transformers' own configuration of a config.json, every dropout set to `dropout`.
-
-    Raises CheckpointError for a model that needs code from its own folder, and for a quantised one.
-    """
-    from transformers import CONFIG_MAPPING
-
-    name = raw.get("model_type")
-    if not isinstance(name, str) or name not in CONFIG_MAPPING:
-        remote = " and would run code of its own (auto_map)" if "auto_map" in raw else ""
-        raise CheckpointError(
-            f"{where}: model_type = {shown(name)}: this transformers does not have it{remote}. "
-            "Use a model that transformers builds from its own code."
-        )
-    if "quantization_config" in raw:
-        raise CheckpointError(
-            f"{where}: quantization_config: quantised weights cannot be trained. Name the "
-            "model's folder in bf16 or fp32."
-        )
-    plain = {key: value for key, value in raw.items() if key != "auto_map"}
-    try:
-        config = CONFIG_MAPPING[name].from_dict(plain)
-    except Exception as error:  # Each family checks its own fields, in its own way.
-        raise CheckpointError(
-            f"{where}: transformers refuses it ({first_line(error)}). Correct config.json."
-        ) from None
-    for key, value in config.to_dict().items():
-        if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, int | float):
-            setattr(config, key, type(value)(dropout) if value in (True, False) else dropout)
-    return config
-
-
-def module_class(config: _Config) -> Any:
-    """Return transformers' class for predicting the next token. Raises CheckpointError."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    is_text_alone = kind is not None and not kind.__name__.endswith("ForConditionalGeneration")
-    if not is_text_alone or getattr(config, "is_encoder_decoder", False):
-        raise CheckpointError(
-            f"config.json: model_type = {shown(config.model_type)}: transformers has no causal "
-            "language model of text alone for it. Use the model's text-only version."
-        )
-    return kind
-
-
-def why_not_plain(module: _Module) -> str | None:
-    """Return None when the logits are a linear layer of the last hidden state, else the reason.
-
-    A pass whose hidden state and logits are replaced by numbers of ours shows whether anything
-    happens to either on its way. It does not depend on the weights, so all ranks agree.
-    """
-    head = module.get_output_embeddings()
-    body = module.base_model
-    if type(head) is not nn.Linear:
-        return f"the head is {type(head).__name__}, not a plain linear layer"
-    if head.bias is not None:
-        return "the head has a bias"
-    if body is module:
-        return "the module without its head is not to be had"
-    generator = torch.Generator().manual_seed(0)
-    width, words = head.in_features, head.out_features
-    hidden = torch.randn(1, _PROBE_TOKENS, width, generator=generator)
-    logits = 100 * torch.randn(1, _PROBE_TOKENS, words, generator=generator)
-    read: list[Tensor] = []
-
-    def replace_hidden(_: object, __: object, made: Any) -> Any:
-        made["last_hidden_state" if "last_hidden_state" in made else 0] = hidden
-        return made
-
-    def replace_logits(_: object, inputs: tuple[Tensor, ...], __: object) -> Tensor:
-        read.append(inputs[0])
-        return logits
-
-    hooks: list[RemovableHandle] = [
-        body.register_forward_hook(replace_hidden),
-        head.register_forward_hook(replace_logits),
-    ]
-    try:
-        made = _probed(module, torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if len(read) != 1 or not torch.equal(read[0], hidden):
-        return "the hidden state changes on its way to the head"
-    if not torch.equal(made, logits):
-        return "the logits change behind the head (a scale or a soft cap)"
-    return None
-
-
 def _counted(spec: ModelSpec, module: _Module) -> ModelSpec:
     """Return the spec with its parameters counted, where config.json alone did not tell them."""
     if not isinstance(spec, OtherSpec) or spec.counts is not None:
         return spec
     return spec.with_tensors({name: tuple(each.shape) for name, each in module.named_parameters()})
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of the error's text, or its class without one."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _raw(spec: ModelSpec) -> Mapping[str, Any]:
-    """Return config.json as it was read."""
-    return cast("Mapping[str, Any]", spec.config)  # type: ignore[attr-defined]
-
-
-def mixes_documents(module: _Module) -> bool:
-    """Say whether a document's logits depend on the one before it in the same row."""
-    width = int(module.get_output_embeddings().weight.shape[0])
-    generator = torch.Generator().manual_seed(0)
-    first, other, second = torch.randint(
-        width, (3, 1, _PROBE_DOCUMENT), generator=generator
-    ).unbind()
-    positions = torch.arange(_PROBE_DOCUMENT).repeat(2)[None]
-    made = []
-    was_training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            for before in (first, other):
-                tokens = torch.cat((before, second), dim=1)
-                found = module(
-                    input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True
-                )
-                made.append(found.logits[:, _PROBE_DOCUMENT:])
-    except TypeError:  # It takes no positions.
-        return True
-    finally:
-        module.train(was_training)
-    return not torch.equal(*made)
 
 
 def _has_key_value_cache(module: _Module) -> bool:
@@ -461,52 +314,6 @@ def _hidden_matrices(module: _Module) -> set[str]:
         for name, part in module.named_modules()
         if isinstance(part, nn.Linear) and part is not head and part.weight.dim() == 2
     }
-
-
-def _probed(module: _Module, tokens: Tensor, *, training: bool = False) -> Tensor:
-    """Return the logits of a few tokens. Raises CheckpointError when transformers' code fails."""
-    was_training = module.training
-    module.train(training)
-    try:
-        with torch.no_grad():
-            return cast(Tensor, module(input_ids=tokens, use_cache=False, return_dict=True).logits)
-    except Exception as error:  # As in build_module.
-        raise CheckpointError(
-            f"config.json: transformers cannot run it ({first_line(error)}). Name the folder of a "
-            "whole model."
-        ) from None
-    finally:
-        module.train(was_training)
-
-
-def _draws_in_training(module: _Module) -> bool:
-    """Say whether a pass in training differs from the next one, as where a router samples.
-
-    The seed of a pass then makes it the same at a resume, as it does with dropout.
-    """
-    before = torch.random.get_rng_state()
-    tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
-    _probed(module, tokens, training=True)
-    drawn = not torch.equal(torch.random.get_rng_state(), before)
-    torch.random.set_rng_state(before)
-    return drawn
-
-
-def _require_causal(module: _Module) -> None:
-    """Raise CheckpointError when a token's logits depend on the tokens behind it."""
-    pairs = (torch.tensor([[0, other]]) for other in (1, 2))
-    first, second = (_probed(module, each)[0, 0] for each in pairs)
-    if not torch.allclose(first, second, rtol=1e-3, atol=1e-4):
-        raise CheckpointError(
-            f"config.json: model_type = {shown(module.config.model_type)}: each token sees those "
-            "behind it, so it cannot learn to predict the next one. Use a causal language model."
-        )
-
-
-def _without_initialisation() -> AbstractContextManager[None]:
-    from transformers.initialization import no_init_weights
-
-    return cast("AbstractContextManager[None]", no_init_weights())
 
 
 def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> TransformersLM:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +14,9 @@ from payload.data.blocks import Indices
 from payload.data_folder import DataMeta
 from payload.errors import CheckpointError
 from payload.metrics_log import EvalMetrics
+from payload.train.evaluate import EvalPass
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import Classifier
-from payload.train.world import World
 
 _MEASURED = 4096
 """Samples whose tokens are counted for their mean."""
@@ -65,21 +64,6 @@ class Samples(ABC):
     def arranged(self, chosen: Indices) -> Indices:
         """Return a step's samples in the order in which its passes and ranks divide them."""
         return chosen
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalPass:
-    """Settings of an evaluation."""
-
-    world: World
-    step: int
-    micro_batch_size: int
-    max_tokens: int | None
-    """Evaluate the first samples that hold this many tokens; None = all."""
-    autocast: Callable[[], AbstractContextManager[None]]
-    should_stop: Callable[[int, int], bool]
-    """Asked after every pass, with the number done and of all; the answer is the same on all
-    ranks."""
 
 
 class Task(ABC):

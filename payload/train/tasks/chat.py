@@ -9,9 +9,9 @@ from payload.data.packed_blocks import PackedBlocks, open_packed
 from payload.data_folder import load_meta
 from payload.metrics_log import EvalMetrics
 from payload.run_config import RunConfig
-from payload.train.evaluate import evaluate
+from payload.train.evaluate import EvalPass, evaluate
 from payload.train.models.base import CausalLM
-from payload.train.tasks.base import Batch, EvalPass, Samples, Task
+from payload.train.tasks.base import Batch, Samples, Task
 
 
 def open_task(config: RunConfig) -> Task:
@@ -63,13 +63,4 @@ class Chat(Task):
 
     def evaluate(self, model: CausalLM, how: EvalPass) -> EvalMetrics | None:
         """Return the mean loss per trained validation token; None when asked to stop."""
-        return evaluate(
-            model,
-            self._blocks[1],
-            world=how.world,
-            step=how.step,
-            micro_batch_size=how.micro_batch_size,
-            max_tokens=how.max_tokens,
-            autocast=how.autocast,
-            should_stop=how.should_stop,
-        )
+        return evaluate(model, self._blocks[1], how)

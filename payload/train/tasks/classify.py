@@ -20,9 +20,10 @@ from payload.data.labelled import LabelledTexts, open_labelled
 from payload.data_folder import TRAIN_NAME, VAL_NAME, DataMeta, load_meta, require_task
 from payload.errors import CheckpointError, ConfigError
 from payload.run_config import RunConfig
+from payload.train.evaluate import EvalPass
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import Classifier
-from payload.train.tasks.base import Batch, EvalPass, Samples, Task
+from payload.train.tasks.base import Batch, Samples, Task
 
 log = logging.getLogger(__name__)
 

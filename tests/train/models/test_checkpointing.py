@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks.architecture_cases import CASES, random_tokens
 from payload.errors import ConfigError
 from payload.models.gpt2 import PRESETS
 from payload.models.registry import spec_of
+from payload.models.spec import RankSetting
 from payload.run_config import AdapterSection, parse_run_config
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
@@ -158,17 +160,13 @@ def _stop(*_: object) -> None:
 
 
 def test_the_estimate_and_the_time_of_a_step_follow() -> None:
-    sizes = {
-        "micro_batch_size": 8,
-        "dtype": "bf16",
-        "kernels": True,
-        "alone": True,
-        "accumulates": False,
-    }
+    setting = RankSetting(
+        micro_batch_size=8, dtype="bf16", kernels=True, alone=True, accumulates=False
+    )
     for spec in (PRESETS["gpt2"], spec_of(CASES["llama"], where="test")):
-        whole: int = spec.memory_bytes(**sizes)  # type: ignore[arg-type]
-        less: int = spec.checkpointed_memory_bytes(**sizes)  # type: ignore[arg-type]
-        weights: int = spec.memory_bytes(**{**sizes, "micro_batch_size": 0})  # type: ignore[arg-type]
+        whole = spec.memory_bytes(setting)
+        less = spec.checkpointed_memory_bytes(setting)
+        weights = spec.memory_bytes(replace(setting, micro_batch_size=0))
         assert weights < less <= whole
     on = parse_run_config("[memory]\nactivation_checkpointing = 'on'", where="test")
     assert (on.recomputation(), parse_run_config("", where="test").recomputation()) == (4 / 3, 1)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 from payload.checkpoint_files import manifest_problems
 from payload.errors import CheckpointError, ConfigError
 from payload.models.gpt2 import PRESETS
+from payload.models.spec import RankSetting
 from payload.run_config import AdapterSection, parse_run_config
 from payload.train.models.base import trainable
 from payload.train.models.lora import add_adapter, load_adapter, merge_adapter, save_adapter
@@ -257,7 +258,9 @@ def test_a_plan_counts_the_adapter_alone() -> None:
     assert base.flops_per_token() * 0.6 < adapted.flops_per_token() < base.flops_per_token() * 0.75
     memory = [
         spec.memory_bytes(
-            micro_batch_size=4, dtype="bf16", kernels=False, alone=True, accumulates=False
+            RankSetting(
+                micro_batch_size=4, dtype="bf16", kernels=False, alone=True, accumulates=False
+            )
         )
         for spec in (adapted, base)
     ]

@@ -1,0 +1,98 @@
+"""A config.json as transformers' own module. No code of a model's folder is ever run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+
+from payload.errors import CheckpointError
+from payload.models.spec import ModelSpec
+from payload.train.models.transformers_probes import first_line, require_causal
+from payload.untrusted import shown
+
+_Module = Any
+"""transformers.PreTrainedModel, most of whose methods have no types."""
+_Config = Any
+"""transformers.PreTrainedConfig."""
+
+
+def build_module(spec: ModelSpec, dropout: float, *, random: bool) -> _Module:
+    """Return transformers' module for the spec's config.json, in fp32.
+
+    Raises CheckpointError for a model that it has no code of its own for, or none that predicts
+    the next token.
+    """
+    config = module_config(raw_config(spec), where="config.json", dropout=dropout)
+    kind = module_class(config)
+    try:
+        with nullcontext() if random else _without_initialisation():
+            module = kind._from_config(config, dtype=torch.float32)
+    except Exception as error:  # Sizes that do not fit fail anywhere in transformers' code.
+        raise CheckpointError(
+            f"config.json: transformers cannot build it ({first_line(error)}). Name the folder of "
+            "a whole model."
+        ) from None
+    module.tie_weights()  # Part of the initialisation that is left out.
+    if random:
+        require_causal(module)
+    return module
+
+
+def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Config:
+    """Return transformers' own configuration of a config.json, every dropout set to `dropout`.
+
+    Raises CheckpointError for a model that needs code from its own folder, and for a quantised one.
+    """
+    from transformers import CONFIG_MAPPING
+
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in CONFIG_MAPPING:
+        remote = " and would run code of its own (auto_map)" if "auto_map" in raw else ""
+        raise CheckpointError(
+            f"{where}: model_type = {shown(name)}: this transformers does not have it{remote}. "
+            "Use a model that transformers builds from its own code."
+        )
+    if "quantization_config" in raw:
+        raise CheckpointError(
+            f"{where}: quantization_config: quantised weights cannot be trained. Name the "
+            "model's folder in bf16 or fp32."
+        )
+    plain = {key: value for key, value in raw.items() if key != "auto_map"}
+    try:
+        config = CONFIG_MAPPING[name].from_dict(plain)
+    except Exception as error:  # Each family checks its own fields, in its own way.
+        raise CheckpointError(
+            f"{where}: transformers refuses it ({first_line(error)}). Correct config.json."
+        ) from None
+    for key, value in config.to_dict().items():
+        if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, int | float):
+            setattr(config, key, type(value)(dropout) if value in (True, False) else dropout)
+    return config
+
+
+def module_class(config: _Config) -> Any:
+    """Return transformers' class for predicting the next token. Raises CheckpointError."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    is_text_alone = kind is not None and not kind.__name__.endswith("ForConditionalGeneration")
+    if not is_text_alone or getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(
+            f"config.json: model_type = {shown(config.model_type)}: transformers has no causal "
+            "language model of text alone for it. Use the model's text-only version."
+        )
+    return kind
+
+
+def raw_config(spec: ModelSpec) -> Mapping[str, Any]:
+    """Return config.json as it was read."""
+    return cast("Mapping[str, Any]", spec.config)  # type: ignore[attr-defined]
+
+
+def _without_initialisation() -> AbstractContextManager[None]:
+    from transformers.initialization import no_init_weights
+
+    return cast("AbstractContextManager[None]", no_init_weights())
