@@ -34,6 +34,7 @@ from payload.train.engine import engage
 from payload.train.models.gpt2 import GPT
 from payload.train.optimizer import build_optimizers
 from payload.train.saving import Saving
+from payload.train.snapshot import Snapshot
 from payload.train.sync_check import rank_state
 from payload.train.world import World
 
@@ -103,7 +104,7 @@ class _Training:
         saving.begin(
             saving.checkpoints / f"step_{self._saved:08d}",
             model=self._model,
-            optimizer=self._optimizers.state_tensors(),
+            snapshot=Snapshot.of(self._model, self._optimizers.state_tensors()),
             state=_STATE,
         )
 

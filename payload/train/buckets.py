@@ -15,7 +15,8 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
-        self.flat = torch.zeros(sum(each.numel() for each in parameters))
+        size = sum(each.numel() for each in parameters)
+        self.flat = torch.zeros(size, device=parameters[0].device)
         parts = torch.split(self.flat, [each.numel() for each in parameters])
         self._views: dict[Tensor, Tensor] = {
             parameter: part.view_as(parameter)

@@ -32,9 +32,10 @@ from payload.checkpoint_files import (
 from payload.errors import CheckpointError, TrainingError
 from payload.hf_folder import WEIGHTS_FILE
 from payload.train.models.base import CausalLM
-from payload.train.models.lora import save_adapter
+from payload.train.models.lora import save_adapter_config
+from payload.train.snapshot import Snapshot
 from payload.train.tensor_file import write_tensors
-from payload.train.weights import save_hf, warn_passed_over
+from payload.train.weights import save_hf_config, warn_passed_over
 from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def save_checkpoint(
     folder: Path,
     *,
     model: CausalLM,
-    optimizer: Mapping[str, Tensor],
+    snapshot: Snapshot,
     state: TrainerState,
     tokenizer: Mapping[str, bytes],
     progressed: Callable[[], None] = lambda: None,
@@ -102,11 +103,13 @@ def save_checkpoint(
         partial.mkdir()
         if model.adapter is not None and state.base is not None:
             base = (state.base.source, state.base.revision)
-            sha256 = {ADAPTER_FILE: save_adapter(model, partial, base=base, progressed=progressed)}
+            save_adapter_config(model, partial, base=base)
+            weights_file = ADAPTER_FILE
         else:
-            sha256 = {WEIGHTS_FILE: save_hf(model, partial, progressed=progressed)}
-        sha256[OPTIMIZER_FILE] = write_tensors(
-            partial / OPTIMIZER_FILE, optimizer, progressed=progressed
+            save_hf_config(model, partial)
+            weights_file = WEIGHTS_FILE
+        sha256 = _write_snapshot(
+            partial, snapshot, weights_file=weights_file, progressed=progressed
         )
         tensors_read()
         for name, content in tokenizer.items():
@@ -181,6 +184,25 @@ def remove_partial_checkpoints(checkpoints: Path) -> None:
     """Remove what an interrupted write left; none may be under way."""
     for partial in partial_checkpoints(checkpoints):
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_snapshot(
+    folder: Path, snapshot: Snapshot, *, weights_file: str, progressed: Callable[[], None]
+) -> dict[str, str]:
+    """Write the tensors; return the sha256 of each file by its name."""
+    return {
+        name: write_tensors(
+            folder / name,
+            tensors,
+            metadata=metadata,
+            progressed=progressed,
+            whole=snapshot.whole,
+        )
+        for name, tensors, metadata in (
+            (weights_file, snapshot.weights, {"format": "pt"}),
+            (OPTIMIZER_FILE, snapshot.optimizer, None),
+        )
+    }
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,17 @@ class EvalPass:
     should_stop: Callable[[int, int], bool]
     """Asked after every pass, with the number done and of all; the answer is the same on all
     ranks."""
+    without_gradients: Callable[[], AbstractContextManager[object]] = torch.inference_mode
+    """The context that a pass computes in, besides `autocast`."""
+    computes_together: bool = False
+    """A rank can make a pass only while all others make one: those with nothing to do repeat
+    another pass's work and drop the result."""
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Enter what a pass computes in."""
+        with self.without_gradients(), self.autocast():
+            yield
 
 
 def evaluate(model: CausalLM, blocks: Blocks, how: EvalPass) -> EvalMetrics | None:
@@ -43,11 +54,15 @@ def evaluate(model: CausalLM, blocks: Blocks, how: EvalPass) -> EvalMetrics | No
     total = torch.zeros(2, dtype=torch.float64)
     stopped = False
     model.eval()
-    with torch.inference_mode(), how.autocast():
+    with how.computing():
         # Every rank makes as many passes, the last perhaps with nothing to do.
         starts = range(0, -(-num_blocks // world.world_size), size)
         for done, start in enumerate(starts, 1):
-            total += _sums(model, blocks, mine[start : start + size])
+            chosen = mine[start : start + size]
+            if len(chosen):
+                total += _sums(model, blocks, chosen)
+            elif how.computes_together:
+                _sums(model, blocks, np.zeros(1, dtype=np.int64))
             stopped = how.should_stop(done, len(starts))
             if stopped:
                 break
@@ -62,8 +77,6 @@ def evaluate(model: CausalLM, blocks: Blocks, how: EvalPass) -> EvalMetrics | No
 
 def _sums(model: CausalLM, blocks: Blocks, chosen: Indices) -> torch.Tensor:
     """Sum of the losses of these blocks' targets, and their number, float64."""
-    if not len(chosen):
-        return torch.zeros(2, dtype=torch.float64)
     inputs, targets, *rest = blocks.gather(chosen)
     losses = model.token_losses(inputs, targets, *rest)
     count = (targets != IGNORED_TARGET).sum()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -24,8 +24,16 @@ class Optimizers:
     members: tuple[torch.optim.Optimizer, ...]
     kernels: Kernels | None = None
     """What clips and does AdamW's update in one pass over memory; none = torch's own."""
+    parts: dict[str, nn.Parameter] | None = None
+    """What `members` train, by name, where it is a rank's parts of the model's parameters."""
+    norm_over_ranks: Callable[[float], float] | None = None
+    """Makes the norm of all gradients from that of this rank's parts."""
     _grad_scale: float = field(default=1.0, init=False)
     """What the coming update has still to multiply gradients by."""
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return what `members` train, by name."""
+        return dict(trainable(self.model)) if self.parts is None else self.parts
 
     def set_lr(self, lr: float) -> None:
         """Use this learning rate from the next update on."""
@@ -35,11 +43,15 @@ class Optimizers:
 
     def clip(self, limit: float) -> float:
         """Bring the norm of all gradients down to `limit` in the coming update; return the norm."""
+        if self.kernels is None and self.norm_over_ranks is None:
+            return float(nn.utils.clip_grad_norm_(self.trained().values(), limit))
+        gradients = [each.grad for each in self.trained().values() if each.grad is not None]
         if self.kernels is None:
-            parameters = (parameter for _, parameter in trainable(self.model))
-            return float(nn.utils.clip_grad_norm_(parameters, limit))
-        gradients = (parameter.grad for _, parameter in trainable(self.model))
-        norm = self.kernels.norm([each for each in gradients if each is not None])
+            norm = float(nn.utils.get_total_norm(gradients))
+        else:
+            norm = self.kernels.norm(gradients)
+        if self.norm_over_ranks is not None:
+            norm = self.norm_over_ranks(norm)
         scale = limit / (norm + 1e-6)
         # Not min(), which would make 1 of NaN.
         self._grad_scale = 1.0 if scale > 1 else scale
@@ -81,9 +93,7 @@ class Optimizers:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All state, each tensor as `state_key.parameter_name`."""
-        names: dict[Tensor, str] = {
-            parameter: name for name, parameter in self.model.named_parameters()
-        }
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.trained().items()}
         return {
             f"{key}.{names[parameter]}": value.detach()
             for optimizer in self.members
@@ -92,38 +102,54 @@ class Optimizers:
             if isinstance(value, Tensor)
         }
 
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave. Raises CheckpointError when a name does not fit."""
-        parameters = dict(trainable(self.model))
+    def load_state_tensors(
+        self,
+        tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        *,
+        own_part: Callable[[str, Tensor], Tensor] = lambda _name, whole: whole,
+    ) -> None:
+        """Put back what `state_tensors` gave, a tensor after another.
+
+        `own_part` returns what this rank holds of a whole tensor of the parameter of that name.
+        Raises CheckpointError when a name does not fit.
+        """
+        parameters = self.trained()
         owners = {
             parameter: optimizer
             for optimizer in self.members
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        for full_name, value in tensors.items():
+        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        for full_name, whole in pairs:
             key, _, name = full_name.partition(".")
             parameter = parameters.get(name)
-            is_count = key == "step" and value.dim() == 0
+            is_count = key == "step" and whole.dim() == 0
+            value = whole if is_count or parameter is None else own_part(name, whole)
             if parameter is None or not (is_count or value.shape == parameter.shape):
                 raise CheckpointError(
-                    f"the optimizer state {full_name!r} of shape {tuple(value.shape)} fits no "
+                    f"the optimizer state {full_name!r} of shape {tuple(whole.shape)} fits no "
                     "parameter of this model; the checkpoint belongs to another model."
                 )
             owners[parameter].state[parameter][key] = value.clone()
 
 
 def build_optimizers(
-    model: nn.Module, settings: OptimizerSection, engine: EngineSection | None = None
+    model: nn.Module,
+    settings: OptimizerSection,
+    engine: EngineSection | None = None,
+    *,
+    parts: dict[str, nn.Parameter] | None = None,
 ) -> Optimizers:
     """Make AdamW for what is trainable, or Muon for the layers' matrices and AdamW for the rest.
 
     Weight decay is for matrices and embeddings; norms and biases have none. Engines that change
-    torch's own classes need those themselves.
+    torch's own classes need those themselves. `parts` are trained instead of the model's
+    parameters, where a rank holds a part of each.
     """
     stock = engine is not None and (engine.compile or engine.kind != "native")
     hidden, matrices, vectors = [], [], []
-    for name, parameter in trainable(model):
+    for name, parameter in trainable(model) if parts is None else parts.items():
         if parameter.dim() < 2:
             vectors.append(parameter)
         elif settings.name == "muon" and cast(CausalLM, model).is_hidden_matrix(name):
@@ -140,8 +166,8 @@ def build_optimizers(
         fused=True,
     )
     if settings.name == "adamw":
-        return Optimizers(model, (adamw,))
-    return Optimizers(model, (_muon(hidden, settings, stock=stock), adamw))
+        return Optimizers(model, (adamw,), parts=parts)
+    return Optimizers(model, (_muon(hidden, settings, stock=stock), adamw), parts=parts)
 
 
 def _muon(

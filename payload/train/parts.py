@@ -12,10 +12,10 @@ from payload.results import RunPaths
 from payload.run_config import RunConfig
 from payload.train.calibration import Calibration
 from payload.train.checkpoint import BaseModel
-from payload.train.gradients import GradientExchange
 from payload.train.metrics import MetricsFile, SignOfLife
 from payload.train.models.base import CausalLM
 from payload.train.optimizer import Optimizers
+from payload.train.strategies.base import Strategy
 from payload.train.tasks.base import Task
 from payload.train.world import World
 
@@ -35,7 +35,7 @@ class Parts:
     trained: torch.nn.Module
     """The model as the engine and Accelerate's precision wrapped it."""
     optimizers: Optimizers
-    exchange: GradientExchange
+    strategy: Strategy
     tokenizer: Mapping[str, bytes]
     """Its files for the checkpoints, by name; on rank 0 only."""
     base: BaseModel | None

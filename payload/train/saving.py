@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from torch import Tensor
-
 from payload.checkpoint_files import best_checkpoints
 from payload.errors import TrainingError
 from payload.train.checkpoint import (
@@ -18,6 +16,7 @@ from payload.train.checkpoint import (
     save_checkpoint,
 )
 from payload.train.models.base import CausalLM
+from payload.train.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -56,26 +55,35 @@ class Saving:
         self._write: _Write | None = None
 
     def begin(
-        self, folder: Path, *, model: CausalLM, optimizer: Mapping[str, Tensor], state: TrainerState
+        self, folder: Path, *, model: CausalLM, snapshot: Snapshot, state: TrainerState
     ) -> None:
         """Wait for the last checkpoint, then begin `folder`."""
         self.finish()
 
         def work(progressed: Callable[[], None], tensors_read: Callable[[], None]) -> None:
-            save_checkpoint(
-                folder,
-                model=model,
-                optimizer=optimizer,
-                state=state,
-                tokenizer=self._tokenizer,
-                progressed=progressed,
-                tensors_read=tensors_read,
-            )
+            try:
+                save_checkpoint(
+                    folder,
+                    model=model,
+                    snapshot=snapshot,
+                    state=state,
+                    tokenizer=self._tokenizer,
+                    progressed=progressed,
+                    tensors_read=tensors_read,
+                )
+            finally:
+                # After a failed write the other ranks still wait to send their part.
+                snapshot.finish()
             best = best_checkpoints(self.checkpoints, self._val_losses)
             remove_old_checkpoints(self.checkpoints, keep=self._keep, newest=folder, best=best)
             log.info(f"step {state.step}: checkpoint {folder}")
 
         self._write = _Write(work)
+
+    def send(self, snapshot: Snapshot) -> None:
+        """Begin to send this rank's part of a checkpoint that rank 0 writes."""
+        self.finish()
+        self._write = _Write(lambda _progressed, _tensors_read: snapshot.finish())
 
     def evaluated(self, step: int, *, val_loss: float) -> None:
         """Note the validation loss at `step`: the best checkpoint is never removed."""

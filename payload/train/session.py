@@ -17,7 +17,6 @@ from payload.run_config import DtypeChoice, RunConfig
 from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration, calibrate
 from payload.train.engine import engage, require_engine
-from payload.train.gradients import GradientExchange
 from payload.train.metrics import MetricsFile, SignOfLife
 from payload.train.models.base import CausalLM
 from payload.train.models.lora import shrink_base
@@ -25,6 +24,7 @@ from payload.train.optimizer import build_optimizers
 from payload.train.parts import Parts
 from payload.train.setup import Start, find_start, require_disk_space, restore_optimizer
 from payload.train.start_clock import StartClock
+from payload.train.strategies.registry import choose_strategy
 from payload.train.summary import SummaryFile
 from payload.train.tasks.base import Task
 from payload.train.tasks.registry import open_task
@@ -162,20 +162,25 @@ def _assemble(
         shrink_base(start.model, torch.bfloat16)
     if _checkpoints_layers(config, start.model, world=world, calibration=calibration):
         start.model.enable_checkpointing()
-    optimizers = build_optimizers(start.model, config.optimizer, config.engine)
+    strategy = choose_strategy(config.distributed, world)
+    strategy.wrap(start.model)
+    optimizers = build_optimizers(
+        start.model, config.optimizer, config.engine, parts=strategy.parts(start.model)
+    )
+    optimizers.norm_over_ranks = strategy.norm_over_ranks()
     step = start.state.step if start.state else 0
     sign_of_life.tell(step=step, phase="kernels")
     engaged = engage(start.model, optimizers, settings=config.engine, world=world)
     accelerator = Accelerator(
-        cpu=True, mixed_precision="bf16" if calibration.dtype == "bf16" else "no"
+        cpu=world.device.type == "cpu",
+        mixed_precision="bf16" if calibration.dtype == "bf16" else "no",
     )
-    # evaluation_mode: precision alone, no DDP; see GradientExchange, which does its work.
+    # evaluation_mode: precision alone, no DDP; the strategy does its work.
     trained = accelerator.prepare_model(engaged, device_placement=False, evaluation_mode=True)
     clock.lap("kernels")
     sign_of_life.tell(step=step, phase="weights")
-    exchange = GradientExchange(config.distributed, world)
-    exchange.attach(start.model)
-    restore_optimizer(optimizers, start, world=world)
+    strategy.attach(start.model)
+    restore_optimizer(optimizers, start, strategy=strategy)
     optimizers.make_state()
     clock.lap("weights")
     return Parts(
@@ -188,7 +193,7 @@ def _assemble(
         model=start.model,
         trained=trained.train(),
         optimizers=optimizers,
-        exchange=exchange,
+        strategy=strategy,
         tokenizer=start.tokenizer,
         base=start.base,
         metrics=metrics,

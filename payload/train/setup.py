@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,6 +51,7 @@ from payload.train.models.base import CausalLM
 from payload.train.models.lora import add_adapter, load_adapter, read_adapter_tensors
 from payload.train.models.registry import build, load
 from payload.train.optimizer import Optimizers
+from payload.train.strategies.base import Strategy
 from payload.train.tasks.base import Task
 from payload.train.weights import model_folder
 from payload.train.world import World
@@ -168,12 +169,13 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
     return Start(model=model, state=state, checkpoint=checkpoint, tokenizer=tokenizer, base=base)
 
 
-def restore_optimizer(optimizers: Optimizers, start: Start, *, world: World) -> None:
-    """Give every rank the checkpoint's optimizer state, which rank 0 reads."""
+def restore_optimizer(optimizers: Optimizers, start: Start, *, strategy: Strategy) -> None:
+    """Give every rank its part of the checkpoint's optimizer state, which rank 0 reads."""
     if start.state is None:
         return
     tensors = load_optimizer_tensors(start.checkpoint) if start.checkpoint else {}
-    optimizers.load_state_tensors(_broadcast_tensors(tensors, world=world))
+    sent = _broadcast_tensors(tensors, world=strategy.world)
+    optimizers.load_state_tensors(sent, own_part=strategy.own_part)
 
 
 def require_disk_space(config: RunConfig, spec: ModelSpec, *, paths: RunPaths) -> None:
@@ -288,15 +290,22 @@ def _require_same_data(state: TrainerState, task: Task) -> None:
         )
 
 
-def _broadcast_tensors(tensors: dict[str, Tensor], *, world: World) -> dict[str, Tensor]:
-    """Return rank 0's `tensors` on every rank."""
+def _broadcast_tensors(
+    tensors: Mapping[str, Tensor], *, world: World
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield rank 0's `tensors` on every rank, one after the other."""
     if world.world_size == 1:
-        return tensors
+        yield from tensors.items()
+        return
     found = tuple(
         _TensorForm(name=name, size=tuple(value.shape), dtype=_NAMES[value.dtype])
         for name, value in tensors.items()
     )
     for form in world.broadcast(_TensorForms(tensors=found), _TensorForms).tensors:
-        value = tensors.setdefault(form.name, torch.empty(form.size, dtype=_DTYPES[form.dtype]))
+        value = (
+            tensors[form.name]
+            if world.is_main
+            else torch.empty(form.size, dtype=_DTYPES[form.dtype], device=world.device)
+        )
         dist.broadcast(value, src=0)
-    return tensors
+        yield form.name, value

@@ -34,23 +34,32 @@ def write_tensors(
     *,
     metadata: Mapping[str, str] | None = None,
     progressed: Callable[[], None] = lambda: None,
+    whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> str:
     """Write the file and return its sha256; `progressed` is called after each chunk.
 
+    `whole` returns the elements of one of `tensors`, in the order of `in_file_order`.
     Tensors that are not contiguous are copied, one at a time. Raises OSError.
     """
-    # The widest numbers first: each then lies at a multiple of its size.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    ordered = in_file_order(tensors)
     digest = hashlib.sha256()
     with path.open("wb") as file:
         header = _header(ordered, metadata or {})
         file.write(header)
         digest.update(header)
-        for chunk in (chunk for _, tensor in ordered for chunk in _chunks(tensor)):
+        for chunk in (chunk for _, tensor in ordered for chunk in _chunks(whole(tensor))):
             file.write(chunk)
             digest.update(chunk)
             progressed()
     return digest.hexdigest()
+
+
+def in_file_order(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Return names and tensors in the order of a file that has them.
+
+    The widest elements come first: each tensor then lies at a multiple of its element's size.
+    """
+    return sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
 
 
 def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> bytes:

@@ -22,7 +22,6 @@ from payload.train.metrics import rss_bytes, versions
 from payload.train.parts import Parts
 from payload.train.saving import Saving
 from payload.train.schedule import lr_at
-from payload.train.sync_check import require_sound_ranks
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +188,7 @@ class Trainer:
         preempted machine does not have.
         """
         parts, data_time_s = self._parts, 0.0
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=parts.world.device)
         is_to_stop: Callable[[], bool] | None = None
         train, step_samples = parts.task.train, self._step_samples()
         # A rank's part of the step's mean loss, times the ranks: gradients are averaged over them.
@@ -204,7 +203,7 @@ class Trainer:
             last = micro_step == self._accumulation - 1
             loss = parts.trained(*batch.inputs)
             if last:
-                parts.exchange.begin(batch.tokens)
+                parts.strategy.begin(batch.tokens)
             divisor = step_weight / batch.weight
             parts.accelerator.backward(loss / divisor)
             total += loss.detach().double() / divisor
@@ -213,7 +212,7 @@ class Trainer:
                 if is_to_stop is not None and is_to_stop():
                     return None
                 is_to_stop = self._ask_to_stop("step", micro_step + 1, self._accumulation)
-        sync_time_s = parts.exchange.finish()
+        sync_time_s = parts.strategy.finish()
         if is_to_stop is not None:
             is_to_stop()  # The step is whole: `_agree` asks once more.
         return _Passes(
@@ -237,7 +236,9 @@ class Trainer:
         """Mean loss over ranks, and whether one of them was asked to stop: the same on all."""
         world = self._parts.world
         shared = torch.tensor(
-            [float(loss), float(self._parts.stop_requested())], dtype=torch.float64
+            [float(loss), float(self._parts.stop_requested())],
+            dtype=torch.float64,
+            device=world.device,
         )
         world.sum(shared)
         return float(shared[0]) / world.world_size, bool(shared[1] > 0)
@@ -286,6 +287,8 @@ class Trainer:
             micro_batch_size=self._batch.micro_batch_size,
             max_tokens=parts.config.train.eval_tokens,
             autocast=parts.accelerator.autocast,
+            without_gradients=parts.strategy.without_gradients,
+            computes_together=parts.strategy.computes_together(),
             should_stop=lambda done, of: self._ask_to_stop("eval", done, of)(),
         )
         row = parts.task.evaluate(parts.model, how)
@@ -307,15 +310,15 @@ class Trainer:
         """Between two passes: this rank is alive. The call tells whether any is asked to stop."""
         parts = self._parts
         parts.sign_of_life.tell(step=self._step, phase=phase, micro_step=done, of=of)
-        asked = parts.world.begin_sum(torch.tensor(float(parts.stop_requested())))
+        request = torch.tensor(float(parts.stop_requested()), device=parts.world.device)
+        asked = parts.world.begin_sum(request)
         return lambda: bool(asked() > 0)
 
     def _check_sync(self) -> None:
         self._parts.sign_of_life.tell(step=self._step, phase="sync check")
         passed_step = self._checked_step if self._checked_step >= 0 else None
-        require_sound_ranks(
-            self._parts.optimizers, self._parts.world, step=self._step, passed_step=passed_step
-        )
+        parts = self._parts
+        parts.strategy.check(parts.optimizers, step=self._step, passed_step=passed_step)
         self._checked_step = self._step
 
     def _checkpoint(self) -> None:
@@ -324,7 +327,10 @@ class Trainer:
             return
         parts, self._saved_step = self._parts, self._step
         parts.sign_of_life.tell(step=self._step, phase="checkpoint")
+        snapshot = parts.strategy.snapshot(parts.model, parts.optimizers)
         if not parts.world.is_main:
+            if snapshot.is_shared():
+                self._saving.send(snapshot)
             return
         if parts.metrics is not None:
             parts.metrics.require_written()
@@ -332,7 +338,7 @@ class Trainer:
         self._saving.begin(
             parts.paths.checkpoint(self._step),
             model=parts.model,
-            optimizer=parts.optimizers.state_tensors(),
+            snapshot=snapshot,
             state=TrainerState(
                 step=self._step,
                 next_sample=self._next_sample,

@@ -26,12 +26,16 @@ def save_hf(model: CausalLM, folder: Path, *, progressed: Callable[[], None] = l
 
     Returns the sha256 of the weights' file. Raises OSError.
     """
-    (folder / CONFIG_FILE).write_text(
-        json.dumps(model.hf_config(), indent=2) + "\n", encoding="utf-8"
-    )
+    save_hf_config(model, folder)
     return write_tensors(
         folder / WEIGHTS_FILE, model.hf_tensors(), metadata={"format": "pt"}, progressed=progressed
     )
+
+
+def save_hf_config(model: CausalLM, folder: Path) -> None:
+    """Write `config.json`, by which transformers builds the same model. Raises OSError."""
+    content = json.dumps(model.hf_config(), indent=2) + "\n"
+    (folder / CONFIG_FILE).write_text(content, encoding="utf-8")
 
 
 def model_folder(name: str, *, setting: str = "model.init") -> Path:

@@ -79,6 +79,11 @@ class World:
         """Whether this rank writes the run's files."""
         return self.rank == 0
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are; no other module names a device."""
+        return torch.device("cpu")
+
     def nodes(self) -> int:
         """Number of nodes, given that all run equally many ranks."""
         return max(1, self.world_size // self.local_world_size)

@@ -17,6 +17,7 @@ from payload.errors import ExitCode
 from payload.generate.__main__ import main
 from payload.results import RunPaths
 from payload.train.checkpoint import TrainerState, save_checkpoint
+from payload.train.snapshot import Snapshot
 from payload.train.weights import save_hf
 from tests.generate.models import make_model
 
@@ -51,7 +52,11 @@ def make_run(root: Path, *, steps: tuple[int, ...]) -> RunPaths:
         )
         model = make_model(seed=step)
         save_checkpoint(
-            paths.checkpoint(step), model=model, optimizer={}, state=state, tokenizer={}
+            paths.checkpoint(step),
+            model=model,
+            snapshot=Snapshot.of(model, {}),
+            state=state,
+            tokenizer={},
         )
     return paths
 

@@ -25,6 +25,7 @@ from payload.train.checkpoint import (
     save_checkpoint,
 )
 from payload.train.optimizer import Optimizers, build_optimizers
+from payload.train.snapshot import Snapshot
 from tests.launching import DEADLINE_S, REPO, rank_env
 from tests.train.test_model import make_model, tokens
 
@@ -54,7 +55,7 @@ def save(folder: Path, optimizers: Optimizers | None = None) -> Path:
     save_checkpoint(
         folder,
         model=optimizers.model,  # type: ignore[arg-type]
-        optimizer=optimizers.state_tensors(),
+        snapshot=Snapshot.of(optimizers.model, optimizers.state_tensors()),  # type: ignore[arg-type]
         state=STATE,
         tokenizer={},
     )
@@ -67,7 +68,7 @@ def test_a_sign_of_life_is_given_after_each_part_of_a_checkpoint(tmp_path: Path)
     save_checkpoint(
         tmp_path / "step_00000007",
         model=optimizers.model,  # type: ignore[arg-type]
-        optimizer=optimizers.state_tensors(),
+        snapshot=Snapshot.of(optimizers.model, optimizers.state_tensors()),  # type: ignore[arg-type]
         state=STATE,
         tokenizer={},
         progressed=lambda: parts.append(len(list(partial.iterdir()))),
@@ -198,13 +199,19 @@ _WRITERS = """
 import os, signal, sys, time
 from pathlib import Path
 from payload.train.saving import Saving
+from payload.train.snapshot import Snapshot
 from tests.train.test_checkpoint import STATE, trained_optimizers
 
 def write_without_end(folder, first_written):
     saving = Saving(folder, keep=3, tokenizer={}, waiting=lambda: None)
     for step in range(1, 1_000_000):
         model, tensors = optimizers.model, optimizers.state_tensors()
-        saving.begin(folder / f"step_{step:08d}", model=model, optimizer=tensors, state=STATE)
+        saving.begin(
+            folder / f"step_{step:08d}",
+            model=model,
+            snapshot=Snapshot.of(model, tensors),
+            state=STATE,
+        )
         if step == 2:
             os.write(first_written, b"!")
 

@@ -26,6 +26,7 @@ from payload.train.checkpoint import load_optimizer_tensors, newest_checkpoint
 from payload.train.optimizer import Optimizers
 from payload.train.saving import Saving
 from payload.train.session import train
+from payload.train.snapshot import Snapshot
 from payload.train.start_clock import StartClock
 from payload.train.tasks import text
 from tests.train.alone import ALONE, train_alone
@@ -55,7 +56,10 @@ def begin(
     saving.begin(
         folder,
         model=optimizers.model,  # type: ignore[arg-type]
-        optimizer=optimizers.state_tensors() if tensors is None else tensors,
+        snapshot=Snapshot.of(
+            optimizers.model,  # type: ignore[arg-type]
+            optimizers.state_tensors() if tensors is None else tensors,
+        ),
         state=replace(STATE, step=int(folder.name[-8:])),
     )
 
@@ -167,7 +171,9 @@ def test_the_best_checkpoint_is_kept_linked_and_named_and_a_resume_starts_from_t
     monkeypatch.setattr(
         text,
         "evaluate",
-        lambda *_, step, **__: EvalMetrics(step=step, val_loss=losses.get(step, 9.0), val_tokens=1),
+        lambda _model, _blocks, how: EvalMetrics(
+            step=how.step, val_loss=losses.get(how.step, 9.0), val_tokens=1
+        ),
     )
     paths = RunPaths(tmp_path / "run")
     every = ("train.checkpoint_every=1", "train.eval_every=1", "train.keep_checkpoints=1")
@@ -192,7 +198,9 @@ def test_a_validation_loss_that_is_no_number_ends_the_run_and_costs_no_checkpoin
     monkeypatch.setattr(
         text,
         "evaluate",
-        lambda *_, step, **__: EvalMetrics(step=step, val_loss=losses.get(step, 9.0), val_tokens=1),
+        lambda _model, _blocks, how: EvalMetrics(
+            step=how.step, val_loss=losses.get(how.step, 9.0), val_tokens=1
+        ),
     )
     paths = RunPaths(tmp_path / "run")
     every = ("train.checkpoint_every=1", "train.eval_every=1", "train.keep_checkpoints=1")
@@ -211,7 +219,9 @@ def test_the_best_checkpoint_stays_when_the_metrics_are_lost_or_moved(
     monkeypatch.setattr(
         text,
         "evaluate",
-        lambda *_, step, **__: EvalMetrics(step=step, val_loss=losses.get(step, 9.0), val_tokens=1),
+        lambda _model, _blocks, how: EvalMetrics(
+            step=how.step, val_loss=losses.get(how.step, 9.0), val_tokens=1
+        ),
     )
     paths, elsewhere = RunPaths(tmp_path / "run"), tmp_path / "metrics.jsonl"
     every = ("train.checkpoint_every=1", "train.eval_every=1", "train.keep_checkpoints=1")

@@ -16,6 +16,7 @@ from payload.results import RunPaths
 from payload.train import sync_check
 from payload.train.optimizer import Optimizers
 from payload.train.saving import Saving
+from payload.train.snapshot import Snapshot
 from payload.train.sync_check import RankState, rank_state
 from payload.train.trainer import Trainer
 from tests.launching import mpirun, run, train_program
@@ -108,7 +109,7 @@ def test_a_checkpoint_thread_that_dies_at_once_ends_the_wait_for_it(
     saving.begin(
         tmp_path / "step_00000007",
         model=optimizers.model,  # type: ignore[arg-type]
-        optimizer=optimizers.state_tensors(),
+        snapshot=Snapshot.of(optimizers.model, optimizers.state_tensors()),  # type: ignore[arg-type]
         state=STATE,
     )
     for come_next in (saving.before_update, saving.finish):
@@ -129,7 +130,7 @@ def test_a_checkpoint_thread_that_cannot_be_started_is_one_clear_error(
         saving.begin(
             tmp_path / "step_00000007",
             model=optimizers.model,  # type: ignore[arg-type]
-            optimizer=optimizers.state_tensors(),
+            snapshot=Snapshot.of(optimizers.model, optimizers.state_tensors()),  # type: ignore[arg-type]
             state=STATE,
         )
     saving.finish()

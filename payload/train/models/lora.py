@@ -115,6 +115,20 @@ def save_adapter(
 
     Returns the sha256 of the weights' file. Raises OSError.
     """
+    save_adapter_config(model, folder, base=base)
+    return write_tensors(
+        folder / ADAPTER_FILE,
+        adapter_tensors(model),
+        metadata={"format": "pt"},
+        progressed=progressed,
+    )
+
+
+def save_adapter_config(model: CausalLM, folder: Path, *, base: tuple[str, str | None]) -> None:
+    """Write what PEFT reads beside the adapter's weights; `base` is as in `save_adapter`.
+
+    Raises OSError.
+    """
     assert model.adapter is not None
     source, revision = base
     beside = tuple(name.partition(".")[0] for name in model.trained_beside_adapter())
@@ -130,12 +144,6 @@ def save_adapter(
         # The labels, which PEFT's own files do not have.
         labelled = json.dumps(model.hf_config(), indent=2) + "\n"
         (folder / CONFIG_FILE).write_text(labelled, "utf-8")
-    return write_tensors(
-        folder / ADAPTER_FILE,
-        adapter_tensors(model),
-        metadata={"format": "pt"},
-        progressed=progressed,
-    )
 
 
 def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:

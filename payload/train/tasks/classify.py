@@ -156,7 +156,7 @@ def evaluate_texts(model: Classifier, texts: LabelledTexts, how: EvalPass) -> Cl
     passes = -(-len(batches) // world.world_size)
     stopped = False
     model.eval()
-    with torch.inference_mode(), how.autocast():
+    with how.computing():
         for done in range(passes):
             mine = done * world.world_size + world.rank
             # Every rank makes as many passes, the last perhaps with nothing to do.
@@ -167,6 +167,8 @@ def evaluate_texts(model: Classifier, texts: LabelledTexts, how: EvalPass) -> Cl
                 losses[mine] = each.sum(dtype=torch.float64)
                 ones = torch.ones(len(labels), dtype=torch.float64)
                 confusion.index_put_((labels, logits.argmax(-1)), ones, accumulate=True)
+            elif how.computes_together:
+                model.class_logits(texts.gather(batches[0])[0])
             stopped = how.should_stop(done + 1, passes)
             if stopped:
                 break

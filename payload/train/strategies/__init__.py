@@ -1,0 +1,1 @@
+"""How one model lives on many ranks: a file for each strategy, behind `base.Strategy`."""

@@ -1,0 +1,85 @@
+"""The seam between the training loop and how one model lives on many ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from payload.run_config import DistributedSection
+from payload.train.models.base import CausalLM
+from payload.train.optimizer import Optimizers
+from payload.train.snapshot import Snapshot
+from payload.train.sync_check import require_sound_ranks
+from payload.train.world import World
+
+
+class Strategy(ABC):
+    """One rank's side of a strategy, for one model.
+
+    The calls come in this order: `wrap`, `parts`, `attach`; then for each step `begin`
+    and `finish`.
+    """
+
+    def __init__(self, settings: DistributedSection, world: World) -> None:
+        self.settings = settings
+        self.world = world
+
+    @abstractmethod
+    def wrap(self, model: CausalLM) -> None:
+        """Place the model on the ranks, before optimizers and kernels are made for it."""
+
+    def parts(self, model: CausalLM) -> dict[str, nn.Parameter] | None:
+        """Return what this rank's optimizers train, by name; None = the model's own parameters."""
+        del model
+        return None
+
+    @abstractmethod
+    def attach(self, model: CausalLM) -> None:
+        """Have every rank train rank 0's weights; the model has its kernels by now, if any."""
+
+    @abstractmethod
+    def begin(self, tokens: Tensor) -> None:
+        """Take the coming backward pass as the last one of its step; it read `tokens` (B, T)."""
+
+    @abstractmethod
+    def finish(self) -> float:
+        """Put the mean gradients of all ranks in place; return the seconds that this waited.
+
+        A parameter that no pass of the step used has a gradient of zeros. Raises RuntimeError when
+        another rank vanished.
+        """
+
+    def own_part(self, name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor that belongs to the parameter `name`."""
+        del name
+        return tensor
+
+    def norm_over_ranks(self) -> Callable[[float], float] | None:
+        """Return what makes the norm of all gradients from that of this rank's part.
+
+        None where each rank has all of them.
+        """
+        return None
+
+    def without_gradients(self) -> AbstractContextManager[object]:
+        """Return the context in which an evaluation computes."""
+        return torch.inference_mode()
+
+    def computes_together(self) -> bool:
+        """Say whether a rank can make a pass only while all others make one, too."""
+        return False
+
+    def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
+        """Raise RanksDifferError or TrainingError, on every rank, unless the ranks hold one model.
+
+        `passed_step` is the last step after which the check passed.
+        """
+        require_sound_ranks(optimizers, self.world, step=step, passed_step=passed_step)
+
+    def snapshot(self, model: CausalLM, optimizers: Optimizers) -> Snapshot:
+        """Return the tensors of a checkpoint; all ranks ask for it after the same step."""
+        return Snapshot.of(model, optimizers.state_tensors())

@@ -1,0 +1,34 @@
+"""Every rank holds the whole model and exchanges gradients with the others."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from payload.run_config import DistributedSection
+from payload.train.gradients import GradientExchange
+from payload.train.models.base import CausalLM
+from payload.train.strategies.base import Strategy
+from payload.train.world import World
+
+
+class Replicate(Strategy):
+    """Data parallelism: an all-reduce of gradients in buckets, while the backward pass goes on."""
+
+    def __init__(self, settings: DistributedSection, world: World) -> None:
+        super().__init__(settings, world)
+        self._exchange = GradientExchange(settings, world)
+
+    def wrap(self, model: CausalLM) -> None:
+        """Leave the model as it is: every rank has all of it."""
+
+    def attach(self, model: CausalLM) -> None:
+        """Give every rank rank 0's weights, and average the gradients of the trainable ones."""
+        self._exchange.attach(model)
+
+    def begin(self, tokens: Tensor) -> None:
+        """Exchange the gradients of the coming backward pass, which read `tokens` (B, T)."""
+        self._exchange.begin(tokens)
+
+    def finish(self) -> float:
+        """Put the means in the gradients' place; return the seconds that this waited."""
+        return self._exchange.finish()
