@@ -52,6 +52,7 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
         "sequence_length": arguments.sequence_length,
         "dtype": arguments.dtype,
         "steps": arguments.steps,
+        "adapter": adapter_settings(arguments),
     }
     tuned = malloc_environment("tuned") | threads
     ours = [sys.executable, "-m", "benchmarks.step_ours"]
@@ -60,7 +61,7 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
     found = [Contender("tileforge", [*ours, json.dumps(work | {"kernels": "auto"})], tuned)]
     if arguments.eager:
         found.append(Contender("eager", [*ours, json.dumps(work | {"kernels": "off"})], tuned))
-    for name in ("transformers", "trl"):
+    for name in ("transformers", "trl", "peft"):
         if getattr(arguments, name, False):
             spec = model_spec(arguments.model)
             asked = {"folder": arguments.model, "vocab_size": spec.vocab_size}
@@ -77,6 +78,13 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
         preload = {"LD_PRELOAD": str(arguments.tcmalloc)} if arguments.tcmalloc else {}
         found.append(Contender("intel", command, preload | threads))
     return found
+
+
+def adapter_settings(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Return what is trained beside the frozen model on all linears of its layers, if anything."""
+    if getattr(arguments, "adapter", None) is None:
+        return None
+    return {"rank": arguments.rank, "alpha": 2.0 * arguments.rank, "dropout": 0.0}
 
 
 def _peer_sizes(shape: Gpt2Spec) -> dict[str, int]:

@@ -109,6 +109,8 @@ def _steps(case: Case, arguments: argparse.Namespace) -> list[Peak]:
         eager=arguments.eager,
         nanogpt=arguments.nanogpt,
         intel_module=None,
+        adapter=arguments.adapter,
+        rank=arguments.rank,
     )
     found = []
     for contender in contenders(work):
@@ -239,6 +241,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--accumulation", type=int, default=1, metavar="PASSES", help="of a step (default: 1)")
     add("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT")
     add("--eager", action="store_true", help="this project with kernels off, too")
+    add("--adapter", choices=["lora"], help="train this beside the frozen model, but with --data")
+    add("--rank", type=int, default=16, help="of the adapter (default: 16)")
     add("--data", type=Path, metavar="DIR", help="a prepared folder; the trainer's own runs")
     add("--ranks", nargs="+", type=int, metavar="COUNT", help="of those runs (default: 1)")
     add("--threads", type=int, metavar="COUNT", help="default: torch's own choice")

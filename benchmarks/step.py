@@ -2,6 +2,7 @@
 
     python -m benchmarks.step --model gpt2 --micro-batch-size 4 --steps 6 --eager --nanogpt CHECKOUT
     python -m benchmarks.step --model FOLDER --micro-batch-size 4 --steps 6 --transformers --trl
+    python -m benchmarks.step --model FOLDER --adapter lora --rank 16 --steps 6 --peft
 
 A step is every pass, clipping and the optimizer's update, on random tokens. Each contender is a
 process of its own; the first step of each warms up and is not counted, the median of the others is
@@ -11,7 +12,9 @@ clock: a thread that waits its turn does not count. A table goes to stderr, one 
 stdout: its `tokens_per_s`, `mfu` and `peak_rss_bytes` are this project's, and
 `contender_peak_rss_bytes` has everyone's. Peers are run as they are, from the folders given, with
 autocast to bf16. FOLDER has a config.json in the Hugging Face layout, and random weights unless it
-has some; --transformers is transformers' own model of it, --trl the same in TRL's SFTTrainer.
+has some; --transformers is transformers' own model of it, --trl the same in TRL's SFTTrainer. With
+--adapter, this project trains LoRA on all linears of the layers, with alpha = 2 x rank, and --peft
+is PEFT's on transformers' model.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import contenders
+from benchmarks.contenders import adapter_settings, contenders
 from benchmarks.machine import describe_machine
-from benchmarks.step_model import model_argument, model_spec
+from benchmarks.step_model import model_argument, trained_spec
 from payload.models.gpt2 import PRESETS
 
 
@@ -37,11 +40,18 @@ def main(argv: Sequence[str]) -> int:
         print("error: --intel-module and --ipex-python belong together.", file=sys.stderr)
         return 2
     is_preset = arguments.model in PRESETS
-    of_folders = arguments.transformers or arguments.trl
+    of_folders = arguments.transformers or arguments.trl or arguments.peft
     if of_folders if is_preset else arguments.nanogpt or arguments.intel_module:
         print(
-            "error: --nanogpt and --intel-module are for presets, --transformers and --trl for a "
-            "folder.",
+            "error: --nanogpt and --intel-module are for presets, --transformers, --trl and --peft "
+            "for a folder.",
+            file=sys.stderr,
+        )
+        return 2
+    others = arguments.transformers or arguments.trl or arguments.nanogpt or arguments.intel_module
+    if others if arguments.adapter else arguments.peft:
+        print(
+            "error: --peft and --adapter belong together, without other peers.",
             file=sys.stderr,
         )
         return 2
@@ -79,7 +89,8 @@ def _summarise(
     median = {name: statistics.median(seconds) for name, seconds in steps.items()}
     ours = found["tileforge"]
     peak = max(report["peak_flops_per_s"] for report in ours)
-    shape = model_spec(arguments.model).with_sequence_length(arguments.sequence_length)
+    adapter = adapter_settings(arguments)
+    shape = trained_spec(vars(arguments) | {"adapter": adapter})
     flops = shape.flops_per_token() * tokens
     # Above 1 something disturbed the calibration: no figure, as in the trainer.
     mfu = flops / median["tileforge"] / peak
@@ -93,6 +104,7 @@ def _summarise(
         "micro_batch_size": arguments.micro_batch_size,
         "accumulation": arguments.accumulation,
         "sequence_length": arguments.sequence_length,
+        "adapter": adapter,
         "dtype": arguments.dtype,
         "steps": len(steps["tileforge"]),
         "tokens_per_s": round(tokens / median["tileforge"], 1),
@@ -173,6 +185,9 @@ def _parser() -> argparse.ArgumentParser:
         "--transformers", action="store_true", help="transformers' own model of the folder, too"
     )
     parser.add_argument("--trl", action="store_true", help="TRL's SFTTrainer on it, too")
+    parser.add_argument("--adapter", choices=["lora"], help="train this beside the frozen model")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapter; default: 16")
+    parser.add_argument("--peft", action="store_true", help="PEFT on transformers' model, too")
     parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT")
     parser.add_argument("--intel-module", type=Path, metavar="DIR", help="with its model.py")
     parser.add_argument("--ipex-python", type=Path, metavar="FILE", help="see make setup-ipex")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from payload.errors import CheckpointError
+from payload.models.adapter import ALL_LINEAR, AdaptedSpec
 from payload.models.gpt2 import PRESETS
 from payload.models.registry import read_spec
 from payload.models.spec import ModelSpec
@@ -14,6 +17,15 @@ from payload.models.spec import ModelSpec
 def model_spec(name: str) -> ModelSpec:
     """Return a preset's spec, or that of the folder's config.json. Raises CheckpointError."""
     return PRESETS[name] if name in PRESETS else read_spec(Path(name))
+
+
+def trained_spec(work: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec of what a step with these settings trains: the model, or its adapter."""
+    spec = model_spec(work["model"]).with_sequence_length(work["sequence_length"])
+    adapter = work.get("adapter")
+    if adapter is None:
+        return spec
+    return AdaptedSpec.of(spec, rank=adapter["rank"], target=ALL_LINEAR)
 
 
 def has_weights(name: str) -> bool:

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from benchmarks.step_model import has_weights, model_spec
-from payload.models.spec import ModelSpec, RankSetting
-from payload.run_config import EngineSection, OptimizerSection
+from benchmarks.step_model import has_weights, model_spec, trained_spec
+from payload.models.spec import RankSetting
+from payload.run_config import AdapterSection, EngineSection, OptimizerSection
 from payload.train.calibration import TORCH_DTYPES, calibrate
 from payload.train.engine import engage
 from payload.train.models.base import CausalLM
+from payload.train.models.lora import add_adapter, shrink_base
 from payload.train.models.registry import build, load
 from payload.train.optimizer import build_optimizers
 from payload.train.world import World
@@ -31,12 +32,12 @@ def main(work: dict[str, Any]) -> None:
     """Take the steps, and print one JSON object."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     torch.manual_seed(1)
-    shape = model_spec(work["model"]).with_sequence_length(work["sequence_length"])
+    shape = trained_spec(work)
     dtype = work["dtype"]
     alone = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
     calibration = calibrate(alone, dtype)
     peak_flops_per_cpu_s = _gemm_flops_per_cpu_s(TORCH_DTYPES[calibration.dtype])
-    model = _model(work["model"], shape)
+    model = _model(work)
     optimizers = build_optimizers(model, OptimizerSection())
     settings = EngineSection(kernels=work["kernels"])
     engaged = engage(model, optimizers, settings=settings, world=alone)
@@ -93,9 +94,18 @@ def _gemm_flops_per_cpu_s(dtype: torch.dtype) -> float:
     return 2 * size**3 / best_s
 
 
-def _model(name: str, spec: ModelSpec) -> CausalLM:
-    """Return the model with its folder's weights, or with random ones."""
-    return load(Path(name)) if has_weights(name) else build(spec)
+def _model(work: dict[str, Any]) -> CausalLM:
+    """Return the model with its folder's weights, or with random ones; with an adapter if asked."""
+    name = work["model"]
+    if has_weights(name):
+        model = load(Path(name))
+    else:
+        model = build(model_spec(name).with_sequence_length(work["sequence_length"]))
+    if work.get("adapter"):
+        add_adapter(model, AdapterSection(kind="lora", **work["adapter"]), seed=1)
+        if work["dtype"] == "bf16":
+            shrink_base(model)
+    return model
 
 
 def version_of_code() -> str:

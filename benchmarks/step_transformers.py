@@ -39,7 +39,7 @@ def main(work: dict[str, Any]) -> None:
     for _ in range(work["steps"]):
         started_s, started_cpu_s = time.perf_counter(), time.process_time()
         for _ in range(passes):
-            with _precision(is_bf16):
+            with precision(is_bf16):
                 targets = batch[:, 1:].contiguous()
                 loss = model(
                     input_ids=batch[:, :-1], labels=targets, shift_labels=targets, use_cache=False
@@ -71,7 +71,8 @@ def transformers_model(folder: Path) -> Any:
     return classes.from_config(config, dtype=torch.float32)
 
 
-def _precision(is_bf16: bool) -> AbstractContextManager[object]:
+def precision(is_bf16: bool) -> AbstractContextManager[object]:
+    """Return the context of a forward pass."""
     return torch.autocast("cpu", dtype=torch.bfloat16) if is_bf16 else nullcontext()
 
 

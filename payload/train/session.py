@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import psutil
-import torch
 from accelerate import Accelerator
 
 from payload.metrics_log import read_metrics
@@ -159,7 +158,7 @@ def _assemble(
 ) -> Parts:
     """Wrap the model, and give every rank rank 0's parameters and optimizer state."""
     if calibration.dtype == "bf16":
-        shrink_base(start.model, torch.bfloat16)
+        shrink_base(start.model)
     if _checkpoints_layers(config, start.model, world=world, calibration=calibration):
         start.model.enable_checkpointing()
     strategy = choose_strategy(config.distributed, world)

@@ -158,7 +158,7 @@ def test_the_residual_sum_and_its_rms_norm_are_those_of_torch(
     assert error(total, leaf.detach()) < 1e-6
     assert error(normed, true.detach()) < ONE_ROUNDING
     assert error(grad_x, whole) < 1e-4
-    assert error(grad_weight, weight.grad) < 1e-5
+    assert grad_weight is not None and error(grad_weight, weight.grad) < 1e-5
     assert (grad_added is not None) == adds
     if grad_added is not None:
         assert torch.equal(grad_added, grad_x.to(BF16))
@@ -181,7 +181,7 @@ def test_the_rms_norm_of_bf16_numbers_is_that_of_torch(
 
     assert leaf.grad is not None and weight.grad is not None
     assert error(normed, true.detach()) < ONE_ROUNDING
-    assert error(grad_weight, weight.grad) < 1e-5
+    assert grad_weight is not None and error(grad_weight, weight.grad) < 1e-5
     if width > 2:
         # Two numbers a row: the gradient is a difference of equals.
         assert error(found, leaf.grad) < ONE_ROUNDING

@@ -40,6 +40,14 @@ class WeightGradients:
         """Add those of several weights of one x; the columns of `grad` are each one's in turn."""
         self._library.weight_gradients(grad, x, [self._total(each) for each in weights])
 
+    def add_made(self, weight: Tensor, grad: Tensor, scale: float) -> None:
+        """Add `grad` times `scale`; `grad`, of the weight's shape in fp32, is made already."""
+        total, adds = self._total(weight)
+        if adds:
+            total.add_(grad, alpha=scale)
+        else:
+            torch.mul(grad, scale, out=total)
+
     def _total(self, weight: Tensor) -> tuple[Tensor, bool]:
         """Return where a weight's gradient is made, and whether an earlier pass's is there."""
         is_first = weight.grad is None

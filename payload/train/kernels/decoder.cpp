@@ -52,19 +52,26 @@ void norm_backward(const T* x, const float* rstd, const float* weight, float off
   const int64_t parts = (rows + kSumRows - 1) / kSumRows;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t part = 0; part < parts; ++part) {
-    float* weight_grad = weight_parts + part * width;
-    std::fill_n(weight_grad, width, 0.0f);
+    float* weight_grad = weight_parts ? weight_parts + part * width : nullptr;
+    if (weight_grad) std::fill_n(weight_grad, width, 0.0f);
     const int64_t end = std::min(rows, (part + 1) * kSumRows);
     for (int64_t row = part * kSumRows; row < end; ++row) {
       const T* in = x + row * width;
       const bf16* grad = grad_normed + row * width;
       const float factor = rstd[row];
       float along = 0;
+      if (weight_grad) {
 #pragma omp simd reduction(+ : along)
-      for (int64_t i = 0; i < width; ++i) {
-        const float product = to_float(grad[i]) * to_float(in[i]) * factor;
-        weight_grad[i] += product;
-        along += product * (weight[i] + offset);
+        for (int64_t i = 0; i < width; ++i) {
+          const float product = to_float(grad[i]) * to_float(in[i]) * factor;
+          weight_grad[i] += product;
+          along += product * (weight[i] + offset);
+        }
+      } else {
+#pragma omp simd reduction(+ : along)
+        for (int64_t i = 0; i < width; ++i) {
+          along += to_float(grad[i]) * to_float(in[i]) * factor * (weight[i] + offset);
+        }
       }
       const float pull = along / width * factor;
       const float* through = grad_sum ? grad_sum + row * width : nullptr;
@@ -195,7 +202,7 @@ void tileforge_rms_norm_forward_bf16(const bf16* x, const float* weight, float o
 
 // grad_x = grad_sum + the norm's own; grad_added is the same in bf16. `grad_sum`, which may be
 // grad_x itself, and `grad_added` may be null. The weight's gradient comes as one part for each 64
-// rows, (parts, width).
+// rows, (parts, width), or not at all where `weight_parts` is null.
 void tileforge_rms_norm_backward(const float* sum, const float* rstd, const float* weight,
                                  float offset, const float* grad_sum, const bf16* grad_normed,
                                  float* grad_x, bf16* grad_added, float* weight_parts,

@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from payload.train.kernels import decoder_passes as passes
 from payload.train.kernels.decoder_passes import Gate, HeadSizes, NormScale, Rotation
-from payload.train.kernels.layers import LayerContext
 from payload.train.kernels.library import Library
-
-_Grads = tuple[Tensor | None, ...]
+from payload.train.kernels.linears import Grads, LayerContext, Linears, Projection, join
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,82 +64,36 @@ def branch_norm(x: Tensor, norm: Norm, context: LayerContext) -> Tensor:
 
 def attention(
     x: Tensor,
-    projections: tuple[nn.Linear, nn.Linear, nn.Linear],
-    out: nn.Linear,
+    projections: tuple[Projection, Projection, Projection],
+    out: Projection,
     norms: tuple[Norm, Norm] | None,
     how: Attending,
     context: LayerContext,
 ) -> Tensor:
     """Return causal self-attention of x (N, C); `norms` are of each query and each key."""
-    joined = _Joined(projections, context)
+    qkv_layers, out_layer = join(projections, context), join((out,), context)
     scales = () if norms is None else (norms[0].weight, norms[1].weight)
     scale = None
     if norms is not None:
         both = torch.stack([each.detach() for each in scales])
         scale = NormScale(both, norms[0].eps, norms[0].offset)
-    parameters = (*joined.parameters, out.weight, out.bias, *scales)
-    made = _Attention.apply(x, joined, _Joined((out,), context), scale, how, context, *parameters)  # type: ignore[no-untyped-call]
+    parameters = (*qkv_layers.parameters, *out_layer.parameters, *scales)
+    made = _Attention.apply(x, qkv_layers, out_layer, scale, how, context, *parameters)  # type: ignore[no-untyped-call]
     return cast(Tensor, made)
 
 
 def gated_mlp(
     x: Tensor,
-    projections: tuple[nn.Linear, nn.Linear],
-    down: nn.Linear,
+    projections: tuple[Projection, Projection],
+    down: Projection,
     gate: Gate,
     context: LayerContext,
 ) -> Tensor:
     """Return `down` of activation(first projection) times the second one, of x (N, C)."""
-    joined = _Joined(projections, context)
-    parameters = (*joined.parameters, down.weight, down.bias)
-    made = _GatedMlp.apply(x, joined, _Joined((down,), context), gate, context, *parameters)  # type: ignore[no-untyped-call]
+    wide_layers, down_layer = join(projections, context), join((down,), context)
+    parameters = (*wide_layers.parameters, *down_layer.parameters)
+    made = _GatedMlp.apply(x, wide_layers, down_layer, gate, context, *parameters)  # type: ignore[no-untyped-call]
     return cast(Tensor, made)
-
-
-class _Joined:
-    """Linear layers of the same input as one: their bf16 weights lie below each other.
-
-    The bf16 weights are made for each matmul and not kept: rounding them takes a hundredth of a
-    pass over 4 x 1024 tokens, and all of them together are 2 bytes a parameter.
-    """
-
-    def __init__(self, layers: tuple[nn.Linear, ...], context: LayerContext) -> None:
-        self._context = context
-        self._weights = tuple(each.weight for each in layers)
-        self._biases = tuple(each.bias for each in layers if each.bias is not None)
-        self.parameters = tuple(
-            parameter for each in layers for parameter in (each.weight, each.bias)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, C) to (N, R)."""
-        bias = _below_each_other(self._biases) if self._biases else None
-        return functional.linear(x, _below_each_other(self._weights), bias)
-
-    def input_gradient(self, grad: Tensor) -> Tensor:
-        """(N, R), the result's, to (N, C)."""
-        return torch.mm(grad, _below_each_other(self._weights))
-
-    def backward(self, grad: Tensor, x: Tensor) -> _Grads:
-        """Add the weights' gradients where they belong; return those of `parameters`.
-
-        `grad` is the result's, (N, R).
-        """
-        self._context.gradients.add_joined(self._weights, grad, x)
-        if not self._biases:
-            return (None,) * len(self.parameters)
-        rows = [len(each) for each in self._weights]
-        sums = torch.split(self._context.library.sum_rows(grad), rows)
-        return tuple(each for bias in sums for each in (None, bias))
-
-
-def _below_each_other(parameters: tuple[Tensor, ...]) -> Tensor:
-    """Return the rows of all parameters in one bf16 tensor."""
-    rows = [len(each) for each in parameters]
-    joined = torch.empty(sum(rows), *parameters[0].shape[1:], dtype=torch.bfloat16)
-    for each, part in zip(parameters, torch.split(joined, rows), strict=True):
-        part.copy_(each.detach())
-    return joined
 
 
 class _AddNorm(torch.autograd.Function):
@@ -161,11 +112,18 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor | None, grad_normed: Tensor) -> _Grads:
+    def backward(ctx: Any, grad_total: Tensor | None, grad_normed: Tensor) -> Grads:
         total, rstd = ctx.saved_tensors
         # The gradient of the sum has this one reader, and is written over.
         grads = passes.rms_norm_backward(
-            ctx.library, total, rstd, ctx.norm.scale(), grad_total, grad_normed, adds=ctx.adds
+            ctx.library,
+            total,
+            rstd,
+            ctx.norm.scale(),
+            grad_total,
+            grad_normed,
+            adds=ctx.adds,
+            frozen=not ctx.needs_input_grad[2],
         )
         return *grads, None, None
 
@@ -182,10 +140,17 @@ class _BranchNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> _Grads:
+    def backward(ctx: Any, grad: Tensor) -> Grads:
         x, rstd = ctx.saved_tensors
         grad_x, _, grad_weight = passes.rms_norm_backward(
-            ctx.library, x, rstd, ctx.norm.scale(), None, grad, adds=False
+            ctx.library,
+            x,
+            rstd,
+            ctx.norm.scale(),
+            None,
+            grad,
+            adds=False,
+            frozen=not ctx.needs_input_grad[1],
         )
         return grad_x, grad_weight, None, None
 
@@ -197,14 +162,15 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        qkv_layers: _Joined,
-        out_layer: _Joined,
+        qkv_layers: Linears,
+        out_layer: Linears,
         scale: NormScale | None,
         how: Attending,
         context: LayerContext,
         *parameters: Tensor | None,
     ) -> Tensor:
-        qkv = qkv_layers.forward(x).view(len(x), -1, how.sizes.width)
+        made, low_in = qkv_layers.forward(x)
+        qkv = made.view(len(x), -1, how.sizes.width)
         qk = None
         if scale is not None:
             qk = passes.norm_rotate_forward(context.library, qkv, scale, how.rotation, how.sizes)
@@ -214,18 +180,20 @@ class _Attention(torch.autograd.Function):
             _by_sequence(qkv, how), qk=qk if qk is None else _by_sequence(qk, how), **_options(how)
         )
         mixed = mixed.view(len(x), -1)
-        ctx.save_for_backward(x, qkv, mixed, log_sums)
+        result, low_out = out_layer.forward(mixed)
+        kept = x if qkv_layers.keeps_input else None
+        ctx.save_for_backward(kept, qkv, mixed, log_sums, low_in, low_out)
         ctx.layers, ctx.scale, ctx.how, ctx.context = (qkv_layers, out_layer), scale, how, context
-        return out_layer.forward(mixed)
+        return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> _Grads:
-        x, qkv, mixed, log_sums = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> Grads:
+        x, qkv, mixed, log_sums, low_in, low_out = ctx.saved_tensors
         library, how, scale = ctx.context.library, ctx.how, ctx.scale
         qkv_layers, out_layer = ctx.layers
-        out_grads = out_layer.backward(grad, mixed)
-        grad_mixed = out_layer.input_gradient(grad)
+        grad_mixed, grad_low = out_layer.input_gradient(grad)
+        out_grads = out_layer.backward(grad, mixed, low_out, grad_low)
         qk = None
         if scale is not None:
             # Not kept: a pass makes them again in less time than a layer's memory is worth.
@@ -238,7 +206,7 @@ class _Attention(torch.autograd.Function):
             qk=qk if qk is None else _by_sequence(qk, how),
             **_options(how),
         ).view_as(qkv)
-        norm_grads: _Grads = ()
+        norm_grads: Grads = ()
         if scale is not None:
             both = passes.norm_rotate_backward(
                 library, qkv, scale, how.rotation, grad_qkv, how.sizes
@@ -246,10 +214,21 @@ class _Attention(torch.autograd.Function):
             norm_grads = tuple(both.unbind())
         elif how.rotation is not None:
             passes.rotate(library, grad_qkv, how.rotation, how.sizes, back=True)
-        grad_in = grad_qkv.view(len(x), -1)
-        in_grads = qkv_layers.backward(grad_in, x)
-        grad_x = qkv_layers.input_gradient(grad_in)
-        return grad_x, None, None, None, None, None, *in_grads, *out_grads, *norm_grads
+        grad_in = grad_qkv.view(len(grad), -1)
+        wants_x = ctx.needs_input_grad[0]
+        grad_x, grad_low = qkv_layers.input_gradient(grad_in, wanted=wants_x)
+        in_grads = qkv_layers.backward(grad_in, x, low_in, grad_low)
+        return (
+            grad_x if wants_x else None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            *in_grads,
+            *out_grads,
+            *norm_grads,
+        )
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -259,29 +238,32 @@ class _GatedMlp(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        wide_layers: _Joined,
-        down_layer: _Joined,
+        wide_layers: Linears,
+        down_layer: Linears,
         gate: Gate,
         context: LayerContext,
         *parameters: Tensor | None,
     ) -> Tensor:
-        wide = wide_layers.forward(x)
-        ctx.save_for_backward(x, wide)
+        wide, low_wide = wide_layers.forward(x)
+        result, low_down = down_layer.forward(passes.gated_forward(context.library, wide, gate))
+        kept = x if wide_layers.keeps_input else None
+        ctx.save_for_backward(kept, wide, low_wide, low_down)
         ctx.layers, ctx.gate, ctx.library = (wide_layers, down_layer), gate, context.library
-        return down_layer.forward(passes.gated_forward(context.library, wide, gate))
+        return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> _Grads:
-        x, wide = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> Grads:
+        x, wide, low_wide, low_down = ctx.saved_tensors
         wide_layers, down_layer = ctx.layers
-        inner = down_layer.input_gradient(grad)
+        inner, grad_low = down_layer.input_gradient(grad)
         grad_wide = passes.gated_backward(ctx.library, wide, inner, ctx.gate)
         # `inner` has become what went into the way back.
-        down_grads = down_layer.backward(grad, inner)
-        wide_grads = wide_layers.backward(grad_wide, x)
-        grad_x = wide_layers.input_gradient(grad_wide)
-        return grad_x, None, None, None, None, *wide_grads, *down_grads
+        down_grads = down_layer.backward(grad, inner, low_down, grad_low)
+        wants_x = ctx.needs_input_grad[0]
+        grad_x, grad_low = wide_layers.input_gradient(grad_wide, wanted=wants_x)
+        wide_grads = wide_layers.backward(grad_wide, x, low_wide, grad_low)
+        return grad_x if wants_x else None, None, None, None, None, *wide_grads, *down_grads
 
 
 def _options(how: Attending) -> dict[str, Any]:

@@ -92,8 +92,9 @@ def rms_norm_backward(
     grad_normed: Tensor,
     *,
     adds: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the gradients of x, of `added` (when `adds`) and of the weight.
+    frozen: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of x, of `added` (when `adds`) and, unless it is frozen, of the weight.
 
     `total` and `rstd` are the forward pass's. The gradient of x is written over `grad_total` where
     there is one.
@@ -102,20 +103,20 @@ def rms_norm_backward(
     is_bf16 = _require_norm(total, None, scale)
     require_tensor("rstd", rstd, torch.float32, (rows,))
     require_tensor("grad_normed", grad_normed, torch.bfloat16, total.shape)
-    parts = torch.empty(-(-rows // _SUM_ROWS), width)
+    parts = None if frozen else torch.empty(-(-rows // _SUM_ROWS), width)
     if is_bf16:
         if adds or grad_total is not None:
             raise ValueError("a norm of bf16 numbers has no sum")
         grad_x = torch.empty_like(total)
         tensors = (total, rstd, scale.weight, scale.offset, grad_normed, grad_x, parts)
         library.call("rms_norm_backward_bf16", *tensors, rows, width)
-        return grad_x, None, parts.sum(dim=0)
+        return grad_x, None, None if parts is None else parts.sum(dim=0)
     require_tensor("grad_total", grad_total, torch.float32, total.shape)
     grad_x = torch.empty_like(total) if grad_total is None else grad_total
     grad_added = torch.empty(rows, width, dtype=torch.bfloat16) if adds else None
     grads = (grad_total, grad_normed, grad_x, grad_added, parts)
     library.call("rms_norm_backward", total, rstd, scale.weight, scale.offset, *grads, rows, width)
-    return grad_x, grad_added, parts.sum(dim=0)
+    return grad_x, grad_added, None if parts is None else parts.sum(dim=0)
 
 
 def rotate(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from payload.train.kernels import accumulate, head, update
-from payload.train.kernels.layers import LayerContext
 from payload.train.kernels.library import Library, load_library
+from payload.train.kernels.linears import LayerContext
 from payload.train.kernels.low_precision import Bf16Copies
 from payload.train.kernels.unavailable import KernelsUnavailableError
 

@@ -6,28 +6,14 @@ autocast does, in fewer passes. B batch, T tokens, C width, H heads, N = B x T.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
-from payload.train.kernels.accumulate import WeightGradients
 from payload.train.kernels.library import Library
-from payload.train.kernels.low_precision import Bf16Copies
-
-_Grads = tuple[Tensor | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerContext:
-    """What the layers' functions need."""
-
-    library: Library
-    copies: Bf16Copies
-    gradients: WeightGradients
+from payload.train.kernels.linears import Grads, LayerContext, Linears, Projection, join
 
 
 def add_norm(
@@ -40,8 +26,8 @@ def add_norm(
 
 def attention(
     x: Tensor,
-    qkv: nn.Linear,
-    out: nn.Linear,
+    qkv: Projection,
+    out: Projection,
     heads: tuple[int, int, int],
     starts: Tensor | None,
     context: LayerContext,
@@ -50,20 +36,18 @@ def attention(
 
     `starts` (B, T) are the first tokens that each one attends to; None = all before it.
     """
-    weights = _weights(qkv, out)
-    made = _Attention.apply(x, *weights, *map(context.copies.of, weights), heads, starts, context)  # type: ignore[no-untyped-call]
+    layers = tuple(join((each,), context, keeps_copies=True) for each in (qkv, out))
+    parameters = (*layers[0].parameters, *layers[1].parameters)
+    made = _Attention.apply(x, *layers, heads, starts, context.library, *parameters)  # type: ignore[no-untyped-call]
     return cast(Tensor, made)
 
 
-def mlp(x: Tensor, up: nn.Linear, down: nn.Linear, context: LayerContext) -> Tensor:
+def mlp(x: Tensor, up: Projection, down: Projection, context: LayerContext) -> Tensor:
     """Return `down` of GELU (its tanh form) of `up` of x (N, C)."""
-    weights = _weights(up, down)
-    made = _Mlp.apply(x, *weights, *map(context.copies.of, weights), context)  # type: ignore[no-untyped-call]
+    layers = tuple(join((each,), context, keeps_copies=True) for each in (up, down))
+    parameters = (*layers[0].parameters, *layers[1].parameters)
+    made = _Mlp.apply(x, *layers, context.library, *parameters)  # type: ignore[no-untyped-call]
     return cast(Tensor, made)
-
-
-def _weights(first: nn.Linear, second: nn.Linear) -> tuple[Tensor | None, ...]:
-    return first.weight, first.bias, second.weight, second.bias
 
 
 class _AddNorm(torch.autograd.Function):
@@ -88,7 +72,7 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor | None, grad_normed: Tensor) -> _Grads:
+    def backward(ctx: Any, grad_total: Tensor | None, grad_normed: Tensor) -> Grads:
         *saved, weight = ctx.saved_tensors
         grad_x, grad_added, grad_weight, grad_bias = ctx.library.add_norm_backward(
             tuple(saved), weight, grad_total, grad_normed, adds=ctx.adds
@@ -103,83 +87,67 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight_in: Tensor,
-        bias_in: Tensor | None,
-        weight_out: Tensor,
-        bias_out: Tensor | None,
-        cast_in: Tensor,
-        cast_bias_in: Tensor | None,
-        cast_out: Tensor,
-        cast_bias_out: Tensor | None,
+        qkv_layer: Linears,
+        out_layer: Linears,
         heads: tuple[int, int, int],
         starts: Tensor | None,
-        context: LayerContext,
+        library: Library,
+        *parameters: Tensor | None,
     ) -> Tensor:
         batch, length, head_count = heads
-        qkv = functional.linear(x, cast_in, cast_bias_in)
-        qkv = qkv.view(batch, length, 3, head_count, -1)
-        mixed, log_sums = context.library.attention_forward(qkv, starts=starts)
-        ctx.save_for_backward(x, qkv, mixed, log_sums, cast_in, cast_out)
-        ctx.context, ctx.has_bias, ctx.starts = context, bias_in is not None, starts
-        ctx.weights = (weight_in, weight_out)
-        return functional.linear(mixed.view_as(x), cast_out, cast_bias_out)
+        made, low_in = qkv_layer.forward(x)
+        qkv = made.view(batch, length, 3, head_count, -1)
+        mixed, log_sums = library.attention_forward(qkv, starts=starts)
+        result, low_out = out_layer.forward(mixed.view_as(x))
+        kept = x if qkv_layer.keeps_input else None
+        ctx.save_for_backward(kept, qkv, mixed, log_sums, low_in, low_out)
+        ctx.layers, ctx.library, ctx.starts = (qkv_layer, out_layer), library, starts
+        return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> _Grads:
-        x, qkv, mixed, log_sums, cast_in, cast_out = ctx.saved_tensors
-        weight_in, weight_out = ctx.weights
-        ctx.context.gradients.add(weight_out, grad, mixed.view_as(x))
-        grad_mixed = torch.mm(grad, cast_out).view_as(mixed)
-        grad_qkv = ctx.context.library.attention_backward(
-            qkv, mixed, log_sums, grad_mixed, starts=ctx.starts
+    def backward(ctx: Any, grad: Tensor) -> Grads:
+        x, qkv, mixed, log_sums, low_in, low_out = ctx.saved_tensors
+        qkv_layer, out_layer = ctx.layers
+        grad_mixed, grad_low = out_layer.input_gradient(grad)
+        out_grads = out_layer.backward(grad, mixed.view_as(grad_mixed), low_out, grad_low)
+        grad_qkv = ctx.library.attention_backward(
+            qkv, mixed, log_sums, grad_mixed.view_as(mixed), starts=ctx.starts
         )
-        grad_in = grad_qkv.view(len(x), -1)
-        biases = _bias_gradients(ctx, grad_in, grad)
-        ctx.context.gradients.add(weight_in, grad_in, x)
-        weights = (None, biases[0], None, biases[1])
-        return torch.mm(grad_in, cast_in), *weights, None, None, None, None, None, None, None
+        grad_in = grad_qkv.view(len(grad), -1)
+        wants_x = ctx.needs_input_grad[0]
+        grad_x, grad_low = qkv_layer.input_gradient(grad_in, wanted=wants_x)
+        in_grads = qkv_layer.backward(grad_in, x, low_in, grad_low)
+        return grad_x if wants_x else None, None, None, None, None, None, *in_grads, *out_grads
 
 
 class _Mlp(torch.autograd.Function):
-    """Two products with GELU between; GELU's output is made again in the backward pass."""
+    """Two matmuls with GELU between; GELU's output is computed again in the backward pass."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight_up: Tensor,
-        bias_up: Tensor | None,
-        weight_down: Tensor,
-        bias_down: Tensor | None,
-        cast_up: Tensor,
-        cast_bias_up: Tensor | None,
-        cast_down: Tensor,
-        cast_bias_down: Tensor | None,
-        context: LayerContext,
+        up_layer: Linears,
+        down_layer: Linears,
+        library: Library,
+        *parameters: Tensor | None,
     ) -> Tensor:
-        wide = functional.linear(x, cast_up, cast_bias_up)
-        ctx.save_for_backward(x, wide, cast_up, cast_down)
-        ctx.context, ctx.has_bias = context, bias_up is not None
-        ctx.weights = (weight_up, weight_down)
-        return functional.linear(context.library.gelu_forward(wide), cast_down, cast_bias_down)
+        wide, low_up = up_layer.forward(x)
+        result, low_down = down_layer.forward(library.gelu_forward(wide))
+        ctx.save_for_backward(x if up_layer.keeps_input else None, wide, low_up, low_down)
+        ctx.layers, ctx.library = (up_layer, down_layer), library
+        return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> _Grads:
-        x, wide, cast_up, cast_down = ctx.saved_tensors
-        grad_wide = torch.mm(grad, cast_down)
-        gelu = ctx.context.library.gelu_backward(wide, grad_wide)
-        weight_up, weight_down = ctx.weights
-        ctx.context.gradients.add(weight_down, grad, gelu)
-        biases = _bias_gradients(ctx, grad_wide, grad)
-        ctx.context.gradients.add(weight_up, grad_wide, x)
-        weights = (None, biases[0], None, biases[1])
-        return torch.mm(grad_wide, cast_up), *weights, None, None, None, None, None
-
-
-def _bias_gradients(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    if not ctx.has_bias:
-        return None, None
-    library: Library = ctx.context.library
-    return library.sum_rows(first), library.sum_rows(second)
+    def backward(ctx: Any, grad: Tensor) -> Grads:
+        x, wide, low_up, low_down = ctx.saved_tensors
+        up_layer, down_layer = ctx.layers
+        grad_wide, grad_low = down_layer.input_gradient(grad)
+        gelu = ctx.library.gelu_backward(wide, grad_wide)
+        down_grads = down_layer.backward(grad, gelu, low_down, grad_low)
+        wants_x = ctx.needs_input_grad[0]
+        grad_x, grad_low = up_layer.input_gradient(grad_wide, wanted=wants_x)
+        up_grads = up_layer.backward(grad_wide, x, low_up, grad_low)
+        return grad_x if wants_x else None, None, None, None, *up_grads, *down_grads

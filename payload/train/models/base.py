@@ -133,6 +133,10 @@ class CausalLM(nn.Module, ABC):
         """Return the base's own parameters that are trained with an adapter, by PEFT's names."""
         return {}
 
+    def joined_linears(self) -> list[tuple[str, ...]]:
+        """Return the paths of the layers' linears, those that the kernels join together."""
+        return []
+
     def hf_name(self, module: str) -> str:
         """Return transformers' path of the module that this model has at `module`."""
         return module

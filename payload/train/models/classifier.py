@@ -109,6 +109,10 @@ class Classifier(CausalLM):
         assert isinstance(weight, nn.Parameter)
         return {SCORE: weight}
 
+    def joined_linears(self) -> list[tuple[str, ...]]:
+        """Return the paths of the body's linears."""
+        return [tuple(f"{_BODY}{path}" for path in paths) for paths in self.body.joined_linears()]
+
     def hf_name(self, module: str) -> str:
         """Return transformers' path of a module."""
         if not module.startswith(_BODY):

@@ -17,7 +17,7 @@ from payload.models.decoder import MODEL_TYPES, DecoderSpec
 from payload.models.decoder_config import Rope
 from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM
-from payload.train.models.decoder_fast import refusals, run_layers
+from payload.train.models.decoder_fast import JOINED, refusals, run_layers
 from payload.train.models.decoder_layers import Layer, make_norm
 from payload.train.models.gpt2 import Embedding, LayerCache, Linear
 from payload.train.models.rope import Table, frequencies, table
@@ -162,6 +162,14 @@ class Decoder(CausalLM):
     def is_hidden_matrix(self, name: str) -> bool:
         """Say whether the parameter of this name is a layer's matrix."""
         return name.startswith("model.layers.") and self.get_parameter(name).dim() == 2
+
+    def joined_linears(self) -> list[tuple[str, ...]]:
+        """Return the paths of the layers' linears, those of one input together."""
+        return [
+            tuple(f"model.layers.{number}.{name}" for name in names)
+            for number in range(len(self.spec.layers))
+            for names in JOINED
+        ]
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return the weights under the names of transformers, which are ours."""

@@ -23,15 +23,23 @@ from payload.train.kernels.decoder_layers import (
     gated_mlp,
 )
 from payload.train.kernels.decoder_passes import LONGEST_HEAD, Gate, HeadSizes, Rotation
-from payload.train.kernels.layers import LayerContext
+from payload.train.kernels.linears import LayerContext
 from payload.train.models.decoder_layers import MLP, Attention, Layer, RMSNorm
 from payload.train.models.gpt2 import Embedding, Linear
+from payload.train.models.recognised import layer_refusals, projection
 from payload.train.models.rope import Table
 
 _KNOWN = (Attention, Embedding, Layer, Linear, MLP, RMSNorm, nn.ModuleList)
 _GATES: dict[str, Gate] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # What the kernels hold of a block of keys in a core's cache.
 _WIDEST_HEAD = min(256, LONGEST_HEAD)
+JOINED = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+"""A layer's linears; those of one input are one matmul."""
 
 
 def run_layers(
@@ -85,35 +93,7 @@ def _refusals(body: nn.Module, spec: DecoderSpec, *, dropout: float) -> Iterator
         yield f"activation {spec.hidden_act}: the kernels have {' and '.join(_GATES)}"
     if spec.head_dim % 2 or spec.head_dim > _WIDEST_HEAD:
         yield f"head_dim {spec.head_dim}: the kernels have even ones up to {_WIDEST_HEAD}"
-    unknown = sorted({type(each).__name__ for each in body.children() if type(each) not in _KNOWN})
-    inner = sorted(
-        {
-            type(each).__name__
-            for layer in cast("nn.ModuleList", body.layers)
-            for each in layer.modules()
-            if type(each) not in _KNOWN
-        }
-    )
-    if unknown or inner:
-        yield f"modules of another kind: {', '.join(dict.fromkeys(unknown + inner))}"
-    hooked = [name for name, each in body.named_modules() if _has_hooks(each)]
-    if hooked:
-        yield f"hooks on {hooked[0] or 'the model'}, which the kernels would not call"
-    frozen = [name for name, each in body.named_parameters() if not each.requires_grad]
-    if frozen:
-        yield f"{len(frozen)} frozen weights, {frozen[0]} for one"
-    wrong = [name for name, each in body.named_parameters() if each.dtype is not torch.float32]
-    if wrong:
-        yield f"{len(wrong)} weights that are not fp32, {wrong[0]} for one"
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    yield from layer_refusals(body, known=_KNOWN)
 
 
 def _attending(
@@ -146,10 +126,11 @@ def _attention(x: Tensor, module: Attention, how: Attending, context: LayerConte
     norms = None
     if module.q_norm is not None and module.k_norm is not None:
         norms = (_norm(module.q_norm), _norm(module.k_norm))
-    projections = (module.q_proj, module.k_proj, module.v_proj)
-    return attention(x, projections, module.o_proj, norms, how, context)
+    query, key, value = map(projection, (module.q_proj, module.k_proj, module.v_proj))
+    return attention(x, (query, key, value), projection(module.o_proj), norms, how, context)
 
 
 def _mlp(x: Tensor, module: MLP, context: LayerContext) -> Tensor:
     gate = _GATES[module.activation]
-    return gated_mlp(x, (module.gate_proj, module.up_proj), module.down_proj, gate, context)
+    wide = projection(module.gate_proj), projection(module.up_proj)
+    return gated_mlp(x, wide, projection(module.down_proj), gate, context)

@@ -18,9 +18,11 @@ from payload.data.tokenizers.gpt2 import END_OF_TEXT
 from payload.errors import CheckpointError
 from payload.models.gpt2 import Activation, Gpt2Spec
 from payload.models.spec import ModelSpec
-from payload.train.kernels.layers import LayerContext, add_norm, attention, mlp
+from payload.train.kernels.layers import add_norm, attention, mlp
+from payload.train.kernels.linears import LayerContext
 from payload.train.lazy_tensors import copy_in, shape_in
 from payload.train.models.base import CausalLM
+from payload.train.models.recognised import layer_refusals, projection
 
 MODEL_TYPES = ("gpt2",)
 
@@ -159,6 +161,10 @@ class Block(nn.Module):
         return added
 
 
+_KNOWN = (Attention, Block, Embedding, Linear, MLP, nn.LayerNorm, nn.ModuleList)
+_LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+
+
 class GPT(CausalLM):
     """The model. Weights are random, as GPT-2's were before training, or for the caller to set."""
 
@@ -249,9 +255,11 @@ class GPT(CausalLM):
         total, normed = add_norm(total, added, block.ln_1, context)
         module = block.attn
         heads = (*sizes, module.n_head)
-        mixed = attention(normed, module.c_attn, module.c_proj, heads, starts, context)
+        qkv, out = projection(module.c_attn), projection(module.c_proj)
+        mixed = attention(normed, qkv, out, heads, starts, context)
         total, normed = add_norm(total, mixed, block.ln_2, context)
-        return total, mlp(normed, block.mlp.c_fc, block.mlp.c_proj, context)
+        up, down = projection(block.mlp.c_fc), projection(block.mlp.c_proj)
+        return total, mlp(normed, up, down, context)
 
     def _without_kernels(self) -> list[str]:
         """Say why the layers run without kernels: a line for each reason."""
@@ -262,9 +270,7 @@ class GPT(CausalLM):
             found.append(f"activation {self.activation}: the kernel has gelu_new alone")
         if self._head_width % 2:
             found.append(f"heads of odd width {self._head_width}")
-        if self.adapter is not None:
-            found.append("an adapter: the kernels train all weights of a layer")
-        return found
+        return [*found, *layer_refusals(self, known=_KNOWN)]
 
     def speed_notes(self) -> list[str]:
         """Say what runs on the reference although kernels were asked for, and why; a line each."""
@@ -287,6 +293,10 @@ class GPT(CausalLM):
     def is_hidden_matrix(self, name: str) -> bool:
         """Say whether the parameter of this name is a layer's matrix."""
         return name.startswith("h.") and self.get_parameter(name).dim() == 2
+
+    def joined_linears(self) -> list[tuple[str, ...]]:
+        """Return the paths of the layers' linears; none of them have one input."""
+        return [(f"h.{number}.{name}",) for number in range(len(self.h)) for name in _LINEARS]
 
     def classifier_architecture(self) -> str:
         """Return the name of transformers' class for classification with this model."""

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError
@@ -26,6 +27,7 @@ from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE
 from payload.models.adapter import AdaptedSpec, is_target, scale, target_names
 from payload.run_config import AdapterSection
+from payload.train.kernels.linears import lay_below_each_other
 from payload.train.models.base import CausalLM
 from payload.train.tensor_file import write_tensors
 
@@ -88,11 +90,23 @@ def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None
     model.adapter = settings
 
 
-def shrink_base(model: CausalLM, dtype: torch.dtype) -> None:
-    """Keep the frozen linears in `dtype`, that of the matmuls: autocast would round them there."""
-    for module in model.modules():
-        if isinstance(module, LoraLinear):
-            module.weight.data = module.weight.data.to(dtype)
+def shrink_base(model: CausalLM) -> None:
+    """Keep the frozen linears of an adapter's base in bf16, to which autocast would round them.
+
+    Those of one input lie below each other, as the kernels multiply by them.
+    """
+    if model.adapter is None:
+        return
+    groups = model.joined_linears()
+    joined = {path for paths in groups for path in paths}
+    others = [
+        (name,)
+        for name, each in model.named_modules()
+        if isinstance(each, LoraLinear) and name not in joined
+    ]
+    for paths in (*groups, *others):
+        modules = [model.get_submodule(path) for path in paths]
+        lay_below_each_other([cast(Tensor, each.weight) for each in modules])
 
 
 def adapter_tensors(model: CausalLM) -> dict[str, Tensor]:

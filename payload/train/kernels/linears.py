@@ -1,0 +1,234 @@
+"""Linear layers of one input as one matmul in bf16: trained, or frozen with adapters beside them.
+
+N tokens, I inputs, O outputs of all layers together, R ranks of all their adapters together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from payload.train.kernels.accumulate import WeightGradients
+from payload.train.kernels.library import Library
+from payload.train.kernels.low_precision import Bf16Copies
+
+Grads = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """What the layers' functions need."""
+
+    library: Library
+    copies: Bf16Copies
+    gradients: WeightGradients
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An adapter: `scale * second(first(x))` is added to its linear's result."""
+
+    first: Tensor
+    """(rank, inputs) fp32."""
+    second: Tensor
+    """(outputs, rank) fp32."""
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A linear layer's parameters; frozen, it may have an adapter."""
+
+    weight: Tensor
+    """(outputs, inputs) fp32, or bf16 where it is frozen."""
+    bias: Tensor | None
+    adapter: LowRank | None = None
+
+
+class Linears(ABC):
+    """Linear layers that read the same input; their results lie side by side."""
+
+    parameters: tuple[Tensor | None, ...]
+    """What autograd has to know of; `backward` returns a gradient, or None, for each."""
+    keeps_input: bool
+    """Whether `backward` needs the input."""
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the result (N, O) of x (N, I), and what adapters keep of it for `backward`."""
+
+    @abstractmethod
+    def input_gradient(self, grad: Tensor, *, wanted: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Return the gradient of the input (N, I), and what adapters keep of it for `backward`.
+
+        `grad` is the result's (N, O). Unless it is `wanted`, the input's is empty.
+        """
+
+    @abstractmethod
+    def backward(
+        self, grad: Tensor, x: Tensor, low: Tensor | None, grad_low: Tensor | None
+    ) -> Grads:
+        """Add the weights' gradients where they belong; return those of `parameters`.
+
+        `low` and `grad_low` are what `forward` and `input_gradient` gave adapters to keep.
+        """
+
+
+def join(
+    projections: Sequence[Projection], context: LayerContext, *, keeps_copies: bool = False
+) -> Linears:
+    """Return the layers as one; all of them are trained, or all are frozen.
+
+    With `keeps_copies` the bf16 weights of trained layers last until the next update.
+    """
+    if projections[0].weight.requires_grad:
+        return _Trained(projections, context, keeps_copies=keeps_copies)
+    return _Frozen(projections, context)
+
+
+class _Trained(Linears):
+    """Trained layers: their bf16 weights lie below each other.
+
+    Unless they are kept, they are made for each matmul: rounding them takes a hundredth of a pass
+    over 4 x 1024 tokens, and all of them together are 2 bytes a parameter.
+    """
+
+    keeps_input = True
+
+    def __init__(
+        self, projections: Sequence[Projection], context: LayerContext, *, keeps_copies: bool
+    ) -> None:
+        assert not (keeps_copies and len(projections) > 1), "copies are of one weight each"
+        self._context, self._keeps_copies = context, keeps_copies
+        self._weights = tuple(each.weight for each in projections)
+        self._biases = tuple(each.bias for each in projections if each.bias is not None)
+        self.parameters = tuple(
+            parameter for each in projections for parameter in (each.weight, each.bias)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        bias = self._joined(self._biases) if self._biases else None
+        return functional.linear(x, self._joined(self._weights), bias), None
+
+    def input_gradient(self, grad: Tensor, *, wanted: bool = True) -> tuple[Tensor, Tensor | None]:
+        if not wanted:
+            return grad.new_empty(0), None
+        return torch.mm(grad, self._joined(self._weights)), None
+
+    def backward(
+        self, grad: Tensor, x: Tensor, low: Tensor | None, grad_low: Tensor | None
+    ) -> Grads:
+        self._context.gradients.add_joined(self._weights, grad, x)
+        if not self._biases:
+            return (None,) * len(self.parameters)
+        rows = [len(each) for each in self._weights]
+        sums = torch.split(self._context.library.sum_rows(grad), rows)
+        return tuple(each for bias in sums for each in (None, bias))
+
+    def _joined(self, parameters: tuple[Tensor, ...]) -> Tensor:
+        copy = self._context.copies.of(parameters[0]) if self._keeps_copies else None
+        return below_each_other(parameters) if copy is None else copy
+
+
+class _Frozen(Linears):
+    """Frozen layers, whose adapters' low-rank matrices are joined as well.
+
+    All adapters' first matrices lie below each other, (R, I); the second ones, times their scales,
+    are blocks of one matrix (O, R) that is zero elsewhere.
+    """
+
+    def __init__(self, projections: Sequence[Projection], context: LayerContext) -> None:
+        self._context, self._projections = context, projections
+        self._adapters = [each.adapter for each in projections if each.adapter is not None]
+        self._blocks: list[tuple[LowRank, slice, slice]] = []
+        """Each adapter with its rows and columns of the joined second matrix."""
+        row = column = 0
+        for each in projections:
+            outputs = len(each.weight)
+            if each.adapter is not None:
+                ranks = slice(column, column + len(each.adapter.first))
+                self._blocks.append((each.adapter, slice(row, row + outputs), ranks))
+                column = ranks.stop
+            row += outputs
+        self._sizes = row, column
+        self.keeps_input = bool(self._adapters)
+        self.parameters = tuple(
+            matrix for each in self._adapters for matrix in (each.first, each.second)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        biases = tuple(each.bias for each in self._projections if each.bias is not None)
+        result = functional.linear(x, self._weight(), below_each_other(biases) if biases else None)
+        if not self._adapters:
+            return result, None
+        low = torch.mm(x, self._first().t())
+        return result.addmm_(low, self._second().t()), low
+
+    def input_gradient(self, grad: Tensor, *, wanted: bool = True) -> tuple[Tensor, Tensor | None]:
+        grad_low = torch.mm(grad, self._second()) if self._adapters else None
+        if not wanted:
+            return grad.new_empty(0), grad_low
+        found = torch.mm(grad, self._weight())
+        return found if grad_low is None else found.addmm_(grad_low, self._first()), grad_low
+
+    def backward(
+        self, grad: Tensor, x: Tensor, low: Tensor | None, grad_low: Tensor | None
+    ) -> Grads:
+        if low is not None and grad_low is not None:
+            gradients, library = self._context.gradients, self._context.library
+            gradients.add_joined([each.first for each in self._adapters], grad_low, x)
+            # Of all pairs of a rank and an output, those of one adapter are wanted.
+            every = torch.empty(low.shape[1], grad.shape[1])
+            library.weight_gradient(low, grad, every, add=False)
+            for adapter, rows, ranks in self._blocks:
+                gradients.add_made(adapter.second, every[ranks, rows].t(), adapter.scale)
+        return (None,) * len(self.parameters)
+
+    def _weight(self) -> Tensor:
+        return below_each_other(tuple(each.weight for each in self._projections))
+
+    def _first(self) -> Tensor:
+        return below_each_other(tuple(each.first for each in self._adapters))
+
+    def _second(self) -> Tensor:
+        joined = torch.zeros(self._sizes, dtype=torch.bfloat16)
+        for adapter, rows, ranks in self._blocks:
+            joined[rows, ranks] = adapter.second.detach() * adapter.scale
+        return joined
+
+
+def below_each_other(parameters: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parameters in one bf16 tensor, without a copy where they lie so."""
+    first = parameters[0].detach()
+    if first.dtype is torch.bfloat16 and _are_adjacent(parameters):
+        size = (sum(len(each) for each in parameters), *first.shape[1:])
+        return first.as_strided(size, first.stride())
+    rows = [len(each) for each in parameters]
+    joined = torch.empty(sum(rows), *first.shape[1:], dtype=torch.bfloat16)
+    for each, part in zip(parameters, torch.split(joined, rows), strict=True):
+        part.copy_(each.detach())
+    return joined
+
+
+def lay_below_each_other(parameters: Sequence[Tensor]) -> None:
+    """Round frozen parameters to bf16, in one piece of memory that `below_each_other` finds."""
+    joined = below_each_other(parameters)
+    parts = torch.split(joined, [len(each) for each in parameters])
+    for each, part in zip(parameters, parts, strict=True):
+        each.data = part
+
+
+def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
+    """Say whether each one's rows begin where the ones before end, in one storage."""
+    storage, end = parameters[0].untyped_storage().data_ptr(), parameters[0].storage_offset()
+    for each in parameters:
+        is_next = each.untyped_storage().data_ptr() == storage and each.storage_offset() == end
+        if not (is_next and each.dtype is parameters[0].dtype and each.is_contiguous()):
+            return False
+        end += each.numel()
+    return True

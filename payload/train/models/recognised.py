@@ -1,0 +1,95 @@
+"""What the kernels take of a model's layers, and what they refuse.
+
+The kernels compute from parameters alone. What a subclass, a hook, a wrapped parameter or another
+kind of adapter adds would be left out, so they take the modules that they know and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from payload.train.kernels.linears import LowRank, Projection
+from payload.train.models.lora import LoraLinear
+
+_ADAPTER = ("lora_A", "lora_B")
+_LORA_PARAMETERS = {"weight", "bias", *_ADAPTER}
+
+
+def projection(linear: nn.Module) -> Projection:
+    """Return a linear's parameters and its adapter's, as the kernels take them."""
+    assert isinstance(linear, nn.Linear | LoraLinear)
+    adapter = None
+    if isinstance(linear, LoraLinear):
+        adapter = LowRank(linear.lora_A, linear.lora_B, linear.scale)
+    return Projection(linear.weight, linear.bias, adapter)
+
+
+def layer_refusals(body: nn.Module, *, known: Collection[type[nn.Module]]) -> Iterator[str]:
+    """Say why the kernels do not run the layers of `body`: a line for each reason.
+
+    `known` are the modules whose arithmetic they have; linears with LoRA are known besides.
+    """
+    inner = [(name, each) for name, each in body.named_modules() if each is not body]
+    recognised = {*known, LoraLinear}
+    unknown = sorted({type(each).__name__ for _, each in inner if type(each) not in recognised})
+    if unknown:
+        yield f"modules of another kind: {', '.join(unknown)}"
+    hooked = [name for name, each in inner if _has_hooks(each)]
+    if hooked:
+        yield f"hooks on {hooked[0]}, which the kernels would not call"
+    adapted = [each for _, each in inner if isinstance(each, LoraLinear)]
+    if any(set(each._parameters) - _LORA_PARAMETERS for each in adapted):
+        yield "an adapter with more than LoRA's two matrices"
+    dropout = max((each.dropout for each in adapted), default=0.0)
+    if dropout:
+        yield f"adapter.dropout = {dropout}, whose masks the reference draws"
+    yield from _parameter_refusals(inner, adapted=bool(adapted))
+
+
+def _parameter_refusals(inner: list[tuple[str, nn.Module]], *, adapted: bool) -> Iterator[str]:
+    parameters = [
+        (f"{name}.{key}", module, each)
+        for name, module in inner
+        for key, each in module.named_parameters(recurse=False)
+    ]
+    wrapped = [(name, each) for name, _, each in parameters if type(each) is not nn.Parameter]
+    if wrapped:
+        yield f"{len(wrapped)} weights of type {type(wrapped[0][1]).__name__}, {_first(wrapped)}"
+    wrong = [
+        (name, each)
+        for name, _, each in parameters
+        if each.requires_grad != (not adapted or name.endswith(_ADAPTER))
+    ]
+    if wrong and adapted:
+        yield f"{len(wrong)} weights besides the adapter's are trained, or its own are not"
+    elif wrong:
+        yield f"{len(wrong)} frozen weights, {_first(wrong)}"
+    other = [
+        (name, each)
+        for name, module, each in parameters
+        if each.dtype is not torch.float32 and not (adapted and _may_be_bf16(name, module, each))
+    ]
+    if other:
+        yield f"{len(other)} weights that are not fp32, {_first(other)}"
+
+
+def _may_be_bf16(name: str, module: nn.Module, parameter: Tensor) -> bool:
+    """Say whether it is a frozen linear's weight, kept in the dtype of the matmuls."""
+    is_linear = isinstance(module, nn.Linear | LoraLinear) and name.endswith(".weight")
+    return is_linear and parameter.dtype is torch.bfloat16 and not parameter.requires_grad
+
+
+def _first(found: Sequence[tuple[str, Tensor]]) -> str:
+    return f"{found[0][0]} for one"
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
