@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.data_folders import make_data_folder
-from tests.groups import GroupScheduling, place_of
-from tests.launching import TINY_RUN
-from tests.left_out import leave_out, notes
-from tests.small_disk import SmallDisk
+from tests.support.data_folders import make_data_folder
+from tests.support.groups import GroupScheduling, place_of
+from tests.support.launching import TINY_RUN
+from tests.support.left_out import leave_out, notes
+from tests.support.small_disk import SmallDisk
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config,
             items,
             [item for item in items if "small_disk" in getattr(item, "fixturenames", ())],
-            folder="tests/small_disk.py",
+            folder="tests/support/small_disk.py",
             why="that fill a disk: they need root on Linux, to mount one.",
         )
 

@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from tests.family_names import family_names
-from tests.import_rules import PACKAGES, RULES, unpickling, violations
+from tests.support.family_names import family_names
+from tests.support.import_rules import PACKAGES, RULES, unpickling, violations
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTRACTS = sorted(path.stem for path in (ROOT / "payload").glob("*.py"))

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from bootstrap.make_lock import read_lock
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "bootstrap" / "install-payload.sh"

@@ -23,7 +23,7 @@ from payload.train.models.base import CausalLM, trainable
 from payload.train.models.registry import build, load
 from payload.train.optimizer import build_optimizers
 from payload.train.weights import save_hf
-from tests.launching import losses
+from tests.support.launching import losses
 from tests.train.alone import train_alone
 
 NUMBERS = """

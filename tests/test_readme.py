@@ -16,8 +16,8 @@ import pytest
 from payload.errors import ExitCode
 from payload.orchestrate.__main__ import main as orchestrate
 from payload.run_config import RunConfig, load_run_config
-from tests.config_reference import MEANINGS, README, TABLES, with_tables
-from tests.config_reference import PAGES as TABLE_PAGES
+from tests.support.config_reference import MEANINGS, README, TABLES, with_tables
+from tests.support.config_reference import PAGES as TABLE_PAGES
 
 ROOT = README.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

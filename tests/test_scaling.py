@@ -18,7 +18,7 @@ from benchmarks.scaling_runs import Arrangement, Work
 from payload.models.gpt2 import PRESETS
 from payload.run_config import parse_run_config
 from payload.step_time import buckets
-from tests.launching import BIN, REPO
+from tests.support.launching import BIN, REPO
 
 TINY = buckets(PRESETS["tiny"])
 NUMBERS = sum(bucket.numbers for bucket in TINY)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import smollm2
+from tests.support import smollm2
 
 _FILES = {
     "config.json",
@@ -47,7 +47,7 @@ def test_two_processes_make_a_folder_once(tmp_path: Path, monkeypatch: pytest.Mo
     program = """
 import time
 from pathlib import Path
-from tests import smollm2
+from tests.support import smollm2
 
 def build(folder):
     with (folder.parent / "built").open("a") as file:

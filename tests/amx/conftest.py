@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.amx.emulation import Emulation, missing, prepare
-from tests.left_out import leave_out
+from tests.support.left_out import leave_out
 
 
 @pytest.hookimpl(trylast=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.amx.emulation import Emulation, read_counts
-from tests.launching import REPO
+from tests.support.launching import REPO
 
 
 @pytest.mark.parametrize(

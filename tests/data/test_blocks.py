@@ -15,8 +15,8 @@ from payload.data.blocks import IGNORED_TARGET, BlockOrder, TokenBlocks, TokenDa
 from payload.data.meta import write_meta
 from payload.data_folder import load_meta
 from payload.errors import DataError
-from tests.data_folders import make_data_folder
-from tests.waiting import wait_until
+from tests.support.data_folders import make_data_folder
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 5, 64, 65, 1000, 4097])

@@ -24,7 +24,7 @@ from payload.data.show import read_sample
 from payload.data_folder import load_meta
 from payload.errors import ConfigError, DataError, ExitCode
 from payload.orchestrate.checks import check_data
-from tests.chat_data import (
+from tests.support.chat_data import (
     END,
     MARKED_TEMPLATE,
     PLAIN_TEMPLATE,

@@ -17,7 +17,7 @@ from payload.data_folder import load_meta
 from payload.errors import CheckpointError, DataError
 from payload.tokenizer_identity import GPT2_SHA256, folder_identity, require_same_tokenizer
 from tests.data.running import contents, run_data, stdlib_texts
-from tests.smollm2 import smollm2_folder
+from tests.support.smollm2 import smollm2_folder
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

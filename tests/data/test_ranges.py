@@ -19,7 +19,7 @@ from payload.data.ranges import RangeHasher
 from payload.data_folder import RANGE_BYTES, load_meta
 from payload.errors import DataError
 from tests.data.running import write_jsonl
-from tests.data_folders import make_data_folder
+from tests.support.data_folders import make_data_folder
 from tests.train.alone import train_alone
 
 LENGTH = 1024

@@ -10,8 +10,8 @@ import pytest
 
 from tests.engine.engine import Engine, missing
 from tests.engine.variants import CRYPTO_KEY
-from tests.left_out import leave_out
 from tests.orchestrate.cloud.standin import CloudStandIn
+from tests.support.left_out import leave_out
 
 
 @pytest.hookimpl(trylast=True)

@@ -14,10 +14,10 @@ import torch
 from payload.errors import ExitCode
 from payload.evaluate.__main__ import main
 from payload.train.weights import save_hf
-from tests.data_folders import make_data_folder
 from tests.export.test_export import add_tokenizer
 from tests.generate.models import make_model
-from tests.launching import mpirun, run
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import mpirun, run
 
 LENGTH = 64
 TOKENS = 1_000

@@ -15,10 +15,10 @@ import yaml
 
 from infra.cloud_init import MAX_BYTES, BootstrapFiles, NodeBootstrap, render_user_data
 from payload.errors import ConfigError
-from tests.golden_files import assert_golden
 from tests.infra.stacks import KEY as STACK_KEY
 from tests.infra.stacks import deploy
 from tests.rig.prepared import node_user_data
+from tests.support.golden_files import assert_golden
 
 BOOTSTRAP = Path(__file__).resolve().parents[2] / "bootstrap"
 FILES = BootstrapFiles.load(BOOTSTRAP)

@@ -14,7 +14,6 @@ from cryptography.hazmat.primitives import serialization
 
 from infra.labels import CLUSTER, EXPIRES, last_expiry, mark
 from payload.inventory import ClusterInventory
-from tests.golden_files import assert_golden
 from tests.infra.stacks import (
     CASES,
     HEAD_ADDRESS,
@@ -25,6 +24,7 @@ from tests.infra.stacks import (
     Recorded,
     deploy,
 )
+from tests.support.golden_files import assert_golden
 
 
 @functools.cache

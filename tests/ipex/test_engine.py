@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ExitCode
-from tests.launching import losses, mpirun, run, summary, train, train_program
+from tests.support.launching import losses, mpirun, run, summary, train, train_program
 
 pytestmark = pytest.mark.ipex
 

@@ -19,8 +19,8 @@ from payload.launch.plan import LaunchPlan, rank_program, rank_words
 from payload.launch.ranks import place_ranks
 from payload.models.spec import ModelSpec
 from payload.run_config import LaunchSection, PrecisionSection, RunConfig, parse_run_config
-from tests.golden_files import assert_golden
 from tests.launch.inventories import make_inventory
+from tests.support.golden_files import assert_golden
 
 RUN = Path("/runs/a run")
 INVENTORY = make_inventory(num_nodes=2, physical_cores=4, numa_domains=2)

@@ -16,11 +16,11 @@ from payload.launch.launchers.registry import candidates, find, names
 from payload.orchestrate.checks import require_launcher
 from payload.results import RunPaths
 from payload.run_config import parse_run_config
-from tests.data_folders import make_data_folder
 from tests.launch import toy_launcher
 from tests.launch.inventories import make_inventory
-from tests.launching import REPO, losses, summary
 from tests.orchestrate.operator import SETTINGS
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import REPO, losses, summary
 
 STEPS = 4
 

@@ -9,8 +9,8 @@ import pytest
 from payload.errors import ConfigError
 from payload.launch.ranks import Domain, parse_ranks, place_ranks, render_ranks
 from payload.run_config import LaunchSection
-from tests.golden_files import assert_golden
 from tests.launch.inventories import make_inventory
+from tests.support.golden_files import assert_golden
 
 
 def test_one_rank_per_numa_domain_takes_all_its_cores() -> None:

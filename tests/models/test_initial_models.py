@@ -12,10 +12,10 @@ from payload.errors import ExitCode
 from payload.evaluate.__main__ import main as evaluate
 from payload.run_config import load_run_config
 from payload.tokenizer_identity import folder_identity
-from tests.data_folders import make_data_folder
 from tests.export.test_export import VOCAB, export, make_llama
-from tests.launching import losses, mpirun, rank_env, run, train_program
 from tests.models.fake_model_hub import FIRST, NAME, SECOND, model_hub
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import losses, mpirun, rank_env, run, train_program
 
 pytestmark = pytest.mark.ranks
 

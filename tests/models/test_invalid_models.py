@@ -25,8 +25,8 @@ from payload.run_config import load_run_config
 from payload.train.models.registry import build
 from payload.train.setup import pin_initial
 from payload.train.weights import save_hf
-from tests.launching import rank_env, run, train_program
 from tests.models.fake_model_hub import FIRST, NAME, model_hub, use_hub
+from tests.support.launching import rank_env, run, train_program
 from tests.train.alone import ALONE, train_alone
 
 WIDTH = 16

@@ -16,8 +16,8 @@ from benchmarks.plan import CONFIGS, make_folder, words
 from payload.errors import ExitCode
 from payload.models.hub import HubName
 from payload.models.source import spec_on_hub
-from tests.launching import REPO
 from tests.models.fake_model_hub import FIRST, NAME, model_hub, use_hub
+from tests.support.launching import REPO
 
 PARAMETERS = {
     "gpt2": 124_439_808,

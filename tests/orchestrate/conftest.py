@@ -11,8 +11,8 @@ from shutil import which
 import pytest
 
 from payload.orchestrate.ssh_settings import Deadlines, Login
-from tests.left_out import leave_out
 from tests.orchestrate.sshd import SSHD, USER, Sshd, make_key
+from tests.support.left_out import leave_out
 
 StartSshd = Callable[..., Sshd]
 SHORT = Deadlines(connect_s=3.0, handshake_s=3.0, auth_s=3.0)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from payload.inventory import ClusterInventory
 from payload.results import RunPaths
-from tests.data_folders import make_data_folder
-from tests.launching import REPO
-from tests.waiting import wait_until
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import REPO
+from tests.support.waiting import wait_until
 
 TIMEOUT_S = 180.0
 SETTINGS = (

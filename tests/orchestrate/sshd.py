@@ -15,7 +15,7 @@ from types import TracebackType
 
 from payload.inventory import Access, AccessKind, ClusterInventory, Node
 from payload.orchestrate.remote.probe import numa_domains, physical_cores
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 SSHD = Path("/usr/sbin/sshd")
 USER = getpass.getuser()

@@ -20,9 +20,9 @@ from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.mirror import Mirrored, write_mirrored
 from payload.results import RunPaths, Summary, read_json
 from payload.supervise.processes import processes_of
-from tests.data_folders import make_data_folder
 from tests.orchestrate.damage import WAYS, damage_file
 from tests.orchestrate.sshd import USER, free_port, make_cluster, make_key
+from tests.support.data_folders import make_data_folder
 
 pytestmark = pytest.mark.ranks
 STEPS = 4

@@ -23,7 +23,7 @@ from payload.errors import (
 from payload.inventory import Node
 from payload.orchestrate.fanout import all_or_raise, on_every_node
 from tests.launch.inventories import make_inventory
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 def test_all_nodes_are_asked_at_once() -> None:

@@ -18,7 +18,7 @@ from payload.orchestrate.keys import (
     render_known_hosts,
     render_ssh_config,
 )
-from tests.golden_files import assert_golden
+from tests.support.golden_files import assert_golden
 
 
 def make_cluster(*, kind: str = "direct") -> ClusterInventory:

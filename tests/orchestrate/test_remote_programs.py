@@ -20,8 +20,8 @@ from payload.errors import PreflightError
 from payload.orchestrate.facts import NodeFacts
 from payload.orchestrate.remote_programs import Signalled, parse_answer, remote_argv, remote_stdin
 from payload.untrusted import build
-from tests.launching import free_port
-from tests.waiting import wait_until
+from tests.support.launching import free_port
+from tests.support.waiting import wait_until
 
 FOLDER = Path(__file__).parents[2] / "payload" / "orchestrate" / "remote"
 

@@ -39,9 +39,9 @@ from payload.orchestrate.run_key import (
 )
 from payload.orchestrate.ssh import Connection
 from payload.orchestrate.ssh_settings import Completed, Login
-from tests.launching import BIN
 from tests.orchestrate.conftest import SHORT, StartSshd
 from tests.orchestrate.sshd import Sshd, make_cluster, make_key
+from tests.support.launching import BIN
 
 pytestmark = pytest.mark.sshd
 

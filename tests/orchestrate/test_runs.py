@@ -32,9 +32,9 @@ from payload.results import (
 )
 from payload.run_config import LaunchSection, parse_run_config
 from payload.run_lock import RunLock, is_supervised
-from tests.data_folders import make_data_folder
 from tests.launch.inventories import make_inventory
 from tests.supervise.planned import plan_stand_in
+from tests.support.data_folders import make_data_folder
 
 
 def make_state(paths: RunPaths, status: str = "running") -> None:

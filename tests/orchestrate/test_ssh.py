@@ -38,7 +38,7 @@ from tests.orchestrate.sshd import (
     make_key,
     relay_argv,
 )
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.sshd
 

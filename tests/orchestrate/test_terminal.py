@@ -26,7 +26,7 @@ from tests.supervise.planned import (
     wait_for_steps,
     wait_until_gone,
 )
-from tests.terminal import Terminal
+from tests.support.terminal import Terminal
 
 WIDTHS = (40, 80, 200)
 # Retitle the window, write the clipboard (OSC 52), clear the screen, C1's CSI and OSC, a bell.

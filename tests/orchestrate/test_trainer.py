@@ -19,9 +19,9 @@ from payload.orchestrate.__main__ import main
 from payload.results import RankProgress, RunPaths, RunState, Summary, read_json
 from payload.run_config import parse_run_config
 from payload.supervise.processes import processes_of
-from tests.data_folders import make_data_folder
-from tests.small_disk import SmallDisk
 from tests.supervise.planned import REPO, state_of, wait_for, wait_for_steps
+from tests.support.data_folders import make_data_folder
+from tests.support.small_disk import SmallDisk
 from tests.test_checkpoint_files import make_checkpoint
 
 pytestmark = pytest.mark.ranks

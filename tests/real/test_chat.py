@@ -16,10 +16,10 @@ from payload.data_folder import load_meta
 from payload.errors import ExitCode
 from payload.export.__main__ import main as export
 from payload.results import RunPaths
-from tests.chat_data import prepare
-from tests.launching import metrics
 from tests.real.test_smollm2 import of_transformers, run
-from tests.smollm2 import smollm2_folder
+from tests.support.chat_data import prepare
+from tests.support.launching import metrics
+from tests.support.smollm2 import smollm2_folder
 
 LENGTH, STEPS = 256, 60
 DEADLINE_S = 560

@@ -21,8 +21,8 @@ from payload.export.__main__ import main as export
 from payload.generate.__main__ import main as generate
 from payload.models.gguf import read_gguf
 from payload.models.registry import read_spec
-from tests.launching import REPO, rank_env
-from tests.smollm2 import kept, smollm2_folder, smollm2_gguf
+from tests.support.launching import REPO, rank_env
+from tests.support.smollm2 import kept, smollm2_folder, smollm2_gguf
 
 LENGTH = 128
 NUM_VAL_TOKENS = 1024

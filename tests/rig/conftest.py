@@ -10,7 +10,6 @@ import pytest
 
 from payload.orchestrate.keys import make_operator_key, operator_key_path
 from payload.orchestrate.remote.probe import numa_domains, physical_cores
-from tests.left_out import leave_out
 from tests.orchestrate.operator import Operator
 from tests.rig import prepared
 from tests.rig.host import missing
@@ -19,6 +18,7 @@ from tests.rig.machine import Machine
 from tests.rig.prepared import node_user_data
 from tests.rig.rig import Rig
 from tests.rig.wheelhouse import WHEELHOUSE_ON_MACHINE
+from tests.support.left_out import leave_out
 
 
 @pytest.hookimpl(trylast=True)

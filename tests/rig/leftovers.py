@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.rig.machine import Machine
 from tests.rig.sweep import processes_of
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 HOME = "home/trainer"
 # What a person's shell may have, and no node is told.

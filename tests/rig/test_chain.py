@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from payload.errors import INTERRUPTED, ExitCode
-from tests.launching import losses, metrics, summary
 from tests.orchestrate.operator import Operator, finish
 from tests.rig.leftovers import CANARIES, HOME, assert_nothing_is_left, marked
 from tests.rig.machine import Machine
@@ -21,6 +20,7 @@ from tests.rig.sweep import (
     processes_of,
     writable_by_others,
 )
+from tests.support.launching import losses, metrics, summary
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 

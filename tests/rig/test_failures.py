@@ -8,11 +8,11 @@ import pytest
 
 from payload.errors import ExitCode
 from payload.results import RunState, read_json
-from tests.launching import metrics
 from tests.orchestrate.operator import TIMEOUT_S, Operator
 from tests.rig.leftovers import HOME, marked
 from tests.rig.machine import Machine
-from tests.waiting import wait_until
+from tests.support.launching import metrics
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(900)]
 

@@ -20,8 +20,8 @@ from payload.errors import ConfigError, ExitCode
 from payload.evaluate.__main__ import main as evaluate
 from payload.results import RunPaths
 from payload.train.models.registry import load
-from tests.chat_data import MARKED_TEMPLATE, conversations, make_model, prepare, write_rows
-from tests.launching import losses, metrics, train
+from tests.support.chat_data import MARKED_TEMPLATE, conversations, make_model, prepare, write_rows
+from tests.support.launching import losses, metrics, train
 from tests.train.alone import train_alone
 
 LENGTH, SEED, STEPS, BATCH, LR = 128, 5, 50, 4, 1e-3

@@ -26,7 +26,7 @@ from payload.train.checkpoint import (
 )
 from payload.train.optimizer import Optimizers, build_optimizers
 from payload.train.snapshot import Snapshot
-from tests.launching import DEADLINE_S, REPO, rank_env
+from tests.support.launching import DEADLINE_S, REPO, rank_env
 from tests.train.test_model import make_model, tokens
 
 STATE = TrainerState(

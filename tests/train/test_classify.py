@@ -26,7 +26,7 @@ from payload.train.models.registry import load
 from payload.train.tasks.classify import Classify
 from payload.train.tasks.registry import open_task
 from payload.train.weights import save_hf
-from tests.launching import losses, metrics, mpirun, run, summary, train
+from tests.support.launching import losses, metrics, mpirun, run, summary, train
 from tests.train.alone import train_alone
 from tests.train.test_model import make_model
 

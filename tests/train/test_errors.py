@@ -15,8 +15,8 @@ from payload.run_config import load_run_config
 from payload.train.setup import find_start
 from payload.train.tasks.registry import open_task
 from payload.train.world import World
-from tests.data_folders import make_data_folder
-from tests.launching import rank_env, run, train_program
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import rank_env, run, train_program
 
 Spoil = Callable[[Path], list[str]]
 

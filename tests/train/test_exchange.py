@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import mpirun, rank_env, run, train_program
+from tests.support.launching import mpirun, rank_env, run, train_program
 
 pytestmark = pytest.mark.ranks
 

@@ -12,7 +12,7 @@ from payload.full_disk import give_room_back, keep_room, write_record
 from payload.metrics_log import EvalMetrics, read_metrics
 from payload.results import RankExit, RunPaths, read_json, write_json
 from payload.train.metrics import MetricsFile
-from tests.small_disk import SmallDisk
+from tests.support.small_disk import SmallDisk
 
 RECORD = RankExit(rank=0, node="a", exit_code=40, error="the loss is nan", time_unix=1.0)
 

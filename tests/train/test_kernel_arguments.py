@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import DEADLINE_S, REPO, rank_env
+from tests.support.launching import DEADLINE_S, REPO, rank_env
 
 
 @pytest.mark.parametrize("optimize", ["", "1", "2"])

@@ -20,7 +20,7 @@ from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.kernels.unavailable import KernelsUnavailableError
 from payload.train.optimizer import build_optimizers
-from tests.launching import losses, rank_env, run, train_program
+from tests.support.launching import losses, rank_env, run, train_program
 from tests.train.alone import ALONE
 from tests.train.test_model import make_model
 

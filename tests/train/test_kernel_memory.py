@@ -10,7 +10,7 @@ from torch import Tensor
 
 from payload.train.__main__ import LastWords
 from payload.train.kernels.library import Library
-from tests.launching import rank_env, run
+from tests.support.launching import rank_env, run
 from tests.train.alone import train_alone
 
 

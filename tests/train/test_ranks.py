@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import equal
 
 from payload.train.start_clock import process_age_s
-from tests.launching import (
+from tests.support.launching import (
     DEADLINE_S,
     evaluations,
     losses,
@@ -30,7 +30,7 @@ from tests.launching import (
     train,
     train_program,
 )
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.ranks
 

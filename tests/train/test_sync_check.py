@@ -19,7 +19,7 @@ from payload.train.saving import Saving
 from payload.train.snapshot import Snapshot
 from payload.train.sync_check import RankState, rank_state
 from payload.train.trainer import Trainer
-from tests.launching import mpirun, run, train_program
+from tests.support.launching import mpirun, run, train_program
 from tests.train.alone import train_alone
 from tests.train.test_checkpoint import STATE, trained_optimizers
 

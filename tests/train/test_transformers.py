@@ -22,8 +22,8 @@ from payload.data_folder import load_meta
 from payload.errors import CheckpointError
 from payload.hf_folder import TOKENIZER_FILES
 from payload.results import RunPaths
-from tests.data_folders import make_data_folder
-from tests.launching import DEADLINE_S, TINY_RUN
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import DEADLINE_S, TINY_RUN
 from tests.train.alone import train_alone
 
 ONE_STEP = ("train.steps=1", "train.eval_tokens=64")

@@ -12,13 +12,13 @@ import pytest
 
 from payload.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
-from tests.data_folders import make_data_folder
-from tests.launching import TINY_RUN
 from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, words
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import TINY_RUN
+from tests.support.waiting import wait_until
 from tests.test_architecture import ROOT
-from tests.waiting import wait_until
 
 
 @pytest.fixture

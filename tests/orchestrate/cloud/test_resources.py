@@ -9,8 +9,8 @@ import pytest
 
 from infra.labels import cluster_labels, mark
 from payload.orchestrate.cloud.resources import Resource, by_cluster, expiry_of, marks
-from tests.golden_files import GOLDEN
 from tests.infra.stacks import CASES
+from tests.support.golden_files import GOLDEN
 
 UNLABELLED = {
     "Network": "network",

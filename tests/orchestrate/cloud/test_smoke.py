@@ -12,11 +12,11 @@ from benchmarks.cloud_smoke import Orchestrator, main
 from payload.errors import ExitCode
 from payload.orchestrate import __main__ as orchestrate
 from payload.orchestrate.inventories import load_cluster
-from tests.data_folders import make_data_folder
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.orchestrate.cloud.stacks import head_says, words
 from tests.orchestrate.cloud.standin import PROJECT, ZONE
 from tests.orchestrate.cloud.test_failures import DETAILS
+from tests.support.data_folders import make_data_folder
 from tests.test_architecture import ROOT
 
 Capture = pytest.CaptureFixture[str]

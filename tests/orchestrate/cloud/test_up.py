@@ -29,8 +29,8 @@ from tests.orchestrate.cloud.stacks import (
 )
 from tests.orchestrate.cloud.standin import PROJECT
 from tests.orchestrate.cloud.test_failures import DETAILS, LOCKED
+from tests.support.waiting import DEADLINE_S, wait_until
 from tests.test_architecture import ROOT
-from tests.waiting import DEADLINE_S, wait_until
 
 
 def test_up_shows_the_preview_builds_and_says_what_is_next(site: Site, capsys: Capture) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ExitCode
-from tests.left_out import leave_out
 from tests.orchestrate.cluster.operating import Operator
 from tests.orchestrate.cluster.separate import SeparateNodes
+from tests.support.left_out import leave_out
 
 STEPS = 6
 

@@ -18,11 +18,11 @@ import payload
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.cluster_access import VENV
 from payload.orchestrate.remote.probe import numa_domains, physical_cores
-from tests.launching import REPO
 from tests.orchestrate.sshd import SSHD, free_port, make_cluster, make_key
 from tests.rig.network import Link, address_of, make_operator_network
 from tests.rig.whole import Whole
-from tests.waiting import wait_until
+from tests.support.launching import REPO
+from tests.support.waiting import wait_until
 
 _CONFIG = """\
 ListenAddress {address}:{port}

@@ -17,7 +17,7 @@ import pytest
 from payload.errors import ExitCode
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.operator import finish
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 

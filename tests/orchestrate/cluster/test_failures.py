@@ -11,14 +11,14 @@ import pytest
 from payload.errors import ExitCode
 from payload.metrics_log import read_metrics
 from payload.results import RunPaths, RunState
-from tests.launching import losses, summary
 from tests.orchestrate.cluster.operating import (
     TIMEOUT_S,
     Operator,
 )
 from tests.orchestrate.cluster.separate import SeparateNodes
 from tests.supervise.planned import state_of
-from tests.waiting import wait_until
+from tests.support.launching import losses, summary
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 

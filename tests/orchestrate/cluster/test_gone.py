@@ -24,7 +24,7 @@ from payload.results import RunPaths
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.cluster.test_run import as_stack
 from tests.orchestrate.sshd import free_port
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 

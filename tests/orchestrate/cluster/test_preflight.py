@@ -18,8 +18,8 @@ from payload.errors import ExitCode
 from payload.orchestrate.cluster_access import VENV
 from payload.orchestrate.findings import PROBED, TRIED
 from payload.orchestrate.measured import record_path
-from tests.launching import REPO
 from tests.orchestrate.cluster.separate import SeparateNodes
+from tests.support.launching import REPO
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 TIMEOUT_S = 120.0

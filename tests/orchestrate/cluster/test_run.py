@@ -21,7 +21,6 @@ from payload.launch.plan import LaunchPlan
 from payload.orchestrate.cloud.endpoints import VARIABLE
 from payload.orchestrate.mirror import read_mirrored
 from payload.results import RunPaths
-from tests.launching import losses, summary
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
 from tests.orchestrate.cluster.conftest import STEPS, Trained
@@ -34,7 +33,8 @@ from tests.orchestrate.cluster.separate import SeparateNodes
 from tests.orchestrate.operator import finish
 from tests.orchestrate.sshd import make_cluster, make_gcloud, make_key
 from tests.supervise.planned import state_of
-from tests.waiting import wait_until
+from tests.support.launching import losses, summary
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 

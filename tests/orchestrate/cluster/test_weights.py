@@ -16,8 +16,8 @@ from payload.orchestrate.ssh_settings import Login
 from payload.orchestrate.supply import ask_nodes, bring_weights
 from payload.orchestrate.weights import local_weights
 from payload.run_config import load_run_config
-from tests.launching import losses
 from tests.orchestrate.cluster.conftest import STEPS, Trained
+from tests.support.launching import losses
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 

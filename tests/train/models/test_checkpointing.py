@@ -25,7 +25,7 @@ from payload.train.models.classifier import Classifier
 from payload.train.models.lora import add_adapter
 from payload.train.models.registry import build
 from payload.train.models.transformers_lm import TransformersLM
-from tests.launching import losses
+from tests.support.launching import losses
 from tests.train.alone import train_alone
 from tests.train.test_kernels import bf16
 

@@ -22,7 +22,7 @@ from payload.train.models.base import trainable
 from payload.train.models.lora import add_adapter, load_adapter, merge_adapter, save_adapter
 from payload.train.models.registry import load
 from payload.train.weights import save_hf
-from tests.launching import losses, summary, train
+from tests.support.launching import losses, summary, train
 from tests.train.alone import train_alone
 from tests.train.test_model import make_model
 

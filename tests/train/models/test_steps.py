@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.architecture_cases import CASES, make_folder
 from payload.data.blocks import BlockOrder, TokenData
 from payload.results import RunPaths
-from tests.data_folders import make_data_folder
-from tests.launching import losses, mpirun, rank_env, run, train_program
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import losses, mpirun, rank_env, run, train_program
 from tests.train.alone import train_alone
 
 STEPS, BATCH, LENGTH, SEED = 20, 4, 32, 3

@@ -20,7 +20,7 @@ from payload.cloud_prices import machine_price
 from payload.errors import ExitCode
 from payload.run_config import RunConfig
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+README = Path(__file__).resolve().parents[2] / "README.md"
 
 MEANINGS = {
     ExitCode.OK: "done",

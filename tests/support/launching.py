@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 DEADLINE_S = 300
 NUM_VAL_TARGETS = 999
