@@ -13,7 +13,7 @@ import pulumi_gcp
 
 from infra.bootstrap_values import ANY_KEY, user_data
 from infra.cloud_init import BootstrapFiles
-from infra.config import load_config
+from infra.config_reading import load_config
 from infra.cost import describe, price_of_cluster
 from infra.encryption import KeyAccess, KeyAccessArgs
 from infra.failures import shown_plainly

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from benchmarks.architecture_cases import CASES, Comparison, compare
 from benchmarks.machine import describe_machine
+from benchmarks.tables import Table
 
 DIFFERENCE_BOUND = 1e-4
 """Of logits, of gradients over their norm, and of logits with the cache from those without."""
@@ -36,14 +37,14 @@ def main(argv: Sequence[str]) -> int:
     if unknown := [name for name in arguments.names if name not in CASES]:
         parser.error(f"{unknown[0]!r} is none of {', '.join(map(repr, CASES))}")
     _quiet_transformers()
-    table = sys.stderr if arguments.json else sys.stdout
-    print(_HEADER, file=table, flush=True)
+    file = sys.stderr if arguments.json else sys.stdout
+    table = Table(*_HEADS, title="architecture", labels=CASES, file=file)
     rows = []
     for name in arguments.names or CASES:
         with tempfile.TemporaryDirectory() as folder:
             row = compare(name, Path(folder))
         rows.append(row)
-        print(_line(row), file=table, flush=True)
+        table.row(row.name, *_cells(row))
     missed = {row.name: problems(row) for row in rows if problems(row)}
     if arguments.json:
         result = {
@@ -76,17 +77,18 @@ def problems(row: Comparison) -> list[str]:
     return found
 
 
-_HEADER = (
-    f"{'architecture':<23} {'path':<12} {'logits':>8} {'gradients':>9} {'cache':>8} "
-    f"{'parameters':>10} {'torch':>9} {'FLOPs':>10} {'torch':>10} {'off':>8}"
+_HEADS = (
+    *("path", "logits", "gradients", "cache", "parameters", "torch", "FLOPs", "torch's", "off"),
 )
 
 
-def _line(row: Comparison) -> str:
+def _cells(row: Comparison) -> tuple[str, ...]:
     return (
-        f"{row.name:<23} {row.path:<12} {row.logits:>8.1e} {row.gradients:>9.1e} {row.cache:>8.1e} "
-        f"{row.params:>10,} {row.torch_params:>9,} {row.flops:>10,} {row.torch_flops:>10,.0f} "
-        f"{row.flops / row.torch_flops - 1:>8.3%}"
+        row.path,
+        *(f"{each:.1e}" for each in (row.logits, row.gradients, row.cache)),
+        *(f"{each:,}" for each in (row.params, row.torch_params, row.flops)),
+        f"{row.torch_flops:,.0f}",
+        f"{row.flops / row.torch_flops - 1:.3%}",
     )
 
 

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 
 from benchmarks.contenders import Contender
 from benchmarks.machine import describe_machine
+from benchmarks.tables import Table
 from payload.launch.environment import malloc_environment, spin_environment
 from payload.models.gpt2 import PRESETS
 
@@ -112,13 +113,11 @@ def _summarise(
 def _print_table(result: dict[str, object], *, loads: Sequence[str]) -> None:
     medians, ratios = result["median_s"], result["speed_to_best"]
     assert isinstance(medians, dict) and isinstance(ratios, dict)
-    print(
-        f"{'spin':<12}" + "".join(f"{load + ' s':>12}{'of best':>9}" for load in loads),
-        file=sys.stderr,
-    )
+    heads = [head for load in loads for head in (f"{load} s", "of best")]
+    table = Table(*heads, title="spin", labels=medians[loads[0]])
     for spin in medians[loads[0]]:
-        cells = "".join(f"{medians[load][spin]:>12.3f}{ratios[load][spin]:>9.2f}" for load in loads)
-        print(f"{spin:<12}{cells}", file=sys.stderr)
+        pairs = ((f"{medians[load][spin]:.3f}", f"{ratios[load][spin]:.2f}") for load in loads)
+        table.row(spin, *(cell for pair in pairs for cell in pair))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import describe_machine
+from benchmarks.tables import Table
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS
 from payload.run_config import EngineSection, OptimizerSection, TrainSection
@@ -65,8 +66,10 @@ def main(argv: Sequence[str]) -> int:
         ]
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
     result = _result(rounds, arguments) | {"checkpoint_bytes": size}
-    for key in ("step_s", "lost_s", "lost_when_waited_for_s", "share_of_the_steps_between"):
-        print(f"{key:28} {result[key]}", file=sys.stderr)
+    keys = ("step_s", "lost_s", "lost_when_waited_for_s", "share_of_the_steps_between")
+    table = Table("value", labels=keys)
+    for key in keys:
+        table.row(key, str(result[key]))
     print(json.dumps(result))
     return 0 if result["goal_reached"] else 1
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import describe_machine
+from benchmarks.tables import Table
 from payload.data.labelled import open_labelled
 from payload.data_folder import load_meta
 
@@ -65,13 +66,11 @@ def main(argv: Sequence[str]) -> int:
         "peer_accuracy": peer,
         "margin": ours["val_accuracy"] - max(peer.values()),
     }
-    print(
-        f"accuracy            {result['accuracy']:.2%} (macro F1 {result['f1']:.4f})",
-        file=sys.stderr,
-    )
+    table = Table("accuracy", "macro F1", labels=["margin, points", *peer])
+    table.row("tileforge", f"{result['accuracy']:.2%}", f"{result['f1']:.4f}")
     for name, accuracy in peer.items():
-        print(f"{name:18}  {accuracy:.2%}", file=sys.stderr)
-    print(f"margin              {100 * float(result['margin']):+.2f} points", file=sys.stderr)
+        table.row(name, f"{accuracy:.2%}")
+    table.row("margin, points", f"{100 * float(result['margin']):+.2f}")
     print(json.dumps(result))
     return 0 if float(result["margin"]) > 0 else 1
 

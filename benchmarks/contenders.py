@@ -56,7 +56,7 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
     }
     tuned = malloc_environment("tuned") | threads
     ours = [sys.executable, "-m", "benchmarks.step_ours"]
-    peer = str(REPO / "benchmarks" / "step_peer.py")
+    peer = str(REPO / "benchmarks" / "peers" / "step_nanogpt.py")
     sizes = _peer_sizes(PRESETS[arguments.model]) if arguments.model in PRESETS else {}
     found = [Contender("tileforge", [*ours, json.dumps(work | {"kernels": "auto"})], tuned)]
     if arguments.eager:
@@ -65,7 +65,7 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
         if getattr(arguments, name, False):
             spec = model_spec(arguments.model)
             asked = {"folder": arguments.model, "vocab_size": spec.vocab_size}
-            theirs = [sys.executable, "-m", f"benchmarks.step_{name}"]
+            theirs = [sys.executable, "-m", f"benchmarks.peers.step_{name}"]
             found.append(Contender(name, [*theirs, json.dumps(work | asked)], tuned))
     if arguments.nanogpt:
         asked = {"folder": str(arguments.nanogpt.resolve()), "ipex": False, "sizes": sizes}

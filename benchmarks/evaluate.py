@@ -28,6 +28,7 @@ import torch
 from accelerate import Accelerator
 
 from benchmarks.machine import describe_machine
+from benchmarks.tables import Table
 from payload.data.blocks import BlockOrder, TokenData
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS
@@ -154,12 +155,12 @@ def summarise(rounds: Sequence[Round], arguments: argparse.Namespace) -> dict[st
 
 
 def _print_table(result: dict[str, object]) -> None:
-    for name in ("training", "evaluation"):
-        print(f"{name:<12}{result[f'{name}_tokens_per_s']:>10} tokens/s", file=sys.stderr)
-    print(f"{result['ratio_vs_training']} times", file=sys.stderr)
-    print(
-        f"reading {result['data_share']:.4%} of the step, {result['check_share']:.4%} for hashes",
-        file=sys.stderr,
+    passes = {"training": 1, "evaluation": result["ratio_vs_training"]}
+    table = Table("tokens/s", "ratio", labels=passes)
+    for name, ratio in passes.items():
+        table.row(name, str(result[f"{name}_tokens_per_s"]), str(ratio))
+    table.note(
+        f"reading {result['data_share']:.4%} of the step, {result['check_share']:.4%} for hashes"
     )
 
 

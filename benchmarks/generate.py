@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.nanogpt_parity import nanogpt_state
+from benchmarks.tables import Table
 from payload.data.tokenizers.gpt2 import VOCAB_SIZE
 from payload.generate.sampling import SamplingOptions, sample
 from payload.models.gpt2 import PRESETS, Gpt2Spec
@@ -60,9 +61,10 @@ def main(argv: Sequence[str]) -> int:
     times = [(_seconds(ours), _seconds(theirs)) for _ in range(arguments.rounds)]
     ours_s, theirs_s = (statistics.median(column) for column in zip(*times, strict=True))
     ratio = statistics.median(b / a for a, b in times)
-    print(f"tileforge {arguments.tokens / ours_s:8.1f} tokens/s", file=sys.stderr)
-    print(f"nanoGPT   {arguments.tokens / theirs_s:8.1f} tokens/s", file=sys.stderr)
-    print(f"{ratio:.1f} times; texts equal: {same}", file=sys.stderr)
+    table = Table("tokens/s", "ratio", labels=["tileforge"])
+    table.row("tileforge", f"{arguments.tokens / ours_s:.1f}", f"{ratio:.1f}")
+    table.row("nanoGPT", f"{arguments.tokens / theirs_s:.1f}", "1")
+    table.note(f"texts equal: {same}")
     result = {
         "benchmark": "generate",
         "preset": arguments.preset,

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.machine import describe_machine
+from benchmarks.tables import Table
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS, Gpt2Spec
 from payload.models.spec import logits_tokens
@@ -67,9 +68,13 @@ def main(argv: Sequence[str]) -> int:
     shape = replace(PRESETS[arguments.model], sequence_length=arguments.sequence_length)
     library = load_library()
     times: dict[str, dict[str, list[float]]] = {}
+    table = Table("kernel ms", "torch ms", "ratio", labels=["weight gradient 2304 x 768"])
     for case in _cases(library, shape, arguments.micro_batch_size):
         times[case.name] = _in_turn(case, rounds=arguments.rounds)
-        _print_row(case.name, times[case.name])
+        ways = times[case.name]
+        kernel, reference = (statistics.median(ways[way]) * 1e3 for way in ("kernel", "torch"))
+        ratio = f"{reference / kernel:.2f}"
+        table.row(case.name, f"{kernel:.2f}", f"{reference:.2f}", ratio)
     result = {
         "benchmark": "kernels",
         "model": arguments.model,
@@ -101,14 +106,6 @@ def _in_turn(case: Case, *, rounds: int) -> dict[str, list[float]]:
             if number:
                 found[way].append(time.perf_counter() - began_s)
     return found
-
-
-def _print_row(name: str, ways: dict[str, list[float]]) -> None:
-    kernel, reference = (statistics.median(ways[way]) * 1e3 for way in ("kernel", "torch"))
-    print(
-        f"{name:<28}{kernel:>9.2f} ms{reference:>9.2f} ms with torch{reference / kernel:>7.2f} x",
-        file=sys.stderr,
-    )
 
 
 def _bf16(*size: int) -> Tensor:

@@ -30,6 +30,7 @@ from typing import Any
 from benchmarks.contenders import REPO, contenders
 from benchmarks.machine import describe_machine
 from benchmarks.step_model import model_argument
+from benchmarks.tables import Table
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS
 from payload.results import RunPaths
@@ -88,10 +89,11 @@ def main(argv: Sequence[str]) -> int:
     if folders and (arguments.data or arguments.nanogpt):
         parser.error(f"--data and --nanogpt are for presets, not for {folders[0]}.")
     peaks: list[Peak] = []
+    table = Table("sequences", "contender", "peak GB", "estimate off by", labels=_names(arguments))
     for case in arguments.cases:
         for peak in (*_steps(case, arguments), *_runs(case, arguments)):
             peaks.append(peak)
-            _print_row(peak)
+            table.row(*_cells(peak))
     result = summarise(peaks, accumulation=arguments.accumulation)
     print(json.dumps(result))
     return 0 if result["estimates_hold"] and result["half_of_nanogpt"] is not False else 1
@@ -213,13 +215,15 @@ def _ratios(peaks: Sequence[Peak]) -> list[tuple[Case, float]]:
     ]
 
 
-def _print_row(peak: Peak) -> None:
+def _names(arguments: argparse.Namespace) -> list[str]:
+    return [case.model for case in arguments.cases]
+
+
+def _cells(peak: Peak) -> tuple[str, ...]:
     error = peak.estimate_error()
-    foreseen = "" if error is None else f"  estimate off by {error:+.1%}"
-    print(
-        f"{peak.case.model}:{peak.case.micro_batch_size:<4} {peak.name:<14}"
-        f"{peak.peak_bytes / 1e9:>7.2f} GB{foreseen}",
-        file=sys.stderr,
+    return (
+        *(peak.case.model, str(peak.case.micro_batch_size), peak.name),
+        *(f"{peak.peak_bytes / 1e9:.2f}", "" if error is None else f"{error:+.1%}"),
     )
 
 

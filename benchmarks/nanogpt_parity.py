@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.tables import Table
 from payload.data.blocks import BlockOrder, TokenData
 from payload.metrics_log import read_metrics
 from payload.models.gpt2 import PRESETS, Gpt2Spec
@@ -57,9 +58,9 @@ def main(argv: Sequence[str]) -> int:
         ours = _our_losses(config, Path(scratch) / "run")
         theirs = _nanogpt_losses(arguments.nanogpt.resolve(), config, data, Path(scratch))
     largest = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    print(f"{'step':>4} {'tileforge':>12} {'nanoGPT':>12}", file=sys.stderr)
+    table = Table("tileforge", "nanoGPT", title="step")
     for step, (a, b) in enumerate(zip(ours, theirs, strict=True), start=1):
-        print(f"{step:>4} {a:>12.7f} {b:>12.7f}", file=sys.stderr)
+        table.row(str(step), f"{a:.7f}", f"{b:.7f}")
     print(
         json.dumps(
             {

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.machine import describe_machine
+from benchmarks.tables import Table
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import Gpt2Spec
 from payload.results import RunPaths, Summary, read_json
@@ -271,13 +272,16 @@ def summarise(found: Mapping[Name, Compared]) -> dict[str, object]:
 
 
 def _print_table(found: Mapping[Name, Compared]) -> None:
+    table = Table("lr", "loss", labels=found)
     for name, each in found.items():
         for trial, run in each.grid.items():
-            print(f"{name:<6} lr {trial.lr:<8g} loss {run.loss:.4f}", file=sys.stderr)
+            table.row(name, f"{trial.lr:g}", f"{run.loss:.4f}")
+    seeds = max((len(each.seeds) for each in found.values()), default=0)
+    table = Table("steps", "lr", *(f"loss {number + 1}" for number in range(seeds)), labels=found)
     for name, each in found.items():
-        losses = "  ".join(f"{run.loss:.4f}" for run in each.seeds.values())
+        losses = (f"{run.loss:.4f}" for run in each.seeds.values())
         chosen = each.best()
-        print(f"{name:<6} {chosen.steps} steps at {chosen.lr:g}: {losses}", file=sys.stderr)
+        table.row(name, str(chosen.steps), f"{chosen.lr:g}", *losses)
 
 
 def _parser() -> argparse.ArgumentParser:

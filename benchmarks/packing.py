@@ -20,7 +20,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from benchmarks.machine import describe_machine
 from benchmarks.step_model import model_argument, model_spec
+from benchmarks.tables import Table
 from payload.data.blocks import IGNORED_TARGET
 from payload.data.packing import best_fit
 from payload.train.kernels.kernels import find_kernels
@@ -89,9 +90,7 @@ def timed(model: CausalLM, batch: tuple[Tensor, Tensor, Tensor]) -> float:
     return time.perf_counter() - began_s
 
 
-def measure(
-    model: CausalLM, *, length: int, rows: int, rounds: int, say: Callable[[str], None]
-) -> dict[str, dict[str, float]]:
+def measure(model: CausalLM, *, length: int, rows: int, rounds: int) -> dict[str, dict[str, float]]:
     """Return each layout's useful tokens a second, and its share of padding."""
     draw = np.random.default_rng(1)
     lengths = draw.integers(SHORTEST, LONGEST, size=CONVERSATIONS, endpoint=True).tolist()
@@ -108,6 +107,7 @@ def measure(
             if turn:  # The first one gets memory, and makes the weights' bf16 copies.
                 times[name].append(took_s)
     found = {}
+    table = Table("useful tokens", "padding", "seconds", "useful tokens/s", labels=passes)
     for name, (some, _) in passes.items():
         useful, size = sum(map(sum, some)), batches[name][0].numel()
         median_s = statistics.median(times[name])
@@ -117,10 +117,8 @@ def measure(
             "median_s": median_s,
             "useful_tokens_per_s": useful / median_s,
         }
-        say(
-            f"{name:<10}{useful:>8,} useful tokens{1 - useful / size:>8.1%} padding"
-            f"{median_s:>8.2f} s{useful / median_s:>8,.0f} useful tokens/s"
-        )
+        rate = f"{useful / median_s:,.0f}"
+        table.row(name, f"{useful:,}", f"{1 - useful / size:.1%}", f"{median_s:.2f}", rate)
     return found
 
 
@@ -146,7 +144,6 @@ def main(argv: list[str]) -> None:
         length=given.sequence_length,
         rows=given.micro_batch_size,
         rounds=given.rounds,
-        say=lambda line: print(line, file=sys.stderr),
     )
     speed = {name: each["useful_tokens_per_s"] for name, each in found.items()}
     result = {

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe_machine
+from benchmarks.tables import Table
 
 GOAL_S = 2.0
 _LLAMA3_ROPE = {
@@ -116,18 +117,19 @@ def main(argv: Sequence[str]) -> int:
         "--rounds", type=int, default=3, metavar="N", help="processes of each (default: 3)"
     )
     arguments = parser.parse_args(argv)
-    header = f"{'model':<14} {'parameters':>14} {'FLOPs/token':>12} {'memory':>9} {'plan':>7}"
-    print(header, file=sys.stderr)
+    heads = ("parameters", "GFLOPs/token", "memory GiB", "plan s")
+    table = Table(*heads, title="model", labels=CONFIGS)
     rows = []
     with tempfile.TemporaryDirectory() as root:
         for name, config in CONFIGS.items():
             row = _measure(Path(root), name, config, rounds=arguments.rounds)
             rows.append(row)
-            print(
-                f"{name:<14} {row['params']:>14,} {row['flops_per_token'] / 1e9:>10.2f} G "
-                f"{row['memory_bytes'] / 2**30:>5.1f} GiB {row['slowest_s']:>5.2f} s",
-                file=sys.stderr,
-                flush=True,
+            table.row(
+                name,
+                f"{row['params'] / 1e6:,.1f} M",
+                f"{row['flops_per_token'] / 1e9:.2f}",
+                f"{row['memory_bytes'] / 2**30:.1f}",
+                f"{row['slowest_s']:.2f}",
             )
     print(json.dumps({"benchmark": "plan", "machine": describe_machine(), "rows": rows}))
     return int(any(row["slowest_s"] >= GOAL_S for row in rows))

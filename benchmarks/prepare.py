@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.machine import describe_machine
+from benchmarks.tables import Table
 from payload.data.sources.files import STDLIB_VAL_FRACTION, stdlib_source
 from payload.data.split import choose_split
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
@@ -186,23 +187,19 @@ def _same(folder: Path, documents: list[list[int]]) -> bool:
 
 
 def _print_table(result: dict[str, object]) -> None:
-    print(f"{'':<42}{'seconds':>10}{'MB/s':>10}{'ratio':>10}", file=sys.stderr)
     rows = (
         ("tileforge, without reading and start-up", "work", result["ratio"]),
         ("tileforge, all of prepare", "whole", result["ratio_whole"]),
         ("tileforge, with Python's start", "command", result["ratio_command"]),
         ("tiktoken batch", "tiktoken", 1),
     )
+    table = Table("seconds", "MB/s", "ratio", labels=[label for label, _, _ in rows])
     for label, name, ratio in rows:
-        print(
-            f"{label:<42}{result[f'{name}_s']:>10}{result[f'{name}_mb_per_s']:>10}{ratio:>10}",
-            file=sys.stderr,
-        )
-    print(
+        table.row(label, str(result[f"{name}_s"]), str(result[f"{name}_mb_per_s"]), str(ratio))
+    table.note(
         f"processors' time: {result['command_cpu_s']} s of the command, "
         f"{result['tiktoken_cpu_s']} s of tiktoken's, {result['cpu_ratio']} times; "
-        f"tokens equal: {result['tokens_equal']}",
-        file=sys.stderr,
+        f"tokens equal: {result['tokens_equal']}"
     )
 
 

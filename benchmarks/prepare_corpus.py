@@ -6,11 +6,11 @@ The corpus is made from the standard library's text (`benchmarks/corpus.py` says
 in a temporary folder, and deleted at the end. Timed is the whole command, Python's start and
 imports included, with reading, tokenizing, checking samples against tiktoken, writing, hashing and
 flushing to the disk; its peak memory is the kernel's high-water mark. nanoGPT's
-data/openwebtext/prepare.py (`benchmarks/prepare_peer.py` says how) and this project then prepare
-the first `--peer-mb` of the corpus, and the tokens of both are counted. `ratio` is between the
-whole commands, `ratio_loaded` leaves out what the peer takes to read the files in, `cpu_ratio` is
-of the processors' time, which other work on the machine disturbs less. A table goes to stderr, one
-JSON object to stdout; the exit status is 1 when a bound is missed or the tokens differ.
+data/openwebtext/prepare.py (`benchmarks/peers/prepare_nanogpt.py` says how) and this project then
+prepare the first `--peer-mb` of the corpus, and the tokens of both are counted. `ratio` is between
+the whole commands, `ratio_loaded` leaves out what the peer takes to read the files in, `cpu_ratio`
+is of the processors' time, which other work on the machine disturbs less. A table goes to
+stderr, one JSON object to stdout; the exit status is 1 when a bound is missed or the tokens differ.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _against_peer(folder: Path, size_bytes: int, *, checkout: Path) -> dict[str,
         [
             sys.executable,
             "-m",
-            "benchmarks.prepare_peer",
+            "benchmarks.peers.prepare_nanogpt",
             str(script),
             str(corpus.folder),
             peer_out,

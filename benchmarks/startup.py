@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe_machine
+from benchmarks.tables import Table
 from payload.metrics_log import read_metrics
 from payload.results import RunPaths, RunState, Summary, read_json
 
@@ -176,9 +177,10 @@ def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def _print_table(name: str, result: Mapping[str, Any]) -> None:
-    for part, seconds in result["parts_s"].items():
-        print(f"{name:6} {part:22} {seconds:6.2f} s", file=sys.stderr)
-    print(f"{name:6} {'to the first step':22} {result['total_s']:6.2f} s", file=sys.stderr)
+    parts = result["parts_s"] | {"to the first step": result["total_s"]}
+    table = Table("seconds", title=name, labels=parts)
+    for part, seconds in parts.items():
+        table.row(part, f"{seconds:.2f}")
 
 
 if __name__ == "__main__":

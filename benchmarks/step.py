@@ -30,6 +30,7 @@ from typing import Any
 from benchmarks.contenders import adapter_settings, contenders
 from benchmarks.machine import describe_machine
 from benchmarks.step_model import model_argument, trained_spec
+from benchmarks.tables import Table
 from payload.models.gpt2 import PRESETS
 
 
@@ -143,24 +144,17 @@ def _after_warm_up(found: dict[str, list[dict[str, Any]]], key: str) -> dict[str
 
 def _print_table(result: dict[str, Any]) -> None:
     tokens = result["micro_batch_size"] * result["accumulation"] * result["sequence_length"]
-    print(
-        f"{'':<12}{'s a step':>10}{'best':>8}{'CPU s':>8}{'tokens/s':>10}{'peak GB':>9}",
-        file=sys.stderr,
-    )
+    table = Table("s a step", "best", "CPU s", "tokens/s", "peak GB", labels=result["step_s"])
     for name, seconds in result["step_s"].items():
         middle = statistics.median(seconds)
         rss = result["contender_peak_rss_bytes"][name] / 1e9
-        print(
-            f"{name:<12}{middle:>10.2f}{min(seconds):>8.2f}"
-            f"{statistics.median(result['cpu_s'][name]):>8.2f}{tokens / middle:>10.0f}{rss:>9.2f}",
-            file=sys.stderr,
-        )
+        times = (middle, min(seconds), statistics.median(result["cpu_s"][name]))
+        table.row(name, *(f"{each:.2f}" for each in times), f"{tokens / middle:.0f}", f"{rss:.2f}")
     mfu = "unknown" if result["mfu"] is None else f"{result['mfu']:.1%}"
-    print(
+    table.note(
         f"MFU {mfu} of {result['peak_flops_per_s'] / 1e12:.2f} TFLOP/s, by processor time "
         f"{result['cpu_mfu']:.1%} of {result['peak_flops_per_cpu_s'] / 1e12:.2f} a core; memory "
-        f"estimate off by {result['estimate_error']:+.1%}",
-        file=sys.stderr,
+        f"estimate off by {result['estimate_error']:+.1%}"
     )
 
 

@@ -1,28 +1,17 @@
-"""Every setting of the cluster, as Pulumi.yaml declares it; read once, before anything is built."""
+"""Every setting of the cluster, as Pulumi.yaml declares it, and what follows from them."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import pulumi
-from pulumi.runtime.config import CONFIG, get_config_env
-
-from infra.cloud_init import key_problem
-from infra.config_checks import problems
 from infra.machines import MachineType, machine_type
-from infra.operator_key import make_key, would_make_key
-from payload.errors import ConfigError
-from payload.untrusted import parse_json, read_bytes, shown
 
 PROJECT = "tileforge"
 """Pulumi project: the namespace of the settings."""
 
-_MOST_KEY_BYTES = 2**18
-"""Of the public key file: as much as user-data may have."""
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 
 
@@ -112,124 +101,11 @@ class ClusterConfig:
         return Path(self.operator_public_key_file or default).expanduser()
 
 
-KEYS = {
-    "".join([word[0], *(part.capitalize() for part in word[1:])]): field
-    for field in dataclasses.fields(ClusterConfig)
-    for word in [field.name.split("_")]
-}
+def key_of(field: str) -> str:
+    """Return a field's key in Pulumi.yaml."""
+    first, *rest = field.split("_")
+    return first + "".join(word.capitalize() for word in rest)
+
+
+KEYS = {key_of(field.name): field for field in dataclasses.fields(ClusterConfig)}
 """Fields by their key in Pulumi.yaml."""
-
-
-def load_config(root: Path) -> tuple[ClusterConfig, tuple[str, ...]]:
-    """The stack's settings and the operator's public keys.
-
-    `root` is the project's folder. Raises ConfigError with everything that is wrong.
-    """
-    prefix = f"{PROJECT}:"
-    # Pulumi gives a program its settings in the environment; CONFIG is for those set within.
-    there = {*get_config_env(), *CONFIG.get()}
-    raw = {key.removeprefix(prefix) for key in there if key.startswith(prefix)}
-    settings = pulumi.Config(PROJECT)
-    values = {key: settings.get(key) or "" for key in sorted(raw)}
-    return read_config(values, stack=pulumi.get_stack(), root=root, missing_key=_missing_key)
-
-
-def _missing_key(public_file: Path) -> str:
-    """Return the key that takes the place of a missing one; a preview only says so."""
-    private_file = public_file.with_suffix("")
-    if pulumi.runtime.is_dry_run():
-        pulumi.info(f"would make the key that opens the cluster: {private_file}")
-        return would_make_key(public_file)
-    public = make_key(public_file)
-    pulumi.info(f"made the key that opens the cluster: {private_file}")
-    return public
-
-
-def read_config(
-    values: Mapping[str, str],
-    *,
-    stack: str,
-    root: Path,
-    missing_key: Callable[[Path], str] | None = None,
-) -> tuple[ClusterConfig, tuple[str, ...]]:
-    """The same from plain values, each as Pulumi hands it over: text, or JSON for an array.
-
-    `missing_key` makes the public key of a file that is not there, where no file is named and all
-    else is right. Raises ConfigError with every problem, one a line.
-    """
-    config, found = _parsed(values, stack=stack)
-    found += problems(config, unreadable=frozenset(key for key, _ in found))
-    keys: tuple[str, ...] = ()
-    # Without a name that can be used, there is no place to look for the cluster's key.
-    named = config.operator_public_key_file or "cluster" not in {key for key, _ in found}
-    if config.access_mode != "oslogin" and named:
-        path = root / config.public_key_file()
-        may_make = missing_key is not None and not config.operator_public_key_file
-        if may_make and not found and not path.exists():
-            assert missing_key is not None
-            return config, (missing_key(path),)
-        keys, problem = _operator_keys(config, root=root)
-        found += problem
-    if found:
-        lines = "".join(f"\n  {PROJECT}:{key}{text}" for key, text in found)
-        raise ConfigError(f"the stack's settings have {len(found)} problem(s):{lines}")
-    return config, keys
-
-
-Problems = list[tuple[str, str]]
-
-
-def _parsed(values: Mapping[str, str], *, stack: str) -> tuple[ClusterConfig, Problems]:
-    """What can be read, with defaults for the rest, and what cannot."""
-    found: Problems = []
-    fields: dict[str, object] = {"cluster": stack}
-    for key, text in values.items():
-        field = KEYS.get(key)
-        if field is None:
-            known = ", ".join(sorted(KEYS))
-            found.append((key, f" is no setting; remove it. Known: {known}."))
-            continue
-        value, wanted = _read(text, default=field.default)
-        if wanted:
-            found.append((key, f" = {shown(text)} is not {wanted}. pulumi config set {key} VALUE"))
-        elif not (field.name == "cluster" and not value):
-            fields[field.name] = value
-    return ClusterConfig(**fields), found  # type: ignore[arg-type]  # _read keeps to the types
-
-
-def _read(text: str, *, default: object) -> tuple[object, str | None]:
-    """The value, and what was expected if it cannot be read."""
-    match default:
-        case bool():
-            good = text in ("true", "false")
-            return text == "true", None if good else "true or false"
-        case int():
-            good = re.fullmatch(r"-?[0-9]{1,9}", text) is not None
-            return (int(text), None) if good else (None, "a whole number")
-        case tuple():
-            try:
-                items = parse_json(text, where="a list")
-            except ConfigError:
-                items = None
-            good = isinstance(items, list) and all(isinstance(item, str) for item in items)
-            return (tuple(items), None) if good else (None, "a list of texts")
-        case _:
-            return text.strip(), None
-
-
-def _operator_keys(config: ClusterConfig, *, root: Path) -> tuple[tuple[str, ...], Problems]:
-    """The lines of the public key file, and what is wrong with it."""
-    name = "operatorPublicKeyFile"
-    path = config.public_key_file()
-    private = path.with_suffix("")
-    make = f"mkdir -p -m 700 {private.parent} && ssh-keygen -q -t ed25519 -N '' -f {private}"
-    try:
-        text = read_bytes(root / path, limit_bytes=_MOST_KEY_BYTES).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        return (), [(name, f": {path}: {reason}. Make a key pair: {make}")]
-    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
-    if not keys:
-        return (), [(name, f": {path} is empty. Make a key pair: {make}")]
-    bad = [problem for key in keys if (problem := key_problem(key))]
-    return keys, [(name, f": {path}: {problem}") for problem in bad[:1]]

@@ -5,13 +5,10 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from infra.config import ClusterConfig, key_of
+from infra.machines import MachineType
 from payload.errors import ConfigError
-
-if TYPE_CHECKING:
-    from infra.config import ClusterConfig
-    from infra.machines import MachineType
 
 MAX_NODES = 64
 MIN_LIFETIME_S, MAX_LIFETIME_S = 600, 30 * 86_400
@@ -91,7 +88,7 @@ def _choices(config: ClusterConfig) -> Iterator[Problem]:
     for name, allowed in _CHOICES.items():
         value = getattr(config, name)
         if value not in allowed:
-            yield _key(name), f" = {value!r}. Use one of: {', '.join(map(str, allowed))}."
+            yield key_of(name), f" = {value!r}. Use one of: {', '.join(map(str, allowed))}."
 
 
 def _places(config: ClusterConfig) -> Iterator[Problem]:
@@ -260,8 +257,3 @@ def _software(config: ClusterConfig) -> Iterator[Problem]:
             f" = {config.image!r}: {unfit}. Use one of ubuntu-os-cloud, or an image of your own "
             "with cloud-init and apt.",
         )
-
-
-def _key(field: str) -> str:
-    first, *rest = field.split("_")
-    return first + "".join(word.capitalize() for word in rest)

@@ -124,10 +124,12 @@ def test_a_wrong_command_is_found(command: str) -> None:
 
 
 def test_every_benchmark_is_in_the_table() -> None:
+    files = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks").glob("*/__main__.py")]
+    names = {path: path.parent.name if path.stem == "__main__" else path.stem for path in files}
     commands = {
-        path.stem
-        for path in (ROOT / "benchmarks").glob("*.py")
-        if f"python -m benchmarks.{path.stem} " in path.read_text(encoding="utf-8")
+        name
+        for path, name in names.items()
+        if f"python -m benchmarks.{name} " in path.read_text(encoding="utf-8")
     }
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = _BENCHMARK_ROW.findall(text.partition("## Benchmarks")[2].partition("\n## ")[0])

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scaling import main, summarise
-from benchmarks.scaling_fit import Constants, efficiencies, fit, points, predictions, step_medians
-from benchmarks.scaling_runs import Arrangement, Work
+from benchmarks.scaling.__main__ import main, summarise
+from benchmarks.scaling.fit import Constants, efficiencies, fit, points, predictions, step_medians
+from benchmarks.scaling.runs import Arrangement, Work
 from payload.models.gpt2 import PRESETS
 from payload.run_config import parse_run_config
 from payload.step_time import buckets

@@ -15,8 +15,8 @@ from payload.results import DEFAULT_GRACE_S, RunPaths
 from payload.run_lock import FORCE_SIGNAL, RunLock
 from payload.run_repair import make_room
 from payload.supervise.processes import adopt_orphans
+from payload.supervise.stopping import Wakeups
 from payload.supervise.supervisor import Supervisor
-from payload.supervise.wakeups import Wakeups
 from payload.untrusted import printable
 
 

@@ -28,7 +28,6 @@ from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Rank
 from payload.results import RunPaths, Summary, discard, last_record
 from payload.run_config import RunConfig
-from payload.supervise.pace import StepTimes
 from payload.supervise.processes import (
     kill_all,
     kill_until_none,
@@ -36,10 +35,9 @@ from payload.supervise.processes import (
     signal_process,
     wait_until_none,
 )
-from payload.supervise.signs import Signs
-from payload.supervise.stopping import Stopping
+from payload.supervise.signs import Signs, StepTimes
+from payload.supervise.stopping import Stopping, Wakeups
 from payload.supervise.stream import NodeStream
-from payload.supervise.wakeups import Wakeups
 from payload.untrusted import open_regular
 
 _TICK_S = 0.2

@@ -1,4 +1,7 @@
-"""The processes of a run: found by their mark and their ancestry, and ended for certain."""
+"""The processes of a run: found by their mark and their ancestry, and ended for certain.
+
+Also those of a supervisor that died: its ranks save and end by themselves.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from payload.checkpoint_watch import Farewell
+from payload.errors import PreflightError
 from payload.launch.environment import RUN_DIR
+from payload.results import RankProgress, RunPaths, last_record
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
+_LOOK_S = 0.2
+_KILL_S = 10.0
 
 
 def adopt_orphans() -> None:
@@ -85,6 +93,25 @@ def reap_children() -> None:
 def signal_process(pid: int, number: signal.Signals, *, run_dir: Path) -> bool:
     """Send `number` to `pid` if it still is a process of the run; says whether it was."""
     return pid in processes_of(run_dir) and _send(pid, number)
+
+
+def see_off(paths: RunPaths, farewell: Farewell, *, pause: Callable[[float], bool]) -> None:
+    """Wait on the head until nothing of an earlier supervisor's ranks is left.
+
+    `pause` sleeps, and says false when somebody wants the end at once. Raises PreflightError.
+    """
+    first = last_record(RankProgress, paths.rank_progress(0))
+    if first is not None:
+        # Its own wrapper may not have seen that nobody was there, before we were.
+        signal_process(first.pid, signal.SIGTERM, run_dir=paths.root)
+    while processes_of(paths.root) and not farewell.is_over() and pause(_LOOK_S):
+        continue
+    left = kill_until_none(paths.root, timeout_s=_KILL_S)
+    if left:
+        raise PreflightError(
+            f"processes {sorted(left)} of an earlier supervisor of this run could not be ended. "
+            "End them, and start the run again."
+        )
 
 
 def _send(pid: int, number: signal.Signals) -> bool:

@@ -26,7 +26,7 @@ from payload.results import DEFAULT_GRACE_S, RankExit, RunPaths, discard
 from payload.run_lock import is_supervised
 from payload.run_repair import known_config, known_state
 from payload.supervise.processes import die_with_parent
-from payload.supervise.wakeups import Wakeups
+from payload.supervise.stopping import Wakeups
 
 _WATCH_EVERY_S = 1.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)

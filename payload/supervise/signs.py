@@ -1,9 +1,12 @@
-"""What every rank of the run last showed, on this node and on the others."""
+"""What every rank of the run last showed, on this node and on the others, and how fast it goes."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import statistics
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +18,16 @@ from payload.full_disk import write_record
 from payload.launch.liveness import NodeSign, RankSign
 from payload.launch.outcome import is_failure
 from payload.launch.ranks import Rank
+from payload.metrics_log import parse_row
 from payload.results import RankExit, RankProgress, RunPaths, discard, last_record
 from payload.supervise.heartbeat import process_state
 from payload.supervise.stream import NodeStream
-from payload.untrusted import build
+from payload.untrusted import build, open_regular
 
 _STOPPED = "T"
 _SKEW_SLACK_S = 1.0
+_RECENT = 50
+_MOST_BYTES = 2**24
 
 _Record = TypeVar("_Record", RankProgress, RankExit)
 
@@ -179,6 +185,56 @@ class Signs:
             self._began_at_step = progress.step
         self._seen[progress.rank] = _Seen(record=progress, changed_s=time.monotonic())
         return True
+
+
+class StepTimes:
+    """How far and how fast an attempt goes: the new rows of metrics.jsonl, read as it grows.
+
+    Rows that are there already are another attempt's.
+    """
+
+    def __init__(self, metrics: Path) -> None:
+        self._path = metrics
+        self._inode, self._offset = _identity(metrics)
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._reached: int | None = None
+
+    def median_s(self, *, began_at: int) -> float | None:
+        """Return the last steps' median time; None before the first one after `began_at`."""
+        self._read(began_at)
+        return statistics.median(self._recent) if self._recent else None
+
+    def reached_step(self, *, began_at: int) -> int | None:
+        """Return the last step that was finished after `began_at`, or None."""
+        self._read(began_at)
+        return self._reached
+
+    def _read(self, began_at: int) -> None:
+        try:
+            with open_regular(self._path) as file:
+                found = os.fstat(file.fileno())
+                # A resumed run replaces the file by one that ends with its checkpoint.
+                if found.st_ino != self._inode or found.st_size < self._offset:
+                    self._inode, self._offset = found.st_ino, 0
+                file.seek(self._offset)
+                content = file.read(_MOST_BYTES)
+        except OSError:
+            return
+        whole, end, _ = content.rpartition(b"\n")
+        self._offset += len(whole) + len(end)
+        for line in whole.splitlines():
+            row = parse_row(line)
+            if row is not None and "loss" in row and row["step"] > began_at:
+                self._recent.append(row["step_time_s"])
+                self._reached = row["step"]
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_ino, found.st_size
 
 
 def _read(cls: type[_Record], paths: RunPaths, rank: int) -> _Record | None:

@@ -1,17 +1,60 @@
-"""Who wants the run to stop, and how: signals, the owner's death, a limit that is reached."""
+"""Sleeping until a signal comes, and who wants the run to stop, and how.
+
+A signal, the owner's death, or a limit that is reached asks for a stop.
+"""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import time
+from collections import Counter
+from collections.abc import Iterable
 from typing import Literal
 
 from payload.results import RunPaths, StopWish, last_record
 from payload.run_lock import FORCE_SIGNAL
-from payload.supervise.wakeups import Wakeups
 
 Stop = Literal["none", "graceful", "forced", "expired"]
+
+
+class Wakeups:
+    """Counts the named signals and ends a sleep when one comes. For the main thread, once.
+
+    Handlers only count; the caller acts when it wakes.
+    """
+
+    def __init__(self, numbers: Iterable[signal.Signals]) -> None:
+        self.counts: Counter[signal.Signals] = Counter()
+        self._receiver, sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        sender.setblocking(False)
+        self._sender = sender
+        signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        self._numbers = tuple(numbers)
+        for number in self._numbers:
+            signal.signal(number, self._count)
+        # Whoever starts this process may hold them back until now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
+
+    def sleep(self, seconds: float) -> None:
+        """Return after `seconds`, or at once when a signal came since the last sleep."""
+        ready, _, _ = select.select([self._receiver], [], [], seconds)
+        if ready:
+            self._receiver.recv(4096)
+
+    def close(self) -> None:
+        """Ignore the signals from now on: what comes after the end must not be its cause.
+
+        Python would give them their default effect again when it takes itself down.
+        """
+        for number in self._numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _count(self, number: int, _frame: object) -> None:
+        self.counts[signal.Signals(number)] += 1
 
 
 class Stopping:

@@ -1,4 +1,9 @@
-"""A worker node's signs of life as they reach the head: one ssh, opened again when it breaks."""
+"""A worker node's signs of life as they reach the head: one ssh, opened again when it breaks.
+
+`wait_for_nodes` is where a node that is gone for good would be replaced: it would ask for another
+machine instead of giving up, and the run folder's inventory, hosts, ranks and plan would be written
+again before the next attempt reads them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from signal import SIGKILL
@@ -30,6 +35,9 @@ _PROBE_S = 3.0
 _FIRST_S = 25.0
 _RETRY_S = 1.0
 _CLOSE_S = 5.0
+_LOOK_S = 0.5
+_RETURN_S = 60.0
+"""A machine that restarts is back by then, or counts as gone."""
 # The nodes' sshd may answer late; what is silent for longer is given up and tried anew.
 _SSH_OPTIONS = ("-o", "ConnectTimeout=6", "-o", "ServerAliveInterval=5")
 
@@ -206,6 +214,31 @@ def close_all(streams: Sequence[NodeStream]) -> None:
     ends_s = time.monotonic() + 2 * _CLOSE_S
     for stream in streams:
         stream.wait_closed(max(0.0, ends_s - time.monotonic()))
+
+
+def wait_for_nodes(
+    streams: Sequence[NodeStream],
+    *,
+    pause: Callable[[float], bool],
+    timeout_s: float = _RETURN_S,
+) -> str | None:
+    """What keeps the run from being started again, in words, or None.
+
+    `pause` sleeps, and says false when somebody wants the run to stop.
+    """
+    for stream in streams:
+        stream.ask_to_end()
+    ends = time.monotonic() + timeout_s
+    while True:
+        found = {stream.node.name: stream.wait_ended(0.0) for stream in streams}
+        if all(left == [] for left in found.values()):
+            return None
+        stuck = [name for name, left in found.items() if left]
+        if stuck:
+            return f"processes on {', '.join(stuck)} could not be ended"
+        if time.monotonic() > ends or not pause(_LOOK_S):
+            away = [name for name, left in found.items() if left is None]
+            return f"{', '.join(away)} did not come back within {timeout_s:.0f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

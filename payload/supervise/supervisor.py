@@ -31,14 +31,11 @@ from payload.results import (
 from payload.run_config import load_run_config
 from payload.run_repair import known_state, known_summary
 from payload.supervise.attempt import Attempt
-from payload.supervise.predecessor import see_off
-from payload.supervise.processes import processes_of
-from payload.supervise.returning import wait_for_nodes
+from payload.supervise.processes import processes_of, see_off
 from payload.supervise.signs import Signs
-from payload.supervise.stopping import Stopping
-from payload.supervise.stream import NodeStream, close_all
+from payload.supervise.stopping import Stopping, Wakeups
+from payload.supervise.stream import NodeStream, close_all, wait_for_nodes
 from payload.supervise.summary import complete_summary
-from payload.supervise.wakeups import Wakeups
 
 _STATE_EVERY_S = 5.0
 _PAUSE_TICK_S = 0.5

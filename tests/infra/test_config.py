@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.config import KEYS, ClusterConfig, read_config
+from infra.config import KEYS, ClusterConfig
+from infra.config_reading import read_config
 from infra.machines import machine_type, machine_types
 from payload.errors import ConfigError
 from tests.infra.stacks import KEY, ROOT, as_pulumi_hands_over

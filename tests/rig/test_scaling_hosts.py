@@ -16,7 +16,7 @@ NETWORKS = Path("/run/netns")
 _PROGRAM = """
 import subprocess, sys, tempfile
 from pathlib import Path
-from benchmarks.scaling_hosts import Hosts
+from benchmarks.scaling.hosts import Hosts
 
 with Hosts(2, gbit_per_s=1.0) as hosts, tempfile.TemporaryDirectory() as folder:
     ssh = hosts.write_ssh(Path(folder) / "enter")

@@ -11,8 +11,7 @@ import pytest
 
 from payload.launch.ranks import Rank
 from payload.results import RankExit, RankProgress, RunPaths, read_json, write_json, write_whole
-from payload.supervise.pace import StepTimes
-from payload.supervise.signs import Signs
+from payload.supervise.signs import Signs, StepTimes
 from payload.supervise.stream import parse_message
 from tests.test_metrics_log import step_line
 

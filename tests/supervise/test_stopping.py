@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from payload.results import RunPaths
-from payload.supervise.stopping import Stopping
-from payload.supervise.wakeups import Wakeups
+from payload.supervise.stopping import Stopping, Wakeups
 
 
 @pytest.fixture

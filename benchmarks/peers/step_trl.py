@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.step_transformers import transformers_model
+from benchmarks.peers.step_transformers import transformers_model
 
 
 def main(work: dict[str, Any]) -> None:

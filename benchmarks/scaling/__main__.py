@@ -31,14 +31,14 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.machine import describe_machine
-from benchmarks.scaling_fit import (
+from benchmarks.scaling.fit import (
     Record,
     efficiencies,
     fit,
@@ -47,8 +47,9 @@ from benchmarks.scaling_fit import (
     predictions,
     step_medians,
 )
-from benchmarks.scaling_hosts import missing
-from benchmarks.scaling_runs import Arrangement, Work, measure
+from benchmarks.scaling.hosts import missing
+from benchmarks.scaling.runs import Arrangement, Work, measure
+from benchmarks.tables import Table
 from payload.models.gpt2 import PRESETS
 
 STEPS_OF_TWO = ("loopback", "hosts:16", "hosts:1", "hosts:0.3")
@@ -150,19 +151,22 @@ def _words(record: Record) -> str:
 
 def _print_table(result: dict[str, Any]) -> None:
     heads = ("s a step", "best", "CPU s", "waited", "vs alone", "best", "CPU", *_SIDE)
-    rows = [f"{'':<24}" + "".join(f"{head:>9}" for head in heads)]
+    table = Table(*heads, labels=result["step_s"])
     for name, step_s in result["step_s"].items():
         times = (step_s, *(result[key][name] for key in ("best_s", "cpu_s", "sync_s")))
         shares = result["efficiency"].get(name, {})
         cells = [f"{each:.2f}" for each in times]
         cells += [f"{shares[key]:.3f}" if key in shares else "" for key in _SHARES]
-        rows.append(f"{name:<24}" + "".join(f"{cell:>9}" for cell in cells))
-    rows += [
-        f"{each['point']:<24}{each['what']:<12}{each['measured']:>9.3f} s, the model says "
-        f"{each['predicted']:.3f}"
-        for each in result.get("points", [])
-    ]
-    print("\n".join(rows), file=sys.stderr)
+        table.row(name, *cells)
+    _print_points(result.get("points", []))
+
+
+def _print_points(points: Sequence[Mapping[str, Any]]) -> None:
+    labels = [f"{each['point']} {each['what']}" for each in points]
+    if points:
+        table = Table("measured s", "by the model", labels=labels)
+    for name, each in zip(labels, points, strict=True):
+        table.row(name, f"{each['measured']:.3f}", f"{each['predicted']:.3f}")
 
 
 _SIDE = ("vs side", "best", "CPU")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scaling_hosts import REPO, Hosts
-from benchmarks.scaling_watch import Watched, watch
+from benchmarks.scaling.hosts import REPO, Hosts
+from benchmarks.scaling.watch import Watched, watch
 from payload.launch.environment import (
     Rendezvous,
     common_environment,
@@ -178,7 +178,7 @@ def _exchange(
     """The gradients' all-reduces alone, all of a step begun at once."""
     numbers = [bucket.numbers for bucket in buckets(PRESETS[work.model])]
     asked = {"numbers": numbers, "dtype": work.grad_dtype, "rounds": work.steps}
-    words = ["-m", "benchmarks.scaling_exchange", json.dumps(asked)]
+    words = ["-m", "benchmarks.scaling.exchange", json.dumps(asked)]
     cores = [rank % (os.cpu_count() or 1) for rank in range(arrangement.ranks)]
     with _ended() as processes:
         process = _start(words, cores, run_dir=folder, work=work, hosts=hosts, folder=folder)

@@ -11,7 +11,7 @@ from payload.models.gpt2 import PRESETS, Gpt2Spec
 from payload.step_time import Network, StepTime, buckets, sends_per_byte, step_time
 
 Record = Mapping[str, Any]
-"""One measurement, as `benchmarks.scaling_runs.measure` returns it."""
+"""One measurement, as `benchmarks.scaling.runs.measure` returns it."""
 
 PREDICTED_NODES = (3, 16, 64)
 PREDICTED_GBIT_PER_S = (10.0, 16.0, 23.0, 32.0)

@@ -18,7 +18,7 @@ from tests.rig.host import pids_in_network, run, wait_until
 from tests.rig.network import INTERFACE, Link, address_of, make_operator_network
 from tests.rig.whole import Whole
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 _PROGRAMS = ("ip", "tc", "bridge")
 _NETWORKS = Path("/run/netns")
 
@@ -45,7 +45,7 @@ class Hosts(Whole):
     def _make(self) -> None:
         """Raises RigError."""
         self._reaper = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.scaling_hosts", self.name],
+            [sys.executable, "-m", "benchmarks.scaling.hosts", self.name],
             cwd=REPO,
             stdin=subprocess.PIPE,
             start_new_session=True,

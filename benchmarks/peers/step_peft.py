@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.step_transformers import precision, transformers_model
+from benchmarks.peers.step_transformers import precision, transformers_model
 
 
 def main(work: dict[str, Any]) -> None:

@@ -1,0 +1,51 @@
+"""The import graph of one folder, and its cycles."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path, PurePosixPath
+
+from tests.support.import_rules import imports
+
+
+def import_graph(folder: Path, *, root: Path) -> dict[str, set[str]]:
+    """Return the modules of a folder, each with those of the same folder that it imports.
+
+    Imports within functions and for type checkers count like all others.
+    """
+    files = {_module(path.relative_to(root)): path for path in folder.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for name, path in files.items():
+        relative = PurePosixPath(path.relative_to(root).as_posix())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        # `from a import b` is listed as a.b, where b may be a module or a name in a.
+        named = {module for _, module in imports(tree, path=relative)}
+        named |= {module.rpartition(".")[0] for module in named - files.keys()}
+        graph[name] = (named & files.keys()) - {name}
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Return the groups of modules that import each other, directly or through others."""
+    reached = {name: _reachable(graph, name) for name in graph}
+    groups: list[set[str]] = []
+    for name in sorted(graph):
+        group = {other for other in reached[name] if name in reached[other]}
+        if group and group not in groups:
+            groups.append(group)
+    return groups
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _module(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

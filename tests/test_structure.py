@@ -1,0 +1,46 @@
+"""The sizes of packages, and that none imports in a circle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.import_graph import cycles, import_graph
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_FILES = {"payload/supervise": 12}
+
+
+@pytest.mark.parametrize("folder", ["infra", "payload/launch", "payload/supervise"])
+def test_no_module_imports_itself_through_others(folder: str) -> None:
+    graph = import_graph(ROOT / folder, root=ROOT)
+    assert len(graph) > 5 and any(graph.values())
+    assert cycles(graph) == []
+
+
+@pytest.mark.parametrize(("folder", "most"), MOST_FILES.items())
+def test_a_package_keeps_to_its_number_of_files(folder: str, most: int) -> None:
+    modules = [path for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py"]
+    assert len(modules) <= most
+
+
+def test_tests_have_their_helpers_in_folders() -> None:
+    loose = {path.name for path in (ROOT / "tests").glob("*.py") if "test_" not in path.name}
+    assert loose == {"__init__.py", "conftest.py"}
+
+
+def test_a_circle_is_found_in_functions_and_for_type_checkers(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    files = {
+        "__init__": "",
+        "one": "from package.two import name\n",
+        "two": "def f():\n    from package import three\n",
+        "three": "if TYPE_CHECKING:\n    from .one import name\n",
+        "four": "import package.one\n",
+    }
+    for name, text in files.items():
+        (package / f"{name}.py").write_text(text, encoding="utf-8")
+    found = cycles(import_graph(package, root=tmp_path))
+    assert found == [{"package.one", "package.two", "package.three"}]
