@@ -22,7 +22,7 @@ from payload.train.models.base import trainable
 from payload.train.models.lora import add_adapter, load_adapter, merge_adapter, save_adapter
 from payload.train.models.registry import load
 from payload.train.weights import save_hf
-from tests.support.launching import losses, summary, train
+from tests.support.launching import losses, summary
 from tests.train.alone import train_alone
 from tests.train.test_model import make_model
 
@@ -175,15 +175,6 @@ def test_ten_steps_and_ten_after_a_resume_are_twenty(
     )
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-
-
-@pytest.mark.ranks
-def test_two_ranks_train_the_adapter_of_one(base: Path, tmp_path: Path, tiny_config: Path) -> None:
-    wanted = overrides(base, *SIZES, "train.steps=5", "precision.dtype=fp32")
-    for ranks in (1, 2):
-        train(tmp_path / str(ranks), tiny_config, *wanted, num_ranks=ranks)
-    assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "2"), rel=1e-5)
-    assert summary(tmp_path / "2")["ranks_identical"] is True
 
 
 def test_a_resume_needs_the_same_base(base: Path, tmp_path: Path, tiny_config: Path) -> None:
