@@ -169,7 +169,7 @@ class _Attention(torch.autograd.Function):
         context: LayerContext,
         *parameters: Tensor | None,
     ) -> Tensor:
-        made, low_in = qkv_layers.forward(x)
+        made, kept_in = qkv_layers.forward(x)
         qkv = made.view(len(x), -1, how.sizes.width)
         qk = None
         if scale is not None:
@@ -180,20 +180,21 @@ class _Attention(torch.autograd.Function):
             _by_sequence(qkv, how), qk=qk if qk is None else _by_sequence(qk, how), **_options(how)
         )
         mixed = mixed.view(len(x), -1)
-        result, low_out = out_layer.forward(mixed)
+        result, kept_out = out_layer.forward(mixed)
         kept = x if qkv_layers.keeps_input else None
-        ctx.save_for_backward(kept, qkv, mixed, log_sums, low_in, low_out)
+        ctx.save_for_backward(kept, qkv, mixed, log_sums, *kept_in, *kept_out)
         ctx.layers, ctx.scale, ctx.how, ctx.context = (qkv_layers, out_layer), scale, how, context
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Grads:
-        x, qkv, mixed, log_sums, low_in, low_out = ctx.saved_tensors
+        x, qkv, mixed, log_sums, *kept = ctx.saved_tensors
+        kept_in, kept_out = kept[:2], kept[2:]
         library, how, scale = ctx.context.library, ctx.how, ctx.scale
         qkv_layers, out_layer = ctx.layers
-        grad_mixed, grad_low = out_layer.input_gradient(grad)
-        out_grads = out_layer.backward(grad, mixed, low_out, grad_low)
+        grad_mixed, grad_low = out_layer.input_gradient(grad, kept_out)
+        out_grads = out_layer.backward(grad, mixed, kept_out, grad_low)
         qk = None
         if scale is not None:
             # Not kept: a pass makes them again in less time than a layer's memory is worth.
@@ -216,19 +217,10 @@ class _Attention(torch.autograd.Function):
             passes.rotate(library, grad_qkv, how.rotation, how.sizes, back=True)
         grad_in = grad_qkv.view(len(grad), -1)
         wants_x = ctx.needs_input_grad[0]
-        grad_x, grad_low = qkv_layers.input_gradient(grad_in, wanted=wants_x)
-        in_grads = qkv_layers.backward(grad_in, x, low_in, grad_low)
-        return (
-            grad_x if wants_x else None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            *in_grads,
-            *out_grads,
-            *norm_grads,
-        )
+        grad_x, grad_low = qkv_layers.input_gradient(grad_in, kept_in, wanted=wants_x)
+        in_grads = qkv_layers.backward(grad_in, x, kept_in, grad_low)
+        first = (grad_x if wants_x else None, None, None, None, None, None)
+        return *first, *in_grads, *out_grads, *norm_grads
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -244,25 +236,26 @@ class _GatedMlp(torch.autograd.Function):
         context: LayerContext,
         *parameters: Tensor | None,
     ) -> Tensor:
-        wide, low_wide = wide_layers.forward(x)
-        result, low_down = down_layer.forward(passes.gated_forward(context.library, wide, gate))
+        wide, kept_wide = wide_layers.forward(x)
+        result, kept_down = down_layer.forward(passes.gated_forward(context.library, wide, gate))
         kept = x if wide_layers.keeps_input else None
-        ctx.save_for_backward(kept, wide, low_wide, low_down)
+        ctx.save_for_backward(kept, wide, *kept_wide, *kept_down)
         ctx.layers, ctx.gate, ctx.library = (wide_layers, down_layer), gate, context.library
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Grads:
-        x, wide, low_wide, low_down = ctx.saved_tensors
+        x, wide, *kept = ctx.saved_tensors
+        kept_wide, kept_down = kept[:2], kept[2:]
         wide_layers, down_layer = ctx.layers
-        inner, grad_low = down_layer.input_gradient(grad)
+        inner, grad_low = down_layer.input_gradient(grad, kept_down)
         grad_wide = passes.gated_backward(ctx.library, wide, inner, ctx.gate)
         # `inner` has become what went into the way back.
-        down_grads = down_layer.backward(grad, inner, low_down, grad_low)
+        down_grads = down_layer.backward(grad, inner, kept_down, grad_low)
         wants_x = ctx.needs_input_grad[0]
-        grad_x, grad_low = wide_layers.input_gradient(grad_wide, wanted=wants_x)
-        wide_grads = wide_layers.backward(grad_wide, x, low_wide, grad_low)
+        grad_x, grad_low = wide_layers.input_gradient(grad_wide, kept_wide, wanted=wants_x)
+        wide_grads = wide_layers.backward(grad_wide, x, kept_wide, grad_low)
         return grad_x if wants_x else None, None, None, None, None, *wide_grads, *down_grads
 
 

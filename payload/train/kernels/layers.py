@@ -95,29 +95,30 @@ class _Attention(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> Tensor:
         batch, length, head_count = heads
-        made, low_in = qkv_layer.forward(x)
+        made, kept_in = qkv_layer.forward(x)
         qkv = made.view(batch, length, 3, head_count, -1)
         mixed, log_sums = library.attention_forward(qkv, starts=starts)
-        result, low_out = out_layer.forward(mixed.view_as(x))
+        result, kept_out = out_layer.forward(mixed.view_as(x))
         kept = x if qkv_layer.keeps_input else None
-        ctx.save_for_backward(kept, qkv, mixed, log_sums, low_in, low_out)
+        ctx.save_for_backward(kept, qkv, mixed, log_sums, *kept_in, *kept_out)
         ctx.layers, ctx.library, ctx.starts = (qkv_layer, out_layer), library, starts
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Grads:
-        x, qkv, mixed, log_sums, low_in, low_out = ctx.saved_tensors
+        x, qkv, mixed, log_sums, *kept = ctx.saved_tensors
+        kept_in, kept_out = kept[:2], kept[2:]
         qkv_layer, out_layer = ctx.layers
-        grad_mixed, grad_low = out_layer.input_gradient(grad)
-        out_grads = out_layer.backward(grad, mixed.view_as(grad_mixed), low_out, grad_low)
+        grad_mixed, grad_low = out_layer.input_gradient(grad, kept_out)
+        out_grads = out_layer.backward(grad, mixed.view_as(grad_mixed), kept_out, grad_low)
         grad_qkv = ctx.library.attention_backward(
             qkv, mixed, log_sums, grad_mixed.view_as(mixed), starts=ctx.starts
         )
         grad_in = grad_qkv.view(len(grad), -1)
         wants_x = ctx.needs_input_grad[0]
-        grad_x, grad_low = qkv_layer.input_gradient(grad_in, wanted=wants_x)
-        in_grads = qkv_layer.backward(grad_in, x, low_in, grad_low)
+        grad_x, grad_low = qkv_layer.input_gradient(grad_in, kept_in, wanted=wants_x)
+        in_grads = qkv_layer.backward(grad_in, x, kept_in, grad_low)
         return grad_x if wants_x else None, None, None, None, None, None, *in_grads, *out_grads
 
 
@@ -133,21 +134,22 @@ class _Mlp(torch.autograd.Function):
         library: Library,
         *parameters: Tensor | None,
     ) -> Tensor:
-        wide, low_up = up_layer.forward(x)
-        result, low_down = down_layer.forward(library.gelu_forward(wide))
-        ctx.save_for_backward(x if up_layer.keeps_input else None, wide, low_up, low_down)
+        wide, kept_up = up_layer.forward(x)
+        result, kept_down = down_layer.forward(library.gelu_forward(wide))
+        ctx.save_for_backward(x if up_layer.keeps_input else None, wide, *kept_up, *kept_down)
         ctx.layers, ctx.library = (up_layer, down_layer), library
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Grads:
-        x, wide, low_up, low_down = ctx.saved_tensors
+        x, wide, *kept = ctx.saved_tensors
+        kept_up, kept_down = kept[:2], kept[2:]
         up_layer, down_layer = ctx.layers
-        grad_wide, grad_low = down_layer.input_gradient(grad)
+        grad_wide, grad_low = down_layer.input_gradient(grad, kept_down)
         gelu = ctx.library.gelu_backward(wide, grad_wide)
-        down_grads = down_layer.backward(grad, gelu, low_down, grad_low)
+        down_grads = down_layer.backward(grad, gelu, kept_down, grad_low)
         wants_x = ctx.needs_input_grad[0]
-        grad_x, grad_low = up_layer.input_gradient(grad_wide, wanted=wants_x)
-        up_grads = up_layer.backward(grad_wide, x, low_up, grad_low)
+        grad_x, grad_low = up_layer.input_gradient(grad_wide, kept_up, wanted=wants_x)
+        up_grads = up_layer.backward(grad_wide, x, kept_up, grad_low)
         return grad_x if wants_x else None, None, None, None, *up_grads, *down_grads

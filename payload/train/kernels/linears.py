@@ -18,6 +18,10 @@ from payload.train.kernels.library import Library
 from payload.train.kernels.low_precision import Bf16Copies
 
 Grads = tuple[Tensor | None, ...]
+Kept = tuple[Tensor | None, Tensor | None]
+"""What is between the low-rank matrices, (N, R), and the elements that dropout left, (A, N, I) bool
+for A adapters; None where there is no such thing."""
+_NOTHING: Kept = (None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class LowRank:
     second: Tensor
     """(outputs, rank) fp32."""
     scale: float
+    dropout: float = 0.0
+    """Share of the input's elements that do not reach the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +65,24 @@ class Linears(ABC):
     """Whether `backward` needs the input."""
 
     @abstractmethod
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the result (N, O) of x (N, I), and what adapters keep of it for `backward`."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
+        """Return the result (N, O) of x (N, I), and what the adapters keep for the way back."""
 
     @abstractmethod
-    def input_gradient(self, grad: Tensor, *, wanted: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return the gradient of the input (N, I), and what adapters keep of it for `backward`.
+    def input_gradient(
+        self, grad: Tensor, kept: Kept, *, wanted: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of the input (N, I) and of what is between the low-rank matrices.
 
-        `grad` is the result's (N, O). Unless it is `wanted`, the input's is empty.
+        `grad` is the result's (N, O), `kept` is `forward`'s. Unless it is `wanted`, the input's
+        gradient is empty.
         """
 
     @abstractmethod
-    def backward(
-        self, grad: Tensor, x: Tensor, low: Tensor | None, grad_low: Tensor | None
-    ) -> Grads:
+    def backward(self, grad: Tensor, x: Tensor, kept: Kept, grad_low: Tensor | None) -> Grads:
         """Add the weights' gradients where they belong; return those of `parameters`.
 
-        `low` and `grad_low` are what `forward` and `input_gradient` gave adapters to keep.
+        `kept` is `forward`'s, `grad_low` is `input_gradient`'s second result.
         """
 
 
@@ -111,18 +118,18 @@ class _Trained(Linears):
             parameter for each in projections for parameter in (each.weight, each.bias)
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
         bias = self._joined(self._biases) if self._biases else None
-        return functional.linear(x, self._joined(self._weights), bias), None
+        return functional.linear(x, self._joined(self._weights), bias), _NOTHING
 
-    def input_gradient(self, grad: Tensor, *, wanted: bool = True) -> tuple[Tensor, Tensor | None]:
+    def input_gradient(
+        self, grad: Tensor, kept: Kept, *, wanted: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         if not wanted:
             return grad.new_empty(0), None
         return torch.mm(grad, self._joined(self._weights)), None
 
-    def backward(
-        self, grad: Tensor, x: Tensor, low: Tensor | None, grad_low: Tensor | None
-    ) -> Grads:
+    def backward(self, grad: Tensor, x: Tensor, kept: Kept, grad_low: Tensor | None) -> Grads:
         self._context.gradients.add_joined(self._weights, grad, x)
         if not self._biases:
             return (None,) * len(self.parameters)
@@ -156,38 +163,74 @@ class _Frozen(Linears):
                 column = ranks.stop
             row += outputs
         self._sizes = row, column
+        self._dropout = self._adapters[0].dropout if self._adapters else 0.0
         self.keeps_input = bool(self._adapters)
         self.parameters = tuple(
             matrix for each in self._adapters for matrix in (each.first, each.second)
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
         biases = tuple(each.bias for each in self._projections if each.bias is not None)
         result = functional.linear(x, self._weight(), below_each_other(biases) if biases else None)
         if not self._adapters:
-            return result, None
-        low = torch.mm(x, self._first().t())
-        return result.addmm_(low, self._second().t()), low
+            return result, _NOTHING
+        masks = self._draw_masks(x)
+        if masks is None:
+            low = torch.mm(x, self._first().t())
+        else:
+            parts = [
+                torch.mm(self._dropped(x, mask), below_each_other((each.first,)).t())
+                for each, mask in zip(self._adapters, masks, strict=True)
+            ]
+            low = torch.cat(parts, dim=1)
+        return result.addmm_(low, self._second().t()), (low, masks)
 
-    def input_gradient(self, grad: Tensor, *, wanted: bool = True) -> tuple[Tensor, Tensor | None]:
+    def input_gradient(
+        self, grad: Tensor, kept: Kept, *, wanted: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        masks = kept[1]
         grad_low = torch.mm(grad, self._second()) if self._adapters else None
         if not wanted:
             return grad.new_empty(0), grad_low
         found = torch.mm(grad, self._weight())
-        return found if grad_low is None else found.addmm_(grad_low, self._first()), grad_low
+        if grad_low is None:
+            return found, None
+        if masks is None:
+            return found.addmm_(grad_low, self._first()), grad_low
+        for (each, _, ranks), mask in zip(self._blocks, masks, strict=True):
+            through = torch.mm(grad_low[:, ranks], below_each_other((each.first,)))
+            found.add_(self._dropped(through, mask))
+        return found, grad_low
 
-    def backward(
-        self, grad: Tensor, x: Tensor, low: Tensor | None, grad_low: Tensor | None
-    ) -> Grads:
-        if low is not None and grad_low is not None:
-            gradients, library = self._context.gradients, self._context.library
+    def backward(self, grad: Tensor, x: Tensor, kept: Kept, grad_low: Tensor | None) -> Grads:
+        low, masks = kept
+        if low is None or grad_low is None:
+            return (None,) * len(self.parameters)
+        gradients, library = self._context.gradients, self._context.library
+        if masks is None:
             gradients.add_joined([each.first for each in self._adapters], grad_low, x)
-            # Of all pairs of a rank and an output, those of one adapter are wanted.
-            every = torch.empty(low.shape[1], grad.shape[1])
-            library.weight_gradient(low, grad, every, add=False)
-            for adapter, rows, ranks in self._blocks:
-                gradients.add_made(adapter.second, every[ranks, rows].t(), adapter.scale)
+        else:
+            for (each, _, ranks), mask in zip(self._blocks, masks, strict=True):
+                part = grad_low[:, ranks].contiguous()
+                gradients.add(each.first, part, self._dropped(x, mask))
+        # Of all pairs of a rank and an output, those of one adapter are wanted.
+        every = torch.empty(low.shape[1], grad.shape[1])
+        library.weight_gradient(low, grad, every, add=False)
+        for adapter, rows, ranks in self._blocks:
+            gradients.add_made(adapter.second, every[ranks, rows].t(), adapter.scale)
         return (None,) * len(self.parameters)
+
+    def _draw_masks(self, x: Tensor) -> Tensor | None:
+        """Draw what reaches each adapter, as torch's dropout does, in the reference's order."""
+        if not self._dropout:
+            return None
+        masks = torch.empty(len(self._adapters), *x.shape, dtype=torch.bool)
+        for mask in masks:
+            mask.bernoulli_(1 - self._dropout)
+        return masks
+
+    def _dropped(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (x * mask).div_(1 - self._dropout)
 
     def _weight(self) -> Tensor:
         return below_each_other(tuple(each.weight for each in self._projections))

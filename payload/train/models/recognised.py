@@ -23,7 +23,8 @@ def projection(linear: nn.Module) -> Projection:
     assert isinstance(linear, nn.Linear | LoraLinear)
     adapter = None
     if isinstance(linear, LoraLinear):
-        adapter = LowRank(linear.lora_A, linear.lora_B, linear.scale)
+        dropout = linear.dropout if linear.training else 0.0
+        adapter = LowRank(linear.lora_A, linear.lora_B, linear.scale, dropout)
     return Projection(linear.weight, linear.bias, adapter)
 
 
@@ -43,9 +44,8 @@ def layer_refusals(body: nn.Module, *, known: Collection[type[nn.Module]]) -> It
     adapted = [each for _, each in inner if isinstance(each, LoraLinear)]
     if any(set(each._parameters) - _LORA_PARAMETERS for each in adapted):
         yield "an adapter with more than LoRA's two matrices"
-    dropout = max((each.dropout for each in adapted), default=0.0)
-    if dropout:
-        yield f"adapter.dropout = {dropout}, whose masks the reference draws"
+    if len({each.dropout for each in adapted}) > 1:
+        yield "adapters of one model with unlike dropout"
     yield from _parameter_refusals(inner, adapted=bool(adapted))
 
 
