@@ -242,8 +242,26 @@ class DistributedSection:
     trains on CPUs."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """What gradients travel as."""
+    strategy: Literal["replicate", "shard"] = "replicate"
+    """`replicate`: each rank holds the whole model. `shard`: each holds a part of the weights,
+    gradients and optimizer state, and a layer's weights are gathered for its passes (FSDP2)."""
+    shard_size: int | None = setting(None, low=1, high=2**20)
+    """shard: ranks that hold one model together; gradients are averaged over such groups. none =
+    all ranks."""
     timeout_s: float = setting(600.0, above=0.0, high=1e7)
     """Longest wait of one rank for another."""
+
+    def shards(self, world_size: int) -> int:
+        """Return how many parts the model is in. Raises ConfigError when ranks do not divide."""
+        if self.strategy == "replicate":
+            return 1
+        shards = world_size if self.shard_size is None else self.shard_size
+        if world_size % shards:
+            raise ConfigError(
+                f"distributed.shard_size = {shards} does not divide the {world_size} ranks. Use "
+                f"{' or '.join(str(each) for each in _divisors(world_size))}, or leave it out."
+            )
+        return shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,6 +375,10 @@ class RunConfig:
         return render_sections(self)
 
 
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
 def fixed_differences(before: RunConfig, after: RunConfig) -> Iterator[tuple[str, Any, Any]]:
     """Yield name, old and new value of each setting that a resume may not change."""
     for section, key in _FIXED:
@@ -391,6 +413,7 @@ def _contradictions(config: RunConfig) -> list[str]:
     optimizer, schedule, train = config.optimizer, config.schedule, config.train
     spec = config.model.spec(sequence_length=1, vocab_size=1)
     found += _adapter_contradictions(config)
+    found += _strategy_contradictions(config)
     if spec.width() % spec.num_heads():
         found.append(
             f"model.n_embd = {spec.width()} is not a multiple of model.n_head = {spec.num_heads()}."
@@ -428,6 +451,33 @@ def _contradictions(config: RunConfig) -> list[str]:
     if not config.run.name.strip() or "/" in config.run.name or not config.run.name.isprintable():
         found.append(
             f"run.name = {config.run.name!r}: use a name without slashes or control characters."
+        )
+    return found
+
+
+def _strategy_contradictions(config: RunConfig) -> list[str]:
+    distributed, found = config.distributed, []
+    if distributed.strategy == "replicate":
+        if distributed.shard_size is not None:
+            found.append(
+                f"distributed.shard_size = {distributed.shard_size} needs distributed.strategy = "
+                '"shard". Set it, or leave shard_size out.'
+            )
+        return found
+    if config.optimizer.name == "muon":
+        found.append(
+            'optimizer.name = "muon" needs whole matrices, and distributed.strategy = "shard" '
+            'splits them. Use adamw, or strategy = "replicate".'
+        )
+    if config.engine.kind != "native" or config.engine.compile:
+        found.append(
+            'distributed.strategy = "shard" runs on engine.kind = "native" without engine.compile '
+            "alone. Leave them out."
+        )
+    if distributed.backend != "gloo":
+        found.append(
+            f'distributed.backend = "{distributed.backend}": strategy = "shard" is for gloo alone. '
+            "Use gloo."
         )
     return found
 

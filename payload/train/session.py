@@ -52,6 +52,7 @@ def train(
         sign_of_life.tell(step=0, phase="load")
         require_engine(config.engine)
         config.batch.grad_accum_steps(world.world_size)
+        config.distributed.shards(world.world_size)
         task = open_task(config)
         clock.lap("data")
         start = find_start(config, task, paths=paths, world=world)

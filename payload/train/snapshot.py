@@ -23,8 +23,7 @@ class Snapshot:
     @classmethod
     def of(cls, model: CausalLM, optimizer: Mapping[str, Tensor]) -> Self:
         """Return the snapshot of a model: of its adapter alone where it trains one."""
-        weights = model.hf_tensors() if model.adapter is None else adapter_tensors(model)
-        return cls(weights, optimizer)
+        return cls(checkpoint_weights(model), optimizer)
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return one of the tensors with all its elements, on rank 0.
@@ -39,3 +38,8 @@ class Snapshot:
 
     def finish(self) -> None:
         """Do this rank's part of what was not asked for, which other ranks wait for."""
+
+
+def checkpoint_weights(model: CausalLM) -> dict[str, Tensor]:
+    """Return the weights that a checkpoint has: the adapter's alone where one is trained."""
+    return model.hf_tensors() if model.adapter is None else adapter_tensors(model)

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,11 +41,35 @@ def require_sound_ranks(
     RanksDifferError or TrainingError: what the ranks hold must not be saved then.
     """
     states = world.gather(rank_state(optimizers, is_alone=world.world_size == 1), RankState)
-    if len(set(states)) > 1:
-        raise RanksDifferError(_difference(states, step=step, passed_step=passed_step))
-    if states[0].not_finite is not None:
+    require_one_model(states, step=step, passed_step=passed_step)
+
+
+def require_one_model(
+    states: Sequence[RankState], *, step: int, passed_step: int | None, shards: int = 1
+) -> None:
+    """Compare what the ranks hold, in their order; raise what `require_sound_ranks` raises.
+
+    All have the same weights. Those whose numbers are equal modulo `shards` have the same optimizer
+    state, too.
+    """
+    of_weights = [replace(each, optimizer="", not_finite=None) for each in states]
+    if shards > 1 and len(set(of_weights)) > 1:
+        raise RanksDifferError(_difference(of_weights, step=step, passed_step=passed_step))
+    for first in range(shards):
+        peers = range(first, len(states), shards)
+        if len({states[rank] for rank in peers}) > 1:
+            raise RanksDifferError(
+                _difference(
+                    [states[rank] for rank in peers],
+                    ranks=peers,
+                    step=step,
+                    passed_step=passed_step,
+                )
+            )
+    not_finite = next((each.not_finite for each in states if each.not_finite is not None), None)
+    if not_finite is not None:
         raise TrainingError(
-            f"after step {step} {states[0].not_finite} holds NaN or infinity, though loss and "
+            f"after step {step} {not_finite} holds NaN or infinity, though loss and "
             f"gradients were finite. It is not saved. {_resume(passed_step)} with a lower "
             'optimizer.lr, or precision.dtype = "fp32".'
         )
@@ -61,18 +85,39 @@ def rank_state(optimizers: Optimizers, *, is_alone: bool = False) -> RankState:
     return RankState(weights=weights, optimizer=state, not_finite=bad_weight or bad_state)
 
 
-def _difference(states: Sequence[RankState], *, step: int, passed_step: int | None) -> str:
-    """Say which ranks differ, in what, and what to do."""
+def inspect_each(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str | None]:
+    """Return the sha256 over names and contents, and the first name with a NaN or infinity.
+
+    Takes one tensor after the other and holds none of them.
+    """
+    combined, not_finite = hashlib.sha256(), None
+    with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="sync check") as pool:
+        for name, tensor in tensors:
+            digest, bad = _inspect({name: tensor}, pool, hashes=True)
+            combined.update(digest.encode())
+            not_finite = not_finite or bad
+    return combined.hexdigest(), not_finite
+
+
+def _difference(
+    states: Sequence[RankState],
+    *,
+    step: int,
+    passed_step: int | None,
+    ranks: Sequence[int] | None = None,
+) -> str:
+    """Say which ranks differ, in what, and what to do; `states` are those of `ranks`."""
+    numbers = range(len(states)) if ranks is None else ranks
     common, votes = Counter(states).most_common(1)[0]
     if votes * 2 > len(states):
-        odd = [rank for rank, state in enumerate(states) if state != common]
+        odd = [rank for rank, state in zip(numbers, states, strict=True) if state != common]
         who = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {odd} differ"
         who += " from the others"
         suspect = "that node's memory"
     else:
         listed = ", ".join(
             f"rank {rank} {state.weights[:8]}/{state.optimizer[:8]}"
-            for rank, state in enumerate(states)
+            for rank, state in zip(numbers, states, strict=True)
         )
         who = f"which rank is wrong cannot be known, as no majority agrees ({listed})"
         suspect = "the memory of each of their nodes"

@@ -39,6 +39,10 @@ class Kernels:
         """Forget what was derived from the optimizer's weights; a hook for its steps."""
         self._copies.drop(each for group in optimizer.param_groups for each in group["params"])
 
+    def keep_no_copies(self) -> None:
+        """Hold nothing that was derived from weights beyond the matmul that needs it."""
+        self._copies.keep_none()
+
     def make_gradients_at(self, place: Callable[[Tensor], Tensor]) -> None:
         """Make a weight's gradient in what `place` has for it, as far as kernels make it."""
         if self._layers is not None:

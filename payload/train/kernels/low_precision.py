@@ -13,6 +13,11 @@ class Bf16Copies:
 
     def __init__(self) -> None:
         self._copies: dict[Tensor, Tensor] = {}
+        self._keeps = True
+
+    def keep_none(self) -> None:
+        """Make a copy each time that one is asked for, and hold on to none."""
+        self._keeps = False
 
     def of(self, parameter: Tensor | None) -> Tensor | None:
         """The parameter in bf16."""
@@ -22,7 +27,9 @@ class Bf16Copies:
         if copy is None:
             # What is made within an evaluation has to serve the next backward pass as well.
             with torch.inference_mode(False), torch.no_grad():
-                copy = self._copies[parameter] = parameter.to(torch.bfloat16)
+                copy = parameter.to(torch.bfloat16)
+            if self._keeps:
+                self._copies[parameter] = copy
         return copy
 
     def made(self, parameter: Tensor) -> Tensor | None:

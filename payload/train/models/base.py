@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,32 @@ class Cache(Protocol):
 
     def num_tokens(self) -> int:
         """Return the number of tokens seen so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a strategy made of a layer when it placed its weights on the ranks."""
+
+    built_as: type[nn.Module]
+    """The layer's class, which the strategy derives another one from."""
+    parameters: type[Tensor]
+    """The type of its parameters between two passes; in a pass they are plain."""
+    hooks: int
+    """The hooks that the strategy put around the layer's forward pass."""
+
+
+class LayerModule(nn.Module):
+    """A layer whose forward pass can be computed by another function."""
+
+    placement: Placement | None = None
+    """Set by a strategy that wraps `forward` and `computed_by`."""
+
+    def computed_by(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Return `function` of this layer and `inputs`, as a forward pass of this layer.
+
+        A strategy that gathers the layer's weights for its forward pass does so around this, too.
+        """
+        return function(self, *inputs)
 
 
 class CausalLM(nn.Module, ABC):
@@ -76,6 +103,13 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def new_caches(self) -> Sequence[Cache]:
         """Return empty caches for `hidden`; the first one counts the tokens."""
+
+    def layers(self) -> Sequence[nn.Module]:
+        """Return the layers in the order of the forward pass, each called as a whole there.
+
+        A strategy places their weights on the ranks layer by layer, and all others together.
+        """
+        return []
 
     @abstractmethod
     def is_hidden_matrix(self, name: str) -> bool:

@@ -99,6 +99,10 @@ class Classifier(CausalLM):
         """Return the body's empty caches."""
         return self.body.new_caches()
 
+    def layers(self) -> Sequence[nn.Module]:
+        """Return the body's layers."""
+        return self.body.layers()
+
     def is_hidden_matrix(self, name: str) -> bool:
         """Say whether the parameter of this name is a layer's matrix."""
         return name.startswith(_BODY) and self.body.is_hidden_matrix(name.removeprefix(_BODY))

@@ -159,6 +159,10 @@ class Decoder(CausalLM):
         """Return empty caches, one a layer."""
         return [LayerCache() for _ in self.spec.layers]
 
+    def layers(self) -> Sequence[nn.Module]:
+        """Return the layers."""
+        return list(self.model.layers)
+
     def is_hidden_matrix(self, name: str) -> bool:
         """Say whether the parameter of this name is a layer's matrix."""
         return name.startswith("model.layers.") and self.get_parameter(name).dim() == 2

@@ -76,7 +76,7 @@ def run_layers(
         layers = cast("nn.ModuleList", body.layers)
         for layer, what in zip(layers, spec.layers, strict=True):
             assert isinstance(layer, Layer)
-            total, added = layer_pass(layer_of, layer, attending[what], total, added)
+            total, added = layer_pass(layer.computed_by, layer_of, attending[what], total, added)
         _, normed = add_norm(total, added, _norm(cast(RMSNorm, body.norm)), context)
         return normed.view(x.shape)
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 from payload.models.decoder import DecoderSpec
 from payload.models.decoder_config import Activation
 from payload.models.decoder_config import Layer as LayerSpec
+from payload.train.models.base import LayerModule
 from payload.train.models.gpt2 import LayerCache, Linear, documents_mask
 from payload.train.models.rope import Table, rotated
 
@@ -137,7 +138,7 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
     return functional.gelu(x, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
 
 
-class Layer(nn.Module):
+class Layer(LayerModule):
     """Attention and MLP, each with a norm before and, in Gemma, one behind."""
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, *, dropout: float) -> None:

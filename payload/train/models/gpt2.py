@@ -21,7 +21,7 @@ from payload.models.spec import ModelSpec
 from payload.train.kernels.layers import add_norm, attention, mlp
 from payload.train.kernels.linears import LayerContext
 from payload.train.lazy_tensors import copy_in, shape_in
-from payload.train.models.base import CausalLM
+from payload.train.models.base import CausalLM, LayerModule
 from payload.train.models.recognised import layer_refusals, projection
 
 MODEL_TYPES = ("gpt2",)
@@ -142,7 +142,7 @@ class MLP(nn.Module):
         return functional.dropout(self.c_proj(widened), self.dropout, self.training)
 
 
-class Block(nn.Module):
+class Block(LayerModule):
     """One layer: norm, attention, norm, MLP, each pair added to the residual stream."""
 
     def __init__(self, spec: Gpt2Spec, *, dropout: float, activation: Activation) -> None:
@@ -237,7 +237,7 @@ class GPT(CausalLM):
             added: Tensor | None = None
             for block in cast("Iterable[Block]", self.h):
                 total, added = self.layer_pass(
-                    self._fast_layer, block, total, added, sizes, starts, context
+                    block.computed_by, self._fast_layer, total, added, sizes, starts, context
                 )
             _, normed = add_norm(total, added, self.ln_f, context)
             return normed.view(x.shape)
@@ -289,6 +289,10 @@ class GPT(CausalLM):
     def new_caches(self) -> list[LayerCache]:
         """Return empty caches, one a layer."""
         return [LayerCache() for _ in self.h]
+
+    def layers(self) -> Sequence[nn.Module]:
+        """Return the layers."""
+        return list(self.h)
 
     def is_hidden_matrix(self, name: str) -> bool:
         """Say whether the parameter of this name is a layer's matrix."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from payload.train.kernels.linears import LowRank, Projection
+from payload.train.models.base import LayerModule
 from payload.train.models.lora import LoraLinear
 
 _ADAPTER = ("lora_A", "lora_B")
@@ -35,7 +36,7 @@ def layer_refusals(body: nn.Module, *, known: Collection[type[nn.Module]]) -> It
     """
     inner = [(name, each) for name, each in body.named_modules() if each is not body]
     recognised = {*known, LoraLinear}
-    unknown = sorted({type(each).__name__ for _, each in inner if type(each) not in recognised})
+    unknown = sorted({_kind(each).__name__ for _, each in inner if _kind(each) not in recognised})
     if unknown:
         yield f"modules of another kind: {', '.join(unknown)}"
     hooked = [name for name, each in inner if _has_hooks(each)]
@@ -55,7 +56,9 @@ def _parameter_refusals(inner: list[tuple[str, nn.Module]], *, adapted: bool) ->
         for name, module in inner
         for key, each in module.named_parameters(recurse=False)
     ]
-    wrapped = [(name, each) for name, _, each in parameters if type(each) is not nn.Parameter]
+    placements = (each.placement for _, each in inner if isinstance(each, LayerModule))
+    plain = {nn.Parameter, *(each.parameters for each in placements if each is not None)}
+    wrapped = [(name, each) for name, _, each in parameters if type(each) not in plain]
     if wrapped:
         yield f"{len(wrapped)} weights of type {type(wrapped[0][1]).__name__}, {_first(wrapped)}"
     wrong = [
@@ -86,10 +89,16 @@ def _first(found: Sequence[tuple[str, Tensor]]) -> str:
     return f"{found[0][0]} for one"
 
 
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module was built as, before a strategy placed it on the ranks."""
+    placement = module.placement if isinstance(module, LayerModule) else None
+    return type(module) if placement is None else placement.built_as
+
+
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    """Say whether a module has hooks, besides a strategy's, which `computed_by` calls as well."""
+    placement = module.placement if isinstance(module, LayerModule) else None
+    around = len(module._forward_hooks) + len(module._forward_pre_hooks)
+    if placement is not None:
+        around -= placement.hooks
+    return bool(around or module._backward_hooks or module._backward_pre_hooks)

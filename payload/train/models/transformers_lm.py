@@ -199,6 +199,11 @@ class TransformersLM(CausalLM):
         """Return None: autograd adds up both parts of a tied embedding's gradient."""
         return None
 
+    def layers(self) -> Sequence[nn.Module]:
+        """Return the modules that transformers itself never splits; it may name none."""
+        names = set(getattr(self.module, "_no_split_modules", None) or ())
+        return [each for each in self.module.modules() if type(each).__name__ in names]
+
     def is_hidden_matrix(self, name: str) -> bool:
         """Say whether the parameter of this name is a layer's matrix."""
         return name in self._matrices

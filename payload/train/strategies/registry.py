@@ -10,4 +10,9 @@ from payload.train.world import World
 
 def choose_strategy(settings: DistributedSection, world: World) -> Strategy:
     """Return the run's strategy on this rank."""
-    return Replicate(settings, world)
+    if settings.strategy == "replicate" or world.world_size == 1:
+        return Replicate(settings, world)
+    # Loaded where it is used: FSDP2 takes a second to import.
+    from payload.train.strategies.shard import Shard
+
+    return Shard(settings, world)

@@ -155,7 +155,7 @@ class _StopError(Exception):
     """Ends the run before it takes memory."""
 
 
-def _stop(*_: object) -> None:
+def _stop(*_: object, **__: object) -> None:
     raise _StopError
 
 

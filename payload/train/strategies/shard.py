@@ -1,0 +1,203 @@
+"""Each rank holds a part of every weight, gradient and optimizer state: FSDP2 over gloo.
+
+A layer's weights are gathered for its forward pass and again for its backward pass, and its
+gradients are summed right after that; nothing is whole but one layer, and what belongs to no layer
+(embeddings, the last norm, the head). Optimizers and their kernels work on this rank's parts, as
+plain tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from payload.run_config import DistributedSection
+from payload.train.models.base import CausalLM, LayerModule, Placement, trainable
+from payload.train.optimizer import Optimizers
+from payload.train.snapshot import checkpoint_weights
+from payload.train.strategies.base import Strategy
+from payload.train.strategies.shard_comms import Gather, SumOfParts, Waiting
+from payload.train.strategies.shard_snapshot import ShardSnapshot, rows_of
+from payload.train.sync_check import RankState, inspect_each, require_one_model
+from payload.train.world import World
+
+# A model's own ways into a forward pass, besides `forward`.
+_ENTRIES = ("token_losses", "class_logits")
+
+
+class Shard(Strategy):
+    """Fully sharded data parallelism; with fewer shards than ranks, in groups that replicate.
+
+    Ranks of one group are neighbours, so that a group shares a node where it can.
+    """
+
+    def __init__(self, settings: DistributedSection, world: World) -> None:
+        super().__init__(settings, world)
+        self._shards = settings.shards(world.world_size)
+        self._mesh = _mesh(world, shards=self._shards)
+        self._group = self._mesh.get_group("shard")
+        self._saving: dist.ProcessGroup = dist.new_group(list(range(self._shards)))
+        self._waiting = Waiting()
+        self._pairs: list[tuple[DTensor, nn.Parameter]] = []
+        """Each trained parameter of the model, and this rank's part as the optimizers have it."""
+
+    def wrap(self, model: CausalLM) -> None:
+        """Give every rank its part of rank 0's weights, layer by layer: one is whole at a time."""
+        # Gradients that travel as bf16 are rounded for that alone; each rank adds them up in fp32.
+        reduced = torch.bfloat16 if self.settings.grad_dtype == "bf16" else None
+        policy = MixedPrecisionPolicy(reduce_dtype=reduced)
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+        for module in (*model.layers(), model):
+            for parameter in module.parameters():
+                if not isinstance(parameter, DTensor):
+                    dist.broadcast(parameter.detach(), src=0)
+            before, kind = _num_hooks(module), type(module)
+            fully_shard(module, mesh=self._mesh, mp_policy=policy)
+            if isinstance(module, LayerModule):
+                module.placement = Placement(kind, DTensor, _num_hooks(module) - before)
+                register_fsdp_forward_method(module, "computed_by")
+            self._set_collectives(cast(FSDPModule, module))
+        for name in _ENTRIES:
+            if hasattr(model, name):
+                register_fsdp_forward_method(model, name)
+
+    def parts(self, model: CausalLM) -> dict[str, nn.Parameter]:
+        """Return this rank's part of each trained parameter, sharing its memory."""
+        found = {}
+        for name, parameter in trainable(model):
+            assert isinstance(parameter, DTensor)
+            with torch.no_grad():
+                found[name] = nn.Parameter(parameter.to_local())
+            self._pairs.append((parameter, found[name]))
+        return found
+
+    def attach(self, model: CausalLM) -> None:
+        """Have the kernels hold nothing of a layer's weights beyond its passes."""
+        if model.kernels is not None:
+            model.kernels.keep_no_copies()
+
+    def begin(self, tokens: Tensor) -> None:
+        """Do nothing: every pass sums its gradients, so that no rank ever holds all of them."""
+
+    def finish(self) -> float:
+        """Hand the gradients to the optimizers' parts; return the seconds spent in collectives."""
+        for whole, part in self._pairs:
+            gradient = whole.grad
+            if gradient is None:
+                part.grad = torch.zeros_like(part)
+            else:
+                assert isinstance(gradient, DTensor)
+                part.grad = gradient.to_local()
+            whole.grad = None
+        return self._waiting.take()
+
+    def own_part(self, name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's rows of a whole tensor."""
+        del name
+        return rows_of(tensor, rank=dist.get_rank(self._group), ranks=self._shards)
+
+    def norm_over_ranks(self) -> Callable[[float], float]:
+        """Return what adds up the squares of the parts' norms."""
+
+        def whole(norm: float) -> float:
+            squares = torch.tensor(norm**2, dtype=torch.float64, device=self.world.device)
+            dist.all_reduce(squares, group=self._group)
+            return math.sqrt(float(squares))
+
+        return whole
+
+    def without_gradients(self) -> AbstractContextManager[object]:
+        """Return a context whose gathered weights a later training pass can take, too."""
+        return torch.no_grad()
+
+    def computes_together(self) -> bool:
+        """Say that all ranks make a pass together: they gather the weights from each other."""
+        return True
+
+    def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
+        """Compare the weights that each rank gathers, and the optimizer state of replicas.
+
+        State that only one rank holds has nothing to be compared with.
+        """
+        weights, bad_weight = inspect_each(_gathered(_resharded(optimizers.model)))
+        state, bad_state = inspect_each(optimizers.state_tensors().items())
+        own = RankState(weights=weights, optimizer=state, not_finite=bad_weight or bad_state)
+        states = self.world.gather(own, RankState)
+        require_one_model(states, step=step, passed_step=passed_step, shards=self._shards)
+
+    def snapshot(self, model: CausalLM, optimizers: Optimizers) -> ShardSnapshot:
+        """Return the parts of a checkpoint's tensors."""
+        _resharded(model)
+        owners = {part: whole for whole, part in self._pairs}
+        names = optimizers.trained()
+        state = {
+            name: _as_part(value, owners[names[name.partition(".")[2]]])
+            for name, value in optimizers.state_tensors().items()
+        }
+        return ShardSnapshot(
+            checkpoint_weights(model),
+            state,
+            group=self._saving,
+            takes_part=self.world.rank < self._shards,
+        )
+
+    def _set_collectives(self, module: FSDPModule) -> None:
+        # gloo has no mean; and a sum is what the parts' own collective makes.
+        module.set_force_sum_reduction_for_comms(True)
+        # They have the methods of FSDP2's base classes, which are in a private module.
+        module.set_custom_all_gather(Gather(self._waiting))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(SumOfParts(self._waiting))  # type: ignore[arg-type]
+
+
+def _mesh(world: World, *, shards: int) -> DeviceMesh:
+    kind, replicas = world.device.type, world.world_size // shards
+    if replicas == 1:
+        return init_device_mesh(kind, (shards,), mesh_dim_names=("shard",))
+    return init_device_mesh(kind, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _resharded(model: nn.Module) -> nn.Module:
+    """Return the model with its parameters in parts: an evaluation leaves some whole."""
+    cast(FSDPModule, model).reshard()
+    return model
+
+
+def _gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter whole, one at a time."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        with torch.no_grad():
+            yield name, parameter.full_tensor()
+
+
+def _as_part(value: Tensor, owner: DTensor) -> Tensor:
+    """Return optimizer state of a part of `owner` as a part of state of its shape."""
+    if value.dim() == 0:
+        return value
+    return DTensor.from_local(
+        value,
+        owner.device_mesh,
+        owner.placements,
+        run_check=False,
+        shape=owner.shape,
+        stride=owner.stride(),
+    )
+
+
+def _num_hooks(module: nn.Module) -> int:
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)

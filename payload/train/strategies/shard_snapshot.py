@@ -1,0 +1,84 @@
+"""A checkpoint of a sharded model: rank 0 gathers tensor by tensor what it writes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from payload.train.snapshot import Snapshot
+from payload.train.tensor_file import in_file_order
+
+
+class ShardSnapshot(Snapshot):
+    """The parts that this rank holds.
+
+    A thread gathers them while training goes on, over a process group of its own: on rank 0 as the
+    file is written, elsewhere in `finish`. Both take the tensors in the order of the file.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor],
+        *,
+        group: dist.ProcessGroup,
+        takes_part: bool,
+    ) -> None:
+        """Take the tensors; `takes_part` says that this rank is in rank 0's `group`."""
+        super().__init__(weights, optimizer)
+        ordered = [each for _, each in (*in_file_order(weights), *in_file_order(optimizer))]
+        shared = [each for each in ordered if isinstance(each, DTensor)] if takes_part else []
+        self._group = group
+        self._pending = deque(shared)
+
+    def is_shared(self) -> bool:
+        """Say whether this rank holds parts of what rank 0 writes."""
+        return bool(self._pending)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return all elements of a tensor, on rank 0."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        assert self._pending[0] is tensor, "tensors are gathered in the order of the file"
+        return self._gather(self._pending.popleft())
+
+    def finish(self) -> None:
+        """Gather or send what is left."""
+        while self._pending:
+            self._gather(self._pending.popleft())
+
+    def _gather(self, tensor: DTensor) -> Tensor:
+        """Return the whole tensor on rank 0, and send this rank's part of it elsewhere."""
+        with torch.no_grad():
+            dims = [each.dim for each in tensor.placements if isinstance(each, Shard)]
+            if not dims:
+                # Joined in memory by transformers, such as experts: taken apart, it is whole.
+                return tensor.to_local()
+            (dim,) = dims
+            part = tensor.to_local().movedim(dim, 0)
+            rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+            if rank:
+                if part.numel():
+                    dist.send(part.contiguous(), dst=0, group=self._group)
+                return part
+            rows = torch.empty(tensor.shape, dtype=tensor.dtype).movedim(dim, 0)
+            whole = torch.empty(rows.shape, dtype=tensor.dtype)
+            at = rows_of(whole, rank=0, ranks=ranks)
+            at.copy_(part)
+            for source in range(1, ranks):
+                at = rows_of(whole, rank=source, ranks=ranks)
+                if at.numel():
+                    dist.recv(at, src=source, group=self._group)
+            return whole.movedim(0, dim)
+
+
+def rows_of(whole: Tensor, *, rank: int, ranks: int) -> Tensor:
+    """Return a rank's rows of a tensor, as FSDP2 shares them out: the last ranks may have fewer."""
+    each = -(-whole.shape[0] // ranks)
+    first = min(rank * each, whole.shape[0])
+    return whole[first : first + each]

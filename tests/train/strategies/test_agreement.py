@@ -1,0 +1,70 @@
+"""Which ranks have to hold the same, where each holds a part; settings that do not go together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from payload.errors import ConfigError, RanksDifferError, TrainingError
+from payload.run_config import DistributedSection, parse_run_config
+from payload.train.strategies.shard_snapshot import rows_of
+from payload.train.sync_check import RankState, require_one_model
+
+
+def states(weights: str, optimizer: str) -> list[RankState]:
+    return [
+        RankState(weights=each * 64, optimizer=part * 64, not_finite=None)
+        for each, part in zip(weights, optimizer, strict=True)
+    ]
+
+
+def test_parts_of_optimizer_state_are_compared_with_their_replicas_alone() -> None:
+    require_one_model(states("aaaa", "0101"), step=4, passed_step=None, shards=2)
+    require_one_model(states("aaaa", "0123"), step=4, passed_step=None, shards=4)
+    with pytest.raises(RanksDifferError, match=r"optimizer state.*rank 1 .*rank 3 "):
+        require_one_model(states("aaaa", "0102"), step=4, passed_step=None, shards=2)
+
+
+def test_weights_are_compared_over_all_ranks() -> None:
+    with pytest.raises(RanksDifferError, match="not hold one model: rank 2 differs"):
+        require_one_model(states("aabaa", "01234"), step=4, passed_step=None, shards=5)
+
+
+def test_a_nan_in_one_ranks_part_is_found() -> None:
+    found = states("aa", "01")
+    bad = RankState(weights="a" * 64, optimizer="1" * 64, not_finite="exp_avg.wte.weight")
+    with pytest.raises(TrainingError, match=r"exp_avg\.wte\.weight holds NaN"):
+        require_one_model([found[0], bad], step=4, passed_step=2, shards=2)
+
+
+def test_parts_are_even_but_for_the_last_ranks() -> None:
+    whole = torch.arange(5)
+    assert [rows_of(whole, rank=rank, ranks=4).tolist() for rank in range(4)] == [
+        [0, 1],
+        [2, 3],
+        [4],
+        [],
+    ]
+
+
+def test_a_group_that_does_not_divide_the_ranks_is_refused_with_those_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"shard_size = 4 .* 6 ranks\. Use 1 or 2 or 3 or 6"):
+        DistributedSection(strategy="shard", shard_size=4).shards(6)
+    assert DistributedSection(strategy="shard").shards(6) == 6
+    assert DistributedSection().shards(6) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (['optimizer.name="muon"'], "needs whole matrices"),
+        (["engine.compile=true"], "without engine.compile"),
+        (['distributed.backend="ccl"'], "is for gloo alone"),
+        (['distributed.strategy="replicate"', "distributed.shard_size=2"], "leave shard_size out"),
+    ],
+)
+def test_what_does_not_go_with_shards_is_one_line(settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_run_config(
+            "", overrides=['distributed.strategy="shard"', *settings], where="run.toml"
+        )
