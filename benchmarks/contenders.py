@@ -84,7 +84,11 @@ def adapter_settings(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Return what is trained beside the frozen model on all linears of its layers, if anything."""
     if getattr(arguments, "adapter", None) is None:
         return None
-    return {"rank": arguments.rank, "alpha": 2.0 * arguments.rank, "dropout": 0.0}
+    return {
+        "rank": arguments.rank,
+        "alpha": 2.0 * arguments.rank,
+        "dropout": getattr(arguments, "adapter_dropout", 0.0),
+    }
 
 
 def _peer_sizes(shape: Gpt2Spec) -> dict[str, int]:

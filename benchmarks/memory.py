@@ -113,6 +113,7 @@ def _steps(case: Case, arguments: argparse.Namespace) -> list[Peak]:
         intel_module=None,
         adapter=arguments.adapter,
         rank=arguments.rank,
+        adapter_dropout=arguments.adapter_dropout,
     )
     found = []
     for contender in contenders(work):
@@ -247,6 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--eager", action="store_true", help="this project with kernels off, too")
     add("--adapter", choices=["lora"], help="train this beside the frozen model, but with --data")
     add("--rank", type=int, default=16, help="of the adapter (default: 16)")
+    add("--adapter-dropout", type=float, default=0.0, metavar="SHARE", help="(default: 0)")
     add("--data", type=Path, metavar="DIR", help="a prepared folder; the trainer's own runs")
     add("--ranks", nargs="+", type=int, metavar="COUNT", help="of those runs (default: 1)")
     add("--threads", type=int, metavar="COUNT", help="default: torch's own choice")

@@ -181,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trl", action="store_true", help="TRL's SFTTrainer on it, too")
     parser.add_argument("--adapter", choices=["lora"], help="train this beside the frozen model")
     parser.add_argument("--rank", type=int, default=16, help="of the adapter; default: 16")
+    parser.add_argument("--adapter-dropout", type=float, default=0.0, metavar="SHARE")
     parser.add_argument("--peft", action="store_true", help="PEFT on transformers' model, too")
     parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT")
     parser.add_argument("--intel-module", type=Path, metavar="DIR", help="with its model.py")

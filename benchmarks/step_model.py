@@ -25,7 +25,7 @@ def trained_spec(work: Mapping[str, Any]) -> ModelSpec:
     adapter = work.get("adapter")
     if adapter is None:
         return spec
-    return AdaptedSpec.of(spec, rank=adapter["rank"], target=ALL_LINEAR)
+    return AdaptedSpec.of(spec, rank=adapter["rank"], target=ALL_LINEAR, dropout=adapter["dropout"])
 
 
 def has_weights(name: str) -> bool:

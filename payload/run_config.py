@@ -356,7 +356,10 @@ class RunConfig:
             spec = ClassifierSpec.of(spec, num_labels=2)
         if not self.adapter.is_on():
             return spec
-        return AdaptedSpec.of(spec, rank=self.adapter.rank, target=self.adapter.target)
+        adapter = self.adapter
+        return AdaptedSpec.of(
+            spec, rank=adapter.rank, target=adapter.target, dropout=adapter.dropout
+        )
 
     def longest_wait_s(self) -> float:
         """Longest time without progress in any phase; after it, ranks give each other up."""

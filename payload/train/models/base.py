@@ -183,7 +183,10 @@ class CausalLM(nn.Module, ABC):
         """Return the numbers of what is trained: the model's own, or those with its adapter."""
         if self.adapter is None:
             return self.spec
-        return AdaptedSpec.of(self.spec, rank=self.adapter.rank, target=self.adapter.target)
+        adapter = self.adapter
+        return AdaptedSpec.of(
+            self.spec, rank=adapter.rank, target=adapter.target, dropout=adapter.dropout
+        )
 
     def draws_masks(self) -> bool:
         """Say whether a training pass draws dropout masks."""
