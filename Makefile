@@ -29,7 +29,9 @@ PY := $(VENV)/bin/python
 INSTALL := bash bootstrap/install-payload.sh --from-make --writable data --writable runs \
 	$(if $(PYTHON),--python "$(PYTHON)") $(if $(TORCH_INDEX),--torch-index "$(TORCH_INDEX)") \
 	$(if $(WHEELHOUSE),--wheelhouse "$(WHEELHOUSE)") $(if $(TORCH_CUDA),--torch-cuda)
-SHELL_FILES := bootstrap/install-payload.sh bootstrap/node-setup.sh tests/install_packages.sh .ci/run
+# The one command, beside the environment's python.
+LINK_COMMAND = ln -sfn "$(CURDIR)/bootstrap/tileforge" $(VENV)/bin/tileforge
+SHELL_FILES := bootstrap/tileforge bootstrap/install-payload.sh bootstrap/node-setup.sh tests/install_packages.sh .ci/run
 # make itself ends with 2, whatever failed.
 OR_SAY = || { code=$$?; echo "make $@: exit code $$code (README.md, Exit codes)" >&2; exit $$code; }
 SHOWN = @printf '%s\n' '$(subst ','\'',$(1))'; $(1) $(OR_SAY)
@@ -88,9 +90,11 @@ lock: setup  ## pin all packages anew for pyproject.toml (UPGRADE=1: the newest 
 
 setup:  ## make .venv from the lock, for running, testing and checking
 	@$(INSTALL) --venv $(VENV) --extras train,orchestrate,infra,dev $(OR_SAY)
+	@$(LINK_COMMAND)
 
 setup-run:
 	@$(INSTALL) --venv $(VENV) --extras train,orchestrate $(OR_SAY)
+	@$(LINK_COMMAND)
 
 setup-ipex:  ## make .venv-ipex: torch 2.8 with intel-extension-for-pytorch
 	@$(INSTALL) --venv $(VENV_IPEX) --extras intel,ccl,orchestrate,dev $(OR_SAY)

@@ -12,21 +12,38 @@ from pathlib import Path
 
 from payload.results import DEFAULT_RUNS_DIR, RunPaths
 
+CONSOLE = "TILEFORGE_CONSOLE"
+"""Where `tileforge` lies, in the environment of what it starts."""
+
+_CONSOLE_WORDS = {
+    "orchestrate": (),
+    **{name: (name,) for name in ("data", "train", "generate", "evaluate", "export")},
+}
+"""What stands for a program after `tileforge`."""
+
+
+def program_name() -> str:
+    """Return how the user calls the one command: `tileforge`, its path, or `python -m payload`."""
+    console = os.environ.get(CONSOLE)
+    if console is None:
+        return f"{_interpreter_words()} -m payload"
+    found = shutil.which("tileforge")
+    is_on_path = found is not None and Path(found).absolute() == Path(console).absolute()
+    return "tileforge" if is_on_path else shlex.quote(console)
+
 
 def command(program: str, *arguments: str) -> str:
     """Return the command line that starts `payload.<program>` from the user's current folder.
 
-    That is `python -m payload.<program> ...` where `python` is the interpreter that runs this and
-    the package can be imported. Otherwise the interpreter's path, PYTHONPATH or `cd` are added.
+    Where the user typed `tileforge`, so does the message. Else it is `python -m payload.<program>
+    ...` where `python` is the interpreter that runs this and the package can be imported.
+    Otherwise the interpreter's path, PYTHONPATH or `cd` are added.
     """
-    words = _command_words(
-        executable=sys.executable,
-        root=Path(__file__).resolve().parents[1],
-        cwd=Path.cwd(),
-        env=os.environ,
-        site_folders=[*site.getsitepackages(), site.getusersitepackages()],
-    )
-    return " ".join([words, "-m", f"payload.{program}", *map(shlex.quote, arguments)])
+    if CONSOLE in os.environ and program in _CONSOLE_WORDS:
+        rest = map(shlex.quote, (*_CONSOLE_WORDS[program], *arguments))
+        return " ".join([program_name(), *rest])
+    words = [_interpreter_words(), "-m", f"payload.{program}", *map(shlex.quote, arguments)]
+    return " ".join(words)
 
 
 def run_command(verb: str, paths: RunPaths, *arguments: str) -> str:
@@ -40,6 +57,16 @@ def run_command(verb: str, paths: RunPaths, *arguments: str) -> str:
         within = runs_dir.is_relative_to(Path.cwd())
         words += ["--runs-dir", str(runs_dir.relative_to(Path.cwd()) if within else runs_dir)]
     return command("orchestrate", *words)
+
+
+def _interpreter_words() -> str:
+    return _command_words(
+        executable=sys.executable,
+        root=Path(__file__).resolve().parents[1],
+        cwd=Path.cwd(),
+        env=os.environ,
+        site_folders=[*site.getsitepackages(), site.getusersitepackages()],
+    )
 
 
 def _command_words(

@@ -61,6 +61,8 @@ def problem_with(command: str) -> str | None:
         targets = set(_MAKE_TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
         unknown = [word for word in words[1:] if "=" not in word and word not in targets]
         return f"no make target {unknown[0]}" if unknown else _problem_with_benchmark(words)
+    if words[0] == "tileforge":
+        return _problem_with_module(["payload", *words[1:]])
     if words[0] == "bash":
         return None if (ROOT / words[1]).is_file() else f"no file {words[1]}"
     if words[0] in {"python", "torchrun"} and "-m" in words:

@@ -58,7 +58,7 @@ A run that was stopped or killed goes on when the same command is given again, w
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; the exit status is an `ExitCode`."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     # A file's name need not be UTF-8.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
@@ -81,11 +81,15 @@ def main(argv: Sequence[str]) -> int:
         return 128 + signal.SIGINT
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=command("data"), description="Text to tokens for payload.train."
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    made = argparse.ArgumentParser(
+        prog=command("data"),
+        description="Text to tokens for payload.train.",
+        epilog="Example: "
+        + command("data", "prepare", "--source", "stdlib", "--out", "data/stdlib"),
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     prepare = commands.add_parser(
         "prepare",
         help="make train.bin, val.bin and meta.json from text",
@@ -111,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         "verify",
         help="compare a data folder's files with the hashes in its meta.json",
         description="Read a data folder's files and compare them with the hashes in meta.json.",
+        epilog="Example: " + command("data", "verify", "data/mine"),
     )
     verify.add_argument("folder", type=Path, metavar="DIR")
     verify.add_argument(
@@ -125,9 +130,10 @@ def _parser() -> argparse.ArgumentParser:
             help="print a prepared conversation with the trained tokens in colour",
             description="Print one conversation of a folder that was prepared with --task chat. "
             "What the loss covers is green; without colours it stands in \u27e6 \u27e7.",
+            epilog="Example: " + command("data", "show", "data/chats"),
         )
     )
-    return parser
+    return made
 
 
 def _add_show_flags(parser: argparse.ArgumentParser) -> None:

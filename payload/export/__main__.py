@@ -12,10 +12,11 @@ from typing import Any
 from payload.adapter_files import has_adapter, read_adapter_config
 from payload.errors import CheckpointError, ExitCode, TileforgeError, UsageError
 from payload.export.architectures import plan_gguf
+from payload.export.arguments import parser
 from payload.export.gguf_file import write_gguf
 from payload.export.hf_folder import write_hf
 from payload.export.merged import MergedWeights, require_base
-from payload.export.tensors import DTYPES, WeightFiles
+from payload.export.tensors import WeightFiles
 from payload.export.vocabulary import read_vocabulary
 from payload.hf_folder import CONFIG_FILE
 from payload.hints import command
@@ -25,47 +26,6 @@ from payload.untrusted import parse_json, printable, read_bytes
 
 _FIX = "Use another checkpoint."
 _GGUF_SUFFIX = ".gguf"
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
-    made = argparse.ArgumentParser(
-        prog=command("export"),
-        description="Write a model's weights, tokenizer and chat template for other programs: "
-        "`gguf`, one file for llama.cpp and what is built on it, for GPT-2 and the Llama family; "
-        "`hf`, a folder for transformers. An adapter is merged into its base with --merge. What is "
-        "written is whole or absent; its path is printed.",
-    )
-    made.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="a run (its newest checkpoint), a checkpoint such as RUN/checkpoints/best, or a "
-        "Hugging Face folder or name",
-    )
-    made.add_argument(
-        "--format", default="hf", choices=("gguf", "hf"), help="(default: %(default)s)"
-    )
-    made.add_argument(
-        "--merge",
-        action="store_true",
-        help="add an adapter to its base's weights: one model without an adapter",
-    )
-    made.add_argument(
-        "--dtype",
-        default="bf16",
-        choices=DTYPES,
-        help="of the matrices; q8_0: 8 bits with a scale for 32 of them, in GGUF only (default: "
-        "%(default)s)",
-    )
-    made.add_argument(
-        "--out",
-        type=Path,
-        metavar="PATH",
-        help="file or folder to write, or a folder that is there to write into (default: named "
-        "after the checkpoint, here)",
-    )
-    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from payload.errors import CheckpointError
 from payload.export.architectures import GgufPlan
-from payload.export.tensors import Dtype, WeightFiles, rounded, whole_or_absent
+from payload.export.arguments import Dtype
+from payload.export.tensors import WeightFiles, rounded, whole_or_absent
 from payload.export.vocabulary import Vocabulary
 from payload.untrusted import shown
 

@@ -15,9 +15,6 @@ from payload.hf_folder import weight_files
 if TYPE_CHECKING:
     from torch import Tensor
 
-Dtype = Literal["bf16", "f16", "q8_0", "fp32"]
-DTYPES: tuple[Dtype, ...] = ("bf16", "f16", "q8_0", "fp32")
-
 # Buffers that old releases of transformers saved.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 

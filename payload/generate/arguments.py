@@ -21,6 +21,8 @@ def parser() -> argparse.ArgumentParser:
         "everything else to stderr. Several samples are made together: the first is shown "
         "meanwhile, the others after it. Ctrl-C ends the command and keeps what was made until "
         "then.",
+        epilog="Example: "
+        + command("generate", "--checkpoint", "runs/latest", "--prompt", "It is interesting"),
     )
     made.add_argument(
         "--checkpoint",

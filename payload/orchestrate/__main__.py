@@ -19,10 +19,30 @@ from payload.orchestrate.remove import remove
 from payload.orchestrate.runs import check_named_id, check_new_id
 from payload.results import DEFAULT_GRACE_S, DEFAULT_RUNS_DIR
 
+_QUICKSTART = "payload/configs/quickstart.toml"
+_EXAMPLES = {
+    "plan": f"{_QUICKSTART} --set train.steps=100",
+    "preflight": "--inventory cluster.json --wait 10",
+    "run": f"{_QUICKSTART} --inventory local --set run.name=first",
+    "status": "--json",
+    "logs": "--rank 1",
+    "list": "",
+    "attach": "--inventory cluster.json",
+    "stop": "--grace 60",
+    "collect": "--runs-dir runs",
+    "remove": "--keep 3 --dry-run",
+    "doctor": "--stack dev",
+    "up": "--stack dev --next-zone",
+    "sweep": "--json",
+    "down": "--stack dev",
+    "rehearse": "--budget-usd 1",
+}
+"""What follows each command in the example below its help."""
+
 
 def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | None = None) -> int:
     """Carry out one command and return its exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     if getattr(arguments, "config_file", None) is not None:
         arguments.config = arguments.config_file
     try:
@@ -56,15 +76,16 @@ def _check_run_ids(arguments: argparse.Namespace) -> None:
         check_named_id(named)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    made = argparse.ArgumentParser(
         prog=command("orchestrate"),
         description="Build clusters; plan, start and follow training runs. Results go to stdout, "
         "talk to stderr.",
         epilog="Example: "
         + command("orchestrate", "run", "--config", "payload/configs/quickstart.toml"),
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_preflight(commands)
     _add_run(commands)
@@ -76,7 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_collect(commands)
     _add_remove(commands)
     add_cloud_commands(commands)
-    return parser
+    for verb, words in _EXAMPLES.items():
+        commands.choices[verb].epilog = "Example: " + command("orchestrate", verb, *words.split())
+    return made
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

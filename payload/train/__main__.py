@@ -34,7 +34,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> ExitCode:
     """Train, and end with the exit code that says how it went."""
     last_words = LastWords()
     sys.excepthook = last_words.speak
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     stop = StopSignal()
     config = _load_config(arguments)
     clock = StartClock()
@@ -187,23 +187,24 @@ def _set_up_logging(env: Mapping[str, str]) -> None:
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    made = argparse.ArgumentParser(
         prog=command("train"),
         description="Train a GPT on this process, or on all ranks that a launcher started. "
         "A run folder with a checkpoint in it is resumed.",
         epilog="Example: torchrun --nproc-per-node 2 -m payload.train --config "
         "payload/configs/quickstart.toml",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="run.toml to train by")
-    parser.add_argument(
+    made.add_argument("--config", type=Path, metavar="FILE", help="run.toml to train by")
+    made.add_argument(
         "--run-dir",
         type=Path,
         metavar="DIR",
         help="run folder; its run.toml is used when --config is not given "
         "(default: runs/<name>-<time>-<random>)",
     )
-    parser.add_argument(
+    made.add_argument(
         "--set",
         dest="overrides",
         action="append",
@@ -211,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECTION.KEY=VALUE",
         help="override one setting; may be repeated",
     )
-    return parser
+    return made
 
 
 if __name__ == "__main__":

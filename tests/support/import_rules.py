@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 PACKAGES = frozenset(
     {"models", "launch", "orchestrate", "supervise", "data", "train", "generate"}
-    | {"evaluate", "export"}
+    | {"evaluate", "export", "cli"}
 )
 CONTRACTS = "contracts"
 PULUMI = frozenset({"pulumi", "pulumi_gcp", "pulumi_command", "pulumi_random", "pulumi_tls"})
@@ -64,6 +64,8 @@ RULES = {
         frozenset({CONTRACTS, "launch", "supervise"}),
         frozenset({"torch", "paramiko", "infra"}) | PULUMI,
     ),
+    # It loads the other packages' command lines and programs by their names.
+    "cli": Rule(frozenset({CONTRACTS, "cli"}), frozenset({"torch", "numpy", "paramiko"}) | PULUMI),
     "data": Rule(
         frozenset({CONTRACTS, "models", "data"}), frozenset({"paramiko", "infra"}) | PULUMI
     ),
@@ -88,8 +90,8 @@ HUB_MODULES = (PurePosixPath("payload/models/hub.py"),)
 REGISTRIES = frozenset(
     PurePosixPath(folder, "registry.py")
     for folder in ("payload/models", "payload/train/models", "payload/launch/launchers")
-)
-"""They import the files of their package by names that they find there."""
+) | {PurePosixPath("payload/cli/completion.py")}
+"""They import the files of their package by names that they find there, or parsers by a table."""
 SSH_MODULE = PurePosixPath("payload/orchestrate/ssh.py")
 
 
@@ -224,6 +226,8 @@ def _is_main_guard(test: ast.expr) -> bool:
 
 def _area(path: PurePosixPath) -> str | None:
     match path.parts:
+        case ("payload", "__main__.py"):
+            return "cli"
         case ("payload", _):
             return CONTRACTS
         case ("payload", package, *_):

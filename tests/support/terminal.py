@@ -59,9 +59,13 @@ class Terminal:
             self._raw += content
         return self.raw()
 
+    def press(self, keys: str) -> None:
+        """Send what these keys send."""
+        os.write(self._ours, keys.encode())
+
     def press_ctrl_c(self) -> None:
         """Send what the key sends."""
-        os.write(self._ours, b"\x03")
+        self.press("\x03")
 
     def raw(self) -> str:
         """Return everything that was printed, with what steers the terminal."""

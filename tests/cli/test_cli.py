@@ -1,0 +1,175 @@
+"""`tileforge`: one screen of help, examples that can be typed, and completion in a real shell."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from payload.cli.commands import BY_NAME, COMMANDS, Command, help_text
+from payload.cli.completion import SHELLS, command_parser
+from payload.hints import CONSOLE
+from tests.support.launching import REPO
+from tests.support.terminal import Terminal
+
+
+@pytest.fixture
+def bin_folder(tmp_path: Path) -> Path:
+    """An environment's bin folder as `make setup` leaves it, at a hostile path."""
+    folder = tmp_path / "it's a $(bin)"
+    folder.mkdir()
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    (folder / "tileforge").symlink_to(REPO / "bootstrap" / "tileforge")
+    return folder
+
+
+def tileforge(bin_folder: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Type the command in `cwd`, with its folder on PATH."""
+    return subprocess.run(
+        ["tileforge", *words],
+        cwd=cwd,
+        env=os.environ | {"PATH": f"{bin_folder}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_help_fits_on_one_screen_and_names_every_command(
+    bin_folder: Path, tmp_path: Path
+) -> None:
+    done = tileforge(bin_folder, "--help", cwd=tmp_path)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and done.stdout == help_text("tileforge")
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    assert {line.split()[0] for line in lines if line.startswith("  ")} == set(BY_NAME)
+
+
+def test_every_package_with_a_command_line_has_a_command() -> None:
+    programs = {path.parent.name for path in (REPO / "payload").glob("*/__main__.py")}
+    # A run starts these two; nobody types them.
+    assert {row.package for row in COMMANDS} == (programs - {"supervise", "kernels"}) | {"cli"}
+
+
+def test_a_package_has_no_verb_that_the_one_command_lacks() -> None:
+    known = command_parser(BY_NAME["run"]).format_help()
+    verbs = [line.split()[0] for line in known.splitlines() if line.startswith("    ")]
+    rows = {row.name for row in COMMANDS if row.package == "orchestrate"}
+    assert rows == {verb for verb in verbs if verb in BY_NAME} and len(rows) >= 15
+
+
+@pytest.mark.parametrize("row", COMMANDS, ids=lambda row: str(row.name))
+def test_a_command_s_help_has_an_example_that_can_be_typed(
+    row: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(CONSOLE, "/bin/tileforge")
+    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.chdir(REPO)
+    parser = command_parser(row)
+    with pytest.raises(SystemExit):
+        parser.parse_args([*row.words, "--help"])
+    assert parser.parse_args(example_in(capsys.readouterr().out))
+
+
+def example_in(shown: str) -> list[str]:
+    """Return the arguments of the first example in a help text."""
+    heading, _, rest = shown.partition("xample")
+    assert heading, "the help has no example"
+    # Several stand one a line; one alone may be broken.
+    text = rest.splitlines()[1] if rest.startswith("s:") else rest
+    found = re.search(r"tileforge ([^)|]*)|-m payload\.\w+ (.*)", " ".join(text.split()))
+    assert found, text
+    if found[2] is not None:
+        return shlex.split(found[2])
+    name, *words = shlex.split(found[1])
+    return [*BY_NAME[name].words, *words]
+
+
+def test_help_loads_no_library(bin_folder: Path, tmp_path: Path) -> None:
+    program = (
+        "import runpy, sys\n"
+        "sys.argv = ['tileforge', '--help']\n"
+        "try:\n    runpy.run_module('payload', run_name='__main__')\n"
+        "except SystemExit:\n    pass\n"
+        "known = {'payload', *sys.stdlib_module_names}\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} - known), file=sys.stderr)\n"
+    )
+    start = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(start, cwd=REPO, capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "['__main__']" or done.stderr.strip() == "[]"
+
+
+def test_a_command_does_what_its_module_does_in_any_folder(
+    bin_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "payload").mkdir()  # not ours
+    done = tileforge(bin_folder, "list", "--runs-dir", "none", cwd=tmp_path)
+    assert "none" in done.stdout + done.stderr
+    done = tileforge(bin_folder, "status", "--runs-dir", "none", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: ")
+    done = tileforge(bin_folder, "run", "--help", cwd=tmp_path)
+    assert done.stdout.startswith("usage: tileforge run ")
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"), [("trian", "Did you mean train?"), ("x;y", "tileforge --help lists them all.")]
+)
+def test_an_unknown_command_is_one_line(
+    word: str, fix: str, bin_folder: Path, tmp_path: Path
+) -> None:
+    done = tileforge(bin_folder, word, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"error: {word!r} is none of the commands. {fix}\n"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_shell_gets_code_for_the_command(
+    shell: str, bin_folder: Path, tmp_path: Path
+) -> None:
+    done = tileforge(bin_folder, "completion", shell, cwd=tmp_path)
+    assert done.returncode == 0 and "tileforge" in done.stdout
+    assert tileforge(bin_folder, "completion", "dash", cwd=tmp_path).returncode == 2
+
+
+@pytest.fixture
+def bash(bin_folder: Path, tmp_path: Path) -> Iterator[Terminal]:
+    """An interactive bash in which completion is set up as the README says."""
+    rc = tmp_path / "bashrc"
+    rc.write_text(
+        f"export PATH={shlex.quote(str(bin_folder))}:/usr/bin:/bin PS1='> '\n"
+        "bind 'set enable-bracketed-paste off'\n"
+        'eval "$(tileforge completion bash)"\necho ready\n',
+        encoding="utf-8",
+    )
+    terminal = Terminal(
+        ["bash", "--noprofile", "--rcfile", str(rc), "-i"], columns=200, cwd=tmp_path
+    )
+    terminal.read_until(lambda text: "ready" in text)
+    yield terminal
+    terminal.close()
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("tileforge pref", "tileforge preflight "),
+        ("tileforge run --inv", "tileforge run --inventory "),
+        ("tileforge train --con", "tileforge train --config "),
+        ("tileforge prepare --sou", "tileforge prepare --source "),
+        ("tileforge prepare --source std", "tileforge prepare --source stdlib "),
+        ("tileforge data ver", "tileforge data verify "),
+        ("tileforge export --format g", "tileforge export --format gguf "),
+        ("tileforge completion f", "tileforge completion fish "),
+    ],
+)
+def test_the_tab_key_completes_in_bash(bash: Terminal, typed: str, completed: str) -> None:
+    bash.press(f"{typed}\t")
+    assert completed in bash.read_until(lambda text: completed in text)
