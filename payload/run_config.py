@@ -275,8 +275,9 @@ class LaunchSection:
     """none = one per NUMA domain."""
     threads_per_rank: int | None = setting(None, low=1, high=4096)
     """none = the node's physical cores shared out evenly."""
-    malloc: Literal["tuned", "tcmalloc", "default"] = "tuned"
-    """`tuned`: glibc kept from giving large blocks back to the kernel between uses."""
+    malloc: Literal["tuned", "lean", "tcmalloc", "default"] = "tuned"
+    """`tuned`: glibc kept from giving large blocks back to the kernel between uses. `lean`: made to
+    give them back at once; a sharded run does so under `tuned`, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,13 +334,21 @@ class RunConfig:
             kernels=self.uses_kernels(),
             alone=world_size == 1,
             accumulates=self.batch.grad_accum_steps(world_size) > 1,
+            shards=self.distributed.shards(world_size),
         )
 
     def memory_bytes(self, spec: ModelSpec, *, dtype: Dtype, world_size: int) -> int:
         """Estimate a rank's peak memory, with activation checkpointing where it is on."""
-        is_checkpointed = self.memory.activation_checkpointing == "on"
-        estimate = spec.checkpointed_memory_bytes if is_checkpointed else spec.memory_bytes
-        return estimate(self.rank_setting(dtype=dtype, world_size=world_size))
+        return spec.rank_memory_bytes(
+            self.rank_setting(dtype=dtype, world_size=world_size),
+            checkpointed=self.memory.activation_checkpointing == "on",
+        )
+
+    def malloc(self) -> Literal["tuned", "lean", "tcmalloc", "default"]:
+        """Return how ranks allocate memory: lean where `tuned` would keep what shards free."""
+        if self.launch.malloc == "tuned" and self.distributed.strategy == "shard":
+            return "lean"
+        return self.launch.malloc
 
     def recomputation(self) -> float:
         """Return what a step's computing is multiplied by: with checkpointing, a second forward."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from payload.models.spec import ModelSpec
+from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec
 from payload.run_config import DistributedSection, RunConfig
 
 BACKWARD_SHARE = 2 / 3
@@ -161,10 +161,55 @@ def step_time(
     return StepTime(compute_s=compute_s, exchange_s=exchange_s, exposed_s=exposed_s, busy_s=busy_s)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """Bytes that a rank sends in a step, over each dimension of the mesh."""
+
+    replicate: float
+    """To the ranks that hold the same part of the model, or all of it like this one."""
+    shard: float
+    """To the ranks that hold the other parts."""
+
+
+def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
+    """Return what each of `ranks` ranks sends in a step.
+
+    Replicas all-reduce gradients, once a step. Shards gather what belongs to no layer once a pass
+    and the layers twice, and reduce-scatter gradients in every pass; replicas of shards all-reduce
+    their part then.
+    """
+    shards = config.distributed.shards(ranks)
+    gradients = gradient_bytes(spec, config.distributed)
+    if shards == 1:
+        return Sent(replicate=sends_per_byte(ranks) * gradients, shard=0.0)
+    passes = max(1, config.batch.global_batch_size // (config.batch.micro_batch_size * ranks))
+    setting = config.rank_setting(
+        dtype="fp32" if config.precision.dtype == "fp32" else "bf16", world_size=ranks
+    )
+    weights, outer = spec.weight_bytes(setting), spec.outer_elements() * BYTES_PER_WEIGHT
+    gathered = outer + 2 * max(0, weights - outer)
+    others = (shards - 1) / shards
+    return Sent(
+        replicate=passes * sends_per_byte(ranks // shards) * gradients / shards,
+        shard=passes * others * (gathered + gradients),
+    )
+
+
+def _sharded_step_time(
+    config: RunConfig, spec: ModelSpec, *, compute_s: float, network: Network
+) -> StepTime:
+    """Return a sharded step's time: its collectives are waited for, one after the other."""
+    sent = sent_bytes(config, spec, ranks=network.ranks)
+    exchange_s = (sent.replicate + sent.shard) / network.bytes_per_s
+    return StepTime(compute_s=compute_s, exchange_s=exchange_s, exposed_s=exchange_s, busy_s=0.0)
+
+
 def run_step_time(
     config: RunConfig, spec: ModelSpec, *, compute_s: float, network: Network
 ) -> StepTime:
     """A step of the run `config`, which takes `compute_s` of computing on these ranks."""
+    if config.distributed.shards(network.ranks) > 1:
+        return _sharded_step_time(config, spec, compute_s=compute_s, network=network)
     per_pass = config.batch.micro_batch_size * network.ranks
     # A prediction, also for ranks that are not the run's: preflight's on this machine, or with the
     # defaults. Whether a batch divides is `grad_accum_steps`'s to say.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from payload.models.spec import ModelSpec, typical_mfu
 from payload.run_config import RunConfig
-from payload.step_time import Network, gradient_bytes, run_step_time
+from payload.step_time import Network, gradient_bytes, run_step_time, sent_bytes
 
 # gloo's all-reduce of 32 MB of fp32 between two ranks over loopback: gradient bytes over time, on
 # two busy cores of the development machine; torchft PR #199 has 15-19 Gbit/s for 4-40 MB.
@@ -27,7 +27,15 @@ class Arithmetic:
     memory_bytes_per_rank: int
     """Estimate."""
     grad_bytes: int
-    """What each rank exchanges per step."""
+    """Gradients that each rank has to exchange per step."""
+    replicas: int
+    """Dimensions of the mesh of ranks: so many groups, each with a whole model..."""
+    shards: int
+    """...of which each rank holds one of so many parts."""
+    replicate_bytes: int
+    """What each rank sends per step over the first dimension."""
+    shard_bytes: int
+    """What it sends over the second one."""
     sync_s: float
     """Predicted time of one step's gradient exchange if nothing of it overlapped."""
     compute_s: float | None = None
@@ -62,9 +70,9 @@ def work_out(
     if peak_flops_per_s:
         compute_s = flops / (peak_flops_per_s * mfu) * config.recomputation()
     network = Network(ranks=world_size, bytes_per_s=link_bytes_per_s)
-    step_s = None
-    if compute_s is not None:
-        step_s = run_step_time(config, spec, compute_s=compute_s, network=network).total_s()
+    step = run_step_time(config, spec, compute_s=compute_s or 0.0, network=network)
+    sent = sent_bytes(config, spec, ranks=world_size)
+    shards = config.distributed.shards(world_size)
     return Arithmetic(
         params=spec.num_params(),
         checkpoint_bytes=spec.checkpoint_bytes(),
@@ -78,8 +86,12 @@ def work_out(
             world_size=world_size,
         ),
         grad_bytes=grad_bytes,
-        sync_s=network.all_reduce_s(grad_bytes),
+        replicas=world_size // shards,
+        shards=shards,
+        replicate_bytes=round(sent.replicate),
+        shard_bytes=round(sent.shard),
+        sync_s=network.all_reduce_s(grad_bytes) if shards == 1 else step.exchange_s,
         compute_s=compute_s,
         mfu=None if compute_s is None else mfu,
-        step_s=step_s,
+        step_s=None if compute_s is None else step.total_s(),
     )

@@ -138,6 +138,12 @@ class AdaptedSpec(WrappedSpec):
             kept += tokens * sum(each.inputs for each in self._adapted())
         return int(kept * _GAPS)
 
+    def weight_bytes(self, setting: RankSetting) -> int:
+        """Return the bytes of all weights: the base's linears in the dtype of the matmuls."""
+        linears = sum(each.inputs * each.outputs for each in self.linears())
+        others = self.num_params() - linears
+        return linears * setting.value_bytes() + others * BYTES_PER_WEIGHT
+
     def gradient_sizes(self) -> tuple[GradientSize, ...]:
         """Return the adapter's matrices in the order in which the backward pass finishes them."""
         head = self.base.task_head_size()

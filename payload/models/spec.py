@@ -77,6 +77,8 @@ class RankSetting:
     """There are no other ranks to exchange gradients with."""
     accumulates: bool
     """A step has more than one pass."""
+    shards: int = 1
+    """Ranks that hold the model together, each a part of it; 1 = each rank holds all of it."""
 
     def value_bytes(self) -> int:
         """Return the bytes of a number in the matmuls."""
@@ -144,6 +146,39 @@ class ModelSpec(ABC):
         layers = max(0, whole - empty - logits)
         kept = tokens * self.width() * 4 * self.num_layers()
         return min(whole, whole - layers + layers // max(1, self.num_layers()) + kept)
+
+    def rank_memory_bytes(self, setting: RankSetting, *, checkpointed: bool = False) -> int:
+        """Estimate a rank's peak memory, with all of the model or with its shard.
+
+        A sharded rank has 1/N of the state. Whole at one time are what belongs to no layer (its
+        weights, and gradients where it is trained) and one layer: its weights, its gradients, and
+        both sides of their exchange. At the end of the backward pass it is the same for what
+        belongs to no layer, in place of the activations.
+        """
+        estimate = self.checkpointed_memory_bytes if checkpointed else self.memory_bytes
+        if setting.shards == 1:
+            return estimate(setting)
+        whole = replace(setting, alone=False, accumulates=True)
+        activations = estimate(whole) - estimate(replace(whole, micro_batch_size=0))
+        outer, trained = self.outer_elements(), self.num_trainable_params() == self.num_params()
+        layer = (self.num_params() - outer) // max(1, self.num_layers())
+        exchanged = 3 * BYTES_PER_WEIGHT if trained else 0
+        inner = outer * (BYTES_PER_WEIGHT + BYTES_PER_WEIGHT * trained)
+        inner += layer * (BYTES_PER_WEIGHT + exchanged) + activations
+        last = outer * (BYTES_PER_WEIGHT + exchanged)
+        state = self.weight_bytes(setting)
+        state += self.num_trainable_params() * (BYTES_PER_WEIGHT + BYTES_PER_TRAINABLE)
+        return PROCESS_BYTES + state // setting.shards + max(inner, last)
+
+    def weight_bytes(self, setting: RankSetting) -> int:
+        """Return the bytes of all weights while they are trained."""
+        del setting
+        return self.num_params() * BYTES_PER_WEIGHT
+
+    def outer_elements(self) -> int:
+        """Return the elements of what belongs to no layer: the token embedding and the head."""
+        heads = 0 if self.is_tied() else self.head_rows() * self.width()
+        return min(self.num_params(), self.embedding_size() + heads)
 
     @abstractmethod
     def gradient_sizes(self) -> tuple[GradientSize, ...]:

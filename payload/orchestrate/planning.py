@@ -155,7 +155,7 @@ def _environment(
     access: Access,
     rendezvous: Rendezvous,
 ) -> dict[str, str]:
-    malloc = config.launch.malloc
+    malloc = config.malloc()
     return common_environment(
         run_id=paths.run_id,
         run_dir=str(paths.root),

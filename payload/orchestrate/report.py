@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from payload.launch.arithmetic import Arithmetic
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Placement
@@ -60,8 +61,7 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
     """The plan's numbers in words."""
     numbers = plan.arithmetic
     sync = (
-        f"{numbers.grad_bytes / _MIB:,.1f} MiB of gradients a step, "
-        f"about {numbers.sync_s:.3f} s to exchange"
+        f"{_exchanged(numbers)} a step, about {numbers.sync_s:.3f} s to exchange"
         if plan.world_size > 1
         else "none with one rank"
     )
@@ -84,6 +84,16 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
         f"synchronisation  {sync}",
         *whole,
     ]
+
+
+def _exchanged(numbers: Arithmetic) -> str:
+    """Return what is exchanged in a step, and for shards the mesh of ranks that it goes over."""
+    if numbers.shards == 1:
+        return f"{numbers.grad_bytes / _MIB:,.1f} MiB of gradients"
+    sent = f"{numbers.shard_bytes / _MIB:,.1f} MiB sent over shard"
+    if numbers.replicas > 1:
+        sent += f" and {numbers.replicate_bytes / _MIB:,.1f} over replicate"
+    return f"mesh replicate {numbers.replicas} x shard {numbers.shards}: {sent} by each rank"
 
 
 def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> list[str]:

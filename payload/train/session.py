@@ -210,7 +210,7 @@ def _checkpoints_layers(
     if setting != "auto":
         return setting == "on"
     free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
-    estimate = model.trained_spec().memory_bytes(
+    estimate = model.trained_spec().rank_memory_bytes(
         config.rank_setting(dtype=calibration.dtype, world_size=world.world_size)
     )
     if estimate <= free / world.local_world_size:

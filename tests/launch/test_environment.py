@@ -35,6 +35,11 @@ def test_tuned_malloc_keeps_large_blocks_and_asks_for_huge_pages() -> None:
     assert "glibc.malloc.hugetlb=1" in tunables
 
 
+def test_lean_malloc_gives_large_blocks_back_at_once() -> None:
+    tunables = _common("lean")["GLIBC_TUNABLES"].split(":")
+    assert tunables == ["glibc.malloc.mmap_threshold=1048576", "glibc.malloc.hugetlb=1"]
+
+
 def test_tcmalloc_is_preloaded_and_default_changes_nothing() -> None:
     assert _common("tcmalloc")["LD_PRELOAD"] == "libtcmalloc.so.4"
     assert "GLIBC_TUNABLES" not in _common("tcmalloc")

@@ -1,0 +1,79 @@
+"""What a plan says of a run whose ranks hold a part of the model each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from payload.errors import ConfigError
+from payload.launch.arithmetic import Arithmetic, work_out
+from payload.models.gpt2 import PRESETS
+from payload.models.spec import PROCESS_BYTES
+from payload.run_config import RunConfig, parse_run_config
+
+MEDIUM = replace(PRESETS["gpt2-medium"], sequence_length=64)
+WEIGHTS = 4 * MEDIUM.num_params()
+OUTER = 4 * MEDIUM.embedding_size()
+
+
+def config(*settings: str) -> RunConfig:
+    words = ("batch.micro_batch_size=1", "batch.global_batch_size=8", "data.sequence_length=64")
+    return parse_run_config("", overrides=[*words, *settings], where="test")
+
+
+def numbers(*settings: str, ranks: int = 4) -> Arithmetic:
+    return work_out(
+        config(*settings),
+        spec=MEDIUM,
+        world_size=ranks,
+        link_bytes_per_s=1e9,
+        peak_flops_per_s=1e12,
+    )
+
+
+SHARD = "distributed.strategy=shard"
+
+
+def test_a_quarter_of_the_state_and_what_is_whole_for_a_moment() -> None:
+    whole, quarter = numbers(), numbers(SHARD)
+    state = 16 * MEDIUM.num_params()
+    assert quarter.memory_bytes_per_rank < 0.45 * whole.memory_bytes_per_rank
+    assert quarter.memory_bytes_per_rank > PROCESS_BYTES + state / 4 + OUTER
+    assert numbers(SHARD, ranks=8).memory_bytes_per_rank < quarter.memory_bytes_per_rank
+    halves = numbers(SHARD, "distributed.shard_size=2")
+    assert quarter.memory_bytes_per_rank < halves.memory_bytes_per_rank
+
+
+def test_each_pass_gathers_layers_twice_and_sums_gradients() -> None:
+    found = numbers(SHARD)
+    layers = WEIGHTS - OUTER
+    assert found.grad_accum_steps == 2 and (found.replicas, found.shards) == (1, 4)
+    assert found.shard_bytes == round(2 * 3 / 4 * (OUTER + 2 * layers + WEIGHTS))
+    assert found.replicate_bytes == 0
+    assert found.sync_s == pytest.approx(found.shard_bytes / 1e9)
+    assert found.step_s == pytest.approx((found.compute_s or 0) + found.sync_s)
+
+
+def test_groups_of_two_send_less_between_shards_and_a_half_between_groups() -> None:
+    found = numbers(SHARD, "distributed.shard_size=2")
+    assert (found.replicas, found.shards) == (2, 2)
+    assert found.shard_bytes == round(numbers(SHARD).shard_bytes * (1 / 2) / (3 / 4))
+    assert found.replicate_bytes == 2 * WEIGHTS // 2
+
+
+def test_replicas_send_gradients_once_a_step() -> None:
+    found = numbers()
+    assert (found.replicas, found.shards, found.shard_bytes) == (4, 1, 0)
+    assert found.replicate_bytes == round(2 * 3 / 4 * WEIGHTS)
+
+
+def test_a_group_that_does_not_divide_the_ranks_makes_no_plan() -> None:
+    with pytest.raises(ConfigError, match="shard_size = 3 does not divide the 4 ranks"):
+        numbers(SHARD, "distributed.shard_size=3")
+
+
+def test_a_sharded_rank_gives_memory_back_at_once_unless_told_otherwise() -> None:
+    assert config().malloc() == "tuned"
+    assert config(SHARD).malloc() == "lean"
+    assert config(SHARD, "launch.malloc=tcmalloc").malloc() == "tcmalloc"
