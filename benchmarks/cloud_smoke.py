@@ -26,14 +26,12 @@ from typing import TextIO
 from payload import __version__
 from payload.errors import BudgetError, ConfigError, ExitCode, TileforgeError, UsageError
 from payload.launch.ranks import place_ranks
-from payload.orchestrate.checks import check_data
-from payload.orchestrate.cloud.endpoints import Endpoints
-from payload.orchestrate.cloud.google import Google
+from payload.orchestrate.cloud.google import Endpoints, Google
 from payload.orchestrate.cloud.listing import remove
-from payload.orchestrate.cloud.pulumi_cli import Pulumi
+from payload.orchestrate.cloud.pulumi import Pulumi, settings
 from payload.orchestrate.cloud.resources import Resource
-from payload.orchestrate.cloud.settings import settings
 from payload.orchestrate.cloud.stack import StackOutputs, read_outputs
+from payload.orchestrate.sites.choose import check_data
 from payload.run_config import load_run_config
 
 _WAIT = ("--wait", "20")  # minutes for machines to boot

@@ -9,10 +9,13 @@ import pytest
 from tests.support.import_graph import cycles, import_graph
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_FILES = {"payload/supervise": 12}
+MOST_FILES = {"payload/orchestrate": 45, "payload/supervise": 12}
+MOST_ENTRIES = {"payload/orchestrate": 10}
 
 
-@pytest.mark.parametrize("folder", ["infra", "payload/launch", "payload/supervise"])
+@pytest.mark.parametrize(
+    "folder", ["infra", "payload/launch", "payload/orchestrate", "payload/supervise"]
+)
 def test_no_module_imports_itself_through_others(folder: str) -> None:
     graph = import_graph(ROOT / folder, root=ROOT)
     assert len(graph) > 5 and any(graph.values())
@@ -23,6 +26,12 @@ def test_no_module_imports_itself_through_others(folder: str) -> None:
 def test_a_package_keeps_to_its_number_of_files(folder: str, most: int) -> None:
     modules = [path for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py"]
     assert len(modules) <= most
+
+
+@pytest.mark.parametrize(("folder", "most"), MOST_ENTRIES.items())
+def test_a_package_keeps_to_its_entries_at_the_top(folder: str, most: int) -> None:
+    entries = {path.name for path in (ROOT / folder).iterdir() if path.name != "__pycache__"}
+    assert len(entries) <= most, sorted(entries)
 
 
 def test_tests_have_their_helpers_in_folders() -> None:

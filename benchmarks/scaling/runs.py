@@ -26,7 +26,7 @@ from payload.launch.launchers.base import Reach
 from payload.launch.launchers.registry import find
 from payload.launch.ranks import Rank
 from payload.models.gpt2 import PRESETS
-from payload.orchestrate.local import LocalAccess
+from payload.orchestrate.sites.local import LocalAccess
 from payload.results import RunPaths
 from payload.step_time import buckets
 

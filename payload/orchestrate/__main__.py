@@ -11,12 +11,12 @@ from pathlib import Path
 import payload
 from payload.errors import INTERRUPTED, TileforgeError, UsageError
 from payload.hints import command
-from payload.orchestrate import inspect, start
-from payload.orchestrate.cloud.arguments import add_cloud_commands
-from payload.orchestrate.console import text_console
-from payload.orchestrate.local import LocalAccess
-from payload.orchestrate.remove import remove
-from payload.orchestrate.runs import check_named_id, check_new_id
+from payload.orchestrate.commands import run, status
+from payload.orchestrate.commands.cloud import add_cloud_commands
+from payload.orchestrate.commands.status import remove
+from payload.orchestrate.run.console import text_console
+from payload.orchestrate.run.store import check_named_id, check_new_id
+from payload.orchestrate.sites.local import LocalAccess
 from payload.results import DEFAULT_GRACE_S, DEFAULT_RUNS_DIR
 
 _QUICKSTART = "payload/configs/quickstart.toml"
@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("plan", help="print what `run` would do, and start nothing")
-    parser.set_defaults(command=start.plan)
+    parser.set_defaults(command=run.plan)
     _add_what(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
@@ -135,9 +135,9 @@ def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _preflight(arguments: argparse.Namespace, access: LocalAccess) -> int:
     # paramiko takes half a second to import, which no other command needs.
-    from payload.orchestrate.preflight import preflight
+    from payload.orchestrate.preflight.checks import preflight
 
-    return preflight(arguments, access, config_of=lambda: start.config_of(arguments))
+    return preflight(arguments, access, config_of=lambda: run.config_of(arguments))
 
 
 def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -148,7 +148,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "checkpoint and stops, and a second one stops at once. On a cluster it detaches, and a "
         "second one within 3 s saves a checkpoint and stops.",
     )
-    parser.set_defaults(command=start.run)
+    parser.set_defaults(command=run.run)
     _add_what(parser)
     _add_ssh_key(parser)
     parser.add_argument("--resume", metavar="RUN", help="continue a stopped or failed run")
@@ -170,14 +170,14 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("status", help="show a run and its ranks")
-    parser.set_defaults(command=inspect.status)
+    parser.set_defaults(command=status.status)
     _add_which(parser)
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
 def _add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("logs", help="print what a rank or the launcher printed")
-    parser.set_defaults(command=inspect.logs)
+    parser.set_defaults(command=status.logs)
     _add_which(parser)
     parser.add_argument(
         "--rank", type=int, default=0, metavar="N", help="whose log (default: %(default)s)"
@@ -188,14 +188,14 @@ def _add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _add_list(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("list", help="show all runs, the newest first")
-    parser.set_defaults(command=inspect.list_runs)
+    parser.set_defaults(command=status.list_runs)
     _add_runs_dir(parser)
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
 def _add_stop(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("stop", help="stop a run with a checkpoint")
-    parser.set_defaults(command=inspect.stop)
+    parser.set_defaults(command=status.stop)
     _add_which(parser)
     parser.add_argument("--force", action="store_true", help="at once, without a checkpoint")
     parser.add_argument(
@@ -222,7 +222,7 @@ def _add_attach(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _attach(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    from payload.orchestrate.remote_commands import attach
+    from payload.orchestrate.commands.attach import attach
 
     return attach(arguments, access.environment())
 
@@ -236,7 +236,7 @@ def _add_collect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _collect(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    from payload.orchestrate.remote_commands import collect
+    from payload.orchestrate.commands.attach import collect
 
     return collect(arguments, access.environment())
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import yaml
 
-from payload.orchestrate.cloud.endpoints import VARIABLE
+from payload.orchestrate.cloud.google import VARIABLE
 from tests.orchestrate.cloud.standin import PROJECT, CloudStandIn
 from tests.test_architecture import ROOT
 

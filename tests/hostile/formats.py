@@ -23,9 +23,9 @@ from payload.inventory import Access, ClusterInventory, Node
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
 from payload.metrics_log import read_metrics
-from payload.orchestrate.checks import check_data
-from payload.orchestrate.measured import Measured, NodeSpeed, Record, read_record
-from payload.orchestrate.mirror import Mirrored, read_mirrored, write_mirrored
+from payload.orchestrate.preflight.trial_findings import Measured, NodeSpeed, Record, read_record
+from payload.orchestrate.run.mirror import Mirrored, read_mirrored, write_mirrored
+from payload.orchestrate.sites.choose import check_data
 from payload.results import (
     RankExit,
     RankProgress,

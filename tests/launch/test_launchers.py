@@ -13,7 +13,7 @@ import pytest
 from payload.errors import ConfigError, ExitCode
 from payload.launch.environment import launcher_environment
 from payload.launch.launchers.registry import candidates, find, names
-from payload.orchestrate.checks import require_launcher
+from payload.orchestrate.sites.choose import require_launcher
 from payload.results import RunPaths
 from payload.run_config import parse_run_config
 from tests.launch import toy_launcher

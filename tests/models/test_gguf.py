@@ -15,7 +15,7 @@ from payload.models.decoder import DecoderSpec
 from payload.models.gguf import gguf_file, read_gguf
 from payload.models.registry import read_spec
 from payload.models.source import find_source
-from payload.orchestrate.weights import local_weights
+from payload.orchestrate.sites.cluster import local_weights
 from payload.train.gguf_folder import folder_of_gguf
 from payload.train.models.registry import load
 from tests.export.test_export import change_config, export, make, make_llama

@@ -10,7 +10,7 @@ from shutil import which
 
 import pytest
 
-from payload.orchestrate.ssh_settings import Deadlines, Login
+from payload.orchestrate.ssh.streams import Deadlines, Login
 from tests.orchestrate.sshd import SSHD, USER, Sshd, make_key
 from tests.support.left_out import leave_out
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from payload.inventory import Access, AccessKind, ClusterInventory, Node
-from payload.orchestrate.remote.probe import numa_domains, physical_cores
+from payload.orchestrate.node.look import numa_domains, physical_cores
 from tests.support.waiting import wait_until
 
 SSHD = Path("/usr/sbin/sshd")

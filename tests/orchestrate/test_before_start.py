@@ -15,8 +15,8 @@ from payload.errors import ConfigError, ExitCode, UsageError
 from payload.launch.arithmetic import work_out
 from payload.models.gpt2 import Gpt2Spec
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.initial import settle_initial
-from payload.orchestrate.local import LocalAccess
+from payload.orchestrate.planning import settle_initial
+from payload.orchestrate.sites.local import LocalAccess
 from payload.results import RunPaths
 from payload.run_config import RunConfig, load_run_config, parse_run_config
 from tests.orchestrate.test_commands import ENDLESS, Workplace

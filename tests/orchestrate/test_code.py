@@ -9,9 +9,9 @@ import tarfile
 from pathlib import Path
 
 from infra import cloud_init
-from payload.orchestrate.cluster_access import VENV
-from payload.orchestrate.code import archive, this_code
-from payload.orchestrate.remote.place import act, running
+from payload.orchestrate.node.look import act, running
+from payload.orchestrate.sites.cluster import VENV
+from payload.orchestrate.ssh.files import archive, this_code
 
 
 def sha256(text: str) -> str:

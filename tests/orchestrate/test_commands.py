@@ -14,7 +14,7 @@ import pytest
 
 from payload.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.checks import rate_warning
+from payload.orchestrate.sites.choose import rate_warning
 from payload.results import RunPaths, write_json
 from payload.run_config import parse_run_config
 from payload.run_lock import is_supervised

@@ -16,8 +16,8 @@ from payload.launch.environment import RUN_DIR
 from payload.launch.plan import LaunchPlan
 from payload.metrics_log import read_metrics
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.local import LocalAccess
-from payload.orchestrate.mirror import Mirrored, write_mirrored
+from payload.orchestrate.run.mirror import Mirrored, write_mirrored
+from payload.orchestrate.sites.local import LocalAccess
 from payload.results import RunPaths, Summary, read_json
 from payload.supervise.processes import processes_of
 from tests.orchestrate.damage import WAYS, damage_file

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from payload.launch.ranks import Domain
-from payload.orchestrate.discovery import (
+from payload.orchestrate.sites.local import (
     Machine,
     cpu_quota,
     discover,

@@ -10,10 +10,9 @@ import pytest
 
 from payload.errors import ExitCode, HostKeyError, PreflightError, SshUnreachableError
 from payload.inventory import Node
-from payload.orchestrate import findings as find
-from payload.orchestrate.facts import NodeFacts, clock_offset_s
-from payload.orchestrate.findings import Finding
-from payload.orchestrate.remote_programs import MeshAnswer, Pair
+from payload.orchestrate.preflight import findings as find
+from payload.orchestrate.preflight.findings import Finding, NodeFacts, clock_offset_s
+from payload.orchestrate.ssh.streams import MeshAnswer, Pair
 
 READY = {"schema_version": 1, "step": "done", "ok": True, "reason": None}
 GIB = 2**30

@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from payload.metrics_log import StepMetrics, to_json_line
-from payload.orchestrate.follow import Tail, follow_run, show_steps
-from payload.orchestrate.live import LiveLine
+from payload.orchestrate.run.console import LiveLine
+from payload.orchestrate.run.follow import Tail, follow_run, show_steps
 from payload.results import RunPaths, write_whole
 from payload.run_config import TrainSection
 

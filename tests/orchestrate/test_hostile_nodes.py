@@ -15,29 +15,29 @@ import pytest
 
 from payload.errors import AnswerError, ConfigError, PreflightError, TileforgeError
 from payload.inventory import ClusterInventory
-from payload.orchestrate import remote_commands
-from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.code import RunsThere, RunThere, look, runs_on, this_code
-from payload.orchestrate.facts import NodeFacts
-from payload.orchestrate.mirror import merge, note_seen, wanted_of
-from payload.orchestrate.remote_programs import (
+from payload.orchestrate.commands import attach
+from payload.orchestrate.preflight.findings import NodeFacts
+from payload.orchestrate.preflight.trial_findings import MARK, Outcome, Result
+from payload.orchestrate.run.mirror import merge, note_seen, wanted_of
+from payload.orchestrate.run.there import RemoteRun, planned_run_dir
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.files import RunsThere, RunThere, look, runs_on, this_code
+from payload.orchestrate.ssh.keys import _Claimed as Claimed
+from payload.orchestrate.ssh.keys import _Made as KeyMade
+from payload.orchestrate.ssh.keys import _Names as Names
+from payload.orchestrate.ssh.keys import install_run_key
+from payload.orchestrate.ssh.streams import (
     FOLDER,
     Begun,
     Finished,
     Left,
+    Login,
     MeshAnswer,
     NodeLook,
     Part,
     Signalled,
     parse_answer,
 )
-from payload.orchestrate.remote_run import RemoteRun, planned_run_dir
-from payload.orchestrate.run_key import _Claimed as Claimed
-from payload.orchestrate.run_key import _Made as KeyMade
-from payload.orchestrate.run_key import _Names as Names
-from payload.orchestrate.run_key import install_run_key
-from payload.orchestrate.ssh_settings import Login
-from payload.orchestrate.trial_findings import MARK, Outcome, Result
 from payload.results import RunPaths
 from payload.untrusted import RUN_ID, printable
 from tests.orchestrate.conftest import SHORT, StartSshd
@@ -304,7 +304,7 @@ def test_the_run_that_a_head_names_never_leads_out_of_the_runs_folder(
         inventory=str(inventory), ssh_key=login.key, run=None, runs_dir=folder / "runs", json=False
     )
     with pytest.raises(TileforgeError) as raised:
-        remote_commands.attach(arguments, dict(os.environ))
+        attach.attach(arguments, dict(os.environ))
     assert isinstance(raised.value, AnswerError), raised.value
     assert "\n" not in str(raised.value) and printable(str(raised.value)) == str(raised.value)
     assert files_below(folder) == before
@@ -341,7 +341,7 @@ def test_the_run_that_a_head_names_is_no_other_run_of_the_operator_s(
         json=False,
     )
     with pytest.raises(ConfigError, match=r"is no copy of a run on test, and stays as it is"):
-        remote_commands.attach(arguments, dict(os.environ))
+        attach.attach(arguments, dict(os.environ))
     assert files_below(folder) == before
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from payload.models.gpt2 import PRESETS
-from payload.orchestrate.initial import initial_spec
+from payload.orchestrate.planning import initial_spec
 from payload.run_config import parse_run_config
 
 SMALL = {"n_layer": 3, "n_head": 2, "n_embd": 64}

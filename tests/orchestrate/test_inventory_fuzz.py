@@ -18,8 +18,8 @@ import pytest
 
 from payload.errors import ConfigError
 from payload.inventory import ClusterInventory, Node
-from payload.orchestrate.keys import render_known_hosts, render_ssh_config
-from payload.orchestrate.streams import iap_argv
+from payload.orchestrate.ssh.keys import render_known_hosts, render_ssh_config
+from payload.orchestrate.ssh.streams import iap_argv
 
 CASES = 3000
 HOSTILE: tuple[object, ...] = (

@@ -12,7 +12,7 @@ import pytest
 
 from payload.errors import ConfigError
 from payload.inventory import Access, ClusterInventory, Node
-from payload.orchestrate.keys import (
+from payload.orchestrate.ssh.keys import (
     make_operator_key,
     operator_key_path,
     render_known_hosts,

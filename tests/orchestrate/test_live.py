@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from payload.orchestrate.live import Eta, View, duration, evaluations_left, saves_left
+from payload.orchestrate.run.console import Eta, View, duration, evaluations_left, saves_left
 from payload.results import RankProgress
 from payload.run_config import TrainSection
 

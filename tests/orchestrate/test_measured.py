@@ -11,28 +11,31 @@ import pytest
 
 from payload.inventory import Access, ClusterInventory
 from payload.models.gpt2 import PRESETS
-from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.code import this_code
-from payload.orchestrate.inventories import Chosen
-from payload.orchestrate.measured import (
-    Measured,
-    NodeSpeed,
-    Record,
-    known_trial,
-    nodes_sha,
-    record_path,
-)
-from payload.orchestrate.preflight_report import Report
-from payload.orchestrate.speed_findings import (
+from payload.orchestrate.preflight.report import (
+    FRESH_S,
+    Report,
     exchange_findings,
+    is_fresh,
     predict,
     slow_links,
     speed_findings,
     summary,
+    try_if_new,
+    with_trial,
 )
-from payload.orchestrate.ssh_settings import Login
-from payload.orchestrate.trial_findings import Result
-from payload.orchestrate.trial_report import FRESH_S, is_fresh, try_if_new, with_trial
+from payload.orchestrate.preflight.trial_findings import (
+    Measured,
+    NodeSpeed,
+    Record,
+    Result,
+    known_trial,
+    nodes_sha,
+    record_path,
+)
+from payload.orchestrate.sites.choose import Chosen
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.files import this_code
+from payload.orchestrate.ssh.streams import Login
 from payload.run_config import parse_run_config
 from payload.untrusted import build
 from tests.orchestrate.test_findings import make_facts, make_node

@@ -11,7 +11,9 @@ import pytest
 
 from payload.errors import AnswerError, ConfigError
 from payload.inventory import Access
-from payload.orchestrate.mirror import (
+from payload.orchestrate.commands.attach import is_copy
+from payload.orchestrate.node.control import read, send
+from payload.orchestrate.run.mirror import (
     Mirrored,
     merge,
     note_seen,
@@ -19,9 +21,7 @@ from payload.orchestrate.mirror import (
     wanted_of,
     write_mirrored,
 )
-from payload.orchestrate.remote.control import read, send
-from payload.orchestrate.remote_commands import is_copy
-from payload.orchestrate.remote_programs import Part, Piece, parse_answer
+from payload.orchestrate.ssh.streams import Part, Piece, parse_answer
 from payload.results import RunPaths, write_json, write_whole
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.damage import WAYS, damage_file

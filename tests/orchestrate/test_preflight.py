@@ -18,16 +18,15 @@ import pytest
 import payload
 from payload.errors import BootstrapError, ExitCode, RankLostError, TileforgeError
 from payload.inventory import ClusterInventory, Node
-from payload.orchestrate import patience, ssh
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.facts import reaches
-from payload.orchestrate.findings import PROBED
-from payload.orchestrate.keys import make_operator_key
-from payload.orchestrate.patience import Patience
-from payload.orchestrate.preflight import check_cluster
-from payload.orchestrate.preflight_report import Report
-from payload.orchestrate.ssh_settings import Login
+from payload.orchestrate.preflight import report as patience
+from payload.orchestrate.preflight.checks import check_cluster
+from payload.orchestrate.preflight.findings import PROBED, reaches
+from payload.orchestrate.preflight.report import Patience, Report
+from payload.orchestrate.ssh import connection as ssh
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.keys import make_operator_key
+from payload.orchestrate.ssh.streams import Login
 from tests.orchestrate.conftest import SHORT, StartSshd
 from tests.orchestrate.sshd import Sshd, free_port, make_cluster, make_gcloud, make_key
 from tests.test_architecture import ROOT

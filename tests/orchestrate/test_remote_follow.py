@@ -12,16 +12,14 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from payload.errors import SshUnreachableError
-from payload.orchestrate import remote_follow
-from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.console import text_console
-from payload.orchestrate.live import LiveLine
-from payload.orchestrate.mirror import read_mirrored
-from payload.orchestrate.remote_commands import Watch
-from payload.orchestrate.remote_follow import _pass_on as pass_on
-from payload.orchestrate.remote_follow import patiently
-from payload.orchestrate.remote_run import RemoteRun
-from payload.orchestrate.ssh_settings import Login
+from payload.orchestrate.commands import attach
+from payload.orchestrate.commands.attach import Watch, patiently
+from payload.orchestrate.commands.attach import _pass_on as pass_on
+from payload.orchestrate.run.console import LiveLine, text_console
+from payload.orchestrate.run.mirror import read_mirrored
+from payload.orchestrate.run.there import RemoteRun
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.streams import Login
 from payload.results import RunPaths, StopWish, read_json
 from payload.run_config import TrainSection
 from tests.orchestrate.conftest import SHORT, StartSshd
@@ -33,8 +31,8 @@ pytestmark = pytest.mark.sshd
 
 @pytest.fixture
 def head(start_sshd: StartSshd, monkeypatch: pytest.MonkeyPatch) -> Sshd:
-    monkeypatch.setattr(remote_follow, "_RETRY_S", 0.1)
-    monkeypatch.setattr(remote_follow, "_RECONNECT_S", 1.0)
+    monkeypatch.setattr(attach, "_RETRY_S", 0.1)
+    monkeypatch.setattr(attach, "_RECONNECT_S", 1.0)
     return start_sshd("node-0", "127.0.0.2")
 
 
@@ -82,7 +80,7 @@ def test_the_operator_need_not_wait_for_a_connection(
     run: RemoteRun, head: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head.stop()
-    monkeypatch.setattr(remote_follow, "_RECONNECT_S", 1e6)
+    monkeypatch.setattr(attach, "_RECONNECT_S", 1e6)
     with (
         LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live,
         pytest.raises(SshUnreachableError, match="attach one"),

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from payload.errors import PreflightError
-from payload.orchestrate.facts import NodeFacts
-from payload.orchestrate.remote_programs import Signalled, parse_answer, remote_argv, remote_stdin
+from payload.orchestrate.preflight.findings import NodeFacts
+from payload.orchestrate.ssh.streams import Signalled, parse_answer, remote_argv, remote_stdin
 from payload.untrusted import build
 from tests.support.launching import free_port
 from tests.support.waiting import wait_until
 
-FOLDER = Path(__file__).parents[2] / "payload" / "orchestrate" / "remote"
+FOLDER = Path(__file__).parents[2] / "payload" / "orchestrate" / "node"
 
 
 def run_remote(program: str, arguments: dict[str, Any], *, home: Path | None = None) -> Any:
@@ -56,8 +56,9 @@ def probe(tmp_path: Path, *, state: str | None, route_to: str | None = "127.0.0.
         (tmp_path / "state.json").write_text(state, encoding="utf-8")
     (tmp_path / "log").write_text("".join(f"line {i}\n" for i in range(100)), encoding="utf-8")
     logs = [str(tmp_path / "none"), str(tmp_path / "log")]
-    arguments = {"state_file": "~/state.json", "logs": logs, "route_to": route_to}
-    return build(NodeFacts, run_remote("probe.py", arguments, home=tmp_path), where="here")
+    where = {"state_file": "~/state.json", "route_to": route_to}
+    arguments = {"action": "probe", "logs": logs, **where}
+    return build(NodeFacts, run_remote("look.py", arguments, home=tmp_path), where="here")
 
 
 def test_the_probe_tells_what_the_machine_has(tmp_path: Path) -> None:
@@ -214,7 +215,7 @@ def test_what_lies_in_an_old_run_s_lock_s_place_keeps_no_other_run_from_the_node
         dead = run_remote("run_key.py", {"action": "dead", "names": names}, home=tmp_path)
         claim = {"action": "claim", "run_dir": str(runs / "old"), "name": names[0]}
         assert run_remote("control.py", claim)["running"] == "new"
-        assert run_remote("place.py", {"action": "running"}, home=tmp_path)["running"] == "new"
+        assert run_remote("look.py", {"action": "running"}, home=tmp_path)["running"] == "new"
     assert dead == {"names": ["old.00000000"]}
 
 

@@ -11,10 +11,10 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.mirror import note_collected, read_mirrored
-from payload.orchestrate.remote_run import RemoteRun
-from payload.orchestrate.ssh_settings import Login
+from payload.orchestrate.run.mirror import note_collected, read_mirrored
+from payload.orchestrate.run.there import RemoteRun
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.streams import Login
 from payload.results import RunPaths
 from tests.orchestrate.run_copies import write_ranks
 from tests.orchestrate.sshd import Sshd, make_cluster

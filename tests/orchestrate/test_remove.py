@@ -11,8 +11,8 @@ import pytest
 
 from payload.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.mirror import Mirrored, write_mirrored
-from payload.orchestrate.runs import all_runs
+from payload.orchestrate.run.mirror import Mirrored, write_mirrored
+from payload.orchestrate.run.store import all_runs
 from payload.results import RunPaths, RunState, Summary, point_latest_at, write_json
 from payload.run_lock import RunLock
 from tests.orchestrate.sshd import make_cluster

@@ -25,10 +25,10 @@ from payload.launch.environment import launcher_environment
 from payload.launch.files import render_hosts
 from payload.launch.launchers.base import Reach
 from payload.launch.launchers.registry import find
-from payload.orchestrate import run_key
-from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.remote_programs import ask, parse_answer
-from payload.orchestrate.run_key import (
+from payload.orchestrate.ssh import keys
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Connection
+from payload.orchestrate.ssh.keys import (
     Claim,
     HeadBusyError,
     RunKey,
@@ -37,8 +37,7 @@ from payload.orchestrate.run_key import (
     remove_dead_keys,
     remove_run_key,
 )
-from payload.orchestrate.ssh import Connection
-from payload.orchestrate.ssh_settings import Completed, Login
+from payload.orchestrate.ssh.streams import Completed, Login, ask, parse_answer
 from tests.orchestrate.conftest import SHORT, StartSshd
 from tests.orchestrate.sshd import Sshd, make_cluster, make_key
 from tests.support.launching import BIN
@@ -339,7 +338,7 @@ def test_a_head_that_answers_with_another_key_than_asked_for_reaches_no_worker(
         text = json.dumps(asdict(found) | answer).encode()
         return parse_answer(cls, text, node=connection.node.name)
 
-    monkeypatch.setattr(run_key, "ask", lie)
+    monkeypatch.setattr(keys, "ask", lie)
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster, pytest.raises(PreflightError, match="node-0: "):
         install_run_key(cluster, inventory, name=NAME, lasts_s=600)

@@ -17,10 +17,14 @@ from payload.errors import ConfigError, DataError, UsageError
 from payload.launch.arithmetic import work_out
 from payload.launch.ranks import place_ranks
 from payload.models.gpt2 import PRESETS
-from payload.orchestrate import stop_wait
-from payload.orchestrate.checks import check_data, memory_warning
-from payload.orchestrate.inventories import load_cluster, require_one_machine
-from payload.orchestrate.runs import all_runs, create_run, find_run, view_run
+from payload.orchestrate.run import follow
+from payload.orchestrate.run.store import all_runs, create_run, find_run, view_run
+from payload.orchestrate.sites.choose import (
+    check_data,
+    load_cluster,
+    memory_warning,
+    require_one_machine,
+)
 from payload.results import (
     RankProgress,
     RunPaths,
@@ -294,11 +298,11 @@ def test_a_plan_that_needs_more_memory_than_is_free_is_warned_of() -> None:
 def test_who_asked_for_a_stop_waits_as_long_as_a_checkpoint_gets_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stop_wait, "_MARGIN_S", 0.0)
+    monkeypatch.setattr(follow, "_MARGIN_S", 0.0)
     paths = plan_stand_in(tmp_path / "run", settings=("limits.hang_timeout_s=60",))
     now = StopWish(grace_s=0.0)
     for phase, is_over in (("step", True), ("checkpoint", False), ("end", False), ("load", True)):
         sign = RankProgress(rank=0, node="a", pid=1, step=3, phase=phase, time_unix=1.0)
         write_json(paths.rank_progress(0), sign)
-        assert stop_wait.StopWait(paths, now).is_over() is is_over
-    assert not stop_wait.StopWait(paths, StopWish()).is_over()
+        assert follow.StopWait(paths, now).is_over() is is_over
+    assert not follow.StopWait(paths, StopWish()).is_over()

@@ -25,11 +25,10 @@ from payload.errors import (
     TileforgeError,
 )
 from payload.inventory import Node
-from payload.orchestrate import ssh
-from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.ssh import Connection, dial
-from payload.orchestrate.ssh_settings import Login
-from payload.orchestrate.streams import ProxyProcess, open_tcp
+from payload.orchestrate.ssh import connection as ssh
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Connection, dial
+from payload.orchestrate.ssh.streams import Login, ProxyProcess, open_tcp
 from tests.orchestrate.conftest import SHORT, StartSshd
 from tests.orchestrate.sshd import (
     Sshd,

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from payload.errors import INTERRUPTED
-from payload.orchestrate import live
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.run import console
 from payload.results import RunState, write_json
 from tests.orchestrate.test_commands import Workplace
 from tests.supervise.planned import (
@@ -225,7 +225,7 @@ def test_list_and_status_show_everything_at_every_width(
 def test_without_a_terminal_a_line_comes_now_and_then(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(live, "_PLAIN_EVERY_S", 0.5)
+    monkeypatch.setattr(console, "_PLAIN_EVERY_S", 0.5)
     monkeypatch.chdir(REPO)
     access = StandInAccess(os.environ)
     access.options = ("--steps", "60")

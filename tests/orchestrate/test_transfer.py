@@ -10,11 +10,9 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from payload.errors import PreflightError, SshUnreachableError
-from payload.orchestrate.code import build_kernels, this_code
-from payload.orchestrate.ssh import Connection, dial
-from payload.orchestrate.ssh_settings import Login
-from payload.orchestrate.streams import ProxyProcess, open_tcp
-from payload.orchestrate.transfer import get, put
+from payload.orchestrate.ssh.connection import Connection, dial
+from payload.orchestrate.ssh.files import build_kernels, get, put, this_code
+from payload.orchestrate.ssh.streams import Login, ProxyProcess, open_tcp
 from tests.orchestrate.conftest import SHORT
 from tests.orchestrate.sshd import Sshd, relay_argv
 

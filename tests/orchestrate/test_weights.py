@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ConfigError
-from payload.orchestrate.weights import local_weights
+from payload.orchestrate.sites.cluster import local_weights
 
 
 def make_folder(folder: Path, *, content: bytes = b"weights") -> Path:

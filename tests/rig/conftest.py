@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from payload.orchestrate.keys import make_operator_key, operator_key_path
-from payload.orchestrate.remote.probe import numa_domains, physical_cores
+from payload.orchestrate.node.look import numa_domains, physical_cores
+from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
 from tests.orchestrate.operator import Operator
 from tests.rig import prepared
 from tests.rig.host import missing

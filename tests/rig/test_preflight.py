@@ -15,13 +15,13 @@ from payload.inventory import ClusterInventory
 from payload.launch.files import render_hosts
 from payload.launch.launchers.base import Reach
 from payload.launch.launchers.registry import find
-from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.preflight import check_cluster
-from payload.orchestrate.preflight_report import Report
-from payload.orchestrate.remote.probe import numa_domains, physical_cores
-from payload.orchestrate.run_key import install_run_key, remove_run_key
-from payload.orchestrate.ssh_settings import Deadlines, Login
-from payload.orchestrate.transfer import put
+from payload.orchestrate.node.look import numa_domains, physical_cores
+from payload.orchestrate.preflight.checks import check_cluster
+from payload.orchestrate.preflight.report import Report
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.files import put
+from payload.orchestrate.ssh.keys import install_run_key, remove_run_key
+from payload.orchestrate.ssh.streams import Deadlines, Login
 from tests.rig import prepared
 from tests.rig.prepared import FILES, node_user_data
 from tests.rig.rig import Rig

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from payload.orchestrate.inventories import load_cluster
-from payload.orchestrate.local import LocalAccess
 from payload.orchestrate.planning import plan_run
+from payload.orchestrate.sites.choose import load_cluster
+from payload.orchestrate.sites.local import LocalAccess
 from payload.results import (
     RankProgress,
     RunPaths,

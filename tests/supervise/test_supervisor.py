@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ExitCode
-from payload.orchestrate.local import LocalAccess
+from payload.orchestrate.sites.local import LocalAccess
 from payload.results import (
     RankExit,
     RankProgress,

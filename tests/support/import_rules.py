@@ -92,7 +92,7 @@ REGISTRIES = frozenset(
     for folder in ("payload/models", "payload/train/models", "payload/launch/launchers")
 ) | {PurePosixPath("payload/cli/completion.py")}
 """They import the files of their package by names that they find there, or parsers by a table."""
-SSH_MODULE = PurePosixPath("payload/orchestrate/ssh.py")
+SSH_MODULE = PurePosixPath("payload/orchestrate/ssh/connection.py")
 
 
 def violations(path: PurePosixPath, source: str) -> list[str]:

@@ -1,13 +1,14 @@
-"""Why an operation of Pulumi's failed: the resource, Google's message, and what to do.
-
-From the engine's events. What was printed is read only when the engine never started.
-"""
+"""Why an operation of Pulumi's failed: the resource, Google's message, the lock, and what to do."""
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from payload.errors import (
     CapacityError,
@@ -18,11 +19,155 @@ from payload.errors import (
     TileforgeError,
 )
 from payload.hints import command
-from payload.orchestrate.cloud.pulumi_cli import refusal
-from payload.orchestrate.cloud.pulumi_events import STACK_TYPE, Update, name_of, type_of
-from payload.orchestrate.cloud.stack_lock import is_busy, locks_in
-from payload.orchestrate.cloud.stock_out import StockOut, find_stock_out
+from payload.orchestrate.cloud.pulumi import STACK_TYPE, Update, name_of, refusal, type_of
 from payload.untrusted import printable
+
+_ZONE = r"[a-z]+(?:-[a-z]+)+\d+-[a-z]"
+_NO_CAPACITY = re.compile(
+    r"(ZONE|REGION)_RESOURCE_POOL_EXHAUSTED|does not have enough resources available|STOCKOUT"
+    r"|insufficientCapacity|VM instance[^.]* is currently unavailable in the|zonesAvailable"
+)
+_FULL_ZONES = (
+    rf"zones/({_ZONE})'? does not have enough resources",
+    rf"currently unavailable in the ({_ZONE}) zone",
+    rf"not supported in the ({_ZONE}) zone",
+    rf"""["']?\bzone["']?\s*[:=]>?\s*["']?({_ZONE})\b""",
+)
+_FREE_ZONES = (
+    rf"[Cc]onsider trying your request in the ((?:{_ZONE}(?:, )?)+) zone\(s\)",
+    rf"""zonesAvailable["']?\s*[:=]>?\s*["']?((?:{_ZONE},? ?)+)""",
+)
+_MACHINE = re.compile(r"\bAn? ([a-z0-9]+-[a-z0-9-]+) VM instance")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockOut:
+    """What the cloud said about machines that it has not."""
+
+    machine_type: str | None
+    full: Sequence[str]
+    """Zones without one, in the order of the output."""
+    free: Sequence[str]
+    """Zones that the error says have some."""
+
+    def describe(self) -> str:
+        """What happened and the next command."""
+        machine = self.machine_type or "such machine"
+        build = command("orchestrate", "up")
+        tried = ", ".join(self.full) or "the zone that was tried"
+        if self.free:
+            zone = self.free[0]
+            return (
+                f"no {machine} is free in {tried}. Google Cloud says that {', '.join(self.free)} "
+                f"has: pulumi config set --path 'zones[0]' {zone} && {build}"
+            )
+        return (
+            f"no {machine} is free in {tried}, and Google Cloud names no zone that has one. Try "
+            f"the next zone of the config: {build} --next-zone; or later, or another machineType"
+        )
+
+
+def find_stock_out(output: str) -> StockOut | None:
+    """The stock-out that Pulumi's output tells of, or None."""
+    flat = " ".join(output.split())
+    if not _NO_CAPACITY.search(flat):
+        return None
+    machine = _MACHINE.search(flat)
+    free = [zone for each in _found(_FREE_ZONES, flat) for zone in re.findall(_ZONE, each)]
+    full = _once(_found(_FULL_ZONES, flat))
+    return StockOut(
+        machine_type=machine.group(1) if machine else None,
+        full=full,
+        free=[zone for zone in _once(free) if zone not in full],
+    )
+
+
+def _found(patterns: Sequence[str], text: str) -> list[str]:
+    hits = [(m.start(), m.group(1)) for each in patterns for m in re.finditer(each, text)]
+    return [name for _, name in sorted(hits)]
+
+
+def _once(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+_BUSY = re.compile(r"stack is currently locked|Another update is currently in progress")
+# Of a backend that the project keeps itself: pkg/backend/diy/lock.go.
+_HOLDER = re.compile(
+    r"created by (?P<user>[^\s@]{1,64})@(?P<host>[^\s()]{1,253}) \(pid (?P<pid>[0-9]{1,10})\) at "
+    r"(?P<time>[0-9TZ:.+-]{1,40})"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lock:
+    """One lock of a stack."""
+
+    user: str
+    host: str
+    pid: int
+    since_unix: float | None
+    since: str
+
+    def __str__(self) -> str:
+        return f"{self.user}@{self.host} (process {self.pid}) since {self.since}"
+
+    def is_dead(self, *, host: str, boot_unix: float | None) -> bool:
+        """Tell whether its process is gone for certain: on `host`, which booted at `boot_unix`."""
+        if self.host != host:
+            return False
+        if boot_unix is not None and self.since_unix is not None and self.since_unix < boot_unix:
+            return True
+        return not _exists(self.pid)
+
+
+def is_busy(text: str) -> bool:
+    """Tell whether Pulumi printed that the stack is locked."""
+    return _BUSY.search(" ".join(text.split())) is not None
+
+
+def locks_in(text: str) -> list[Lock]:
+    """Return the locks that Pulumi's message names; none where the backend does not say."""
+    return [
+        Lock(
+            user=found["user"],
+            host=found["host"],
+            pid=int(found["pid"]),
+            since_unix=_unix(found["time"]),
+            since=found["time"],
+        )
+        for found in _HOLDER.finditer(printable(text))
+    ]
+
+
+def are_dead(locks: list[Lock]) -> bool:
+    """Tell whether there are locks, and all of them of dead processes on this machine."""
+    host, boot_unix = socket.gethostname(), _boot_unix()
+    return bool(locks) and all(each.is_dead(host=host, boot_unix=boot_unix) for each in locks)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _boot_unix() -> float | None:
+    """Return when this machine started; None where the system does not count sleep in."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return None if clock is None else time.time() - time.clock_gettime(clock)
+
+
+def _unix(text: str) -> float | None:
+    try:
+        return datetime.fromisoformat(text).astimezone(UTC).timestamp()
+    except (OverflowError, ValueError):
+        return None
+
 
 _QUOTA = re.compile(
     r"Quota '(?P<metric>\w{1,64})' exceeded\.? +Limit: (?P<limit>\d{1,19}(?:\.\d{1,9})?) *"
@@ -314,7 +459,3 @@ def _quota_words(flat: str) -> Iterable[str]:
         limit = f"{float(found['limit']):g} {where}"
         family = f" ({found['family']})" if found["family"] else ""
         yield f"quota {found['metric']}{family} is {limit}, the cluster needs more"
-
-
-def _once(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))

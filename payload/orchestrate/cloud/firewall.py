@@ -1,12 +1,8 @@
-"""The cluster's firewall rules as Google has them, against those of the cluster program.
-
-Google's provider never takes 0.0.0.0/0 out of a rule again (hashicorp/terraform-provider-google,
-issues 8076, 16213 and 16221): `pulumi up` reports success and the rule stays open.
-"""
+"""The stack's machines, and the cluster's firewall rules as Google has them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,12 +12,101 @@ from payload.errors import CloudError, ExitCode, TileforgeError
 from payload.hints import command
 from payload.orchestrate.cloud.google import Google, request_of
 from payload.orchestrate.cloud.listing import remove
-from payload.orchestrate.cloud.machines import inputs_in_state
-from payload.orchestrate.cloud.project_checks import Check, unknown
-from payload.orchestrate.cloud.pulumi_cli import NEWER, Pulumi, PulumiError
-from payload.orchestrate.cloud.pulumi_events import Step, Update, type_of
+from payload.orchestrate.cloud.project import Check, unknown
+from payload.orchestrate.cloud.pulumi import (
+    NEWER,
+    Pulumi,
+    PulumiError,
+    Step,
+    Update,
+    name_of,
+    type_of,
+    urn_field,
+)
 from payload.orchestrate.cloud.resources import Resource, last_word
-from payload.untrusted import build, checked, printable
+from payload.untrusted import build, checked, parse_json, printable
+
+INSTANCE = "gcp:compute/instance:Instance"
+# Operations of a preview that end what is there; a replacement is one of them.
+_DELETING = ("delete", "replace", "delete-replaced")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Resource:
+    urn: str = urn_field()
+    id: str | None = None
+    inputs: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Deployment:
+    resources: tuple[_Resource, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Export:
+    deployment: _Deployment | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackState:
+    """What Pulumi has made for the stack. Equal ones: nobody has built or removed anything."""
+
+    machines: tuple[str, ...]
+    """Their names."""
+    parts: tuple[tuple[str, str | None], ...]
+    """URN and, where the cloud gave one, id of everything; a thing made anew has another id."""
+
+
+def stack_state(pulumi: Pulumi) -> StackState:
+    """Return the state that Pulumi's backend has now. Raises PulumiError, ConfigError."""
+    resources = _resources(pulumi)
+    return StackState(
+        machines=tuple(_names(each.urn for each in resources)),
+        parts=tuple((each.urn, each.id) for each in resources),
+    )
+
+
+def inputs_in_state(pulumi: Pulumi, kind: str) -> list[Mapping[str, Any]]:
+    """Return what the cluster program last asked for of every resource of this type.
+
+    Raises PulumiError, ConfigError.
+    """
+    return [each.inputs or {} for each in _resources(pulumi) if type_of(each.urn) == kind]
+
+
+def machines_that_go(preview: Update) -> list[str]:
+    """Return those that `pulumi up` would remove or make anew. Raises PulumiError.
+
+    An event that cannot be read may be the one that ends a machine.
+    """
+    if preview.unreadable:
+        raise PulumiError(f"`pulumi preview`: {preview.unreadable} {NEWER}", "other")
+    return _names(step.urn for step in preview.steps if step.op in _DELETING)
+
+
+def changes_metadata(preview: Update) -> bool:
+    """Tell whether machines that stay get other metadata, which they read only as they boot."""
+    return any(
+        step.op == "update" and type_of(step.urn) == INSTANCE and "metadata" in (step.diffs or ())
+        for step in preview.steps
+    )
+
+
+def _resources(pulumi: Pulumi) -> Sequence[_Resource]:
+    where = _where("stack export")
+    text = pulumi.ask("stack", "export")
+    export = build(_Export, parse_json(text, where=where, fix=NEWER), where=where, fix=NEWER)
+    return (export.deployment or _Deployment()).resources or ()
+
+
+def _names(urns: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name_of(urn) for urn in urns if type_of(urn) == INSTANCE))
+
+
+def _where(words: str) -> str:
+    return f"`pulumi {words}` printed what cannot be read"
+
 
 _FIREWALL = "gcp:compute/firewall:Firewall"
 _DEFAULT_PRIORITY = 1000

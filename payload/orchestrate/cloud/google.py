@@ -1,21 +1,102 @@
-"""One project in Google Cloud: credentials, requests with patience, and refusals in plain words."""
+"""One project in Google Cloud: endpoints, credentials, retries, refusals in plain words."""
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
-from urllib.parse import quote
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+from urllib.parse import quote, urlsplit
 
 from payload.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
-from payload.orchestrate.cloud.endpoints import Endpoints, Service
 from payload.orchestrate.cloud.resources import CLOUD_NAME
 from payload.untrusted import build, parse_json, printable, shown
+
+VARIABLE = "TILEFORGE_API_ENDPOINT"
+REQUEST_LOG = "TILEFORGE_REQUEST_LOG"
+"""A file that gets a line of JSON for each request to Google: what, seconds, whether it failed."""
+_SERVICE = "{service}"
+
+Service = Literal[
+    "cloudbilling",
+    "cloudkms",
+    "cloudquotas",
+    "cloudresourcemanager",
+    "compute",
+    "dns",
+    "iam",
+    "orgpolicy",
+    "serviceusage",
+    "storage",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """A URL for each service."""
+
+    template: str | None = None
+    """With `{service}` where the service's name goes; None for Google's public addresses."""
+    request_log: Path | None = None
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Endpoints:
+        """What TILEFORGE_API_ENDPOINT says. Raises ConfigError."""
+        text, log = env.get(VARIABLE, "").rstrip("/"), env.get(REQUEST_LOG)
+        request_log = Path(log) if log else None
+        if not text:
+            return cls(request_log=request_log)
+        problem = _problem(text)
+        if problem:
+            raise ConfigError(f"{VARIABLE} = {text!r}: {problem}")
+        return cls(template=text, request_log=request_log)
+
+    def url(self, service: Service) -> str:
+        """Scheme and host, without a slash at the end."""
+        if self.template is None:
+            return f"https://{service}.googleapis.com"
+        return self.template.replace(_SERVICE, service)
+
+    def is_loopback(self) -> bool:
+        """Whether it is a program on this machine, which is sent no credentials."""
+        return self.template is not None and _is_loopback(urlsplit(self.template).hostname or "")
+
+
+def _problem(text: str) -> str | None:
+    """Why the text cannot be used, or None."""
+    example = "such as https://{service}-mine.p.googleapis.com (Private Service Connect)"
+    try:
+        parts = urlsplit(text)
+        host = parts.hostname or ""
+        _ = parts.port  # raises when it is no number
+    except ValueError:
+        return f"it is not a URL. Give one {example}."
+    if parts.scheme not in ("http", "https") or not host:
+        return f"it is not a URL of scheme https. Give one {example}."
+    if parts.username is not None or parts.path or parts.query or parts.fragment:
+        return f"only scheme, host and port may be in it. Give one {example}."
+    if _is_loopback(host):
+        return None
+    if parts.scheme != "https":
+        return "credentials go over https only; http is for loopback addresses. Use https."
+    if _SERVICE not in host:
+        return f"{_SERVICE} is missing in it, for compute, storage, ... Give one {example}."
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
 
 REQUEST_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 16.0

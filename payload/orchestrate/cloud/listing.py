@@ -1,15 +1,17 @@
-"""Lists and removes what is in a project, through Google's client libraries."""
+"""Lists and removes what is in a project, through Google's client libraries and interfaces."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
+from urllib.parse import quote
 
 from payload.errors import CloudAuthError, CloudError, TileforgeError
 from payload.orchestrate.cloud.google import (
@@ -22,15 +24,10 @@ from payload.orchestrate.cloud.google import (
     one_line,
     request_of,
 )
-from payload.orchestrate.cloud.other_services import (
-    dns_zones,
-    remove_dns_zone,
-    remove_service_account,
-    service_accounts,
-)
 from payload.orchestrate.cloud.resources import (
     BUCKET,
     CLOUD_NAME,
+    CLUSTER_LABEL,
     DNS_ZONE,
     KINDS,
     SERVICE_ACCOUNT,
@@ -43,7 +40,102 @@ from payload.orchestrate.cloud.resources import (
     parse_time,
     printable_labels,
 )
-from payload.untrusted import shown
+from payload.untrusted import checked, shown
+
+# infra/identity.py gives it, from the first on; descriptions came later.
+_DISPLAYED = re.compile(r"Nodes of the Tileforge cluster ([a-z0-9-]+)")
+# Every zone has these; they go with it.
+_OWN_RECORDS = ("NS", "SOA")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Account:
+    email: str = checked(pattern=CLOUD_NAME, wanted="an e-mail address")
+    display_name: str = checked("", key="displayName")
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AccountPage:
+    accounts: tuple[_Account, ...] = ()
+    next_page_token: str = checked("", key="nextPageToken")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Zone:
+    name: str = checked(pattern=CLOUD_NAME, wanted="a zone's name")
+    labels: dict[str, str] = field(default_factory=dict)
+    creation_time: str | None = checked(None, key="creationTime")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ZonePage:
+    zones: tuple[_Zone, ...] = checked((), key="managedZones")
+    next_page_token: str = checked("", key="nextPageToken")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    name: str
+    type: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RecordPage:
+    rrsets: tuple[_Record, ...] = ()
+    next_page_token: str = checked("", key="nextPageToken")
+
+
+def service_accounts(google: Google) -> Iterator[Resource]:
+    """Yield those of clusters; an account's name alone says little, so others are left out."""
+    path, what = f"/v1/projects/{google.project}/serviceAccounts?pageSize=100", "service accounts"
+    for page in google.get_pages("iam", path, what=f"listing {what}", shape=_AccountPage):
+        for account in page.accounts:
+            labels = marks(account.description)
+            shown = _DISPLAYED.fullmatch(account.display_name)
+            if shown and CLUSTER_LABEL not in labels:
+                labels[CLUSTER_LABEL] = shown[1]
+            yield Resource(
+                kind=SERVICE_ACCOUNT, name=account.email, location="global", labels=labels
+            )
+
+
+def remove_service_account(google: Google, email: str) -> None:
+    """Remove one; it is gone at once. Raises as Google.ask does."""
+    path = f"/v1/projects/{google.project}/serviceAccounts/{quote(email)}"
+    google.delete("iam", path, what=f"removing {SERVICE_ACCOUNT} {email}")
+
+
+def dns_zones(google: Google) -> Iterator[Resource]:
+    """Yield the project's zones; where the API is off, as in most projects, there are none."""
+    path = f"/dns/v1/projects/{google.project}/managedZones?maxResults=100"
+    try:
+        for page in google.get_pages("dns", path, what="listing DNS zones", shape=_ZonePage):
+            for zone in page.zones:
+                yield Resource(
+                    kind=DNS_ZONE,
+                    name=zone.name,
+                    location="global",
+                    labels=printable_labels(zone.labels),
+                    created_unix=parse_time(zone.creation_time),
+                )
+    except CloudAuthError as error:
+        if "Enable it" not in str(error):
+            raise
+
+
+def remove_dns_zone(google: Google, name: str) -> None:
+    """Remove one with its records; it is gone at once. Raises as Google.ask does."""
+    what = f"removing {DNS_ZONE} {name}"
+    zone = f"/dns/v1/projects/{google.project}/managedZones/{quote(name)}"
+    pages = google.get_pages("dns", f"{zone}/rrsets?maxResults=100", what=what, shape=_RecordPage)
+    for record in [each for page in pages for each in page.rrsets]:
+        if record.type not in _OWN_RECORDS:
+            with suppress(CloudMissingError):
+                words = f"{quote(record.name, safe='')}/{quote(record.type, safe='')}"
+                google.delete("dns", f"{zone}/rrsets/{words}", what=what)
+    google.delete("dns", zone, what=what)
+
 
 _OPERATION_S = 300.0
 # Google holds the answer back for up to two minutes, until the operation is done.

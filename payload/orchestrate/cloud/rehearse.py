@@ -1,12 +1,10 @@
-"""`rehearse`: the smallest cluster through everything once, in a stack of its own.
-
-It builds machines that cost money, so it asks first, keeps a budget, and ends with `down` and
-`sweep` whatever happens.
-"""
+"""`rehearse`: the smallest cluster through everything once, in a stack of its own, and its page."""
 
 from __future__ import annotations
 
 import argparse
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -15,28 +13,151 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 
+import payload
+from payload import __version__
 from payload.cloud_prices import disk_price, machine_price, nat_price
 from payload.errors import INTERRUPTED, BudgetError, ConfigError, ExitCode, TileforgeError
 from payload.hints import command
 from payload.launch.ranks import place_ranks
-from payload.orchestrate.checks import check_data
-from payload.orchestrate.cloud.asks import confirm
-from payload.orchestrate.cloud.endpoints import REQUEST_LOG, Endpoints
-from payload.orchestrate.cloud.google import Google
+from payload.orchestrate.cloud.google import REQUEST_LOG, Endpoints, Google
 from payload.orchestrate.cloud.listing import remove
-from payload.orchestrate.cloud.need import Need, need_of
-from payload.orchestrate.cloud.pulumi_cli import Pulumi
-from payload.orchestrate.cloud.rehearsal_page import REQUESTS, Step, page
-from payload.orchestrate.cloud.resources import Resource
+from payload.orchestrate.cloud.pulumi import Pulumi
+from payload.orchestrate.cloud.resources import Need, Resource, need_of
 from payload.orchestrate.cloud.stack import StackOutputs, cluster_folder, read_outputs
 from payload.orchestrate.cloud.sweep import project_of
-from payload.orchestrate.console import text_console
+from payload.orchestrate.run.console import confirm, text_console
+from payload.orchestrate.sites.choose import check_data
 from payload.results import write_whole
 from payload.run_config import load_run_config
+from payload.untrusted import parse_json, printable, read_bytes
+
+REQUESTS = "requests.jsonl"
+"""In a rehearsal's folder: a line for each request to Google."""
+_LOG_LINES = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One command, and how it ended."""
+
+    name: str
+    argv: Sequence[str]
+    status: int
+    took_s: float
+    log: Path | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Tell whether it ended as it should."""
+        return self.status == 0
+
+
+def page(
+    steps: Sequence[Step],
+    *,
+    folder: Path,
+    settings: Mapping[str, str],
+    hourly_usd: float,
+    took_s: float,
+    engine: str,
+    project: str,
+    trouble: str,
+) -> str:
+    """Return the page in Markdown; it names neither the project nor an address.
+
+    `folder` is the rehearsal's, within the cluster's.
+    """
+    chosen = ", ".join(f"{key} = {value}" for key, value in sorted(settings.items()))
+    lines = [
+        "# A rehearsal in Google Cloud",
+        "",
+        f"{datetime.now(UTC):%Y-%m-%d}: Tileforge {__version__}, Pulumi {engine}, pulumi-gcp "
+        f"{_provider()}, Python {platform.python_version()}.",
+        f"{took_s / 60:.1f} minutes, at most ${hourly_usd * took_s / 3600:.2f}.",
+        f"Settings: {chosen}.",
+        *([f"It broke off: {trouble}."] if trouble else []),
+        "",
+        "| Step | Exit code | Seconds |",
+        "|---|--:|--:|",
+        *(f"| {step.name} | {step.status} | {step.took_s:.1f} |" for step in steps),
+        "",
+        "| Resource | State | Seconds |",
+        "|---|---|--:|",
+        *_resource_rows(folder.parent, since_unix=time.time() - took_s - 1),
+        "",
+        "| Request | Count | Median s | Longest s | Failed |",
+        "|---|--:|--:|--:|--:|",
+        *_request_rows(folder / REQUESTS),
+    ]
+    failed = [step for step in steps if not step.is_good]
+    if failed:
+        lines += ["", "## What was refused", "", *_report(failed)]
+    return f"{_anonymous(chr(10).join(lines), project=project).rstrip()}\n"
+
+
+def _report(failed: Sequence[Step]) -> list[str]:
+    """Return each failed step with its command and the end of its output, for a bug report."""
+    lines = []
+    for step in failed:
+        tail = []
+        if step.log is not None:
+            tail = printable(read_bytes(step.log).decode("utf-8", "replace")).splitlines()
+        lines += [f"`{' '.join(step.argv)}` ended with {step.status}:", "", "```text"]
+        lines += [*tail[-_LOG_LINES:], "```", ""]
+    return lines
+
+
+def _anonymous(text: str, *, project: str) -> str:
+    """Return the text without the project's id, addresses and home folders."""
+    places = {Path.cwd(): "FOLDER", Path(sys.prefix): "PYTHON", Path.home(): "HOME"}
+    places[Path(payload.__file__).parents[1]] = "CHECKOUT"
+    for path, word in sorted(places.items(), key=lambda each: -len(each[0].parts)):
+        text = text if path == Path("/") else text.replace(str(path), word)
+    text = text.replace(project, "PROJECT")
+    return re.sub(r"\b(?!10\.|127\.)\d{1,3}(?:\.\d{1,3}){3}\b", "ADDRESS", text)
+
+
+def _resource_rows(folder: Path, *, since_unix: float) -> list[str]:
+    """Return a row of each resource that Pulumi changed since then."""
+    paths = [*folder.glob("up-*.json"), *folder.glob("destroy-*.json")]
+    recent = [path for path in paths if path.stat().st_mtime >= since_unix]
+    rows = []
+    for path in sorted(recent, key=lambda each: each.stat().st_mtime):
+        for each in parse_json(read_bytes(path), where=str(path))["resources"]:
+            what = f"{each['kind']} {each['name']}"
+            rows.append(f"| {what} | {each['state']} | {each['seconds']:.1f} |")
+    return rows
+
+
+def _request_rows(path: Path) -> list[str]:
+    """Return a row of each kind of request to Google."""
+    asked: dict[str, list[tuple[float, bool]]] = {}
+    if not path.exists():
+        return []
+    for line in read_bytes(path).splitlines():
+        each = parse_json(line, where=str(path))
+        asked.setdefault(each["what"], []).append((each["seconds"], each["failed"]))
+    rows = []
+    for what, times in sorted(asked.items()):
+        seconds = [took for took, _ in times]
+        failed = sum(bad for _, bad in times)
+        figures = f"{len(times)} | {median(seconds):.3f} | {max(seconds):.3f} | {failed}"
+        rows.append(f"| {what} | {figures} |")
+    return rows
+
+
+def _provider() -> str:
+    try:
+        return version("pulumi-gcp")
+    except PackageNotFoundError:
+        return "not installed"
+
 
 STACK = "rehearsal"
 _SMALLEST = {

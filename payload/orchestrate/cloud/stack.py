@@ -1,23 +1,272 @@
-"""A cluster from a Pulumi stack's outputs, and what is remembered of it once they are gone."""
+"""A cluster from a Pulumi stack's outputs, with the host keys that its machines publish."""
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from payload.errors import ConfigError, TileforgeError
+from payload.errors import (
+    BootstrapError,
+    CloudAuthError,
+    ConfigError,
+    HostKeyError,
+    RankLostError,
+    TileforgeError,
+)
 from payload.hints import command
-from payload.inventory import ClusterInventory
-from payload.orchestrate.cloud.endpoints import Endpoints
-from payload.orchestrate.cloud.need import Need
-from payload.orchestrate.cloud.pulumi_cli import Pulumi, PulumiError
-from payload.orchestrate.cloud.resources import CLOUD_NAME
+from payload.inventory import ClusterInventory, Node
+from payload.orchestrate.cloud.google import (
+    REQUEST_S,
+    CloudMissingError,
+    Endpoints,
+    Google,
+    request_of,
+)
+from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError
+from payload.orchestrate.cloud.resources import CLOUD_NAME, Need
+from payload.orchestrate.ssh.streams import all_or_raise, on_every_node
 from payload.results import write_whole
 from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes, shown
+
+DEADLINE_S = 180.0
+_POLL_S = 3.0
+_CACHE_VERSION = 1
+_GONE = ("STOPPING", "STOPPED", "TERMINATED", "SUSPENDING", "SUSPENDED")
+_UNWRITTEN = "of type 'Guest Attribute' was not found"
+_CONSTRAINT = "compute.disableGuestAttributesAccess"
+_KIND = re.compile(r"(ssh-|ecdsa-)[a-z0-9@.-]{1,58}")
+# An RSA key of 16,384 bits has 2,760; ssh-keygen makes at most one key of each kind.
+_MOST_CHARS, _MOST_KEYS = 4096, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    google: Google
+    known: Mapping[str, Node]
+    """What was pinned before, by node."""
+    ends: float
+    deadline_s: float
+    say: Callable[[str], None]
+    sleep: Callable[[float], None]
+
+    def pinned(self, node: Node) -> Node:
+        """The node with its machine's number and host keys."""
+        instance_id = self._instance_id(node)
+        before = self.known.get(node.name)
+        if before is not None and before.instance_id == instance_id and before.host_keys:
+            return replace(node, instance_id=instance_id, host_keys=before.host_keys)
+        if before is not None and before.instance_id != instance_id:
+            self.say(f"{node.name}: it is another machine than last time; its host keys are new")
+        keys = self._wait_for_keys(node)
+        return replace(node, instance_id=instance_id, host_keys=keys)
+
+    def _instance_id(self, node: Node) -> str:
+        request = request_of(
+            "GetInstanceRequest", project=self.google.project, zone=node.zone, instance=node.name
+        )
+        client = self.google.compute("Instances")
+        try:
+            found = self.google.ask(
+                node.name, lambda: client.get(request=request, retry=None, timeout=REQUEST_S)
+            )
+        except CloudMissingError:
+            raise _gone(node) from None
+        if found.status in _GONE:
+            raise RankLostError(
+                f"{node.name}: its machine is {found.status}, not running. Bring the cluster up to "
+                f"date: {command('orchestrate', 'up')}"
+            )
+        return str(found.id)
+
+    def _wait_for_keys(self, node: Node) -> tuple[str, ...]:
+        has_told = False
+        while True:
+            keys = self._read_keys(node)
+            if keys:
+                if has_told:
+                    self.say(f"{node.name}: host keys are there")
+                return keys
+            if time.monotonic() + _POLL_S > self.ends:
+                raise BootstrapError(
+                    f"{node.name}: it has not published host keys within {self.deadline_s:g} s. "
+                    "See how far its boot is: gcloud compute instances get-serial-port-output "
+                    f"{node.name} --zone={node.zone} --project={self.google.project}"
+                )
+            if not has_told:
+                self.say(f"{node.name}: waiting for its host keys (it is booting)")
+                has_told = True
+            self.sleep(_POLL_S)
+
+    def _read_keys(self, node: Node) -> tuple[str, ...]:
+        """The keys, or none while the machine has written none."""
+        request = request_of(
+            "GetGuestAttributesInstanceRequest",
+            project=self.google.project,
+            zone=node.zone,
+            instance=node.name,
+            query_path="hostkeys/",
+        )
+        client = self.google.compute("Instances")
+        try:
+            answer = self.google.ask(
+                f"{node.name}: reading its guest attributes",
+                lambda: client.get_guest_attributes(request=request, retry=None, timeout=REQUEST_S),
+            )
+        except CloudMissingError as error:
+            if _UNWRITTEN in str(error):
+                return ()
+            raise _gone(node) from None
+        except TileforgeError as error:
+            if _is_disabled(str(error)):
+                raise CloudAuthError(
+                    f"{node.name}: guest attributes are switched off, so it cannot publish its "
+                    f"host keys. See to the organization policy {_CONSTRAINT} and to the "
+                    f"instance's metadata enable-guest-attributes. Google Cloud said: {error}"
+                ) from None
+            raise
+        keys = sorted({_key(node, item.key, item.value) for item in _items(answer)})
+        if len(keys) > _MOST_KEYS:
+            raise HostKeyError(
+                f"{node.name}: it has published {len(keys)} host keys, at most {_MOST_KEYS} are "
+                "taken. Make the machine anew."
+            )
+        return tuple(keys)
+
+
+def pin_host_keys(
+    inventory: ClusterInventory,
+    google: Google,
+    *,
+    cache: Path,
+    say: Callable[[str], None],
+    deadline_s: float = DEADLINE_S,
+    sleep: Callable[[float], None] = time.sleep,
+) -> ClusterInventory:
+    """The inventory with every node's host keys and machine number, all asked for at once.
+
+    What was pinned for the same machine before is in `cache`. Raises NodesError that names each
+    node: gone (41), without keys after `deadline_s` (30), or refused (13).
+    """
+    _check(inventory.nodes)
+    google.compute("Instances")  # once, before the threads
+    reader = _Reader(
+        google=google,
+        known=_read_cache(cache),
+        ends=time.monotonic() + deadline_s,
+        deadline_s=deadline_s,
+        say=say,
+        sleep=sleep,
+    )
+    outcomes = on_every_node(inventory.nodes, reader.pinned)
+    if all(isinstance(outcome, MachineGoneError) for outcome in outcomes.values()):
+        raise RankLostError(
+            f"cluster {inventory.cluster}: none of its {len(outcomes)} machine(s) exists any more "
+            f"(past their lifetime, or removed). Build them again: {command('orchestrate', 'up')}; "
+            f"or remove the rest: {command('orchestrate', 'down')}"
+        )
+    pinned = all_or_raise(outcomes, what="reading host keys")
+    nodes = tuple(pinned[node.name] for node in inventory.nodes)
+    whole = replace(inventory, nodes=nodes)
+    _write_cache(cache, whole)
+    return whole
+
+
+def pin_node(
+    node: Node,
+    google: Google,
+    *,
+    cache: Path,
+    say: Callable[[str], None],
+    deadline_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Node:
+    """One node with its host keys and machine number; `cache` is read and left as it is.
+
+    Raises MachineGoneError, and for the node what `pin_host_keys` names.
+    """
+    _check([node])
+    reader = _Reader(
+        google=google,
+        known=_read_cache(cache),
+        ends=time.monotonic() + deadline_s,
+        deadline_s=deadline_s,
+        say=say,
+        sleep=sleep,
+    )
+    return reader.pinned(node)
+
+
+class MachineGoneError(RankLostError):
+    """The instance is not there any more."""
+
+
+def _gone(node: Node) -> MachineGoneError:
+    return MachineGoneError(
+        f"{node.name}: its machine does not exist any more (preempted, past its lifetime, or "
+        f"removed). Build it again: {command('orchestrate', 'up')}"
+    )
+
+
+def _is_disabled(message: str) -> bool:
+    lower = message.lower()
+    return _CONSTRAINT.lower() in lower or ("guest attributes" in lower and "disabled" in lower)
+
+
+def _items(answer: Any) -> list[Any]:
+    known = ("ssh-", "ecdsa-")
+    return [item for item in answer.query_value.items if item.key.startswith(known)]
+
+
+def _key(node: Node, kind: str, value: str) -> str:
+    """Return `type base64`.
+
+    Raises HostKeyError: what a machine writes about itself may be anything.
+    """
+    text = next(iter(value.split()), "")
+    try:
+        blob = base64.b64decode(text, validate=True)
+    except ValueError:
+        blob = b""
+    # RFC 4253, section 6.6: the key begins with its type, as a string with its length before it.
+    begins = len(kind).to_bytes(4, "big") + kind.encode()
+    is_key = blob.startswith(begins) and len(blob) > len(begins) and len(text) <= _MOST_CHARS
+    if not is_key or not _KIND.fullmatch(kind):
+        raise HostKeyError(
+            f"{node.name}: it has published a host key that is none: {shown(f'{kind} {text}')}. "
+            "Make the machine anew."
+        )
+    return f"{kind} {text}"
+
+
+def _check(nodes: Sequence[Node]) -> None:
+    for node in nodes:
+        if node.zone is None:
+            raise ConfigError(f"inventory: {node.name} has no zone. Bring the stack up to date.")
+
+
+def _read_cache(path: Path) -> dict[str, Node]:
+    """Return what was pinned before; nothing when the file cannot be used."""
+    where = str(path)
+    try:
+        raw = parse_json(read_bytes(path), where=where)
+        check_schema(raw, _CACHE_VERSION, where=where)
+        inventory = ClusterInventory.from_json(json.dumps(raw.get("inventory")), where=where)
+    except (OSError, TileforgeError):
+        return {}
+    return {node.name: node for node in inventory.nodes}
+
+
+def _write_cache(path: Path, inventory: ClusterInventory) -> None:
+    entry = {"schema_version": _CACHE_VERSION, "inventory": json.loads(inventory.to_json())}
+    write_whole(path, json.dumps(entry, indent=2))
+
 
 _MEMORY_VERSION = 1
 _MOST_USD = 1e6
@@ -119,7 +368,6 @@ def load_stack(
     Raises CloudAuthError, RankLostError, BootstrapError, CloudError.
     """
     from payload.orchestrate.cloud.google import Google
-    from payload.orchestrate.cloud.host_keys import pin_host_keys
 
     remember(outputs, folder=folder)
     google = Google(outputs.project, endpoints=Endpoints.from_env(env))

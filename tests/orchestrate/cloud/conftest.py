@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from infra.labels import mark
-from payload.orchestrate.cloud.endpoints import VARIABLE, Endpoints
-from payload.orchestrate.cloud.google import Google
+from payload.orchestrate.cloud.google import VARIABLE, Endpoints, Google
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
 

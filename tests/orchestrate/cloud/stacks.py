@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from payload.inventory import Access
-from payload.orchestrate.cloud import results_first
-from payload.orchestrate.cloud.head import Head
-from payload.orchestrate.keys import make_operator_key, operator_key_path
-from payload.orchestrate.mirror import Mirrored, write_mirrored
+from payload.orchestrate.cloud import down
+from payload.orchestrate.cloud.down import Head
+from payload.orchestrate.run.mirror import Mirrored, write_mirrored
+from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
 from payload.results import RunPaths
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.cloud.conftest import KEY, Site
@@ -61,7 +61,7 @@ def destroys(site: Site, *, leaves: tuple[str, ...] = (), status: int = 0, out: 
 
 def head_says(monkeypatch: pytest.MonkeyPatch, **said: Any) -> None:
     """From now on `up` and `down` are told this of the head; nobody answers at its address."""
-    monkeypatch.setattr(results_first, "ask_head", lambda *_, **__: Head(**said))
+    monkeypatch.setattr(down, "ask_head", lambda *_, **__: Head(**said))
 
 
 def make_run(

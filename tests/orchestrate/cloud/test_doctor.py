@@ -9,7 +9,7 @@ import pytest
 
 from payload.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.need import need_of
+from payload.orchestrate.cloud.resources import need_of
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, Fault
 

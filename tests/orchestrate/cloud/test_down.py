@@ -9,8 +9,8 @@ import pytest
 
 from payload.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.code import RunThere
-from payload.orchestrate.keys import make_operator_key
+from payload.orchestrate.ssh.files import RunThere
+from payload.orchestrate.ssh.keys import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture, destroys, head_says, make_run, stay, words
 from tests.orchestrate.cloud.standin import PROJECT

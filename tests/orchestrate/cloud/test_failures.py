@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from payload.errors import ExitCode
-from payload.orchestrate.cloud.failures import explain
-from payload.orchestrate.cloud.pulumi_events import Diagnostic, Event, Update
-from payload.orchestrate.cloud.stock_out import find_stock_out
+from payload.orchestrate.cloud.failures import explain, find_stock_out
+from payload.orchestrate.cloud.pulumi import Diagnostic, Event, Update
 
 # As pulumi-gcp prints it; the provider passes on the operation's error and its details.
 PLAIN = """

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from payload.errors import CloudAuthError, CloudError, ConfigError
-from payload.orchestrate.cloud.endpoints import VARIABLE, Endpoints
+from payload.orchestrate.cloud.google import VARIABLE, Endpoints
 from payload.orchestrate.cloud.listing import list_everything
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import Fault

@@ -18,26 +18,29 @@ import pytest
 
 from payload.errors import TileforgeError
 from payload.inventory import ClusterInventory
-from payload.orchestrate.cloud import host_keys
+from payload.orchestrate.cloud import stack
+from payload.orchestrate.cloud.doctor import fresh_catalog
 from payload.orchestrate.cloud.failures import explain
+from payload.orchestrate.cloud.firewall import stack_state
 from payload.orchestrate.cloud.google import Google
-from payload.orchestrate.cloud.listing import _buckets, _of_kind, list_everything, remove
-from payload.orchestrate.cloud.machines import stack_state
-from payload.orchestrate.cloud.need import Need, need_of
-from payload.orchestrate.cloud.other_services import dns_zones, service_accounts
-from payload.orchestrate.cloud.price_check import fresh_catalog
-from payload.orchestrate.cloud.project_checks import (
+from payload.orchestrate.cloud.listing import (
+    _buckets,
+    _of_kind,
+    dns_zones,
+    list_everything,
+    remove,
+    service_accounts,
+)
+from payload.orchestrate.cloud.project import (
     ask_compute,
     check_key,
     check_offers,
     check_policies,
+    check_quotas,
     check_services,
 )
-from payload.orchestrate.cloud.pulumi_cli import Pulumi
-from payload.orchestrate.cloud.pulumi_events import Update
-from payload.orchestrate.cloud.quota_checks import check_quotas
-from payload.orchestrate.cloud.resources import KINDS, Resource, by_cluster
-from payload.orchestrate.cloud.settings import cluster_name, settings
+from payload.orchestrate.cloud.pulumi import Pulumi, Update, cluster_name, settings
+from payload.orchestrate.cloud.resources import KINDS, Need, Resource, by_cluster, need_of
 from payload.orchestrate.cloud.stack import read_outputs, recall, remember
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.orchestrate.cloud.standin import NUMBER, PROJECT, REGION, ZONE, Fault
@@ -70,7 +73,7 @@ def pinned(site: Site) -> object:
     inventory = known_inventory(site)
     cache = site.folder / "no-cache.json"
     options: dict[str, Any] = {"cache": cache, "say": str, "deadline_s": 0.0, "sleep": float}
-    node = host_keys.pin_node(inventory.head, google(site), **options)
+    node = stack.pin_node(inventory.head, google(site), **options)
     # What came of it is an inventory's node still, as the cache will have it.
     ClusterInventory.from_json(replace(inventory, nodes=(node,)).to_json(), where="pinned")
     return node
@@ -251,7 +254,7 @@ def test_a_guest_attribute_of_blanks_alone_is_refused(full: Site) -> None:
         full.cloud.guest_attributes["mine-0"] = {"ssh-ed25519": value}
         options: dict[str, Any] = {"say": str, "deadline_s": 0.0, "sleep": float}
         with pytest.raises(TileforgeError, match="it has published a host key that is none"):
-            host_keys.pin_node(
+            stack.pin_node(
                 known_inventory(full).head, google(full), cache=full.folder / "none", **options
             )
 
@@ -385,12 +388,12 @@ def test_a_damaged_file_beside_the_cluster_is_passed_over(full: Site, damage: st
     remember(known, folder=full.folder)
     cache, memory = full.folder / "host_keys.json", full.folder / ".cluster/mine/stack.json"
     options: dict[str, Any] = {"cache": cache, "say": str, "sleep": float}
-    first = host_keys.pin_host_keys(known.inventory, google(full), **options)
+    first = stack.pin_host_keys(known.inventory, google(full), **options)
     for path in (cache, memory):
         DAMAGES[damage](path, path.read_bytes())
     assert recall(full.folder, "mine") is None or damage == "a bit flip"
     said: list[str] = []
-    node = host_keys.pin_node(
+    node = stack.pin_node(
         known.inventory.head, google(full), cache=cache, say=said.append, deadline_s=0.0
     )
     assert node == first.head
@@ -402,7 +405,7 @@ def test_every_field_of_a_file_beside_the_cluster_may_be_hostile(full: Site, fil
     remember(known, folder=full.folder)
     path = full.folder / ".cluster/mine" / file
     said: list[str] = []
-    host_keys.pin_host_keys(
+    stack.pin_host_keys(
         known.inventory, google(full), cache=path.with_name("host_keys.json"), say=said.append
     )
     sound = json.loads(path.read_text())
@@ -413,7 +416,7 @@ def test_every_field_of_a_file_beside_the_cluster_may_be_hostile(full: Site, fil
                 found = recall(full.folder, "mine")
                 assert found is None or Google(found.project, endpoints=google(full)._endpoints)
             else:
-                assert isinstance(host_keys._read_cache(path), dict)
+                assert isinstance(stack._read_cache(path), dict)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 
 from payload.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud import results_first
-from payload.orchestrate.cloud.head import Head
-from payload.orchestrate.keys import make_operator_key
+from payload.orchestrate.cloud import down
+from payload.orchestrate.cloud.down import Head
+from payload.orchestrate.ssh.keys import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, make_run, own_key, words
 from tests.orchestrate.cloud.test_failures import DETAILS, PLAIN
@@ -70,7 +70,7 @@ def test_next_zone_does_not_leave_results_behind_in_the_old_one(
     last = err.splitlines()[-1]
     assert "is not known whether a run is going on, so the cluster stays in its zone" in last
     # A head that says that there is none: what this folder lacks still has to come home.
-    monkeypatch.setattr(results_first, "ask_head", lambda *_, **__: Head())
+    monkeypatch.setattr(down, "ask_head", lambda *_, **__: Head())
     assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.SSH_UNREACHABLE
     last = capsys.readouterr().err.splitlines()[-1]
     assert "run one is not brought home, so the cluster stays in its zone" in last

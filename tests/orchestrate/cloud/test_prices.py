@@ -17,8 +17,8 @@ from infra.machines import machine_types
 from payload.cloud_prices import CATALOG_FILE, CATALOG_LASTS_S, disk_price, read_catalog
 from payload.errors import BudgetError
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.need import Need
-from payload.orchestrate.cloud.price_check import check_price
+from payload.orchestrate.cloud.doctor import check_price
+from payload.orchestrate.cloud.resources import Need
 from tests.infra.stacks import ROOT
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture

@@ -10,10 +10,9 @@ import pytest
 from payload.errors import BootstrapError, ConfigError, ExitCode, NodesError, RankLostError
 from payload.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.host_keys import pin_host_keys
-from payload.orchestrate.cloud.pulumi_cli import Pulumi, PulumiError
-from payload.orchestrate.cloud.stack import read_outputs, recall
-from payload.orchestrate.inventories import load_cluster
+from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError
+from payload.orchestrate.cloud.stack import pin_host_keys, read_outputs, recall
+from payload.orchestrate.sites.choose import load_cluster
 from tests.orchestrate.cloud.conftest import KEY, Site, inventory_output, read_json
 from tests.orchestrate.cloud.standin import PROJECT, REGION, Fault
 

@@ -10,7 +10,7 @@ import pytest
 
 from payload.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.pulumi_cli import Pulumi
+from payload.orchestrate.cloud.pulumi import Pulumi
 from payload.orchestrate.cloud.stack import read_outputs, remember
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, ZONE, Fault

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import payload
 from payload.inventory import ClusterInventory, Node
-from payload.orchestrate.cluster_access import VENV
-from payload.orchestrate.remote.probe import numa_domains, physical_cores
+from payload.orchestrate.node.look import numa_domains, physical_cores
+from payload.orchestrate.sites.cluster import VENV
 from tests.orchestrate.sshd import SSHD, free_port, make_cluster, make_key
 from tests.rig.network import Link, address_of, make_operator_network
 from tests.rig.whole import Whole

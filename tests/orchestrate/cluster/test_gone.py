@@ -14,12 +14,11 @@ import pytest
 
 from payload.errors import ExitCode, NodesError
 from payload.launch.environment import RUN_DIR
-from payload.orchestrate import remote_run
-from payload.orchestrate.console import text_console
-from payload.orchestrate.mirror import Mirrored, write_mirrored
-from payload.orchestrate.remote_commands import opened
-from payload.orchestrate.remote_end import bring_home
-from payload.orchestrate.remote_run import RemoteRun, planned_run_dir
+from payload.orchestrate.commands.attach import opened
+from payload.orchestrate.run import there
+from payload.orchestrate.run.console import text_console
+from payload.orchestrate.run.mirror import Mirrored, write_mirrored
+from payload.orchestrate.run.there import RemoteRun, bring_home, planned_run_dir
 from payload.results import RunPaths
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.cluster.test_run import as_stack
@@ -60,7 +59,7 @@ def paths(trained: Trained, mirrored: Mirrored, tmp_path: Path) -> Iterator[RunP
 def run(
     paths: RunPaths, mirrored: Mirrored, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RemoteRun]:
-    monkeypatch.setattr(remote_run, "_LEAVE_S", 0.0)
+    monkeypatch.setattr(there, "_LEAVE_S", 0.0)
     with opened(paths, mirrored, env=os.environ) as run:
         yield run
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from payload.errors import ExitCode
-from payload.orchestrate.cluster_access import VENV
-from payload.orchestrate.findings import PROBED, TRIED
-from payload.orchestrate.measured import record_path
+from payload.orchestrate.preflight.findings import PROBED, TRIED
+from payload.orchestrate.preflight.trial_findings import record_path
+from payload.orchestrate.sites.cluster import VENV
 from tests.orchestrate.cluster.separate import SeparateNodes
 from tests.support.launching import REPO
 

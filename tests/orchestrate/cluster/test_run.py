@@ -18,8 +18,8 @@ import pytest
 
 from payload.errors import INTERRUPTED, ExitCode
 from payload.launch.plan import LaunchPlan
-from payload.orchestrate.cloud.endpoints import VARIABLE
-from payload.orchestrate.mirror import read_mirrored
+from payload.orchestrate.cloud.google import VARIABLE
+from payload.orchestrate.run.mirror import read_mirrored
 from payload.results import RunPaths
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
@@ -225,7 +225,7 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
 
 
 def programs_of_head(operator: Operator) -> list[str]:
-    """The programs of remote/ that run on the head."""
+    """The programs of node/ that run on the head."""
     lines = operator.nodes.processes_of(0)
     return [line for line in lines if line.startswith("python3 -I") and "control.py" in line]
 

@@ -10,11 +10,10 @@ from rich.console import Console
 
 from payload.errors import ExitCode
 from payload.inventory import ClusterInventory
-from payload.orchestrate.cluster import Cluster
-from payload.orchestrate.code import this_code
-from payload.orchestrate.ssh_settings import Login
-from payload.orchestrate.supply import ask_nodes, bring_weights
-from payload.orchestrate.weights import local_weights
+from payload.orchestrate.sites.cluster import ask_nodes, bring_weights, local_weights
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.files import this_code
+from payload.orchestrate.ssh.streams import Login
 from payload.run_config import load_run_config
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.support.launching import losses

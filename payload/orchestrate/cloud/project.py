@@ -1,0 +1,435 @@
+"""`doctor`'s checks of a project: enabled APIs, offers in its zones, policies, the key, quotas."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+from payload.errors import CloudError, ExitCode, TileforgeError
+from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
+from payload.orchestrate.cloud.resources import Need, Scope
+from payload.untrusted import checked, shown
+
+Outcome = Literal["ok", "error", "warning", "unknown"]
+_KEY_ROLE = "roles/cloudkms.cryptoKeyEncrypterDecrypter"
+_MAY_GRANT = "cloudkms.cryptoKeys.setIamPolicy"
+_ASK_ADMINISTRATORS = "Ask the organization's administrators for an exception for this project"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    outcome: Outcome
+    found: str
+    """With the numbers."""
+    fix: str = ""
+    exit_code: ExitCode = ExitCode.OK
+    """What an error ends the command with."""
+
+
+def auth(name: str, found: str, fix: str) -> Check:
+    """Return the error of something that is not permitted or not enabled."""
+    return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.AUTH)
+
+
+def unknown(name: str, error: TileforgeError) -> Check:
+    """Return the check of something that could not be looked at."""
+    return Check(name=name, outcome="unknown", found="could not be looked at", fix=str(error))
+
+
+def ask_compute(google: Google, kind: str, request: str, *, what: str, **fields: str) -> Any:
+    """Return one resource of Compute Engine. Raises as Google.ask does."""
+    client = google.compute(kind)
+    asked = request_of(request, project=google.project, **fields)
+    return google.ask(what, partial(client.get, request=asked, retry=None, timeout=REQUEST_S))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Api:
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Service:
+    config: _Api
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ServicePage:
+    services: tuple[_Service, ...] = ()
+    next_page_token: str = checked("", key="nextPageToken")
+
+
+def check_services(google: Google, need: Need) -> Iterator[Check]:
+    """Check that every API that the cluster needs is enabled."""
+    path = f"/v1/projects/{google.project}/services?filter=state:ENABLED&pageSize=200"
+    what = "listing enabled APIs"
+    try:
+        pages = google.get_pages("serviceusage", path, what=what, shape=_ServicePage)
+        names = {entry.config.name for page in pages for entry in page.services}
+    except TileforgeError as error:
+        yield unknown("APIs", error)
+        return
+    for service in need.services():
+        api = f"{service}.googleapis.com"
+        if api in names:
+            yield Check(name=api, outcome="ok", found="enabled")
+        else:
+            fix = f"Enable it: gcloud services enable {api} --project={google.project}"
+            yield auth(api, "not enabled", fix)
+
+
+def check_offers(google: Google, need: Need) -> Iterator[Check]:
+    """Check that each zone offers the machine type and the disk type."""
+    for place, zone in enumerate(need.zones):
+        machine = replace(need, zones=(zone,))
+        for kind, name, request in (
+            ("MachineTypes", need.machine_type, "GetMachineTypeRequest"),
+            ("DiskTypes", need.disk_type, "GetDiskTypeRequest"),
+        ):
+            word = "machine_type" if kind == "MachineTypes" else "disk_type"
+            label = f"{name} in {zone}"
+            try:
+                found = ask_compute(google, kind, request, what=label, zone=zone, **{word: name})
+            except CloudMissingError:
+                # The first zone is where the nodes go; the others are for later.
+                yield Check(
+                    name=label,
+                    outcome="warning" if place else "error",
+                    found="not offered there",
+                    fix=f"Use another zone of {machine.region}, or another one of its kind.",
+                    exit_code=ExitCode.CONFIG,
+                )
+            except TileforgeError as error:
+                yield unknown(label, error)
+            else:
+                size = f", {found.guest_cpus} vCPUs" if kind == "MachineTypes" else ""
+                yield Check(name=label, outcome="ok", found=f"offered{size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Values:
+    allowed: tuple[str, ...] = checked((), key="allowedValues")
+    denied: tuple[str, ...] = checked((), key="deniedValues")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    """One of https://cloud.google.com/resource-manager/docs/reference/orgpolicy/rest/v2/Policy."""
+
+    enforce: bool = False
+    allow_all: bool = checked(False, key="allowAll")
+    deny_all: bool = checked(False, key="denyAll")
+    values: _Values | None = None
+    condition: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spec:
+    rules: tuple[_Rule, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Policy:
+    spec: _Spec | None = None
+
+
+def check_policies(google: Google, need: Need) -> Iterator[Check]:
+    """Check the organization policies that would keep the cluster from being built or reached."""
+    effects = {
+        "compute.disableGuestAttributesAccess": "nodes could not publish their host keys",
+        "iam.disableServiceAccountCreation": "the nodes' service account could not be made",
+    }
+    if not need.uses_os_login:
+        effects["compute.requireOsLogin"] = "the operator's key would be ignored"
+    # Constraints that list what they allow: the value that has to be among it, and what to change.
+    listed = {
+        "compute.trustedImageProjects": (
+            f"projects/{need.image_project}",
+            "use an image of a project that is allowed: pulumi config set image",
+        )
+    }
+    if need.has_public_head:
+        head = f"{need.cluster or 'CLUSTER'}-node-0"
+        listed["compute.vmExternalIpAccess"] = (
+            f"projects/{google.project}/zones/{need.zones[0]}/instances/{head}",
+            "reach the head through Google's proxy: pulumi config set accessMode iap",
+        )
+    for constraint in (*effects, *listed):
+        name = f"policy {constraint}"
+        path = f"/v2/projects/{google.project}/policies/{constraint}:getEffectivePolicy"
+        try:
+            policy = google.get("orgpolicy", path, what=name, shape=_Policy)
+        except TileforgeError as error:
+            yield unknown(name, error)
+            continue
+        rules = policy.spec.rules if policy.spec else ()
+        if constraint in listed:
+            value, fix = listed[constraint]
+            yield _listed_policy(name, rules, value=value, fix=fix)
+        elif any(rule.enforce for rule in rules):
+            more = ", or use accessMode oslogin." if constraint.endswith("OsLogin") else "."
+            yield auth(name, f"enforced: {effects[constraint]}", _ASK_ADMINISTRATORS + more)
+        else:
+            yield Check(name=name, outcome="ok", found="not enforced")
+
+
+def _listed_policy(name: str, rules: Sequence[_Rule], *, value: str, fix: str) -> Check:
+    """Check that a list constraint allows `value`."""
+    allowed = [
+        each.removeprefix("is:") for rule in rules if rule.values for each in rule.values.allowed
+    ]
+    denied = [
+        each.removeprefix("is:") for rule in rules if rule.values for each in rule.values.denied
+    ]
+    refused = auth(name, f"does not allow {value}", f"{_ASK_ADMINISTRATORS}, or {fix}.")
+    if any(rule.condition for rule in rules):
+        found = f"allows {value} under conditions alone, which are not looked at"
+        return Check(name=name, outcome="unknown", found=found, fix=f"Else {fix}.")
+    if any(rule.deny_all for rule in rules) or value in denied:
+        return refused
+    if any(rule.allow_all for rule in rules) or value in allowed or not allowed + denied:
+        return Check(name=name, outcome="ok", found=f"allows {value}")
+    hierarchy = [each for each in allowed + denied if ":" in each]
+    if hierarchy:
+        found = f"names {shown(hierarchy[0])}; whether {value} is in it is not looked at"
+        return Check(name=name, outcome="unknown", found=found, fix=f"If it is not: {fix}.")
+    return refused if allowed else Check(name=name, outcome="ok", found=f"allows {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Project:
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Binding:
+    role: str = ""
+    members: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grants:
+    bindings: tuple[_Binding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Allowed:
+    permissions: tuple[str, ...] = ()
+
+
+def check_key(google: Google, need: Need) -> Iterator[Check]:
+    """Check that Google's services may use `kmsKey`, or that `up` may let them.
+
+    https://cloud.google.com/compute/docs/disks/customer-managed-encryption and
+    https://cloud.google.com/storage/docs/encryption/using-customer-managed-keys
+    """
+    if not need.kms_key:
+        return
+    name, key = "kmsKey", f"/v1/{need.kms_key}"
+    try:
+        path = f"/v3/projects/{google.project}"
+        project = google.get("cloudresourcemanager", path, what="project", shape=_Project)
+        grants = google.get("cloudkms", f"{key}:getIamPolicy", what=name, shape=_Grants)
+        may = google.post(
+            "cloudkms",
+            f"{key}:testIamPermissions",
+            {"permissions": [_MAY_GRANT]},
+            what=name,
+            shape=_Allowed,
+        )
+    except CloudMissingError as error:
+        fix = "Make the key, or name another one: pulumi config set kmsKey"
+        yield Check(
+            name=name, outcome="error", found=str(error), fix=fix, exit_code=ExitCode.CONFIG
+        )
+        return
+    except TileforgeError as error:
+        yield unknown(name, error)
+        return
+    number = project.name.rpartition("/")[2]
+    members = {m for b in grants.bindings if b.role == _KEY_ROLE for m in b.members}
+    missing = [m for m in need.key_users(number) if m not in members]
+    if not missing:
+        yield Check(name=name, outcome="ok", found="the service agents may use it")
+    elif need.grants_key and _MAY_GRANT in may.permissions:
+        yield Check(name=name, outcome="ok", found="`up` will let the service agents use it")
+    else:
+        yield auth(
+            name,
+            f"not given to {', '.join(missing)} on the key itself",
+            f"Ask the key's owner for: {'; '.join(_grant(need.kms_key, m) for m in missing)}",
+        )
+
+
+def _grant(key: str, member: str) -> str:
+    return f"gcloud kms keys add-iam-policy-binding {key} --role={_KEY_ROLE} --member={member}"
+
+
+_PAGE = "https://console.cloud.google.com/iam-admin/quotas?project={project}"
+# Families after C3 have no metric of their own; Google counts them in one quota, by dimension.
+# https://cloud.google.com/docs/quotas/terminology and .../docs/quotas/configure-dimensions
+_INTEGER = re.compile(r"-?[0-9]{1,19}")
+_FAMILY_METRIC = "CPUS_PER_VM_FAMILY"
+_FAMILY_QUOTA = "CPUS-PER-VM-FAMILY-per-project-region"
+_DEFAULTS = {
+    "C3_CPUS": 24.0,
+    "CPUS_ALL_REGIONS": 32.0,
+    "INSTANCES": 24.0,
+    "IN_USE_ADDRESSES": 8.0,
+    "NETWORKS": 5.0,
+    "ROUTERS": 10.0,
+    "SSD_TOTAL_GB": 500.0,
+}
+"""Limits of a project that never asked for more, as public listings of `gcloud compute project-info
+describe` show them; one on a free trial has less (CPUS_ALL_REGIONS 12)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Details:
+    value: str = checked(pattern=_INTEGER, wanted="an integer as text")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limit:
+    """The limit where these dimensions hold; those that are not named may have any value."""
+
+    dimensions: dict[str, str] = field(default_factory=dict)
+    details: _Details | None = None
+    locations: tuple[str, ...] = checked((), key="applicableLocations")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _QuotaInfo:
+    limits: tuple[_Limit, ...] = checked((), key="dimensionsInfos")
+
+
+def check_quotas(google: Google, need: Need, project: Any) -> Iterator[Check]:
+    """Check every quota that the cluster counts against.
+
+    `project` is Compute Engine's answer, or None where it could not be read.
+    """
+    try:
+        region = ask_compute(
+            google, "Regions", "GetRegionRequest", what="region", region=need.region
+        )
+        vcpus = _vcpus(google, need)
+    except TileforgeError as error:
+        yield unknown("quotas", error)
+        return
+    limits: dict[Scope, Mapping[str, Any]] = {
+        "region": {quota.metric: quota for quota in region.quotas},
+        "project": {quota.metric: quota for quota in (project.quotas if project else ())},
+    }
+    page = _PAGE.format(project=google.project)
+    seen = set()
+    for scope, metrics, amount in need.quotas(vcpus_per_node=vcpus):
+        known = limits[scope]
+        # A limit of 0 for preemptible CPUs means that spot machines use the family's quota.
+        preferred = (m for m in metrics[:-1] if m in known and known[m].limit > 0)
+        metric = next(preferred, metrics[-1])
+        if metric in seen:
+            continue  # spot machines that use the quota of the others
+        seen.add(metric)
+        where = need.region if scope == "region" else "all regions"
+        if metric in known:
+            yield _against(known[metric], f"{metric} in {where}", amount=amount, page=page)
+        elif metric == need.family_quota():
+            yield _of_family(google, need, amount=amount, page=page)
+        else:
+            yield _not_listed(metric, where, amount=amount, page=page)
+
+
+def _against(quota: Any, name: str, *, amount: float, page: str) -> Check:
+    free = quota.limit - quota.usage
+    found = f"{amount:g} needed, {free:g} free (limit {quota.limit:g}, used {quota.usage:g})"
+    if amount < free:
+        return Check(name=name, outcome="ok", found=found)
+    if amount == free:
+        fix = f"It fits and leaves nothing: for any more than this cluster, ask at {page}"
+        return Check(name=name, outcome="warning", found=found, fix=fix)
+    fix = f"Ask for {quota.usage + amount:g} at {page}, or need less."
+    return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.QUOTA)
+
+
+def _of_family(google: Google, need: Need, *, amount: float, page: str) -> Check:
+    """Check the family's share of the quota that has dimensions; its use is not to be had there."""
+    name = f"{_FAMILY_METRIC} ({need.family}) in {need.region}"
+    path = (
+        f"/v1/projects/{google.project}/locations/global/services/compute.googleapis.com/"
+        f"quotaInfos/{_FAMILY_QUOTA}"
+    )
+    try:
+        info = google.get("cloudquotas", path, what=name, shape=_QuotaInfo)
+    except TileforgeError as error:
+        return _not_known(name, amount, f"{error} Or look at {page}")
+    limit = _applicable(info, region=need.region, family=need.family)
+    if limit is None:
+        return _not_known(name, amount, f"Look at {page}")
+    if limit < 0:
+        return Check(name=name, outcome="ok", found=f"{amount:g} needed, no limit")
+    found = f"{amount:g} needed, limit {limit:g} (what is in use is not listed)"
+    if limit < amount:
+        fix = f"Ask for {amount:g} more than is in use at {page}, or need less."
+        if limit == 0:
+            fix += " A limit of 0 may mean that the region does not have the family."
+        return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.QUOTA)
+    if limit == amount:
+        fix = f"It fits only while nothing else uses it: for more, ask at {page}"
+        return Check(name=name, outcome="warning", found=found, fix=fix)
+    return Check(name=name, outcome="ok", found=found)
+
+
+def _applicable(info: _QuotaInfo, *, region: str, family: str) -> int | None:
+    """Return the limit with the most dimensions that fit; -1 is none, None is not known."""
+    wanted = {"region": region, "vm_family": family.lower()}
+    fitting = [
+        each
+        for each in info.limits
+        if each.details is not None
+        and all(wanted.get(key) == value.lower() for key, value in each.dimensions.items())
+        and (not each.locations or region in each.locations)
+    ]
+    # Of those with one dimension a location's goes first (configure-dimensions, "precedence").
+    best = max(fitting, key=lambda e: (len(e.dimensions), "region" in e.dimensions), default=None)
+    return None if best is None or best.details is None else int(best.details.value)
+
+
+def _not_listed(metric: str, where: str, *, amount: float, page: str) -> Check:
+    """Compare with what a default project has; nothing but the console has this project's limit."""
+    name, default = f"{metric} in {where}", _DEFAULTS.get(metric)
+    if default is None:
+        return _not_known(name, amount, f"Look at {page}")
+    found = f"{amount:g} needed, the limit is not listed; a default project has {default:g}"
+    if amount <= default:
+        return Check(name=name, outcome="unknown", found=found, fix=f"Look at {page}")
+    fix = f"See that the limit is at least {amount:g} more than is in use, or ask for it: {page}"
+    return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.QUOTA)
+
+
+def _not_known(name: str, amount: float, fix: str) -> Check:
+    found = f"{amount:g} needed, the limit is not listed"
+    return Check(name=name, outcome="unknown", found=found, fix=fix)
+
+
+def _vcpus(google: Google, need: Need) -> int:
+    """Return the vCPUs of one node, from the first zone that offers it."""
+    for zone in need.zones:
+        try:
+            found = ask_compute(
+                google,
+                "MachineTypes",
+                "GetMachineTypeRequest",
+                what=need.machine_type,
+                zone=zone,
+                machine_type=need.machine_type,
+            )
+        except CloudMissingError:
+            continue
+        return int(found.guest_cpus)
+    raise CloudError(f"no zone offers {need.machine_type}, so its vCPUs are not known")

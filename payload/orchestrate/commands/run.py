@@ -1,0 +1,344 @@
+"""`plan` and `run`, from parsed arguments to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from payload.checkpoint_files import require_room
+from payload.engines import require_packages_here
+from payload.errors import INTERRUPTED, ConfigError, DataError, ExitCode
+from payload.hints import run_command
+from payload.orchestrate.planning import PlannedRun, plan_run, require_known_sizes, settle_initial
+from payload.orchestrate.run.console import text_console
+from payload.orchestrate.run.follow import Tail, follow_run, say_end
+from payload.orchestrate.run.report import Estimate, estimate, log_tail, print_plan
+from payload.orchestrate.run.store import (
+    all_runs,
+    create_run,
+    find_run,
+    is_copy,
+    room_for,
+    running_here,
+)
+from payload.orchestrate.sites.choose import (
+    Chosen,
+    check_data,
+    load_cluster,
+    require_one_machine,
+)
+from payload.orchestrate.sites.local import LocalAccess
+from payload.results import RunPaths, RunState, Summary, last_record, new_run_id
+from payload.run_config import RunConfig, load_run_config, parse_run_config
+from payload.run_lock import is_supervised, starting
+from payload.run_repair import config_to_resume, known_summary, make_room
+
+_START_TIMEOUT_S = 30.0
+
+
+def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    """Print what `run` would do."""
+    talk, out = text_console(stderr=True), text_console(stderr=False)
+    chosen = load_cluster(arguments.inventory, env=access.environment())
+    talk.print(chosen.headline())
+    config = config_of(arguments)
+    try:
+        vocab_size: int | None = _check_data(config)
+    except DataError as error:
+        vocab_size = None
+        talk.print(f"note: a run would stop here: {error}")
+    is_local = chosen.inventory.access.kind == "local"
+    try:
+        config = _settle(config, vocab_size=vocab_size, is_local=is_local, talk=talk)
+    except ConfigError as error:
+        require_known_sizes(config)
+        talk.print(f"note: a run would stop here: {error}")
+    run_id = arguments.run_id or _fresh_id(config)
+    if not is_local:
+        # paramiko takes half a second to import, which a local run does not need.
+        from payload.orchestrate.sites.cluster import plan_elsewhere
+
+        planned = plan_elsewhere(
+            run_id, config, chosen, vocab_size=vocab_size, root=Path.cwd(), now_unix=time.time()
+        )
+    else:
+        require_one_machine(chosen)
+        paths = RunPaths(arguments.runs_dir / run_id)
+        with access.reserve_port() as holder:
+            port = _port(holder)
+            planned = _plan(paths, config, chosen, access, vocab_size=vocab_size, port=port)
+        try:
+            _require_room(planned)
+        except ConfigError as error:
+            talk.print(f"note: a run would stop here: {error}")
+    _say_notes(planned, talk)
+    data, earlier = Path(config.data.dir), all_runs(arguments.runs_dir)
+    estimated = estimate(planned, data=data, earlier=earlier, is_local=is_local)
+    if arguments.json:
+        out.print(_plan_json(planned, estimated))
+    else:
+        print_plan(planned, estimated, out)
+    return ExitCode.OK
+
+
+def run(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    """Start a run, or continue one, and follow it to its end."""
+    talk = text_console(stderr=True)
+    chosen = load_cluster(arguments.inventory, env=access.environment())
+    talk.print(chosen.headline())
+    if chosen.inventory.access.kind != "local":
+        # paramiko takes half a second to import, which a local run does not need.
+        from payload.orchestrate.sites.start import run_on_cluster
+
+        return run_on_cluster(
+            arguments,
+            chosen,
+            config_of=lambda resumed: config_of(arguments, resumed=resumed, say=talk.print),
+            env=access.environment(),
+            talk=talk,
+        )
+    require_one_machine(chosen)
+    with ExitStack() as held:
+        return _run_here(arguments, chosen, access, talk=talk, held=held)
+
+
+def _run_here(
+    arguments: argparse.Namespace,
+    chosen: Chosen,
+    access: LocalAccess,
+    *,
+    talk: Console,
+    held: ExitStack,
+) -> int:
+    """Start or continue a run on this machine; `held` is closed when it is over or detached."""
+    resumed = find_run(arguments.runs_dir, arguments.resume) if arguments.resume else None
+    if resumed is not None:
+        _refuse_to_resume(resumed)
+        with room_for(resumed):
+            held.enter_context(starting(resumed))
+        _refuse_to_resume(resumed)  # by now another command may have started it
+    config = config_of(arguments, resumed=resumed, say=talk.print)
+    if resumed is not None:
+        _refuse_when_finished(resumed, config)
+    vocab_size = _check_data(config)
+    if resumed is None:
+        config = _settle(config, vocab_size=vocab_size, is_local=True, talk=talk)
+    others = running_here(arguments.runs_dir)
+    if others:
+        talk.print(f"note: {', '.join(others)} is running here too and shares the cores")
+    paths = resumed or RunPaths(arguments.runs_dir / (arguments.run_id or _fresh_id(config)))
+    holder = held.enter_context(access.reserve_port())
+    planned = _plan(paths, config, chosen, access, vocab_size=vocab_size, port=_port(holder))
+    _require_room(planned)
+    _say_notes(planned, talk)
+    with room_for(paths):
+        if resumed is None:
+            create_run(arguments.runs_dir, paths.run_id)
+            held.enter_context(starting(paths))
+        for sentence in make_room(paths):
+            talk.print(f"warning: {sentence}")
+        planned.write(paths)
+    talk.print(
+        f"run {paths.run_id}: {planned.plan.world_size} rank(s) through "
+        f"{planned.plan.launcher}; everything in {paths.root}"
+    )
+    if arguments.detach:
+        return _start_detached(paths, access, arguments, talk)
+    return _start_and_follow(planned, access, arguments, talk)
+
+
+def _start_and_follow(
+    planned: PlannedRun, access: LocalAccess, arguments: argparse.Namespace, talk: Console
+) -> int:
+    paths = planned.paths
+    log_tail = Tail(paths.rank_log(0), from_end=True)
+    metrics_tail = Tail(paths.metrics, from_end=True)
+    supervisor = access.start_supervisor(paths, detached=False, grace_s=arguments.grace)
+    follow_run(
+        paths,
+        supervisor,
+        console=talk,
+        train=planned.config.train,
+        nodes=planned.plan.nodes,
+        log_tail=log_tail,
+        metrics_tail=metrics_tail,
+    )
+    return _report(paths, supervisor, arguments=arguments, talk=talk)
+
+
+def _start_detached(
+    paths: RunPaths, access: LocalAccess, arguments: argparse.Namespace, talk: Console
+) -> int:
+    """Return as soon as the supervisor is at work."""
+    supervisor = access.start_supervisor(paths, detached=True, grace_s=arguments.grace)
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline and supervisor.poll() is None:
+        state = last_record(RunState, paths.state)
+        if state is not None and state.supervisor_pid == supervisor.pid:
+            talk.print(f"detached. Look with: {run_command('status', paths)}; also: logs -f, stop")
+            # It outlives this process on purpose; nobody will wait for it here.
+            supervisor.returncode = 0
+            return ExitCode.OK
+        time.sleep(0.05)
+    return _report(paths, supervisor, arguments=arguments, talk=talk)
+
+
+def _report(
+    paths: RunPaths,
+    supervisor: subprocess.Popen[bytes],
+    *,
+    arguments: argparse.Namespace,
+    talk: Console,
+) -> int:
+    """The table at the end, or the failure in the failing rank's own words."""
+    status = supervisor.wait()
+    if not paths.root.is_dir():
+        talk.print(
+            f"error: {paths.root} was removed while the run went on, with all that it had saved. "
+            "Start a new run."
+        )
+        return status if status > 0 else ExitCode.TRAINING
+    summary = last_record(Summary, paths.summary)
+    state = last_record(RunState, paths.state)
+    # Without a state of its own, what lies there is the last attempt's.
+    began = state is not None and state.supervisor_pid == supervisor.pid
+    if status < 0 or summary is None or state is None or not began:
+        _say_supervisor_failed(paths, status=status, talk=talk)
+        return ExitCode.RANK_LOST if status < 0 else status or ExitCode.TRAINING
+    say_end(paths, summary=summary, state=state, arguments=arguments, talk=talk)
+    if status == ExitCode.OK and state.status == "stopped":
+        # Whoever stopped it: what a script would do with a finished run must not be done.
+        return INTERRUPTED
+    return status
+
+
+def _say_supervisor_failed(paths: RunPaths, *, status: int, talk: Console) -> None:
+    if status < 0:
+        talk.print(
+            f"error: the supervisor was killed by signal {-status} ({signal.Signals(-status).name})"
+            "; the ranks save and stop"
+        )
+        return
+    said = log_tail(paths.supervisor_log)
+    talk.print(said[-1] if said else f"error: the supervisor ended with {status}")
+    talk.print(f"log: {paths.supervisor_log}")
+
+
+def _plan(
+    paths: RunPaths,
+    config: RunConfig,
+    chosen: Chosen,
+    access: LocalAccess,
+    *,
+    vocab_size: int | None,
+    port: int,
+) -> PlannedRun:
+    return plan_run(
+        paths,
+        config=config,
+        chosen=chosen,
+        access=access,
+        vocab_size=vocab_size,
+        work_dir=Path.cwd(),
+        port=port,
+    )
+
+
+def config_of(
+    arguments: argparse.Namespace,
+    *,
+    resumed: RunPaths | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> RunConfig:
+    """The config file's, the resumed run's, or all defaults; with --set on top."""
+    if arguments.config is not None:
+        return load_run_config(arguments.config, overrides=arguments.overrides)
+    if resumed is not None:
+        config, warning = config_to_resume(resumed, overrides=arguments.overrides)
+        if warning:
+            say(f"warning: {warning}")
+        return config
+    return parse_run_config("", overrides=arguments.overrides, where="defaults")
+
+
+def _refuse_to_resume(paths: RunPaths) -> None:
+    if is_copy(paths):
+        raise ConfigError(
+            f"run {paths.run_id} is on a cluster, this is its copy. Name the cluster with "
+            "--inventory FILE."
+        )
+    if is_supervised(paths):
+        raise ConfigError(
+            f"run {paths.run_id} is running. Look at it with: " + run_command("status", paths)
+        )
+
+
+def _refuse_when_finished(paths: RunPaths, config: RunConfig) -> None:
+    summary = known_summary(paths)
+    if summary and summary.status == "finished" and summary.steps >= config.train.steps:
+        raise ConfigError(
+            f"run {paths.run_id} is finished after {summary.steps} steps. To train on, raise "
+            f"train.steps: --set train.steps={2 * summary.steps}"
+        )
+
+
+def _check_data(config: RunConfig) -> int:
+    return check_data(
+        Path(config.data.dir),
+        sequence_length=config.data.sequence_length,
+        task=config.task.kind,
+    )
+
+
+def _settle(
+    config: RunConfig, *, vocab_size: int | None, is_local: bool, talk: Console
+) -> RunConfig:
+    """Check what can be known before the start; the config then names what the run begins with."""
+    if is_local:
+        require_packages_here(config.engine, config.distributed)
+    return settle_initial(config, vocab_size=vocab_size, say=talk.print, download=is_local)
+
+
+def _require_room(planned: PlannedRun) -> None:
+    size = planned.plan.arithmetic.checkpoint_bytes
+    require_room(planned.config.train, checkpoint_bytes=size, run=planned.paths.root)
+
+
+def _fresh_id(config: RunConfig) -> str:
+    return new_run_id(config.run.name, now=datetime.now(), suffix=secrets.token_hex(2))
+
+
+def _port(holder: socket.socket) -> int:
+    return int(holder.getsockname()[1])
+
+
+def _say_notes(planned: PlannedRun, talk: Console) -> None:
+    for note in planned.plan.notes:
+        talk.print(f"note: {note}")
+
+
+def _plan_json(planned: PlannedRun, estimated: Estimate) -> str:
+    nodes = range(len(planned.inventory.nodes))
+    return json.dumps(
+        {
+            "inventory": asdict(planned.inventory),
+            "hosts": planned.hosts(),
+            "ranks": [asdict(rank) for rank in planned.placement.ranks],
+            "plan": asdict(planned.plan),
+            "estimate": asdict(estimated),
+            "accelerate": [planned.accelerate(node_rank) for node_rank in nodes],
+        },
+        indent=2,
+    )

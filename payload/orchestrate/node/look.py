@@ -1,0 +1,288 @@
+"""Looks at the machine it runs on, at what a run lacks, and puts the code in its place.
+
+Runs on a node by python3 alone, from stdin, where its arguments follow, a JSON object:
+action (probe, look, finish, running), and what the action needs. Prints a JSON object; what the
+machine does not tell is null. Each action may be repeated.
+
+probe: state_file, logs (paths, the first that can be read is shown), route_to (address or null).
+look, finish: digest (of the code) and files (sha256 by path). look: also venv, programs (of its bin
+folder) and wholes (files under ~/tileforge, each the last one of a folder).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes.util
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+_TAIL_LINES = 12
+_COMMAND_S = 5
+_RESOLVER_S = 3
+
+
+def probe(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Everything that preflight decides on, about this machine."""
+    began_unix, began = time.time(), time.monotonic()
+    answered = ask_resolver(arguments["route_to"])
+    facts = {
+        "time_unix": began_unix,
+        "hostname": socket.gethostname(),
+        "hostname_addresses": hostname_addresses(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        "bootstrap": read_json(Path(arguments["state_file"]).expanduser()),
+        "bootstrap_log": tail(arguments["logs"]),
+        "cpu_flags": cpu_flags(),
+        "physical_cores": physical_cores(),
+        "numa_domains": numa_domains(),
+        "memory_bytes": memory_bytes(),
+        "disk_path": str(Path.home()),
+        "disk_free_bytes": shutil.disk_usage(Path.home()).free,
+        **route(arguments["route_to"]),
+    }
+    answered.wait(_RESOLVER_S)
+    facts["resolver_answers"] = answered.is_set()
+    facts["took_s"] = time.monotonic() - began
+    return facts
+
+
+def hostname_addresses() -> list[str]:
+    """What this machine's own name resolves to; empty when it does not."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return sorted({str(entry[4][0]) for entry in found})
+
+
+def ask_resolver(address: str | None) -> threading.Event:
+    """Set when the address's name is known, or is known to have none; mpirun and gloo ask, too."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(OSError):
+            socket.gethostbyaddr(str(address))
+        answered.set()
+
+    if address is None:
+        answered.set()
+    else:
+        threading.Thread(target=ask, daemon=True).start()
+    return answered
+
+
+def read_json(path: Path) -> Any:
+    """The file's content, or null; a file that is no JSON comes back as its text."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def tail(paths: list[str]) -> list[str]:
+    """The last lines of the first file that can be read."""
+    for path in paths:
+        try:
+            lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        return lines[-_TAIL_LINES:]
+    return []
+
+
+def cpu_flags() -> list[str] | None:
+    """The matrix and bf16 flags of the first CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    return sorted(flag for flag in flags if flag.startswith("amx") or "bf16" in flag)
+
+
+def physical_cores() -> int | None:
+    """Cores that this process may use, each counted once however many threads it has."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            package = (topology / "physical_package_id").read_text(encoding="ascii").strip()
+            core = (topology / "core_id").read_text(encoding="ascii").strip()
+        except OSError:
+            package, core = "", str(cpu)
+        cores.add((package, core))
+    return len(cores)
+
+
+def numa_domains() -> int | None:
+    """NUMA domains that have a CPU."""
+    folders = Path("/sys/devices/system/node").glob("node[0-9]*")
+    lists = [(folder / "cpulist").read_text(encoding="ascii").strip() for folder in folders]
+    return len([text for text in lists if text]) or None
+
+
+def memory_bytes() -> int | None:
+    """Memory of the machine."""
+    names = getattr(os, "sysconf_names", {})
+    if "SC_PHYS_PAGES" not in names:
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def route(address: str | None) -> dict[str, Any]:
+    """The interface on the way to `address`, the address that packets leave from, and the MTU."""
+    unknown = {"interface": None, "source_address": None, "mtu": None}
+    if address is None:
+        return unknown
+    command = ["ip", "-j", "route", "get", address]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=_COMMAND_S
+        )
+        entry = json.loads(done.stdout)[0]
+        mtu = int(Path(f"/sys/class/net/{entry['dev']}/mtu").read_text(encoding="ascii"))
+    except (OSError, ValueError, LookupError, subprocess.SubprocessError):
+        return unknown
+    return {"interface": entry["dev"], "source_address": entry.get("prefsrc"), "mtu": mtu}
+
+
+# Below Linux' range for outgoing connections (32768 and up), above what services use.
+_PORTS = range(20_000, 32_000)
+_RUN_ID = re.compile(r"(?!latest\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_CHECKPOINT = re.compile(r"step_([0-9]{8,20})")
+_TCMALLOC = ("tcmalloc", "tcmalloc_minimal")
+
+
+def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
+    """Carry out one action in the login's `home`."""
+    if arguments["action"] == "probe":
+        return probe(arguments)
+    root = home / "tileforge"
+    if arguments["action"] == "running":
+        return {"running": running(root / "runs"), "runs": results(root / "runs")}
+    if arguments["action"] == "finish":
+        return finish(root, arguments["digest"], arguments["files"])
+    missing = missing_files(root, arguments["digest"], arguments["files"])
+    programs = [Path(arguments["venv"], "bin", name) for name in arguments["programs"]]
+    libraries = [ctypes.util.find_library(name) for name in _TCMALLOC]
+    return {
+        "home": str(home),
+        "lacking": [str(path) for path in programs if not os.access(path, os.X_OK)],
+        "tcmalloc": next((name for name in libraries if name), None),
+        "port": free_port(),
+        "running": running(root / "runs"),
+        "missing": missing,
+        "has": [name for name in arguments["wholes"] if (root / name).is_file()],
+    }
+
+
+def code_folder(root: Path, digest: str, *, whole: bool) -> Path:
+    """Where code with this digest is, or is being put together."""
+    return root / (f"payload-{digest}" if whole else f".payload-{digest}")
+
+
+def missing_files(root: Path, digest: str, files: dict[str, str]) -> list[str] | None:
+    """What must be sent; the rest is copied from the code of another run. Null: all is there."""
+    if code_folder(root, digest, whole=True).is_dir():
+        return None
+    partial = code_folder(root, digest, whole=False)
+    others = sorted(root.glob("payload-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    missing = []
+    for name, sha256 in files.items():
+        target = partial / name
+        if sha256_of(target) == sha256:
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        known = next((other / name for other in others if sha256_of(other / name) == sha256), None)
+        if known:
+            shutil.copyfile(known, target)
+        else:
+            missing.append(name)
+    return missing
+
+
+def finish(root: Path, digest: str, files: dict[str, str]) -> dict[str, Any]:
+    """Give the code its name if every file is what it should be."""
+    whole, partial = (code_folder(root, digest, whole=whole) for whole in (True, False))
+    wrong = [name for name, sha256 in files.items() if sha256_of(partial / name) != sha256]
+    if not wrong and not whole.is_dir():
+        partial.rename(whole)
+    return {"wrong": [] if whole.is_dir() else wrong}
+
+
+def sha256_of(path: Path) -> str | None:
+    """Of the file's content; null when there is none."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def running(runs: Path) -> str | None:
+    """The run that a living supervisor holds, if any."""
+    for lock in runs.glob("*/supervisor.lock"):
+        try:
+            descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return lock.parent.name
+        finally:
+            os.close(descriptor)
+    return None
+
+
+def results(runs: Path) -> list[dict[str, Any]]:
+    """What each run has to lose: its newest whole checkpoint (or empty) and its state's sha256.
+
+    What people have put beside runs and checkpoints, under names of their own, is none of them.
+    """
+    found = []
+    for plan in sorted(runs.glob("*/plan.json")):
+        folder = plan.parent
+        if not _RUN_ID.fullmatch(folder.name):
+            continue
+        names = [path.parent.name for path in folder.glob("checkpoints/step_*/manifest.json")]
+        steps = {name: int(step[1]) for name in names if (step := _CHECKPOINT.fullmatch(name))}
+        state = sha256_of(folder / "state.json")
+        newest = max(steps, key=lambda name: steps[name], default="")
+        found.append({"run_id": folder.name, "checkpoint": newest, "state": state})
+    return found
+
+
+def free_port() -> int | None:
+    """A port where the ranks can meet; the supervisor holds it from its start."""
+    for port in random.sample(_PORTS, k=100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError:
+                continue
+            return port
+    return None
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(act(json.load(sys.stdin), home=Path.home())) + "\n")

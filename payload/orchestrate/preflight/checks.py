@@ -1,0 +1,344 @@
+"""`preflight`: is every node fit for a run? All are asked at once; then the launcher is tried."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import random
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import payload
+from payload.errors import ConfigError, SshAuthError, TileforgeError
+from payload.inventory import ClusterInventory, Node
+from payload.launch.launchers.registry import AUTO
+from payload.orchestrate.node.look import probe
+from payload.orchestrate.planning import choose_launcher
+from payload.orchestrate.preflight import findings as find
+from payload.orchestrate.preflight.findings import (
+    LOGS,
+    STATE_FILE,
+    STRANGER,
+    Finding,
+    NodeFacts,
+    clock_offset_s,
+    reaches,
+)
+from payload.orchestrate.preflight.report import Patience, Report, try_here, try_there
+from payload.orchestrate.run.console import text_console
+from payload.orchestrate.sites.choose import load_cluster, require_placeable
+from payload.orchestrate.sites.local import LocalAccess, discover
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.keys import (
+    make_operator_key,
+    operator_key_path,
+    remove_dead_keys,
+    write_ssh_files,
+)
+from payload.orchestrate.ssh.streams import (
+    Login,
+    MeshAnswer,
+    ask,
+    on_every_node,
+    os_login_command,
+    require_known,
+)
+from payload.results import write_whole
+from payload.run_config import RunConfig
+from payload.untrusted import build
+
+_TABLE_WIDTH = 180
+_PROBE_S = 15.0
+_MESH_S = 6.0
+_EXPOSED_S = 3.0
+# One where the ranks meet, one of those that gloo takes from the kernel.
+_PORT_RANGES = (range(20_000, 32_000), range(33_000, 60_000))
+_LOCAL_CHECKS = ("cpu", "memory", "disk", "name")
+
+
+def preflight(
+    arguments: argparse.Namespace,
+    access: LocalAccess,
+    *,
+    config_of: Callable[[], RunConfig],
+) -> int:
+    """Check the cluster that `--inventory` names, print a table, and return the exit code."""
+    out, talk = text_console(stderr=False), text_console(stderr=True)
+    config, env = config_of(), access.environment()
+    patience = Patience(60 * arguments.wait, talk.print)
+    chosen = patience.until_found(lambda: load_cluster(arguments.inventory, env=env))
+    inventory = chosen.inventory
+    talk.print(chosen.headline())
+    if arguments.config is not None or arguments.overrides:
+        require_placeable(config, chosen)
+    began = time.monotonic()
+    if inventory.access.kind == "local" and len(inventory.nodes) > 1:
+        raise ConfigError(
+            f"inventory {arguments.inventory}: access kind 'local' with {len(inventory.nodes)} "
+            "nodes; it means this machine alone. Use 'direct' or 'iap'."
+        )
+    if inventory.access.kind == "local":
+        report = check_this_machine(inventory, access)
+        if not arguments.quick:
+            report = try_here(report, chosen, access, config)
+    else:
+        login = Login(user=inventory.ssh_user, key=operator_key(inventory, given=arguments.ssh_key))
+
+        def check() -> Report:
+            with Cluster(inventory, login=login, env=env) as cluster:
+                report = check_cluster(inventory, cluster, lock_sha=lock_sha())
+                if not report.exit_code:
+                    report = _without_dead_keys(report, inventory, cluster)
+                return report if arguments.quick else try_there(report, chosen, cluster, config)
+
+        report = patience.until_ready(check)
+    if arguments.json:
+        out.print(report.to_json())
+    else:
+        out.width = max(out.width, _TABLE_WIDTH)  # a narrow terminal wraps; nothing is cut off
+        out.print(report.table())
+        for line in report.lines():
+            out.print(line)
+    took = f"({time.monotonic() - began:.1f} s)"
+    failing = report.failing_nodes()
+    if failing:
+        talk.print(
+            f"error: {len(failing)} of {len(inventory.nodes)} node(s) not fit: "
+            f"{', '.join(failing)} {took}"
+        )
+    else:
+        talk.print(f"every node is fit for a run {took}")
+    return report.exit_code
+
+
+def _without_dead_keys(report: Report, inventory: ClusterInventory, cluster: Cluster) -> Report:
+    """Remove the keys of runs whose operator was killed before they began; a note for each."""
+    try:
+        notes = [
+            f"the key {name} was left on the nodes; it is gone now"
+            for name in remove_dead_keys(cluster, inventory)
+        ]
+    except TileforgeError as error:
+        notes = [str(error)]
+    return replace(report, notes=[*report.notes, *notes])
+
+
+def operator_key(inventory: ClusterInventory, *, given: Path | None) -> Path:
+    """The operator's key, and beside the cluster's own one, files for `ssh -F`."""
+    own = operator_key_path(Path.cwd(), cluster=inventory.cluster)
+    if given is None and not own.exists():
+        public = make_operator_key(own)
+        write_whole(own.with_name(f"{own.name}.pub"), f"{public}\n")
+        os_login = ""
+        if inventory.source == "pulumi" or inventory.project or inventory.access.project:
+            os_login = f", or, with accessMode oslogin, to your account: {os_login_command(own)}"
+        raise SshAuthError(
+            f"there was no key of cluster {inventory.cluster}; {own} is new. Add its public half "
+            f"to authorized_keys of {inventory.ssh_user} on every node: {public}{os_login} "
+            "(or name the key that they know with --ssh-key.)"
+        )
+    write_ssh_files(own.parent, inventory, key=given or own)
+    return given or own
+
+
+def lock_sha() -> str | None:
+    """What node-setup.sh calls `sha`, of this checkout; None when this is an installed package."""
+    lock = Path(payload.__file__).parents[1] / "bootstrap" / "requirements.lock"
+    return hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None
+
+
+def check_cluster(
+    inventory: ClusterInventory,
+    cluster: Cluster,
+    *,
+    state_file: str = STATE_FILE,
+    lock_sha: str | None = None,
+    mesh_s: float = _MESH_S,
+) -> Report:
+    """Ask every node over SSH, then let them try each other for at most `mesh_s`.
+
+    `lock_sha` is the SHA-256 of the lock that the nodes should be installed from, if known.
+    """
+    began = time.monotonic()
+    nodes = inventory.nodes
+    outcomes = on_every_node(nodes, lambda node: _probe(node, inventory, cluster, state_file))
+    for outcome in outcomes.values():
+        if isinstance(outcome, ConfigError):
+            raise outcome  # ours, and the same for all
+    facts = {name: got for name, got in outcomes.items() if isinstance(got, NodeFacts)}
+    there = [node for node in nodes if node.name in facts]
+    errors = [
+        find.from_error(node, got)
+        for node in nodes
+        if isinstance(got := outcomes[node.name], TileforgeError)
+    ]
+    checks = {node.name: ["ssh"] for node in nodes}
+    for node in there:
+        left_out = set() if find.is_ready(facts[node.name].bootstrap) else {"payload"}
+        if len(nodes) == 1:
+            left_out.add("route")
+        checks[node.name] += [name for name in find.PROBED[1:-1] if name not in left_out]
+    mesh: list[Finding] = []
+    with ThreadPoolExecutor(1) as pool:
+        exposed = pool.submit(_exposed, inventory, cluster) if inventory.head in there else None
+        if len(there) > 1:
+            mesh = _mesh(there, facts, cluster, mesh_s)
+            for node in there:
+                checks[node.name].append("ports")
+    mesh += exposed.result() if exposed else []
+    return Report(
+        cluster=inventory.cluster,
+        checks=checks,
+        facts=facts,
+        findings=[*errors, *decide(nodes, facts, lock_sha=lock_sha), *mesh],
+        took_s=time.monotonic() - began,
+    )
+
+
+def decide(
+    nodes: Sequence[Node], facts: Mapping[str, NodeFacts], *, lock_sha: str | None
+) -> list[Finding]:
+    """All findings about nodes that could be asked, but for those between nodes."""
+    found: list[Finding] = []
+    for node in nodes:
+        if node.name in facts:
+            of_node = facts[node.name]
+            found += find.bootstrap_findings(node, of_node)
+            found += find.cpu_findings(node, of_node)
+            found += find.capacity_findings(node, of_node)
+            found += find.name_findings(node, of_node)
+            if len(nodes) > 1:
+                found += find.route_findings(node, of_node)
+    found += find.payload_findings(nodes, facts, version=payload.__version__, lock_sha=lock_sha)
+    found += find.clock_findings(nodes, facts)
+    return found
+
+
+def check_this_machine(inventory: ClusterInventory, access: LocalAccess) -> Report:
+    """The checks that mean something without SSH and other nodes."""
+    began = time.monotonic()
+    node = inventory.head
+    raw = probe(_probe_arguments(state_file=STATE_FILE, route_to=None))
+    # What this machine may use, which in a container is less than what it has.
+    machine = discover()
+    facts = replace(
+        build(NodeFacts, raw, where="this machine"),
+        physical_cores=machine.num_cores(),
+        numa_domains=len(machine.domains),
+        memory_bytes=machine.memory_bytes,
+    )
+    found = [
+        *find.cpu_findings(node, facts),
+        *find.capacity_findings(node, facts),
+        *find.name_findings(node, facts),
+    ]
+    choice = choose_launcher(AUTO, access)
+    for _, error in choice.refused:
+        cause = f"ranks will start through {choice.launcher.name}: {error}"
+        found.append(
+            Finding(node=node.name, check="payload", severity="warning", cause=cause, fix="")
+        )
+    return Report(
+        cluster=inventory.cluster,
+        checks={node.name: [*_LOCAL_CHECKS, "payload"]},
+        facts={node.name: facts},
+        findings=found,
+        took_s=time.monotonic() - began,
+    )
+
+
+def _probe(node: Node, inventory: ClusterInventory, cluster: Cluster, state_file: str) -> NodeFacts:
+    others = [other for other in inventory.nodes if other.name != node.name]
+    # The head's way to itself would be its loopback: `others` begins with the head for the workers.
+    arguments = _probe_arguments(
+        state_file=state_file, route_to=others[0].address if others else None
+    )
+    connection = cluster.connect(node)
+    sent_unix = time.time()
+    facts = ask(connection, "look.py", NodeFacts, arguments, timeout_s=_PROBE_S)
+    offset_s = clock_offset_s(
+        sent_unix=sent_unix,
+        received_unix=time.time(),
+        node_unix=facts.time_unix,
+        took_s=facts.took_s,
+    )
+    return replace(facts, clock_offset_s=offset_s)
+
+
+def _mesh(
+    nodes: Sequence[Node], facts: Mapping[str, NodeFacts], cluster: Cluster, mesh_s: float
+) -> list[Finding]:
+    outcomes = _try_mesh(nodes, facts, cluster, mesh_s)
+    if any(isinstance(got, MeshAnswer) and got.port_taken for got in outcomes.values()):
+        outcomes = _try_mesh(nodes, facts, cluster, mesh_s)  # on other ports
+    answers = {name: got for name, got in outcomes.items() if not isinstance(got, TileforgeError)}
+    mtus = {name: mtu for name in answers if (mtu := facts[name].mtu) is not None}
+    lost = [
+        find.from_error(node, got)
+        for node in nodes
+        if isinstance(got := outcomes[node.name], TileforgeError)
+    ]
+    return [*lost, *find.mesh_findings(nodes, answers, mtus=mtus)]
+
+
+def _try_mesh(
+    nodes: Sequence[Node], facts: Mapping[str, NodeFacts], cluster: Cluster, mesh_s: float
+) -> dict[str, MeshAnswer | TileforgeError]:
+    ports = [random.choice(numbers) for numbers in _PORT_RANGES]
+    trial = secrets.token_hex(8)
+
+    def attempt(node: Node) -> MeshAnswer:
+        peers = {other.name: other.address for other in nodes if other.name != node.name}
+        arguments = {
+            "me": node.name,
+            "address": node.address,
+            "ports": ports,
+            "peers": peers,
+            "trial": trial,
+            "deadline_s": mesh_s,
+            "mtu": facts[node.name].mtu,
+        }
+        connection = cluster.connect(node)
+        answer = ask(connection, "mesh.py", MeshAnswer, arguments, timeout_s=mesh_s + _PROBE_S)
+        require_known(answer.pairs, peers, node=node.name, what="pairs: the node")
+        return answer
+
+    return on_every_node(nodes, attempt)
+
+
+def _exposed(inventory: ClusterInventory, cluster: Cluster) -> list[Finding]:
+    """A warning if this machine reaches a port of the head as the ranks' rendezvous has one.
+
+    The rendezvous listens on all interfaces, and so does this.
+    """
+    head, port, trial = inventory.head, random.choice(_PORT_RANGES[0]), secrets.token_hex(8)
+    arguments = {
+        "me": head.name,
+        "address": "0.0.0.0",
+        "ports": [port],
+        "peers": {},
+        "strangers": [STRANGER],
+        "trial": trial,
+        "deadline_s": _EXPOSED_S,
+        "mtu": None,
+    }
+
+    def listen() -> None:
+        with contextlib.suppress(TileforgeError):  # what is wrong there others say
+            ask(cluster.connect(head), "mesh.py", MeshAnswer, arguments, timeout_s=_PROBE_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(listen)
+        within_s = _EXPOSED_S
+        open_to_us = reaches(head, inventory.nodes, port=port, trial=trial, within_s=within_s)
+    return [find.exposure_finding(head, port=port)] if open_to_us else []
+
+
+def _probe_arguments(*, state_file: str, route_to: str | None) -> dict[str, Any]:
+    return {"action": "probe", "state_file": state_file, "logs": LOGS, "route_to": route_to}

@@ -1,0 +1,441 @@
+"""What `preflight` prints: a table, findings with their fixes, the trial, and what figures mean."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from rich.table import Table
+
+from payload.errors import ExitCode, TileforgeError, most_telling
+from payload.inventory import ClusterInventory, Node
+from payload.models.spec import ModelSpec, typical_mfu
+from payload.orchestrate.planning import initial_spec
+from payload.orchestrate.preflight.findings import (
+    TRIED,
+    Finding,
+    NodeFacts,
+    checks,
+    has_failed,
+    one_line,
+)
+from payload.orchestrate.preflight.trial import Trial, try_cluster, try_this_machine
+from payload.orchestrate.preflight.trial_findings import (
+    BF16_MIN_GAIN,
+    Measured,
+    Record,
+    known_trial,
+    nodes_sha,
+    record_path,
+)
+from payload.orchestrate.run.console import text_console
+from payload.orchestrate.sites.choose import Chosen
+from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.files import this_code
+from payload.run_config import RunConfig
+from payload.step_time import Network, run_step_time
+
+_SLOW_NODE_SHARE = 0.8
+_SLOW_LINK_SHARE = 0.5
+# Part of the exchange hides behind the backward pass, which is two thirds of the computing.
+_MOST_SYNC_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A run's step on the nodes that were measured."""
+
+    what: str
+    """The run in words."""
+    sync_s: float
+    """If nothing of it overlapped; 0 with one rank."""
+    compute_s: float
+    step_s: float
+    """With what the backward pass does not hide of the synchronisation."""
+
+
+def predict(config: RunConfig, spec: ModelSpec, measured: Measured) -> Prediction:
+    """Times of one step."""
+    link = measured.link_bytes_per_s()
+    flops = config.tokens_per_step() * spec.flops_per_token()
+    mfu = typical_mfu(kernels=config.uses_kernels())
+    compute_s = flops / (measured.peak_flops_per_s(config.precision.dtype) * mfu)
+    # One rank has no link.
+    network = Network(ranks=measured.world_size, bytes_per_s=link or 1.0)
+    step = run_step_time(config, spec, compute_s=compute_s, network=network)
+    return Prediction(
+        what=f"{spec.num_params() / 1e6:.3g}M parameters, {config.batch.global_batch_size} "
+        f"sequences of {config.data.sequence_length} tokens a step",
+        sync_s=step.exchange_s,
+        compute_s=compute_s,
+        step_s=step.total_s(),
+    )
+
+
+def summary(measured: Measured, prediction: Prediction) -> str:
+    """One line about the network and what it means."""
+    link = measured.link_bytes_per_s()
+    if link is None or measured.latency_s is None:
+        return (
+            f"one rank, nothing to exchange; predicted for {prediction.what}: "
+            f"{_seconds(prediction.compute_s)} of computing"
+        )
+    return (
+        f"all-reduce over {measured.world_size} ranks: {bits_text(link)} each way, "
+        f"{measured.latency_s * 1e3:.1f} ms; predicted for {prediction.what}: "
+        f"{_seconds(prediction.sync_s)} of synchronisation beside "
+        f"{_seconds(prediction.compute_s)} of computing, {_seconds(prediction.step_s)} a step"
+    )
+
+
+def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Finding]:
+    """Nodes without a gain from bf16, and nodes that are slow among their like."""
+    for node in nodes:
+        speed = measured.nodes[node.name]
+        if speed.gain() < BF16_MIN_GAIN:
+            cause = (
+                f"bf16 products run at {speed.gain():.2f}x the speed of fp32 on it "
+                f"({_tflops(speed.bf16_flops_per_s)} and {_tflops(speed.fp32_flops_per_s)} TFLOP/s)"
+            )
+            fix = "A run with precision.dtype = auto takes fp32 if that holds over all ranks."
+            yield _warning(node.name, "speed", cause, fix)
+    for like in _alike(nodes):
+        speeds = {node.name: measured.nodes[node.name].best_flops_per_s() for node in like}
+        median = statistics.median(speeds.values())
+        for name, speed_flops in speeds.items():
+            if speed_flops < _SLOW_NODE_SHARE * median:
+                cause = (
+                    f"it is slow among {len(like)} nodes of its kind: {_tflops(speed_flops)} "
+                    f"TFLOP/s, their median is {_tflops(median)}"
+                )
+                fix = "The slowest rank sets the pace. Try again, look for other work on it (top)"
+                yield _warning(name, "speed", cause, f"{fix}, or replace it.")
+
+
+def exchange_findings(
+    nodes: Sequence[Node], measured: Measured, prediction: Prediction
+) -> Iterator[Finding]:
+    """A network on which the ranks would mostly wait; the node whose link it is, if it is one's."""
+    if len(nodes) == 1 or prediction.sync_s <= _MOST_SYNC_SHARE * prediction.compute_s:
+        return
+    names = [node.name for node in nodes]
+    slow = slow_links(names, measured)
+    link = measured.link_bytes_per_s()
+    whose = "its link is slow" if slow else f"the network between {', '.join(names)} is slow"
+    for name in slow or names[:1]:
+        received = measured.nodes[name].received_bytes_per_s
+        speed = received if slow and received is not None else link or 0.0
+        cause = (
+            f"{whose}, {bits_text(speed)}: predicted {_seconds(prediction.sync_s)} of "
+            f"synchronisation a step beside {_seconds(prediction.compute_s)} of computing "
+            f"({prediction.what})"
+        )
+        fix = "Mend it; or raise batch.global_batch_size, or set distributed.grad_dtype = 'bf16'."
+        yield _warning(name, "gloo", cause, fix)
+
+
+def slow_links(names: Sequence[str], measured: Measured) -> list[str]:
+    """Nodes that both receive and send slowly, where that is not the case for all.
+
+    Each receives from the one before it: what comes late to a node was sent late, or received late.
+    """
+    received = [measured.nodes[name].received_bytes_per_s for name in names]
+    known = [speed for speed in received if speed is not None]
+    if len(known) < len(names) or len(names) < 3:
+        return []
+    is_slow = [speed < _SLOW_LINK_SHARE * max(known) for speed in known]
+    return [name for i, name in enumerate(names) if is_slow[i] and is_slow[(i + 1) % len(is_slow)]]
+
+
+def _alike(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Nodes of one kind, where there are several."""
+    kinds: dict[tuple[str | None, int, int], list[Node]] = {}
+    for node in nodes:
+        kind = (node.machine_type, node.physical_cores, node.numa_domains)
+        kinds.setdefault(kind, []).append(node)
+    return [like for like in kinds.values() if len(like) > 1]
+
+
+def bits_text(bytes_per_s: float) -> str:
+    """As networks are sold: `9.8 Gbit/s`, `0.92 Mbit/s`."""
+    gbit = bytes_per_s * 8 / 1e9
+    return f"{gbit:.3g} Gbit/s" if gbit >= 0.1 else f"{gbit * 1e3:.3g} Mbit/s"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
+
+
+def _tflops(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e12:.2f}"
+
+
+def _warning(node: str, check: str, cause: str, fix: str) -> Finding:
+    return Finding(node=node, check=check, severity="warning", cause=cause, fix=fix)
+
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The outcome of one preflight."""
+
+    cluster: str
+    checks: Mapping[str, Sequence[str]]
+    """By node: the checks that were made there."""
+    facts: Mapping[str, NodeFacts]
+    """By node, where it could be asked."""
+    findings: Sequence[Finding]
+    took_s: float
+    measured: Measured | None = None
+    """The trial's figures, where there was one that passed."""
+    notes: Sequence[str] = ()
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """0 when nothing keeps a run from working; warnings do not."""
+        codes = [finding.exit_code for finding in self.findings if finding.severity == "error"]
+        return most_telling(codes) if codes else ExitCode.OK
+
+    def failing_nodes(self) -> list[str]:
+        """Nodes with an error, in the inventory's order."""
+        failing = {finding.node for finding in self.findings if finding.severity == "error"}
+        return [node for node in self.checks if node in failing]
+
+    def least_memory_bytes(self) -> int | None:
+        """Of the node with the least."""
+        sizes = [facts.memory_bytes for facts in self.facts.values()]
+        return min((size for size in sizes if size is not None), default=None)
+
+    def status(self, node: str, check: str) -> str:
+        """`ok`, `warning`, `error`, or `-` for a check that was not made."""
+        found = {f.severity for f in self.findings if (f.node, f.check) == (node, check)}
+        if found:
+            return "error" if "error" in found else "warning"
+        return "ok" if check in self.checks[node] else "-"
+
+    def table(self) -> Table:
+        """A row for each node, a column for each check that was made somewhere."""
+        made = [check for check in checks() if any(check in done for done in self.checks.values())]
+        table = Table(box=None, pad_edge=False)
+        names = ["node", *made, "cores", "GiB", "free GiB", "interface", "MTU"]
+        names += ["TFLOP/s bf16", "fp32", "Gbit/s"] if self.measured else []
+        for name in names:
+            table.add_column(name, no_wrap=True)
+        for node in self.checks:
+            statuses = [self.status(node, check) for check in made]
+            table.add_row(
+                node, *statuses, *_numbers(self.facts.get(node)), *_speeds(self.measured, node)
+            )
+        return table
+
+    def lines(self) -> list[str]:
+        """Every finding, errors first, each with its log."""
+        lines = []
+        for finding in sorted(self.findings, key=lambda finding: finding.severity):
+            lines.append(f"{finding.severity}: {finding.line()}")
+            lines += [f"  | {one_line(line)}" for line in finding.log]
+        return [*lines, *(f"note: {note}" for note in self.notes)]
+
+    def to_json(self) -> str:
+        """The same for programs."""
+        nodes = {
+            node: {
+                "checks": {check: self.status(node, check) for check in checks()},
+                "facts": asdict(self.facts[node]) if node in self.facts else None,
+            }
+            for node in self.checks
+        }
+        return json.dumps(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "cluster": self.cluster,
+                "exit_code": self.exit_code,
+                "exit_class": self.exit_code.label,
+                "took_s": round(self.took_s, 3),
+                "nodes": nodes,
+                "findings": [asdict(finding) for finding in self.findings],
+                "measured": asdict(self.measured) if self.measured else None,
+                "notes": list(self.notes),
+            },
+            indent=2,
+        )
+
+
+def _numbers(facts: NodeFacts | None) -> list[str]:
+    if facts is None:
+        return ["-"] * 5
+    memory = None if facts.memory_bytes is None else f"{facts.memory_bytes / 2**30:.1f}"
+    free = f"{facts.disk_free_bytes / 2**30:.1f}"
+    values = [facts.physical_cores, memory, free, facts.interface, facts.mtu]
+    return ["-" if value is None else str(value) for value in values]
+
+
+def _speeds(measured: Measured | None, node: str) -> list[str]:
+    """Of the matrix products in each dtype, and of what the node receives from its neighbour."""
+    if measured is None:
+        return []
+    speed = measured.nodes[node]
+    received = speed.received_bytes_per_s
+    return [
+        f"{speed.bf16_flops_per_s / 1e12:.2f}",
+        f"{speed.fp32_flops_per_s / 1e12:.2f}",
+        "-" if received is None else f"{received * 8 / 1e9:.3g}",
+    ]
+
+
+_T = TypeVar("_T")
+
+# How a machine looks that boots: no host keys yet, no sshd, no account, no finished bootstrap.
+_NOT_YET = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.BOOTSTRAP)
+_PAUSE_S = 10.0
+
+
+class Patience:
+    """Tries again while there is time; says why, each reason once."""
+
+    def __init__(self, wait_s: float, say: Callable[[str], None]) -> None:
+        """The time begins now."""
+        self._ends = time.monotonic() + wait_s
+        self._say = say
+        self._said: str | None = None
+
+    def until_found(self, look: Callable[[], _T]) -> _T:
+        """What `look` returns. Raises what it raises, unless a machine that boots explains it."""
+        while True:
+            try:
+                return look()
+            except TileforgeError as error:
+                if error.exit_code not in _NOT_YET or not self._has_paused(str(error)):
+                    raise
+
+    def until_ready(self, check: Callable[[], Report]) -> Report:
+        """The first report on nodes that have booted, ready or not; else the last one."""
+        while True:
+            report = check()
+            if not _is_booting(report) or not self._has_paused(_reason(report)):
+                return report
+
+    def _has_paused(self, reason: str) -> bool:
+        """Pause and say yes, or say no where the time is too short for it."""
+        if not time.monotonic() + _PAUSE_S <= self._ends:
+            return False
+        if reason != self._said:
+            self._say(f"waiting: {reason}")
+            self._said = reason
+        time.sleep(_PAUSE_S)
+        return True
+
+
+def _is_booting(report: Report) -> bool:
+    failed = any(has_failed(facts.bootstrap) for facts in report.facts.values())
+    return report.exit_code in _NOT_YET and not failed
+
+
+def _reason(report: Report) -> str:
+    """One line, whatever the number of nodes."""
+    errors = [finding for finding in report.findings if finding.severity == "error"]
+    return "; ".join(f"{finding.node}: {finding.cause}" for finding in errors)
+
+
+FRESH_S = 24 * 3600.0
+"""How long `run` trusts a trial of the same payload on the same nodes."""
+
+
+def try_there(report: Report, chosen: Chosen, cluster: Cluster, config: RunConfig) -> Report:
+    """The report on a cluster with a trial, which is kept if it went well."""
+    talk = text_console(stderr=True)
+    report = with_trial(
+        report,
+        chosen.inventory,
+        config,
+        lambda: try_cluster(chosen, cluster, report.facts, config=config, talk=talk),
+    )
+    keep(report, chosen.inventory, Path.cwd(), now_unix=time.time())
+    return report
+
+
+def try_if_new(report: Report, chosen: Chosen, cluster: Cluster, config: RunConfig) -> Report:
+    """The same before a run, which trusts a trial of this payload on these nodes for a day."""
+    record = known_trial(chosen.inventory, Path.cwd())
+    if record is not None and is_fresh(record, now_unix=time.time()):
+        return replace(report, measured=record.measured)
+    return try_there(report, chosen, cluster, config)
+
+
+def try_here(report: Report, chosen: Chosen, access: LocalAccess, config: RunConfig) -> Report:
+    """The report on this machine with a trial."""
+    with tempfile.TemporaryDirectory(prefix="tileforge-") as folder:
+        return with_trial(
+            report,
+            chosen.inventory,
+            config,
+            lambda: try_this_machine(chosen, access, Path(folder)),
+        )
+
+
+def with_trial(
+    report: Report, inventory: ClusterInventory, config: RunConfig, make: Callable[[], Trial]
+) -> Report:
+    """The report with what the trial found; none is made on nodes that are not fit for one."""
+    if report.exit_code:
+        note = f"nothing was started or measured, as {', '.join(report.failing_nodes())} is not fit"
+        return replace(report, notes=[*report.notes, note])
+    mute = [name for name, facts in report.facts.items() if not facts.resolver_answers]
+    if mute:
+        # Each rank and mpirun itself would wait for it many times.
+        note = f"mpirun was not tried, as the resolver of {', '.join(mute)} does not answer"
+        return replace(report, notes=[*report.notes, note])
+    began = time.monotonic()
+    trial = make()
+    took_s = report.took_s + time.monotonic() - began
+    if trial.note is not None:
+        return replace(report, notes=[*report.notes, trial.note], took_s=took_s)
+    tried = (trial.launcher, *TRIED)
+    made = [check for check in tried if check != "gloo" or len(inventory.nodes) > 1]
+    findings, notes = list(trial.findings), list(report.notes)
+    if trial.measured is None:
+        # What comes after the one that failed was not tried.
+        made = sorted({finding.check for finding in findings} & set(made), key=tried.index)
+    else:
+        spec, guess = initial_spec(config, vocab_size=None)
+        prediction = predict(config, config.adapted(spec), trial.measured)
+        findings += speed_findings(inventory.nodes, trial.measured)
+        findings += exchange_findings(inventory.nodes, trial.measured, prediction)
+        notes += [summary(trial.measured, prediction), *([guess] if guess else [])]
+    return replace(
+        report,
+        checks={node: [*checks, *made] for node, checks in report.checks.items()},
+        findings=[*report.findings, *findings],
+        measured=trial.measured,
+        notes=notes,
+        took_s=took_s,
+    )
+
+
+def keep(report: Report, inventory: ClusterInventory, root: Path, *, now_unix: float) -> None:
+    """Write down a trial that went well, for `plan` and the next `run`."""
+    if report.measured is None or report.exit_code:
+        return
+    interfaces = {name: facts.interface for name, facts in report.facts.items()}
+    Record(
+        nodes_sha=nodes_sha(inventory),
+        code=this_code().digest,
+        time_unix=now_unix,
+        interfaces={name: found for name, found in interfaces.items() if found},
+        measured=report.measured,
+    ).write(record_path(root, cluster=inventory.cluster))
+
+
+def is_fresh(record: Record, *, now_unix: float) -> bool:
+    """Whether `run` may go without another trial."""
+    age_s = now_unix - record.time_unix
+    return record.code == this_code().digest and 0 <= age_s < FRESH_S

@@ -1,0 +1,347 @@
+"""Findings from a trial of the launcher and gloo, and the measurements kept for `run`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from payload.errors import ConfigError
+from payload.inventory import ClusterInventory, Node
+from payload.launch.launchers.base import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
+from payload.orchestrate.preflight.findings import Finding
+from payload.results import write_whole
+from payload.run_config import DtypeChoice
+from payload.step_time import sends_per_byte
+from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
+
+MARK = "tileforge-trial "
+"""Begins a line of payload/train/fabric.py that is meant for us."""
+
+MAX_RANKS = 100_000
+_OUTPUT_CHARS = 2**19
+_LOG_LINES = 8
+_ALARM = 14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpeed:
+    """What one rank's matrix products reached."""
+
+    node: str = checked(pattern=NODE_NAME, wanted="a node name")
+    bf16: float = checked(low=1, high=1e18)
+    fp32: float = checked(low=1, high=1e18)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What the ranks reached together."""
+
+    all_reduce_bytes_per_s: float = checked(low=1, high=1e15)
+    latency_s: float = checked(low=0, high=1e4)
+    received_bytes_per_s: tuple[float, ...] = checked(low=1, high=1e15, max_items=MAX_RANKS)
+    """By rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Rank 0's figures."""
+
+    ranks: tuple[RankSpeed, ...] = checked(max_items=MAX_RANKS)
+    exchange: Exchange | None
+    """None with one rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A line of payload/train/fabric.py."""
+
+    node: str | None = checked(None, pattern=NODE_NAME, wanted="a node name")
+    stage: str | None = checked(None, max_chars=32)
+    error: str | None = checked(None, max_chars=10_000)
+    result: Result | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What node/trial.py answered."""
+
+    unreached: Mapping[str, str]
+    """What ssh said, by worker that the head could not reach."""
+    status: int | None
+    """The launcher's; None when it was not started or did not end in time."""
+    late: bool
+    stdout: str = checked(max_chars=_OUTPUT_CHARS)
+    stderr: str = checked(max_chars=_OUTPUT_CHARS)
+
+    def records(self) -> list[Said]:
+        """Return what the ranks said, in the order in which it came; what is damaged is left out.
+
+        A launcher mixes the ranks' lines, so that one may follow another without a line's end.
+        """
+        found = []
+        for part in self.stdout.split(MARK)[1:]:
+            with suppress(ConfigError, ValueError, RecursionError):
+                _, end = json.JSONDecoder().raw_decode(part)
+                raw = parse_json(part[:end], where="the trial")
+                found.append(build(Said, raw, where="the trial"))
+        return found
+
+    def result(self) -> Result | None:
+        """Return rank 0's figures, if it came so far."""
+        return next((said.result for said in self.records() if said.result is not None), None)
+
+
+def failures(
+    nodes: Sequence[Node],
+    outcome: Outcome,
+    *,
+    hostnames: Mapping[str, str],
+    deadline_s: float,
+    launcher: Launcher,
+) -> list[Finding]:
+    """Return the first of these that there is: ssh's words, the ranks', the launcher's, silence.
+
+    `hostnames` are the nodes' names by their own hostnames, which mpirun's helpers sign with.
+    """
+    if outcome.status == 0 and outcome.result() is not None:
+        return []
+    found = [*_unreached(nodes, outcome, launcher)] or [*_said_by_ranks(nodes, outcome)]
+    return (
+        found
+        or [*_said_by_launcher(nodes, outcome, hostnames, launcher)]
+        or [*_silent(nodes, outcome, deadline_s=deadline_s, launcher=launcher)]
+    )
+
+
+def _unreached(nodes: Sequence[Node], outcome: Outcome, launcher: Launcher) -> Iterator[Finding]:
+    head = nodes[0].name
+    for node in nodes:
+        said = outcome.unreached.get(node.name)
+        if said is None:
+            continue
+        last = (said.splitlines() or ["no word"])[-1].rstrip(".")
+        if "verification failed" in said:
+            fix = f"Its sshd shows {head} another host key than the inventory's. Correct either."
+        elif "Permission denied" in said:
+            fix = "See that its sshd reads ~/.ssh/authorized_keys and lets the head in."
+        else:
+            fix = f"Open TCP port {node.ssh_port} there for the other nodes."
+        cause = f"{head} cannot start a program on it over ssh: {last}"
+        yield _error(node.name, launcher.name, cause, fix, log=tuple(said.splitlines()))
+
+
+def _said_by_ranks(nodes: Sequence[Node], outcome: Outcome) -> Iterator[Finding]:
+    records = outcome.records()
+    known = {node.name for node in nodes}
+    errors = {said.node: said.error for said in records if said.node in known and said.error}
+    broken = {name: text for name, text in errors.items() if _is_environment(text)}
+    for name, text in broken.items():
+        library = MISSING_LIBRARY.search(text)
+        cause = f"torch cannot be loaded there: {_one_line(text)}"
+        if library:
+            cause = f"its environment lacks the library {library[1].rpartition('/')[2]}"
+        yield _error(name, "payload", cause, BOOTSTRAP_AGAIN, log=(text,) if library else ())
+    if broken:
+        return  # the others only lost them
+    joined = {said.node for said in records if said.stage == "joined"}
+    for name, text in errors.items():
+        doing = "while measuring" if name in joined else "while the ranks look for each other"
+        cause = f"gloo failed {doing}: {_one_line(text)}"
+        yield _error(name, "gloo", cause, "See that all TCP ports are open between the nodes.")
+
+
+def _said_by_launcher(
+    nodes: Sequence[Node],
+    outcome: Outcome,
+    hostnames: Mapping[str, str],
+    launcher: Launcher,
+) -> Iterator[Finding]:
+    text = outcome.stderr + outcome.stdout
+    failures = list(launcher.trial_failures(text, nodes=nodes, hostnames=hostnames))
+    for failure in failures:
+        log = _log(outcome, launcher) if failure.shows_log else ()
+        yield _error(failure.node, launcher.name, failure.cause, failure.fix, log=log)
+    killed = launcher.report(text).killed
+    if not failures and killed and killed.signal != _ALARM:
+        where = next((node for node in nodes if node.address == killed.address), nodes[0])
+        cause = f"the trial's rank there was killed by signal {killed.signal}"
+        yield _error(where.name, launcher.name, cause, "Is its memory used up? See dmesg there.")
+
+
+def _silent(
+    nodes: Sequence[Node], outcome: Outcome, *, deadline_s: float, launcher: Launcher
+) -> Iterator[Finding]:
+    """Nothing said why: the nodes that came least far."""
+    records = outcome.records()
+    reached = {
+        stage: {said.node for said in records if said.stage == stage}
+        for stage in ("started", "joined")
+    }
+    log = _log(outcome, launcher)
+    killed = launcher.report(outcome.stdout).killed
+    late = outcome.late or (killed is not None and killed.signal == _ALARM)
+    within = f" within {deadline_s:g} s" if late else f" (status {outcome.status})"
+    for stage, check, what in (
+        ("started", launcher.name, f"{launcher.name} started no rank on it"),
+        ("joined", "gloo", "its rank did not find the others"),
+    ):
+        behind = [node for node in nodes if node.name not in reached[stage]]
+        for node in behind:
+            fix = "Are all TCP ports open between the nodes, and does its Python start?"
+            yield _error(node.name, check, what + within, fix, log=log)
+        if behind:
+            return
+    cause = "the measurement did not end" + within
+    yield _error(nodes[0].name, "gloo", cause, "Is the network between the nodes alive?", log=log)
+
+
+def _log(outcome: Outcome, launcher: Launcher) -> tuple[str, ...]:
+    lines = [line for line in outcome.stderr.splitlines() if line]
+    if launcher.noise is not None:
+        lines = [line for line in lines if not launcher.noise.search(line)]
+    return tuple(lines[-_LOG_LINES:])
+
+
+def _is_environment(text: str) -> bool:
+    """Whether a rank's error is about what is installed there."""
+    kinds = ("ImportError", "ModuleNotFoundError", "OSError: ")
+    return text.startswith(kinds) or MISSING_LIBRARY.search(text) is not None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:200].rstrip(".")
+
+
+def _error(node: str, check: str, cause: str, fix: str, *, log: tuple[str, ...] = ()) -> Finding:
+    return Finding(node=node, check=check, severity="error", cause=cause, fix=fix, log=log)
+
+
+SCHEMA_VERSION = 1
+
+# As the trainer's calibration has it: bf16 rounds, so it has to be worth it.
+BF16_MIN_GAIN = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpeed:
+    """One node's figures, over all of its ranks."""
+
+    bf16_flops_per_s: float = checked(low=1)
+    fp32_flops_per_s: float = checked(low=1)
+    received_bytes_per_s: float | None = checked(low=1)
+    """From the node before it, while all send to the next; None where it is alone."""
+
+    def gain(self) -> float:
+        """How much faster bf16 is than fp32."""
+        return self.bf16_flops_per_s / self.fp32_flops_per_s
+
+    def best_flops_per_s(self) -> float:
+        """In the faster dtype."""
+        return max(self.bf16_flops_per_s, self.fp32_flops_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One trial's figures."""
+
+    world_size: int = checked(low=1)
+    nodes: Mapping[str, NodeSpeed]
+    """In the inventory's order."""
+    all_reduce_bytes_per_s: float | None = checked(low=1)
+    """Gradient bytes that all ranks have summed in a second; None with one rank."""
+    latency_s: float | None = checked(low=0)
+    """Of an all-reduce of 4 KiB."""
+
+    @classmethod
+    def from_result(cls, result: Result) -> Measured:
+        """Sum up what rank 0 of the trial printed, see payload/train/fabric.py."""
+        exchange = result.exchange
+        names = [rank.node for rank in result.ranks]
+        received = exchange.received_bytes_per_s if exchange else None
+        nodes = {}
+        for name in dict.fromkeys(names):
+            first = names.index(name)
+            mine = [rank for rank in result.ranks if rank.node == name]
+            others = len(mine) < len(names)
+            nodes[name] = NodeSpeed(
+                bf16_flops_per_s=sum(rank.bf16 for rank in mine),
+                fp32_flops_per_s=sum(rank.fp32 for rank in mine),
+                # Its first rank's neighbour is on another node.
+                received_bytes_per_s=received[first] if received and others else None,
+            )
+        return cls(
+            world_size=len(names),
+            nodes=nodes,
+            all_reduce_bytes_per_s=exchange.all_reduce_bytes_per_s if exchange else None,
+            latency_s=exchange.latency_s if exchange else None,
+        )
+
+    def link_bytes_per_s(self) -> float | None:
+        """What one rank sends in an all-reduce while it receives as much."""
+        speed = self.all_reduce_bytes_per_s
+        return None if speed is None else speed * sends_per_byte(self.world_size)
+
+    def peak_flops_per_s(self, choice: DtypeChoice) -> float:
+        """Of all nodes together, in the dtype that a run would choose."""
+        bf16 = sum(speed.bf16_flops_per_s for speed in self.nodes.values())
+        fp32 = sum(speed.fp32_flops_per_s for speed in self.nodes.values())
+        is_bf16 = bf16 >= BF16_MIN_GAIN * fp32 if choice == "auto" else choice == "bf16"
+        return bf16 if is_bf16 else fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A trial that a cluster has passed."""
+
+    nodes_sha: str
+    """Of the nodes as the inventory had them."""
+    code: str
+    """Digest of the payload that was tried."""
+    time_unix: float
+    interfaces: Mapping[str, str]
+    """By node: towards the others."""
+    measured: Measured
+    schema_version: int = SCHEMA_VERSION
+
+    def write(self, path: Path) -> None:
+        """Keep it."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
+
+    def is_of(self, inventory: ClusterInventory) -> bool:
+        """Whether these are the nodes that were tried."""
+        return self.nodes_sha == nodes_sha(inventory)
+
+
+def record_path(root: Path, *, cluster: str) -> Path:
+    """Where the newest trial that `cluster` passed is, under the project folder `root`."""
+    return root / ".cluster" / cluster / "trial.json"
+
+
+def read_record(path: Path) -> Record | None:
+    """Return the record at `path`, or None when there is none that this release can read."""
+    try:
+        raw = parse_json(read_bytes(path), where=str(path))
+        check_schema(raw, SCHEMA_VERSION, where=str(path))
+        return build(Record, raw, where=str(path))
+    except (OSError, ConfigError):
+        return None
+
+
+def known_trial(inventory: ClusterInventory, root: Path) -> Record | None:
+    """The newest trial that these nodes have passed."""
+    record = read_record(record_path(root, cluster=inventory.cluster))
+    return record if record is not None and record.is_of(inventory) else None
+
+
+def nodes_sha(inventory: ClusterInventory) -> str:
+    """Equal for the same machines: made anew, they have other host keys."""
+    nodes = [
+        [node.name, node.address, node.host_keys, node.machine_type, node.physical_cores]
+        for node in inventory.nodes
+    ]
+    return hashlib.sha256(json.dumps(nodes, sort_keys=True).encode()).hexdigest()

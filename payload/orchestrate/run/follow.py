@@ -1,0 +1,325 @@
+"""Watching one run until it ends, stopping it, and the words at its end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+from rich.console import Console
+
+from payload.checkpoint_watch import CheckpointWatch
+from payload.errors import ConfigError, ExitCode
+from payload.hints import run_command
+from payload.metrics_log import StepMetrics
+from payload.orchestrate.run.console import LiveLine, text_console
+from payload.orchestrate.run.report import failure_lines, result_lines
+from payload.results import (
+    DEFAULT_GRACE_S,
+    RankProgress,
+    RunPaths,
+    RunState,
+    StopWish,
+    Summary,
+    read_json,
+    to_json,
+    write_json,
+)
+from payload.run_config import TrainSection
+from payload.run_lock import FORCE_SIGNAL
+from payload.run_repair import known_config, known_state
+from payload.untrusted import build, parse_json, printable
+
+
+def say_end(
+    paths: RunPaths,
+    *,
+    summary: Summary,
+    state: RunState,
+    arguments: argparse.Namespace,
+    talk: Console,
+) -> None:
+    """Print what came of a run, and how to go on where it is not finished."""
+    checkpoint = paths.newest_checkpoint()
+    out = text_console(stderr=False)
+    if arguments.json:
+        out.print(to_json(summary), end="")
+    else:
+        out.print("\n".join(result_lines(summary, checkpoint=checkpoint, width=out.width)))
+    if summary.status == "failed":
+        log = _telling_log(paths, state)
+        talk.print("\n".join(failure_lines(summary.error or "failed", log=log)))
+    elif summary.error:
+        talk.print(f"note: {summary.error}")
+    if summary.status != "finished" and checkpoint is not None:
+        given = getattr(arguments, "inventory", None)
+        more = ["--inventory", str(given)] if given else []
+        talk.print(f"continue with: {run_command('run --resume', paths, *more)}")
+
+
+def _telling_log(paths: RunPaths, state: RunState) -> Path:
+    """Return the log to read on in: what all ranks say is in each one's own."""
+    if state.failed_rank is not None:
+        return paths.rank_log(state.failed_rank)
+    said_by_all = state.exit_class in (ExitCode.TRAINING.label, ExitCode.CONFIG.label)
+    return paths.rank_log(0) if said_by_all else paths.launcher_log
+
+
+# Beyond the supervisor's own patience with the ranks: killing them and writing it down.
+_MARGIN_S = 20.0
+
+
+class StopWait:
+    """Patience with a run that was asked to stop: its supervisor's, and a little more."""
+
+    def __init__(self, paths: RunPaths, wish: StopWish) -> None:
+        """The stop was asked for now."""
+        grace_s = _grace_s(paths) if wish.grace_s is None else wish.grace_s
+        patience_s = known_config(paths).limits.hang_timeout_s
+        self._watch = CheckpointWatch(paths, patience_s=patience_s)
+        self._began_s = time.monotonic()
+        self._ends_s = self._began_s + grace_s + _MARGIN_S
+
+    def is_over(self) -> bool:
+        """Whether it has taken longer than it may. Ask often."""
+        now = time.monotonic()
+        if self._watch.gets_on():
+            self._ends_s = max(self._ends_s, now + _MARGIN_S)
+        return now > self._ends_s
+
+    def waited_s(self) -> float:
+        """So far."""
+        return time.monotonic() - self._began_s
+
+
+def _grace_s(paths: RunPaths) -> float:
+    state = known_state(paths)
+    return state.grace_s if state else DEFAULT_GRACE_S
+
+
+_TICK_S = 0.2
+_END_BYTES = 256
+_LINE_BYTES = 2**20
+"""Longer than any line that is meant for a person; a file without line ends must not pile up."""
+_SHOWN_STEPS = 100
+_ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Tail:
+    """New complete lines of a file that another process appends to, replaces or cuts short.
+
+    The file is known by its inode and by the last bytes that were read: an offset alone says
+    nothing once a resumed run has cut the file and written past it. Lines are printable.
+    """
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self._path = path
+        self._inode: tuple[int, int] | None = None
+        self._offset = 0
+        self._end = b""
+        self._rest = b""
+        if from_end:
+            self._skip()
+
+    def lines(self) -> list[str]:
+        """Return what came since the last call; another file is read from its start."""
+        with _opened(self._path) as file:
+            if file is None:
+                return []
+            if not self._continues(file):
+                self._offset, self._end, self._rest = 0, b"", b""
+            self._inode = _inode(file)
+            file.seek(self._offset)
+            content = file.read()
+        self._offset += len(content)
+        self._end = (self._end + content)[-_END_BYTES:]
+        *whole, self._rest = (self._rest + content).split(b"\n")
+        if len(self._rest) > _LINE_BYTES:
+            whole, self._rest = [*whole, self._rest], b""
+        return [_text(line) for line in whole]
+
+    def rest(self) -> str:
+        """Return a last line without its end."""
+        return _text(self._rest)
+
+    def _skip(self) -> None:
+        with _opened(self._path) as file:
+            if file is not None:
+                self._inode = _inode(file)
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _END_BYTES))
+                self._end = file.read(_END_BYTES)
+                self._offset = file.tell()
+
+    def _continues(self, file: BinaryIO) -> bool:
+        """Return whether `file` still begins with what was read."""
+        if self._inode not in (None, _inode(file)):
+            return False
+        # A freed inode's number may be given to the next file at once.
+        file.seek(self._offset - len(self._end))
+        return file.read(len(self._end)) == self._end
+
+
+class Asks:
+    """Counts Ctrl-C, SIGTERM and SIGHUP while it is entered."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Asks:
+        for number in _ASKS:
+            # What was ignored stays so: nohup means that a hangup is no wish to stop.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def exceed(self, heeded: int) -> bool:
+        """Whether there are more of them than were heeded."""
+        return self.count > heeded
+
+    def _note(self, _number: int, _frame: object) -> None:
+        self.count += 1
+
+
+def follow_run(
+    paths: RunPaths,
+    supervisor: subprocess.Popen[bytes],
+    *,
+    console: Console,
+    train: TrainSection,
+    nodes: int,
+    log_tail: Tail,
+    metrics_tail: Tail,
+) -> None:
+    """Show the run until its supervisor has ended.
+
+    The first Ctrl-C asks for a checkpoint and an end, the second for an end at once.
+    """
+    heeded = 0
+    stale = read_progress(paths)
+    with Asks() as asks, LiveLine(console, train=train, nodes=nodes) as live:
+        while True:
+            ended = supervisor.poll() is not None
+            for line in log_tail.lines():
+                live.log(line)
+            show_steps(metrics_tail, live)
+            show_progress(paths, live, stale=stale)
+            show_state(paths, live, stopping=heeded > 0)
+            if ended:
+                break
+            if asks.count > heeded:
+                heeded = _pass_on(paths, supervisor, live, heeded=heeded)
+            with suppress(subprocess.TimeoutExpired):
+                supervisor.wait(_TICK_S)
+        if log_tail.rest():
+            live.log(log_tail.rest())
+        live.say_kept(unless=final_error(paths))
+
+
+def follow_log(tail: Tail, *, show: Callable[[str], None], alive: Callable[[], bool]) -> None:
+    """Show a log's lines until the run has ended."""
+    going = True
+    while going:
+        going = alive()
+        for line in tail.lines():
+            show(line)
+        if going:
+            time.sleep(_TICK_S)
+    if tail.rest():
+        show(tail.rest())
+
+
+def show_steps(tail: Tail, live: LiveLine) -> None:
+    """Show the newest steps of a metrics.jsonl; a line that is no step is passed over."""
+    for line in tail.lines()[-_SHOWN_STEPS:]:
+        with suppress(ConfigError):
+            raw = parse_json(line, where="metrics.jsonl")
+            live.step(asdict(build(StepMetrics, raw, where="metrics.jsonl")))
+
+
+def read_progress(paths: RunPaths) -> RankProgress | None:
+    """Return rank 0's last sign of life; None where there is none that can be read."""
+    try:
+        return read_json(RankProgress, paths.rank_progress(0))
+    except ConfigError:
+        return None
+
+
+def show_progress(paths: RunPaths, live: LiveLine, *, stale: RankProgress | None) -> None:
+    """Show what rank 0 does, unless that is what it did before this command began."""
+    progress = read_progress(paths)
+    live.progress(None if progress == stale else progress)
+
+
+def final_error(paths: RunPaths) -> str:
+    """Return what the end of the run will be reported with; empty where nothing is known."""
+    try:
+        state = read_json(RunState, paths.state)
+    except ConfigError:
+        return ""
+    return (state.error or "") if state else ""
+
+
+def show_state(paths: RunPaths, live: LiveLine, *, stopping: bool) -> None:
+    """What the run as a whole is doing, and what happened to it."""
+    try:
+        state = read_json(RunState, paths.state)
+    except ConfigError:
+        state = None
+    word = state.status if state else "starting"
+    live.status("stopping" if stopping else word)
+    live.cost(state.cost_usd if state else None)
+    if state and state.note:
+        live.news(state.note)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO | None]:
+    """Open a regular file; None where there is none, so that a pipe in its place blocks nobody."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        yield None
+        return
+    with os.fdopen(descriptor, "rb") as file:
+        yield file
+
+
+def _inode(file: BinaryIO) -> tuple[int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino
+
+
+def _text(line: bytes) -> str:
+    return printable(line.decode(errors="replace"))
+
+
+def _pass_on(
+    paths: RunPaths, supervisor: subprocess.Popen[bytes], live: LiveLine, *, heeded: int
+) -> int:
+    """Ask the supervisor once more; returns how many asks it has had."""
+    if heeded == 0:
+        live.say("stopping: saving a checkpoint first (Ctrl-C again to stop at once)")
+    elif heeded == 1:
+        live.say("stopping at once")
+    with suppress(OSError):
+        write_json(paths.stop_wish, StopWish(pids=(supervisor.pid,)))
+    supervisor.send_signal(signal.SIGTERM if heeded == 0 else FORCE_SIGNAL)
+    return heeded + 1

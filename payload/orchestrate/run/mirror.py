@@ -1,0 +1,309 @@
+"""The local copy of a run that is on a cluster: kept up to date, and good without a connection.
+
+A node's answer changes what is that node's to tell, and nothing else: a worker its own ranks' logs
+and exit records, the head the run's. Nothing is read or written through a symlink.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import TypeAlias
+
+from payload.checkpoint_files import FOLDER_NAME
+from payload.errors import AnswerError, ConfigError, UsageError
+from payload.hints import run_command
+from payload.launch.ranks import load_ranks
+from payload.orchestrate.ssh.streams import Part, Piece, require_known
+from payload.results import (
+    SCHEMA_VERSION as RESULTS_VERSION,
+)
+from payload.results import (
+    RankExit,
+    RankProgress,
+    RunPaths,
+    RunState,
+    Summary,
+    require_file,
+    set_aside,
+    write_whole,
+)
+from payload.untrusted import build, check_schema, checked, no_follow, parse_json, read_bytes
+
+SCHEMA_VERSION = 1
+_END_BYTES = 256
+_COLLECTED = re.compile(rf"|{FOLDER_NAME.pattern}")
+_PATH = re.compile(r"[^\x00-\x1f\x7f]+")
+_MOST_UNIX = 253402300799  # The year 9999, the last that a date can have.
+
+_Record: TypeAlias = RunState | Summary | RankProgress | RankExit
+_RECORDS: Mapping[str, type[_Record]] = {
+    "state.json": RunState,
+    "summary.json": Summary,
+    "progress": RankProgress,
+    "exits": RankExit,
+}
+"""What a small file is, by its folder or its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mirrored:
+    """mirror.json: what was known of the run when it was last reached."""
+
+    alive: bool
+    """Whether a supervisor held it."""
+    seen_unix: float = checked(low=0, high=_MOST_UNIX)
+    ssh_key: str = checked(pattern=_PATH, wanted="a path", max_chars=4096)
+    """Path of the key that the nodes know."""
+    collected: str | None = checked(None, pattern=_COLLECTED, wanted="a checkpoint's name")
+    """Name of the newest checkpoint that the head had when it was brought here after the run's end,
+    empty where it had none; None while that has not been done."""
+    schema_version: int = SCHEMA_VERSION
+
+
+def read_mirrored(paths: RunPaths) -> Mirrored | None:
+    """Read mirror.json; None when the run is this machine's own. Raises ConfigError."""
+    path = paths.root / "mirror.json"
+    again = run_command("attach", paths, "--inventory", "FILE")
+    fix = f"Make it anew with: {again}"
+    try:
+        raw = parse_json(read_bytes(path), where=str(path), fix=fix)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). {fix}") from None
+    check_schema(raw, SCHEMA_VERSION, where=str(path), fix=fix)
+    return build(Mirrored, raw, where=str(path), fix=fix)
+
+
+def write_mirrored(paths: RunPaths, mirrored: Mirrored) -> None:
+    """Replace mirror.json."""
+    write_whole(paths.root / "mirror.json", json.dumps(asdict(mirrored), indent=2) + "\n")
+
+
+def note_seen(paths: RunPaths, *, alive: bool, ssh_key: Path) -> None:
+    """Write down that this is a cluster's run, how to reach it, and whether it is alive now.
+
+    A damaged mirror.json gives way to the new one.
+    """
+    with alone(paths, "mirror"):
+        before = None
+        if require_file(paths.root / "mirror.json") is None:
+            with suppress(ConfigError):
+                before = read_mirrored(paths)
+        mirrored = Mirrored(
+            alive=alive,
+            seen_unix=time.time(),
+            ssh_key=str(ssh_key),
+            collected=None if before is None or alive else before.collected,
+        )
+        write_mirrored(paths, mirrored)
+
+
+def note_collected(paths: RunPaths, checkpoint: Path | None) -> None:
+    """Write down that all is here with this checkpoint, if the run had ended when last seen."""
+    with alone(paths, "mirror"):
+        mirrored = read_mirrored(paths)
+        if mirrored is not None and not mirrored.alive:
+            name = "" if checkpoint is None else checkpoint.name
+            write_mirrored(paths, replace(mirrored, collected=name))
+
+
+@contextmanager
+def alone(paths: RunPaths, what: str) -> Iterator[None]:
+    """Within it no other command of this machine brings `what` of the run here; waits for it.
+
+    Raises ConfigError when the copy cannot be written, within it too.
+    """
+    place = inside(paths, f".{what}.lock")
+    try:
+        require_file(place)
+        with open(place, "w", opener=no_follow) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise _unwritable(error, paths.root) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What one node is to tell of a run: the files that are its own to write."""
+
+    node: str
+    is_head: bool
+    ranks: frozenset[int]
+    """Whose exit records it may tell, and take back."""
+    whole: tuple[str, ...]
+    """Small files."""
+    known: Mapping[str, tuple[int, str]]
+    """Of each growing file: how many bytes are here, and the last of them as base64."""
+
+    def arguments(self) -> dict[str, object]:
+        """Return what `read` of node/control.py takes."""
+        return {"whole": self.whole, "known": self.known}
+
+
+def wanted_of(paths: RunPaths, node: str, *, is_head: bool) -> Wanted:
+    """Return what `node` may tell, by its role. Raises ConfigError."""
+    every = load_ranks(paths.ranks)
+    mine = frozenset(rank.rank for rank in every if is_head or rank.node == node)
+    whole = [paths.rank_exit(rank) for rank in sorted(mine)]
+    growing = [paths.rank_log(rank) for rank in sorted(mine)]
+    if is_head:
+        whole += [paths.state, paths.summary, *(paths.rank_progress(rank) for rank in sorted(mine))]
+        growing = [paths.metrics, paths.launcher_log, paths.supervisor_log, *growing]
+    return Wanted(
+        node=node,
+        is_head=is_head,
+        ranks=frozenset(rank.rank for rank in every if rank.node == node),
+        whole=tuple(_name(paths, path) for path in whole),
+        known={name: _end(paths, name) for name in (_name(paths, path) for path in growing)},
+    )
+
+
+def merge(paths: RunPaths, answer: Part, wanted: Wanted) -> list[str]:
+    """Bring what a node answered into the local copy.
+
+    Returns what is damaged there, of which the copy stays as it was. Raises AnswerError when the
+    node names a file that is not its own, and ConfigError when the copy cannot be written.
+    """
+    require_known(answer.whole, wanted.whole, node=wanted.node, what="the file")
+    require_known(answer.more, wanted.known, node=wanted.node, what="the file")
+    pieces = {name: _content(wanted, name, piece) for name, piece in answer.more.items()}
+    damaged = []
+    try:
+        for stale in _ends_taken_back(paths, answer, wanted):
+            stale.unlink(missing_ok=True)
+        for name, text in answer.whole.items():
+            problem = _problem(paths, name, text, wanted)
+            if problem is None:
+                write_whole(inside(paths, name), text, durable=False)
+            else:
+                damaged.append(problem)
+        for name, (offset, content) in pieces.items():
+            with open(inside(paths, name), "ab", opener=no_follow) as file:
+                file.truncate(offset)
+                file.write(content)
+    except OSError as error:
+        raise _unwritable(error, paths.root) from None
+    return damaged
+
+
+def inside(paths: RunPaths, name: str) -> Path:
+    """Return a file's place in the run folder, and make the folders on the way.
+
+    What lies in such a folder's place is set aside. Raises ConfigError when a part of the way is a
+    symlink, which could lead out of the folder, or cannot be made, and UsageError when the run's
+    folder is gone.
+    """
+    path = paths.root
+    _refuse_link(path)
+    if not path.is_dir():
+        raise UsageError(
+            f"{path}, the copy of the run, was removed. Make it again: attach to the run with "
+            "--inventory."
+        )
+    for part in PurePosixPath(name).parts:
+        make_folder(path)
+        path = path / part
+        _refuse_link(path)
+    return path
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder of the copy where there is none, whatever lies there. Raises ConfigError."""
+    try:
+        set_aside_no_folder(path)
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise _unwritable(error, path) from None
+
+
+def set_aside_no_folder(path: Path) -> None:
+    """Set aside what lies in a folder's place and is none. Raises OSError."""
+    if os.path.lexists(path) and not path.is_dir():
+        set_aside(path)
+
+
+def _unwritable(error: OSError, path: Path) -> ConfigError:
+    return ConfigError(
+        f"{error.filename or path}: the run's copy cannot be written ({error.strerror}). Free disk "
+        "space, or move away what is in its place."
+    )
+
+
+def _refuse_link(path: Path) -> None:
+    if path.is_symlink():
+        raise ConfigError(
+            f"{path} is a symlink: a run's copy is neither read nor written through one. Move it "
+            "away."
+        )
+
+
+def _content(wanted: Wanted, name: str, piece: Piece) -> tuple[int, bytes]:
+    """Return where a piece goes and what it is: the file goes on, or comes from its start."""
+    if piece.offset not in (0, wanted.known[name][0]):
+        raise AnswerError(f"{wanted.node}: its answer: {name} goes on at byte {piece.offset}.")
+    try:
+        return piece.offset, base64.b64decode(piece.content, validate=True)
+    except ValueError:
+        raise AnswerError(f"{wanted.node}: its answer: {name} is not base64.") from None
+
+
+def _problem(paths: RunPaths, name: str, text: str, wanted: Wanted) -> str | None:
+    """Return what keeps a small file from replacing the one that is here."""
+    where = f"{wanted.node}: {name}"
+    folder, _, file = name.rpartition("/")
+    cls = _RECORDS[folder or file]
+    try:
+        raw = parse_json(text, where=where)
+        check_schema(raw, RESULTS_VERSION, where=where)
+        record = build(cls, raw, where=where)
+    except ConfigError as error:
+        return f"{error} The copy here stays as it was."
+    if isinstance(record, RankProgress | RankExit):
+        rank = int(PurePosixPath(file).stem.partition("_")[2])
+        is_own = record.rank == rank and (wanted.is_head or record.node == wanted.node)
+    else:
+        is_own = record.run_id == paths.run_id
+    return None if is_own else f"{where}: it is of another rank, node or run."
+
+
+def _ends_taken_back(paths: RunPaths, answer: Part, wanted: Wanted) -> Iterator[Path]:
+    """List records of ranks' ends that the node has no more, as the ranks were started again.
+
+    A worker knows of its own ranks alone, a living supervisor of all. A node that was made from
+    scratch knows nothing of the run.
+    """
+    if not answer.begun:
+        return
+    of_all = wanted.is_head and answer.alive
+    for rank in load_ranks(paths.ranks):
+        path = paths.rank_exit(rank.rank)
+        if (of_all or rank.rank in wanted.ranks) and _name(paths, path) not in answer.whole:
+            yield path
+
+
+def _name(paths: RunPaths, path: Path) -> str:
+    return str(path.relative_to(paths.root))
+
+
+def _end(paths: RunPaths, name: str) -> tuple[int, str]:
+    path = inside(paths, name)
+    try:
+        with open(path, "rb", opener=no_follow) as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _END_BYTES))
+            return size, base64.b64encode(file.read()).decode()
+    except FileNotFoundError:
+        return 0, ""
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Move it away.") from None

@@ -1,0 +1,396 @@
+"""What commands print about plans, runs and results, with a plan's disk and time."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from payload.checkpoint_files import free_bytes, most_checkpoints
+from payload.data_folder import load_meta
+from payload.errors import ConfigError, DataError
+from payload.launch.arithmetic import Arithmetic
+from payload.launch.environment import rank_environment
+from payload.launch.plan import LaunchPlan
+from payload.launch.ranks import Placement
+from payload.metrics_log import describe_missing
+from payload.models.spec import typical_mfu
+from payload.orchestrate.planning import PlannedRun
+from payload.orchestrate.run.console import duration, evaluations_left
+from payload.orchestrate.run.store import RunView
+from payload.results import RunPaths, Summary, read_json
+from payload.run_config import RunConfig, load_run_config
+from payload.untrusted import open_regular
+
+# One core's GEMM in bf16 with AVX-512 and no matrix tiles; benchmarks/results, step_epyc-2-cores.
+_TYPICAL_CORE_FLOPS_PER_S = 0.27e12
+# A forward pass is a third of the forward and backward pass.
+_EVALUATION_SHARE = 1 / 3
+_LOOKED_AT = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a run will take, before it has begun."""
+
+    checkpoints: int
+    """The most that are on disk at once."""
+    checkpoint_bytes: int
+    """Of one."""
+    data_bytes: int
+    """Of the data folder, which is there already."""
+    free_bytes: int | None
+    """On the disk of the run's folder; None for nodes that were not asked."""
+    seconds: float
+    """Of training and evaluating."""
+    basis: str
+    """What the time is concluded from."""
+    usd: float | None
+    """What the nodes cost in that time; None without prices."""
+
+    def lines(self) -> list[str]:
+        """Return disk and duration in words."""
+        disk = self.checkpoints * self.checkpoint_bytes
+        free = "" if self.free_bytes is None else f"; {self.free_bytes / 1e9:,.1f} GB are free"
+        cost = "" if self.usd is None else f", ${self.usd:,.2f}"
+        return [
+            f"disk             about {disk / 1e9:,.2f} GB: up to {self.checkpoints} checkpoints of "
+            f"{self.checkpoint_bytes / 1e9:,.2f} GB{free}",
+            f"data             {self.data_bytes / 1e9:,.2f} GB, there already"
+            if self.data_bytes
+            else "data             not there yet",
+            f"duration         about {duration(self.seconds)}{cost}, {self.basis}",
+        ]
+
+
+def estimate(
+    planned: PlannedRun, *, data: Path, earlier: Sequence[RunPaths], is_local: bool
+) -> Estimate:
+    """Estimate a run from its nodes' measured speed, else that of earlier runs, else a typical one.
+
+    `earlier` are the runs of this machine, the newest first.
+    """
+    numbers, train = planned.plan.arithmetic, planned.config.train
+    flops_per_token = numbers.flops_per_step / numbers.tokens_per_step
+    cores = sum(node.physical_cores for node in planned.inventory.nodes)
+    measured = _measured_tokens_per_s(planned, earlier) if is_local else None
+    if numbers.step_s is not None:
+        flops_per_s = numbers.flops_per_step / numbers.step_s
+        basis = "from what was measured on these nodes"
+    elif measured is not None:
+        tokens_per_s, run_id = measured
+        flops_per_s = tokens_per_s * flops_per_token
+        basis = f"at the {tokens_per_s:,.0f} tokens/s of run {run_id}"
+    else:
+        share = typical_mfu(kernels=planned.config.uses_kernels())
+        flops_per_s = cores * _TYPICAL_CORE_FLOPS_PER_S * share
+        speed = flops_per_s / flops_per_token
+        basis = f"at {speed:,.0f} tokens/s, typical of {cores} AVX-512 core(s), not measured"
+    sizes = {path.name: path.stat().st_size for path in data.glob("*.bin")}
+    val_tokens = _val_tokens(data)
+    evaluated = min(val_tokens, train.eval_tokens or val_tokens)
+    evaluations = 1 + evaluations_left(train, 0)
+    flops = numbers.tokens_total * flops_per_token
+    flops += evaluations * evaluated * flops_per_token * _EVALUATION_SHARE
+    seconds = flops / flops_per_s
+    hourly_usd = planned.inventory.hourly_usd()
+    return Estimate(
+        checkpoints=most_checkpoints(train),
+        checkpoint_bytes=numbers.checkpoint_bytes,
+        data_bytes=sum(sizes.values()),
+        free_bytes=free_bytes(planned.paths.root) if is_local else None,
+        seconds=seconds,
+        basis=basis,
+        usd=None if not hourly_usd else hourly_usd * seconds / 3600,
+    )
+
+
+def _val_tokens(data: Path) -> int:
+    """Return the tokens that an evaluation of the whole set reads; 0 where there is no data yet."""
+    try:
+        return load_meta(data).val_tokens
+    except DataError:
+        return 0
+
+
+def _measured_tokens_per_s(
+    planned: PlannedRun, earlier: Sequence[RunPaths]
+) -> tuple[float, str] | None:
+    """Return the speed and id of the newest run whose steps cost the same here."""
+    for paths in earlier[:_LOOKED_AT]:
+        try:
+            summary = read_json(Summary, paths.summary)
+            if summary is None or not summary.tokens_per_s:
+                continue
+            plan, config = LaunchPlan.load(paths.plan), load_run_config(paths.config)
+        except ConfigError:
+            continue
+        if _speed_key(plan, config) == _speed_key(planned.plan, planned.config):
+            return summary.tokens_per_s, paths.run_id
+    return None
+
+
+def _speed_key(plan: LaunchPlan, config: RunConfig) -> tuple[object, ...]:
+    """Return what decides how fast a run goes on one machine."""
+    return (
+        plan.arithmetic.params,
+        plan.world_size,
+        plan.nodes,
+        config.data.sequence_length,
+        config.batch,
+        config.engine,
+        config.precision,
+    )
+
+
+_MIB, _GIB = 2**20, 2**30
+_TAIL_LINES = 12
+_TAIL_BYTES = 2**16
+
+
+def print_plan(planned: PlannedRun, estimated: Estimate, console: Console) -> None:
+    """Hosts, ranks, environment, command line, Accelerate config and arithmetic."""
+    plan = planned.plan
+    console.print(f"run folder\n  {planned.paths.root}\n")
+    console.print(f"hosts\n{_indent(planned.hosts())}")
+    console.print("ranks")
+    rank_lines = _rank_lines(planned.placement, width=console.width - 2)
+    console.print(_indent("\n".join(rank_lines)))
+    console.print("environment of every rank")
+    console.print(_indent("\n".join(f"{k}={v}" for k, v in sorted(plan.environment.items()))))
+    first = rank_environment(
+        planned.placement.ranks[0],
+        world_size=plan.world_size,
+        ranks_per_node=plan.ranks_per_node,
+        interfaces=plan.interfaces,
+    )
+    console.print("environment of rank 0 besides")
+    console.print(_indent("\n".join(f"{k}={v}" for k, v in sorted(first.items()))))
+    console.print(f"{plan.launcher} and its environment")
+    settings = [f"{k}={v}" for k, v in sorted(plan.launcher_environment.items())]
+    console.print(_indent("\n".join([*settings, shlex.join(plan.argv)])))
+    console.print("each rank runs")
+    console.print(_indent(shlex.join(plan.program)))
+    for node_rank, node in enumerate(planned.inventory.nodes):
+        console.print(f"accelerate config of {node.name}")
+        console.print(_indent(planned.accelerate(node_rank)))
+    console.print("arithmetic")
+    lines = [*arithmetic_lines(planned.plan), *estimated.lines()]
+    console.print(_indent("\n".join(lines)))
+
+
+def arithmetic_lines(plan: LaunchPlan) -> list[str]:
+    """The plan's numbers in words."""
+    numbers = plan.arithmetic
+    sync = (
+        f"{_exchanged(numbers)} a step, about {numbers.sync_s:.3f} s to exchange"
+        if plan.world_size > 1
+        else "none with one rank"
+    )
+    computing = []
+    if numbers.compute_s is not None and numbers.mfu is not None:
+        share = f"{numbers.mfu:.0%} of the measured peak"
+        computing.append(f"computing        about {numbers.compute_s:.3g} s a step, at {share}")
+    whole = []
+    if numbers.step_s is not None:
+        hidden = ", with what the backward pass does not hide" if plan.world_size > 1 else ""
+        whole.append(f"step             about {numbers.step_s:.3g} s{hidden}")
+    return [
+        f"parameters       {numbers.params:,}",
+        f"tokens per step  {numbers.tokens_per_step:,} ({numbers.tokens_total:,} in the run)",
+        f"accumulation     {numbers.grad_accum_steps} pass(es) per step on each of "
+        f"{plan.world_size} rank(s)",
+        f"arithmetic       {numbers.flops_per_step / 1e12:,.3f} TFLOP per step",
+        f"memory           about {numbers.memory_bytes_per_rank / _GIB:.1f} GiB a rank",
+        *computing,
+        f"synchronisation  {sync}",
+        *whole,
+    ]
+
+
+def _exchanged(numbers: Arithmetic) -> str:
+    """Return what is exchanged in a step, and for shards the mesh of ranks that it goes over."""
+    if numbers.shards == 1:
+        return f"{numbers.grad_bytes / _MIB:,.1f} MiB of gradients"
+    sent = f"{numbers.shard_bytes / _MIB:,.1f} MiB sent over shard"
+    if numbers.replicas > 1:
+        sent += f" and {numbers.replicate_bytes / _MIB:,.1f} over replicate"
+    return f"mesh replicate {numbers.replicas} x shard {numbers.shards}: {sent} by each rank"
+
+
+def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> list[str]:
+    """The short table at the end of a run."""
+    rows = [
+        ("run", summary.run_id),
+        ("status", summary.status),
+        ("nodes", f"{summary.nodes} ({summary.world_size} rank(s))"),
+        ("steps", f"{summary.steps:,}"),
+        ("tokens", f"{summary.tokens:,}"),
+        ("loss", f"{_number(summary.first_loss)} -> {_number(summary.final_loss)}"),
+        (
+            "validation loss",
+            f"{_number(summary.final_val_loss)} (best {_number(summary.best_val_loss)})",
+        ),
+        ("tokens/s", _number(summary.tokens_per_s, ",.0f")),
+        ("MFU", _number(summary.mfu, ".1%")),
+        ("ranks identical", "yes" if summary.ranks_identical else "not shown"),
+        ("wall time", duration(summary.wall_s)),
+        ("checkpoint", str(checkpoint) if checkpoint else "none"),
+    ]
+    if summary.missing_metrics:
+        rows.insert(4, ("metrics lost", f"steps {describe_missing(summary.missing_metrics)}"))
+    if summary.restarts:
+        rows.insert(2, ("restarts", str(summary.restarts)))
+    if summary.cost_usd is not None:
+        per_million = _number(summary.usd_per_million_tokens, ".2f")
+        rows.insert(-1, ("cost", f"${summary.cost_usd:.2f} (${per_million} per million tokens)"))
+    return _aligned(rows, width=width)
+
+
+def failure_lines(error: str, *, log: Path) -> list[str]:
+    """The error itself, where to read on, and the log's end."""
+    lines = [f"error: {error}", f"log: {log}"]
+    tail = log_tail(log)
+    repeated = [line for line in tail if line.startswith("error: ") and line[7:] in error]
+    return [*lines, *(f"  | {line}" for line in tail if line not in repeated)]
+
+
+def log_tail(log: Path) -> list[str]:
+    """Return a log's last lines; none where it cannot be read."""
+    try:
+        with open_regular(log) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-_TAIL_LINES:]
+    except OSError:
+        return []
+
+
+def status_lines(view: RunView, *, width: int) -> list[str]:
+    """One run as a whole."""
+    rows = [
+        ("run", view.run_id),
+        ("status", view.status if not view.exit_class else f"{view.status} ({view.exit_class})"),
+        ("step", f"{view.step:,} of {view.steps:,}"),
+        ("loss", _number(view.loss)),
+        ("validation loss", _number(view.val_loss)),
+        ("tokens/s", _number(view.tokens_per_s, ",.0f")),
+        ("last sign of life", _age(view.age_s)),
+    ]
+    rows += [("damaged", problem) for problem in view.damaged]
+    if view.error:
+        rows.append(("error", view.error))
+    elif view.note:
+        rows.append(("note", view.note))
+    return _aligned(rows, width=width)
+
+
+def ranks_lines(view: RunView, *, width: int) -> list[str]:
+    """Return one run's ranks as lines of at most `width`."""
+    rows = [
+        (
+            str(rank.rank),
+            rank.node,
+            "-" if rank.step is None else str(rank.step),
+            rank.phase or "-",
+            _age(rank.age_s),
+            "-" if rank.exit_code is None else f"status {rank.exit_code}",
+        )
+        for rank in view.ranks
+    ]
+    return table_lines(("rank", "node", "step", "phase", "last sign", "ended"), rows, width=width)
+
+
+def list_lines(views: Sequence[RunView], *, width: int) -> list[str]:
+    """Return all runs as lines of at most `width`."""
+    rows = [
+        (
+            view.run_id,
+            view.status,
+            f"{view.step}/{view.steps}",
+            _number(view.loss),
+            _number(view.val_loss),
+        )
+        for view in views
+    ]
+    return table_lines(("run", "status", "step", "loss", "validation"), rows, width=width)
+
+
+def table_lines(names: Sequence[str], rows: Sequence[Sequence[str]], *, width: int) -> list[str]:
+    """Return a table; where it is wider than `width`, each row under its first cell instead."""
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    if sum(widths) + 2 * (len(widths) - 1) <= width:
+        padded = (
+            [f"{cell:<{size}}" for cell, size in zip(row, widths, strict=True)]
+            for row in (names, *rows)
+        )
+        return ["  ".join(row).rstrip() for row in padded]
+    lines = []
+    for first, *rest in rows:
+        lines.append(f"{names[0]} {first}")
+        cells = [f"{name} {cell}" for name, cell in zip(names[1:], rest, strict=True)]
+        lines += _filled(cells, width=width)
+    return lines
+
+
+def _filled(cells: Sequence[str], *, width: int) -> list[str]:
+    """Return cells in as few indented lines as fit."""
+    lines = ["  " + cells[0]]
+    for cell in cells[1:]:
+        if len(lines[-1]) + 2 + len(cell) <= width:
+            lines[-1] += "  " + cell
+        else:
+            lines.append("  " + cell)
+    return lines
+
+
+def _aligned(rows: Sequence[tuple[str, str]], *, width: int) -> list[str]:
+    """Return names and values; a value that does not fit beside its name goes below it."""
+    column = max(len(name) for name, _ in rows)
+    lines: list[str] = []
+    for name, value in rows:
+        beside = f"{name:<{column}}  {value}"
+        lines += [beside] if len(beside) <= width else [name, f"  {value}"]
+    return lines
+
+
+def _rank_lines(placement: Placement, *, width: int) -> list[str]:
+    rows = [
+        (
+            str(rank.rank),
+            rank.node,
+            str(rank.local_rank),
+            "several" if rank.numa_domain is None else str(rank.numa_domain),
+            _ranges(rank.cores),
+            str(rank.threads),
+        )
+        for rank in placement.ranks
+    ]
+    names = ("rank", "node", "local rank", "NUMA domain", "cores", "threads")
+    return table_lines(names, rows, width=width)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3,8` for 0, 1, 2, 3, 8."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" if line else "" for line in text.rstrip("\n").split("\n")) + "\n"
+
+
+def _number(value: float | None, spec: str = ".4f") -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _age(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{duration(seconds)} ago"

@@ -1,0 +1,270 @@
+"""The runs folder: names, the newest run, and what is known of each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from payload.errors import ConfigError, ExitCode, PreflightError, UsageError
+from payload.hints import command
+from payload.inventory import ClusterInventory
+from payload.launch.plan import LaunchPlan
+from payload.launch.ranks import Rank, load_ranks
+from payload.metrics_log import read_metrics
+from payload.orchestrate.run.mirror import read_mirrored
+from payload.results import (
+    LATEST,
+    RankExit,
+    RankProgress,
+    RunPaths,
+    RunState,
+    RunStatus,
+    Summary,
+    last_record,
+    read_json,
+)
+from payload.run_config import load_run_config
+from payload.run_lock import is_supervised
+from payload.run_repair import known_config, known_state
+from payload.untrusted import RUN_ID
+
+# A supervisor takes its lock this soon after the plan was written.
+_START_S = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankView:
+    """One rank, as far as its files tell."""
+
+    rank: int
+    node: str
+    step: int | None
+    phase: str | None
+    age_s: float | None
+    """Since its last sign of life."""
+    exit_code: int | None
+    """None while it runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """One run, as far as its files and its lock tell."""
+
+    run_id: str
+    status: RunStatus
+    exit_class: str | None
+    error: str | None
+    note: str | None
+    """What happened last, while it goes on."""
+    failed_rank: int | None
+    step: int
+    steps: int
+    """Planned."""
+    loss: float | None
+    val_loss: float | None
+    tokens_per_s: float | None
+    age_s: float | None
+    """Since rank 0's last sign of life."""
+    started_unix: float
+    ranks: tuple[RankView, ...]
+    damaged: tuple[str, ...]
+    """What cannot be read of the run, one sentence each."""
+
+
+def check_new_id(run_id: str) -> None:
+    """Refuse a name that could lead out of the runs folder or be lost in it. Raises ConfigError."""
+    if not RUN_ID.fullmatch(run_id):
+        raise ConfigError(
+            f"--run-id {run_id!r}: use letters, digits, dots, dashes and underscores, a letter or "
+            f"digit first, and not {LATEST!r}."
+        )
+
+
+def check_named_id(run_id: str) -> None:
+    """Refuse what is no run's name, before it becomes part of a path. Raises UsageError."""
+    if run_id != LATEST and not RUN_ID.fullmatch(run_id):
+        raise UsageError(
+            f"run {run_id!r}: no run has such a name. See them with: "
+            + command("orchestrate", "list")
+        )
+
+
+def create_run(runs_dir: Path, run_id: str) -> RunPaths:
+    """Make a new, empty run folder. Raises ConfigError."""
+    check_new_id(run_id)
+    root = runs_dir / run_id
+    try:
+        root.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(
+            f"run {run_id} exists in {runs_dir}. Continue it with --resume {run_id}, or choose "
+            "another --run-id."
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{root}: {error.strerror}. Name a folder you can write to with --runs-dir."
+        ) from None
+    return RunPaths(root)
+
+
+@contextmanager
+def room_for(paths: RunPaths) -> Iterator[None]:
+    """Turn what the disk refuses into an error that says what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise PreflightError(
+            f"{paths.root} cannot be written: {error.strerror}{where}. Free disk space or name "
+            "another folder with --runs-dir, and start the run again."
+        ) from None
+
+
+def all_runs(runs_dir: Path) -> list[RunPaths]:
+    """Every run, the newest first."""
+    found = [(_begun_unix(paths), paths.run_id, paths) for paths in _folders(runs_dir)]
+    return [paths for _, _, paths in sorted(found, reverse=True)]
+
+
+def find_run(runs_dir: Path, run_id: str | None) -> RunPaths:
+    """Return the run of that name, or the newest. Raises UsageError.
+
+    `latest` is the newest that has finished a step, where one has.
+    """
+    runs = all_runs(runs_dir)
+    if run_id == LATEST and (runs_dir / LATEST).is_symlink():
+        run_id = (runs_dir / LATEST).readlink().name
+        run_id = run_id if any(paths.run_id == run_id for paths in runs) else None
+    if run_id is None or run_id == LATEST:
+        if not runs:
+            raise UsageError(
+                f"no run in {runs_dir}. Start one with {command('orchestrate', 'run')}, or name "
+                "another folder with --runs-dir."
+            )
+        return runs[0]
+    for paths in runs:
+        if paths.run_id == run_id:
+            return paths
+    # Its checkpoints alone are enough to go on from.
+    alone = RunPaths(runs_dir / run_id)
+    if RUN_ID.fullmatch(run_id) and alone.newest_checkpoint() is not None:
+        return alone
+    names = ", ".join(paths.run_id for paths in runs[:5]) or "none"
+    raise UsageError(f"no run {run_id!r} in {runs_dir}. The newest there: {names}.")
+
+
+def view_run(paths: RunPaths, *, now_unix: float) -> RunView:
+    """Read everything about a run, as far as it can be read."""
+    state = known_state(paths)
+    rows = read_metrics(paths.metrics)
+    trained: dict[str, Any] = dict(next((row for row in reversed(rows) if "loss" in row), {}))
+    evaluated = [row["val_loss"] for row in rows if "val_loss" in row]
+    ranks = tuple(_view_ranks(paths, now_unix=now_unix))
+    status, exit_class, error = _status(paths, state, now_unix=now_unix)
+    return RunView(
+        run_id=paths.run_id,
+        status=status,
+        exit_class=exit_class,
+        error=error,
+        note=state.note if state else None,
+        failed_rank=state.failed_rank if state else None,
+        step=trained.get("step", 0),
+        steps=known_config(paths).train.steps,
+        loss=trained.get("loss"),
+        val_loss=evaluated[-1] if evaluated else None,
+        tokens_per_s=trained.get("tokens_per_s"),
+        age_s=ranks[0].age_s if ranks else None,
+        started_unix=state.started_unix if state else _begun_unix(paths),
+        ranks=ranks,
+        damaged=tuple(_damaged(paths)),
+    )
+
+
+def running_here(runs_dir: Path) -> list[str]:
+    """Ids of the runs that a living supervisor holds."""
+    return [paths.run_id for paths in all_runs(runs_dir) if is_supervised(paths)]
+
+
+def is_copy(paths: RunPaths) -> bool:
+    """Tell whether a run is on a cluster, and the folder here only its copy."""
+    with suppress(ConfigError):
+        kind: str = ClusterInventory.load(paths.inventory).access.kind
+        return kind != "local"
+    return (paths.root / "mirror.json").exists()
+
+
+def _folders(runs_dir: Path) -> Iterator[RunPaths]:
+    """Yield every folder with a run of this program; no one file of it is needed."""
+    if not runs_dir.is_dir():
+        return
+    for folder in runs_dir.iterdir():
+        paths = RunPaths(folder)
+        signs = (paths.plan, paths.ranks, paths.inventory, paths.hosts, paths.state, paths.lock)
+        is_folder = RUN_ID.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
+        if is_folder and any(map(os.path.lexists, signs)):
+            yield paths
+
+
+def _begun_unix(paths: RunPaths) -> float:
+    """When the plan was written, or what else there is of the run."""
+    for path in (paths.plan, paths.config, paths.root):
+        with suppress(OSError):
+            return path.lstat().st_mtime
+    return 0.0
+
+
+def _damaged(paths: RunPaths) -> Iterator[str]:
+    for load, path in (
+        (load_run_config, paths.config),
+        (LaunchPlan.load, paths.plan),
+        (ClusterInventory.load, paths.inventory),
+        (load_ranks, paths.ranks),
+        (partial(read_json, RunState), paths.state),
+        (partial(read_json, Summary), paths.summary),
+    ):
+        try:
+            load(path)
+        except ConfigError as error:
+            yield str(error)
+
+
+def _status(
+    paths: RunPaths, state: RunState | None, *, now_unix: float
+) -> tuple[RunStatus, str | None, str | None]:
+    """Status, exit class and error; a run whose supervisor is gone without a word has failed."""
+    if state is not None and state.status not in ("starting", "running"):
+        return state.status, state.exit_class, state.error
+    mirrored = read_mirrored(paths)
+    if mirrored.alive if mirrored else is_supervised(paths):
+        return (state.status if state else "starting"), None, None
+    if mirrored is None and state is None and 0 <= now_unix - _begun_unix(paths) < _START_S:
+        return "starting", None, None
+    return (
+        "failed",
+        ExitCode.RANK_LOST.label,
+        "the supervisor is gone without a word (killed, or the machine restarted)"
+        if state
+        else f"the supervisor never began; see {paths.supervisor_log}",
+    )
+
+
+def _view_ranks(paths: RunPaths, *, now_unix: float) -> Iterator[RankView]:
+    ranks: tuple[Rank, ...] = ()
+    with suppress(ConfigError):
+        ranks = load_ranks(paths.ranks)
+    for rank in ranks:
+        progress = last_record(RankProgress, paths.rank_progress(rank.rank))
+        ended = last_record(RankExit, paths.rank_exit(rank.rank))
+        yield RankView(
+            rank=rank.rank,
+            node=rank.node,
+            step=progress.step if progress else None,
+            phase=progress.phase if progress else None,
+            age_s=max(0.0, now_unix - progress.time_unix) if progress else None,
+            exit_code=ended.exit_code if ended else None,
+        )

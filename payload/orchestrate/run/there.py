@@ -1,0 +1,457 @@
+"""One run on a cluster: read, signalled, ended and brought home over SSH."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from signal import Signals
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from payload.checkpoint_files import FOLDER_NAME, MANIFEST_FILE, checkpoint_step
+from payload.checkpoint_watch import Farewell
+from payload.errors import (
+    AnswerError,
+    CheckpointError,
+    ConfigError,
+    ExitCode,
+    NodesError,
+    RankLostError,
+    SshUnreachableError,
+    TileforgeError,
+)
+from payload.hints import run_command
+from payload.inventory import ClusterInventory, Node
+from payload.launch.environment import RUN_DIR
+from payload.launch.plan import LaunchPlan
+from payload.launch.ranks import load_ranks
+from payload.orchestrate.run.console import text_console
+from payload.orchestrate.run.follow import Asks, say_end
+from payload.orchestrate.run.mirror import (
+    Wanted,
+    alone,
+    merge,
+    note_collected,
+    note_seen,
+    wanted_of,
+)
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.files import fetch_checkpoint, get
+from payload.orchestrate.ssh.keys import remove_dead_keys
+from payload.orchestrate.ssh.streams import FOLDER, Begun, Left, Part, Signalled, ask, on_every_node
+from payload.results import RunPaths, RunState, StopWish, Summary, read_json
+from payload.run_config import load_run_config
+from payload.untrusted import shown
+
+_ACTION_S = 20.0
+_START_S = 60.0
+_LEAVE_S = 10.0
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What came of bringing the local copy up to date; the head's part is here."""
+
+    alive: bool
+    """Whether a supervisor holds the run."""
+    missed: Mapping[str, TileforgeError]
+    """Why some worker's part is not here, by node."""
+    damaged: Sequence[str]
+    """What is there and of no use, one sentence each; the copy of it stayed as it was."""
+
+
+class RemoteRun:
+    """A run whose supervisor is on the head; `paths` is its local copy."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        inventory: ClusterInventory,
+        *,
+        run_dir: PurePosixPath,
+        key: Path,
+        connect: Callable[[], Cluster],
+    ) -> None:
+        """`connect` makes the connections, again after they broke."""
+        self.paths = paths
+        self.inventory = inventory
+        self._run_dir = run_dir
+        self._key = key.absolute()
+        self._connect = connect
+        self._cluster: Cluster | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        """The connections."""
+        if self._cluster is None:
+            self._cluster = self._connect()
+        return self._cluster
+
+    def close(self) -> None:
+        """Close the connections; the next action makes new ones."""
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+
+    def start(self, *, grace_s: float, name: str) -> Begun:
+        """Start the supervisor on the head, which `name` has claimed; see node/control.py."""
+        plan = LaunchPlan.load(self.paths.plan)
+        argv = [plan.program[0], "-m", "payload.supervise", "--run-dir", str(self._run_dir)]
+        return self._act(
+            self.inventory.head,
+            Begun,
+            action="start",
+            name=name,
+            timeout_s=_START_S,
+            argv=[*argv, "--grace", f"{grace_s:g}"],
+            python_path=plan.environment["PYTHONPATH"],
+        )
+
+    def refresh(self) -> bool:
+        """Bring the local copy up to date from the head; says whether the run is alive."""
+        return self.look().alive
+
+    def look_at_all(self) -> Look:
+        """`look` with every worker's logs and records."""
+        return self.look(*self.inventory.nodes[1:])
+
+    def look(self, *others: Node, enough: Callable[[], bool] = lambda: False) -> Look:
+        """Bring the local copy up to date from the head and, at the same time, from `others`.
+
+        Raises what the head's part ends with; a worker that is gone takes nothing from the rest.
+        `enough` is asked between the parts of a long file: what is not here comes the next time.
+        """
+        head = self.inventory.head
+        # The head's last: an old record that a worker still has counts for less.
+        nodes = [*(node for node in others if node.name != head.name), head]
+        # Before the lock, as others should not wait for a node that does not answer.
+        on_every_node(nodes, self.cluster.connect)
+        with alone(self.paths, "copy"):
+            seen, damaged = self._read(nodes, enough=enough)
+            alive = seen.pop(head.name)
+            if isinstance(alive, TileforgeError):
+                raise alive
+            self.note(alive=alive)
+        missed = {name: got for name, got in seen.items() if isinstance(got, TileforgeError)}
+        return Look(alive=alive, missed=missed, damaged=damaged)
+
+    def note(self, *, alive: bool) -> None:
+        """Write down that this is a cluster's run, and how to reach it."""
+        note_seen(self.paths, alive=alive, ssh_key=self._key)
+
+    def signal(self, numbers: Sequence[Signals], *, wish: StopWish | None = None) -> bool:
+        """Send signals, and leave `wish` for the supervisor; says whether it lives."""
+        answer = self._act(
+            self.inventory.head,
+            Signalled,
+            action="signal",
+            signals=[int(number) for number in numbers],
+            wish=asdict(wish) if wish else None,
+        )
+        return answer.alive
+
+    def is_alive(self) -> bool:
+        """Whether a supervisor holds the run at this moment."""
+        return self.signal([])
+
+    def end_leftovers(
+        self, *, at_once: bool = False, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """See to it that no node has a process of a run that has ended.
+
+        Ranks whose supervisor died have the time to save, as on the head itself, but not with
+        `at_once`. Does nothing to a run that was started again. Raises RankLostError with the
+        processes that do not end, else NodesError with the nodes where it cannot be seen.
+        """
+        gone: dict[str, TileforgeError] = {}
+        found: dict[str, list[int]] = {}
+
+        def ask(nodes: Sequence[Node], *, kill: bool = False) -> list[Node]:
+            """Those that have processes."""
+            for name, answer in self._ask(nodes, Left, action="left", kill=kill).items():
+                if isinstance(answer, TileforgeError):
+                    gone[name] = answer
+                else:
+                    found[name] = list(answer.pids)
+            return [node for node in nodes if node.name not in gone and found[node.name]]
+
+        ends = time.monotonic() + _LEAVE_S
+        farewell = None if at_once else self._farewell()
+        left = ask(self.inventory.nodes)
+        if farewell is not None and self.inventory.head in left:
+            say("its supervisor is gone: waiting until its ranks have saved")
+            while self.inventory.head in left and not farewell.is_over():
+                time.sleep(0.5)
+                self.refresh()
+                left = ask(left)
+        while left and time.monotonic() < ends:
+            time.sleep(0.5)
+            left = ask(left)
+        if left and self.is_alive():
+            return
+        if left:
+            ask(left, kill=True)
+            time.sleep(1.0)
+            left = ask(left)
+        if left:
+            listed = "; ".join(f"{node.name}: {found[node.name]}" for node in left)
+            raise RankLostError(f"processes of run {self.paths.run_id} do not end: {listed}.")
+        if gone:
+            raise NodesError(f"looking for processes of run {self.paths.run_id}", gone)
+
+    def _farewell(self) -> Farewell | None:
+        """The time that ranks have whose supervisor died without a word; None where none did."""
+        self.refresh()
+        state = read_json(RunState, self.paths.state)
+        if state is None or state.exit_class is not None:
+            return None
+        patience_s = load_run_config(self.paths.config).limits.hang_timeout_s
+        return Farewell(self.paths, grace_s=state.grace_s, patience_s=patience_s)
+
+    def remove_key(self) -> None:
+        """Let no node trust the key of this run, or of another one, once the run has ended."""
+        remove_dead_keys(self.cluster, self.inventory)
+
+    def collect_checkpoint(self, *, say: Callable[[str], None] = lambda _: None) -> Path | None:
+        """Bring the newest sound checkpoint home; goes on where it broke off.
+
+        One that is here already has to be the head's, file by file. A damaged one is named, and the
+        one before it is taken. Raises the newest one's error when none can be had.
+        """
+        folders = self._checkpoints_there()
+        failures: list[TileforgeError] = []
+        for folder in reversed(folders):
+            try:
+                with alone(self.paths, "checkpoint"):
+                    return fetch_checkpoint(
+                        self.cluster.connect(self.inventory.head), folder, self.paths
+                    )
+            except (AnswerError, CheckpointError) as error:
+                failures.append(error)
+                say(f"warning: checkpoint {folder.name} is passed over: {error}")
+        if failures:
+            raise failures[0]
+        return None
+
+    def _checkpoints_there(self) -> list[PurePosixPath]:
+        """List the head's checkpoints that have a manifest, oldest first."""
+        head = self.cluster.connect(self.inventory.head)
+        folder = self._run_dir / "checkpoints"
+        pattern = f"*/{MANIFEST_FILE}"
+        argv = ["find", str(folder), "-maxdepth", "2", "-path", pattern, "-printf", "%h\n"]
+        lines = head.run(argv, timeout_s=_ACTION_S).stdout.decode(errors="replace").splitlines()
+        names = {name for line in lines if FOLDER_NAME.fullmatch(name := PurePosixPath(line).name)}
+        return sorted((folder / name for name in names), key=checkpoint_step)
+
+    def adopt(self) -> None:
+        """Make the local copy of a run that was started elsewhere: whole, or absent.
+
+        Its settings are the head's word; the nodes and their host keys are the operator's own.
+        """
+        head = self.cluster.connect(self.inventory.head)
+        runs_dir, run_id = self.paths.root.parent, self.paths.run_id
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        staging = RunPaths(Path(tempfile.mkdtemp(prefix=f".{run_id}.", dir=runs_dir)))
+        try:
+            for path in (staging.config, staging.hosts, staging.ranks, staging.plan):
+                get(head, str(self._run_dir / path.name), path, timeout_s=_ACTION_S)
+            staging.inventory.write_text(self.inventory.to_json(), encoding="utf-8")
+            load_run_config(staging.config)
+            load_ranks(staging.ranks)
+            plan = LaunchPlan.load(staging.plan)
+            if (plan.run_id, plan.environment.get(RUN_DIR)) != (run_id, str(self._run_dir)):
+                raise AnswerError(f"{head.node.name}: its plan.json is of another run.")
+            note_seen(staging, alive=True, ssh_key=self._key)
+            staging.root.chmod(0o755)
+            staging.root.rename(self.paths.root)
+        except OSError as error:
+            raise ConfigError(f"{self.paths.root}: {error.strerror}. Try again.") from None
+        finally:
+            shutil.rmtree(staging.root, ignore_errors=True)
+
+    def _read(
+        self, nodes: Sequence[Node], *, enough: Callable[[], bool]
+    ) -> tuple[dict[str, bool | TileforgeError], list[str]]:
+        """Bring all that is new here.
+
+        Returns whether each node has a supervisor of the run, and what is damaged there.
+        """
+        seen: dict[str, bool | TileforgeError] = {}
+        left: dict[str, int] = {}
+        damaged: dict[str, list[str]] = {}
+        head, waiting = self.inventory.head.name, list(nodes)
+        while waiting:
+            wanted = {
+                node.name: wanted_of(self.paths, node.name, is_head=node.name == head)
+                for node in waiting
+            }
+            answers = on_every_node(
+                waiting,
+                lambda node, of=wanted: self._act(  # type: ignore[misc]
+                    node, Part, action="read", **of[node.name].arguments()
+                ),
+            )
+            for node in tuple(waiting):
+                answer = answers[node.name]
+                if not isinstance(answer, TileforgeError):
+                    answer = self._merged(answer, wanted[node.name], damaged)
+                if isinstance(answer, TileforgeError):
+                    seen[node.name] = answer
+                    waiting.remove(node)
+                    continue
+                seen.setdefault(node.name, answer.alive)
+                before, left[node.name] = left.get(node.name), answer.left
+                # What grows faster than it comes is left for the next time.
+                shrinks = before is None or left[node.name] < before
+                if left[node.name] == 0 or not shrinks or enough():
+                    waiting.remove(node)
+        return seen, [problem for problems in damaged.values() for problem in problems]
+
+    def _merged(
+        self, answer: Part, wanted: Wanted, damaged: dict[str, list[str]]
+    ) -> Part | AnswerError:
+        """Return the answer, which is here now; or why none of it is."""
+        try:
+            damaged[wanted.node] = merge(self.paths, answer, wanted)
+        except AnswerError as error:
+            return error
+        return answer
+
+    def _ask(
+        self, nodes: Sequence[Node], answer: type[_T], **arguments: Any
+    ) -> dict[str, _T | TileforgeError]:
+        return on_every_node(nodes, lambda node: self._act(node, answer, **arguments))
+
+    def _act(
+        self, node: Node, answer: type[_T], *, timeout_s: float = _ACTION_S, **arguments: Any
+    ) -> _T:
+        return ask(
+            self.cluster.connect(node),
+            "control.py",
+            answer,
+            {**arguments, "run_dir": str(self._run_dir)},
+            timeout_s=timeout_s,
+        )
+
+
+def planned_run_dir(paths: RunPaths) -> PurePosixPath:
+    """Return where the nodes have the run whose local copy is at `paths`. Raises ConfigError."""
+    found = LaunchPlan.load(paths.plan).environment.get(RUN_DIR, "")
+    if not FOLDER.fullmatch(found) or PurePosixPath(found).name != paths.run_id:
+        raise ConfigError(
+            f"{paths.plan}: {RUN_DIR} = {shown(found)} is no folder of run {paths.run_id}. Name "
+            "another run."
+        )
+    return PurePosixPath(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """What came of it."""
+
+    alive: bool
+    """Whether the run goes on, or was started again: its processes and its key stay."""
+    checkpoint: Path | None
+    """The newest, here; None when there is none yet."""
+    left: RankLostError | None
+    """Processes that do not end."""
+
+
+def bring_home(run: RemoteRun, *, talk: Console, at_once: bool = False) -> Home:
+    """Every node's logs and the newest checkpoint; of an ended run, also its key taken away.
+
+    Ranks whose supervisor died may save first, but not with `at_once`. What a worker keeps from us
+    is said, and hides nothing of the others'. Raises what the head's part ends with.
+    """
+    try:
+        # First what is soon done: the rest may take long enough for someone to start the run again.
+        alive, failed = _end_for_good(run, talk=talk, at_once=at_once)
+        missed, unfit = _bring_records(run, talk=talk)
+        checkpoint = run.collect_checkpoint(say=talk.print)
+        if unfit is not None:
+            talk.print(f"checkpoint: {checkpoint or 'none yet'}")
+            raise unfit
+        if not missed and not failed:
+            note_collected(run.paths, checkpoint)
+    except SshUnreachableError as error:
+        raise SshUnreachableError(f"{error} {_how_to_go_on(run)}") from None
+    except KeyboardInterrupt:
+        talk.print(_how_to_go_on(run))
+        raise
+    if failed or missed:
+        talk.print(f"once it is fixed: {run_command('collect', run.paths)}")
+    left = [error for error in failed if isinstance(error, RankLostError)]
+    return Home(alive=alive, checkpoint=checkpoint, left=left[0] if left else None)
+
+
+def _bring_records(
+    run: RemoteRun, *, talk: Console
+) -> tuple[Mapping[str, TileforgeError], ConfigError | None]:
+    """Bring logs and records here; return why some node's are not, and why the copy takes none.
+
+    A copy that cannot be written keeps no checkpoint from coming.
+    """
+    try:
+        look = run.look_at_all()
+    except ConfigError as unfit:
+        return {}, unfit
+    for error in look.missed.values():
+        talk.print(f"warning: not all is here: {error}")
+    for problem in look.damaged:
+        talk.print(f"warning: {problem}")
+    return look.missed, None
+
+
+def say_remote_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Console) -> int:
+    """The end as the local copy has it, and the run's exit code."""
+    summary = read_json(Summary, run.paths.summary)
+    state = read_json(RunState, run.paths.state)
+    if summary is None or state is None or state.exit_class is None:
+        talk.print(
+            "error: the supervisor is gone without a word (killed, or the head restarted); see "
+            f"{run.paths.supervisor_log}"
+        )
+        return ExitCode.RANK_LOST
+    say_end(run.paths, summary=summary, state=state, arguments=arguments, talk=talk)
+    if arguments.json:
+        text_console(stderr=True).print(f"everything in {run.paths.root}")
+    known = {code.label: code for code in ExitCode}
+    return known.get(state.exit_class, ExitCode.TRAINING)
+
+
+def _end_for_good(
+    run: RemoteRun, *, talk: Console, at_once: bool
+) -> tuple[bool, list[TileforgeError]]:
+    """Unless the run is alive, end its processes and remove its key; whether it is, what failed.
+
+    Ctrl-C waits for it: whoever does not come back would leave the key behind.
+    """
+    failed: list[TileforgeError] = []
+    with Asks() as asks:
+        for act in (partial(run.end_leftovers, at_once=at_once, say=talk.print), run.remove_key):
+            # Asked before each, as a run that was started again needs both.
+            if run.is_alive():
+                return True, failed
+            try:
+                act()
+            except TileforgeError as error:
+                failed.append(error)
+                talk.print(f"warning: {error}")
+    if not failed:
+        talk.print("no process of it is left on any node, nor its key")
+    if asks.count:
+        raise KeyboardInterrupt
+    return False, failed
+
+
+def _how_to_go_on(run: RemoteRun) -> str:
+    return f"What is here stays: {run_command('collect', run.paths)} again goes on from there."

@@ -1,0 +1,1 @@
+"""Where a run lives: this machine, or a cluster over SSH."""

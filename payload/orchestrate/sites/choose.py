@@ -1,0 +1,159 @@
+"""Which cluster a command works on, why, and the cheap checks before a run starts there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from payload.data_folder import TRAIN_NAME, load_meta, require_block_length, require_task
+from payload.errors import ConfigError, DataError
+from payload.inventory import ClusterInventory
+from payload.launch.arithmetic import Arithmetic
+from payload.launch.launchers.registry import candidates
+from payload.launch.ranks import Domain, Placement, place_ranks
+from payload.orchestrate.cloud.pulumi import Pulumi
+from payload.orchestrate.cloud.stack import StackOutputs, default_stack, load_stack, read_outputs
+from payload.orchestrate.run.console import text_console
+from payload.orchestrate.sites.local import discover
+from payload.run_config import RunConfig
+from payload.tasks import TaskKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """An inventory, and what is known of its nodes' cores."""
+
+    inventory: ClusterInventory
+    why: str
+    domains: dict[str, tuple[Domain, ...]]
+    """By node; empty for nodes whose cores are simply 0 to n-1."""
+
+    def headline(self) -> str:
+        """The first line that a command prints."""
+        nodes = self.inventory.nodes
+        cores = sum(node.physical_cores for node in nodes)
+        domains = sum(node.numa_domains for node in nodes)
+        memory = sum(node.memory_gib for node in nodes)
+        names = ", ".join(node.name for node in nodes)
+        return (
+            f"inventory: {self.inventory.cluster} ({self.why}): {names}; {cores} physical core(s) "
+            f"in {domains} NUMA domain(s), {memory:g} GiB"
+        )
+
+
+def require_one_machine(chosen: Chosen) -> None:
+    """Raises ConfigError when the inventory is not of one node of access kind `local`."""
+    inventory = chosen.inventory
+    if inventory.access.kind != "local" or len(inventory.nodes) > 1:
+        raise ConfigError(
+            f"inventory ({chosen.why}): access kind {inventory.access.kind!r} with "
+            f"{len(inventory.nodes)} node(s); 'local' is for one node, this machine. Use 'direct' "
+            "or 'iap' for others."
+        )
+
+
+def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> Chosen:
+    """The cluster that `--inventory` names; without it, the selected stack's or this machine.
+
+    A stack's machines are asked for their host keys. Raises ConfigError, and what `load_stack`
+    raises.
+    """
+    if argument == "local":
+        return _this_machine("--inventory local")
+    if argument is None:
+        found = default_stack(env, folder=Path.cwd())
+        if isinstance(found, str):
+            return _this_machine(f"this machine, the default: {found}")
+        return _of_stack(found, env, why="the selected Pulumi stack, the default")
+    if _is_stack(argument):
+        name = argument.partition(":")[2] if ":" in argument else None
+        outputs = read_outputs(Pulumi(env, folder=Path.cwd(), stack=name))
+        return _of_stack(outputs, env, why=f"--inventory {argument}")
+    inventory = ClusterInventory.load(Path(argument))
+    return Chosen(inventory=inventory, why=f"--inventory {argument}", domains={})
+
+
+def _is_stack(argument: str) -> bool:
+    return argument == "stack" or argument.startswith("stack:")
+
+
+def _this_machine(why: str) -> Chosen:
+    machine = discover()
+    return Chosen(inventory=machine.inventory(), why=why, domains={machine.name: machine.domains})
+
+
+def _of_stack(outputs: StackOutputs, env: Mapping[str, str], *, why: str) -> Chosen:
+    talk = text_console(stderr=True)
+    talk.print(f"cluster {outputs.inventory.cluster} ({why}): looking for its machines")
+    inventory = load_stack(outputs, env, folder=Path.cwd(), say=talk.print)
+    return Chosen(inventory=inventory, why=f"{why}; {outputs.price_and_end()}", domains={})
+
+
+_GIB = 2**30
+# nanoGPT's rate for GPT-2 from scratch, 6e-4, made GPT-2's own weights worse.
+_MOST_FINE_TUNING_RATE = 3e-4
+
+
+def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -> int:
+    """Return the vocabulary size of a data folder that is whole by its sizes.
+
+    Raises DataError that says how to make the folder, and ConfigError for one that was prepared
+    for another task or length.
+    """
+    meta = load_meta(folder)
+    require_task(folder, meta, task=task)
+    if meta.chat is not None:
+        require_block_length(folder, meta.chat, sequence_length=sequence_length)
+    # A block of text holds one token more than the sequence: the last one's target.
+    if meta.task == "text" and meta.train_tokens <= sequence_length:
+        raise DataError(
+            f"{folder / TRAIN_NAME} has {meta.train_tokens:,} tokens, too few for one sequence "
+            f"of data.sequence_length = {sequence_length}. Lower it, or prepare more text."
+        )
+    return meta.vocab_size
+
+
+def require_launcher(config: RunConfig, inventory: ClusterInventory) -> None:
+    """Raise ConfigError for a launcher that is unknown, or cannot span the inventory's nodes."""
+    launcher = candidates(config.launch.launcher)[0]
+    if len(inventory.nodes) > 1 and not launcher.spans_nodes:
+        raise ConfigError(
+            f"launch.launcher = {launcher.name!r} is for one machine, and {inventory.cluster} has "
+            f"{len(inventory.nodes)}. Use 'mpirun' here."
+        )
+
+
+def require_placeable(config: RunConfig, chosen: Chosen) -> None:
+    """Raise ConfigError for an unknown launcher, and for ranks that cannot be placed.
+
+    The same holds for ranks that would share the batch unevenly.
+    """
+    require_launcher(config, chosen.inventory)
+    placement = place_ranks(chosen.inventory, config.launch, domains=chosen.domains)
+    config.batch.grad_accum_steps(placement.world_size)
+
+
+def memory_warning(
+    arithmetic: Arithmetic, placement: Placement, *, free_bytes: int | None
+) -> str | None:
+    """A warning when all ranks of the node are likely to need more memory than is free."""
+    need = arithmetic.memory_bytes_per_rank * placement.ranks_per_node
+    if free_bytes is None or need <= free_bytes:
+        return None
+    return (
+        f"the ranks need about {need / _GIB:.1f} GiB ({placement.ranks_per_node} x "
+        f"{arithmetic.memory_bytes_per_rank / _GIB:.1f}), {free_bytes / _GIB:.1f} GiB are free; "
+        "lower batch.micro_batch_size or launch.ranks_per_node if ranks get killed"
+    )
+
+
+def rate_warning(config: RunConfig) -> str | None:
+    """A warning when weights that are trained already would be trained at a rate for new ones."""
+    rate, init = config.optimizer.lr, config.model.init
+    if init == "scratch" or rate <= _MOST_FINE_TUNING_RATE:
+        return None
+    return (
+        f"optimizer.lr = {rate:g} is a rate for training from scratch, and model.init = {init!r} "
+        "has weights that are trained already; fine-tuning wants about 3e-5"
+    )

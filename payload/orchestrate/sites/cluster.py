@@ -1,0 +1,400 @@
+"""A cluster over SSH: what planning learns or assumes of it, and what its nodes lack."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from rich.console import Console
+
+from payload.checkpoint_files import MANIFEST_FILE, load_manifest
+from payload.data_folder import META_NAME, load_meta
+from payload.errors import ConfigError, PreflightError
+from payload.hf_folder import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILES, weight_files
+from payload.inventory import ClusterInventory, Node
+from payload.launch.launchers.base import Launcher, Reach
+from payload.launch.plan import rank_program
+from payload.models.source import find_source
+from payload.orchestrate.planning import PlannedRun, plan_run
+from payload.orchestrate.preflight.trial_findings import Measured, Record, known_trial
+from payload.orchestrate.run.console import duration
+from payload.orchestrate.sites.choose import Chosen, require_launcher
+from payload.orchestrate.sites.local import LOOPBACK
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.files import (
+    Code,
+    build_kernels,
+    look,
+    send_code,
+    send_files,
+    this_code,
+)
+from payload.orchestrate.ssh.streams import NodeLook, all_or_raise, on_every_node
+from payload.results import RunPaths
+from payload.run_config import DtypeChoice, RunConfig
+from payload.untrusted import shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A folder in the Hugging Face layout on this machine, or one with a GGUF file."""
+
+    folder: Path
+    files: Mapping[str, str]
+    """sha256 by name, of what a model is loaded from; config.json or the GGUF file is the last."""
+
+    @property
+    def digest(self) -> str:
+        """Names the weights: equal for equal files."""
+        return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()[:16]
+
+    def size_bytes(self) -> int:
+        """Of all files together."""
+        return sum((self.folder / name).stat().st_size for name in self.files)
+
+
+def local_weights(init: str) -> Weights | None:
+    """What `model.init` names on this machine; None for `scratch` and for names on a hub.
+
+    A run's folder stands for its newest checkpoint. Raises ConfigError when something lacks, or is
+    not what a checkpoint's manifest says.
+    """
+    # Not verified here: every file that is sent is compared with the manifest below.
+    source = find_source(init, setting="model.init", verify=False)
+    if (file := source.file) is not None:
+        return Weights(folder=file.parent, files={file.name: _sha256(file, init=init)})
+    folder = source.folder
+    if folder is None:
+        return None
+    promised = _promised(folder)
+    files = {}
+    for name in (*_files(folder), CONFIG_FILE):
+        files[name] = _sha256(folder / name, init=init)
+        if promised is not None and files[name] != promised.get(name):
+            raise ConfigError(
+                f"model.init = {init!r}: {folder / name} is not what the checkpoint's manifest "
+                "says. It is damaged; name another checkpoint."
+            )
+    return Weights(folder=folder, files=files)
+
+
+def _files(folder: Path) -> list[str]:
+    """Return the names of the weights' and the tokenizer's files."""
+    found = (INDEX_FILE, *TOKENIZER_FILES)
+    return [*weight_files(folder), *(name for name in found if (folder / name).is_file())]
+
+
+def _promised(folder: Path) -> dict[str, str] | None:
+    """Return the hashes in a checkpoint's manifest, by file; None for a folder that has none."""
+    if not (folder / MANIFEST_FILE).exists():
+        return None
+    return {name: entry.sha256 for name, entry in load_manifest(folder).files.items()}
+
+
+def _sha256(path: Path, *, init: str) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(
+            f"model.init = {init!r}: {path}: {error.strerror}. Name a folder in the Hugging Face "
+            "layout, with safetensors, or a checkpoint."
+        ) from None
+
+
+VENV = PurePosixPath("/opt/tileforge/venv")
+"""The nodes' environment, which their bootstrap makes."""
+
+ASSUMED_LINK_BYTES_PER_S = 1.25e9
+"""A guess, 10 Gbit/s, for networks that were not measured."""
+
+
+def programs_of(launcher: Launcher) -> list[str]:
+    """Return the programs that a run needs in the nodes' environment."""
+    return ["python", *([launcher.program] if launcher.program else [])]
+
+
+def venv_executable(launcher: Launcher) -> str:
+    """Return the launcher's path on every node."""
+    return str(VENV / "bin" / (launcher.program or "python"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterAccess:
+    """Answers for the whole cluster."""
+
+    interface_of: Mapping[str, str | None]
+    """By node: towards the head; the head's towards the first worker."""
+    memory_bytes: int | None
+    """Of the node with the least."""
+    head: str
+    """The head's name."""
+    code: PurePosixPath
+    """The folder with the payload package in it."""
+    ssh_config: PurePosixPath
+    """On the head, with the run's key."""
+    tcmalloc_library: str | None
+    python: str = str(VENV / "bin" / "python")
+    measured: Measured | None = None
+    """By the newest trial of these nodes."""
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """As it was measured, else a guess."""
+        known = self.measured.link_bytes_per_s() if self.measured else None
+        return known or ASSUMED_LINK_BYTES_PER_S
+
+    def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
+        """As it was measured."""
+        return self.measured.peak_flops_per_s(choice) if self.measured else None
+
+    def interfaces(self, inventory: ClusterInventory) -> Mapping[str, str]:
+        """Each node's interface on the way to the head; the head's to the first worker."""
+        return {node.name: self.interface_of[node.name] or LOOPBACK for node in inventory.nodes}
+
+    def program(self, paths: RunPaths) -> tuple[str, ...]:
+        """The trainer."""
+        return rank_program(python=self.python, run_dir=paths.root)
+
+    def executable(self, launcher: Launcher) -> str:
+        """Return the one of the nodes' environment."""
+        return venv_executable(launcher)
+
+    def reach(self) -> Reach:
+        """Return ssh with the run's key; for one node alone, no ssh."""
+        if len(self.interface_of) == 1:
+            return Reach(interface=LOOPBACK)
+        interface = self.interface_of[self.head]
+        if interface is None:
+            raise PreflightError(
+                f"{self.head}: its network interface towards the other nodes is not known. See "
+                "that `ip route get` works there (iproute2)."
+            )
+        return Reach(interface=interface, ssh=("-F", str(self.ssh_config)))
+
+    def python_path(self) -> str | None:
+        """The copy of this machine's payload, in front of what is installed."""
+        return str(self.code)
+
+    def tcmalloc(self) -> str:
+        """The library, which every node must have."""
+        if self.tcmalloc_library is None:
+            raise PreflightError(
+                "launch.malloc = 'tcmalloc', but not every node has libtcmalloc. Install it there: "
+                "sudo apt-get install libtcmalloc-minimal4 (or use launch.malloc = 'tuned')."
+            )
+        return self.tcmalloc_library
+
+    def free_memory_bytes(self) -> int | None:
+        """The memory of the node with the least; a node has nothing else to do."""
+        return self.memory_bytes
+
+
+Answers = Mapping[str, NodeLook]
+"""By node."""
+
+
+def ask_nodes(
+    inventory: ClusterInventory,
+    cluster: Cluster,
+    *,
+    code: Code,
+    programs: Sequence[str],
+    data: Path,
+    weights: Weights | None,
+) -> Answers:
+    """Return what every node has and lacks. Raises PreflightError where a run cannot be.
+
+    `programs` are those that the run needs in the nodes' environment.
+    """
+    wholes = [_whole_data(data), *([_whole_weights(weights)] if weights else [])]
+    answers = all_or_raise(
+        on_every_node(
+            inventory.nodes,
+            lambda node: look(
+                cluster.connect(node), code, venv=VENV, programs=programs, wholes=wholes
+            ),
+        ),
+        what="looking at the nodes",
+    )
+    homes = {name: answer.home for name, answer in answers.items()}
+    if len(set(homes.values())) > 1:
+        listed = ", ".join(f"{name} {home}" for name, home in homes.items())
+        raise PreflightError(
+            f"the login's home is not the same on every node ({listed}); every rank starts "
+            "with the same paths. Give the user the same home everywhere."
+        )
+    for name, answer in answers.items():
+        if answer.lacking:
+            raise PreflightError(
+                f"{name}: it has no {shown(', '.join(answer.lacking))}. Run its bootstrap again "
+                "(bootstrap/node-setup.sh)."
+            )
+    return answers
+
+
+def bring_code(
+    inventory: ClusterInventory, cluster: Cluster, answers: Answers, *, code: Code, talk: Console
+) -> None:
+    """To the nodes that lack it, and what is compiled of it there; failing at that is a note."""
+    lacking = {name: a.missing for name, a in answers.items() if a.missing is not None}
+    nodes = [node for node in inventory.nodes if node.name in lacking]
+    if not nodes:
+        return
+    counts = ", ".join(f"{name} {len(missing)}" for name, missing in lacking.items())
+    talk.print(f"payload {code.digest}: sending changed files ({counts})")
+
+    def send(node: Node) -> str | None:
+        connection, home = cluster.connect(node), _home(answers, node)
+        send_code(connection, code, lacking[node.name], home=home)
+        return build_kernels(connection, code, home=home, venv=VENV)
+
+    reasons = all_or_raise(on_every_node(nodes, send), what="sending the payload")
+    built = ", ".join(name for name, reason in reasons.items() if reason is None)
+    if built:
+        talk.print(f"kernels: built on {built}")
+    for name, reason in reasons.items():
+        if reason is not None:
+            talk.print(f"note: {name} trains without kernels: {reason}")
+
+
+def bring_data(
+    inventory: ClusterInventory,
+    cluster: Cluster,
+    answers: Answers,
+    *,
+    source: Path,
+    talk: Console,
+) -> PurePosixPath:
+    """To the nodes that lack it, each from here; returns where it is."""
+    whole = _whole_data(source)
+    target = _home(answers, inventory.head) / "tileforge" / PurePosixPath(whole).parent
+    known = load_meta(source).all_files()
+    files = {**{name: entry.sha256 for name, entry in known.items()}, META_NAME: None}
+    nodes = [node for node in inventory.nodes if whole not in answers[node.name].has]
+    if nodes:
+        size = sum(path.stat().st_size for path in source.iterdir()) / 1e6
+        names = ", ".join(node.name for node in nodes)
+        talk.print(f"data {source}: sending {size:,.0f} MB to each of {names}")
+    all_or_raise(
+        on_every_node(nodes, lambda node: send_files(cluster.connect(node), source, target, files)),
+        what="sending the data",
+    )
+    return target
+
+
+def bring_weights(
+    inventory: ClusterInventory,
+    cluster: Cluster,
+    answers: Answers,
+    *,
+    weights: Weights,
+    talk: Console,
+) -> PurePosixPath:
+    """To the head if it lacks them, as rank 0 alone reads them; returns where they are."""
+    head = inventory.head
+    whole = _whole_weights(weights)
+    target = _home(answers, head) / "tileforge" / PurePosixPath(whole).parent
+    if whole not in answers[head.name].has:
+        size = weights.size_bytes() / 1e6
+        talk.print(f"weights {weights.folder}: sending {size:,.0f} MB to {head.name}")
+        send_files(cluster.connect(head), weights.folder, target, weights.files)
+    return target
+
+
+def _whole_data(source: Path) -> str:
+    """The file that a node with this data has under ~/tileforge: equal for equal data."""
+    digest = hashlib.sha256((source / META_NAME).read_bytes()).hexdigest()[:16]
+    return f"data/{digest}/{META_NAME}"
+
+
+def _whole_weights(weights: Weights) -> str:
+    return f"weights/{weights.digest}/{list(weights.files)[-1]}"
+
+
+def _home(answers: Answers, node: Node) -> PurePosixPath:
+    return PurePosixPath(answers[node.name].home)
+
+
+_PORT = 20_000  # the first of those that `run` chooses from
+_INTERFACE = "ens4"  # Compute Engine's
+
+
+def plan_elsewhere(
+    run_id: str,
+    config: RunConfig,
+    chosen: Chosen,
+    *,
+    vocab_size: int | None,
+    root: Path,
+    now_unix: float,
+) -> PlannedRun:
+    """The run as it would be on the cluster; its newest trial is below the project folder `root`.
+
+    Raises ConfigError.
+    """
+    inventory = chosen.inventory
+    require_launcher(config, inventory)
+    home = assumed_home(inventory)
+    record = known_trial(inventory, root)
+    planned = plan_run(
+        RunPaths(Path(home / "tileforge" / "runs" / run_id)),
+        config=config,
+        chosen=chosen,
+        access=assumed_access(inventory, record, run_id=run_id),
+        vocab_size=vocab_size,
+        work_dir=Path(home),
+        port=_PORT,
+    )
+    notes = assumptions(inventory, record, now_unix=now_unix)
+    return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *notes)))
+
+
+def assumed_home(inventory: ClusterInventory) -> PurePosixPath:
+    """Where Linux has the login's files."""
+    user = inventory.ssh_user
+    return PurePosixPath("/root") if user == "root" else PurePosixPath("/home", user)
+
+
+def assumed_access(
+    inventory: ClusterInventory, record: Record | None, *, run_id: str
+) -> ClusterAccess:
+    """The cluster as its inventory and its newest trial show it."""
+    home = assumed_home(inventory)
+    interfaces = record.interfaces if record else {}
+    alone = len(inventory.nodes) == 1
+    return ClusterAccess(
+        interface_of={
+            node.name: interfaces.get(node.name, None if alone else _INTERFACE)
+            for node in inventory.nodes
+        },
+        memory_bytes=int(min(node.memory_gib for node in inventory.nodes) * 2**30),
+        head=inventory.head.name,
+        code=home / "tileforge" / f"payload-{this_code().digest}",
+        ssh_config=home / ".ssh" / "tileforge" / run_id / "ssh_config",
+        tcmalloc_library="libtcmalloc_minimal.so.4",
+        measured=record.measured if record else None,
+    )
+
+
+def assumptions(
+    inventory: ClusterInventory, record: Record | None, *, now_unix: float
+) -> tuple[str, ...]:
+    """The same in words."""
+    asked = "no node was asked: "
+    guesses = [f"home {assumed_home(inventory)}", f"port {_PORT}"]
+    if record is None:
+        if len(inventory.nodes) > 1:
+            speed = ASSUMED_LINK_BYTES_PER_S * 8 / 1e9
+            guesses += [f"interface {_INTERFACE}", f"a network of {speed:g} Gbit/s"]
+        guesses.append("the cores 0 to n-1 of each node")
+        return (f"{asked}{', '.join(guesses)} are assumed; preflight measures network and cores",)
+    guesses.append("the cores 0 to n-1 of each node")
+    age = duration(now_unix - record.time_unix)
+    return (
+        f"{asked}{', '.join(guesses)} are assumed",
+        f"interfaces, network and products are those of the trial {age} ago (preflight)",
+    )

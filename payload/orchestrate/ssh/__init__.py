@@ -1,0 +1,1 @@
+"""Connections to nodes: one node, a cluster, files, keys, programs sent to them."""

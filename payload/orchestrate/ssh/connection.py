@@ -1,0 +1,369 @@
+"""SSH to one node. The one module that imports paramiko, and that makes text for a remote shell.
+
+Host keys come from the inventory and nowhere else. Every wait has a deadline, every error begins
+with the node's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import shlex
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, TypeAlias
+
+import paramiko
+
+from payload.errors import (
+    AnswerError,
+    ConfigError,
+    HostKeyError,
+    PreflightError,
+    SshAuthError,
+    SshUnreachableError,
+    TileforgeError,
+)
+from payload.inventory import Node
+from payload.orchestrate.ssh.streams import (
+    Completed,
+    Deadlines,
+    Login,
+    ProxyProcess,
+    os_login_command,
+)
+from payload.untrusted import MAX_FILE_BYTES, printable
+
+_KEEPALIVE_S = 15
+# A key that was handed out a moment ago may need one to arrive; a second refusal is meant.
+_RETRY_AFTER_REFUSAL_S = 1.0
+_MARGIN_S = 5.0
+_NOTED_S = 1.0
+_SAID_CHARS = 500
+_CHUNK_BYTES = 64 * 2**10
+_TIMED_OUT = 124  # coreutils' timeout
+# paramiko's words for a node that is silent; the class is that of many other errors.
+_SILENT = "Timeout opening channel."
+_NO_KEY = (paramiko.SSHException, paramiko.hostkeys.InvalidHostKey, ValueError)
+
+# What paramiko raises when the other side does not keep to the protocol.
+_BROKEN = (
+    paramiko.SSHException,
+    paramiko.SFTPError,
+    EOFError,
+    OSError,
+    UnicodeDecodeError,
+    struct.error,
+)
+
+Stream: TypeAlias = socket.socket | paramiko.Channel | ProxyProcess
+"""What a connection runs over: TCP, a channel through the head, or a proxy command."""
+
+SFTPClient: TypeAlias = paramiko.SFTPClient
+
+
+def shell_text(argv: Sequence[str]) -> str:
+    """A command as one line that every POSIX shell splits into these words again."""
+    return shlex.join(argv)
+
+
+def dial(
+    node: Node, *, login: Login, open_stream: Callable[[], Stream], deadlines: Deadlines
+) -> Connection:
+    """A connection to `node` over what `open_stream` opens.
+
+    Raises HostKeyError, SshAuthError (at the second refusal), SshUnreachableError and ConfigError.
+    """
+    if not node.host_keys:
+        raise HostKeyError(
+            f"{node.name}: the inventory has no host key of it, and none is accepted unseen. Write "
+            "the inventory anew, or add the node's own: cat /etc/ssh/ssh_host_ed25519_key.pub"
+        )
+    logging.getLogger("paramiko").addHandler(logging.NullHandler())  # else it prints tracebacks
+    key, known = _load_key(login.key), list(_host_keys(node))
+    with contextlib.suppress(SshAuthError):
+        return _dial_once(node, login, key, known, stream=open_stream(), deadlines=deadlines)
+    time.sleep(_RETRY_AFTER_REFUSAL_S)
+    return _dial_once(node, login, key, known, stream=open_stream(), deadlines=deadlines)
+
+
+class Connection:
+    """One node that we are logged in to."""
+
+    def __init__(self, node: Node, client: paramiko.SSHClient, stream: Stream) -> None:
+        self.node = node
+        self._client = client
+        self._stream = stream
+        transport = client.get_transport()
+        assert transport is not None, "the client has just connected"
+        self._transport = transport
+        self._transport.set_keepalive(_KEEPALIVE_S)
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        stdin: bytes = b"",
+        sink: BinaryIO | None = None,
+        most_bytes: int = MAX_FILE_BYTES,
+    ) -> Completed:
+        """Run a command and wait for it; on the node, too, it ends after `timeout_s`.
+
+        With a `sink`, stdout goes there as it comes. Raises SshUnreachableError when the connection
+        breaks, PreflightError at the deadline, AnswerError when it prints over `most_bytes`.
+        """
+        command = shell_text(["timeout", "--kill-after=5", f"{timeout_s:g}", *argv])
+        with self.guard(f"running `{argv[0]}`", timeout_s=timeout_s + 2 * _MARGIN_S):
+            channel = self._transport.open_session(timeout=_MARGIN_S)
+            kept, complaints = io.BytesIO(), io.BytesIO()
+            with ThreadPoolExecutor(2) as pool, contextlib.closing(channel):
+                channel.exec_command(command)
+                stdout = pool.submit(self._drain, channel, channel.recv, sink or kept, most_bytes)
+                stderr = pool.submit(
+                    self._drain, channel, channel.recv_stderr, complaints, MAX_FILE_BYTES
+                )
+                # A command need not read all of its input; its status says what matters.
+                with contextlib.suppress(OSError):
+                    channel.sendall(stdin)
+                    channel.shutdown_write()
+                status = channel.recv_exit_status()
+                if status < 0 and self._is_gone():
+                    raise EOFError
+                stdout.result()
+                stderr.result()
+        done = Completed(status=status, stdout=kept.getvalue(), stderr=complaints.getvalue())
+        if done.status < 0:
+            raise PreflightError(
+                f"{self.node.name}: `{argv[0]}` was ended there by a signal. Is the memory used up?"
+            )
+        if done.status == _TIMED_OUT:
+            raise PreflightError(
+                f"{self.node.name}: `{argv[0]}` has not ended within {timeout_s:g} s and was "
+                "stopped."
+            )
+        return done
+
+    def check_run(self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"") -> bytes:
+        """Run a command that must succeed, and return its stdout. Raises PreflightError besides."""
+        done = self.run(argv, timeout_s=timeout_s, stdin=stdin)
+        if done.status != 0:
+            said = printable(done.stderr.decode(errors="replace")).strip().rpartition("\n")[2]
+            raise PreflightError(
+                f"{self.node.name}: `{argv[0]}` ended with status {done.status}: "
+                f"{said[:_SAID_CHARS] or 'it gave no word'}"
+            )
+        return done.stdout
+
+    @contextlib.contextmanager
+    def listening(
+        self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b""
+    ) -> Iterator[bytes]:
+        """Start a command that stays while somebody listens, and yield its first line of JSON.
+
+        Empty where there is none within `timeout_s`, or the command has ended without.
+        """
+        with self.guard(f"running `{argv[0]}`", timeout_s=timeout_s):
+            channel = self._transport.open_session(timeout=_MARGIN_S)
+            channel.exec_command(shell_text(argv))
+            channel.sendall(stdin)
+            channel.shutdown_write()
+            lines = channel.makefile("rb")
+            # A login shell's greeting may come before it.
+            first = next((line for line in lines if line.startswith(b"{")), b"")
+        with contextlib.closing(channel):
+            yield first
+
+    def _drain(
+        self,
+        channel: paramiko.Channel,
+        receive: Callable[[int], bytes],
+        sink: BinaryIO,
+        most_bytes: int,
+    ) -> None:
+        while chunk := receive(_CHUNK_BYTES):
+            most_bytes -= len(chunk)
+            if most_bytes < 0:
+                channel.close()
+                raise AnswerError(f"{self.node.name}: it sends more than it was asked for.")
+            sink.write(chunk)
+
+    def open_sftp(self) -> SFTPClient:
+        """A file session; call it and use it within `guard`."""
+        return self._client.open_sftp()
+
+    def open_channel_to(self, node: Node, *, timeout_s: float) -> paramiko.Channel:
+        """A stream from this node on to another one. Raises SshUnreachableError."""
+        target = f"{node.name}: {node.address} port {node.ssh_port}"
+        try:
+            return self._transport.open_channel(
+                "direct-tcpip", (node.address, node.ssh_port), ("127.0.0.1", 0), timeout=timeout_s
+            )
+        except paramiko.ChannelException as error:
+            if error.code == 1:  # administratively prohibited
+                raise SshUnreachableError(
+                    f"{node.name}: {self.node.name}, through which it is reached, forbids "
+                    "forwarding. Set AllowTcpForwarding yes in its sshd_config."
+                ) from None
+            raise SshUnreachableError(
+                f"{target} cannot be reached from {self.node.name} ({error.text or 'refused'}). "
+                "See whether sshd runs there and the network between the nodes is open."
+            ) from None
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            raise SshUnreachableError(
+                f"{target} does not answer {self.node.name} within {timeout_s:g} s ({error})."
+            ) from None
+
+    @contextlib.contextmanager
+    def guard(self, doing: str, *, timeout_s: float) -> Iterator[None]:
+        """Bound what is done within by a deadline, and name the node in what goes wrong.
+
+        paramiko has waits without a deadline; at ours the connection is closed, which ends them.
+        """
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            self._transport.close()
+
+        timer = threading.Timer(timeout_s, expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except _BROKEN as error:
+            raise self._translate(error, doing, timeout_s if expired.is_set() else None) from None
+        finally:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Close the connection and what carries it."""
+        self._client.close()
+        self._stream.close()
+
+    def _translate(
+        self, error: Exception, doing: str, expired_after_s: float | None
+    ) -> TileforgeError:
+        if str(error) == _SILENT:
+            self._transport.close()  # the next one need not wait for it again
+        if expired_after_s is not None or str(error) == _SILENT:
+            waited = "" if expired_after_s is None else f" for {expired_after_s:g} s"
+            return SshUnreachableError(
+                f"{self.node.name}: no answer{waited} while {doing}. The machine hangs, or the "
+                "network to it is gone."
+            )
+        from_node = isinstance(error, OSError) and error.errno is not None
+        if not self._transport.is_active() or (not from_node and self._is_gone()):
+            return SshUnreachableError(
+                f"{self.node.name}: the connection broke while {doing}. Is the machine still there?"
+            )
+        return PreflightError(f"{self.node.name}: {doing}: {error}")
+
+    def _is_gone(self) -> bool:
+        # paramiko closes the channels first, and notes that the connection is lost afterwards.
+        self._transport.join(_NOTED_S)
+        return not self._transport.is_active()
+
+
+def _dial_once(
+    node: Node,
+    login: Login,
+    key: paramiko.PKey,
+    known: Sequence[tuple[str, paramiko.PKey]],
+    *,
+    stream: Stream,
+    deadlines: Deadlines,
+) -> Connection:
+    client = paramiko.SSHClient()
+    client.set_missing_host_key_policy(paramiko.RejectPolicy())
+    for name, host_key in known:
+        client.get_host_keys().add(node.name, name, host_key)
+    try:
+        client.connect(
+            # With a stream given, the name only finds the host key.
+            node.name,
+            sock=stream.socket if isinstance(stream, ProxyProcess) else stream,
+            username=login.user,
+            pkey=key,
+            allow_agent=False,
+            look_for_keys=False,
+            timeout=deadlines.handshake_s,
+            banner_timeout=deadlines.handshake_s,
+            auth_timeout=deadlines.auth_s,
+            channel_timeout=deadlines.connect_s,
+        )
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        failure = _classify(node, login, error, deadlines)
+        if isinstance(failure, SshUnreachableError) and isinstance(stream, ProxyProcess):
+            failure = SshUnreachableError(f"{failure} {stream.complaint()}")
+        client.close()
+        stream.close()
+        raise failure from None
+    except KeyboardInterrupt:
+        client.close()
+        stream.close()
+        raise
+    return Connection(node, client, stream)
+
+
+def _classify(node: Node, login: Login, error: Exception, deadlines: Deadlines) -> TileforgeError:
+    if isinstance(error, paramiko.BadHostKeyException):
+        return HostKeyError(
+            f"{node.name}: it shows another host key than the inventory's: {_print(error.key)}, "
+            f"not {_print(error.expected_key)}. Nothing was sent. If the machine was made anew, "
+            "write the inventory anew; if not, someone may be in between."
+        )
+    said = str(error)
+    if isinstance(error, paramiko.AuthenticationException) and not (
+        # paramiko's word for both of these is the same class as for a refusal.
+        said.startswith("Authentication timeout") or "transport shut down" in said
+    ):
+        return SshAuthError(
+            f"{node.name}: it refuses the key {login.key} for user {login.user!r}, twice. See that "
+            "its public half is in that user's authorized_keys, and that OS Login is off; where it "
+            "is on by choice (accessMode oslogin), that your account has it: "
+            f"{os_login_command(login.key)}"
+        )
+    return SshUnreachableError(
+        f"{node.name}: it accepts connections, but does not speak SSH within "
+        f"{deadlines.handshake_s:g} s ({said or type(error).__name__}). It may be starting, "
+        "overloaded, or not be an SSH server."
+    )
+
+
+def _host_keys(node: Node) -> Iterator[tuple[str, paramiko.PKey]]:
+    for line in node.host_keys:
+        entry = None
+        with contextlib.suppress(*_NO_KEY):
+            entry = paramiko.hostkeys.HostKeyEntry.from_line(f"{node.name} {line}")
+        if entry is None or entry.key is None:
+            raise HostKeyError(
+                f"{node.name}: the inventory's host key {line[:40]!r}... is none that can be read. "
+                "Write the inventory anew."
+            )
+        yield line.split()[0], entry.key
+
+
+def _load_key(path: Path) -> paramiko.PKey:
+    try:
+        return paramiko.PKey.from_path(str(path))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no key {path}. Name the private key that the nodes know with --ssh-key."
+        ) from None
+    except (paramiko.PasswordRequiredException, TypeError):
+        raise ConfigError(
+            f"the key {path} is locked by a passphrase; a run has nobody to ask. Name another one."
+        ) from None
+    except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, OSError, ValueError) as error:
+        raise ConfigError(f"the key {path} cannot be read ({error}). Name another one.") from None
+
+
+def _print(key: paramiko.PKey) -> str:
+    return f"{key.get_name()} {key.fingerprint}"

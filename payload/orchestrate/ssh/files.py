@@ -1,0 +1,442 @@
+"""Files to and from a node: whole or absent, equal by sha256; and the payload's code there.
+
+A transfer continues where it broke off; of the code only what changed travels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import payload
+from payload.checkpoint_files import (
+    MANIFEST_FILE,
+    ManifestEntry,
+    load_manifest,
+    manifest_problems,
+    sha256_of,
+)
+from payload.errors import AnswerError, CheckpointError, PreflightError, TileforgeError
+from payload.orchestrate.run.mirror import inside, make_folder, set_aside_no_folder
+from payload.orchestrate.ssh.connection import Connection, SFTPClient
+from payload.orchestrate.ssh.streams import Finished, NodeLook, ask, require_known
+from payload.results import RunPaths, is_odd_file
+from payload.untrusted import MAX_FILE_BYTES, RUN_ID, checked, no_follow, printable, shown
+
+_CHUNK_BYTES = 256 * 2**10
+_SETTLE_S = 120.0
+_COPY_S = 600.0
+_SLOWEST_BYTES_PER_S = 1e6
+_PARTIAL = ".partial"
+# Nothing that loading it would run.
+_CHECKPOINT_FILE = re.compile(r"\w[\w.-]{0,120}\.(?:json|safetensors|txt|model|jinja)", re.ASCII)
+
+
+def put(
+    connection: Connection, source: Path, target: str, *, mode: int = 0o644, timeout_s: float
+) -> None:
+    """Copy a file to `target` on the node, a path from the login's home or an absolute one.
+
+    Raises SshUnreachableError when the connection breaks (do it again: it goes on from there), and
+    PreflightError when the node cannot store it.
+    """
+    digest = sha256_of(source)
+    _equal_or_once_more(
+        connection,
+        what=f"{source} -> {target}",
+        digest=digest,
+        copy=lambda resume: _send(
+            connection, source, target, mode=mode, resume=resume, timeout_s=timeout_s
+        ),
+        digest_of_copy=lambda: _remote_sha256(connection, target + _PARTIAL),
+    )
+    connection.check_run(["sync", "--", target + _PARTIAL], timeout_s=_SETTLE_S)
+    with (
+        connection.guard(f"writing {target}", timeout_s=_SETTLE_S),
+        connection.open_sftp() as sftp,
+    ):
+        sftp.posix_rename(target + _PARTIAL, target)
+
+
+def get(
+    connection: Connection,
+    source: str,
+    target: Path,
+    *,
+    sha256: str | None = None,
+    mode: int = 0o644,
+    most_bytes: int = MAX_FILE_BYTES,
+    timeout_s: float,
+) -> None:
+    """Copy the node's file `source` to `target` here; raises as `put` does.
+
+    `sha256` is what its manifest says, and CheckpointError says that it is not; None asks the node.
+    Never writes through a symlink, nor more than
+    `most_bytes`.
+    """
+    partial = target.with_name(target.name + _PARTIAL)
+    digest = sha256 or _remote_sha256(connection, source)
+    error = CheckpointError if sha256 else PreflightError
+    _equal_or_once_more(
+        connection,
+        what=f"{source} -> {target}",
+        digest=digest,
+        copy=lambda resume: _receive(
+            connection,
+            source,
+            partial,
+            resume=resume,
+            most_bytes=most_bytes,
+            timeout_s=timeout_s,
+            error=error,
+        ),
+        digest_of_copy=lambda: sha256_of(partial),
+        error=error,
+    )
+    partial.chmod(mode)
+    partial.replace(target)
+
+
+def fetch_checkpoint(connection: Connection, source: PurePosixPath, paths: RunPaths) -> Path:
+    """Bring a checkpoint home, and return where it is.
+
+    What lies there already counts only if it is what the node's manifest says. Raises as `get`
+    does, and CheckpointError for a manifest that is none.
+    """
+    target = inside(paths, f"checkpoints/{source.name}")
+    staging = inside(paths, f"checkpoints/.{source.name}.collecting")
+    set_aside_no_folder(target)
+    make_folder(staging)
+    for odd in filter(is_odd_file, list(staging.iterdir())):
+        _discard(odd)
+    whole = staging / MANIFEST_FILE
+    get(connection, str(source / MANIFEST_FILE), whole, timeout_s=_SETTLE_S)
+    files = _manifest_of(staging, node=connection.node.name)
+    if _is_copy(target, whole, files):
+        shutil.rmtree(staging)
+        return target
+    for name, entry in files.items():
+        here = staging / name
+        if not (_is_plain(here) and sha256_of(here) == entry.sha256):
+            get(
+                connection,
+                str(source / name),
+                here,
+                sha256=entry.sha256,
+                most_bytes=entry.bytes,
+                timeout_s=_COPY_S + entry.bytes / _SLOWEST_BYTES_PER_S,
+            )
+    for each in staging.iterdir():
+        if each.name not in {*files, MANIFEST_FILE}:
+            _discard(each)  # an earlier attempt's, of a checkpoint that was another one then
+    if target.exists():
+        shutil.rmtree(target)
+    staging.replace(target)
+    for stale in paths.checkpoints.glob(".step_*.collecting"):
+        _discard(stale)  # of a checkpoint that is not the newest any more
+    return target
+
+
+def _discard(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _manifest_of(folder: Path, *, node: str) -> Mapping[str, ManifestEntry]:
+    """Return what a checkpoint consists of, if that is what checkpoints are made of."""
+    files = load_manifest(folder).files
+    odd = [name for name in files if not _CHECKPOINT_FILE.fullmatch(name) or name == MANIFEST_FILE]
+    if odd:
+        raise CheckpointError(
+            f"{node}: a checkpoint's manifest names {shown(odd[0])}, which is no file of one."
+        )
+    size, free = sum(entry.bytes for entry in files.values()), shutil.disk_usage(folder).free
+    if size > free:
+        raise PreflightError(
+            f"{node}: a checkpoint of {size:,} bytes does not fit here: {folder} has {free:,} free."
+        )
+    return files
+
+
+def _is_copy(folder: Path, manifest: Path, files: Mapping[str, ManifestEntry]) -> bool:
+    """Return whether `folder` has these files, as they should be."""
+    return (
+        all(_is_plain(folder / name) for name in (*files, MANIFEST_FILE))
+        and (folder / MANIFEST_FILE).read_bytes() == manifest.read_bytes()
+        and not manifest_problems(folder)
+    )
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _equal_or_once_more(
+    connection: Connection,
+    *,
+    what: str,
+    digest: str,
+    copy: Callable[[bool], None],
+    digest_of_copy: Callable[[], str],
+    error: type[TileforgeError] = PreflightError,
+) -> None:
+    """Copy on from what is there; if the whole then differs, it was of another file: copy anew."""
+    for resume in (True, False):
+        copy(resume)
+        if digest_of_copy() == digest:
+            return
+    raise error(
+        f"{connection.node.name}: {what}: the copy's sha256 is not the original's, twice. Does "
+        "something write to it? Try again when it does not."
+    )
+
+
+def _send(
+    connection: Connection, source: Path, target: str, *, mode: int, resume: bool, timeout_s: float
+) -> None:
+    partial = target + _PARTIAL
+    with (
+        source.open("rb") as reader,
+        connection.guard(f"writing {target}", timeout_s=timeout_s),
+        connection.open_sftp() as sftp,
+    ):
+        most_bytes = source.stat().st_size
+        offset = _size(sftp, partial, most_bytes=most_bytes) if resume else 0
+        with sftp.open(partial, "r+b" if offset else "wb") as writer:
+            writer.chmod(mode)  # before there is anything to read
+            writer.set_pipelined(True)
+            reader.seek(offset)
+            writer.seek(offset)
+            while chunk := reader.read(_CHUNK_BYTES):
+                writer.write(chunk)
+
+
+def _size(sftp: SFTPClient, path: str, *, most_bytes: int) -> int:
+    try:
+        size = sftp.stat(path).st_size or 0
+    except FileNotFoundError:
+        return 0
+    return size if size <= most_bytes else 0
+
+
+def _receive(
+    connection: Connection,
+    source: str,
+    partial: Path,
+    *,
+    resume: bool,
+    most_bytes: int,
+    timeout_s: float,
+    error: type[TileforgeError],
+) -> None:
+    # tail streams; paramiko's own reads wait for each answer, or fetch ahead in a thread of theirs.
+    with open(partial, "ab" if resume else "wb", opener=_private) as writer:
+        done_bytes = writer.tell()
+        argv = ["tail", "-c", f"+{done_bytes + 1}", "--", source]
+        most_bytes = max(0, most_bytes - done_bytes)
+        done = connection.run(argv, timeout_s=timeout_s, sink=writer, most_bytes=most_bytes)
+    if done.status != 0:
+        said = printable(done.stderr.decode(errors="replace")).strip()
+        raise error(f"{connection.node.name}: reading {source}: {said}")
+
+
+def _private(path: str, flags: int) -> int:
+    descriptor = no_follow(path, flags)
+    os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+def _remote_sha256(connection: Connection, path: str) -> str:
+    line = connection.check_run(["sha256sum", "--", path], timeout_s=_SETTLE_S)
+    # For a name with a line break or a backslash the line begins with a backslash.
+    digest = line.lstrip(b"\\")[:64].decode("ascii", errors="replace")
+    if not re.fullmatch("[0-9a-f]{64}", digest):
+        raise AnswerError(f"{connection.node.name}: sha256sum printed {shown(digest)}.")
+    return digest
+
+
+_CHECKPOINT = re.compile(r"(step_[0-9]{1,20})?")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LOOK_S = 30.0
+_PROGRAM = "look.py"
+_UNPACK_S = 120.0
+_BUILD_S = 300.0
+_LEFT_OUT = ("__pycache__",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """The payload package as it is on this machine."""
+
+    root: Path
+    """The folder that the package is in."""
+    files: Mapping[str, str]
+    """sha256 by path."""
+
+    @property
+    def digest(self) -> str:
+        """Names the code: equal for equal files."""
+        return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def this_code() -> Code:
+    """The package that this program is part of."""
+    package = Path(payload.__file__).parent
+    files = {
+        str(path.relative_to(package.parent)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(package.rglob("*"))
+        if path.is_file() and not set(_LEFT_OUT) & set(path.parts)
+    }
+    return Code(root=package.parent, files=files)
+
+
+def look(
+    connection: Connection,
+    code: Code,
+    *,
+    venv: PurePosixPath,
+    programs: Sequence[str] = (),
+    wholes: Sequence[str] = (),
+) -> NodeLook:
+    """Return what the node has and lacks for a run; see node/look.py."""
+    arguments = {"action": "look", "venv": str(venv), "programs": list(programs)}
+    arguments |= {"wholes": list(wholes), **_files(code)}
+    answer = ask(connection, _PROGRAM, NodeLook, arguments, timeout_s=_LOOK_S)
+    # What it says it lacks is read here and sent to it.
+    require_known(
+        answer.missing or (), code.files, node=connection.node.name, what="missing: the file"
+    )
+    return answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunThere:
+    """What a node has of one run."""
+
+    run_id: str = checked(pattern=RUN_ID, wanted="a run's name")
+    checkpoint: str = checked(pattern=_CHECKPOINT, wanted="a checkpoint's name, or empty")
+    """The newest whole one; empty where there is none."""
+    state: str | None = checked(pattern=_SHA256, wanted="a sha256")
+    """Of state.json; None for a run that has never begun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunsThere:
+    """What a node has of all runs."""
+
+    running: str | None = checked(pattern=RUN_ID, wanted="a run's name")
+    """The run that is going on, whoever started it."""
+    runs: tuple[RunThere, ...] = checked(max_items=10_000)
+
+
+def runs_on(connection: Connection) -> RunsThere:
+    """What is going on on the node, and what its runs have. Raises PreflightError."""
+    return ask(connection, _PROGRAM, RunsThere, {"action": "running"}, timeout_s=_LOOK_S)
+
+
+def send_code(
+    connection: Connection, code: Code, missing: Sequence[str], *, home: PurePosixPath
+) -> None:
+    """Send the files that `look` called missing, and give the code its name there."""
+    root = home / "tileforge"
+    if missing:
+        content = archive({name: (code.root / name).read_bytes() for name in missing})
+        unpack(connection, content, root / f".payload-{code.digest}")
+    arguments = {"action": "finish", **_files(code)}
+    wrong = ask(connection, _PROGRAM, Finished, arguments, timeout_s=_LOOK_S).wrong
+    if wrong:
+        raise PreflightError(
+            f"{connection.node.name}: {len(wrong)} file(s) of the payload did not arrive whole, "
+            f"the first is {shown(wrong[0])}. Is its disk full? Try again."
+        )
+
+
+def build_kernels(
+    connection: Connection, code: Code, *, home: PurePosixPath, venv: PurePosixPath
+) -> str | None:
+    """Compile the kernels of this code on the node, as its ranks would at their start.
+
+    Returns why there are none, or None: ranks train without them, only slower.
+    """
+    root = home / "tileforge" / f"payload-{code.digest}"
+    argv = [
+        "env",
+        f"PYTHONPATH={root}",
+        str(venv / "bin" / "python"),
+        "-m",
+        "payload.train.kernels",
+    ]
+    try:
+        done = connection.run(argv, timeout_s=_BUILD_S)
+    except PreflightError as error:
+        return str(error)
+    if done.status == 0:
+        return None
+    said = (done.stdout or done.stderr).decode(errors="replace").strip().rpartition("\n")[2]
+    return said or f"status {done.status}"
+
+
+def make_room_for(
+    connection: Connection, run_dir: PurePosixPath, *, python: str, python_path: str
+) -> list[str]:
+    """Set aside what lies in the place of a run's files on the node.
+
+    Returns a sentence for each. Raises PreflightError.
+    """
+    argv = ["env", f"PYTHONPATH={python_path}", python, "-m", "payload.run_repair", str(run_dir)]
+    said = connection.check_run(argv, timeout_s=_LOOK_S).decode(errors="replace")
+    return printable(said).splitlines()
+
+
+def archive(files: Mapping[str, bytes]) -> bytes:
+    """A compressed tar of these files."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o644
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def unpack(connection: Connection, content: bytes, folder: PurePosixPath) -> None:
+    """Put an archive's files in `folder` on the node, which is made if need be."""
+    connection.check_run(["mkdir", "-p", "--", str(folder)], timeout_s=_LOOK_S)
+    argv = ["tar", "-xzf", "-", "-C", str(folder), "--no-same-owner"]
+    connection.check_run(argv, stdin=content, timeout_s=_UNPACK_S)
+
+
+def send_files(
+    connection: Connection, source: Path, target: PurePosixPath, files: Mapping[str, str | None]
+) -> None:
+    """Copy files of a folder to the node; what an attempt has copied, the next one keeps.
+
+    `files` has the sha256 by name, as far as it is known. The last one marks a folder as whole.
+    """
+    connection.check_run(["mkdir", "-p", "--", str(target)], timeout_s=_LOOK_S)
+    for name, sha256 in files.items():
+        timeout_s = _COPY_S + (source / name).stat().st_size / _SLOWEST_BYTES_PER_S
+        if not _has(connection, target / name, sha256, timeout_s=timeout_s):
+            put(connection, source / name, str(target / name), timeout_s=timeout_s)
+
+
+def _has(
+    connection: Connection, path: PurePosixPath, sha256: str | None, *, timeout_s: float
+) -> bool:
+    done = connection.run(["sha256sum", "--", str(path)], timeout_s=timeout_s)
+    return sha256 is not None and done.stdout.startswith(sha256.encode())
+
+
+def _files(code: Code) -> dict[str, Any]:
+    return {"digest": code.digest, "files": dict(code.files)}
