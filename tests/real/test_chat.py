@@ -15,6 +15,7 @@ from benchmarks.docstrings import write
 from payload.data_folder import load_meta
 from payload.errors import ExitCode
 from payload.export.__main__ import main as export
+from payload.models.registry import read_spec
 from payload.results import RunPaths
 from tests.real.test_smollm2 import of_transformers, run
 from tests.support.chat_data import prepare
@@ -108,6 +109,14 @@ def test_modules_that_are_held_out_have_no_pair_in_training(source: Path, data: 
 def test_the_loss_of_answers_about_other_modules_falls_by_fifteen_percent(trained: Path) -> None:
     found = [row["val_loss"] for row in metrics(trained) if "val_loss" in row]
     assert found[-1] < 0.85 * found[0]
+
+
+def test_a_checkpoint_is_below_four_percent_of_one_of_all_weights(trained: Path) -> None:
+    checkpoint = RunPaths(trained).checkpoint(STEPS)
+    tokenizer = [checkpoint / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    size = sum(each.stat().st_size for each in checkpoint.iterdir() if each not in tokenizer)
+    # Weights and AdamW's two moments, fp32.
+    assert size < 0.04 * read_spec(smollm2_folder()).num_params() * 12
 
 
 def prompt(folder: Path) -> torch.Tensor:
