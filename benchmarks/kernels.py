@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.machine import describe_machine
@@ -28,8 +28,14 @@ from benchmarks.tables import Table
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS, Gpt2Spec
 from payload.models.spec import logits_tokens
+from payload.run_config import AdapterSection
+from payload.train.kernels.accumulate import WeightGradients
 from payload.train.kernels.head import SLICE
 from payload.train.kernels.library import Library, load_library
+from payload.train.kernels.linears import LayerContext, join, lay_below_each_other
+from payload.train.kernels.low_precision import Bf16Copies
+from payload.train.models.lora import LoraLinear
+from payload.train.models.recognised import projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,8 @@ def _cases(library: Library, shape: Gpt2Spec, batch: int) -> Iterator[Case]:
         width, tokens = shape.n_embd, batch * shape.sequence_length
         for rows, columns in ((3, 1), (1, 1), (4, 1), (1, 4)):
             yield _weight_gradient(library, tokens, rows * width, columns * width)
+        for count, outputs in ((1, width), (3, width), (1, 4 * width)):
+            yield _adapted(library, tokens, count=count, inputs=width, outputs=outputs)
 
 
 def _attention(library: Library, shape: Gpt2Spec, batch: int) -> Iterator[Case]:
@@ -148,6 +156,34 @@ def _weight_gradient(library: Library, tokens: int, rows: int, width: int) -> Ca
         lambda: library.weight_gradient(grad, x, total, add=False),
         lambda: torch.mm(grad.t(), x).float(),
     )
+
+
+def _adapted(library: Library, tokens: int, *, count: int, inputs: int, outputs: int) -> Case:
+    """Frozen linears of one input with LoRA of rank 16, forward and backward."""
+    context = LayerContext(library, Bf16Copies(), WeightGradients(library))
+    settings = AdapterSection(kind="lora", rank=16)
+    layers = [LoraLinear(nn.Linear(inputs, outputs, bias=False), settings) for _ in range(count)]
+    for layer in layers:
+        layer.weight.requires_grad_(False)
+    lay_below_each_other([layer.weight for layer in layers])
+    joined = join([projection(layer) for layer in layers], context)
+    x, grad = _bf16(tokens, inputs), _bf16(tokens, count * outputs)
+    leaf, grads = x.clone().requires_grad_(), [each.contiguous() for each in grad.chunk(count, 1)]
+    trained = [each for layer in layers for each in (layer.lora_A, layer.lora_B)]
+
+    def kernel() -> None:
+        _, kept = joined.forward(x)
+        _, grad_low = joined.input_gradient(grad, kept)
+        joined.backward(grad, x, kept, grad_low)
+        for each in trained:
+            each.grad = None
+
+    def reference() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            made = [layer(leaf) for layer in layers]
+        torch.autograd.grad(made, [leaf, *trained], grads)
+
+    return Case(f"{count} with LoRA, {outputs} x {inputs}", kernel, reference)
 
 
 def _passes(library: Library, shape: Gpt2Spec, batch: int) -> Iterator[Case]:

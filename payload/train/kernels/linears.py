@@ -252,7 +252,7 @@ def below_each_other(parameters: Sequence[Tensor]) -> Tensor:
         size = (sum(len(each) for each in parameters), *first.shape[1:])
         return first.as_strided(size, first.stride())
     rows = [len(each) for each in parameters]
-    joined = torch.empty(sum(rows), *first.shape[1:], dtype=torch.bfloat16)
+    joined = first.new_empty((sum(rows), *first.shape[1:]), dtype=torch.bfloat16)
     for each, part in zip(parameters, torch.split(joined, rows), strict=True):
         part.copy_(each.detach())
     return joined
