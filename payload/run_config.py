@@ -269,8 +269,8 @@ class LaunchSection:
     """[launch]"""
 
     launcher: str = "auto"
-    """`mpirun`, `torchrun`, or `auto`: mpirun where Intel MPI runs (x86-64 Linux), else torchrun. A
-    run says which one it takes."""
+    """`mpirun`, `torchrun`, or `auto`: mpirun where Intel MPI runs (x86-64 Linux), else torchrun.
+    Each starts ranks on one machine or on a cluster. A run says which one it takes."""
     ranks_per_node: int | None = setting(None, low=1, high=4096)
     """none = one per NUMA domain."""
     threads_per_rank: int | None = setting(None, low=1, high=4096)

@@ -272,12 +272,18 @@ def heartbeat_argv(node: Node, *, plan: LaunchPlan, run_dir: Path, lifeline_s: f
     """Return ssh as the launcher uses it, with the program that tells how the node is."""
     program = [plan.program[0], "-m", "payload.supervise.heartbeat", "--run-dir", str(run_dir)]
     python_path = plan.environment.get("PYTHONPATH")
-    prefix = ["env", f"PYTHONPATH={python_path}"] if python_path else []
-    words = [*prefix, *program, "--lifeline", f"{lifeline_s:g}"]
-    return [
-        "ssh",
-        *plan.ssh,
-        *_SSH_OPTIONS,
+    return remote_argv(
         node.name,
-        shlex.join(words),
-    ]
+        ssh=(*plan.ssh, *_SSH_OPTIONS),
+        words=[*program, "--lifeline", f"{lifeline_s:g}"],
+        environment={"PYTHONPATH": python_path} if python_path else {},
+    )
+
+
+def remote_argv(
+    host: str, *, ssh: Sequence[str], words: Sequence[str], environment: Mapping[str, str]
+) -> list[str]:
+    """Return the command line that runs `words` on another node, with `environment` besides."""
+    settings = [f"{name}={value}" for name, value in environment.items()]
+    prefix = ["env", *settings] if settings else []
+    return ["ssh", *ssh, host, shlex.join([*prefix, *words])]

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from payload.errors import ConfigError
+from payload.launch.agents import AgentJob
 from payload.launch.arithmetic import work_out
 from payload.launch.environment import Rendezvous, common_environment
 from payload.launch.files import render_accelerate, render_hosts
@@ -101,6 +102,21 @@ def test_torchrun_gets_the_same_program() -> None:
     )
     argv = find("torchrun").argv(job)
     assert_golden("torchrun.1x2.argv", shlex.join(argv) + "\n")
+
+
+def test_torchrun_over_nodes_is_told_to_every_agent() -> None:
+    job = replace(JOB, executable="/venv/bin/python", words=(*JOB.words, "{scratch}"))
+    python, *start, text = find("torchrun").argv(job)
+    assert [python, *start] == ["/venv/bin/python", "-m", "payload.supervise.agents"]
+    agents = AgentJob.from_json(text)
+    assert agents.ssh == JOB.reach.ssh and agents.environment.items() >= ENVIRONMENT.items()
+    lines = [
+        shlex.join(agents.on_node(rank, f"10.0.0.{2 + rank}", scratch="/tmp/a b"))
+        for rank in range(2)
+    ]
+    # The ranks' own words stay as they are.
+    assert all(line.endswith(" '{scratch}'") for line in lines)
+    assert_golden("torchrun.2x2.argv", "\n".join(lines) + "\n")
 
 
 def test_plan_reads_back_as_it_was_written() -> None:

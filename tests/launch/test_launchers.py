@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ConfigError, ExitCode
+from payload.launch.agents import end_of_agent
 from payload.launch.environment import launcher_environment
+from payload.launch.launchers.base import LostNode, Report
 from payload.launch.launchers.registry import candidates, find, names
 from payload.orchestrate.sites.choose import require_launcher
 from payload.results import RunPaths
@@ -48,11 +50,22 @@ def test_a_launcher_keeps_the_variables_that_it_needs() -> None:
     assert kept == {"HOME": "/home/a", "SLURM_JOB_ID": "7"}
 
 
-def test_a_launcher_for_one_machine_is_refused_on_two_nodes() -> None:
+def test_a_launcher_for_one_machine_is_refused_on_two_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = parse_run_config("[launch]\nlauncher = 'torchrun'", where="test")
+    require_launcher(config, make_inventory(num_nodes=2))
+    monkeypatch.setattr(type(find("torchrun")), "spans_nodes", toy_launcher.LAUNCHER.spans_nodes)
     require_launcher(config, make_inventory(num_nodes=1))
     with pytest.raises(ConfigError, match=r"'torchrun' is for one machine, and .* has 2"):
         require_launcher(config, make_inventory(num_nodes=2))
+
+
+def test_the_end_of_a_node_s_agent_names_the_node_only_where_ssh_broke_off() -> None:
+    torchrun = find("torchrun")
+    lost = torchrun.report(f"{end_of_agent('10.0.0.3', 255)}\n{end_of_agent('10.0.0.2', 1)}\n")
+    assert lost == Report(lost=LostNode(address="10.0.0.3", how="exited with status 255"))
+    assert torchrun.report(end_of_agent("10.0.0.3", 1)) == Report()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ class Toy(Launcher):
     """This file, started as a program with the number of ranks and each rank's words."""
 
     variables = TORCH
+    spans_nodes = False
 
     def argv(self, job: Job) -> tuple[str, ...]:
         """Return this module's command line."""

@@ -1,9 +1,13 @@
-"""torch's own launcher, torchrun: on one node."""
+"""torch's own launcher, torchrun: one agent on each node, which meet on the head."""
 
 from __future__ import annotations
 
-from payload.launch.launchers.base import Job, Launcher
+from payload.launch import agents
+from payload.launch.launchers.base import Job, Launcher, Report
 from payload.rank_variables import TORCHRUN
+
+# Seconds. The agents are started together, and what never comes is for the supervisor to see.
+_JOIN_S = 120
 
 
 class Torchrun(Launcher):
@@ -11,19 +15,44 @@ class Torchrun(Launcher):
 
     variables = TORCHRUN
     preference = 1
-    spans_nodes = False
 
     def argv(self, job: Job) -> tuple[str, ...]:
-        """Return torchrun's command line; the ranks inherit its environment."""
-        return (
-            *(job.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", "1", "--nproc-per-node", str(job.world_size)),
-            *("--master-addr", job.rendezvous.address),
-            *("--master-port", str(job.rendezvous.port)),
-            # By default its own files go to a new folder in the temporary one, and stay there.
-            *("--max-restarts", "0", "--log-dir", str(job.folder / "logs" / "torchrun")),
-            *job.words,
+        """Return torchrun's command line; the ranks inherit its environment.
+
+        Over several nodes an agent is started on each. They meet through torch's c10d store, which
+        the head's agent serves on the run's port, and through which the ranks then meet, too.
+        """
+        program = (job.executable, "-m", "torch.distributed.run")
+        if job.nodes == 1:
+            return (
+                *program,
+                *("--nnodes", "1", "--nproc-per-node", str(job.world_size)),
+                *("--master-addr", job.rendezvous.address),
+                *("--master-port", str(job.rendezvous.port)),
+                # By default its own files go to a new folder in the temporary one, and stay there.
+                *("--max-restarts", "0", "--log-dir", str(job.folder / "logs" / "torchrun")),
+                *job.words,
+            )
+        command = (
+            *program,
+            *("--nnodes", str(job.nodes), "--nproc-per-node", str(job.ranks_per_node)),
+            *("--rdzv-backend", "c10d", "--rdzv-id", job.folder.name),
+            *("--rdzv-endpoint", f"{job.rendezvous.address}:{job.rendezvous.port}"),
+            # torch would look for the head by its hostname, which need not be resolved anywhere.
+            *("--rdzv-conf", f"is_host={agents.IS_HEAD},join_timeout={_JOIN_S}"),
+            *("--local-addr", agents.ADDRESS),
+            *("--max-restarts", "0", "--log-dir", agents.SCRATCH),
         )
+        # Without this, torch opens another store on a port that nobody has chosen.
+        return agents.agents_argv(job, command, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+
+    def rank_settings(self, *, nodes: int) -> dict[str, str]:
+        """Return where the ranks of several nodes meet: at the store of the head's agent."""
+        return {"TORCHELASTIC_USE_AGENT_STORE": "True"} if nodes > 1 else {}
+
+    def report(self, text: str) -> Report:
+        """Return which node's agent was lost."""
+        return agents.report_of_agents(text)
 
 
 LAUNCHER = Torchrun()

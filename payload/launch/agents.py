@@ -1,0 +1,85 @@
+"""Launchers with an agent of their own on every node: what the program that starts them is told.
+
+`payload.supervise.agents` starts one agent a node over SSH, and knows nothing of what it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from payload.launch.launchers.base import Job, LostNode, Report
+from payload.untrusted import build, parse_json
+
+NODE_RANK, IS_HEAD, ADDRESS, SCRATCH = "{node_rank}", "{is_head}", "{address}", "{scratch}"
+"""In an agent's own words: the node's place in the hosts file, 1 for the first node and 0 for
+others, the node's address, and an empty folder there that goes when the agent ends."""
+
+_LOST = re.compile(r"^agent on (?P<address>\S+) (?P<how>exited with status 255)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentJob:
+    """The agents of one attempt."""
+
+    hosts: str
+    """The hosts file on the head: one address a line, the head first."""
+    ssh: tuple[str, ...]
+    """ssh's arguments to reach the other nodes."""
+    command: tuple[str, ...]
+    """An agent's program and own words, with the places to fill in."""
+    words: tuple[str, ...]
+    """What follows them, as it is."""
+    environment: Mapping[str, str]
+    """What every agent gets besides its node's own environment."""
+
+    def to_json(self) -> str:
+        """Return it as one word of a command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> AgentJob:
+        """Read it again. Raises ConfigError."""
+        return build(cls, parse_json(text, where="agents"), where="agents")
+
+    def on_node(self, node_rank: int, address: str, *, scratch: str) -> tuple[str, ...]:
+        """Return one node's command line."""
+        values = {
+            NODE_RANK: str(node_rank),
+            IS_HEAD: str(int(node_rank == 0)),
+            ADDRESS: address,
+            SCRATCH: scratch,
+        }
+        filled = []
+        for word in self.command:
+            for place, value in values.items():
+                word = word.replace(place, value)
+            filled.append(word)
+        return (*filled, *self.words)
+
+
+def agents_argv(
+    job: Job, command: tuple[str, ...], environment: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Return the command line that starts an agent on every node from the head."""
+    agents = AgentJob(
+        hosts=str(job.hosts),
+        ssh=job.reach.ssh,
+        command=command,
+        words=job.words,
+        environment={**job.environment, **environment},
+    )
+    return (job.python, "-m", "payload.supervise.agents", agents.to_json())
+
+
+def end_of_agent(address: str, status: int) -> str:
+    """Return the line that tells how an agent ended."""
+    return f"agent on {address} exited with status {status}"
+
+
+def report_of_agents(text: str) -> Report:
+    """Return what the lines about agents say of the run's end: a node that ssh lost."""
+    lost = _LOST.search(text)
+    return Report(lost=LostNode(address=lost["address"], how=lost["how"]) if lost else None)

@@ -1,0 +1,151 @@
+"""`python -m payload.supervise.agents JOB`: a launcher's agent on every node, over SSH.
+
+On the head it starts itself once for each node, with `--node`, and writes that node's command to
+its input, one JSON object. The input stays open: it is the lifeline. Where it ends, because the
+head or the connection is gone, the run's processes on that node are ended. The exit status is the
+first that was not 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from payload.errors import ExitCode, TileforgeError
+from payload.hints import command
+from payload.launch.agents import AgentJob, end_of_agent
+from payload.launch.environment import RUN_DIR
+from payload.rank_variables import NODE_RANK
+from payload.supervise.processes import die_with_parent, kill_until_none
+from payload.supervise.stream import remote_argv
+from payload.untrusted import build, parse_json
+
+_LOOK_S = 0.1
+_KILL_S = 10.0
+# After one agent has ended by a failure. The supervisor, who knows what the ranks are at, ends the
+# rest sooner: this is for agents that wait for one that never began.
+_PATIENCE_S = 150.0
+_NOT_STARTED = (126, 127, 255)
+"""Statuses of ssh and of a shell that found no program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NodeJob:
+    """What a node is told."""
+
+    job: str
+    """The AgentJob, as JSON."""
+    node_rank: int
+    address: str
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Start the agents, or be one node's."""
+    parser = argparse.ArgumentParser(prog=command("supervise.agents"))
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("job", nargs="?", metavar="JOB", help="an AgentJob as JSON")
+    which.add_argument("--node", action="store_true", help="be one node's agent, from stdin")
+    arguments = parser.parse_args(argv)
+    try:
+        return _on_node(env) if arguments.node else _on_head(AgentJob.from_json(arguments.job))
+    except TileforgeError as error:
+        _say(f"error: {error}")
+        return error.exit_code
+
+
+def _on_head(job: AgentJob) -> int:
+    """Start one a node, and wait for all."""
+    hosts = Path(job.hosts).read_text(encoding="ascii").split()
+    agents = [_Agent(job, node_rank, address) for node_rank, address in enumerate(hosts)]
+    first, ends_s = 0, math.inf
+    while agents:
+        time.sleep(_LOOK_S)
+        for agent in [each for each in agents if each.process.poll() is not None]:
+            agents.remove(agent)
+            status = agent.process.returncode
+            if status:
+                _say(end_of_agent(agent.address, status))
+                first = first or status
+                patience_s = 0.0 if status in _NOT_STARTED else _PATIENCE_S
+                ends_s = min(ends_s, time.monotonic() + patience_s)
+        if time.monotonic() >= ends_s:
+            ends_s = math.inf
+            for agent in agents:
+                agent.end()
+    return 128 - first if first < 0 else first
+
+
+class _Agent:
+    """A node's agent as the head has it: a process here, or ssh to one there."""
+
+    def __init__(self, job: AgentJob, node_rank: int, address: str) -> None:
+        self.address = address
+        self._is_here = node_rank == 0
+        words = [sys.executable, "-m", "payload.supervise.agents", "--node"]
+        if not self._is_here:
+            names = ("PYTHONPATH", RUN_DIR)
+            settings = {name: job.environment[name] for name in names if name in job.environment}
+            words = remote_argv(address, ssh=job.ssh, words=words, environment=settings)
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, preexec_fn=die_with_parent(signal.SIGKILL)
+        )
+        told = {"job": job.to_json(), "node_rank": node_rank, "address": address}
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its status says more
+            self.process.stdin.write(json.dumps(told).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def end(self) -> None:
+        """Cut the lifeline. What is left on the head itself, the supervisor ends."""
+        assert self.process.stdin is not None
+        if self._is_here:
+            self.process.kill()
+        self.process.stdin.close()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def _on_node(env: Mapping[str, str]) -> int:
+    """Run the agent until it ends, or the lifeline does."""
+    line = sys.stdin.buffer.readline()
+    told = build(_NodeJob, parse_json(line, where="agents"), where="agents")
+    job = AgentJob.from_json(told.job)
+    with tempfile.TemporaryDirectory(prefix="tileforge-", ignore_cleanup_errors=True) as scratch:
+        argv = job.on_node(told.node_rank, told.address, scratch=scratch)
+        try:
+            agent = subprocess.Popen(
+                argv,
+                env={**env, **job.environment, NODE_RANK: str(told.node_rank)},
+                stdin=subprocess.DEVNULL,
+                preexec_fn=die_with_parent(signal.SIGKILL),
+            )
+        except OSError as error:
+            _say(f"error: {argv[0]}: {error.strerror}")
+            return 127
+        while agent.poll() is None:
+            # Nothing more is written: what can be read is the end.
+            if select.select([0], [], [], _LOOK_S)[0] and not os.read(0, 4096):
+                kill_until_none(Path(job.environment[RUN_DIR]), timeout_s=_KILL_S)
+                agent.kill()
+                agent.wait()
+                return ExitCode.RANK_LOST
+    return 128 - agent.returncode if agent.returncode < 0 else agent.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,107 @@
+"""A launcher's agents: real processes, here on the head's own node."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.launch.agents import ADDRESS, IS_HEAD, NODE_RANK, SCRATCH, AgentJob, end_of_agent
+from payload.launch.environment import RUN_DIR
+from payload.supervise.processes import kill_until_none, processes_of
+from tests.support.launching import REPO
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    yield folder
+    kill_until_none(folder, timeout_s=5)
+
+
+def start(run_dir: Path, program: str, *words: str) -> subprocess.Popen[str]:
+    """Start an agent that runs `program` with `words`, of which the last is verbatim."""
+    return begin(run_dir, job_of(run_dir, program, *words).to_json())
+
+
+def job_of(run_dir: Path, program: str, *words: str) -> AgentJob:
+    hosts = run_dir / "hosts"
+    hosts.write_text("127.0.0.1\n", encoding="ascii")
+    return AgentJob(
+        hosts=str(hosts),
+        ssh=(),
+        command=(sys.executable, "-c", program, *words),
+        words=("{address}",),
+        environment={RUN_DIR: str(run_dir), "PYTHONPATH": str(REPO), "GIVEN": "it's {scratch}"},
+    )
+
+
+def begin(run_dir: Path, word: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "payload.supervise.agents", word],
+        cwd=REPO,
+        env={**os.environ, RUN_DIR: str(run_dir)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_an_agent_gets_its_place_and_a_folder_that_goes(run_dir: Path) -> None:
+    program = (
+        "import json, os, sys\n"
+        "names = ('TILEFORGE_NODE_RANK', 'GIVEN')\n"
+        "was_there = os.path.isdir(sys.argv[4])\n"
+        "print(json.dumps([sys.argv[1:], [os.environ[name] for name in names], was_there]))\n"
+    )
+    agents = start(run_dir, program, NODE_RANK, f"is_host={IS_HEAD}", ADDRESS, SCRATCH)
+    out, err = agents.communicate(timeout=60)
+    assert agents.returncode == 0, err
+    (rank, head, address, scratch, verbatim), given, was_there = json.loads(out)
+    assert (rank, head, address, verbatim) == ("0", "is_host=1", "127.0.0.1", "{address}")
+    assert given == ["0", "it's {scratch}"]
+    assert was_there and not Path(scratch).exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)],
+)
+def test_the_status_is_that_of_the_agent(program: str, status: int, run_dir: Path) -> None:
+    agents = start(run_dir, program)
+    _, err = agents.communicate(timeout=60)
+    assert agents.returncode == status
+    assert end_of_agent("127.0.0.1", status) in err
+
+
+def test_nothing_outlives_the_lifeline(run_dir: Path) -> None:
+    begun = run_dir / "begun"
+    node = begin(run_dir, "--node")
+    job = job_of(run_dir, sleeper(begun)).to_json()
+    assert node.stdin is not None
+    node.stdin.write(json.dumps({"job": job, "node_rank": 1, "address": "10.0.0.3"}) + "\n")
+    node.stdin.flush()
+    wait_until(begun.exists, what="the agent's child")
+    node.stdin.close()
+    assert node.wait(timeout=60) == ExitCode.RANK_LOST
+    assert not processes_of(run_dir)
+
+
+def sleeper(begun: Path) -> str:
+    """A program whose own child would outlive it."""
+    child: Sequence[str] = [sys.executable, "-c", "import time; time.sleep(600)"]
+    return (
+        "import pathlib, subprocess, time\n"
+        f"subprocess.Popen({list(child)!r}, start_new_session=True)\n"
+        f"pathlib.Path({str(begun)!r}).touch()\n"
+        "time.sleep(600)\n"
+    )
