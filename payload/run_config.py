@@ -425,7 +425,7 @@ def _contradictions(config: RunConfig) -> list[str]:
     optimizer, schedule, train = config.optimizer, config.schedule, config.train
     spec = config.model.spec(sequence_length=1, vocab_size=1)
     found += _adapter_contradictions(config)
-    found += _strategy_contradictions(config)
+    found += strategy_contradictions(config)
     if spec.width() % spec.num_heads():
         found.append(
             f"model.n_embd = {spec.width()} is not a multiple of model.n_head = {spec.num_heads()}."
@@ -467,7 +467,8 @@ def _contradictions(config: RunConfig) -> list[str]:
     return found
 
 
-def _strategy_contradictions(config: RunConfig) -> list[str]:
+def strategy_contradictions(config: RunConfig) -> list[str]:
+    """Say what does not go with the run's strategy: a sentence for each."""
     distributed, found = config.distributed, []
     if distributed.strategy == "replicate":
         if distributed.shard_size is not None:

@@ -107,6 +107,11 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.set_defaults(command=run.plan)
     _add_what(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--strategies",
+        action="store_true",
+        help="compare what the ranks can do by memory and predicted step, and print nothing else",
+    )
 
 
 def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

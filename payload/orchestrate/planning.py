@@ -15,6 +15,7 @@ from payload.errors import CheckpointError, ConfigError, PreflightError
 from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import work_out
 from payload.launch.budget import time_limit
+from payload.launch.compare import Compared, compare_strategies
 from payload.launch.environment import Rendezvous, common_environment
 from payload.launch.files import render_accelerate, render_hosts
 from payload.launch.launchers.base import Job, Launcher, Reach
@@ -166,6 +167,8 @@ class PlannedRun:
     inventory: ClusterInventory
     placement: Placement
     plan: LaunchPlan
+    strategies: tuple[Compared, ...] = ()
+    """What the run's ranks could do instead, the best first."""
 
     def hosts(self) -> str:
         """The hosts file's text."""
@@ -276,7 +279,20 @@ def plan_run(
         ),
     )
     return PlannedRun(
-        paths=paths, config=config, inventory=inventory, placement=placement, plan=plan
+        paths=paths,
+        config=config,
+        inventory=inventory,
+        placement=placement,
+        plan=plan,
+        strategies=compare_strategies(
+            config,
+            spec=spec,
+            world_size=placement.world_size,
+            ranks_per_node=placement.ranks_per_node,
+            link_bytes_per_s=access.link_bytes_per_s,
+            peak_flops_per_s=access.peak_flops_per_s(config.precision.dtype),
+            free_bytes=access.free_memory_bytes(),
+        ),
     )
 
 

@@ -24,7 +24,7 @@ from payload.hints import run_command
 from payload.orchestrate.planning import PlannedRun, plan_run, require_known_sizes, settle_initial
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.follow import Tail, follow_run, say_end
-from payload.orchestrate.run.report import Estimate, estimate, log_tail, print_plan
+from payload.orchestrate.run.report import Estimate, estimate, log_tail, print_plan, strategy_table
 from payload.orchestrate.run.store import (
     all_runs,
     create_run,
@@ -86,7 +86,9 @@ def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
     _say_notes(planned, talk)
     data, earlier = Path(config.data.dir), all_runs(arguments.runs_dir)
     estimated = estimate(planned, data=data, earlier=earlier, is_local=is_local)
-    if arguments.json:
+    if arguments.strategies:
+        out.print(_strategies_json(planned) if arguments.json else strategy_table(planned))
+    elif arguments.json:
         out.print(_plan_json(planned, estimated))
     else:
         print_plan(planned, estimated, out)
@@ -327,6 +329,10 @@ def _port(holder: socket.socket) -> int:
 def _say_notes(planned: PlannedRun, talk: Console) -> None:
     for note in planned.plan.notes:
         talk.print(f"note: {note}")
+
+
+def _strategies_json(planned: PlannedRun) -> str:
+    return json.dumps({"strategies": [asdict(each) for each in planned.strategies]}, indent=2)
 
 
 def _plan_json(planned: PlannedRun, estimated: Estimate) -> str:

@@ -212,6 +212,23 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
     ]
 
 
+def strategy_table(planned: PlannedRun) -> str:
+    """Return the strategies of the run's ranks as a table, the best first."""
+    rows = [("strategy", "GiB a rank", "MiB sent a step", "exchange s", "step s", "fits")]
+    for each in planned.strategies:
+        step = "not measured" if each.step_s is None else f"{each.step_s:.3g}"
+        fits = {True: "yes", False: "no", None: "not known"}[each.fits]
+        memory, sent = each.memory_bytes / _GIB, each.sent_bytes / _MIB
+        rows.append(
+            (each.name(), f"{memory:.1f}", f"{sent:,.0f}", f"{each.sync_s:.3g}", step, fits)
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
 def _exchanged(numbers: Arithmetic) -> str:
     """Return what is exchanged in a step, and for shards the mesh of ranks that it goes over."""
     if numbers.shards == 1:

@@ -1,0 +1,86 @@
+"""The strategies that a run could have on its ranks, by what the plan predicts of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from payload.launch.arithmetic import work_out
+from payload.models.spec import ModelSpec
+from payload.run_config import DistributedSection, RunConfig, strategy_contradictions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One strategy on the run's ranks."""
+
+    strategy: str
+    shard_size: int
+    """Ranks that hold the model together."""
+    memory_bytes: int
+    """Estimate of a rank's peak."""
+    sent_bytes: int
+    """What each rank sends in a step."""
+    sync_s: float
+    """Predicted time of a step's exchange if nothing of it overlapped."""
+    step_s: float | None
+    """Predicted time of a step; None where the peak was not measured."""
+    fits: bool | None
+    """Whether the ranks of a node fit into its free memory; None where that is not known."""
+
+    def name(self) -> str:
+        """Return the strategy in words."""
+        return "replicate" if self.shard_size == 1 else f"{self.strategy}, {self.shard_size} ranks"
+
+
+def compare_strategies(
+    config: RunConfig,
+    *,
+    spec: ModelSpec,
+    world_size: int,
+    ranks_per_node: int,
+    link_bytes_per_s: float,
+    peak_flops_per_s: float | None,
+    free_bytes: int | None,
+) -> tuple[Compared, ...]:
+    """Return the possible strategies: those that fit first, each of them by its predicted step.
+
+    `free_bytes` is a node's free memory, which its ranks share.
+    """
+    found = []
+    for distributed in _candidates(config.distributed, world_size=world_size):
+        changed = replace(config, distributed=distributed)
+        if strategy_contradictions(changed):
+            continue
+        numbers = work_out(
+            changed,
+            spec=spec,
+            world_size=world_size,
+            link_bytes_per_s=link_bytes_per_s,
+            peak_flops_per_s=peak_flops_per_s,
+        )
+        need = numbers.memory_bytes_per_rank * ranks_per_node
+        found.append(
+            Compared(
+                strategy=distributed.strategy,
+                shard_size=numbers.shards,
+                memory_bytes=numbers.memory_bytes_per_rank,
+                sent_bytes=numbers.replicate_bytes + numbers.shard_bytes,
+                sync_s=numbers.sync_s,
+                step_s=numbers.step_s,
+                fits=None if free_bytes is None else need <= free_bytes,
+            )
+        )
+    return tuple(sorted(found, key=_rank))
+
+
+def _candidates(now: DistributedSection, *, world_size: int) -> Iterator[DistributedSection]:
+    yield replace(now, strategy="replicate", shard_size=None)
+    for size in range(2, world_size + 1):
+        if world_size % size == 0:
+            yield replace(now, strategy="shard", shard_size=size)
+
+
+def _rank(each: Compared) -> tuple[bool, float, int]:
+    seconds = each.sync_s if each.step_s is None else each.step_s
+    return each.fits is False, seconds, each.memory_bytes

@@ -1,0 +1,47 @@
+"""Which strategies a plan compares, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from payload.launch.compare import Compared, compare_strategies
+from payload.models.gpt2 import PRESETS
+from payload.run_config import parse_run_config
+
+SPEC = replace(PRESETS["gpt2-medium"], sequence_length=64)
+GIB = 2**30
+
+
+def compared(*settings: str, free_gib: int | None, ranks: int = 4) -> tuple[Compared, ...]:
+    words = ("batch.micro_batch_size=1", "batch.global_batch_size=8", "data.sequence_length=64")
+    return compare_strategies(
+        parse_run_config("", overrides=[*words, *settings], where="test"),
+        spec=SPEC,
+        world_size=ranks,
+        ranks_per_node=2,
+        link_bytes_per_s=1e9,
+        peak_flops_per_s=1e12,
+        free_bytes=None if free_gib is None else free_gib * GIB,
+    )
+
+
+def test_the_fastest_is_first_where_all_fit() -> None:
+    found = compared(free_gib=64)
+    assert [each.name() for each in found] == ["replicate", "shard, 2 ranks", "shard, 4 ranks"]
+    assert all(each.fits for each in found)
+    assert found[0].memory_bytes > found[1].memory_bytes > found[2].memory_bytes
+
+
+def test_what_does_not_fit_comes_last() -> None:
+    found = compared(free_gib=9)
+    assert [each.name() for each in found] == ["shard, 2 ranks", "shard, 4 ranks", "replicate"]
+    assert [each.fits for each in found] == [True, True, False]
+
+
+def test_unknown_memory_decides_nothing() -> None:
+    assert {each.fits for each in compared(free_gib=None)} == {None}
+
+
+def test_what_a_setting_rules_out_is_not_compared() -> None:
+    assert [each.name() for each in compared("optimizer.name=muon", free_gib=64)] == ["replicate"]
+    assert [each.name() for each in compared(free_gib=64, ranks=1)] == ["replicate"]
