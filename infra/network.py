@@ -10,14 +10,14 @@ from pulumi import ComponentResource, Input, ResourceOptions
 from pulumi_gcp import compute, dns
 
 from infra.labels import EXPIRES, IGNORED, mark
+from payload.inventory import RANK_PORTS
 
 SUBNET = "10.60.0.0/24"
 FIRST_HOST = 10
 """The head's last number within the subnet; the workers' follow."""
 
-# ssh; where ranks meet (payload.orchestrate.local); the kernel's own range, which gloo and mpirun
-# take their ports from.
-NODE_PORTS = ("22", "20000-31999", "32768-60999")
+# ssh; where ranks meet; the kernel's own range, which gloo and mpirun take their ports from.
+NODE_PORTS = ("22", f"{RANK_PORTS[0]}-{RANK_PORTS[-1]}", "32768-60999")
 _EVERYWHERE = "0.0.0.0/0"
 # restricted.googleapis.com: the Google APIs that VPC Service Controls can restrict, at addresses
 # that are not announced to the internet; the VPC's default route leads there.

@@ -19,6 +19,10 @@ from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_jso
 
 SCHEMA_VERSION = 1
 
+RANK_PORTS = range(20_000, 32_000)
+"""Where the ranks meet: below Linux' range for outgoing connections (32768 and up), above what
+services use."""
+
 AccessKind = Literal["iap", "direct", "local"]
 Source = Literal["pulumi", "file", "local"]
 

@@ -17,8 +17,15 @@ from typing import Any
 import pytest
 
 from payload.errors import PreflightError
+from payload.inventory import RANK_PORTS
 from payload.orchestrate.preflight.findings import NodeFacts
-from payload.orchestrate.ssh.streams import Signalled, parse_answer, remote_argv, remote_stdin
+from payload.orchestrate.ssh.streams import (
+    NODE_FOLDER,
+    Signalled,
+    parse_answer,
+    remote_argv,
+    remote_stdin,
+)
 from payload.untrusted import build
 from tests.support.launching import free_port
 from tests.support.waiting import wait_until
@@ -49,6 +56,16 @@ def test_a_remote_program_needs_the_standard_library_alone(path: Path) -> None:
         if isinstance(node, ast.ImportFrom):
             names = [node.module or "."]
         assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+def test_a_node_is_looked_at_for_the_ports_and_the_folder_that_the_operator_means(
+    tmp_path: Path,
+) -> None:
+    held = tmp_path / NODE_FOLDER / "payload-x"
+    held.mkdir(parents=True)
+    arguments = {"action": "look", "digest": "x", "files": {}, "venv": "/no", "programs": []}
+    found = run_remote("look.py", {**arguments, "wholes": []}, home=tmp_path)
+    assert found["missing"] is None and found["port"] in RANK_PORTS
 
 
 def probe(tmp_path: Path, *, state: str | None, route_to: str | None = "127.0.0.3") -> NodeFacts:

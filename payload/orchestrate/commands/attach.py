@@ -54,7 +54,7 @@ from payload.orchestrate.sites.choose import load_cluster
 from payload.orchestrate.sites.cluster import VENV
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.files import look, this_code
-from payload.orchestrate.ssh.streams import Login
+from payload.orchestrate.ssh.streams import NODE_FOLDER, Login
 from payload.results import RunPaths, StopWish, Summary, last_record, point_latest_at
 from payload.run_config import load_run_config
 from payload.run_lock import FORCE_SIGNAL
@@ -266,7 +266,7 @@ def attach_to(
             f"{paths.root} is no copy of a run on {inventory.cluster}, and stays as it is. Move it "
             "away, or name another folder with --runs-dir."
         )
-    run_dir = home / "tileforge" / "runs" / paths.run_id
+    run_dir = home / NODE_FOLDER / "runs" / paths.run_id
     run = RemoteRun(paths, inventory, run_dir=run_dir, key=key, connect=connect)
     try:
         if not exists:

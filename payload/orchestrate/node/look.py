@@ -166,7 +166,7 @@ def route(address: str | None) -> dict[str, Any]:
     return {"interface": entry["dev"], "source_address": entry.get("prefsrc"), "mtu": mtu}
 
 
-# Below Linux' range for outgoing connections (32768 and up), above what services use.
+# `payload.inventory.RANK_PORTS`, of which a node that has no code of ours knows nothing.
 _PORTS = range(20_000, 32_000)
 _RUN_ID = re.compile(r"(?!latest\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _CHECKPOINT = re.compile(r"step_([0-9]{8,20})")

@@ -16,7 +16,7 @@ from typing import Any
 
 import payload
 from payload.errors import ConfigError, SshAuthError, TileforgeError
-from payload.inventory import ClusterInventory, Node
+from payload.inventory import RANK_PORTS, ClusterInventory, Node
 from payload.launch.launchers.registry import AUTO
 from payload.orchestrate.node.look import probe
 from payload.orchestrate.planning import choose_launcher
@@ -58,7 +58,7 @@ _PROBE_S = 15.0
 _MESH_S = 6.0
 _EXPOSED_S = 3.0
 # One where the ranks meet, one of those that gloo takes from the kernel.
-_PORT_RANGES = (range(20_000, 32_000), range(33_000, 60_000))
+_PORT_RANGES = (RANK_PORTS, range(33_000, 60_000))
 _LOCAL_CHECKS = ("cpu", "memory", "disk", "name")
 
 

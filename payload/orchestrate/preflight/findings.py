@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from payload.errors import ExitCode, TileforgeError
-from payload.inventory import Node
+from payload.inventory import RANK_PORTS, Node
 from payload.launch.launchers.registry import names
 from payload.orchestrate.node.mesh import BULK_BYTES
 from payload.orchestrate.ssh.streams import MeshAnswer, Pair
@@ -318,7 +318,8 @@ def exposure_finding(head: Node, *, port: int) -> Finding:
         f"this machine is no node and reaches port {port} of {address}, so others may, too: the "
         "port where the ranks meet has no password"
     )
-    fix = "Open TCP 20000-31999 and 32768-60999 to the nodes' addresses alone (docs/security.md)."
+    meeting = f"{RANK_PORTS[0]}-{RANK_PORTS[-1]}"
+    fix = f"Open TCP {meeting} and 32768-60999 to the nodes' addresses alone (docs/security.md)."
     return _warning(head, "ports", cause, fix)
 
 

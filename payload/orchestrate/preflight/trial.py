@@ -35,7 +35,7 @@ from payload.orchestrate.ssh.keys import (
     install_run_key,
     remove_run_key,
 )
-from payload.orchestrate.ssh.streams import Left, NodeLook, ask, on_every_node
+from payload.orchestrate.ssh.streams import NODE_FOLDER, Left, NodeLook, ask, on_every_node
 from payload.run_config import LaunchSection, RunConfig
 from payload.untrusted import build, shown
 
@@ -166,7 +166,7 @@ def try_cluster(
     if head.running is not None:
         return _not_measured(head.running)
     run_id = f"preflight-{secrets.token_hex(4)}"
-    run_dir = PurePosixPath(head.home, "tileforge", "runs", run_id)
+    run_dir = PurePosixPath(head.home, NODE_FOLDER, "runs", run_id)
     try:
         with claimed(cluster, inventory, run_dir=run_dir, say=talk.print) as claim:
             if claim.running is not None:
@@ -245,7 +245,7 @@ def _start(
         port=head.port,
         folder=key.folder,
         python=str(VENV / "bin" / "python"),
-        python_path=str(PurePosixPath(head.home) / "tileforge" / f"payload-{code.digest}"),
+        python_path=str(PurePosixPath(head.home) / NODE_FOLDER / f"payload-{code.digest}"),
         launcher=launcher,
         executable=venv_executable(launcher),
         reach=Reach(

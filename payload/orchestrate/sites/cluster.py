@@ -14,7 +14,7 @@ from payload.checkpoint_files import MANIFEST_FILE, load_manifest
 from payload.data_folder import META_NAME, load_meta
 from payload.errors import ConfigError, PreflightError
 from payload.hf_folder import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILES, weight_files
-from payload.inventory import ClusterInventory, Node
+from payload.inventory import RANK_PORTS, ClusterInventory, Node
 from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.plan import rank_program
 from payload.models.source import find_source
@@ -32,7 +32,7 @@ from payload.orchestrate.ssh.files import (
     send_files,
     this_code,
 )
-from payload.orchestrate.ssh.streams import NodeLook, all_or_raise, on_every_node
+from payload.orchestrate.ssh.streams import NODE_FOLDER, NodeLook, all_or_raise, on_every_node
 from payload.results import RunPaths
 from payload.run_config import DtypeChoice, RunConfig
 from payload.untrusted import shown
@@ -271,7 +271,7 @@ def bring_data(
 ) -> PurePosixPath:
     """To the nodes that lack it, each from here; returns where it is."""
     whole = _whole_data(source)
-    target = _home(answers, inventory.head) / "tileforge" / PurePosixPath(whole).parent
+    target = _home(answers, inventory.head) / NODE_FOLDER / PurePosixPath(whole).parent
     known = load_meta(source).all_files()
     files = {**{name: entry.sha256 for name, entry in known.items()}, META_NAME: None}
     nodes = [node for node in inventory.nodes if whole not in answers[node.name].has]
@@ -297,7 +297,7 @@ def bring_weights(
     """To the head if it lacks them, as rank 0 alone reads them; returns where they are."""
     head = inventory.head
     whole = _whole_weights(weights)
-    target = _home(answers, head) / "tileforge" / PurePosixPath(whole).parent
+    target = _home(answers, head) / NODE_FOLDER / PurePosixPath(whole).parent
     if whole not in answers[head.name].has:
         size = weights.size_bytes() / 1e6
         talk.print(f"weights {weights.folder}: sending {size:,.0f} MB to {head.name}")
@@ -319,7 +319,7 @@ def _home(answers: Answers, node: Node) -> PurePosixPath:
     return PurePosixPath(answers[node.name].home)
 
 
-_PORT = 20_000  # the first of those that `run` chooses from
+_PORT = RANK_PORTS.start  # the first of those that `run` chooses from
 _INTERFACE = "ens4"  # Compute Engine's
 
 
@@ -341,7 +341,7 @@ def plan_elsewhere(
     home = assumed_home(inventory)
     record = known_trial(inventory, root)
     planned = plan_run(
-        RunPaths(Path(home / "tileforge" / "runs" / run_id)),
+        RunPaths(Path(home / NODE_FOLDER / "runs" / run_id)),
         config=config,
         chosen=chosen,
         access=assumed_access(inventory, record, run_id=run_id),
@@ -373,7 +373,7 @@ def assumed_access(
         },
         memory_bytes=int(min(node.memory_gib for node in inventory.nodes) * 2**30),
         head=inventory.head.name,
-        code=home / "tileforge" / f"payload-{this_code().digest}",
+        code=home / NODE_FOLDER / f"payload-{this_code().digest}",
         ssh_config=home / ".ssh" / "tileforge" / run_id / "ssh_config",
         tcmalloc_library="libtcmalloc_minimal.so.4",
         measured=record.measured if record else None,

@@ -19,7 +19,7 @@ from shutil import which
 
 import payload
 from payload.errors import PreflightError, UsageError
-from payload.inventory import Access, ClusterInventory, Node
+from payload.inventory import RANK_PORTS, Access, ClusterInventory, Node
 from payload.launch.arithmetic import LOOPBACK_BYTES_PER_S
 from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.plan import rank_program
@@ -156,8 +156,6 @@ def _siblings(cpus: Path, cpu: int, allowed: Collection[int]) -> list[int]:
 
 _TCMALLOC = ("tcmalloc", "tcmalloc_minimal")
 _KILL_S = 10.0
-# Below Linux' range for outgoing connections (32768 and up), above what services use.
-_PORTS = range(20_000, 32_000)
 
 
 class LocalAccess:
@@ -246,13 +244,13 @@ class LocalAccess:
 
         Two runs that start at once get different ports.
         """
-        for port in random.sample(_PORTS, k=100):
+        for port in random.sample(RANK_PORTS, k=100):
             holder = _try_port(port)
             if holder is not None:
                 return holder
         raise PreflightError(
-            f"none of 100 ports between {_PORTS.start} and {_PORTS.stop} is free. Stop what holds "
-            "them."
+            f"none of 100 ports between {RANK_PORTS.start} and {RANK_PORTS.stop} is free. Stop "
+            "what holds them."
         )
 
     def start_supervisor(

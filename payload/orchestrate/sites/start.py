@@ -46,7 +46,14 @@ from payload.orchestrate.ssh.keys import (
     remove_dead_keys,
     remove_run_key,
 )
-from payload.orchestrate.ssh.streams import Begun, Login, NodeLook, all_or_raise, on_every_node
+from payload.orchestrate.ssh.streams import (
+    NODE_FOLDER,
+    Begun,
+    Login,
+    NodeLook,
+    all_or_raise,
+    on_every_node,
+)
 from payload.results import RunPaths, new_run_id
 from payload.run_config import LimitsSection, RunConfig
 from payload.run_repair import make_room
@@ -111,7 +118,7 @@ def run_on_cluster(
         found = _other_run(head, wanted)
         code = None
         if found is None:
-            run_dir = PurePosixPath(head.home, "tileforge", "runs", wanted.paths.run_id)
+            run_dir = PurePosixPath(head.home, NODE_FOLDER, "runs", wanted.paths.run_id)
             run = RemoteRun(wanted.paths, inventory, run_dir=run_dir, key=key, connect=connect)
             # Before anything is written or installed: two who resume one run must not mix.
             with claimed(cluster, inventory, run_dir=run_dir, say=talk.print) as claim:
@@ -303,7 +310,7 @@ def _plan(
     home: PurePosixPath,
 ) -> PlannedRun:
     """The plan as it holds on the nodes."""
-    root = home / "tileforge"
+    root = home / NODE_FOLDER
     libraries = {answer.tcmalloc for answer in answers.values()}
     head = wanted.chosen.inventory.head.name
     port = answers[head].port

@@ -28,7 +28,7 @@ from payload.checkpoint_files import (
 from payload.errors import AnswerError, CheckpointError, PreflightError, TileforgeError
 from payload.orchestrate.run.mirror import inside, make_folder, set_aside_no_folder
 from payload.orchestrate.ssh.connection import Connection, SFTPClient
-from payload.orchestrate.ssh.streams import Finished, NodeLook, ask, require_known
+from payload.orchestrate.ssh.streams import NODE_FOLDER, Finished, NodeLook, ask, require_known
 from payload.results import RunPaths, is_odd_file
 from payload.untrusted import MAX_FILE_BYTES, RUN_ID, checked, no_follow, printable, shown
 
@@ -349,7 +349,7 @@ def send_code(
     connection: Connection, code: Code, missing: Sequence[str], *, home: PurePosixPath
 ) -> None:
     """Send the files that `look` called missing, and give the code its name there."""
-    root = home / "tileforge"
+    root = home / NODE_FOLDER
     if missing:
         content = archive({name: (code.root / name).read_bytes() for name in missing})
         unpack(connection, content, root / f".payload-{code.digest}")
@@ -369,7 +369,7 @@ def build_kernels(
 
     Returns why there are none, or None: ranks train without them, only slower.
     """
-    root = home / "tileforge" / f"payload-{code.digest}"
+    root = home / NODE_FOLDER / f"payload-{code.digest}"
     argv = [
         "env",
         f"PYTHONPATH={root}",

@@ -159,6 +159,10 @@ class ProxyProcess:
         self._said.close()
 
 
+NODE_FOLDER = "tileforge"
+"""Below the login's home on a node: code, data, weights and runs. The programs of node/, which
+import nothing of ours, have the same."""
+
 FOLDER = re.compile(r"(?=.{2,1024}\Z)(?!.*/\.{1,2}(?:/|\Z))(?:/[A-Za-z0-9._@+,=~-]+)+")
 """An absolute path that is a plain word in a shell, in ssh_config and in mpirun's settings."""
 
