@@ -299,7 +299,7 @@ def test_the_run_that_a_head_names_never_leads_out_of_the_runs_folder(
     monkeypatch.chdir(folder)
     before = files_below(folder)
     hostile = str(keys) if running == "/var/op/.ssh" else running
-    lie(head, place={**LOOK, "running": hostile, "missing": None}, control={"whole": {}})
+    lie(head, look={**LOOK, "running": hostile, "missing": None}, control={"whole": {}})
     arguments = argparse.Namespace(
         inventory=str(inventory), ssh_key=login.key, run=None, runs_dir=folder / "runs", json=False
     )
@@ -332,7 +332,7 @@ def test_the_run_that_a_head_names_is_no_other_run_of_the_operator_s(
         paths.root.symlink_to(folder / "elsewhere")
     monkeypatch.chdir(folder)
     before = files_below(folder)
-    lie(head, place={**LOOK, "running": "mine", "missing": None})
+    lie(head, look={**LOOK, "running": "mine", "missing": None})
     arguments = argparse.Namespace(
         inventory="inventory.json",
         ssh_key=login.key,
@@ -350,7 +350,7 @@ def test_the_run_that_a_head_names_is_no_other_run_of_the_operator_s(
     "name", ["/etc/passwd", "../../secret", "payload/none.py", "", "pyproject.toml"]
 )
 def test_a_node_gets_no_file_but_the_payload_s_own(head: Sshd, cluster: Cluster, name: str) -> None:
-    lie(head, place={**LOOK, "missing": ["payload/__init__.py", name]})
+    lie(head, look={**LOOK, "missing": ["payload/__init__.py", name]})
     with pytest.raises(
         AnswerError, match=r"^node-0: its answer: missing: the file .* not asked for"
     ):
@@ -359,7 +359,7 @@ def test_a_node_gets_no_file_but_the_payload_s_own(head: Sshd, cluster: Cluster,
 
 @pytest.mark.sshd
 def test_a_login_s_greeting_and_a_short_answer_are_told_apart(head: Sshd, cluster: Cluster) -> None:
-    lie(head, place={})
+    lie(head, look={})
     with pytest.raises(AnswerError, match=r"^node-0: its answer: missing: running, runs"):
         runs_on(cluster.connect(head.node))
 
