@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from payload.checkpoint_files import ADAPTER_FILES
+from payload.checkpoint_files import ADAPTER_FILES, TRAINER_FILE
 from payload.errors import CheckpointError
 from payload.models.adapter import ALL_LINEAR
-from payload.run_config import AdapterSection
+from payload.run_config import AdapterSection, Quantize
 from payload.untrusted import build, checked, parse_json, read_bytes, shown
 
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = ADAPTER_FILES
@@ -60,6 +60,25 @@ class AdapterConfig:
 def has_adapter(folder: Path) -> bool:
     """Say whether `folder` holds an adapter instead of a model."""
     return (folder / ADAPTER_CONFIG_FILE).is_file()
+
+
+def recorded_base(folder: Path) -> Mapping[str, object]:
+    """Return what a run's checkpoint says of its adapter's base; nothing for other programs' files.
+
+    Raises CheckpointError for a damaged file.
+    """
+    path = folder / TRAINER_FILE
+    if not path.is_file():
+        return {}
+    fix = "Use another checkpoint."
+    raw = parse_json(read_bytes(path), where=str(path), fix=fix, error=CheckpointError)
+    found = raw.get("base") if isinstance(raw, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def base_quantization(folder: Path) -> Quantize:
+    """Return how the base's linears were quantised when the adapter in `folder` was trained."""
+    return "nf4" if recorded_base(folder).get("quantize") == "nf4" else "none"
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:

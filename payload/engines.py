@@ -6,13 +6,15 @@ import importlib.util
 import shutil
 
 from payload.errors import ConfigError
-from payload.run_config import DistributedSection, EngineSection
+from payload.run_config import DistributedSection, EngineSection, Quantize
 
 IPEX_MODULE = "intel_extension_for_pytorch"
 IPEX_INSTALL = (
     "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0, in an environment of its own"
 )
 CCL_MODULE = "oneccl_bindings_for_pytorch"
+QUANTIZER_MODULE = "bitsandbytes"
+_QUANTIZER_INSTALL = "pip install 'bitsandbytes>=0.50,<0.51'"
 
 _CCL_INSTALL = (
     "pip install torch==2.8.0 oneccl_bind_pt==2.8.0 --extra-index-url "
@@ -39,7 +41,9 @@ def require_compiler(settings: EngineSection) -> None:
         )
 
 
-def require_packages_here(engine: EngineSection, distributed: DistributedSection) -> None:
+def require_packages_here(
+    engine: EngineSection, distributed: DistributedSection, *, quantize: Quantize
+) -> None:
     """Raise ConfigError, with what installs it, for a package that this environment lacks."""
     require_known_backend(distributed)
     require_compiler(engine)
@@ -47,6 +51,8 @@ def require_packages_here(engine: EngineSection, distributed: DistributedSection
         raise ipex_missing("not installed")
     if distributed.backend == "ccl" and importlib.util.find_spec(CCL_MODULE) is None:
         raise ccl_missing("not installed")
+    if quantize == "nf4" and importlib.util.find_spec(QUANTIZER_MODULE) is None:
+        raise bitsandbytes_missing("not installed")
 
 
 def ipex_missing(reason: object) -> ConfigError:
@@ -62,4 +68,12 @@ def ccl_missing(reason: object) -> ConfigError:
     return ConfigError(
         f"distributed.backend = 'ccl' needs oneccl_bind_pt ({reason}). Install it with: "
         f"{_CCL_INSTALL} (or use gloo)."
+    )
+
+
+def bitsandbytes_missing(reason: object) -> ConfigError:
+    """Return the error for model.quantize = 'nf4' without its package."""
+    return ConfigError(
+        f"model.quantize = 'nf4' needs bitsandbytes ({reason}). Install it with: "
+        f"{_QUANTIZER_INSTALL} (or use model.quantize = 'none')."
     )

@@ -21,6 +21,7 @@ _FIXED = (
     ("run", "seed"),
     ("data", "sequence_length"),
     ("model", "preset"),
+    ("model", "quantize"),
     ("model", "bias"),
     ("model", "n_layer"),
     ("model", "n_head"),
@@ -39,6 +40,7 @@ _MAX_BYTES = 2**20
 
 Preset = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 DtypeChoice = Literal["auto", "bf16", "fp32"]
+Quantize = Literal["none", "nf4"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,9 @@ class ModelSection:
     """Sizes of a model from scratch; weights of `init` have their own."""
     init: str = "scratch"
     """`scratch`, a Hugging Face name or folder, a GGUF file, a run or one of its checkpoints."""
+    quantize: Quantize = "none"
+    """`nf4`: the layers' linears in 4 bits below an adapter, computed in bf16; needs the extra
+    `quant`."""
     dropout: float = setting(0.0, low=0.0, high=0.99)
     bias: bool = True
     """Of a model from scratch, likewise."""
@@ -367,7 +372,11 @@ class RunConfig:
             return spec
         adapter = self.adapter
         return AdaptedSpec.of(
-            spec, rank=adapter.rank, target=adapter.target, dropout=adapter.dropout
+            spec,
+            rank=adapter.rank,
+            target=adapter.target,
+            dropout=adapter.dropout,
+            is_quantized=self.model.quantize != "none",
         )
 
     def longest_wait_s(self) -> float:
@@ -425,6 +434,7 @@ def _contradictions(config: RunConfig) -> list[str]:
     optimizer, schedule, train = config.optimizer, config.schedule, config.train
     spec = config.model.spec(sequence_length=1, vocab_size=1)
     found += _adapter_contradictions(config)
+    found += _quantize_contradictions(config)
     found += strategy_contradictions(config)
     if spec.width() % spec.num_heads():
         found.append(
@@ -491,6 +501,31 @@ def strategy_contradictions(config: RunConfig) -> list[str]:
         found.append(
             f'distributed.backend = "{distributed.backend}": strategy = "shard" is for gloo alone. '
             "Use gloo."
+        )
+    return found
+
+
+def _quantize_contradictions(config: RunConfig) -> list[str]:
+    if config.model.quantize == "none":
+        return []
+    found, setting = [], f'model.quantize = "{config.model.quantize}"'
+    if not config.adapter.is_on():
+        found.append(
+            f'{setting}: weights of 4 bits cannot be trained. Set adapter.kind = "lora", or '
+            'model.quantize = "none" for full training.'
+        )
+    if config.engine.kind != "native":
+        found.append(
+            f'{setting} does not run on engine.kind = "{config.engine.kind}". Set it to "native".'
+        )
+    if config.precision.dtype == "fp32":
+        found.append(
+            f'{setting} computes in bf16, but precision.dtype = "fp32". Set it to "bf16" or "auto".'
+        )
+    if config.distributed.strategy != "replicate":
+        found.append(
+            f"{setting} does not run with distributed.strategy = "
+            f'"{config.distributed.strategy}". Set it to "replicate".'
         )
     return found
 

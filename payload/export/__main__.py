@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from payload.adapter_files import has_adapter, read_adapter_config
+from payload.adapter_files import base_quantization, has_adapter, read_adapter_config
 from payload.errors import CheckpointError, ExitCode, TileforgeError, UsageError
 from payload.export.architectures import plan_gguf
 from payload.export.arguments import parser
 from payload.export.gguf_file import write_gguf
 from payload.export.hf_folder import write_hf
-from payload.export.merged import MergedWeights, require_base
+from payload.export.merged import DequantizedWeights, MergedWeights, require_base
 from payload.export.tensors import WeightFiles
 from payload.export.vocabulary import read_vocabulary
 from payload.hf_folder import CONFIG_FILE
@@ -98,7 +98,12 @@ def _weights_folder(folder: Path, *, merges: bool) -> Path:
 
 
 def _weights(folder: Path, weights_at: Path) -> WeightFiles:
-    return WeightFiles(folder) if folder == weights_at else MergedWeights(weights_at, folder)
+    if folder == weights_at:
+        return WeightFiles(folder)
+    if base_quantization(folder) == "none":
+        return MergedWeights(weights_at, folder)
+    print("note: the base was quantised; the merged weights are dequantised", file=sys.stderr)
+    return DequantizedWeights(folder)
 
 
 def _config_of(folder: Path, weights_at: Path) -> Mapping[str, Any]:

@@ -7,19 +7,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from payload.adapter_files import ADAPTER_CONFIG_FILE, AdapterConfig, read_adapter_config
-from payload.checkpoint_files import TRAINER_FILE, weights_sha256
+from payload.adapter_files import (
+    ADAPTER_CONFIG_FILE,
+    AdapterConfig,
+    read_adapter_config,
+    recorded_base,
+)
+from payload.checkpoint_files import weights_sha256
 from payload.errors import CheckpointError
 from payload.export.tensors import WeightFiles
 from payload.models.adapter import scale
-from payload.untrusted import parse_json, read_bytes
+from payload.untrusted import read_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _PREFIX = "base_model.model."
 _HEAD = "lm_head."
-_FIX = "Use another checkpoint."
 
 
 class MergedWeights(WeightFiles):
@@ -100,19 +104,49 @@ class MergedWeights(WeightFiles):
         )
 
 
+class DequantizedWeights(WeightFiles):
+    """Reads a merged model's tensors whose base was quantised while its adapter was trained.
+
+    The adapter belongs to the quantised weights, so these are dequantised and merged. Memory holds
+    the whole model in fp32.
+    """
+
+    def __init__(self, adapter: Path) -> None:
+        super().__init__(adapter)
+        self._tensors: dict[str, Tensor] = {}
+
+    def __enter__(self) -> DequantizedWeights:
+        """Load and merge. Raises CheckpointError, and ConfigError without bitsandbytes."""
+        from payload.train.models.registry import load
+
+        self._tensors = load(self._folder).hf_tensors()
+        return self
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return every tensor's size."""
+        return {name: tuple(value.shape) for name, value in self._tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor in fp32. Raises CheckpointError where it is not finite."""
+        value = self._tensors[name]
+        if not bool(value.isfinite().all()):
+            raise CheckpointError(
+                f"{self._folder}: {name} has NaN or infinity with the adapter. Use another "
+                "checkpoint."
+            )
+        return value
+
+
 def require_base(base: Path, adapter: Path) -> None:
     """Raise CheckpointError when `base` has other weights than the run of `adapter` began with.
 
     Adapters of other programs do not say which they were.
     """
-    path = adapter / TRAINER_FILE
-    if not path.is_file():
+    wanted = recorded_base(adapter).get("sha256")
+    if not wanted:
         return
-    raw = parse_json(read_bytes(path), where=str(path), fix=_FIX, error=CheckpointError)
-    recorded = raw.get("base") if isinstance(raw, dict) else None
-    wanted = recorded.get("sha256") if isinstance(recorded, dict) else None
     found = weights_sha256(base)
-    if wanted and wanted != found:
+    if wanted != found:
         raise CheckpointError(
             f"{base}: its weights are not those that the adapter {adapter} was trained beside "
             f"(sha256 {found[:12]}, then {str(wanted)[:12]}). Restore them, then merge."

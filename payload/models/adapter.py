@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from payload.errors import ConfigError
+from payload.models.nf4 import nf4_bytes
 from payload.models.spec import (
     BYTES_PER_TRAINABLE,
     BYTES_PER_WEIGHT,
@@ -62,9 +63,19 @@ class AdaptedSpec(WrappedSpec):
     targets: tuple[str, ...] | None
     """Names of linears; None = all."""
     has_dropout: bool = False
+    is_quantized: bool = False
+    """The layers' linears are of 4 bits, and the base's other weights bf16."""
 
     @classmethod
-    def of(cls, base: ModelSpec, *, rank: int, target: str, dropout: float = 0.0) -> AdaptedSpec:
+    def of(
+        cls,
+        base: ModelSpec,
+        *,
+        rank: int,
+        target: str,
+        dropout: float = 0.0,
+        is_quantized: bool = False,
+    ) -> AdaptedSpec:
         """Return the spec of `base` with an adapter. Raises ConfigError for an unknown target."""
         names = target_names(target)
         known = base.linears()
@@ -83,6 +94,7 @@ class AdaptedSpec(WrappedSpec):
             rank=rank,
             targets=names,
             has_dropout=dropout > 0,
+            is_quantized=is_quantized,
         )
 
     def num_params(self) -> int:
@@ -112,6 +124,8 @@ class AdaptedSpec(WrappedSpec):
         state. With the kernels, what comes and goes between activations leaves gaps. Loading has
         the whole base in fp32, and what it took is not given back.
         """
+        if self.is_quantized:
+            return self._quantized_memory_bytes(setting)
         size, linears = (
             setting.value_bytes(),
             sum(each.inputs * each.outputs for each in self.linears()),
@@ -123,6 +137,22 @@ class AdaptedSpec(WrappedSpec):
             activations += self.base.head_rows() * self.width() * size
         loading = self.base.num_params() * BYTES_PER_WEIGHT + PROCESS_BYTES
         return max(held + activations, loading)
+
+    def _quantized_memory_bytes(self, setting: RankSetting) -> int:
+        """Estimate the same for linears of 4 bits, which the kernels do not run.
+
+        Each is in bf16 while it is multiplied by, and as it is read.
+        """
+        setting = replace(setting, kernels=False, dtype="bf16")
+        held = self.base_bytes() + self.num_trainable_params() * BYTES_PER_TRAINED
+        largest = max((each.inputs * each.outputs for each in self.linears()), default=0)
+        return held + 2 * largest + self._activation_bytes(setting) + PROCESS_BYTES
+
+    def base_bytes(self) -> int:
+        """Return what the frozen weights of a quantised base take."""
+        sizes = [each.inputs * each.outputs for each in self.linears()]
+        others = self.base.num_params() - self.base.task_head_size() - sum(sizes)
+        return sum(map(nf4_bytes, sizes)) + 2 * others
 
     def _activation_bytes(self, setting: RankSetting) -> int:
         """Return what the base's forward pass keeps, which is that of full training."""
@@ -163,9 +193,10 @@ class AdaptedSpec(WrappedSpec):
         """Describe the base's sizes and the adapter in words."""
         trained = self.num_trainable_params()
         share = trained / max(1, self.num_params())
+        beside = " beside linears of 4 bits" if self.is_quantized else ""
         return (
             f"{self.base.summary()}; LoRA of rank {self.rank} trains {trained:,} of them "
-            f"({share:.2%})"
+            f"({share:.2%}){beside}"
         )
 
     def _adapted(self) -> list[LinearSize]:

@@ -22,6 +22,12 @@ def require_fit(
     yet. The model may have more rows than that: a vocabulary is often padded.
     """
     init, wanted = config.model.init, config.data.sequence_length
+    reason = spec.why_not_quantized()
+    if config.model.quantize != "none" and reason is not None:
+        raise CheckpointError(
+            f"model.quantize = {config.model.quantize!r}: model_type = {spec.model_type!r} cannot "
+            f"be quantised: {reason}. Use model.quantize = 'none'."
+        )
     if wanted > spec.context():
         raise CheckpointError(
             f"data.sequence_length = {wanted} is above the {spec.context()} positions of "

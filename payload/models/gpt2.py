@@ -76,6 +76,10 @@ class Gpt2Spec(ModelSpec):
             for name, inputs, outputs in self._layer_linears()
         )
 
+    def why_not_quantized(self) -> str:
+        """Say why the layers' linears cannot be of 4 bits."""
+        return "its weights are stored as (in, out), and blocks of 4 bits are of (out, in)"
+
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield name and shape of every tensor, as transformers has them: matrices as (in, out)."""
         width = self.n_embd

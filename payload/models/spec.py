@@ -209,6 +209,10 @@ class ModelSpec(ABC):
         """Return the layers' linears in the order of the forward pass; empty = not known here."""
         return ()
 
+    def why_not_quantized(self) -> str | None:
+        """Say why the layers' linears cannot be of 4 bits, or None where they can."""
+        return None
+
     def num_trainable_params(self) -> int:
         """Return the number of weights that have a gradient and optimizer state."""
         return self.num_params()

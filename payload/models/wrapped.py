@@ -41,6 +41,10 @@ class WrappedSpec(ModelSpec):
         """Return the base's linears."""
         return self.base.linears()
 
+    def why_not_quantized(self) -> str | None:
+        """Say why the base's linears cannot be of 4 bits, or None where they can."""
+        return self.base.why_not_quantized()
+
     def settings(self) -> dict[str, int | bool]:
         """Return what the run config's [model] section says of the base's sizes."""
         return self.base.settings()

@@ -31,6 +31,7 @@ from payload.checkpoint_files import (
 )
 from payload.errors import CheckpointError, TrainingError
 from payload.hf_folder import WEIGHTS_FILE
+from payload.run_config import Quantize
 from payload.train.models.base import CausalLM
 from payload.train.models.lora import save_adapter_config
 from payload.train.snapshot import Snapshot
@@ -51,6 +52,8 @@ class BaseModel:
     """Commit on the hub."""
     sha256: str = ""
     """Over the files with the weights."""
+    quantize: Quantize = "none"
+    """What its linears were while the adapter was trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

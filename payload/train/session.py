@@ -83,7 +83,9 @@ def train(
 
 
 def _dtype_choice(config: RunConfig, start: Start) -> DtypeChoice:
-    """The config's, but a resumed run goes on in what `auto` chose for it."""
+    """The config's, but a resumed run goes on in what `auto` chose for it; 4 bits want bf16."""
+    if config.model.quantize != "none":
+        return "bf16"
     if config.precision.dtype == "auto" and start.state is not None:
         return start.state.dtype
     return config.precision.dtype

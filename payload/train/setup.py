@@ -48,7 +48,12 @@ from payload.train.checkpoint import (
     remove_partial_checkpoints,
 )
 from payload.train.models.base import CausalLM
-from payload.train.models.lora import add_adapter, load_adapter, read_adapter_tensors
+from payload.train.models.lora import (
+    add_adapter,
+    load_adapter,
+    quantize_base,
+    read_adapter_tensors,
+)
 from payload.train.models.registry import build, load
 from payload.train.optimizer import Optimizers
 from payload.train.strategies.base import Strategy
@@ -221,6 +226,7 @@ def _base_model(folder: Path, config: RunConfig, state: TrainerState | None) -> 
         source=on_hub.name if on_hub else str(folder.resolve()),
         revision=on_hub.revision if on_hub else None,
         sha256=weights_sha256(folder),
+        quantize=config.model.quantize,
     )
     before = state.base if state else None
     if before is not None and before.sha256 != found.sha256:
@@ -251,7 +257,7 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
     if folder is not None and config_folder is not None:
         spec, meta = read_spec(config_folder), task.meta
         require_fit(spec, config, vocab_size=meta.vocab_size, tokenizer=meta.tokenizer)
-        model = load(folder, dropout=config.model.dropout)
+        model = load(folder, dropout=config.model.dropout, quantize=config.model.quantize)
         if note := unused_settings(spec, config):
             log.info(note)
         model.spec = model.spec.with_sequence_length(config.data.sequence_length)
@@ -260,6 +266,8 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
         spec = spec_of(json.loads(raw), where=f"rank 0's {CONFIG_FILE}")
         spec = spec.with_sequence_length(config.data.sequence_length)
         model = build(spec, dropout=config.model.dropout, random=False)
+        if config.model.quantize == "nf4":
+            quantize_base(model)
     return model
 
 

@@ -309,7 +309,7 @@ def _settle(
 ) -> RunConfig:
     """Check what can be known before the start; the config then names what the run begins with."""
     if is_local:
-        require_packages_here(config.engine, config.distributed)
+        require_packages_here(config.engine, config.distributed, quantize=config.model.quantize)
     return settle_initial(config, vocab_size=vocab_size, say=talk.print, download=is_local)
 
 

@@ -18,6 +18,7 @@ from payload.models.adapter import AdaptedSpec
 from payload.models.spec import ModelSpec
 from payload.run_config import AdapterSection
 from payload.train.kernels.kernels import Kernels
+from payload.train.models.quantized import QuantizedLinear
 
 
 class Cache(Protocol):
@@ -185,7 +186,11 @@ class CausalLM(nn.Module, ABC):
             return self.spec
         adapter = self.adapter
         return AdaptedSpec.of(
-            self.spec, rank=adapter.rank, target=adapter.target, dropout=adapter.dropout
+            self.spec,
+            rank=adapter.rank,
+            target=adapter.target,
+            dropout=adapter.dropout,
+            is_quantized=any(isinstance(each, QuantizedLinear) for each in self.modules()),
         )
 
     def draws_masks(self) -> bool:

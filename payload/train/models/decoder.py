@@ -20,6 +20,7 @@ from payload.train.models.base import CausalLM
 from payload.train.models.decoder_fast import JOINED, refusals, run_layers
 from payload.train.models.decoder_layers import Layer, make_norm
 from payload.train.models.gpt2 import Embedding, LayerCache, Linear
+from payload.train.models.quantized import loading_targets
 from payload.train.models.rope import Table, frequencies, table
 from payload.train.models.saved import load_named, saved_config
 from payload.train.models.transformers_lm import TransformersLM
@@ -198,7 +199,12 @@ class Decoder(CausalLM):
                 f"{where}: tie_word_embeddings = true, but {_HEAD} is not {_EMBEDDING}. Set it to "
                 "false in config.json to train both."
             )
-        load_named(dict(self.named_parameters()), tensors, unused=_UNUSED, where=where)
+        load_named(
+            loading_targets(self, dict(self.named_parameters())),
+            tensors,
+            unused=_UNUSED,
+            where=where,
+        )
 
     def speed_notes(self) -> list[str]:
         """Say what runs on the reference although kernels were asked for, and why; a line each."""

@@ -29,6 +29,12 @@ from payload.models.adapter import AdaptedSpec, is_target, scale, target_names
 from payload.run_config import AdapterSection
 from payload.train.kernels.linears import lay_below_each_other
 from payload.train.models.base import CausalLM
+from payload.train.models.quantized import (
+    QuantizedLinear,
+    dequantize,
+    require_quantizer,
+    shrink,
+)
 from payload.train.tensor_file import write_tensors
 
 _PEFT_PREFIX = "base_model.model."
@@ -41,12 +47,12 @@ class LoraLinear(nn.Module):
     before.
     """
 
-    def __init__(self, linear: nn.Linear, settings: AdapterSection) -> None:
+    def __init__(self, linear: nn.Linear | QuantizedLinear, settings: AdapterSection) -> None:
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        self.keep(linear)
         self.dropout = settings.dropout
         self.scale = scale(rank=settings.rank, alpha=settings.alpha, rslora=settings.rslora)
-        outputs, inputs = linear.weight.shape
+        outputs, inputs = linear.out_features, linear.in_features
         # As in PEFT: A as torch's linears begin, B zero, so that training begins at the base.
         first = torch.empty(settings.rank, inputs)
         nn.init.kaiming_uniform_(first, a=math.sqrt(5))
@@ -56,17 +62,50 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) to (..., O)."""
         below = functional.dropout(x, self.dropout, self.training)
-        weight = self.weight
-        if weight.dtype != x.dtype and not torch.is_autocast_enabled("cpu"):
-            weight = weight.to(x.dtype)
-        base = functional.linear(x, weight, self.bias)
+        base = self.base(x)
         low = functional.linear(below, self.lora_A)
         added: Tensor = base + self.scale * functional.linear(low, self.lora_B)
         return added
 
+    def keep(self, linear: nn.Module) -> None:
+        """Take the parameters of the frozen linear."""
+        assert isinstance(linear, nn.Linear)
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def base(self, x: Tensor) -> Tensor:
+        """(..., I) to (..., O), without the adapter."""
+        weight = self.weight
+        if weight.dtype != x.dtype and not torch.is_autocast_enabled("cpu"):
+            weight = weight.to(x.dtype)
+        return functional.linear(x, weight, self.bias)
+
+    def plain(self) -> tuple[Tensor, nn.Parameter | None]:
+        """Return the frozen linear's weight (O, I) in fp32, and its bias."""
+        return self.weight.detach().float(), self.bias
+
     def delta(self) -> Tensor:
         """Return what the adapter adds to the weight, (O, I) fp32."""
         return self.scale * (self.lora_B.detach() @ self.lora_A.detach())
+
+
+class QuantizedLoraLinear(LoraLinear):
+    """The same beside a linear of 4 bits, which the kernels do not know."""
+
+    linear: QuantizedLinear
+
+    def keep(self, linear: nn.Module) -> None:
+        """Take the frozen linear whole."""
+        assert isinstance(linear, QuantizedLinear)
+        self.linear = linear
+
+    def base(self, x: Tensor) -> Tensor:
+        """(..., I) to (..., O), without the adapter."""
+        found: Tensor = self.linear(x)
+        return found
+
+    def plain(self) -> tuple[Tensor, nn.Parameter | None]:
+        """Return the weight that is computed with (O, I) in fp32, and the bias."""
+        return self.linear.dequantized().float(), self.linear.bias
 
 
 def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None:
@@ -84,10 +123,21 @@ def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None
     for path in _layer_linears(model):
         if is_target(path, names):
             linear = model.get_submodule(path)
-            assert isinstance(linear, nn.Linear)
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, LoraLinear(linear, settings))
+            assert isinstance(linear, nn.Linear | QuantizedLinear)
+            is_quantized = isinstance(linear, QuantizedLinear)
+            adapted = (QuantizedLoraLinear if is_quantized else LoraLinear)(linear, settings)
+            model.set_submodule(path, adapted)
     model.adapter = settings
+
+
+def quantize_base(model: CausalLM) -> None:
+    """Make the layers' linears of 4 bits and the base's other weights bf16, for values to come.
+
+    `require_fit` has refused models that cannot be. Raises ConfigError without bitsandbytes.
+    """
+    assert model.spec.why_not_quantized() is None
+    require_quantizer()
+    shrink(model, _layer_linears(model), trained=set(model.trained_beside_adapter().values()))
 
 
 def shrink_base(model: CausalLM) -> None:
@@ -102,10 +152,12 @@ def shrink_base(model: CausalLM) -> None:
     others = [
         (name,)
         for name, each in model.named_modules()
-        if isinstance(each, LoraLinear) and name not in joined
+        if type(each) is LoraLinear and name not in joined
     ]
     for paths in (*groups, *others):
         modules = [model.get_submodule(path) for path in paths]
+        if any(isinstance(each, QuantizedLinear | QuantizedLoraLinear) for each in modules):
+            continue
         lay_below_each_other([cast(Tensor, each.weight) for each in modules])
 
 
@@ -198,17 +250,21 @@ def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) 
 
 
 def merge_adapter(model: CausalLM) -> None:
-    """Add the adapter to the base's weights and take it off: a plain model in fp32 is left."""
+    """Add the adapter to the base's weights and take it off: a plain model in fp32 is left.
+
+    A quantised base is dequantised: the result computes as the two did, and takes fp32's memory.
+    """
     for path in [name for name, each in model.named_modules() if isinstance(each, LoraLinear)]:
         adapted = model.get_submodule(path)
         assert isinstance(adapted, LoraLinear)
-        outputs, inputs = adapted.weight.shape
-        merged = nn.Linear(inputs, outputs, bias=adapted.bias is not None, device="meta")
-        merged.weight = nn.Parameter(adapted.weight.detach().float() + adapted.delta())
-        if adapted.bias is not None:
-            merged.bias = adapted.bias
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, merged)
+        (weight, bias), delta = adapted.plain(), adapted.delta()
+        outputs, inputs = weight.shape
+        merged = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
+        merged.weight = nn.Parameter(weight + delta)
+        if bias is not None:
+            merged.bias = bias
+        model.set_submodule(path, merged)
+    dequantize(model)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     model.adapter = None
@@ -226,7 +282,7 @@ def _layer_linears(model: CausalLM) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear | QuantizedLinear)
         and module.weight is not head
         and not any(module.weight is each for each in beside)
         and not name.endswith("lm_head")

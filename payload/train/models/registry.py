@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import payload.train.models as package
-from payload.adapter_files import has_adapter, read_adapter_config
+from payload.adapter_files import base_quantization, has_adapter, read_adapter_config
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, read_config
 from payload.hints import command
 from payload.models.registry import ANY, read_spec
 from payload.models.spec import ModelSpec
+from payload.run_config import Quantize
 from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import (
@@ -33,6 +34,7 @@ from payload.train.models.lora import (
     add_adapter,
     load_adapter,
     merge_adapter,
+    quantize_base,
     read_adapter_tensors,
 )
 from payload.train.weights import model_folder
@@ -70,11 +72,12 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> Caus
     )
 
 
-def load(folder: Path, *, dropout: float = 0.0) -> CausalLM:
+def load(folder: Path, *, dropout: float = 0.0, quantize: Quantize = "none") -> CausalLM:
     """Load the model in a folder in the Hugging Face layout.
 
-    An adapter's folder gives its base with the adapter merged. Raises CheckpointError when it is
-    absent, damaged or of no family that is known.
+    With `quantize` each linear of the layers is quantised as it is read. An adapter's folder gives
+    its base, dequantised if it was quantised, with the adapter merged. Raises CheckpointError when
+    it is absent, damaged or of no family that is known.
     """
     if has_adapter(folder):
         return _load_merged(folder, dropout=dropout)
@@ -85,6 +88,8 @@ def load(folder: Path, *, dropout: float = 0.0) -> CausalLM:
     config = read_config(folder)
     if is_classifier(config):
         model = _classifier(model, config, where=str(folder / CONFIG_FILE))
+    if quantize == "nf4":
+        quantize_base(model)
     model.load_tensors(tensors, where=str(folder))
     return model
 
@@ -97,7 +102,8 @@ def _load_merged(folder: Path, *, dropout: float) -> CausalLM:
             f"{folder}: its base {base} is an adapter itself. Merge that one first with "
             f"{command('export', '--checkpoint', str(base), '--merge')}."
         )
-    model, tensors = load(base, dropout=dropout), read_adapter_tensors(folder)
+    model = load(base, dropout=dropout, quantize=base_quantization(folder))
+    tensors = read_adapter_tensors(folder)
     if config.modules_to_save and not isinstance(model, Classifier):
         model = _classifier(model, read_config(folder), where=str(folder / CONFIG_FILE))
     add_adapter(model, config.settings, seed=0)

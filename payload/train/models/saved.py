@@ -9,6 +9,7 @@ from torch import Tensor
 
 from payload.errors import CheckpointError
 from payload.train.lazy_tensors import copy_in, shape_in
+from payload.train.models.quantized import QuantizedLinear
 
 # Who wrote the weights and in which dtype, and where a folder's own code is.
 _NOT_KEPT = ("_name_or_path", "auto_map", "torch_dtype", "transformers_version")
@@ -21,13 +22,13 @@ def saved_config(raw: Mapping[str, Any], *, architecture: str) -> dict[str, Any]
 
 
 def load_named(
-    wanted: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor | QuantizedLinear],
     tensors: Mapping[str, Tensor],
     *,
     unused: tuple[str, ...],
     where: str,
 ) -> None:
-    """Copy `tensors` into those of the same name, one after another.
+    """Copy `tensors` into those of the same name, one after another; quantised linears take theirs.
 
     Tensors may have more whose names end with one of `unused`. Raises CheckpointError, which names
     `where`, when some are missing or of another size.
@@ -42,9 +43,13 @@ def load_named(
         )
     for name, target in wanted.items():
         shape = shape_in(tensors, name)
-        if shape != tuple(target.shape):
+        size = target.size() if isinstance(target, QuantizedLinear) else tuple(target.shape)
+        if shape != size:
             raise CheckpointError(
-                f"{where}: {name} is {shape}, config.json says {tuple(target.shape)}. "
+                f"{where}: {name} is {shape}, config.json says {size}. "
                 "Name the folder of a whole model."
             )
-        copy_in(tensors, name, target)
+        if isinstance(target, QuantizedLinear):
+            target.take_from(tensors, name)
+        else:
+            copy_in(tensors, name, target)

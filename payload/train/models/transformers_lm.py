@@ -18,6 +18,7 @@ from payload.errors import CheckpointError, ConfigError
 from payload.models.other import OtherSpec
 from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM
+from payload.train.models.quantized import QuantizedLinear, loading_targets
 from payload.train.models.saved import load_named, saved_config
 from payload.train.models.transformers_module import build_module, raw_config
 from payload.train.models.transformers_probes import (
@@ -230,7 +231,8 @@ class TransformersLM(CausalLM):
         Raises CheckpointError, which names `where`, when some are missing or of another size.
         """
         tied = self.module.all_tied_weights_keys
-        wanted = {k: v for k, v in self.module.state_dict().items() if k not in tied}
+        state = {k: v for k, v in self.module.state_dict().items() if k not in tied}
+        wanted = loading_targets(self.module, state)
         if set(wanted) <= set(tensors):
             unused = (*tied, *_UNUSED, *self._dropped)
             load_named(wanted, tensors, unused=unused, where=where)
@@ -245,6 +247,12 @@ class TransformersLM(CausalLM):
             raise CheckpointError(
                 f"{where}: not the weights that config.json describes. Name the folder of a whole "
                 "classifier."
+            )
+        if any(isinstance(each, QuantizedLinear) for each in self.module.modules()):
+            raise CheckpointError(
+                f"{where}: transformers has other weights in memory than in files for model_type = "
+                f"{self.spec.model_type!r}, which cannot be quantised one by one. Use "
+                'model.quantize = "none".'
             )
         kind = type(self.module)
         try:

@@ -1,0 +1,180 @@
+"""Linears of 4 bits: bitsandbytes' NF4 with double quantisation, computed in bf16.
+
+The layout and the arithmetic are those of its `Linear4bit`. Everything that a quantised linear
+holds is a frozen parameter, so that ranks exchange and compare it as any other weight.
+I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from payload.engines import bitsandbytes_missing
+from payload.models.nf4 import BLOCK_SIZE, GROUP_SIZE, num_blocks, num_groups
+from payload.train.lazy_tensors import copy_in
+
+_Library = Any
+"""The module bitsandbytes, which has no types."""
+
+_AT_ONCE = 2**18
+"""Weights that are quantised at once, whole blocks: bitsandbytes makes several fp32 copies."""
+
+
+class QuantizedLinear(nn.Module):
+    """A frozen linear whose weight (O, I) is kept in 4 bits; `take` sets it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Take the place of `linear`, of which the bias stays."""
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        elements, device = self.in_features * self.out_features, linear.weight.device
+        self.weight = _frozen(torch.empty(-(-elements // 2), 1, dtype=torch.uint8, device=device))
+        """Two weights a byte."""
+        self.scales = _frozen(torch.empty(num_blocks(elements), dtype=torch.uint8, device=device))
+        self.scales_scales = _frozen(torch.empty(num_groups(elements), device=device))
+        self.scales_mean = _frozen(torch.empty(1, device=device))
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) to (..., O) in bf16."""
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        found = _library().matmul_4bit(
+            x.to(torch.bfloat16), self.weight, quant_state=self._state(), bias=bias
+        )
+        return cast(Tensor, found)
+
+    def size(self) -> tuple[int, int]:
+        """Return the weight's size, (O, I)."""
+        return self.out_features, self.in_features
+
+    def take(self, weight: Tensor) -> None:
+        """Quantise `weight` (O, I) in bf16, a part at a time; the same bits as in one piece."""
+        functions, elements = _library().functional, weight.reshape(-1)
+        scales = torch.empty(num_blocks(elements.numel()), device=weight.device)
+        for start in range(0, elements.numel(), _AT_ONCE):
+            packed, state = functions.quantize_4bit(
+                elements[start : start + _AT_ONCE], blocksize=BLOCK_SIZE, quant_type="nf4"
+            )
+            first = start // 2
+            self.weight.data[first : first + len(packed)] = packed
+            first = start // BLOCK_SIZE
+            scales[first : first + len(state.absmax)] = state.absmax
+        mean = scales.mean()
+        self.scales.data, nested = functions.quantize_blockwise(scales - mean, blocksize=GROUP_SIZE)
+        self.scales_scales.data.copy_(nested.absmax)
+        self.scales_mean.data.copy_(mean)
+
+    def take_from(self, tensors: Mapping[str, Tensor], name: str) -> None:
+        """Quantise a checkpoint's tensor, rounded to bf16 first."""
+        rounded = torch.empty(self.size(), dtype=torch.bfloat16, device=self.weight.device)
+        copy_in(tensors, name, rounded)
+        self.take(rounded)
+
+    def dequantized(self) -> Tensor:
+        """Return the weight that is computed with, (O, I) bf16."""
+        found = _library().functional.dequantize_4bit(self.weight.detach(), self._state())
+        return cast(Tensor, found)
+
+    def _state(self) -> Any:
+        functions, device = _library().functional, self.weight.device
+        nested = functions.QuantState(
+            absmax=self.scales_scales.detach(),
+            code=_scales_code(device),
+            blocksize=GROUP_SIZE,
+            dtype=torch.float32,
+        )
+        return functions.QuantState(
+            absmax=self.scales.detach(),
+            shape=torch.Size(self.size()),
+            code=functions.get_4bit_type("nf4", device=device),
+            blocksize=BLOCK_SIZE,
+            quant_type="nf4",
+            dtype=torch.bfloat16,
+            offset=self.scales_mean.detach()[0],
+            state2=nested,
+        )
+
+
+def shrink(model: nn.Module, paths: list[str], *, trained: set[Tensor]) -> None:
+    """Make the linears at `paths` of 4 bits, and all other weights but `trained` bf16.
+
+    Their values are for the caller to set.
+    """
+    for path in paths:
+        linear = model.get_submodule(path)
+        assert isinstance(linear, nn.Linear)
+        model.set_submodule(path, QuantizedLinear(linear))
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            is_packed = isinstance(module, QuantizedLinear) and name != "bias"
+            if not is_packed and parameter not in trained:
+                parameter.data = torch.empty_like(parameter, dtype=torch.bfloat16)
+
+
+def loading_targets(
+    module: nn.Module, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor | QuantizedLinear]:
+    """Return what a checkpoint's tensors set: `tensors` of `module`, by name.
+
+    A quantised linear stands in the place of its weight and of what belongs to it.
+    """
+    found: dict[str, Tensor | QuantizedLinear] = dict(tensors)
+    for path, each in module.named_modules():
+        if isinstance(each, QuantizedLinear):
+            for name, _ in each.named_parameters():
+                if name != "bias":
+                    del found[f"{path}.{name}"]
+            found[f"{path}.weight"] = each
+    return found
+
+
+def dequantize(model: nn.Module) -> None:
+    """Make quantised linears plain ones again, and all weights fp32."""
+    for path, each in list(model.named_modules()):
+        if isinstance(each, QuantizedLinear):
+            plain = nn.Linear(
+                each.in_features, each.out_features, bias=each.bias is not None, device="meta"
+            )
+            plain.weight = nn.Parameter(each.dequantized().float())
+            if each.bias is not None:
+                plain.bias = each.bias
+            model.set_submodule(path, plain)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+
+
+def require_quantizer() -> None:
+    """Raise ConfigError, with what installs it, when bitsandbytes is not there."""
+    _library()
+
+
+@lru_cache(maxsize=1)
+def _library() -> _Library:
+    """Return bitsandbytes, which takes a second to import."""
+    backend = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level = backend.level
+    # It warns of a package with a kernel for inference, which training does not use.
+    backend.setLevel(logging.ERROR)
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise bitsandbytes_missing(error) from None
+    finally:
+        backend.setLevel(level)
+    return bitsandbytes
+
+
+@lru_cache(maxsize=4)
+def _scales_code(device: torch.device) -> Tensor:
+    """Return the 256 values that a block's scale is rounded to."""
+    return cast(Tensor, _library().functional.create_dynamic_map().to(device))
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,247 @@
+"""A base of 4 bits: bitsandbytes' own bits, transformers' losses beside PEFT, and exact resume."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Olmo2Config
+
+from payload.errors import CheckpointError, ConfigError
+from payload.export.__main__ import main as export
+from payload.models.adapter import AdaptedSpec
+from payload.models.fit import require_fit
+from payload.models.nf4 import nf4_bytes
+from payload.run_config import AdapterSection, OptimizerSection, parse_run_config
+from payload.train.engine import engage
+from payload.train.models.lora import add_adapter, save_adapter
+from payload.train.models.quantized import QuantizedLinear, require_quantizer
+from payload.train.models.registry import load
+from payload.train.optimizer import build_optimizers
+from tests.support.launching import losses, mpirun, run, summary, train_program
+from tests.train.alone import ALONE, train_alone
+
+SETTINGS = AdapterSection(kind="lora", rank=4, alpha=8)
+NF4 = (
+    *("model.quantize=nf4", "precision.dtype=bf16", "data.sequence_length=32"),
+    *("adapter.kind=lora", "adapter.rank=4", "optimizer.lr=0.01"),
+    *("model.n_layer=none", "model.n_head=none", "model.n_embd=none"),
+)
+SIZES: dict[str, Any] = {
+    "vocab_size": 50_257,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def saved(folder: Path, config: Any) -> Path:
+    torch.manual_seed(5)
+    anything: Any = AutoModelForCausalLM
+    anything.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small Llama whose vocabulary is that of the tests' data."""
+    folder = tmp_path_factory.mktemp("llama")
+    return saved(folder, LlamaConfig(num_key_value_heads=2, tie_word_embeddings=True, **SIZES))
+
+
+@pytest.fixture(scope="module")
+def other_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small model that transformers' own module computes."""
+    return saved(tmp_path_factory.mktemp("olmo2"), Olmo2Config(**SIZES))
+
+
+@pytest.mark.parametrize("size", [(64, 64), (700, 576), (3, 70)])
+def test_the_bits_are_those_of_bitsandbytes_own_linear(size: tuple[int, int]) -> None:
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ours = QuantizedLinear(nn.Linear(size[1], size[0], bias=False))
+    ours.take(weight)
+    functions: Any = bitsandbytes.functional
+    packed, state = functions.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+    assert torch.equal(ours.weight, packed)
+    assert torch.equal(ours.scales, state.absmax)
+    assert torch.equal(ours.dequantized(), functions.dequantize_4bit(packed, state))
+    assert sum(each.nbytes for each in ours.parameters()) == nf4_bytes(weight.numel())
+
+
+def test_quantised_linears_take_less_than_a_third_of_bf16_and_the_rest_is_bf16(base: Path) -> None:
+    model = load(base, quantize="nf4")
+    linears = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+    packed = sum(parameter.nbytes for each in linears for parameter in each.parameters())
+    elements = sum(each.in_features * each.out_features for each in linears)
+    assert len(linears) == 14 and packed <= 0.32 * 2 * elements
+    inside = {id(parameter) for each in linears for parameter in each.parameters()}
+    others = [each for each in model.parameters() if id(each) not in inside]
+    assert {each.dtype for each in others} == {torch.bfloat16}
+    spec = AdaptedSpec.of(model.spec, rank=4, target="all-linear", is_quantized=True)
+    assert spec.base_bytes() == sum(each.nbytes for each in model.parameters())
+
+
+def batches(steps: int) -> list[Tensor]:
+    drawn = torch.Generator().manual_seed(3)
+    return [torch.randint(50_257, (2, 33), generator=drawn) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("which", ["base", "other_base"])
+def test_losses_are_those_of_transformers_with_bitsandbytes_and_peft(
+    which: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder, rate, steps = request.getfixturevalue(which), 5e-3, 10
+    model = load(folder, quantize="nf4")
+    add_adapter(model, SETTINGS, seed=1)
+    save_adapter(model, tmp_path, base=(str(folder), None))
+    settings = OptimizerSection(lr=rate, min_lr=rate)
+    optimizers = build_optimizers(model, settings)
+    config = parse_run_config("", where="nothing")
+    engage(model, optimizers, settings=config.engine, world=ALONE)
+    optimizers.set_lr(rate)
+    ours = []
+    for text in batches(steps):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.train()(text[:, :-1], text[:, 1:])
+        loss.backward()
+        optimizers.clip(1.0)
+        optimizers.step()
+        optimizers.zero_grad()
+        ours.append(loss.item())
+    assert ours == pytest.approx(pefts_losses(folder, tmp_path, settings, steps), abs=1e-3)
+    assert ours[0] != ours[-1]
+
+
+def pefts_losses(
+    folder: Path, adapter: Path, settings: OptimizerSection, steps: int
+) -> list[float]:
+    anything: Any = AutoModelForCausalLM
+    settings_of: Any = BitsAndBytesConfig
+    how = settings_of(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    base = anything.from_pretrained(
+        folder, quantization_config=how, dtype=torch.bfloat16, device_map="cpu"
+    )
+    model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).train()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained,
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+    )
+    found = []
+    for text in batches(steps):
+        targets = text[:, 1:].contiguous()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=text[:, :-1], labels=targets, shift_labels=targets).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_resume_is_bitwise_and_its_checkpoint_says_how_the_base_was_quantised(
+    base: Path, tmp_path: Path, tiny_config: Path
+) -> None:
+    settings = (f"model.init={base}", *NF4, "train.checkpoint_every=2")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_alone(whole, tiny_config, *settings, "train.steps=4", "schedule.decay_steps=4")
+    train_alone(parts, tiny_config, *settings, "train.steps=2", "schedule.decay_steps=4")
+    train_alone(parts, tiny_config, *settings, "train.steps=4", "schedule.decay_steps=4")
+    assert losses(parts) == losses(whole)
+    name = "checkpoints/step_00000004"
+    found, wanted = (
+        load_file(each / name / "adapter_model.safetensors") for each in (parts, whole)
+    )
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert '"quantize": "nf4"' in (whole / name / "trainer.json").read_text()
+    with pytest.raises(
+        CheckpointError, match=r"model\.quantize = .none., but the run's checkpoint"
+    ):
+        train_alone(parts, tiny_config, *settings, "model.quantize=none", "train.steps=6")
+    exported_weights_compute_as_the_run_did(whole / name, base, tmp_path / "merged")
+
+
+def exported_weights_compute_as_the_run_did(checkpoint: Path, base: Path, out: Path) -> None:
+    words = ["--checkpoint", str(checkpoint), "--format", "hf", "--merge", "--dtype", "fp32"]
+    assert export([*words, "--out", str(out)]) == 0
+    (text,) = batches(1)
+    model, merged = load(checkpoint).eval(), load(out).eval()
+    plain = load(base).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged.hidden(text), model.hidden(text), rtol=0, atol=1e-6)
+        assert not torch.equal(plain.hidden(text), model.hidden(text))
+
+
+@pytest.mark.ranks
+def test_two_ranks_have_one_quantised_base(base: Path, tmp_path: Path, tiny_config: Path) -> None:
+    settings = (f"model.init={base}", *NF4, "train.steps=2")
+    train_alone(tmp_path / "1", tiny_config, *settings)
+    words = train_program(tmp_path / "2", tiny_config, "schedule.warmup_steps=0", *settings)
+    done = run(mpirun(2, *words))
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-3)
+    assert summary(tmp_path / "2")["ranks_identical"] is True
+
+
+LORA = '[model]\nquantize = "nf4"\ninit = "somewhere"\n[adapter]\nkind = "lora"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('[model]\nquantize = "nf4"\n', "weights of 4 bits cannot be trained"),
+        (LORA + '[engine]\nkind = "ipex"\n', 'does not run on engine.kind = "ipex"'),
+        (LORA + '[precision]\ndtype = "fp32"\n', "computes in bf16"),
+        (LORA + '[distributed]\nstrategy = "shard"\n', "does not run with distributed.strategy"),
+        (LORA.replace("nf4", "int4"), "model.quantize = 'int4'"),
+    ],
+)
+def test_settings_that_do_not_go_with_it_are_refused(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        parse_run_config(text, where="run.toml")
+    assert "\n" not in str(caught.value)
+
+
+def test_without_bitsandbytes_the_error_says_what_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from payload.train.models import quantized
+
+    quantized._library.cache_clear()
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=r"needs bitsandbytes .*pip install 'bitsandbytes"):
+        require_quantizer()
+
+
+def test_gpt2_is_refused(base: Path) -> None:
+    config = parse_run_config(LORA, where="run.toml")
+    gpt2 = config.model.spec(sequence_length=64, vocab_size=None)
+    with pytest.raises(CheckpointError, match="cannot be quantised: its weights are stored as"):
+        require_fit(gpt2.with_sequence_length(1024), config, vocab_size=None)
+
+
+def test_a_base_that_is_quantised_already_is_refused(base: Path, tmp_path: Path) -> None:
+    anything: Any = AutoModelForCausalLM
+    settings_of: Any = BitsAndBytesConfig
+    how = settings_of(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = anything.from_pretrained(base, quantization_config=how, device_map="cpu")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="quantised weights cannot be trained"):
+        load(tmp_path, quantize="nf4")
