@@ -1,0 +1,104 @@
+"""torchrun over machines: what mpirun trains, under the same supervision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.results import RunState, read_json
+from tests.orchestrate.operator import TIMEOUT_S, Operator
+from tests.rig.leftovers import HOME, assert_nothing_is_left
+from tests.rig.machine import Machine
+from tests.rig.sweep import processes_of
+from tests.support.launching import losses, metrics, summary
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.rig, pytest.mark.timeout(900)]
+
+TORCHRUN = "launch.launcher=torchrun"
+STEPS = 6
+LONG = 800
+HANG_S = 9.0
+
+
+def test_torchrun_on_three_machines_trains_what_mpirun_trains(
+    operator: Operator, machines: list[Machine], operator_key: Path
+) -> None:
+    code, said = operator.do(*operator.on_cluster("preflight"), *operator.set_words(TORCHRUN))
+    assert code == ExitCode.OK, said
+    found = {}
+    for launcher in ("torchrun", "mpirun"):
+        words = operator.run_words(launcher, f"train.steps={STEPS}", f"launch.launcher={launcher}")
+        code, said = operator.do(*words)
+        assert code == ExitCode.OK and f"3 node(s) through {launcher}" in said, said
+        result = summary(operator.paths(launcher).root)
+        assert (result["world_size"], result["ranks_identical"]) == (3, True)
+        found[launcher] = losses(operator.paths(launcher).root)
+    assert found["torchrun"] == pytest.approx(found["mpirun"], rel=1e-6)
+    assert_nothing_is_left(machines, operator_key)
+
+
+def test_a_killed_worker_is_41_a_frozen_machine_42_and_the_run_ends_0_after_both(
+    operator: Operator, machines: list[Machine], operator_key: Path
+) -> None:
+    settings = (f"train.steps={LONG}", "train.checkpoint_every=20", "limits.max_restarts=1")
+    hang = f"limits.hang_timeout_s={HANG_S}"
+    words = operator.run_words("torn", *settings, TORCHRUN, hang)
+    code, said = operator.do(*words, "--quick", "--detach")
+    assert code == ExitCode.OK, said
+    there = machines[0].root / HOME / "tileforge/runs/torn"
+    wait_until(lambda: any(there.glob("checkpoints/step_*0")), what="one", timeout_s=TIMEOUT_S)
+    kill_the_rank(machines[2])
+    wait_until(lambda: state_in(there).attempt == 2, what="a restart", timeout_s=TIMEOUT_S)
+    note = str(state_in(there).note)
+    assert (
+        "rank 2 on node-2 was killed by signal 9 (SIGKILL)" in note and "(restart 1 of 1)" in note
+    )
+    seen = len(metrics(there))
+    wait_until(lambda: len(metrics(there)) > seen, what="further steps", timeout_s=TIMEOUT_S)
+    machines[2].freeze()
+    try:
+        wait_until(
+            lambda: state_in(there).exit_class is not None, what="the end", timeout_s=TIMEOUT_S
+        )
+    finally:
+        machines[2].thaw()
+    assert state_in(there).exit_class == "hang", state_in(there)
+    assert "node frozen, it takes connections but does not answer: node-2" in str(
+        state_in(there).error
+    )
+    code, said = operator.do("attach", "torn")
+    assert code == ExitCode.HANG, said
+    code, said = operator.do(*operator.on_cluster("run"), "--resume", "torn")
+    assert code == ExitCode.OK, said
+    assert len(losses(operator.paths("torn").root)) == LONG
+    assert_nothing_is_left(machines, operator_key)
+
+
+def test_a_killed_worker_without_a_restart_ends_the_run_with_41(
+    operator: Operator, machines: list[Machine], operator_key: Path
+) -> None:
+    settings = ("train.steps=100000", "train.checkpoint_every=0", "limits.max_restarts=0")
+    started = operator.start(*operator.run_words("short", *settings, TORCHRUN), "--quick")
+    operator.wait_for_a_step("short")
+    kill_the_rank(machines[1])
+    said = "".join(started.communicate(timeout=TIMEOUT_S))
+    assert started.returncode == ExitCode.RANK_LOST, said
+    assert "rank 1 on node-1 was killed by signal 9 (SIGKILL)" in said
+    assert_nothing_is_left(machines, operator_key)
+
+
+def kill_the_rank(machine: Machine) -> None:
+    """Kill the trainer on a machine of one rank."""
+    (rank,) = [each for each in processes_of(machine) if "-m payload.train" in each.command]
+    machine.exec(["pkill", "-KILL", "-f", "^[^ ]*python[^ ]* -m payload[.]train "])
+    assert rank.user == "trainer"
+
+
+def state_in(folder: Path) -> RunState:
+    """The state that the head gives a run."""
+    found = read_json(RunState, folder / "state.json")
+    assert found is not None
+    return found
