@@ -76,7 +76,10 @@ class AdaptedSpec(WrappedSpec):
         dropout: float = 0.0,
         is_quantized: bool = False,
     ) -> AdaptedSpec:
-        """Return the spec of `base` with an adapter. Raises ConfigError for an unknown target."""
+        """Return the spec of `base` with an adapter.
+
+        Raises ConfigError for an unknown target, and for a rank above the width of every target.
+        """
         names = target_names(target)
         known = base.linears()
         for name in names or ():
@@ -86,6 +89,13 @@ class AdaptedSpec(WrappedSpec):
                     f"adapter.target = {target!r}: the model has no linear {name!r}. Use "
                     f"{ALL_LINEAR!r} or some of {', '.join(choices)}."
                 )
+        adapted = [each for each in known if is_target(each.name, names)]
+        width = max((min(each.inputs, each.outputs) for each in adapted), default=rank)
+        if rank > width:
+            raise ConfigError(
+                f"adapter.rank = {rank} is above the width of the linears that it adapts, {width}. "
+                f"Use {width} or less."
+            )
         return cls(
             model_type=base.model_type,
             sequence_length=base.sequence_length,
