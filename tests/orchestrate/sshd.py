@@ -82,12 +82,8 @@ class Sshd:
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         self.log = self.folder / "sshd.log"
-        self._process = subprocess.Popen(
-            [str(SSHD), "-D", "-E", str(self.log), "-f", str(config)],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        wait_until(self._listens, what=f"sshd of {name}")
+        self._argv = [str(SSHD), "-D", "-E", str(self.log), "-f", str(config)]
+        self.start()
 
     def _listens(self) -> bool:
         assert self._process.poll() is None, self.log.read_text(encoding="utf-8")
@@ -106,6 +102,14 @@ class Sshd:
         for process in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
+
+    def start(self) -> None:
+        """Start sshd, at first or again after `stop`."""
+        self.log.unlink(missing_ok=True)
+        self._process = subprocess.Popen(
+            self._argv, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        wait_until(self._listens, what=f"sshd of {self.node.name}")
 
     def stop(self) -> None:
         """End sshd and every session of it."""

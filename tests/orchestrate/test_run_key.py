@@ -212,6 +212,26 @@ def test_a_node_that_does_not_take_the_key_is_named(nodes: list[Sshd], login: Lo
     assert caught.value.exit_code == ExitCode.SSH_UNREACHABLE
 
 
+def test_a_worker_that_was_away_forgets_the_key_when_it_is_back(
+    nodes: list[Sshd], login: Login
+) -> None:
+    inventory = make_cluster(*(sshd.node for sshd in nodes))
+    before = [sshd.authorized_keys.read_text(encoding="ascii") for sshd in nodes]
+    with cluster_of(inventory, login) as cluster:
+        key = install_run_key(cluster, inventory, name=NAME, lasts_s=600)
+        nodes[1].stop()
+        with pytest.raises(NodesError, match="node-1"):
+            remove_run_key(cluster, inventory, NAME)
+        assert list(Path(key.folder).iterdir()) == []
+    assert trusted(nodes[1]) == [NAME]
+    nodes[1].start()
+    with cluster_of(inventory, login) as cluster:
+        assert remove_dead_keys(cluster, inventory) == [NAME]
+        assert remove_dead_keys(cluster, inventory) == []
+    assert [sshd.authorized_keys.read_text(encoding="ascii") for sshd in nodes] == before
+    assert not Path(key.folder).exists()
+
+
 @pytest.mark.parametrize("run_id", ["..", "a b", "a;b", "-x", "a\nb"])
 def test_a_run_id_that_is_no_plain_name_is_refused(
     nodes: list[Sshd], login: Login, run_id: str

@@ -44,7 +44,8 @@ def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
         return {"names": sorted(names(home))}
     if action == "dead":
         return {"names": dead(home, arguments["names"])}
-    return forget(home, arguments["names"])
+    forget(home, arguments["names"], keeps_names=arguments["keeps_names"])
+    return {}
 
 
 def make(home: Path, name: str) -> dict[str, Any]:
@@ -74,13 +75,20 @@ def trust(home: Path, public: str, *, sources: list[str], lasts_s: float) -> dic
     return {}
 
 
-def forget(home: Path, gone: list[str]) -> dict[str, Any]:
-    """Let these keys in no more, and delete them where they were made."""
+def forget(home: Path, gone: list[str], *, keeps_names: bool) -> None:
+    """Let these keys in no more, and delete them where they were made.
+
+    With `keeps_names`, a key that was made here leaves an empty folder of its name: some worker may
+    still let it in, and has to be asked again.
+    """
     with authorized_keys(home) as lines:
         lines[:] = [line for line in lines if name_of(line) not in gone]
     for name in gone:
-        shutil.rmtree(folders(home) / name, ignore_errors=True)
-    return {}
+        folder = folders(home) / name
+        was_made_here = folder.is_dir()
+        shutil.rmtree(folder, ignore_errors=True)
+        if keeps_names and was_made_here:
+            folder.mkdir(mode=0o700)
 
 
 def names(home: Path) -> set[str]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, TypeVar
 
@@ -305,14 +306,18 @@ def install_run_key(
 def remove_run_key(cluster: Cluster, inventory: ClusterInventory, *names: str) -> None:
     """Let no node trust these keys any more, and delete them; may be repeated.
 
-    For whose attempt it is, or for keys that are dead. Raises NodesError that names the nodes where
-    they may still be.
+    While a worker may still trust a key, the head keeps its name, though neither half of it, so
+    that `remove_dead_keys` asks that worker again. For whose attempt it is, or for keys that are
+    dead. Raises NodesError that names the nodes where they may still be.
     """
 
-    def forget(node: Node) -> None:
-        _act(cluster.connect(node), Nothing, action="forget", names=list(names))
+    def forget(node: Node, *, keeps_names: bool = True) -> None:
+        connection = cluster.connect(node)
+        _act(connection, Nothing, action="forget", names=list(names), keeps_names=keeps_names)
 
     all_or_raise(on_every_node(inventory.nodes, forget), what="removing the run's key")
+    head = on_every_node([inventory.head], partial(forget, keeps_names=False))
+    all_or_raise(head, what="removing the run's key")
 
 
 def remove_dead_keys(cluster: Cluster, inventory: ClusterInventory) -> Sequence[str]:
