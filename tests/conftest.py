@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -37,6 +38,18 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
     """A file system of some megabytes, for a test to fill."""
     with SmallDisk(tmp_path / "small") as disk:
         yield disk
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """For tests that parse what is nested too deeply: no garbage is collected within.
+
+    Finalizers that run just below the recursion limit fail, and pytest fails the test for them.
+    """
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def pytest_configure() -> None:

@@ -25,7 +25,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_CHUNK_BYTES = 16 * 2**20
+_CHUNK_BYTES = 4 * 2**20
 """Read at once where a tensor changes its dtype on the way."""
 
 
@@ -38,6 +38,8 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path) -> None:
         self._headers = tensor_headers(folder)
+        # One for all reads: glibc would keep some of those freed, and the peak be a matter of luck.
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def __getitem__(self, name: str) -> Tensor:
         """Read one tensor in its own dtype."""
@@ -74,9 +76,12 @@ class LazyTensors(Mapping[str, Tensor]):
                 rows = target.detach().unsqueeze(0) if target.dim() == 0 else target.detach()
                 row_bytes = max(1, header.num_bytes() // max(1, rows.shape[0]))
                 at_once = max(1, _CHUNK_BYTES // row_bytes)
+                if self._buffer.numel() < at_once * row_bytes:
+                    self._buffer = torch.empty(at_once * row_bytes, dtype=torch.uint8)
                 for start in range(0, rows.shape[0], at_once):
                     part = rows[start : start + at_once]
-                    chunk = torch.empty(part.shape, dtype=dtype)
+                    chunk = self._buffer[: part.numel() * dtype.itemsize].view(dtype)
+                    chunk = chunk.view(part.shape)
                     _read(file, chunk)
                     part.copy_(chunk)
         except OSError as error:

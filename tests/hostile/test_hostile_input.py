@@ -91,6 +91,7 @@ def test_every_field_of_every_format_refuses_hostile_values_in_one_line(
     assert problems == []
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_no_damage_to_any_format_is_a_traceback(formats: list[Format]) -> None:
     rng = random.Random(_SEED)
     problems = []

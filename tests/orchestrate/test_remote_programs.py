@@ -194,9 +194,10 @@ def test_run_keys_are_kept_apart_by_their_whole_name(tmp_path: Path) -> None:
         act(action="trust", public=public, head="127.0.0.1", is_head=True, lasts_s=60)
     before = path.read_text(encoding="utf-8")
     assert len(before.splitlines()) == 2
-    act(action="forget", names=["r"])
+    act(action="forget", names=["r"], keeps_names=False)
     assert path.read_text(encoding="utf-8") == before.splitlines(keepends=True)[1]
-    assert json.dumps(act(action="forget", names=["none"]))
+    assert act(action="forget", names=["none"], keeps_names=True) == {}
+    assert not (tmp_path / ".ssh" / "tileforge" / "none").exists()
 
 
 def test_other_people_s_keys_stay_as_they_are_to_the_byte(tmp_path: Path) -> None:
@@ -204,7 +205,8 @@ def test_other_people_s_keys_stay_as_they_are_to_the_byte(tmp_path: Path) -> Non
     path.parent.mkdir()
     others = b"# caf\xe9\n\nssh-rsa AAAA ada\x0b@x\n"
     path.write_bytes(others + b"restrict ssh-ed25519 AAAA tileforge-run:r.00000000\n")
-    run_remote("run_key.py", {"action": "forget", "names": ["r.00000000"]}, home=tmp_path)
+    forget = {"action": "forget", "names": ["r.00000000"], "keeps_names": False}
+    run_remote("run_key.py", forget, home=tmp_path)
     assert path.read_bytes() == others
 
 

@@ -233,6 +233,7 @@ def test_every_field_of_googles_answers_may_be_hostile(
             is_sound(lambda: read(full))
 
 
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("status", [200, 403, 404, 500])
 @pytest.mark.parametrize("name", READS)
 def test_an_answer_of_google_that_is_no_document_is_refused(

@@ -326,6 +326,12 @@ def test_no_key_outlives_a_run_that_is_not_started(another: Operator) -> None:
     assert "error: installing the run's key failed on 1 node(s):\n  node-1: " in said
     assert "warning: removing the run's key failed on 1 node(s):\n  node-1: " in said
     assert keys_of_runs(another) == [[], []]
+    # The head keeps the key's name, and no key, until the worker was asked again.
+    (kept,) = (folders[0] / "tileforge").iterdir()
+    assert not list(kept.iterdir())
+    code, said = another.do(*another.on_cluster("preflight"), "--quick")
+    assert code == ExitCode.OK and f"the key {kept.name} was left on the nodes" in said, said
+    assert not list((folders[0] / "tileforge").iterdir())
 
 
 @pytest.mark.parametrize("command", ["preflight", "run", "stop"])
