@@ -85,7 +85,7 @@ struct Gelu {
   }
 };
 
-constexpr int64_t kPiece = 1024;
+constexpr int64_t kPiece = 256;
 
 }  // namespace
 
