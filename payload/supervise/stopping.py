@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
-from payload.results import RunPaths, StopWish, last_record
+from payload.results import RunPaths, StopWish, discard, last_record
 from payload.run_lock import FORCE_SIGNAL
 
 Stop = Literal["none", "graceful", "forced", "expired"]
@@ -80,6 +80,7 @@ class Stopping:
         self._paths = paths
         self._wakeups = wakeups
         self._told = 0
+        self._kept: StopWish | None = None
         self._owner_pid = owner_pid
         self._deadline_s = 0.0
 
@@ -122,22 +123,30 @@ class Stopping:
 
     def forget_old_wish(self) -> None:
         """Remove one that came too late for the last supervisor; ours may be there already."""
-        if self._wish() is None:
-            self._paths.stop_wish.unlink(missing_ok=True)
+        self._kept = self._pull()
 
     def _take_wish(self) -> bool:
         """Heed what a command left; during a stop, the time that it brings counts from now."""
-        wish = self._wish()
+        wish = self._pull() or self._kept
+        self._kept = None
         if wish is None:
             return False
-        self._paths.stop_wish.unlink(missing_ok=True)
         if wish.grace_s is not None:
             self.grace_s = wish.grace_s
             if self.kind == "graceful":
                 self._deadline_s = time.monotonic() + self.grace_s
         return True
 
-    def _wish(self) -> StopWish | None:
-        """The wish that is meant for this supervisor."""
-        wish = last_record(StopWish, self._paths.stop_wish)
+    def _pull(self) -> StopWish | None:
+        """Take the wish that is meant for this supervisor out of the run's folder.
+
+        It is renamed before it is read: removed by its name after that, it might be a newer one.
+        """
+        pulled = self._paths.stop_wish.with_suffix(".taken")
+        try:
+            self._paths.stop_wish.replace(pulled)
+        except OSError:
+            return None
+        wish = last_record(StopWish, pulled)
+        discard(pulled)
         return wish if wish is not None and os.getpid() in wish.pids else None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from payload.results import RunPaths
+from payload.results import RunPaths, StopWish, last_record, write_json
+from payload.supervise import stopping
 from payload.supervise.stopping import Stopping, Wakeups
 
 
@@ -33,3 +35,37 @@ def test_a_wish_waits_for_a_checkpoint_and_the_limit_does_not(
     assert wished.heed() == "ask"
     assert (wished.heed(saving=True), wished.kind) == (None, "graceful")
     assert (wished.heed(), wished.kind) == ("end", "expired")
+
+
+def test_a_wish_that_comes_while_the_one_before_is_read_is_not_lost(
+    tmp_path: Path, wakeups: Wakeups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(tmp_path)
+    first, second = (StopWish(pids=(os.getpid(),), grace_s=grace_s) for grace_s in (60.0, 0.5))
+    newer = [second]
+
+    def read_and_wish(cls: type[StopWish], path: Path) -> StopWish | None:
+        wish = last_record(cls, path)
+        if newer:
+            write_json(paths.stop_wish, newer.pop())
+        return wish
+
+    monkeypatch.setattr(stopping, "last_record", read_and_wish)
+    asked = Stopping(paths, wakeups, owner_pid=None, grace_s=1000.0)
+    write_json(paths.stop_wish, first)
+    signal.raise_signal(signal.SIGTERM)
+    assert (asked.heed(), asked.grace_s) == ("ask", 60.0)
+    signal.raise_signal(signal.SIGTERM)
+    assert (asked.heed(), asked.grace_s) == (None, 0.5)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wish_that_is_there_before_the_supervisor_looks_is_kept(
+    tmp_path: Path, wakeups: Wakeups
+) -> None:
+    paths = RunPaths(tmp_path)
+    asked = Stopping(paths, wakeups, owner_pid=None, grace_s=1000.0)
+    write_json(paths.stop_wish, StopWish(pids=(os.getpid(),), grace_s=60.0))
+    asked.forget_old_wish()
+    signal.raise_signal(signal.SIGTERM)
+    assert (asked.heed(), asked.by_system, asked.grace_s) == ("ask", False, 60.0)
