@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterable
 from typing import TextIO
 
-_LEAST_WIDTH = 9
+_LEAST_WIDTH = 11
+"""Of a column: a number of seven digits with its commas, and the gap."""
 _GAP = 2
 
 
@@ -28,7 +29,11 @@ class Table:
 
     def row(self, label: str, *cells: str) -> None:
         """Print one row; cells that are left out at its end stay empty."""
-        padded = [f"{cell:>{width}}" for cell, width in zip(cells, self._widths, strict=False)]
+        # A cell that is wider than its column moves the others on, but never touches its neighbour.
+        padded = [
+            " " * _GAP + f"{cell:>{width - _GAP}}"
+            for cell, width in zip(cells, self._widths, strict=False)
+        ]
         line = f"{label:<{self._label_width}}" + "".join(padded)
         print(line.rstrip(), file=self._file, flush=True)
 

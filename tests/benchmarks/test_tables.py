@@ -20,11 +20,19 @@ def test_a_table_has_its_columns_below_each_other() -> None:
     table.row("a longer name", "10.00")
     table.note("MFU 70 %")
     assert file.getvalue() == (
-        "who              s a step  tokens/s\n"
-        "ours                 1.25     1,024\n"
-        "a longer name       10.00\n"
+        "who               s a step   tokens/s\n"
+        "ours                  1.25      1,024\n"
+        "a longer name        10.00\n"
         "MFU 70 %\n"
     )
+
+
+def test_cells_that_are_wider_than_their_columns_do_not_touch() -> None:
+    file = io.StringIO()
+    Table("path", "FLOPs", "torch's", file=file).row("", "transformers", "10,649,280", "1,649,280")
+    assert file.getvalue().split() == [
+        "path", "FLOPs", "torch's", "transformers", "10,649,280", "1,649,280",
+    ]  # fmt: skip
 
 
 def test_no_benchmark_prints_a_table_by_hand() -> None:
