@@ -123,7 +123,7 @@ class Smoke:
         """The config, with a batch that this cluster's ranks share evenly, and resumable."""
         config = load_run_config(self.config)
         ranks = place_ranks(outputs.inventory, config.launch).world_size
-        per_pass = config.batch.micro_batch_size * ranks
+        per_pass = config.batch.per_pass(ranks)
         values = {
             "batch.global_batch_size": -(-config.batch.global_batch_size // per_pass) * per_pass,
             "train.steps": self.num_steps,

@@ -43,6 +43,10 @@ DtypeChoice = Literal["auto", "bf16", "fp32"]
 Quantize = Literal["none", "nf4"]
 
 
+AUTO: Literal["auto"] = "auto"
+"""A setting that the run decides by itself."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
     """[run]"""
@@ -137,21 +141,45 @@ class BatchSection:
 
     global_batch_size: int = setting(32, low=1, high=10**9)
     """Sequences per step over all ranks."""
-    micro_batch_size: int = setting(4, low=1, high=10**6)
-    """Sequences per rank per forward and backward pass; lower it when memory runs out."""
+    micro_batch_size: int | Literal["auto"] = setting(4, low=1, high=10**6)
+    """Sequences per rank per forward and backward pass; lower it when memory runs out. `auto`: the
+    most that fit the estimate, chosen when the ranks are placed; run.toml then has the number."""
+
+    def sequences(self) -> int:
+        """Return `micro_batch_size` as a number, after planning or rank 0 has settled it."""
+        assert self.micro_batch_size != AUTO, "settle_batch() comes first"
+        return self.micro_batch_size
+
+    def per_pass(self, world_size: int) -> int:
+        """Return the sequences of one pass of all ranks; before `auto` is settled, a whole step."""
+        if self.micro_batch_size == AUTO:
+            return max(1, self.global_batch_size // world_size) * world_size
+        return self.micro_batch_size * world_size
+
+    def require_even(self, world_size: int) -> None:
+        """Raise ConfigError when the ranks cannot share the batch in whole passes."""
+        if self.micro_batch_size == AUTO:
+            self._require_multiple(world_size, f"world_size = {world_size}")
+        else:
+            self.grad_accum_steps(world_size)
 
     def grad_accum_steps(self, world_size: int) -> int:
         """Passes per step on each rank. Raises ConfigError when it is no whole number."""
-        per_pass = self.micro_batch_size * world_size
-        if self.global_batch_size % per_pass:
-            below = self.global_batch_size // per_pass * per_pass
-            fitting = [size for size in (below, below + per_pass) if size]
+        size = self.sequences()
+        per_pass = size * world_size
+        self._require_multiple(
+            per_pass, f"micro_batch_size x world_size = {size} x {world_size} = {per_pass}"
+        )
+        return self.global_batch_size // per_pass
+
+    def _require_multiple(self, number: int, words: str) -> None:
+        if self.global_batch_size % number:
+            below = self.global_batch_size // number * number
+            fitting = [size for size in (below, below + number) if size]
             raise ConfigError(
                 f"batch.global_batch_size = {self.global_batch_size} is not a multiple of "
-                f"micro_batch_size x world_size = {self.micro_batch_size} x {world_size} = "
-                f"{per_pass}. Use {' or '.join(map(str, fitting))}."
+                f"{words}. Use {' or '.join(map(str, fitting))}."
             )
-        return self.global_batch_size // per_pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +362,7 @@ class RunConfig:
     def rank_setting(self, *, dtype: Dtype, world_size: int) -> RankSetting:
         """Return how each of `world_size` ranks trains, for the estimate of its memory."""
         return RankSetting(
-            micro_batch_size=self.batch.micro_batch_size,
+            micro_batch_size=self.batch.sequences(),
             dtype=dtype,
             kernels=self.uses_kernels(),
             alone=world_size == 1,
@@ -459,10 +487,11 @@ def _contradictions(config: RunConfig) -> list[str]:
             f"schedule.decay_steps = {config.decay_steps()} is not above warmup_steps = "
             f"{schedule.warmup_steps}."
         )
-    if config.batch.global_batch_size % config.batch.micro_batch_size:
+    size = config.batch.micro_batch_size
+    if size != AUTO and config.batch.global_batch_size % size:
         found.append(
             f"batch.global_batch_size = {config.batch.global_batch_size} is not a multiple of "
-            f"micro_batch_size = {config.batch.micro_batch_size}."
+            f"micro_batch_size = {size}."
         )
     if config.limits.hang_timeout_s > config.longest_wait_s():
         found.append(

@@ -189,7 +189,7 @@ def _parse_scalar(text: str) -> Any:
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """The members of `X | None`, or the type itself."""
+    """The members of `X | None` or `X | Literal[...]`, or the type itself."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return typing.get_args(hint)
     return (hint,)
@@ -210,7 +210,11 @@ def _problem_with(value: Any, hint: Any, limits: Mapping[str, Any]) -> str | Non
     if _is_none(value, hint):
         return None
     optional = ' (or "none")' if type(None) in _alternatives(hint) else ""
-    kind = next(member for member in _alternatives(hint) if member is not type(None))
+    kind, *words = (member for member in _alternatives(hint) if member is not type(None))
+    names = [name for each in words for name in typing.get_args(each)]
+    if value in names:
+        return None
+    optional += "".join(f' (or "{name}")' for name in names)
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)
         return None if value in choices else f"choose one of {', '.join(choices)}{optional}."

@@ -182,7 +182,7 @@ def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
     gradients = gradient_bytes(spec, config.distributed)
     if shards == 1:
         return Sent(replicate=sends_per_byte(ranks) * gradients, shard=0.0)
-    passes = max(1, config.batch.global_batch_size // (config.batch.micro_batch_size * ranks))
+    passes = max(1, config.batch.global_batch_size // config.batch.per_pass(ranks))
     setting = config.rank_setting(
         dtype="fp32" if config.precision.dtype == "fp32" else "bf16", world_size=ranks
     )
@@ -210,7 +210,7 @@ def run_step_time(
     """A step of the run `config`, which takes `compute_s` of computing on these ranks."""
     if config.distributed.shards(network.ranks) > 1:
         return _sharded_step_time(config, spec, compute_s=compute_s, network=network)
-    per_pass = config.batch.micro_batch_size * network.ranks
+    per_pass = config.batch.per_pass(network.ranks)
     # A prediction, also for ranks that are not the run's: preflight's on this machine, or with the
     # defaults. Whether a batch divides is `grad_accum_steps`'s to say.
     return step_time(

@@ -24,6 +24,8 @@ class Arithmetic:
     tokens_per_step: int
     tokens_total: int
     grad_accum_steps: int
+    micro_batch_size: int
+    """Sequences of a rank's pass."""
     memory_bytes_per_rank: int
     """Estimate."""
     grad_bytes: int
@@ -80,6 +82,7 @@ def work_out(
         tokens_per_step=tokens,
         tokens_total=tokens * config.train.steps,
         grad_accum_steps=accumulation,
+        micro_batch_size=config.batch.sequences(),
         memory_bytes_per_rank=config.memory_bytes(
             spec,
             dtype="fp32" if config.precision.dtype == "fp32" else "bf16",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from payload.adapter_files import has_adapter
+from payload.batch_size import settle_batch
 from payload.checkpoint_files import MANIFEST_FILE
 from payload.data_folder import load_meta
 from payload.errors import CheckpointError, ConfigError, PreflightError
@@ -224,6 +225,14 @@ def plan_run(
     placement = place_ranks(inventory, config.launch, domains=chosen.domains)
     spec, guess = initial_spec(config, vocab_size=vocab_size)
     spec = config.adapted(spec)
+    config, batch = settle_batch(
+        config,
+        spec,
+        dtype="fp32" if config.precision.dtype == "fp32" else "bf16",
+        world_size=placement.world_size,
+        ranks_per_node=placement.ranks_per_node,
+        free_bytes=access.free_memory_bytes(),
+    )
     arithmetic = work_out(
         config,
         spec=spec,
@@ -275,7 +284,7 @@ def plan_run(
         notes=(
             *choice.notes(),
             *placement.notes,
-            *filter(None, (guess, warning, rate_warning(config))),
+            *filter(None, (batch, guess, warning, rate_warning(config))),
         ),
     )
     return PlannedRun(

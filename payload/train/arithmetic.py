@@ -29,7 +29,7 @@ def describe(
         f"data      {meta.train_tokens:,} training and {meta.val_tokens:,} validation "
         f"tokens from {meta.source}",
         f"batch     {batch.global_batch_size} sequences x {task.mean_tokens():.5g} = "
-        f"{tokens:,} tokens a step: {world.world_size} rank(s) x {batch.micro_batch_size} "
+        f"{tokens:,} tokens a step: {world.world_size} rank(s) x {batch.sequences()} "
         f"sequences x {accumulation} pass(es)",
         f"run       {config.train.steps} steps = {all_tokens:,} tokens = "
         f"{all_tokens / meta.train_tokens:.2f} epochs",

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
 
 import psutil
 from accelerate import Accelerator
 
+from payload.batch_size import as_recorded, settle_batch, with_size
 from payload.metrics_log import read_metrics
 from payload.remake import no_range_hashes
 from payload.results import RunPaths, write_whole
-from payload.run_config import DtypeChoice, RunConfig
+from payload.run_config import AUTO, DtypeChoice, RunConfig
 from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration, calibrate
 from payload.train.engine import engage, require_engine
@@ -21,7 +24,13 @@ from payload.train.models.base import CausalLM
 from payload.train.models.lora import shrink_base
 from payload.train.optimizer import build_optimizers
 from payload.train.parts import Parts
-from payload.train.setup import Start, find_start, require_disk_space, restore_optimizer
+from payload.train.setup import (
+    Start,
+    earlier_config,
+    find_start,
+    require_disk_space,
+    restore_optimizer,
+)
 from payload.train.start_clock import StartClock
 from payload.train.strategies.registry import choose_strategy
 from payload.train.summary import SummaryFile
@@ -51,11 +60,12 @@ def train(
         sign_of_life = SignOfLife(paths, world)
         sign_of_life.tell(step=0, phase="load")
         require_engine(config.engine)
-        config.batch.grad_accum_steps(world.world_size)
+        config.batch.require_even(world.world_size)
         config.distributed.shards(world.world_size)
         task = open_task(config)
         clock.lap("data")
         start = find_start(config, task, paths=paths, world=world)
+        config = _settled(config, start, paths=paths, world=world)
         clock.lap("model")
         # On every rank: nodes need not share a disk.
         paths.root.mkdir(parents=True, exist_ok=True)
@@ -89,6 +99,50 @@ def _dtype_choice(config: RunConfig, start: Start) -> DtypeChoice:
     if config.precision.dtype == "auto" and start.state is not None:
         return start.state.dtype
     return config.precision.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settled:
+    """What rank 0 tells the others of a micro-batch that was left to the run."""
+
+    size: int
+    checkpointing: Literal["off", "auto", "on"]
+
+
+def _settled(config: RunConfig, start: Start, *, paths: RunPaths, world: World) -> RunConfig:
+    """Return the config with a number for `batch.micro_batch_size`; planning has set most.
+
+    A run that goes on keeps its number.
+    """
+    if config.batch.micro_batch_size != AUTO:
+        return config
+    free = min(world.gather(_free_bytes(), int))
+    found = None
+    if world.is_main:
+        earlier = earlier_config(paths)
+        kept = as_recorded(config, earlier, world_size=world.world_size) if earlier else config
+        chosen = _dtype_choice(config, start)
+        decided, note = settle_batch(
+            kept,
+            start.model.trained_spec(),
+            dtype="fp32" if chosen == "fp32" else "bf16",
+            world_size=world.world_size,
+            ranks_per_node=world.local_world_size,
+            free_bytes=free,
+        )
+        if note is not None:
+            log.info(f"memory    {note}")
+        found = _Settled(
+            size=decided.batch.sequences(),
+            checkpointing=decided.memory.activation_checkpointing,
+        )
+    agreed = world.broadcast(found, _Settled)
+    return with_size(config, agreed.size, checkpointing=agreed.checkpointing)
+
+
+def _free_bytes() -> int:
+    """Return the memory that this rank's node could give, with what this process has of it."""
+    return psutil.virtual_memory().available + psutil.Process().memory_info().rss
 
 
 def _train(
@@ -211,7 +265,7 @@ def _checkpoints_layers(
     setting = config.memory.activation_checkpointing
     if setting != "auto":
         return setting == "on"
-    free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
+    free = _free_bytes()
     estimate = model.trained_spec().rank_memory_bytes(
         config.rank_setting(dtype=calibration.dtype, world_size=world.world_size)
     )

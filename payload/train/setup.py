@@ -111,22 +111,24 @@ def pin_initial(config: RunConfig, *, paths: RunPaths, world: World) -> RunConfi
     """
     init = None
     if world.is_main:
-        init = pinned(config.model.init, setting="model.init", earlier=_earlier_init(paths))
+        earlier = earlier_config(paths)
+        before = earlier.model.init if earlier else None
+        init = pinned(config.model.init, setting="model.init", earlier=before)
     agreed = world.broadcast(init, str)
     return replace(config, model=replace(config.model, init=agreed))
 
 
-def _earlier_init(paths: RunPaths) -> str | None:
-    """Return the model.init that an earlier start of the run settled on, or None for a new run.
+def earlier_config(paths: RunPaths) -> RunConfig | None:
+    """Return the settings that an earlier start of the run settled on, or None for a new run.
 
     The newest checkpoint knows it best: an operator's run.toml replaces that of the run's folder.
     """
     for checkpoint in reversed(checkpoint_folders(paths.checkpoints)):
         with suppress(ConfigError):
             state = load_trainer_state(checkpoint)
-            return parse_run_config(state.config_toml, where="the checkpoint's config").model.init
+            return parse_run_config(state.config_toml, where="the checkpoint's config")
     with suppress(ConfigError):
-        return load_run_config(paths.config).model.init if paths.config.exists() else None
+        return load_run_config(paths.config) if paths.config.exists() else None
     return None
 
 

@@ -124,7 +124,7 @@ class Trainer:
         A step's samples are the same set whatever the number of ranks and passes is. A pass behind
         the step's last one is the next step's first.
         """
-        size, world = self._batch.micro_batch_size, self._parts.world
+        size, world = self._batch.sequences(), self._parts.world
         step, micro_step = divmod(micro_step, self._accumulation)
         chosen = self._step_samples(step)
         first = (micro_step * world.world_size + world.rank) * size
@@ -225,7 +225,7 @@ class Trainer:
     def _seed_masks(self, micro_step: int) -> None:
         """Seed dropout by the pass's place in the run, not by what ran before: resume is exact."""
         passes = micro_step * self._parts.world.world_size + self._parts.world.rank
-        first = self._next_sample + passes * self._batch.micro_batch_size
+        first = self._next_sample + passes * self._batch.sequences()
         torch.manual_seed(self._parts.config.run.seed * 1_000_003 + first)
 
     def _clip(self) -> float:
@@ -284,7 +284,7 @@ class Trainer:
         how = EvalPass(
             world=parts.world,
             step=self._step,
-            micro_batch_size=self._batch.micro_batch_size,
+            micro_batch_size=self._batch.sequences(),
             max_tokens=parts.config.train.eval_tokens,
             autocast=parts.accelerator.autocast,
             without_gradients=parts.strategy.without_gradients,

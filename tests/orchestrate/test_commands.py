@@ -16,7 +16,7 @@ from payload.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.sites.choose import rate_warning
 from payload.results import RunPaths, write_json
-from payload.run_config import parse_run_config
+from payload.run_config import load_run_config, parse_run_config
 from payload.run_lock import is_supervised
 from payload.supervise.processes import processes_of
 from tests.orchestrate.test_runs import make_data
@@ -113,6 +113,32 @@ def test_plan_as_json_is_what_run_would_write(workplace: Workplace) -> None:
     assert [rank["rank"] for rank in plan["ranks"]] == [0, 1]
     assert plan["plan"]["argv"][0].endswith("mpirun")
     assert plan["plan"]["arithmetic"]["grad_accum_steps"] == 4
+
+
+def test_plan_settles_a_micro_batch_of_auto_and_says_why(workplace: Workplace) -> None:
+    status, out, err = workplace.call("plan", "--json", "--set", "batch.micro_batch_size=auto")
+    assert status == 0
+    numbers = json.loads(out)["plan"]["arithmetic"]
+    assert (numbers["micro_batch_size"], numbers["grad_accum_steps"]) == (16, 1)
+    assert 'note: batch.micro_batch_size = "auto": 16 of a rank\'s 16 sequences a pass' in err
+
+
+@pytest.mark.ranks
+def test_a_run_keeps_the_micro_batch_that_it_was_planned_with(workplace: Workplace) -> None:
+    chosen = ("--set", "batch.micro_batch_size=auto")
+    status, _, err = workplace.call("run", "--run-id", "one", *chosen)
+    assert status == 0, err
+    assert 'batch.micro_batch_size = "auto": 16' in err
+    paths = workplace.run_paths("one")
+    assert load_run_config(paths.config).batch.micro_batch_size == 16
+    config = load_run_config(paths.config)
+    fewer = replace(config, batch=replace(config.batch, micro_batch_size=4))
+    paths.config.write_text(fewer.to_toml())
+    status, _, err = workplace.call(
+        "run", "--resume", "one", *chosen, "--set", f"train.steps={2 * config.train.steps}"
+    )
+    assert status == 0, err
+    assert load_run_config(paths.config).batch.micro_batch_size == 4
 
 
 @pytest.mark.ranks

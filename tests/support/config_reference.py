@@ -98,10 +98,13 @@ def _toml(value: object) -> str:
 
 
 def _values(hint: Any, field: dataclasses.Field[Any]) -> str:
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    (kind,) = (kind for kind in kinds if kind is not type(None))
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    kinds = typing.get_args(hint) if is_union else (hint,)
+    kind, *words = (kind for kind in kinds if kind is not type(None))
     text = ", ".join(_kind(kind, field))
-    return f'{text}, or `"none"`' if type(None) in kinds else text
+    names = [*(name for each in words for name in typing.get_args(each))]
+    names += ["none"] if type(None) in kinds else []
+    return ", or ".join([text, *(f'`"{name}"`' for name in names)])
 
 
 def _kind(kind: Any, field: dataclasses.Field[Any]) -> Iterator[str]:

@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import equal
 
+from payload.run_config import load_run_config
 from payload.train.start_clock import process_age_s
 from tests.support.launching import (
     DEADLINE_S,
@@ -126,6 +127,19 @@ def test_ten_steps_killed_and_resumed_end_bitwise_where_twenty_in_one_go_do(
     train(broken, tiny_config, *settings, num_ranks=2)
     assert losses(broken) == losses(trained(2, *settings))
     _assert_same_checkpoint(broken, trained(2, *settings))
+
+
+def test_a_micro_batch_of_auto_is_one_number_on_every_rank_and_at_a_resume(
+    tmp_path: Path, tiny_config: Path, trained: Trained
+) -> None:
+    settings = ("batch.micro_batch_size=auto",)
+    result = train(tmp_path / "auto", tiny_config, *settings, "train.steps=10", num_ranks=2)
+    assert 'batch.micro_batch_size = "auto": 4 of a rank\'s 4 sequences a pass' in result.stderr
+    assert load_run_config(tmp_path / "auto" / "run.toml").batch.micro_batch_size == 4
+    again = train(tmp_path / "auto", tiny_config, *settings, num_ranks=2)
+    assert "of a rank's" not in again.stderr, "the run goes on with what it has settled on"
+    assert losses(tmp_path / "auto") == losses(trained(2, "batch.micro_batch_size=4"))
+    _assert_same_checkpoint(tmp_path / "auto", trained(2, "batch.micro_batch_size=4"))
 
 
 def test_a_resume_on_another_number_of_ranks_goes_on_with_the_same_losses(

@@ -230,7 +230,7 @@ class Rehearsal:
         """The config, with a batch that this cluster's ranks share evenly."""
         config = load_run_config(self.config)
         ranks = place_ranks(outputs.inventory, config.launch).world_size
-        per_pass = config.batch.micro_batch_size * ranks
+        per_pass = config.batch.per_pass(ranks)
         batch = -(-config.batch.global_batch_size // per_pass) * per_pass
         values = {"batch.global_batch_size": batch, "train.steps": _STEPS}
         sets = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]

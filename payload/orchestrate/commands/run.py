@@ -10,13 +10,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 
+from payload.batch_size import as_recorded
 from payload.checkpoint_files import require_room
 from payload.engines import require_packages_here
 from payload.errors import INTERRUPTED, ConfigError, DataError, ExitCode
@@ -264,15 +265,22 @@ def config_of(
     resumed: RunPaths | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> RunConfig:
-    """The config file's, the resumed run's, or all defaults; with --set on top."""
+    """The config file's, the resumed run's, or all defaults; with --set on top.
+
+    A micro-batch of `auto` is what a resumed run has settled on.
+    """
     if arguments.config is not None:
-        return load_run_config(arguments.config, overrides=arguments.overrides)
-    if resumed is not None:
+        config = load_run_config(arguments.config, overrides=arguments.overrides)
+    elif resumed is not None:
         config, warning = config_to_resume(resumed, overrides=arguments.overrides)
         if warning:
             say(f"warning: {warning}")
-        return config
-    return parse_run_config("", overrides=arguments.overrides, where="defaults")
+    else:
+        return parse_run_config("", overrides=arguments.overrides, where="defaults")
+    if resumed is not None:
+        with suppress(ConfigError):
+            config = as_recorded(config, config_to_resume(resumed, overrides=())[0])
+    return config
 
 
 def _refuse_to_resume(paths: RunPaths) -> None:

@@ -202,8 +202,8 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
     return [
         f"parameters       {numbers.params:,}",
         f"tokens per step  {numbers.tokens_per_step:,} ({numbers.tokens_total:,} in the run)",
-        f"accumulation     {numbers.grad_accum_steps} pass(es) per step on each of "
-        f"{plan.world_size} rank(s)",
+        f"accumulation     {numbers.grad_accum_steps} pass(es) of {numbers.micro_batch_size} "
+        f"sequence(s) per step on each of {plan.world_size} rank(s)",
         f"arithmetic       {numbers.flops_per_step / 1e12:,.3f} TFLOP per step",
         f"memory           about {numbers.memory_bytes_per_rank / _GIB:.1f} GiB a rank",
         *computing,

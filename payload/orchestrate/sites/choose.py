@@ -131,7 +131,7 @@ def require_placeable(config: RunConfig, chosen: Chosen) -> None:
     """
     require_launcher(config, chosen.inventory)
     placement = place_ranks(chosen.inventory, config.launch, domains=chosen.domains)
-    config.batch.grad_accum_steps(placement.world_size)
+    config.batch.require_even(placement.world_size)
 
 
 def memory_warning(

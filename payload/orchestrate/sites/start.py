@@ -283,6 +283,8 @@ def _write(
         for stale in (paths.summary, paths.state, *paths.root.glob("exits/*.json")):
             stale.unlink(missing_ok=True)
         planned.write(paths)
+    decided = planned.config
+    there = replace(there, batch=decided.batch, memory=decided.memory)
     files = replace(planned, config=there).files()
     content = archive({name: text.encode() for name, text in files.items()})
     run_dir = PurePosixPath(planned.paths.root)

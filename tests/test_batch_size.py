@@ -1,0 +1,122 @@
+"""`batch.micro_batch_size = "auto"`: which number it becomes, and that it stays that number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from payload.batch_size import USED, as_recorded, settle_batch
+from payload.errors import ConfigError
+from payload.models.spec import ModelSpec
+from payload.run_config import RunConfig, parse_run_config
+
+GIB = 2**30
+
+
+def auto(*overrides: str) -> RunConfig:
+    wanted = ("batch.micro_batch_size=auto", "batch.global_batch_size=24", *overrides)
+    return parse_run_config("", overrides=wanted, where="test")
+
+
+def spec_of(config: RunConfig) -> ModelSpec:
+    return config.model.spec(sequence_length=config.data.sequence_length, vocab_size=None)
+
+
+def settled(
+    config: RunConfig, *, free_bytes: int | None, ranks: int = 1
+) -> tuple[RunConfig, str | None]:
+    return settle_batch(
+        config,
+        spec_of(config),
+        dtype="bf16",
+        world_size=ranks,
+        ranks_per_node=ranks,
+        free_bytes=free_bytes,
+    )
+
+
+def need(config: RunConfig, *, size: int, ranks: int = 1, checkpointing: str = "off") -> int:
+    overrides = [f"batch.micro_batch_size={size}", "batch.global_batch_size=24"]
+    overrides.append(f"memory.activation_checkpointing={checkpointing}")
+    fixed = parse_run_config("", overrides=overrides, where="test")
+    return fixed.memory_bytes(spec_of(config), dtype="bf16", world_size=ranks)
+
+
+def test_auto_is_the_largest_divisor_of_a_ranks_share_that_fits_the_estimate() -> None:
+    config = auto()
+    for size in (1, 2, 4, 12, 24):
+        found, note = settled(config, free_bytes=int(need(config, size=size) / USED) + 1)
+        assert found.batch.micro_batch_size == size
+        assert found.memory.activation_checkpointing == "auto"
+        assert note is not None and f": {size} of a rank's 24 sequences a pass; about" in note
+
+
+def test_the_ranks_of_a_node_share_its_memory_and_the_batch() -> None:
+    config = auto()
+    free = int(2 * need(config, size=4, ranks=2) / USED) + 2
+    found, _ = settled(config, free_bytes=free, ranks=2)
+    assert found.batch.micro_batch_size == 4
+    assert found.batch.grad_accum_steps(2) == 3
+
+
+def test_the_same_memory_gives_the_same_size() -> None:
+    assert settled(auto(), free_bytes=9 * GIB) == settled(auto(), free_bytes=9 * GIB)
+
+
+def test_checkpointing_comes_on_only_where_one_sequence_does_not_fit_without() -> None:
+    config = auto("data.sequence_length=1024")
+    free = int((need(config, size=1) - 1) / USED)
+    found, note = settled(config, free_bytes=free)
+    assert found.memory.activation_checkpointing == "on"
+    assert note is not None and "with activation checkpointing" in note
+    is_off = replace(config, memory=replace(config.memory, activation_checkpointing="off"))
+    found, note = settled(is_off, free_bytes=free)
+    assert found.batch.micro_batch_size == 1
+    assert found.memory.activation_checkpointing == "off"
+    assert note is not None and ", more than the" in note
+
+
+def test_where_nothing_fits_it_is_one_sequence_with_checkpointing() -> None:
+    found, note = settled(auto(), free_bytes=GIB // 8)
+    assert (found.batch.micro_batch_size, found.memory.activation_checkpointing) == (1, "on")
+    assert note is not None and ", more than the 0.1 that it may fill" in note
+
+
+def test_without_knowledge_of_the_memory_it_is_one_sequence() -> None:
+    found, note = settled(auto(), free_bytes=None)
+    assert found.batch.micro_batch_size == 1
+    assert note is not None and "the free memory is not known" in note
+
+
+def test_a_number_stays() -> None:
+    config = parse_run_config("", where="test")
+    assert settled(config, free_bytes=1) == (config, None)
+
+
+def test_ranks_that_cannot_share_the_batch_are_refused_with_what_they_could() -> None:
+    with pytest.raises(ConfigError, match=r"24 is not a multiple of world_size = 5\. Use 20 or 25"):
+        settled(auto(), free_bytes=GIB, ranks=5)
+
+
+def test_a_resume_takes_the_recorded_size_where_it_still_divides() -> None:
+    recorded, _ = settled(auto(), free_bytes=GIB // 8)
+    again = as_recorded(auto(), recorded)
+    assert again.batch.micro_batch_size == 1 and again.memory.activation_checkpointing == "on"
+    size = parse_run_config(
+        "", overrides=["batch.micro_batch_size=24", "batch.global_batch_size=24"], where="test"
+    )
+    assert as_recorded(auto(), size).batch.micro_batch_size == 24
+    assert as_recorded(auto(), size, world_size=2) == auto()
+    number = parse_run_config("", where="test")
+    assert as_recorded(number, size) == number
+
+
+def test_auto_survives_a_file_and_another_word_does_not() -> None:
+    text = auto().to_toml()
+    assert 'micro_batch_size = "auto"' in text
+    assert parse_run_config(text, where="test") == auto()
+    with pytest.raises(ConfigError, match=r'a whole number is needed \(or "auto"\)'):
+        parse_run_config("", overrides=["batch.micro_batch_size=most"], where="test")
+    with pytest.raises(ConfigError, match="it must be at least 1"):
+        parse_run_config("", overrides=["batch.micro_batch_size=0"], where="test")
