@@ -17,7 +17,7 @@ CONSOLE = "TILEFORGE_CONSOLE"
 
 _CONSOLE_WORDS = {
     "orchestrate": (),
-    **{name: (name,) for name in ("data", "train", "generate", "evaluate", "export")},
+    **{name: (name,) for name in ("data", "train", "finetune", "generate", "evaluate", "export")},
 }
 """What stands for a program after `tileforge`."""
 

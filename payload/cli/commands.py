@@ -61,6 +61,12 @@ COMMANDS = (
     *_rows(_DATA, "data", {"prepare": "turn text into tokens"}),
     Command(name="data", group=_DATA, package="data", summary="prepare, verify or show data"),
     Command(
+        name="finetune",
+        group=_MODEL,
+        package="finetune",
+        summary="choose every setting for a model and a file of data, and run",
+    ),
+    Command(
         name="train",
         group=_MODEL,
         package="train",

@@ -21,6 +21,7 @@ _PARSERS = {
     "orchestrate": "payload.orchestrate.__main__",
     "data": "payload.data.__main__",
     "train": "payload.train.__main__",
+    "finetune": "payload.finetune.__main__",
     "generate": "payload.generate.arguments",
     "evaluate": "payload.evaluate.__main__",
     "export": "payload.export.arguments",

@@ -170,6 +170,8 @@ class PlannedRun:
     plan: LaunchPlan
     strategies: tuple[Compared, ...] = ()
     """What the run's ranks could do instead, the best first."""
+    free_memory_bytes: int | None = None
+    """Of the node with the least."""
 
     def hosts(self) -> str:
         """The hosts file's text."""
@@ -302,6 +304,7 @@ def plan_run(
             peak_flops_per_s=access.peak_flops_per_s(config.precision.dtype),
             free_bytes=access.free_memory_bytes(),
         ),
+        free_memory_bytes=access.free_memory_bytes(),
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 PACKAGES = frozenset(
     {"models", "launch", "orchestrate", "supervise", "data", "train", "generate"}
-    | {"evaluate", "export", "cli"}
+    | {"evaluate", "export", "cli", "finetune"}
 )
 CONTRACTS = "contracts"
 PULUMI = frozenset({"pulumi", "pulumi_gcp", "pulumi_command", "pulumi_random", "pulumi_tls"})
@@ -68,6 +68,11 @@ RULES = {
     "cli": Rule(frozenset({CONTRACTS, "cli"}), frozenset({"torch", "numpy", "paramiko"}) | PULUMI),
     "data": Rule(
         frozenset({CONTRACTS, "models", "data"}), frozenset({"paramiko", "infra"}) | PULUMI
+    ),
+    # It starts the other packages' programs as processes.
+    "finetune": Rule(
+        frozenset({CONTRACTS, "models", "data", "finetune"}),
+        frozenset({"paramiko", "infra", "torch"}) | PULUMI,
     ),
     "train": Rule(
         frozenset({CONTRACTS, "models", "data", "train"}), frozenset({"paramiko", "infra"}) | PULUMI

@@ -350,6 +350,8 @@ def _plan_json(planned: PlannedRun, estimated: Estimate) -> str:
             "inventory": asdict(planned.inventory),
             "hosts": planned.hosts(),
             "ranks": [asdict(rank) for rank in planned.placement.ranks],
+            "config": asdict(planned.config),
+            "free_memory_bytes": planned.free_memory_bytes,
             "plan": asdict(planned.plan),
             "estimate": asdict(estimated),
             "accelerate": [planned.accelerate(node_rank) for node_rank in nodes],

@@ -1,0 +1,197 @@
+"""`python -m payload.finetune`: choose every setting, print it, prepare the data, run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from payload.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError, UsageError
+from payload.hints import command
+from payload.results import DEFAULT_RUNS_DIR, write_whole
+from payload.tasks import TASK_KINDS
+from payload.untrusted import printable
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; the exit status is that of the step that ended it."""
+    arguments = parser().parse_args(argv)
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        return _finetune(arguments)
+    except UsageError as error:
+        # What `prepare` would call a wrong flag was chosen here, from the data.
+        return _failed(error, ExitCode.CONFIG)
+    except TileforgeError as error:
+        return _failed(error, error.exit_code)
+    except OSError as error:
+        what = f"{error.filename or 'input'}: {error.strerror or error}. Correct it."
+        return _failed(ConfigError(what), ExitCode.CONFIG)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was started", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _failed(error: TileforgeError, code: ExitCode) -> int:
+    print(f"error: {printable(str(error))}", file=sys.stderr)
+    return code
+
+
+def _finetune(arguments: argparse.Namespace) -> int:
+    # The data's libraries take a second to import, which --help should not cost.
+    from payload.finetune.decide import Wanted, decide
+    from payload.finetune.recognise import Asked
+
+    out = arguments.out or Path("finetuned", Path(arguments.data).name.partition(".")[0] or "data")
+    wanted = Wanted(
+        model=arguments.model,
+        data=arguments.data,
+        asked=Asked(
+            task=arguments.task,
+            text_column=arguments.text_column,
+            label_column=arguments.label_column,
+        ),
+        out=out,
+        steps=arguments.steps,
+        overrides=tuple(arguments.overrides),
+        run_words=_run_words(arguments),
+    )
+    decided = decide(wanted, _ask)
+    _require_unedited(decided.config, decided.run_toml, force=arguments.force)
+    prepare, run = decided.commands()
+    print("\n".join(decided.headlines))
+    print(f"\n{prepare}\n\n{decided.config}:\n")
+    print("\n".join(f"  {line}".rstrip() for line in decided.run_toml.splitlines()))
+    print(f"\n{run}", flush=True)
+    if arguments.dry_run:
+        print("dry run: nothing was written or started", file=sys.stderr)
+        return ExitCode.OK
+    status = _call(("payload.data", *decided.prepare, *(["--force"] if arguments.force else [])))
+    if status != ExitCode.OK:
+        return status
+    write_whole(decided.config, decided.run_toml)
+    detach = ["--detach"] if arguments.detach else []
+    # In this process's place: signals reach it, and its exit code is this command's.
+    os.execv(sys.executable, [sys.executable, "-m", "payload.orchestrate", *decided.run, *detach])
+
+
+def _run_words(arguments: argparse.Namespace) -> tuple[str, ...]:
+    words = [] if arguments.inventory is None else ["--inventory", arguments.inventory]
+    if arguments.runs_dir is not None and arguments.runs_dir != DEFAULT_RUNS_DIR:
+        words += ["--runs-dir", arguments.runs_dir]
+    return tuple(words)
+
+
+def _require_unedited(config: Path, text: str, *, force: bool) -> None:
+    """Raise ConfigError where another run.toml would be replaced."""
+    if force or not config.exists() or config.read_text(encoding="utf-8") == text:
+        return
+    raise ConfigError(
+        f"{config}: it is there and says something else, perhaps your own edits. Run it with: "
+        f"{command('orchestrate', 'run', '--config', str(config))}; or choose another --out, or "
+        "replace it with --force."
+    )
+
+
+def _ask(words: Sequence[str]) -> Any:
+    """Return the JSON that a program of the project prints; its error line becomes an exception."""
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == ExitCode.OK:
+        return json.loads(done.stdout)
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    said = [line for line in lines if line.startswith("error: ")] or lines or ["no message"]
+    error = ConfigError(said[-1].removeprefix("error: "))
+    known = [code for code in ExitCode if code == done.returncode and code != ExitCode.USAGE]
+    error.exit_code = known[0] if known else ExitCode.CONFIG
+    raise error
+
+
+def _call(words: Sequence[str]) -> int:
+    """Run a program of the project to its end, pass signals on, and return its exit code."""
+    process = subprocess.Popen([sys.executable, "-m", *words])
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    before = {each: signal.signal(each, forward) for each in (signal.SIGTERM, signal.SIGHUP)}
+    # A terminal's Ctrl-C reaches it as well; it says then what can be gone on with.
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        status = process.wait()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    return 128 - status if status < 0 else status
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    made = argparse.ArgumentParser(
+        prog=command("finetune"),
+        description="Fine-tune a model on a file. The data's format, the method that the memory "
+        "allows, learning rate, batch, steps and sequence length are chosen and printed with their "
+        "reasons. Data folder and run.toml can be edited and run again by the printed commands.",
+        epilog="Example: "
+        + command("finetune", "--model", "HuggingFaceTB/SmolLM2-135M-Instruct", "--data")
+        + " chats.jsonl --steps 60",
+    )
+    add = made.add_argument
+    add("--model", required=True, metavar="NAME", help="folder, run, or name on the hub")
+    add(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="jsonl, parquet or csv with conversations or labelled texts, or plain text; a folder "
+        "of such files; or a dataset on the hub, OWNER/NAME",
+    )
+    add(
+        "--task",
+        choices=TASK_KINDS,
+        help="what to train for (default: found by the data's columns)",
+    )
+    add("--text-column", metavar="NAME", help="column with the text (default: found by its name)")
+    add("--label-column", metavar="NAME", help="column with the label (default: found likewise)")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for data and run.toml (default: finetuned/ and the data's name)",
+    )
+    add("--steps", type=_positive, metavar="COUNT", help="(default: one to three epochs)")
+    add(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="take this setting as given; may be repeated",
+    )
+    add("--inventory", metavar="stack[:NAME]|local|FILE", help="the cluster, as for run")
+    add("--runs-dir", metavar="DIR", help=f"where runs are kept (default: {DEFAULT_RUNS_DIR})")
+    add("--detach", action="store_true", help="return once it runs; it outlives this terminal")
+    add("--force", action="store_true", help="replace data and run.toml of an earlier call")
+    add("--dry-run", action="store_true", help="print what would be done; write nothing")
+    return made
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

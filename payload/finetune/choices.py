@@ -1,0 +1,189 @@
+"""Every setting of a fine-tuning run with its reason, decided from numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from payload.models.spec import ModelSpec
+from payload.tasks import TaskKind
+
+Method = Literal["full", "lora", "nf4"]
+
+MOST_TOKENS = 8192
+"""The longest sequence that is chosen; `--set data.sequence_length` takes more."""
+_SHARE_WHOLE = 0.99
+"""Of the texts that are to fit into a sequence whole."""
+_LEAST_TOKENS: Mapping[TaskKind, int] = {"classify": 32, "chat": 256}
+_TEXT_TOKENS = 1024
+_STEP_TOKENS = 16384
+"""Most tokens of a step: what LoRA and full fine-tuning of small models are commonly done with."""
+_STEPS_WANTED = 100
+_MOST_EPOCHS = 3
+_EVALUATIONS = 5
+_SMALL, _LARGE = 500_000_000, 20_000_000_000
+_RANK = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One setting of run.toml."""
+
+    key: str
+    """`section.name`"""
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """How much data there is for training."""
+
+    sequences: int
+    """Samples of an epoch: texts for `classify`, else blocks of the sequence length."""
+    tokens: int
+
+
+def sequence_length(
+    task: TaskKind, lengths: Sequence[int], *, tokens: int, context: int
+) -> tuple[int, str]:
+    """Return data.sequence_length and the reason.
+
+    `lengths` are tokens of the first texts or conversations, `tokens` those of all of plain text.
+    """
+    most = min(context, MOST_TOKENS)
+    if not lengths:
+        size = min(_TEXT_TOKENS, most)
+        while size > 64 and tokens < 64 * size:
+            size //= 2
+        return size, f"plain text of about {tokens:,} tokens; the model reads up to {context:,}"
+    ordered = sorted(lengths)
+    wanted = ordered[min(len(ordered) - 1, int(_SHARE_WHOLE * len(ordered)))]
+    size = _LEAST_TOKENS.get(task, 256)
+    while size < wanted and size < most:
+        size *= 2
+    size = min(size, most)
+    whole = sum(length <= size for length in ordered) / len(ordered)
+    what = "texts" if task == "classify" else "conversations"
+    return size, (
+        f"{whole:.1%} of the first {len(ordered):,} {what} fit whole (median "
+        f"{ordered[len(ordered) // 2]:,} tokens, longest {ordered[-1]:,})"
+    )
+
+
+def amount(task: TaskKind, *, tokens: int, documents: int | None, length: int) -> Amount:
+    """Return the training data of an epoch, by what `prepare --dry-run` counted."""
+    if task == "classify":
+        return Amount(sequences=max(1, round(0.9 * (documents or 1))), tokens=tokens)
+    return Amount(sequences=max(1, tokens // length), tokens=tokens)
+
+
+def batch(task: TaskKind, found: Amount, *, length: int, ranks: int) -> Choice:
+    """Return batch.global_batch_size: a power of two, times the ranks."""
+    most = 64 if task == "classify" else max(1, _STEP_TOKENS // length)
+    size = 1
+    while 2 * size * ranks <= most and found.sequences // (2 * size * ranks) >= _STEPS_WANTED // 3:
+        size *= 2
+    steps = max(1, found.sequences // (size * ranks))
+    shared = f", shared by {ranks} ranks" if ranks > 1 else ""
+    return Choice(
+        key="batch.global_batch_size",
+        value=size * ranks,
+        reason=f"{found.sequences:,} sequences give {steps:,} steps an epoch{shared}",
+    )
+
+
+def steps(found: Amount, *, batch_size: int, asked: int | None) -> Choice:
+    """Return train.steps: one to three epochs, so that there are a hundred steps."""
+    an_epoch = max(1, found.sequences // batch_size)
+    if asked is not None:
+        return Choice(
+            key="train.steps", value=asked, reason=f"--steps; {asked / an_epoch:.2g} epochs"
+        )
+    epochs = next(
+        (each for each in range(1, _MOST_EPOCHS) if each * an_epoch >= _STEPS_WANTED), _MOST_EPOCHS
+    )
+    plural = "s" if epochs > 1 else ""
+    return Choice(key="train.steps", value=epochs * an_epoch, reason=f"{epochs} epoch{plural}")
+
+
+def rate(task: TaskKind, method: Method, *, params: int) -> Choice:
+    """Return optimizer.lr by what is trained and the size of the model."""
+    if method == "full":
+        by_size = (5e-5, 2e-5, 1e-5)
+        if task == "classify":
+            by_size = (1e-4, 2e-5, 1e-5)
+        why = "all weights of a model of this size"
+    else:
+        by_size = (1e-3, 2e-4, 1e-4)
+        why = "an adapter takes a higher rate than all weights"
+    value = by_size[(params >= _SMALL) + (params >= _LARGE)]
+    return Choice(key="optimizer.lr", value=value, reason=f"{why} ({_count(params)})")
+
+
+def method_choices(method: Method, spec: ModelSpec) -> list[Choice]:
+    """Return what makes the run one of all weights, of an adapter, or of one beside 4 bits."""
+    if method == "full":
+        return []
+    widths = [min(each.inputs, each.outputs) for each in spec.linears()]
+    rank = min([_RANK, *widths])
+    found = [
+        Choice(key="adapter.kind", value="lora", reason="all weights do not fit, an adapter does"),
+        Choice(key="adapter.rank", value=rank, reason="enough for most tasks; raise it for more"),
+        Choice(key="adapter.alpha", value=2.0 * rank, reason="twice the rank"),
+    ]
+    if method == "nf4":
+        why = "not even the bf16 base fits beside an adapter; slower, as kernels do not run 4 bits"
+        found.append(Choice(key="model.quantize", value="nf4", reason=why))
+    return found
+
+
+def schedule(num_steps: int, *, method: Method, lr: float) -> list[Choice]:
+    """Return warm-up, decay, and what is evaluated and saved on the way."""
+    every = max(1, num_steps // _EVALUATIONS)
+    return [
+        Choice(key="optimizer.min_lr", value=lr / 10, reason="a tenth of the highest at the end"),
+        Choice(
+            key="optimizer.weight_decay",
+            value=0.01 if method == "full" else 0.0,
+            reason="little, as the run is short",
+        ),
+        Choice(
+            key="schedule.warmup_steps",
+            value=min(num_steps - 1, max(1, round(0.03 * num_steps))),
+            reason="3 % of the steps",
+        ),
+        Choice(key="train.log_every", value=max(1, num_steps // 50), reason="about 50 lines"),
+        Choice(key="train.eval_every", value=every, reason="five times in the run"),
+        Choice(key="train.checkpoint_every", value=every, reason="one for each evaluation"),
+    ]
+
+
+def render(choices: Iterable[Choice], *, head: Sequence[str]) -> str:
+    """Return run.toml: sections in order of appearance, each setting with its reason."""
+    sections: dict[str, list[Choice]] = {}
+    for each in choices:
+        sections.setdefault(each.key.partition(".")[0], []).append(each)
+    lines = [f"# {line}".rstrip() for line in head]
+    for section, found in sections.items():
+        lines += ["", f"[{section}]"]
+        texts = [f"{each.key.partition('.')[2]} = {_toml(each.value)}" for each in found]
+        width = max(map(len, texts))
+        lines += [
+            f"{text:<{width}}  # {each.reason}" for text, each in zip(texts, found, strict=True)
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return f"{value:g}" if isinstance(value, float) and value < 1 else repr(value)
+
+
+def _count(params: int) -> str:
+    return f"{params / 1e9:.1f}B" if params >= 1e9 else f"{params / 1e6:.0f}M"

@@ -1,0 +1,230 @@
+"""What a data file holds: its format, the task that it is for, and how long its texts are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from payload.data.conversations import BadConversationError, conversation_of
+from payload.data.rows import open_rows
+from payload.data.sources import DEFAULT_TEXT_COLUMN, SourceKind, SourceRequest
+from payload.errors import DataError
+from payload.models.hub import HubName
+from payload.tasks import TASK_KINDS, TaskKind
+from payload.untrusted import shown
+
+_SAMPLE = 2000
+"""Rows whose lengths are measured."""
+_SUFFIXES: Mapping[str, SourceKind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".gz": "jsonl",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}
+_FOLDER_KINDS: Mapping[str, SourceKind] = {
+    "*.jsonl*": "jsonl",
+    "*.parquet": "parquet",
+    "*.csv": "csv",
+}
+_NO_TEXT = {".json", ".tsv", ".xlsx", ".zip", ".arrow", ".pdf", ".docx"}
+_CHAT_COLUMNS = (
+    ("messages",),
+    ("conversations",),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+)
+_PREFERENCE_COLUMNS = ("chosen", "rejected")
+_LABEL_COLUMNS = ("label", "labels", "class", "category", "target", "sentiment", "section", "topic")
+_TEXT_COLUMNS = (DEFAULT_TEXT_COLUMN, "sentence", "content", "review", "body", "description")
+_COLUMNS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line says of the data; None = to be found out."""
+
+    task: TaskKind | None = None
+    text_column: str | None = None
+    label_column: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recognised:
+    """The data's format."""
+
+    task: TaskKind
+    source: SourceKind
+    input: str
+    reason: str
+    """Why this task, for people."""
+    text_column: str | None = None
+    label_column: str | None = None
+    rows: tuple[Mapping[str, Any], ...] = ()
+    """The first rows; none for plain text."""
+
+    def words(self) -> list[str]:
+        """Return what `payload.data prepare` gets of it."""
+        found = ["--task", self.task, "--source", self.source, "--input", self.input]
+        for flag, value in (
+            ("--text-column", self.text_column),
+            ("--label-column", self.label_column),
+        ):
+            found += [] if value is None else [flag, value]
+        return found
+
+
+def recognise(given: str, asked: Asked) -> Recognised:
+    """Return what `given`, a file, a folder or a dataset on the hub, holds. Raises DataError."""
+    source = _source_kind(given)
+    if source == "text":
+        if asked.task not in (None, "text"):
+            raise DataError(
+                f"--data {given}: it is plain text, which has no columns for --task {asked.task}. "
+                "Give jsonl, parquet or csv."
+            )
+        return Recognised(task="text", source="text", input=given, reason="it is plain text")
+    rows = _first_rows(given, source)
+    columns = list(rows[0])
+    task, reason = (asked.task, "--task says so") if asked.task else _task(given, rows, asked)
+    text_column = label_column = None
+    if task == "classify":
+        text_column, label_column = _labelled(columns, asked)
+    elif task == "text":
+        text_column = asked.text_column or _first_of(_TEXT_COLUMNS, columns)
+    if task in ("text", "classify") and text_column is None:
+        raise _unknown(given, columns, "with its text; name it with --text-column")
+    if task == "classify" and label_column is None:
+        raise _unknown(given, columns, "with its labels; name it with --label-column")
+    for name in filter(None, (text_column, label_column)):
+        if name not in columns:
+            raise _unknown(given, columns, f"{name!r}; name another one")
+    return Recognised(
+        task=task,
+        source=source,
+        input=given,
+        reason=reason,
+        text_column=text_column,
+        label_column=label_column,
+        rows=tuple(rows),
+    )
+
+
+def _source_kind(given: str) -> SourceKind:
+    path = Path(given).expanduser()
+    if path.is_dir():
+        found = [kind for glob, kind in _FOLDER_KINDS.items() if any(path.rglob(glob))]
+        return found[0] if found else "text"
+    if path.exists():
+        suffix = path.suffix.lower()
+        if suffix in _NO_TEXT:
+            raise DataError(
+                f"--data {given}: {suffix} is not read. Write it as jsonl (a JSON object a line), "
+                "csv, parquet or plain text."
+            )
+        return _SUFFIXES.get(suffix, "text")
+    is_path = given.startswith(("/", "./", "../", "~")) or path.suffix.lower() in _SUFFIXES
+    if is_path or HubName.parse(given) is None or "/" not in given:
+        raise DataError(
+            f"--data {given}: there is no such file or folder here. Correct the path, or name a "
+            "dataset on the hub as OWNER/NAME."
+        )
+    return "hf"
+
+
+def _first_rows(given: str, source: SourceKind) -> list[Mapping[str, Any]]:
+    rows = open_rows(SourceRequest(kind=source, inputs=(given,)))
+    rows.identity()
+    found = [row.values for row in islice(rows.read(), _SAMPLE)]
+    if not found:
+        raise DataError(f"--data {given}: it has no rows. Give a file with data.")
+    return found
+
+
+def _task(given: str, rows: Sequence[Mapping[str, Any]], asked: Asked) -> tuple[TaskKind, str]:
+    """Return the task by the names of the columns, and the reason."""
+    columns = list(rows[0])
+    if all(name in columns for name in _PREFERENCE_COLUMNS):
+        for kind in TASK_KINDS:
+            if str(kind) == "preference":
+                return kind, "its rows have the columns 'chosen' and 'rejected'"
+        raise DataError(
+            f"--data {given}: columns 'chosen' and 'rejected' are for preference training, which "
+            "this release does not have. Use --task chat with columns prompt and completion."
+        )
+    for names in _CHAT_COLUMNS:
+        if all(name in columns for name in names):
+            which = " and ".join(map(repr, names))
+            plural = "s" if len(names) > 1 else ""
+            return "chat", f"its rows have the column{plural} {which}"
+    _, label = _labelled(columns, asked)
+    if label is not None:
+        return "classify", f"its rows have a column of labels, {label!r}"
+    if _first_of(_TEXT_COLUMNS, columns) or asked.text_column:
+        return "text", "its rows have a column of text, and none of labels or conversations"
+    raise _unknown(
+        given,
+        columns,
+        "that is known; give --task, with --text-column and --label-column for labels",
+    )
+
+
+def _labelled(columns: Sequence[str], asked: Asked) -> tuple[str | None, str | None]:
+    """Return the columns with text and label, as far as they are known."""
+    label = asked.label_column or _first_of(_LABEL_COLUMNS, columns)
+    text = asked.text_column or _first_of(_TEXT_COLUMNS, columns)
+    others = [name for name in columns if name != label]
+    if text is None and len(others) == 1:
+        text = others[0]
+    return text, label
+
+
+def _first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
+    return next((name for name in names if name in columns), None)
+
+
+def _unknown(given: str, columns: Sequence[str], wanted: str) -> DataError:
+    listed = ", ".join(shown(name) for name in columns[:_COLUMNS_SHOWN])
+    return DataError(f"--data {given}: among the columns {listed} is none {wanted}.")
+
+
+def measure(found: Recognised, *, tokenizer: str) -> tuple[int, ...]:
+    """Return the tokens of each of the first rows; nothing for plain text.
+
+    Raises DataError for a tokenizer or template that is missing, and a row that is damaged.
+    """
+    if found.task == "classify":
+        return _text_lengths(found, tokenizer=tokenizer)
+    if found.task == "chat":
+        return _conversation_lengths(found, tokenizer=tokenizer)
+    return ()
+
+
+def _text_lengths(found: Recognised, *, tokenizer: str) -> tuple[int, ...]:
+    from payload.data.tasks.classify_job import tokenize
+    from payload.data.tokenizers import load_tokenizer
+
+    assert found.text_column is not None
+    texts = [row.get(found.text_column) for row in found.rows]
+    content = [each.encode("utf-8", "replace") for each in texts if isinstance(each, str)]
+    return tuple(len(tokens) for tokens in tokenize(load_tokenizer(tokenizer), content))
+
+
+def _conversation_lengths(found: Recognised, *, tokenizer: str) -> tuple[int, ...]:
+    from payload.data.chat_template import read_chat_template
+    from payload.data.tokenizers import load_hf_tokenizer
+
+    loaded, folder = load_hf_tokenizer(tokenizer)
+    template = read_chat_template(folder)
+    texts = []
+    for number, row in enumerate(found.rows, 1):
+        try:
+            messages = conversation_of(row)
+        except BadConversationError as error:
+            raise DataError(f"--data {found.input}: row {number}: {error}") from None
+        texts.append(template.render(messages, add_generation_prompt=False))
+    encoded = loaded.backend.encode_batch(texts, add_special_tokens=False)
+    return tuple(len(each.ids) for each in encoded)

@@ -1,0 +1,164 @@
+"""What payload.finetune chooses from numbers alone."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from payload.errors import DataError
+from payload.finetune.choices import (
+    Amount,
+    Choice,
+    amount,
+    batch,
+    method_choices,
+    rate,
+    render,
+    sequence_length,
+    steps,
+)
+from payload.finetune.recognise import Asked, recognise
+from payload.models.registry import spec_of
+from payload.run_config import parse_run_config
+from tests.support.chat_data import write_rows
+
+
+def test_the_sequence_holds_almost_all_texts_whole_and_stays_within_the_model() -> None:
+    lengths = [60] * 995 + [900] * 5
+    assert sequence_length("classify", lengths, tokens=0, context=8192)[0] == 64
+    assert sequence_length("chat", lengths, tokens=0, context=8192)[0] == 256
+    assert sequence_length("chat", [3000] * 9, tokens=0, context=8192)[0] == 4096
+    assert sequence_length("chat", [3000] * 9, tokens=0, context=2048)[0] == 2048
+    assert sequence_length("chat", [99_999], tokens=0, context=131_072)[0] == 8192
+    _, why = sequence_length("classify", lengths, tokens=0, context=8192)
+    assert "99.5% of the first 1,000 texts fit whole (median 60 tokens, longest 900)" in why
+
+
+def test_little_plain_text_gets_shorter_sequences() -> None:
+    assert sequence_length("text", [], tokens=10**7, context=8192)[0] == 1024
+    assert sequence_length("text", [], tokens=20_000, context=8192)[0] == 256
+    assert sequence_length("text", [], tokens=10, context=8192)[0] == 64
+
+
+@pytest.mark.parametrize("sequences", [1, 5, 40, 400, 8000, 10**6])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_batch_and_steps_go_through_the_data_one_to_three_times(sequences: int, ranks: int) -> None:
+    data = Amount(sequences=sequences, tokens=sequences * 512)
+    size = batch("chat", data, length=512, ranks=ranks).value
+    assert size % ranks == 0 and size * 512 <= max(16384, ranks * 512)
+    number = steps(data, batch_size=size, asked=None).value
+    epochs = number * size / sequences
+    assert epochs <= 3 or number == 3, "no text is read more often"
+    assert number >= 100 or epochs > 2 or sequences < 3 * size
+
+
+def test_steps_can_be_given_and_the_epochs_are_said() -> None:
+    data = amount("chat", tokens=51_200, documents=None, length=512)
+    chosen = steps(data, batch_size=10, asked=25)
+    assert chosen.value == 25 and chosen.reason == "--steps; 2.5 epochs"
+
+
+def test_an_adapter_takes_a_higher_rate_and_a_large_model_a_lower_one() -> None:
+    for task in ("text", "chat", "classify"):
+        small, large = (rate(task, "full", params=size).value for size in (10**8, 10**9))
+        assert small > large
+        assert rate(task, "lora", params=10**8).value > small
+    assert rate("chat", "nf4", params=70 * 10**9).value == 1e-4
+
+
+def test_the_rank_is_no_larger_than_the_model_s_width() -> None:
+    raw = {
+        **{"model_type": "llama", "hidden_size": 8, "intermediate_size": 16},
+        **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+        **{"vocab_size": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 64},
+    }
+    found = {each.key: each.value for each in method_choices("nf4", spec_of(raw, where="test"))}
+    assert found["adapter.rank"] == 8 and found["adapter.alpha"] == 16.0
+    assert found["model.quantize"] == "nf4"
+
+
+def test_the_run_toml_has_every_choice_and_its_reason() -> None:
+    choices = [
+        Choice(key="train.steps", value=7, reason="seven"),
+        Choice(key="model.init", value='a "folder"\\here', reason="--model"),
+        Choice(key="optimizer.lr", value=5e-5, reason="low"),
+        Choice(key="train.eval_every", value=2, reason="often"),
+    ]
+    text = render(choices, head=("Hello", ""))
+    assert text.startswith(
+        "# Hello\n#\n\n[train]\nsteps = 7       # seven\neval_every = 2  # often\n"
+    )
+    assert tomllib.loads(text)["model"]["init"] == 'a "folder"\\here'
+    assert parse_run_config(text, where="test").optimizer.lr == 5e-5
+
+
+@pytest.mark.parametrize(
+    ("row", "task", "columns"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}]}, "chat", (None, None)),
+        ({"conversations": []}, "chat", (None, None)),
+        ({"prompt": "a", "completion": "b", "label": 1}, "chat", (None, None)),
+        ({"instruction": "a", "input": "", "output": "b"}, "chat", (None, None)),
+        ({"text": "a", "label": 1}, "classify", ("text", "label")),
+        ({"review": "a", "category": "x", "id": 3}, "classify", ("review", "category")),
+        ({"headline": "a", "topic": "x"}, "classify", ("headline", "topic")),
+        ({"text": "a", "source": "x"}, "text", ("text", None)),
+    ],
+)
+def test_a_jsonl_file_is_recognised_by_its_columns(
+    tmp_path: Path, row: dict[str, object], task: str, columns: tuple[str | None, str | None]
+) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [row])
+    found = recognise(str(path), Asked())
+    assert (found.task, found.source) == (task, "jsonl")
+    assert (found.text_column, found.label_column) == columns
+
+
+def test_what_the_command_line_says_goes_before_what_is_found(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [{"text": "a", "label": 1, "body": "b", "stars": 3}])
+    asked = Asked(task="classify", text_column="body", label_column="stars")
+    found = recognise(str(path), asked)
+    assert (found.text_column, found.label_column) == ("body", "stars")
+    assert recognise(str(path), Asked(task="text")).words()[:4] == [
+        *("--task", "text", "--source", "jsonl")
+    ]
+
+
+def test_files_and_folders_are_known_by_their_names(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("text,label\na,1\n")
+    assert recognise(str(tmp_path / "table.csv"), Asked()).task == "classify"
+    assert recognise(str(tmp_path), Asked()).source == "csv"
+    (tmp_path / "notes.md").write_text("words")
+    assert recognise(str(tmp_path / "notes.md"), Asked()).words() == [
+        *("--task", "text", "--source", "text", "--input", str(tmp_path / "notes.md"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "asked", "problem"),
+    [
+        ("x.jsonl", '{"a": 1, "b": 2}', Asked(), "among the columns 'a', 'b' is none that is know"),
+        ("x.jsonl", "", Asked(), "it has no rows"),
+        ("x.jsonl", "{broken", Asked(), "x.jsonl line 1"),
+        ("x.json", "[]", Asked(), ".json is not read. Write it as jsonl"),
+        ("x.txt", "words", Asked(task="chat"), "plain text, which has no columns for --task chat"),
+        ("x.csv", "text,label\na,1", Asked(label_column="stars"), "'stars'; name another one"),
+        ("x.csv", "text,n\na,1", Asked(task="classify"), "with its labels; name it with --label"),
+        ("x.csv", "a,b,label\na,1,2", Asked(), "with its text; name it with --text-column"),
+    ],
+)
+def test_data_that_is_not_understood_says_what_to_give(
+    tmp_path: Path, name: str, content: str, asked: Asked, problem: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError) as caught:
+        recognise(str(tmp_path / name), asked)
+    assert problem in str(caught.value)
+
+
+def test_a_path_that_is_not_there_is_no_name_on_the_hub() -> None:
+    for given in ("nowhere.jsonl", "./nowhere", "nowhere"):
+        with pytest.raises(DataError, match="there is no such file or folder here"):
+            recognise(given, Asked())
