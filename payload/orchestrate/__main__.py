@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import payload
-from payload.errors import INTERRUPTED, TileforgeError, UsageError
+from payload.errors import INTERRUPTED, ExitCode, TileforgeError, UsageError
 from payload.hints import command
+from payload.launch.exports.registry import ENGINES
 from payload.orchestrate.commands import run, status
 from payload.orchestrate.commands.cloud import add_cloud_commands
 from payload.orchestrate.commands.status import remove
+from payload.orchestrate.planning import plan_export
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.store import check_named_id, check_new_id
+from payload.orchestrate.sites.choose import load_cluster
 from payload.orchestrate.sites.local import LocalAccess
-from payload.results import DEFAULT_GRACE_S, DEFAULT_RUNS_DIR
+from payload.results import DEFAULT_GRACE_S, DEFAULT_RUNS_DIR, write_whole
 
 _QUICKSTART = "payload/configs/quickstart.toml"
 _EXAMPLES = {
@@ -104,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("plan", help="print what `run` would do, and start nothing")
-    parser.set_defaults(command=run.plan)
+    parser.set_defaults(command=_plan)
     _add_what(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
@@ -112,6 +116,59 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         action="store_true",
         help="compare what the ranks can do by memory and predicted step, and print nothing else",
     )
+    export = parser.add_argument_group("to write the run as a file for another engine")
+    export.add_argument("--export", choices=tuple(ENGINES), help="the engine (docs/exports.md)")
+    export.add_argument("--out", type=Path, metavar="FILE", help="(default: stdout)")
+    export.add_argument("--image", metavar="NAME", help="container image that has the payload")
+    export.add_argument(
+        "--nodes", type=int, metavar="N", help="machines like the inventory's first one"
+    )
+    export.add_argument(
+        "--storage", metavar="NAME", help="where data and runs are kept, as the engine names it"
+    )
+
+
+def _plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    if arguments.export is None:
+        for option in ("out", "image", "nodes", "storage"):
+            if getattr(arguments, option) is not None:
+                raise UsageError(f"--{option} is for a file. Name its engine with --export.")
+        return run.plan(arguments, access)
+    return _export(arguments, access)
+
+
+def _export(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    """Write the run as one file for another engine, or print it."""
+    talk, engine = text_console(stderr=True), ENGINES[arguments.export]
+    chosen = load_cluster(arguments.inventory, env=access.environment())
+    talk.print(chosen.headline())
+    job, notes = plan_export(
+        run.config_of(arguments),
+        run_id=arguments.run_id,
+        chosen=chosen,
+        nodes=arguments.nodes,
+        image=arguments.image,
+        storage=arguments.storage,
+    )
+    engine.require(job)
+    for note in notes:
+        talk.print(f"note: {note}")
+    text, where = engine.render(job), "FILE"
+    if arguments.out is None:
+        text_console(stderr=False).print(text.removesuffix("\n"))
+    else:
+        where = shlex.quote(str(arguments.out))
+        try:
+            write_whole(arguments.out, text)
+        except OSError as error:
+            raise UsageError(
+                f"--out {arguments.out}: {error.strerror}. Name a file that can be written."
+            ) from None
+    talk.print(
+        f"run {job.run_id}: {job.nodes} node(s) x {job.ranks_per_node} rank(s) x "
+        f"{job.threads_per_rank} thread(s). Start it with: {engine.start.replace('FILE', where)}"
+    )
+    return ExitCode.OK
 
 
 def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

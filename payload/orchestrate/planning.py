@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
@@ -12,12 +14,20 @@ from payload.adapter_files import has_adapter
 from payload.batch_size import settle_batch
 from payload.checkpoint_files import MANIFEST_FILE
 from payload.data_folder import load_meta
-from payload.errors import CheckpointError, ConfigError, PreflightError
+from payload.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    PreflightError,
+    UsageError,
+)
 from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import work_out
 from payload.launch.budget import time_limit
 from payload.launch.compare import Compared, compare_strategies
 from payload.launch.environment import Rendezvous, common_environment
+from payload.launch.exports.base import ExportJob
+from payload.launch.exports.registry import export_job
 from payload.launch.files import render_accelerate, render_hosts
 from payload.launch.launchers.base import Job, Launcher, Reach
 from payload.launch.launchers.registry import candidates
@@ -27,8 +37,8 @@ from payload.models.fit import require_fit, require_weights
 from payload.models.hub import HubName, require_weights_on_hub
 from payload.models.source import SCRATCH, find_source, pinned, spec_on_hub
 from payload.models.spec import ModelSpec
-from payload.orchestrate.sites.choose import Chosen, memory_warning, rate_warning
-from payload.results import RunPaths, write_whole
+from payload.orchestrate.sites.choose import Chosen, check_data, memory_warning, rate_warning
+from payload.results import RunPaths, new_run_id, write_whole
 from payload.run_config import DtypeChoice, RunConfig
 from payload.tokenizer_identity import TOKENIZER_FILE, require_same_tokenizer
 
@@ -360,3 +370,45 @@ def choose_launcher(wish: str, access: Access) -> Choice:
             continue
         return Choice(launcher=launcher, executable=executable, refused=refused)
     raise refused[-1][1]
+
+
+def plan_export(
+    config: RunConfig,
+    *,
+    run_id: str | None,
+    chosen: Chosen,
+    nodes: int | None,
+    image: str | None,
+    storage: str | None,
+) -> tuple[ExportJob, list[str]]:
+    """Return the run as other engines take it, and notes for the user; nothing is written.
+
+    What the config names by its path is looked for here and has to be on the engine's storage.
+    Raises ConfigError and UsageError.
+    """
+    if nodes is not None and nodes < 1:
+        raise UsageError(f"--nodes {nodes}: must be 1 or more.")
+    data, notes = Path(config.data.dir), []
+    try:
+        vocab_size: int | None = check_data(
+            data, sequence_length=config.data.sequence_length, task=config.task.kind
+        )
+    except DataError as error:
+        vocab_size = None
+        notes.append(f"the data is not here ({error})")
+    spec, guess = initial_spec(config, vocab_size=vocab_size)
+    job = export_job(
+        config,
+        run_id=run_id
+        or new_run_id(config.run.name, now=datetime.now(), suffix=secrets.token_hex(2)),
+        spec=config.adapted(spec),
+        inventory=chosen.inventory,
+        domains=chosen.domains,
+        nodes=nodes,
+        image=image,
+        storage=storage,
+    )
+    notes.append(f"data.dir = {config.data.dir!r} has to be in the engine's storage")
+    if config.model.init != SCRATCH and HubName.parse(config.model.init) is None:
+        notes.append(f"model.init = {config.model.init!r} has to be in the engine's storage")
+    return job, [*notes, *filter(None, (guess, rate_warning(config)))]

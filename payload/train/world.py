@@ -18,6 +18,7 @@ import torch.distributed as dist
 from payload.engines import ccl_missing, require_known_backend
 from payload.errors import ConfigError, RankLostError, TrainingError
 from payload.hints import command
+from payload.interface import interface_towards
 from payload.rank_variables import TORCH, identify
 from payload.run_config import DistributedSection
 from payload.untrusted import check_type, parse_json
@@ -107,6 +108,11 @@ class World:
                 f"with torchrun or {command('orchestrate', 'run')}, or set them to rank 0's "
                 "address and a free port."
             )
+        # gloo would take the address that this machine's own name stands for: 127.0.1.1 on Debian.
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            towards = interface_towards(os.environ["MASTER_ADDR"])
+            if towards is not None:
+                os.environ["GLOO_SOCKET_IFNAME"] = towards
         dist.init_process_group(
             settings.backend,
             rank=self.rank,

@@ -1,0 +1,1 @@
+"""Files by which other engines carry out a run: one file an engine."""

@@ -1,0 +1,161 @@
+"""The interface of an engine: what a run needs there, and the text of its one file."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from payload.errors import UsageError
+
+MOUNT = "/mnt/tileforge"
+"""Where the storage is mounted: the folder that has data/ and runs/."""
+MASTER_PORT = 29500
+"""The port at which ranks meet on nodes of their own; torch's and Kubeflow's choice."""
+VCPUS_PER_CORE = 2
+"""Clouds and Kubernetes count hardware threads; a plan counts cores."""
+
+_CONFIG_END = "END_OF_RUN_TOML"
+_NAME_LENGTH = 40
+_STORAGE = re.compile(r"[a-z0-9][\w./:-]*|/[\w./-]*", re.ASCII | re.IGNORECASE)
+_IMAGE = re.compile(r"[\w.:/@+-]+", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportJob:
+    """A run as every engine needs it."""
+
+    run_id: str
+    """Also the name of its folder, so that a restarted job resumes."""
+    config: str
+    """The text of run.toml."""
+    nodes: int
+    ranks_per_node: int
+    threads_per_rank: int
+    memory_bytes_per_node: int
+    """Estimate."""
+    environment: Mapping[str, str]
+    """Environment of every rank."""
+    max_restarts: int
+    max_hours: float | None
+    image: str | None = None
+    storage: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the run's name in the form that Kubernetes, SkyPilot and dstack all take."""
+        plain = re.sub(r"[^a-z0-9]+", "-", self.run_id.lower()).strip("-")
+        if not plain[:1].isalpha():
+            plain = f"run-{plain}".rstrip("-")
+        if plain == self.run_id and len(plain) <= _NAME_LENGTH:
+            return plain
+        # Ids that only differ in what was replaced or cut off keep different names.
+        mark = hashlib.sha256(self.run_id.encode()).hexdigest()[:4]
+        return f"{plain[: _NAME_LENGTH - 5].rstrip('-')}-{mark}"
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def cores_per_node(self) -> int:
+        """Return the physical cores that a node's ranks use."""
+        return self.ranks_per_node * self.threads_per_rank
+
+    @property
+    def memory_gib_per_node(self) -> int:
+        """Return what to ask for: the estimate and a quarter more, for the page cache."""
+        return max(2, -(-self.memory_bytes_per_node * 5 // (4 * 2**30)))
+
+    @property
+    def run_dir(self) -> str:
+        """Return the run's folder, relative to the storage."""
+        return f"runs/{self.run_id}"
+
+    def config_lines(self, target: str) -> str:
+        """Return shell text that writes run.toml; `target` is put in double quotes there."""
+        assert _CONFIG_END not in self.config.splitlines(), "TOML has no bare word on a line"
+        return f"cat >\"{target}\" <<'{_CONFIG_END}'\n{self.config.rstrip()}\n{_CONFIG_END}\n"
+
+
+class Engine(ABC):
+    """Carries out a run from one file."""
+
+    start: ClassVar[str]
+    """The command that starts the run from FILE there."""
+    needs_image: ClassVar[bool] = False
+    takes_image: ClassVar[bool] = True
+    storage: ClassVar[str]
+    """What `--storage` names there."""
+    needs_storage: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """Return the name of its file."""
+        return type(self).__module__.rpartition(".")[2]
+
+    def require(self, job: ExportJob) -> None:
+        """Raise UsageError for a job that this engine cannot carry out."""
+        if self.needs_image and job.image is None:
+            raise UsageError(
+                f"--export {self.name} needs an image with the payload in it. Build one "
+                "(docs/exports.md) and name it with --image."
+            )
+        if not self.takes_image and job.image is not None:
+            raise UsageError(
+                f"--image {job.image}: {self.name} runs on the nodes' own file system. Leave it "
+                "out."
+            )
+        if job.image is not None and not _IMAGE.fullmatch(job.image):
+            raise UsageError(
+                f"--image {job.image!r} is no image's name. Write it as in REGISTRY/NAME:TAG."
+            )
+        if self.needs_storage and job.storage is None:
+            raise UsageError(
+                f"--export {self.name} needs a place for data and checkpoints that outlives the "
+                f"machines. Name {self.storage} with --storage."
+            )
+        if job.storage is not None and not _STORAGE.fullmatch(job.storage):
+            raise UsageError(
+                f"--storage {job.storage!r}: must be {self.storage}. Use letters, digits and . / : "
+                "- _ only."
+            )
+
+    @abstractmethod
+    def render(self, job: ExportJob) -> str:
+        """Return the file's text. Raises UsageError."""
+
+
+def torchrun_script(job: ExportJob, *, folder: str, node_rank: str, head: str) -> str:
+    """Return what each node runs where torchrun starts the ranks.
+
+    `folder`, `node_rank` and `head` are words of the shell: where the storage is, and what the
+    engine says of the node's place.
+    """
+    return (
+        f"set -euo pipefail\ncd {folder}\n"
+        "config=$(mktemp)\n"
+        f"{job.config_lines('$config')}"
+        "# A run folder with a checkpoint in it is resumed.\n"
+        "exec python3 -m torch.distributed.run \\\n"
+        f"  --nnodes {job.nodes} --nproc-per-node {job.ranks_per_node} --node-rank {node_rank} \\\n"
+        f"  --master-addr {head} --master-port {MASTER_PORT} --max-restarts 0 \\\n"
+        f'  -m payload.train --config "$config" --run-dir {job.run_dir}\n'
+    )
+
+
+def source_lines(checkout: str, *, venv: str) -> str:
+    """Return shell text that sets a node up from a checkout, for an engine without an image.
+
+    Both are words of the shell. A second time it changes nothing.
+    """
+    return f"bash {checkout}/bootstrap/install-payload.sh --venv {venv} --extras train\n"
+
+
+def source_environment_lines(checkout: str, *, venv: str) -> str:
+    """Return shell text after which `python3` is the set-up's and finds the payload."""
+    return f"export PATH={venv}/bin:$PATH PYTHONPATH={checkout}\n"

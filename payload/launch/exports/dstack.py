@@ -1,0 +1,78 @@
+"""dstack: a task on machines of clouds or of one's own, with torchrun on every node."""
+
+from __future__ import annotations
+
+from payload.launch.exports.base import (
+    MOUNT,
+    VCPUS_PER_CORE,
+    Engine,
+    ExportJob,
+    source_environment_lines,
+    source_lines,
+    torchrun_script,
+)
+from payload.launch.exports.yaml_text import Value, render
+
+_CHECKOUT, _VENV = "/opt/tileforge", "/opt/tileforge-venv"
+# How long dstack looks for machines again after an interruption.
+_RETRY = "1d"
+
+
+class Dstack(Engine):
+    """`dstack apply -f FILE`, from a checkout unless an image has the payload."""
+
+    start = "dstack apply -f FILE"
+    storage = "a volume's name, or a folder (/PATH) that the machines have in common"
+    needs_storage = True
+
+    def render(self, job: ExportJob) -> str:
+        """Return the task."""
+        task: dict[str, Value] = {"type": "task", "name": job.name, "nodes": job.nodes}
+        if job.image is None:
+            task |= {"python": "3.11", "repos": [f".:{_CHECKOUT}"]}
+        else:
+            task |= {"image": job.image, "shell": "bash"}
+        resources: dict[str, Value] = {
+            "cpu": f"{job.cores_per_node * VCPUS_PER_CORE}..",
+            "memory": f"{job.memory_gib_per_node}GB..",
+        }
+        retry: dict[str, Value] = {
+            "on_events": ["no-capacity", "interruption", "error"],
+            "duration": _RETRY,
+        }
+        limit = {} if job.max_hours is None else {"max_duration": f"{job.max_hours * 3600:.0f}s"}
+        task |= {
+            "env": dict(job.environment),
+            "volumes": [f"{_storage(job)}:{MOUNT}"],
+            "resources": resources,
+            "retry": retry,
+            **limit,
+            "commands": [node_script(job)],
+        }
+        return render(task)
+
+
+def _storage(job: ExportJob) -> str:
+    """Return the volume; a network volume is one machine's, so each node has one of its own.
+
+    The run's files are on the first node's. The data has to be on each.
+    """
+    name = str(job.storage)
+    return name if name.startswith("/") or job.nodes == 1 else f"{name}-${{{{ dstack.node_rank }}}}"
+
+
+def node_script(job: ExportJob) -> str:
+    """Return what each node runs."""
+    script = torchrun_script(
+        job, folder=MOUNT, node_rank='"$DSTACK_NODE_RANK"', head='"$DSTACK_MASTER_NODE_IP"'
+    )
+    if job.image is not None:
+        return script
+    return (
+        source_lines(_CHECKOUT, venv=_VENV)
+        + source_environment_lines(_CHECKOUT, venv=_VENV)
+        + script
+    )
+
+
+ENGINE = Dstack()

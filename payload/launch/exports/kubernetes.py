@@ -1,0 +1,49 @@
+"""Parts that both of Kubeflow's engines have in common."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from payload.launch.exports.base import MOUNT, VCPUS_PER_CORE, ExportJob
+from payload.launch.exports.yaml_text import Value
+
+CLAIM = "tileforge"
+"""The claim that stands for `--storage` where it is not given."""
+STORAGE = f"a persistent volume claim that all nodes can mount (default: {CLAIM})"
+
+
+def bash(script: str) -> list[Value]:
+    """Return a container's command. Kubernetes would expand $(NAME) itself: $$ is one dollar."""
+    return ["bash", "-c", re.sub(r"\$(?=[$(])", "$$", script)]
+
+
+def environment(variables: Mapping[str, str]) -> list[Value]:
+    """Return a container's environment."""
+    return [{"name": name, "value": value} for name, value in variables.items()]
+
+
+def resources(job: ExportJob) -> dict[str, Value]:
+    """Return what a node's container asks for."""
+    return {
+        "requests": {
+            "cpu": str(job.cores_per_node * VCPUS_PER_CORE),
+            "memory": f"{job.memory_gib_per_node}Gi",
+        }
+    }
+
+
+def storage_mounts() -> list[Value]:
+    """Return where a container has the storage."""
+    return [{"name": "storage", "mountPath": MOUNT}]
+
+
+def storage_volumes(job: ExportJob) -> list[Value]:
+    """Return the pod's volumes."""
+    claim: dict[str, Value] = {"claimName": job.storage or CLAIM}
+    return [{"name": "storage", "persistentVolumeClaim": claim}]
+
+
+def deadline(job: ExportJob) -> dict[str, Value]:
+    """Return the job's own limit, where the run has one."""
+    return {} if job.max_hours is None else {"activeDeadlineSeconds": int(job.max_hours * 3600)}

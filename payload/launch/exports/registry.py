@@ -1,0 +1,71 @@
+"""The engines that there are, and a run in the form that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from payload.errors import ConfigError
+from payload.inventory import ClusterInventory
+from payload.launch.arithmetic import LOOPBACK_BYTES_PER_S, work_out
+from payload.launch.environment import malloc_environment, spin_environment
+from payload.launch.exports import dstack, mpijob, sbatch, skypilot, trainjob
+from payload.launch.exports.base import Engine, ExportJob
+from payload.launch.ranks import Domain, place_ranks
+from payload.models.spec import ModelSpec
+from payload.run_config import RunConfig
+
+ENGINES: Mapping[str, Engine] = {
+    module.ENGINE.name: module.ENGINE for module in (sbatch, mpijob, trainjob, skypilot, dstack)
+}
+
+
+def export_job(
+    config: RunConfig,
+    *,
+    run_id: str,
+    spec: ModelSpec,
+    inventory: ClusterInventory,
+    domains: Mapping[str, tuple[Domain, ...]],
+    nodes: int | None,
+    image: str | None,
+    storage: str | None,
+) -> ExportJob:
+    """Return the run on `nodes` machines like the inventory's head; None is as many as it has.
+
+    Raises ConfigError for ranks that cannot be placed or would share the batch unevenly.
+    """
+    if config.launch.malloc == "tcmalloc":
+        raise ConfigError(
+            "launch.malloc = 'tcmalloc': the library's path on another engine's machines is not "
+            "known. Use 'tuned' or 'default'."
+        )
+    alike = replace(inventory, nodes=inventory.nodes if nodes is None else inventory.nodes[:1])
+    placement = place_ranks(alike, config.launch, domains=domains)
+    num_nodes = nodes or len(inventory.nodes)
+    arithmetic = work_out(
+        config,
+        spec=spec,
+        world_size=num_nodes * placement.ranks_per_node,
+        link_bytes_per_s=LOOPBACK_BYTES_PER_S,
+    )
+    threads = min(rank.threads for rank in placement.ranks)
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
+        **malloc_environment(config.malloc()),
+        **spin_environment(),
+    }
+    return ExportJob(
+        run_id=run_id,
+        config=config.to_toml(),
+        nodes=num_nodes,
+        ranks_per_node=placement.ranks_per_node,
+        threads_per_rank=threads,
+        memory_bytes_per_node=arithmetic.memory_bytes_per_rank * placement.ranks_per_node,
+        environment=environment,
+        max_restarts=config.limits.max_restarts,
+        max_hours=config.limits.max_hours,
+        image=image,
+        storage=storage,
+    )

@@ -1,0 +1,81 @@
+"""Slurm: a batch script whose ranks srun starts, on nodes that share the folder."""
+
+from __future__ import annotations
+
+import math
+import shlex
+
+from payload.launch.exports.base import Engine, ExportJob, source_environment_lines, source_lines
+
+# Seconds before the job's end at which ranks are told to save; a checkpoint of GPT-2 takes 5.
+_NOTICE_S = 120
+# Below it are ports that services have, above 32767 those that the kernel gives to clients.
+_FIRST_PORT, _PORTS = 20000, 10000
+
+
+class Sbatch(Engine):
+    """`sbatch FILE`, from a checkout on a file system that all nodes share."""
+
+    start = "sbatch FILE"
+    takes_image = False
+    storage = "a folder that all nodes share (default: where sbatch was called)"
+
+    def render(self, job: ExportJob) -> str:
+        """Return the batch script."""
+        venv, checkout = '"$checkout"/.venv', '"$checkout"'
+        folder = "$SLURM_SUBMIT_DIR" if job.storage is None else job.storage
+        exports = "".join(
+            f"export {name}={shlex.quote(value)}\n" for name, value in job.environment.items()
+        )
+        return (
+            "#!/bin/bash\n"
+            + "".join(f"#SBATCH {option}\n" for option in _options(job))
+            + "set -euo pipefail\n"
+            'checkout=$SLURM_SUBMIT_DIR run_dir="' + folder + f'/{job.run_dir}"\n'
+            f'cd "{folder}"\n'
+            f"[ -x {venv}/bin/python ] || {source_lines(checkout, venv=venv)}"
+            f"{source_environment_lines(checkout, venv=venv)}{exports}"
+            'mkdir -p "$run_dir"\n'
+            f"{job.config_lines('$run_dir/run.toml')}"
+            'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+            f"export MASTER_ADDR MASTER_PORT=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))\n"
+            "# A run folder with a checkpoint in it is resumed.\n"
+            f"srun --kill-on-bad-exit=1 --cpu-bind=cores --cpus-per-task={job.threads_per_rank} "
+            'python3 -m payload.train --run-dir "$run_dir"\n' + _go_on(job)
+        )
+
+
+def _options(job: ExportJob) -> list[str]:
+    options = [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes}",
+        f"--ntasks-per-node={job.ranks_per_node}",
+        f"--cpus-per-task={job.threads_per_rank}",
+        "--hint=nomultithread",
+        f"--mem={job.memory_gib_per_node}G",
+        f"--output={job.name}-%j.log",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=TERM@{_NOTICE_S}",
+    ]
+    if job.max_hours is not None:
+        options.insert(6, f"--time={max(1, math.ceil(job.max_hours * 60))}")
+    return options
+
+
+def _go_on(job: ExportJob) -> str:
+    """Return shell text that queues a job again which its time limit stopped.
+
+    A limit of the run's own stays one: then `sbatch FILE` by hand resumes.
+    """
+    if job.max_hours is not None:
+        return ""
+    return (
+        "# Stopped with a checkpoint by the time limit: the next job goes on.\n"
+        'if grep -q \'"status": "stopped"\' "$run_dir/summary.json"; then\n'
+        '  scontrol requeue "$SLURM_JOB_ID"\n'
+        "fi\n"
+    )
+
+
+ENGINE = Sbatch()

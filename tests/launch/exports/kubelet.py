@@ -1,0 +1,20 @@
+"""What Kubernetes does to a container's command before it starts it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Return the text with $(NAME) replaced where the name is known; $$ is one dollar.
+
+    Source: third_party/forked/golang/expansion/expand.go of kubernetes.
+    """
+
+    def replaced(found: re.Match[str]) -> str:
+        if found[0] == "$$":
+            return "$"
+        return variables.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", replaced, text)
