@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby, zip_longest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,7 @@ class Command:
     package: str
     """The part of `payload` that carries it out."""
     summary: str
+    """At most 26 characters: two columns have to fit on a screen."""
     words: tuple[str, ...] = ()
     """What the package's own command line has before the user's words."""
 
@@ -35,81 +36,107 @@ COMMANDS = (
         "Runs",
         "orchestrate",
         {
-            "plan": "print what a run would do, and start nothing",
-            "preflight": "check every node of a cluster",
+            "plan": "print what a run would do",
+            "preflight": "check a cluster's nodes",
             "run": "start a run and follow it",
             "status": "show a run and its ranks",
-            "logs": "print what a rank or the launcher printed",
-            "list": "show all runs, the newest first",
-            "attach": "follow a run on a cluster to its end",
-            "stop": "stop a run with a checkpoint",
-            "collect": "bring a cluster run's logs, metrics and newest checkpoint here",
-            "remove": "remove old runs with their checkpoints from this disk",
+            "logs": "print what a rank printed",
+            "list": "show all runs",
+            "attach": "follow a cluster's run",
+            "stop": "save and stop a run",
+            "collect": "bring a run's results here",
+            "remove": "delete old runs",
         },
     ),
     *_rows(
-        "Clusters on Google Cloud",
+        "Google Cloud",
         "orchestrate",
         {
-            "doctor": "check whether the project can hold the cluster",
+            "doctor": "check project and quota",
             "up": "build the cluster",
-            "sweep": "look whether anything is left in the cloud",
-            "down": "bring results home, destroy the cluster, look that nothing is left",
-            "rehearse": "take the smallest cluster through everything once",
+            "sweep": "look for leftovers",
+            "down": "destroy the cluster",
+            "rehearse": "try everything once",
         },
     ),
     *_rows(_DATA, "data", {"prepare": "turn text into tokens"}),
-    Command(name="data", group=_DATA, package="data", summary="prepare, verify or show data"),
+    Command(name="data", group=_DATA, package="data", summary="verify or show data"),
     Command(
         name="finetune",
         group=_MODEL,
         package="finetune",
-        summary="choose every setting for a model and a file of data, and run",
+        summary="from a model and a file",
     ),
     Command(
         name="train",
         group=_MODEL,
         package="train",
-        summary="train in this process, or as a rank of another launcher",
+        summary="train as one rank",
     ),
     Command(
         name="generate",
         group=_MODEL,
         package="generate",
-        summary="continue prompts, chat, or classify with a checkpoint",
+        summary="continue prompts, or chat",
     ),
     Command(
         name="evaluate",
         group=_MODEL,
         package="evaluate",
-        summary="measure a checkpoint's loss or accuracy",
+        summary="measure a checkpoint",
     ),
     Command(
         name="export",
         group=_MODEL,
         package="export",
-        summary="write a checkpoint's weights for other programs",
+        summary="write weights for others",
     ),
     Command(
         name="completion",
         group="Shell",
         package="cli",
-        summary="print what makes bash, zsh or fish complete these commands",
+        summary="complete these commands",
     ),
 )
 BY_NAME: Mapping[str, Command] = {row.name: row for row in COMMANDS}
 
 
 def help_text(program: str) -> str:
-    """Return the whole help, in groups; `program` is how the user called it."""
-    width = max(map(len, BY_NAME)) + 2
+    """Return the whole help, in groups in two columns; `program` is how the user called it.
+
+    With the prompt below it, it fits on a terminal of 24 lines of 80 characters.
+    """
+    groups = [_group_lines(name, tuple(rows)) for name, rows in groupby(COMMANDS, key=_group_of)]
+    left, right = _balanced(groups)
     lines = [f"usage: {program} COMMAND [OPTION ...]", ""]
-    for group, rows in groupby(COMMANDS, key=lambda row: row.group):
-        lines.append(f"{group}:")
-        lines += [f"  {row.name:<{width}}{row.summary}" for row in rows]
+    lines += [
+        f"{first:<{_COLUMN}}{second}".rstrip()
+        for first, second in zip_longest(left, right, fillvalue="")
+    ]
     lines += [
         "",
         f"{program} COMMAND --help shows a command's options and an example.",
         f"Example: {program} run payload/configs/quickstart.toml",
     ]
     return "\n".join(lines) + "\n"
+
+
+_COLUMN = 40
+
+
+def _group_of(row: Command) -> str:
+    return row.group
+
+
+def _group_lines(name: str, rows: Sequence[Command]) -> list[str]:
+    width = max(map(len, BY_NAME)) + 1
+    return [f"{name}:", *(f"  {row.name:<{width}}{row.summary}" for row in rows)]
+
+
+def _balanced(groups: Sequence[list[str]]) -> tuple[list[str], list[str]]:
+    """Return the groups' lines in two columns of about the same length, in their order."""
+    splits = [
+        (list(chain(*groups[:place])), list(chain(*groups[place:])))
+        for place in range(len(groups) + 1)
+    ]
+    return min(splits, key=lambda columns: max(map(len, columns)))
