@@ -187,6 +187,8 @@ class Summary:
     mfu: float | None = None
     peak_flops_per_s: float | None = None
     """Sum over all ranks of what a matrix product reached, or None."""
+    dequantized_per_s: float | None = None
+    """Weights that a rank dequantised in a second, for a base of 4 bits; else None."""
     ready_unix: float | None = _seconds(None)
     """When the last start came to its first step, or evaluation, by rank 0's clock."""
     start_s: dict[str, float] = field(default_factory=dict)

@@ -357,7 +357,8 @@ class RunConfig:
 
     def uses_kernels(self) -> bool:
         """Whether the project's own kernels do the layers, where they can be built."""
-        return self.engine.wants_kernels() and not self.model.dropout
+        is_plain = not self.model.dropout and self.model.quantize == "none"
+        return self.engine.wants_kernels() and is_plain
 
     def rank_setting(self, *, dtype: Dtype, world_size: int) -> RankSetting:
         """Return how each of `world_size` ranks trains, for the estimate of its memory."""

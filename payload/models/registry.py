@@ -20,6 +20,7 @@ from typing import Any, Protocol, cast
 import payload.models as package
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, FIX, read_config
+from payload.models.hub_sizes import CONFIGS
 from payload.models.spec import ModelSpec
 from payload.untrusted import shown
 
@@ -92,5 +93,7 @@ def from_scratch(preset: str, **changes: object) -> ModelSpec:
 
 
 def preset_of_hub_name(name: str) -> ModelSpec | None:
-    """Return the spec of a model on the hub, `NAME` or `OWNER/NAME`, where a preset has it."""
-    return presets().get(name.partition("@")[0].rpartition("/")[2])
+    """Return the spec of a model on the hub, `NAME` or `OWNER/NAME`, where its sizes are here."""
+    last = name.partition("@")[0].rpartition("/")[2]
+    raw = CONFIGS.get(last)
+    return presets().get(last) if raw is None else spec_of(raw, where=name)

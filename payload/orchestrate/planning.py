@@ -182,6 +182,8 @@ class PlannedRun:
     """What the run's ranks could do instead, the best first."""
     free_memory_bytes: int | None = None
     """Of the node with the least."""
+    base: ModelSpec | None = None
+    """The model below an adapter, before its task is put on it."""
 
     def hosts(self) -> str:
         """The hosts file's text."""
@@ -235,8 +237,8 @@ def plan_run(
     inventory = chosen.inventory
     time_limit(config.limits, inventory)
     placement = place_ranks(inventory, config.launch, domains=chosen.domains)
-    spec, guess = initial_spec(config, vocab_size=vocab_size)
-    spec = config.adapted(spec)
+    base, guess = initial_spec(config, vocab_size=vocab_size)
+    spec = config.adapted(base)
     config, batch = settle_batch(
         config,
         spec,
@@ -315,6 +317,7 @@ def plan_run(
             free_bytes=access.free_memory_bytes(),
         ),
         free_memory_bytes=access.free_memory_bytes(),
+        base=base,
     )
 
 

@@ -12,8 +12,10 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from payload.run_config import DtypeChoice
+from payload.train.models.quantized import QuantizedLinear
 from payload.train.world import World
 
 Dtype = Literal["bf16", "fp32"]
@@ -46,10 +48,15 @@ class Calibration:
     """Sum over ranks, for `dtype`."""
     all_reduce_bytes_per_s: float | None
     """Gradient bytes that all ranks have summed in a second; None with one rank."""
+    dequantized_per_s: float | None = None
+    """Weights of 4 bits that a rank makes bf16 in a second; None for a run without them."""
 
 
-def calibrate(world: World, choice: DtypeChoice) -> Calibration:
-    """Measure, and choose the dtype. Every rank gets the same answer."""
+def calibrate(world: World, choice: DtypeChoice, *, quantizes: bool = False) -> Calibration:
+    """Measure, and choose the dtype. Every rank gets the same answer.
+
+    With `quantizes`, the dequantising of linears of 4 bits is measured as well.
+    """
     world.barrier()
     dtypes: tuple[Dtype, ...] = ("bf16", "fp32") if choice == "auto" else (choice,)
     speeds = {dtype: _gemm_flops_per_s(dtype, _GEMM_SIZES[0]) for dtype in dtypes}
@@ -64,7 +71,22 @@ def calibrate(world: World, choice: DtypeChoice) -> Calibration:
         all_reduce_bytes_per_s=(
             measure_exchange(world).bytes_per_s() if world.world_size > 1 else None
         ),
+        dequantized_per_s=_dequantized_per_s(world) if quantizes else None,
     )
+
+
+def _dequantized_per_s(world: World) -> float:
+    """Return the weights that a rank dequantises in a second, all at once: the ranks' mean."""
+    linear = QuantizedLinear(nn.Linear(_GEMM_SIZES[1], _GEMM_SIZES[1], bias=False))
+    linear.take(torch.full(linear.size(), 0.5, dtype=torch.bfloat16))
+    world.barrier()
+    best, started_s = float("inf"), time.perf_counter()
+    while best == float("inf") or time.perf_counter() - started_s < _GEMM_BUDGET_S:
+        before_s = time.perf_counter()
+        linear.dequantized()
+        best = min(best, time.perf_counter() - before_s)
+    rate = torch.tensor(linear.in_features * linear.out_features / best, dtype=torch.float64)
+    return float(world.sum(rate)) / world.world_size
 
 
 def _summed(world: World, speeds: dict[Dtype, float]) -> dict[Dtype, float]:

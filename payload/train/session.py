@@ -73,9 +73,14 @@ def train(
             write_whole(paths.config, config.to_toml())
         summary.begin()
         sign_of_life.tell(step=0, phase="calibration")
-        calibration = calibrate(world, _dtype_choice(config, start))
+        calibration = calibrate(
+            world, _dtype_choice(config, start), quantizes=config.model.quantize != "none"
+        )
         clock.lap("calibration")
-        summary.calibrated(peak_flops_per_s=calibration.peak_flops_per_s)
+        summary.calibrated(
+            peak_flops_per_s=calibration.peak_flops_per_s,
+            dequantized_per_s=calibration.dequantized_per_s,
+        )
         outcome, wall_s = _train(
             config,
             paths=paths,

@@ -69,9 +69,11 @@ class SummaryFile:
         """The run has a folder now."""
         self._try_to_write()
 
-    def calibrated(self, *, peak_flops_per_s: float) -> None:
-        """Note the measured peak."""
-        self._summary = replace(self._summary, peak_flops_per_s=peak_flops_per_s)
+    def calibrated(self, *, peak_flops_per_s: float, dequantized_per_s: float | None) -> None:
+        """Note what was measured."""
+        self._summary = replace(
+            self._summary, peak_flops_per_s=peak_flops_per_s, dequantized_per_s=dequantized_per_s
+        )
         self._try_to_write()
 
     def ready(self, start_s: Mapping[str, float]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from payload.batch_size import USED
 from payload.checkpoint_files import free_bytes, most_checkpoints
 from payload.data_folder import load_meta
 from payload.errors import ConfigError, DataError
@@ -22,7 +23,8 @@ from payload.models.spec import typical_mfu
 from payload.orchestrate.planning import PlannedRun
 from payload.orchestrate.run.console import duration, evaluations_left
 from payload.orchestrate.run.store import RunView
-from payload.results import RunPaths, Summary, read_json
+from payload.quantized_cost import QuantizedCost, quantized_cost
+from payload.results import RunPaths, Summary, last_record, read_json
 from payload.run_config import RunConfig, load_run_config
 from payload.untrusted import open_regular
 
@@ -51,6 +53,8 @@ class Estimate:
     """What the time is concluded from."""
     usd: float | None
     """What the nodes cost in that time; None without prices."""
+    quantized: QuantizedCost | None = None
+    """What a base of 4 bits saves and costs; None for a run that cannot have one."""
 
     def lines(self) -> list[str]:
         """Return disk and duration in words."""
@@ -64,6 +68,7 @@ class Estimate:
             if self.data_bytes
             else "data             not there yet",
             f"duration         about {duration(self.seconds)}{cost}, {self.basis}",
+            *([f"base of 4 bits   {self.quantized.sentence()}"] if self.quantized else []),
         ]
 
 
@@ -106,6 +111,30 @@ def estimate(
         seconds=seconds,
         basis=basis,
         usd=None if not hourly_usd else hourly_usd * seconds / 3600,
+        quantized=_quantized(planned, earlier if is_local else ()),
+    )
+
+
+def _quantized(planned: PlannedRun, earlier: Sequence[RunPaths]) -> QuantizedCost | None:
+    """Return what 4 bits save and cost, by the dequantising that the newest run has measured."""
+    numbers = planned.plan.arithmetic
+    cores = sum(node.physical_cores for node in planned.inventory.nodes)
+    peak = cores * _TYPICAL_CORE_FLOPS_PER_S
+    if numbers.compute_s is not None and numbers.mfu is not None:
+        again = planned.config.recomputation()
+        peak = numbers.flops_per_step / (numbers.compute_s * numbers.mfu) * again
+    free = planned.free_memory_bytes
+    summaries = (last_record(Summary, paths.summary) for paths in earlier[:_LOOKED_AT])
+    rates = (each.dequantized_per_s for each in summaries if each is not None)
+    if planned.base is None:
+        return None
+    return quantized_cost(
+        planned.config,
+        planned.base,
+        world_size=planned.plan.world_size,
+        peak_flops_per_s=peak,
+        dequantized_per_s=next((rate for rate in rates if rate), None),
+        room_bytes=None if free is None else USED * free / planned.plan.ranks_per_node,
     )
 
 
