@@ -18,6 +18,7 @@ CONSOLE = "TILEFORGE_CONSOLE"
 _CONSOLE_WORDS = {
     "orchestrate": (),
     **{name: (name,) for name in ("data", "train", "finetune", "generate", "evaluate", "export")},
+    "report": ("report",),
 }
 """What stands for a program after `tileforge`."""
 

@@ -14,13 +14,38 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from payload.untrusted import checked, open_regular
 
 _MAX_LINE_BYTES = 2**16
 _MAX_BYTES = 2**30  # Three million steps; a larger file is damaged.
 _MAX_INTEGER = 2**63
+
+TimedPart = Literal["data", "forward", "backward", "wait", "checkpoint"]
+TIMED_PARTS: tuple[TimedPart, ...] = typing.get_args(TimedPart)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """Mean seconds of a step in each part, an entry a rank."""
+
+    steps: int = checked(low=1)
+    """The mean is over so many steps, the row's own the last of them."""
+    data: tuple[float, ...]
+    """Reading and arranging samples."""
+    forward: tuple[float, ...]
+    """Computing alone, as `backward`."""
+    backward: tuple[float, ...]
+    wait: tuple[float, ...]
+    """Waiting for other ranks: for gradients, weights, or whether one is to stop."""
+    checkpoint: tuple[float, ...]
+    """Taking a checkpoint's snapshot, or waiting until the last one is written."""
+
+    def work(self) -> tuple[float, ...]:
+        """Return what each rank did by itself in a step."""
+        parts = zip(self.data, self.forward, self.backward, strict=True)
+        return tuple(map(sum, parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +69,8 @@ class StepMetrics:
     rss_bytes: int
     time_unix: float = field(default_factory=time.time)
     """When the step was done, by rank 0's clock."""
+    ranks: RankTimes | None = None
+    """Of every rank; with many ranks not in every row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +90,23 @@ class EvalMetrics:
 
 def to_json_line(row: StepMetrics | EvalMetrics) -> str:
     """Return one line of metrics.jsonl, newline included. Raises ValueError for NaN, infinity."""
-    return json.dumps(asdict(row), allow_nan=False) + "\n"
+    values = {name: value for name, value in asdict(row).items() if name != "ranks" or value}
+    return json.dumps(values, allow_nan=False) + "\n"
+
+
+def rank_times(row: Mapping[str, Any]) -> RankTimes | None:
+    """Return the ranks' times in a row; None where it has none that can be used."""
+    raw = row.get("ranks")
+    if not isinstance(raw, Mapping):
+        return None
+    parts = [raw.get(part) for part in TIMED_PARTS]
+    lengths = {len(part) if isinstance(part, list | tuple) else 0 for part in parts}
+    if len(lengths) != 1 or 0 in lengths or type(steps := raw.get("steps")) is not int or steps < 1:
+        return None
+    times = [tuple(part) for part in parts if part is not None]
+    if not all(type(each) in (float, int) and 0 <= each <= 1e9 for part in times for each in part):
+        return None
+    return RankTimes(steps=steps, **dict(zip(TIMED_PARTS, times, strict=True)))
 
 
 def read_metrics(path: Path) -> list[Mapping[str, Any]]:
@@ -155,7 +198,7 @@ def _forms_of(kind: type) -> tuple[_Form, ...]:
             ),
         )
         for each in fields(kind)
-        if each.default_factory is MISSING
+        if each.default_factory is MISSING and each.default is MISSING
     )
 
 

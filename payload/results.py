@@ -38,6 +38,8 @@ LATEST = "latest"
 """The link in a runs folder to the newest run that has finished a step."""
 
 RunStatus = Literal["starting", "running", "finished", "stopped", "failed"]
+EventKind = Literal["start", "resume", "failure", "restart", "finished", "stopped", "failed"]
+MOST_EVENTS = 500
 
 _CHECKPOINT = re.compile(r"step_\d{8,}")
 
@@ -104,6 +106,11 @@ class RunPaths:
     def summary(self) -> Path:
         """summary.json: the run's result."""
         return self.root / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        """report.html: all of it as one page, for people."""
+        return self.root / "report.html"
 
     @property
     def checkpoints(self) -> Path:
@@ -206,6 +213,19 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvent:
+    """Something that happened to a run, for its report's timeline."""
+
+    kind: EventKind
+    """`start` and `resume` by a command, `restart` by the supervisor after a `failure`; the last
+    three are ends."""
+    time_unix: float = _seconds()
+    attempt: int = checked(1, low=1)
+    text: str = ""
+    """In the words of the error or note."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     """state.json: written by the supervisor."""
 
@@ -231,6 +251,8 @@ class RunState:
     """What the nodes cost in that time; None without prices."""
     grace_s: float = checked(DEFAULT_GRACE_S, low=0)
     """Time that a stop leaves the ranks to save, a checkpoint that gets on not counted."""
+    events: tuple[RunEvent, ...] = checked((), max_items=MOST_EVENTS)
+    """Over all attempts and resumes, the oldest first."""
     schema_version: int = SCHEMA_VERSION
 
 

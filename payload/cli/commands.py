@@ -48,6 +48,19 @@ COMMANDS = (
             "remove": "delete old runs",
         },
     ),
+    Command(
+        name="report",
+        group="Runs",
+        package="report",
+        summary="write a run's report, one HTML page",
+    ),
+    Command(
+        name="compare",
+        group="Runs",
+        package="report",
+        summary="print a table of several runs",
+        words=("--compare",),
+    ),
     *_rows(
         "Google Cloud",
         "orchestrate",

@@ -25,6 +25,7 @@ _PARSERS = {
     "generate": "payload.generate.arguments",
     "evaluate": "payload.evaluate.__main__",
     "export": "payload.export.arguments",
+    "report": "payload.report.__main__",
 }
 """The module of each package whose `parser()` is its command line."""
 

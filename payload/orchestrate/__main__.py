@@ -228,6 +228,9 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="time to save a checkpoint after a stop was asked for (default: %(default)g)",
     )
     parser.add_argument("--json", action="store_true", help="print summary.json at the end")
+    parser.add_argument(
+        "--open", action="store_true", help="show the report in the browser at the end"
+    )
 
 
 def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -18,6 +18,7 @@ from payload.supervise.processes import adopt_orphans
 from payload.supervise.stopping import Wakeups
 from payload.supervise.supervisor import Supervisor
 from payload.untrusted import printable
+from payload.write_report import write_report
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -35,18 +36,28 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         _make_room(paths)
         adopt_orphans()
         with RunLock(paths):
-            return Supervisor(
+            ended = Supervisor(
                 paths,
                 wakeups=wakeups,
                 owner_pid=arguments.owner_pid,
                 grace_s=arguments.grace,
                 env=env,
             ).run()
+        if arguments.owner_pid is None and paths.root.is_dir():
+            # Nobody who follows the run will write it.
+            _write_report(paths)
+        return ended
     except TileforgeError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     finally:
         wakeups.close()
+
+
+def _write_report(paths: RunPaths) -> None:
+    problem = write_report(paths)
+    if problem:
+        print(f"note: no report was written: {problem}", file=sys.stderr)
 
 
 def _make_room(paths: RunPaths) -> None:

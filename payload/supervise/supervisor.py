@@ -23,6 +23,9 @@ from payload.launch.ranks import load_ranks
 from payload.launch.restart import AttemptEnd, decide, restart_note, waiting_note
 from payload.results import (
     DEFAULT_GRACE_S,
+    MOST_EVENTS,
+    EventKind,
+    RunEvent,
     RunPaths,
     RunState,
     RunStatus,
@@ -40,6 +43,12 @@ from payload.supervise.summary import complete_summary
 _STATE_EVERY_S = 5.0
 _PAUSE_TICK_S = 0.5
 _LIFELINE_S = 60.0
+_EVENT_CHARS = 1_000
+_ENDS: Mapping[RunStatus, EventKind] = {
+    "finished": "finished",
+    "stopped": "stopped",
+    "failed": "failed",
+}
 
 
 class Supervisor:
@@ -86,7 +95,9 @@ class Supervisor:
             started_unix=now,
             updated_unix=now,
             attempt=previous.attempt + 1 if previous else 1,
+            events=previous.events if previous else (),
         )
+        self._note_event("resume" if previous else "start")
         before = known_summary(paths)
         self._wall_before_s = before.wall_s if before else 0.0
 
@@ -115,6 +126,7 @@ class Supervisor:
                 state=self._state,
                 wall_s=self._wall_before_s + time.monotonic() - self._began_s,
             )
+        self._note_event(_ENDS[verdict.status], verdict.error or "")
         self._tell(verdict.status, verdict=verdict)
         return verdict.exit_code
 
@@ -195,11 +207,13 @@ class Supervisor:
                 max_restarts=limit,
             )
             self._state = replace(self._state, attempt=self._state.attempt + 1, note=note)
+            self._note_event("restart", note)
             self._tell("starting")
 
     def _wait_for_restart(self, verdict: Verdict, *, pause_s: float) -> Verdict | None:
         """Wait until all is ready for another attempt; else how the run ends instead."""
         note_before = self._state.note
+        self._note_event("failure", verdict.error or "")
         self._state = replace(self._state, note=waiting_note(verdict))
         self._tell("starting")
         away = self._leftovers() or wait_for_nodes(self._streams, pause=self._pause)
@@ -274,6 +288,14 @@ class Supervisor:
             )
             for node in self._inventory.nodes[1:]
         ]
+
+    def _note_event(self, kind: EventKind, text: str = "") -> None:
+        """Keep what happened for the report; the next `_tell` writes it down."""
+        event = RunEvent(
+            kind=kind, time_unix=time.time(), attempt=self._state.attempt, text=text[:_EVENT_CHARS]
+        )
+        events = (*self._state.events, event)[-MOST_EVENTS:]
+        self._state = replace(self._state, events=events)
 
     def _tell_now_and_then(self) -> None:
         if time.monotonic() - self._told_s > _STATE_EVERY_S:

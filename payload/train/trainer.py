@@ -15,13 +15,14 @@ import torch
 from payload.data.blocks import BlockOrder, Indices
 from payload.data_folder import TRAIN_NAME
 from payload.errors import TrainingError
-from payload.metrics_log import StepMetrics, read_val_losses
+from payload.metrics_log import RankTimes, StepMetrics, read_val_losses
 from payload.train.checkpoint import TrainerState
 from payload.train.evaluate import EvalPass
 from payload.train.metrics import rss_bytes, versions
 from payload.train.parts import Parts
 from payload.train.saving import Saving
 from payload.train.schedule import lr_at
+from payload.train.step_clock import StepClock
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +49,6 @@ class _Passes:
     """The step's mean loss is the mean of this over the ranks; a float64 scalar."""
     tokens: int
     """Tokens of all ranks' samples."""
-    data_time_s: float
-    """Spent reading data."""
     sync_time_s: float
     """Spent waiting for gradients."""
 
@@ -71,6 +70,7 @@ class Trainer:
         self._saved_step = start.step if start else -1
         self._checked_step = -1
         self._mfu_missed = False
+        self._clock = StepClock(rank=parts.world.rank, world_size=parts.world.world_size)
         self._wall_before_s = start.wall_s if start else 0.0
         self._started_s = time.perf_counter()
         self._saving = Saving(
@@ -154,11 +154,13 @@ class Trainer:
             parts.optimizers.zero_grad()
             return True
         grad_norm = self._clip()
-        self._saving.before_update()
+        data_time_s = self._clock.seconds("data")
+        with self._clock.of("checkpoint"):
+            self._saving.before_update()
         # Else a wait for the writer would seem to go on, while this rank waits for others.
         self._tell_step(self._accumulation)
         parts.optimizers.step()
-        mean_loss, stopping = self._agree(passes.loss)
+        mean_loss, stopping, rank_times = self._agree(passes.loss)
         self._step += 1
         self._next_sample += self._batch.global_batch_size
         self._tokens += passes.tokens
@@ -174,9 +176,10 @@ class Trainer:
                 step_time_s=step_time_s,
                 tokens_per_s=passes.tokens / step_time_s,
                 mfu=self._mfu(passes.tokens / step_time_s),
-                data_time_s=passes.data_time_s,
+                data_time_s=data_time_s,
                 sync_time_s=passes.sync_time_s,
                 rss_bytes=rss_bytes(),
+                ranks=rank_times,
             )
         )
         return stopping
@@ -187,40 +190,51 @@ class Trainer:
         Returns None when a rank was asked to stop: a step of many passes takes minutes, which a
         preempted machine does not have.
         """
-        parts, data_time_s = self._parts, 0.0
+        parts, clock = self._parts, self._clock
         total = torch.zeros((), dtype=torch.float64, device=parts.world.device)
         is_to_stop: Callable[[], bool] | None = None
         train, step_samples = parts.task.train, self._step_samples()
         # A rank's part of the step's mean loss, times the ranks: gradients are averaged over them.
         step_weight = train.weight(step_samples) / parts.world.world_size
         for micro_step in range(self._accumulation):
-            before_s = time.perf_counter()
-            batch = train.batch(self.samples(micro_step))
-            train.expect(self.samples(micro_step + 1))
-            data_time_s += time.perf_counter() - before_s
+            with clock.of("data"):
+                batch = train.batch(self.samples(micro_step))
+                train.expect(self.samples(micro_step + 1))
             if parts.model.draws_masks():
                 self._seed_masks(micro_step)
             last = micro_step == self._accumulation - 1
-            loss = parts.trained(*batch.inputs)
+            with clock.of("forward"):
+                loss = parts.trained(*batch.inputs)
             if last:
                 parts.strategy.begin(batch.tokens)
             divisor = step_weight / batch.weight
-            parts.accelerator.backward(loss / divisor)
+            with clock.of("backward"):
+                parts.accelerator.backward(loss / divisor)
             total += loss.detach().double() / divisor
             # The answer is waited for a pass later: between two passes no rank waits for another.
             if not last:
-                if is_to_stop is not None and is_to_stop():
+                with clock.of("wait"):
+                    stops = is_to_stop is not None and is_to_stop()
+                if stops:
                     return None
                 is_to_stop = self._ask_to_stop("step", micro_step + 1, self._accumulation)
-        sync_time_s = parts.strategy.finish()
+        sync_time_s = self._finish_exchange()
         if is_to_stop is not None:
             is_to_stop()  # The step is whole: `_agree` asks once more.
         return _Passes(
             loss=total,
             tokens=train.num_tokens(step_samples),
-            data_time_s=data_time_s,
             sync_time_s=sync_time_s,
         )
+
+    def _finish_exchange(self) -> float:
+        """Put the mean gradients in place; return the seconds that this rank waited for others."""
+        before_s = self._clock.seconds("wait")
+        with self._clock.of("wait"):
+            sync_time_s = self._parts.strategy.finish()
+        # A sharded model waits within its passes, which are counted as computing so far.
+        self._clock.waited_in_passes(sync_time_s - (self._clock.seconds("wait") - before_s))
+        return sync_time_s
 
     def _seed_masks(self, micro_step: int) -> None:
         """Seed dropout by the pass's place in the run, not by what ran before: resume is exact."""
@@ -232,16 +246,17 @@ class Trainer:
         """Gradient norm before clipping."""
         return self._parts.optimizers.clip(self._parts.config.optimizer.grad_clip or math.inf)
 
-    def _agree(self, loss: torch.Tensor) -> tuple[float, bool]:
-        """Mean loss over ranks, and whether one of them was asked to stop: the same on all."""
+    def _agree(self, loss: torch.Tensor) -> tuple[float, bool, RankTimes | None]:
+        """Mean loss over ranks, whether one was asked to stop, and their times: the same on all."""
         world = self._parts.world
         shared = torch.tensor(
-            [float(loss), float(self._parts.stop_requested())],
+            [float(loss), float(self._parts.stop_requested()), *self._clock.take()],
             dtype=torch.float64,
             device=world.device,
         )
         world.sum(shared)
-        return float(shared[0]) / world.world_size, bool(shared[1] > 0)
+        total_loss, stopping, *seconds = shared.tolist()
+        return total_loss / world.world_size, stopping > 0, self._clock.add_step(seconds)
 
     def _require_finite(self, **found: float) -> None:
         if all(map(math.isfinite, found.values())):
@@ -327,7 +342,8 @@ class Trainer:
             return
         parts, self._saved_step = self._parts, self._step
         parts.sign_of_life.tell(step=self._step, phase="checkpoint")
-        snapshot = parts.strategy.snapshot(parts.model, parts.optimizers)
+        with self._clock.of("checkpoint"):
+            snapshot = parts.strategy.snapshot(parts.model, parts.optimizers)
         if not parts.world.is_main:
             if snapshot.is_shared():
                 self._saving.send(snapshot)

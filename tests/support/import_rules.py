@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 PACKAGES = frozenset(
     {"models", "launch", "orchestrate", "supervise", "data", "train", "generate"}
-    | {"evaluate", "export", "cli", "finetune"}
+    | {"evaluate", "export", "cli", "finetune", "report"}
 )
 CONTRACTS = "contracts"
 PULUMI = frozenset({"pulumi", "pulumi_gcp", "pulumi_command", "pulumi_random", "pulumi_tls"})
@@ -73,6 +73,10 @@ RULES = {
     "finetune": Rule(
         frozenset({CONTRACTS, "models", "data", "finetune"}),
         frozenset({"paramiko", "infra", "torch"}) | PULUMI,
+    ),
+    "report": Rule(
+        frozenset({CONTRACTS, "models", "report"}),
+        frozenset({"paramiko", "infra", "torch", "numpy"}) | PULUMI,
     ),
     "train": Rule(
         frozenset({CONTRACTS, "models", "data", "train"}), frozenset({"paramiko", "infra"}) | PULUMI

@@ -37,6 +37,7 @@ from payload.run_config import TrainSection
 from payload.run_lock import FORCE_SIGNAL
 from payload.run_repair import known_config, known_state
 from payload.untrusted import build, parse_json, printable
+from payload.write_report import write_report
 
 
 def say_end(
@@ -47,7 +48,7 @@ def say_end(
     arguments: argparse.Namespace,
     talk: Console,
 ) -> None:
-    """Print what came of a run, and how to go on where it is not finished."""
+    """Print what came of a run, how to go on where it is not finished, and where its report is."""
     checkpoint = paths.newest_checkpoint()
     out = text_console(stderr=False)
     if arguments.json:
@@ -63,6 +64,8 @@ def say_end(
         given = getattr(arguments, "inventory", None)
         more = ["--inventory", str(given)] if given else []
         talk.print(f"continue with: {run_command('run --resume', paths, *more)}")
+    problem = write_report(paths, show=getattr(arguments, "open", False))
+    talk.print(f"note: no report was written: {problem}" if problem else f"report: {paths.report}")
 
 
 def _telling_log(paths: RunPaths, state: RunState) -> Path:

@@ -1,0 +1,1 @@
+"""A run folder as one HTML page, or several as a table in the terminal."""

@@ -1,0 +1,100 @@
+"""`python -m payload.report RUN [RUN ...]`: one HTML page, or a table in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from payload.errors import ConfigError, ExitCode, TileforgeError, UsageError
+from payload.hints import command
+from payload.report.page import render
+from payload.report.source import Run, find_run
+from payload.report.table import comparison
+from payload.results import DEFAULT_RUNS_DIR, LATEST, write_whole
+from payload.untrusted import printable
+
+_SEVERAL = "report.html"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out the command and return its exit code."""
+    arguments = parser().parse_args(argv)
+    try:
+        _report(arguments)
+    except TileforgeError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return ExitCode.OK
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    made = argparse.ArgumentParser(
+        prog=command("report"),
+        description="Write a run's report: one HTML page with its outcome, curves, time, cost, "
+        "data and settings, which needs no network. Several runs go beside each other. Its path is "
+        "printed.",
+        epilog="Example: " + command("report", "latest", "--open"),
+    )
+    made.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="a run's id, `latest`, or its folder (default: latest)",
+    )
+    made.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to write (default: report.html in the run's folder; of several runs, here)",
+    )
+    made.add_argument("--open", action="store_true", help="show it in the browser")
+    made.add_argument(
+        "--compare",
+        action="store_true",
+        help="print a table of the runs in the terminal, and write nothing",
+    )
+    made.add_argument(
+        "--runs-dir",
+        type=Path,
+        default=Path(DEFAULT_RUNS_DIR),
+        metavar="DIR",
+        help="where runs are kept (default: %(default)s)",
+    )
+    return made
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    words = list(dict.fromkeys(arguments.runs or [LATEST]))
+    runs = [find_run(word, runs_dir=arguments.runs_dir) for word in words]
+    if arguments.compare:
+        if len(runs) < 2:
+            raise UsageError(f"{words[0]} is one run: name two or more to compare.")
+        print(comparison(runs))
+        return
+    out = _out_path(arguments.out, runs)
+    try:
+        write_whole(out, render(runs), durable=False)
+    except OSError as error:
+        raise ConfigError(
+            f"{out}: cannot be written ({error.strerror}). Name another place with --out."
+        ) from None
+    print(out)
+    if arguments.open and not webbrowser.open(out.resolve().as_uri()):
+        print(f"note: no browser was found; open {out} yourself", file=sys.stderr)
+
+
+def _out_path(out: Path | None, runs: Sequence[Run]) -> Path:
+    if out is None:
+        return runs[0].paths.report if len(runs) == 1 else Path(_SEVERAL)
+    return out / _SEVERAL if out.is_dir() else out
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""What a run folder holds, read for its report: whatever is missing or damaged is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from payload.data_folder import META_NAME, DataMeta
+from payload.errors import ConfigError, DataError, UsageError
+from payload.hints import command
+from payload.inventory import ClusterInventory
+from payload.metrics_log import read_metrics
+from payload.results import LATEST, RunPaths
+from payload.run_config import RunConfig
+from payload.run_repair import known_config, known_state, known_summary
+from payload.run_samples import SAMPLES_NAME, Sample, read_samples
+from payload.untrusted import RUN_ID, build, checked, parse_json, read_bytes, shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """The part of plan.json's arithmetic that a report compares with."""
+
+    params: int = checked(low=0)
+    flops_per_step: int = checked(low=0)
+    tokens_per_step: int = checked(low=1)
+    grad_accum_steps: int = checked(low=1)
+    memory_bytes_per_rank: int = checked(low=0)
+    step_s: float | None = checked(None, low=0)
+    """Predicted; None where the nodes' peak was not measured before the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The part of plan.json that a report shows; the whole is `payload.launch`'s."""
+
+    launcher: str
+    argv: tuple[str, ...]
+    work_dir: str
+    world_size: int = checked(low=1)
+    nodes: int = checked(low=1)
+    arithmetic: Arithmetic
+    notes: tuple[str, ...] = ()
+
+
+class Run:
+    """One run folder; each file is read once, when it is asked for."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths = paths
+        self.run_id = paths.run_id
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """Return run.toml, or what is known of it."""
+        return known_config(self.paths)
+
+    @cached_property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """Return the sound rows of metrics.jsonl."""
+        return read_metrics(self.paths.metrics)
+
+    @cached_property
+    def steps(self) -> Sequence[Mapping[str, Any]]:
+        """Return the rows of steps."""
+        return [row for row in self.rows if "loss" in row]
+
+    @cached_property
+    def evaluations(self) -> Sequence[Mapping[str, Any]]:
+        """Return the rows of evaluations."""
+        return [row for row in self.rows if "val_loss" in row]
+
+    @cached_property
+    def summary(self) -> Mapping[str, Any]:
+        """Return summary.json's values; empty where there is none."""
+        found = known_summary(self.paths)
+        return {} if found is None else {f.name: getattr(found, f.name) for f in fields(found)}
+
+    @cached_property
+    def state(self) -> Mapping[str, Any]:
+        """Return state.json's values; empty where there is none."""
+        found = known_state(self.paths)
+        return {} if found is None else {f.name: getattr(found, f.name) for f in fields(found)}
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """Return plan.json's numbers."""
+        with suppress(OSError, ConfigError):
+            where = str(self.paths.plan)
+            return build(Plan, parse_json(read_bytes(self.paths.plan), where=where), where=where)
+        return None
+
+    @cached_property
+    def inventory(self) -> ClusterInventory | None:
+        """Return the nodes."""
+        with suppress(ConfigError):
+            return ClusterInventory.load(self.paths.inventory)
+        return None
+
+    @cached_property
+    def data_folder(self) -> Path:
+        """Return where the data was: a relative path starts where the ranks ran."""
+        work_dir = Path(self.plan.work_dir) if self.plan else Path()
+        return work_dir / self.config.data.dir
+
+    @cached_property
+    def data(self) -> DataMeta | None:
+        """Return the data folder's meta.json; None where it is not on this machine."""
+        path = self.data_folder / META_NAME
+        with suppress(OSError, ConfigError, DataError, ValueError):
+            raw = parse_json(read_bytes(path), where=str(path), error=DataError)
+            return build(DataMeta, raw, where=str(path), error=DataError)
+        return None
+
+    @cached_property
+    def samples(self) -> Sequence[Sample]:
+        """Return texts that the model wrote before and after the run."""
+        return read_samples(self.paths.root / SAMPLES_NAME)
+
+    @property
+    def status(self) -> str:
+        """Return how the run is or how it ended: the supervisor knows last."""
+        found = self.state.get("status") or self.summary.get("status")
+        return str(found or "unknown")
+
+    @property
+    def error(self) -> str | None:
+        """Return the run's own words on its failure or stop."""
+        return self.state.get("error") or self.summary.get("error")
+
+
+def find_run(word: str, *, runs_dir: Path) -> Run:
+    """Return the run that a word of the command line names: an id, `latest`, or a folder.
+
+    Raises UsageError.
+    """
+    folders = [runs_dir / word] if word == LATEST or RUN_ID.fullmatch(word) else []
+    for folder in (*folders, Path(word)):
+        with suppress(OSError, ValueError, RuntimeError):
+            paths = RunPaths(folder.resolve())
+            if any(each.is_file() for each in (paths.plan, paths.summary, paths.metrics)):
+                return Run(paths)
+    raise UsageError(
+        f"{shown(word)} is no run: neither its id in {runs_dir} nor a run's folder. See all with: "
+        + command("orchestrate", "list")
+    )

@@ -1,0 +1,49 @@
+"""Runs beside each other in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from payload.report import rows
+from payload.report.markup import plain
+from payload.report.source import Run
+from payload.untrusted import printable
+
+_BEST = " *"
+
+
+def comparison(runs: Sequence[Run]) -> str:
+    """Return a table of the runs' results, the best of each row with a star, and of settings."""
+    lines = [["", *(run.run_id for run in runs)]]
+    for row in rows.COMPARED:
+        values = [run.summary.get(row.key) for run in runs]
+        if all(value is None for value in values):
+            continue
+        best = rows.best_places(row, runs)
+        cells = ["-" if value is None else row.form(value) for value in values]
+        lines.append([row.name, *(f"{c}{_BEST}" if i in best else c for i, c in enumerate(cells))])
+    differing = rows.different(runs)
+    if differing:
+        lines.append([])
+        lines.append(["settings that differ"])
+        lines += [[each.name, *map(plain, each.values)] for each in differing]
+    return _aligned([[printable(cell).replace("\n", " ") for cell in line] for line in lines])
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    columns = max(map(len, lines))
+    whole = [line for line in lines if len(line) == columns]
+    widths = [max(len(line[column]) for line in whole) for column in range(columns)]
+    # A star hangs beside the numbers, which stay in line.
+    return "\n".join(
+        "  ".join(
+            [f"{cell:<{width}}" for cell, width in zip(line[:1], widths, strict=False)]
+            + [
+                f"{cell:>{width - len(_BEST)}}{'' if cell.endswith(_BEST) else '  '}"
+                if not cell.endswith(_BEST)
+                else f"{cell:>{width}}"
+                for cell, width in zip(line[1:], widths[1:], strict=False)
+            ]
+        ).rstrip()
+        for line in lines
+    )

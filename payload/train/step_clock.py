@@ -1,0 +1,68 @@
+"""Where each rank's steps spend their time: measured here, and exchanged with the loss."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from payload.metrics_log import TIMED_PARTS, RankTimes, TimedPart
+
+# A row has the times of every rank. On many ranks it comes less often, with means.
+_RANKS_IN_EVERY_ROW = 8
+
+
+class StepClock:
+    """Measures this rank's parts of a step, and keeps the means of all ranks."""
+
+    def __init__(self, *, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._every = max(1, world_size // _RANKS_IN_EVERY_ROW)
+        self._own = dict.fromkeys(TIMED_PARTS, 0.0)
+        self._sums = [0.0] * (world_size * len(TIMED_PARTS))
+        self._steps = 0
+
+    @contextmanager
+    def of(self, part: TimedPart) -> Iterator[None]:
+        """Count the time within as this part's."""
+        began_s = time.perf_counter()
+        yield
+        self._own[part] += time.perf_counter() - began_s
+
+    def seconds(self, part: TimedPart) -> float:
+        """Return what this part has taken in the present step."""
+        return self._own[part]
+
+    def waited_in_passes(self, seconds: float) -> None:
+        """Move time that collectives took within forward and backward passes to `wait`."""
+        passes_s = self._own["forward"] + self._own["backward"]
+        seconds = min(max(0.0, seconds), passes_s)
+        if not seconds:
+            return
+        for part in ("forward", "backward"):
+            self._own[part] *= 1 - seconds / passes_s
+        self._own["wait"] += seconds
+
+    def take(self) -> list[float]:
+        """Return this rank's seconds in its place among all ranks'; the next step begins at 0."""
+        mine = [0.0] * len(self._sums)
+        first = self._rank * len(TIMED_PARTS)
+        mine[first : first + len(TIMED_PARTS)] = self._own.values()
+        self._own = dict.fromkeys(TIMED_PARTS, 0.0)
+        return mine
+
+    def add_step(self, of_all_ranks: Sequence[float]) -> RankTimes | None:
+        """Take in the sum of what the ranks took; return the means where a row is to have them."""
+        self._sums = [total + more for total, more in zip(self._sums, of_all_ranks, strict=True)]
+        self._steps += 1
+        if self._steps < self._every:
+            return None
+        # A tenth of a millisecond is enough to tell one rank from another.
+        means = [round(total / self._steps, 4) for total in self._sums]
+        parts = {
+            part: tuple(means[place :: len(TIMED_PARTS)]) for place, part in enumerate(TIMED_PARTS)
+        }
+        found = RankTimes(steps=self._steps, **parts)
+        self._sums, self._steps = [0.0] * len(self._sums), 0
+        return found

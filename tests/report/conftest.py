@@ -1,0 +1,30 @@
+"""A browser, and runs that ended in every way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.report.real_runs import make_runs
+from tests.support.browser import Browser, leave_out_without_browser
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what opens pages where there is no browser."""
+    leave_out_without_browser(config, items)
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Headless Chromium, one for all tests."""
+    with Browser(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A runs folder with real runs: `stopped`, `resumed` (which lost a rank, too), and `failed`."""
+    return make_runs(tmp_path_factory.mktemp("report"))

@@ -1,0 +1,76 @@
+"""Real runs of a tiny model on two ranks, each ended in another way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from payload.orchestrate.sites.choose import load_cluster
+from payload.results import RunPaths
+from tests.supervise.planned import REPO, wait_for_steps
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import TINY_RUN
+
+HOURLY_USD = 3.6
+TIMEOUT_S = 180.0
+
+
+def make_runs(folder: Path) -> Path:
+    """Return a runs folder with `stopped`, `resumed` and `failed`."""
+    data = make_data_folder(folder / "data", vocab_size=512)
+    config = folder / "run.toml"
+    config.write_text(TINY_RUN.format(data=data), encoding="utf-8")
+    inventory = folder / "inventory.json"
+    inventory.write_text(_priced_inventory(), encoding="utf-8")
+    runs = folder / "runs"
+    _stop_and_resume(runs, config, inventory)
+    failing = [*_words(runs, config, inventory), "--run-id", "failed", "--set", "optimizer.lr=1e30"]
+    done = subprocess.run(failing, cwd=REPO, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 40, done.stderr
+    assert done.stderr.splitlines()[-1] == f"report: {RunPaths(runs / 'failed').report}"
+    return runs
+
+
+def _stop_and_resume(runs: Path, config: Path, inventory: Path) -> None:
+    paths = RunPaths(runs / "resumed")
+    settings = ("train.steps=400", "train.eval_every=100", "train.checkpoint_every=50")
+    words = _words(runs, config, inventory, *settings)
+    first = subprocess.Popen([*words, "--run-id", "resumed"], cwd=REPO, stderr=subprocess.PIPE)
+    wait_for_steps(paths, step=20)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(timeout=TIMEOUT_S) == 130
+    shutil.copytree(paths.root, runs / "stopped")
+    _rename(RunPaths(runs / "stopped"))
+    second = subprocess.Popen([*words, "--resume", "resumed"], cwd=REPO, stderr=subprocess.PIPE)
+    pids = wait_for_steps(paths, step=120)
+    os.kill(pids[1], signal.SIGKILL)
+    _, said = second.communicate(timeout=TIMEOUT_S)
+    assert second.returncode == 0, said.decode()
+    assert said.decode().splitlines()[-1] == f"report: {paths.report}"
+
+
+def _rename(paths: RunPaths) -> None:
+    """Give a copied run an id of its own, as its folder's name is."""
+    for path in (paths.state, paths.summary, paths.plan):
+        values = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**values, "run_id": paths.run_id}), encoding="utf-8")
+
+
+def _priced_inventory() -> str:
+    here = load_cluster("local", env={}).inventory
+    nodes = tuple(replace(node, hourly_usd=HOURLY_USD) for node in here.nodes)
+    return replace(here, nodes=nodes).to_json()
+
+
+def _words(runs: Path, config: Path, inventory: Path, *settings: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "payload.orchestrate", "run", "--config", str(config)),
+        *("--inventory", str(inventory), "--runs-dir", str(runs)),
+        *(w for each in ("launch.ranks_per_node=2", *settings) for w in ("--set", each)),
+    ]

@@ -1,0 +1,173 @@
+"""A headless Chromium for tests, through chromedriver's own REST interface (W3C WebDriver)."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+import urllib.request
+from pathlib import Path
+from shutil import which
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+from tests.support.left_out import leave_out
+
+_DRIVER = "chromedriver"
+_BROWSER = "chromium"
+_TIMEOUT_S = 60
+_ARGUMENTS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+    *("--hide-scrollbars", "--no-first-run", "--disable-background-networking"),
+)
+
+
+def has_browser() -> bool:
+    """Tell whether this machine has Chromium and its driver."""
+    return which(_DRIVER) is not None and which(_BROWSER) is not None
+
+
+def leave_out_without_browser(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what uses the fixture `browser` where there is none, and say so."""
+    if not has_browser():
+        leave_out(
+            config,
+            items,
+            [item for item in items if "browser" in getattr(item, "fixturenames", ())],
+            folder="tests/report",
+            why="that open a page: they need Chromium (apt-get install chromium chromium-driver).",
+        )
+
+
+class Browser:
+    """One browser with one window; it notes what pages log and what they ask the network for."""
+
+    def __init__(self, profile: Path) -> None:
+        self._profile = profile
+        self._driver: subprocess.Popen[str] | None = None
+        self._base = ""
+
+    def __enter__(self) -> Self:
+        self._driver = subprocess.Popen(
+            [_DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert self._driver.stdout is not None
+        for line in self._driver.stdout:
+            if found := re.search(r"successfully on port (\d+)", line):
+                self._base = f"http://127.0.0.1:{found[1]}"
+                break
+        options = {
+            "binary": which(_BROWSER),
+            "args": [*_ARGUMENTS, f"--user-data-dir={self._profile}"],
+        }
+        asked = {
+            "browserName": "chrome",
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
+        }
+        made = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": asked}})
+        self._base += f"/session/{made['sessionId']}"
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._driver is not None
+        try:
+            if "/session/" in self._base:
+                self._ask("DELETE", "", None)
+        finally:
+            self._driver.terminate()
+            self._driver.wait(timeout=_TIMEOUT_S)
+
+    def open(self, page: Path) -> None:
+        """Load a file, and wait until it is drawn."""
+        self.console()
+        self.requests()
+        self._ask("POST", "/url", {"url": page.resolve().as_uri()})
+
+    def run(self, script: str, *arguments: object) -> Any:
+        """Return what the body of a function returns in the page."""
+        return self._ask("POST", "/execute/sync", {"script": script, "args": list(arguments)})
+
+    def resize(self, width: int, height: int, *, dark: bool = False) -> None:
+        """Give the page this size, and light or dark colours."""
+        self._devtools(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
+        )
+        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self._devtools("Emulation.setEmulatedMedia", {"media": "", "features": features})
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until the page has drawn itself twice."""
+        script = (
+            "const done = arguments[0];"
+            "requestAnimationFrame(() => requestAnimationFrame(() => done(true)));"
+        )
+        self._ask("POST", "/execute/async", {"script": script, "args": []})
+
+    def screenshot(self, path: Path) -> None:
+        """Save what is seen as a PNG file."""
+        path.write_bytes(base64.b64decode(self._ask("GET", "/screenshot", None)))
+
+    def print_pdf(self) -> bytes:
+        """Return the page as it would be printed."""
+        return base64.b64decode(self._ask("POST", "/print", {}))
+
+    def drag(self, selector: str, *, start: float, end: float) -> None:
+        """Drag over an element, between two shares of its width."""
+        box = self.run(
+            "const found = document.querySelector(arguments[0]);"
+            "found.scrollIntoView({block: 'center'});"
+            "const box = found.getBoundingClientRect();"
+            "return [box.left, box.top, box.width, box.height];",
+            selector,
+        )
+        left, top, width, height = box
+        y = round(top + height / 2)
+        moves = [
+            {"type": "pointerMove", "duration": 0, "x": round(left + width * start), "y": y},
+            {"type": "pointerDown", "button": 0},
+            {"type": "pointerMove", "duration": 20, "x": round(left + width * end), "y": y},
+            {"type": "pointerUp", "button": 0},
+        ]
+        source = {"type": "pointer", "id": "mouse", "actions": moves}
+        self._ask("POST", "/actions", {"actions": [source]})
+        self.settle()
+
+    def console(self) -> list[str]:
+        """Return what was logged since the last call: errors, warnings, violations of policy."""
+        return [each["message"] for each in self._log("browser")]
+
+    def requests(self) -> list[str]:
+        """Return every URL that was asked for since the last call."""
+        events = [json.loads(each["message"])["message"] for each in self._log("performance")]
+        return [
+            each["params"]["request"]["url"]
+            for each in events
+            if each["method"] == "Network.requestWillBeSent"
+        ]
+
+    def _log(self, kind: str) -> Any:
+        return self._ask("POST", "/se/log", {"type": kind})
+
+    def _devtools(self, command: str, parameters: dict[str, Any]) -> Any:
+        return self._ask("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
+
+    def _ask(self, method: str, path: str, body: object) -> Any:
+        request = urllib.request.Request(
+            self._base + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+            method=method,
+        )
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            return json.load(answer)["value"]
