@@ -19,6 +19,7 @@ from typing import Literal, TypeVar
 
 from payload.checkpoint_files import checkpoint_step
 from payload.errors import ConfigError
+from payload.stragglers import Straggler
 from payload.untrusted import (
     MAX_SECONDS,
     NODE_NAME,
@@ -203,6 +204,8 @@ class Summary:
     ranks_identical: bool = False
     """True only if the last check, after the last step, found all ranks' parameters equal."""
     restarts: int = checked(0, low=0)
+    stragglers: tuple[Straggler, ...] = ()
+    """Ranks that the others waited for, in the order of time."""
     wall_s: float = _seconds(0.0)
     cost_usd: float | None = None
     """Of the nodes, for as long as the run had them, over all attempts; None without prices."""

@@ -13,6 +13,7 @@ from payload.errors import ConfigError
 from payload.inventory import ClusterInventory
 from payload.metrics_log import missing_steps, read_metrics, read_val_losses
 from payload.results import RunPaths, Summary
+from payload.stragglers import find_stragglers
 
 # The first steps build kernels and warm caches; the median leaves out up to this many.
 _WARM_UP_STEPS = 3
@@ -49,6 +50,7 @@ def with_rows(summary: Summary, rows: Sequence[Mapping[str, Any]], *, saved_step
         final_loss=steps[-1]["loss"],
         tokens_per_s=statistics.median(row["tokens_per_s"] for row in steady),
         mfu=statistics.median(mfus) if mfus else None,
+        stragglers=find_stragglers(steps),
     )
 
 

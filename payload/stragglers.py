@@ -6,13 +6,15 @@ own work: reading data, and the forward and backward passes without the waiting 
 
 from __future__ import annotations
 
+import itertools
 import statistics
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from payload.metrics_log import RankTimes, rank_times
+from payload.metrics_log import rank_times
 from payload.untrusted import checked
 
 _SLOW = 1.25
@@ -50,15 +52,29 @@ class Straggler:
         return (
             f"rank {self.rank}{at} {verb} {self.first_step}{until}: its own work takes "
             f"{self.work_s:.3g} s a step, the other ranks' {self.others_s:.3g} s ({times:.1f} "
-            "times); they wait for it"
+            "times); they " + ("wait" if self.last_step is None else "waited") + " for it"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One row."""
+
+    step: int
+    steps: int
+    work: tuple[float, ...]
+    others: tuple[float, ...]
+    """For each rank the median work of all others."""
+
+    def ratio(self, rank: int) -> float:
+        return self.work[rank] / self.others[rank] if self.others[rank] else 1.0
 
 
 class StragglerWatch:
     """Takes in rows as they come, and says when a rank becomes slow or is well again."""
 
     def __init__(self) -> None:
-        self._rows: deque[tuple[int, RankTimes]] = deque(maxlen=_ROWS)
+        self._rows: deque[_Seen] = deque(maxlen=_ROWS)
         self._slow: dict[int, Straggler] = {}
 
     def add(self, row: Mapping[str, Any]) -> list[Straggler]:
@@ -66,51 +82,44 @@ class StragglerWatch:
         times = rank_times(row)
         if times is None or row["step"] <= _WARM_UP_STEPS or len(times.data) < 2:
             return []
-        if self._rows and len(self._rows[-1][1].data) != len(times.data):
+        work = times.work()
+        if self._rows and len(self._rows[-1].work) != len(work):
             self._rows.clear()
             self._slow.clear()
-        if self._rows and row["step"] <= self._rows[-1][0]:
+        elif self._rows and row["step"] <= self._rows[-1].step:
             # Ranks that were started again repeat steps.
             self._rows.clear()
-        self._rows.append((row["step"], times))
-        if sum(each.steps for _, each in self._rows) < _STEPS:
+        self._rows.append(_Seen(row["step"], times.steps, work, _others(work)))
+        is_even = max(work) < _SLOW * min(work)
+        if (is_even and not self._slow) or sum(each.steps for each in self._rows) < _STEPS:
             return []
-        return [
-            news
-            for rank in range(len(times.data))
-            if (news := self._look_at(rank, step=row["step"])) is not None
-        ]
+        return [news for rank in range(len(work)) if (news := self._look_at(rank)) is not None]
 
     def slow(self) -> list[Straggler]:
         """Return the ranks that are slow now."""
         return list(self._slow.values())
 
-    def _look_at(self, rank: int, *, step: int) -> Straggler | None:
-        seen = [_own_and_others(times.work(), rank) for _, times in self._rows]
-        work_s = statistics.median(own for own, _ in seen)
-        others_s = statistics.median(others for _, others in seen)
-        ratio = statistics.median(own / others if others else 1.0 for own, others in seen)
+    def _look_at(self, rank: int) -> Straggler | None:
+        ratio = statistics.median(each.ratio(rank) for each in self._rows)
         known = self._slow.get(rank)
+        if known is not None and ratio < _WELL:
+            del self._slow[rank]
+            return replace(known, last_step=self._rows[-1].step)
+        work_s = statistics.median(each.work[rank] for each in self._rows)
+        others_s = statistics.median(each.others[rank] for each in self._rows)
         if known is not None:
-            if ratio < _WELL:
-                del self._slow[rank]
-                return replace(known, last_step=step)
             self._slow[rank] = replace(known, work_s=work_s, others_s=others_s)
             return None
         if ratio < _SLOW or work_s - others_s < _LEAST_S:
             return None
-        found = Straggler(rank=rank, first_step=self._since(seen), work_s=work_s, others_s=others_s)
+        found = Straggler(rank=rank, first_step=self._since(rank), work_s=work_s, others_s=others_s)
         self._slow[rank] = found
         return found
 
-    def _since(self, seen: Sequence[tuple[float, float]]) -> int:
+    def _since(self, rank: int) -> int:
         """Return the first step of the present slowness that is still known."""
-        first = self._rows[-1][0]
-        for (step, times), (own, others) in zip(reversed(self._rows), reversed(seen), strict=True):
-            if others and own / others < _SLOW:
-                break
-            first = step - times.steps + 1
-        return first
+        slow = itertools.takewhile(lambda each: each.ratio(rank) >= _SLOW, reversed(self._rows))
+        return min((each.step - each.steps + 1 for each in slow), default=self._rows[-1].step)
 
 
 def find_stragglers(rows: Iterable[Mapping[str, Any]]) -> tuple[Straggler, ...]:
@@ -122,5 +131,17 @@ def find_stragglers(rows: Iterable[Mapping[str, Any]]) -> tuple[Straggler, ...]:
     return tuple(sorted([*ended, *watch.slow()], key=lambda each: (each.first_step, each.rank)))
 
 
-def _own_and_others(work: Sequence[float], rank: int) -> tuple[float, float]:
-    return work[rank], statistics.median([*work[:rank], *work[rank + 1 :]])
+def _others(work: Sequence[float]) -> tuple[float, ...]:
+    """Return the median of all other ranks' work, for each rank."""
+    order = sorted(work)
+    # The median without one value is among the two or three in the middle.
+    middle, is_odd = len(order) // 2, len(order) % 2
+    found = []
+    for own in work:
+        place = bisect_left(order, own)
+        if is_odd:
+            low, high = (middle - (place >= middle), middle + (place <= middle))
+            found.append((order[low] + order[high]) / 2)
+        else:
+            found.append(order[middle] if place < middle else order[middle - 1])
+    return tuple(found)

@@ -58,6 +58,7 @@ from payload.orchestrate.ssh.streams import NODE_FOLDER, Login
 from payload.results import RunPaths, StopWish, Summary, last_record, point_latest_at
 from payload.run_config import load_run_config
 from payload.run_lock import FORCE_SIGNAL
+from payload.stragglers import StragglerWatch
 
 _POLL_S = 1.0
 _TICK_S = 0.1
@@ -77,7 +78,7 @@ def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Co
     metrics = Tail(run.paths.metrics, from_end=True)
     heeded, is_latest = 0, False
     nodes = len(run.inventory.nodes)
-    stale = read_progress(run.paths)
+    stale, watch = read_progress(run.paths), StragglerWatch()
     with Asks() as asks, LiveLine(talk, train=train, nodes=nodes) as live:
         alive = True
         while alive:
@@ -87,7 +88,7 @@ def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Co
                 live.news(f"warning: {problem}")
             for line in log.lines():
                 live.log(line)
-            show_steps(metrics, live)
+            show_steps(metrics, live, paths=run.paths, watch=watch)
             show_progress(run.paths, live, stale=stale)
             if live.has_stepped and not is_latest:
                 is_latest = True

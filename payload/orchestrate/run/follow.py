@@ -21,7 +21,7 @@ from payload.errors import ConfigError, ExitCode
 from payload.hints import run_command
 from payload.metrics_log import StepMetrics
 from payload.orchestrate.run.console import LiveLine, text_console
-from payload.orchestrate.run.report import failure_lines, result_lines
+from payload.orchestrate.run.report import failure_lines, result_lines, straggler_line
 from payload.results import (
     DEFAULT_GRACE_S,
     RankProgress,
@@ -36,6 +36,7 @@ from payload.results import (
 from payload.run_config import TrainSection
 from payload.run_lock import FORCE_SIGNAL
 from payload.run_repair import known_config, known_state
+from payload.stragglers import StragglerWatch
 from payload.untrusted import build, parse_json, printable
 from payload.write_report import write_report
 
@@ -55,6 +56,8 @@ def say_end(
         out.print(to_json(summary), end="")
     else:
         out.print("\n".join(result_lines(summary, checkpoint=checkpoint, width=out.width)))
+    for straggler in summary.stragglers[-_SHOWN_STRAGGLERS:]:
+        talk.print(straggler_line(straggler, paths))
     if summary.status == "failed":
         log = _telling_log(paths, state)
         talk.print("\n".join(failure_lines(summary.error or "failed", log=log)))
@@ -66,6 +69,9 @@ def say_end(
         talk.print(f"continue with: {run_command('run --resume', paths, *more)}")
     problem = write_report(paths, show=getattr(arguments, "open", False))
     talk.print(f"note: no report was written: {problem}" if problem else f"report: {paths.report}")
+
+
+_SHOWN_STRAGGLERS = 5
 
 
 def _telling_log(paths: RunPaths, state: RunState) -> Path:
@@ -212,13 +218,13 @@ def follow_run(
     The first Ctrl-C asks for a checkpoint and an end, the second for an end at once.
     """
     heeded = 0
-    stale = read_progress(paths)
+    stale, watch = read_progress(paths), StragglerWatch()
     with Asks() as asks, LiveLine(console, train=train, nodes=nodes) as live:
         while True:
             ended = supervisor.poll() is not None
             for line in log_tail.lines():
                 live.log(line)
-            show_steps(metrics_tail, live)
+            show_steps(metrics_tail, live, paths=paths, watch=watch)
             show_progress(paths, live, stale=stale)
             show_state(paths, live, stopping=heeded > 0)
             if ended:
@@ -245,12 +251,18 @@ def follow_log(tail: Tail, *, show: Callable[[str], None], alive: Callable[[], b
         show(tail.rest())
 
 
-def show_steps(tail: Tail, live: LiveLine) -> None:
-    """Show the newest steps of a metrics.jsonl; a line that is no step is passed over."""
+def show_steps(tail: Tail, live: LiveLine, *, paths: RunPaths, watch: StragglerWatch) -> None:
+    """Show the newest steps of a metrics.jsonl; a line that is no step is passed over.
+
+    A rank that has become slow is named, and one that is well again.
+    """
     for line in tail.lines()[-_SHOWN_STEPS:]:
         with suppress(ConfigError):
             raw = parse_json(line, where="metrics.jsonl")
-            live.step(asdict(build(StepMetrics, raw, where="metrics.jsonl")))
+            row = asdict(build(StepMetrics, raw, where="metrics.jsonl"))
+            live.step(row)
+            for straggler in watch.add(row):
+                live.say(straggler_line(straggler, paths))
 
 
 def read_progress(paths: RunPaths) -> RankProgress | None:

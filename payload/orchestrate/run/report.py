@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from payload.batch_size import USED
 from payload.checkpoint_files import free_bytes, most_checkpoints
 from payload.data_folder import load_meta
 from payload.errors import ConfigError, DataError
+from payload.hints import run_command
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
-from payload.launch.ranks import Placement
+from payload.launch.ranks import Placement, load_ranks
 from payload.metrics_log import describe_missing
 from payload.models.spec import typical_mfu
 from payload.orchestrate.planning import PlannedRun
@@ -26,6 +28,7 @@ from payload.orchestrate.run.store import RunView
 from payload.quantized_cost import QuantizedCost, quantized_cost
 from payload.results import RunPaths, Summary, last_record, read_json
 from payload.run_config import RunConfig, load_run_config
+from payload.stragglers import Straggler
 from payload.untrusted import open_regular
 
 # One core's GEMM in bf16 with AVX-512 and no matrix tiles; benchmarks/results, step_epyc-2-cores.
@@ -303,6 +306,17 @@ def failure_lines(error: str, *, log: Path) -> list[str]:
     tail = log_tail(log)
     repeated = [line for line in tail if line.startswith("error: ") and line[7:] in error]
     return [*lines, *(f"  | {line}" for line in tail if line not in repeated)]
+
+
+def straggler_line(straggler: Straggler, paths: RunPaths) -> str:
+    """Return which rank holds the others up, since when, by how much, and where to look."""
+    node = None
+    with suppress(ConfigError):
+        node = next((r.node for r in load_ranks(paths.ranks) if r.rank == straggler.rank), None)
+    look = run_command("logs", paths, "--rank", str(straggler.rank))
+    if straggler.last_step is not None:
+        return f"note: {straggler.words(node=node)}"
+    return f"warning: {straggler.words(node=node)}. Look at its log: {look}"
 
 
 def log_tail(log: Path) -> list[str]:

@@ -1,0 +1,85 @@
+"""A slow rank is told by its own work, since when and by how much; noise is none."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from typing import Any
+
+import pytest
+
+from payload.metrics_log import TIMED_PARTS, rank_times
+from payload.stragglers import Straggler, StragglerWatch, _others, find_stragglers
+
+
+def row(step: int, forward: list[float], *, steps: int = 1) -> dict[str, Any]:
+    times: dict[str, Any] = {part: [0.0] * len(forward) for part in TIMED_PARTS}
+    # The others wait for the slowest, so that all take the same time.
+    times |= {"forward": forward, "wait": [max(forward) - each for each in forward]}
+    return {"step": step, "loss": 1.0, "ranks": {**times, "steps": steps}}
+
+
+def test_a_rank_at_half_its_speed_is_named_within_seven_steps() -> None:
+    watch = StragglerWatch()
+    for step in range(1, 31):
+        assert watch.add(row(step, [0.1, 0.11, 0.1])) == []
+    named = [(step, watch.add(row(step, [0.1, 0.2, 0.1]))) for step in range(31, 51)]
+    found = [(step, news) for step, news in named if news]
+    assert len(found) == 1
+    step, (straggler,) = found[0]
+    assert step <= 37
+    assert (straggler.rank, straggler.first_step, straggler.last_step) == (1, 31, None)
+    assert straggler.words(node="b").startswith("rank 1 on b is slow since step 31")
+
+
+def test_a_rank_that_is_well_again_is_slow_no_more() -> None:
+    rows = [row(step, [0.1, 0.2 if 10 < step <= 40 else 0.1]) for step in range(1, 80)]
+    (found,) = find_stragglers(rows)
+    assert found.rank == 1 and found.first_step == 11
+    assert found.last_step is not None and 40 < found.last_step <= 48
+
+
+def test_single_slow_steps_and_the_first_ones_name_nobody() -> None:
+    rows = [row(step, [0.1, 0.5 if step % 4 == 0 or step < 3 else 0.1]) for step in range(1, 100)]
+    assert find_stragglers(rows) == ()
+
+
+def test_differences_below_two_milliseconds_are_noise() -> None:
+    rows = [row(step, [0.001, 0.002]) for step in range(1, 30)]
+    assert find_stragglers(rows) == ()
+
+
+def test_one_of_many_ranks_is_named_where_rows_have_means_of_several_steps() -> None:
+    rows = [
+        row(8 * number, [0.1] * 63 + [0.2 if number > 4 else 0.1], steps=8)
+        for number in range(1, 10)
+    ]
+    (found,) = find_stragglers(rows)
+    assert found.rank == 63 and found.last_step is None
+    assert found.first_step == 33
+
+
+def test_the_others_median_is_that_of_all_but_one() -> None:
+    generator = random.Random(1)
+    for _ in range(500):
+        work = [generator.choice([1.0, 2.0, generator.random()]) for _ in range(2 + _ % 8)]
+        expected = [statistics.median(work[:at] + work[at + 1 :]) for at in range(len(work))]
+        assert _others(work) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [None, [], {}, {"steps": 1}, {"steps": 0, **{part: [1.0] for part in TIMED_PARTS}}]
+    + [{"steps": 1, **{part: [wrong] for part in TIMED_PARTS}} for wrong in ("x", -1, 1e99, True)]
+    + [{"steps": 1, **{part: [1.0] * length for length, part in enumerate(TIMED_PARTS)}}],
+)
+def test_damaged_times_are_none(ranks: object) -> None:
+    assert rank_times({"step": 9, "loss": 1.0, "ranks": ranks}) is None
+
+
+def test_a_straggler_s_words_say_how_much() -> None:
+    straggler = Straggler(rank=2, first_step=5, last_step=9, work_s=0.4, others_s=0.2)
+    assert straggler.words() == (
+        "rank 2 was slow from step 5 to 9: its own work takes 0.4 s a step, the other ranks' 0.2 s "
+        "(2.0 times); they waited for it"
+    )
