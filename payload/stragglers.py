@@ -21,7 +21,7 @@ _SLOW = 1.25
 """A rank whose work takes so many times the others' is slow. Half its cores make that 2."""
 _WELL = 1.1
 """Below this it is slow no more."""
-_LEAST_S = 0.002
+_LEAST_S = 0.003
 """A smaller difference is noise."""
 _ROWS = 7
 _STEPS = 5
@@ -39,7 +39,7 @@ class Straggler:
     last_step: int | None = checked(None, low=0)
     """None while it is slow, and where it was slow to the end."""
     work_s: float = checked(low=0)
-    """Its own work in a step, the median of those last seen."""
+    """Its own work in a step, a median of several steps in which it was slow."""
     others_s: float = checked(low=0)
     """The others' in the same steps."""
 
@@ -108,7 +108,8 @@ class StragglerWatch:
         work_s = statistics.median(each.work[rank] for each in self._rows)
         others_s = statistics.median(each.others[rank] for each in self._rows)
         if known is not None:
-            self._slow[rank] = replace(known, work_s=work_s, others_s=others_s)
+            if ratio >= _SLOW:
+                self._slow[rank] = replace(known, work_s=work_s, others_s=others_s)
             return None
         if ratio < _SLOW or work_s - others_s < _LEAST_S:
             return None

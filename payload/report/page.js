@@ -230,7 +230,7 @@
       svgElement("path", { d: `${path}${edge}Z`, fill: colour, "fill-opacity": 0.85 }, plot);
       return;
     }
-    const classes = each.faint ? "line faint" : "line";
+    const classes = each.faint ? "line faint" : each.points ? "line sparse" : "line";
     svgElement("path", { class: classes, d: path, stroke: colour }, plot);
     if (each.points && points.length <= 80) {
       for (const [px, py] of points) svgElement("circle", { cx: px.toFixed(1), cy: py.toFixed(1), r: 3.4, fill: colour, stroke: "var(--bg)", "stroke-width": 1.4 }, plot);

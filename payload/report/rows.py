@@ -33,9 +33,9 @@ COMPARED: Sequence[Compared] = (
     Compared(name="MFU", key="mfu", form=markup.percent, better="high"),
     Compared(name="nodes", key="nodes", form=markup.count),
     Compared(name="ranks", key="world_size", form=markup.count),
-    Compared(name="restarts", key="restarts", form=markup.count, better="low"),
-    Compared(name="wall time", key="wall_s", form=markup.duration, better="low"),
-    Compared(name="cost", key="cost_usd", form=markup.usd, better="low"),
+    Compared(name="restarts", key="restarts", form=markup.count),
+    Compared(name="wall time", key="wall_s", form=markup.duration),
+    Compared(name="cost", key="cost_usd", form=markup.usd),
     Compared(
         name="cost per million tokens",
         key="usd_per_million_tokens",

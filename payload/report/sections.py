@@ -34,6 +34,7 @@ from payload.report.source import Run
 from payload.stragglers import find_stragglers
 
 _MOST_RANKS = 64
+_MOST_SLOW = 8
 _WITHOUT_INPUT = ("stdlib", "openwebtext")
 """Sources of `prepare` whose name is all that it needs."""
 _WORD = {
@@ -223,7 +224,10 @@ def ranks(run: Run) -> Html:
         for rank in order
     ]
     made = table(["mean of a step", *of], lines, numbers=True)
-    slow = [tag("p", text(each.words()), class_="warning") for each in find_stragglers(run.steps)]
+    slow = [
+        tag("p", text(each.words()), class_="warning")
+        for each in find_stragglers(run.steps)[-_MOST_SLOW:]
+    ]
     return join([*slow, made, note])
 
 
@@ -492,5 +496,7 @@ def heading_facts(run: Run) -> Html:
     if run.summary:
         nodes = figure(run.summary["nodes"], count, "summary.json#nodes", run=run.run_id)
         size = figure(run.summary["world_size"], count, "summary.json#world_size", run=run.run_id)
-        parts.append(join([nodes, " node(s), ", size, " rank(s)"]))
+        several = "" if run.summary["nodes"] == 1 else "s"
+        ranks = " rank" if run.summary["world_size"] == 1 else " ranks"
+        parts.append(join([nodes, f" node{several}, ", size, ranks]))
     return tag("p", join(parts, " · "), class_="facts")

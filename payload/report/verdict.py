@@ -23,7 +23,7 @@ def _parts(run: Run) -> Iterator[str]:
     if restarts:
         yield " It was started again "
         yield figure(restarts, count, "summary.json#restarts", run=run.run_id)
-        yield " time(s)."
+        yield " time." if restarts == 1 else " times."
     if run.status == "finished":
         if run.summary.get("ranks_identical") and run.summary.get("world_size", 1) > 1:
             yield " All ranks ended with identical weights."

@@ -40,6 +40,7 @@ from payload.orchestrate.run.follow import (
     show_progress,
     show_state,
     show_steps,
+    show_stragglers,
 )
 from payload.orchestrate.run.mirror import Mirrored, read_mirrored
 from payload.orchestrate.run.store import find_run
@@ -88,7 +89,7 @@ def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Co
                 live.news(f"warning: {problem}")
             for line in log.lines():
                 live.log(line)
-            show_steps(metrics, live, paths=run.paths, watch=watch)
+            show_stragglers(show_steps(metrics, live), live, paths=run.paths, watch=watch)
             show_progress(run.paths, live, stale=stale)
             if live.has_stepped and not is_latest:
                 is_latest = True

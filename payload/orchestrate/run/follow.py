@@ -8,11 +8,11 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from rich.console import Console
 
@@ -224,7 +224,7 @@ def follow_run(
             ended = supervisor.poll() is not None
             for line in log_tail.lines():
                 live.log(line)
-            show_steps(metrics_tail, live, paths=paths, watch=watch)
+            show_stragglers(show_steps(metrics_tail, live), live, paths=paths, watch=watch)
             show_progress(paths, live, stale=stale)
             show_state(paths, live, stopping=heeded > 0)
             if ended:
@@ -251,18 +251,24 @@ def follow_log(tail: Tail, *, show: Callable[[str], None], alive: Callable[[], b
         show(tail.rest())
 
 
-def show_steps(tail: Tail, live: LiveLine, *, paths: RunPaths, watch: StragglerWatch) -> None:
-    """Show the newest steps of a metrics.jsonl; a line that is no step is passed over.
-
-    A rank that has become slow is named, and one that is well again.
-    """
+def show_steps(tail: Tail, live: LiveLine) -> list[Mapping[str, Any]]:
+    """Show the newest steps of a metrics.jsonl and return them; what is no step is passed over."""
+    rows = []
     for line in tail.lines()[-_SHOWN_STEPS:]:
         with suppress(ConfigError):
             raw = parse_json(line, where="metrics.jsonl")
-            row = asdict(build(StepMetrics, raw, where="metrics.jsonl"))
-            live.step(row)
-            for straggler in watch.add(row):
-                live.say(straggler_line(straggler, paths))
+            rows.append(asdict(build(StepMetrics, raw, where="metrics.jsonl")))
+            live.step(rows[-1])
+    return rows
+
+
+def show_stragglers(
+    rows: Iterable[Mapping[str, Any]], live: LiveLine, *, paths: RunPaths, watch: StragglerWatch
+) -> None:
+    """Name a rank that has become slow by these steps, and one that is well again."""
+    for row in rows:
+        for straggler in watch.add(row):
+            live.say(straggler_line(straggler, paths))
 
 
 def read_progress(paths: RunPaths) -> RankProgress | None:
