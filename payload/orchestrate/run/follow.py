@@ -253,7 +253,7 @@ def follow_log(tail: Tail, *, show: Callable[[str], None], alive: Callable[[], b
 
 def show_steps(tail: Tail, live: LiveLine) -> list[Mapping[str, Any]]:
     """Show the newest steps of a metrics.jsonl and return them; what is no step is passed over."""
-    rows = []
+    rows: list[Mapping[str, Any]] = []
     for line in tail.lines()[-_SHOWN_STEPS:]:
         with suppress(ConfigError):
             raw = parse_json(line, where="metrics.jsonl")
