@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,13 @@ from payload.orchestrate.cloud.pulumi import (
     text_list,
     type_of,
 )
-from payload.orchestrate.cloud.resources import need_of
+from payload.orchestrate.cloud.resources import CLOUD_NAME, need_of
 from payload.orchestrate.cloud.stack import outputs_if_any, read_outputs, remember, remember_plan
 from payload.orchestrate.cloud.sweep import destroy_and_look, project_of
 from payload.orchestrate.run.console import confirm, text_console
 from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
 from payload.results import write_whole
+from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
 _UP = ("up", "--yes", "--skip-preview")
 _EXISTS = ("Error 409", "alreadyExists", "already exists")
@@ -54,6 +57,52 @@ _NEEDS_STOP = "requires stopping it"
 Saves = Callable[[Sequence[str], str, str], bool]
 """Collects the results on these machines before they end; False after a no. The other two are what
 stays as it is otherwise, and the question."""
+
+
+_ZONES_VERSION = 1
+_FULL_HOURS = 6.0
+"""How long a zone that had no machine free is passed over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullZone:
+    """A zone that had no machine free."""
+
+    zone: str = checked(pattern=CLOUD_NAME, wanted="a zone")
+    time_unix: float
+    reason: str
+
+    def describe(self, *, now_unix: float) -> str:
+        """Return the zone with its reason and how long ago it was."""
+        hours = max(0.0, now_unix - self.time_unix) / 3600
+        return f"{self.zone} ({self.reason}, {hours:.1f} h ago)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullZones:
+    """The file that keeps them between two commands: .cluster/NAME/zones.json."""
+
+    zones: tuple[FullZone, ...] = ()
+
+    @classmethod
+    def load(cls, path: Path, *, now_unix: float) -> FullZones:
+        """Return those of the last hours; none where the file is absent or damaged."""
+        try:
+            raw = parse_json(read_bytes(path), where=str(path))
+            check_schema(raw, _ZONES_VERSION, where=str(path))
+            known = build(cls, raw, where=str(path))
+        except (OSError, TileforgeError):
+            return cls()
+        oldest = now_unix - _FULL_HOURS * 3600
+        return cls(zones=tuple(each for each in known.zones if oldest < each.time_unix <= now_unix))
+
+    def without(self, zone: str) -> FullZones:
+        """Return the others."""
+        return FullZones(zones=tuple(each for each in self.zones if each.zone != zone))
+
+    def save(self, path: Path) -> None:
+        """Replace the file."""
+        write_whole(path, json.dumps({"schema_version": _ZONES_VERSION, **asdict(self)}, indent=2))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,12 +118,20 @@ class Builder:
     there: Sequence[str]
     """Machines that were up before."""
     save: Saves
+    full_zones: Path
+    """What keeps the zones that had no machine free."""
+    now_unix: Callable[[], float] = time.time
     _left: list[str] = field(default_factory=list)
     _cleared: bool = False
     _rebuilt: set[str] = field(default_factory=set)
 
+    _zone: str = ""
+    """The one that the next attempt builds in; empty without --next-zone."""
+    _tried: list[str] = field(default_factory=list)
+
     def __post_init__(self) -> None:
         self._left = list(self.zones[1:])
+        self._zone = self.zones[0] if self.zones else ""
 
     def build(self) -> Update:
         """Run `pulumi up` until it succeeds. Raises the error that it amounts to otherwise.
@@ -82,6 +139,7 @@ class Builder:
         All nodes are in one zone, so another one ends the machines that were there: that is asked.
         """
         more: list[str] = []
+        self._pass_over_full_zones()
         while True:
             update = self.operations.run(*_UP, *more)
             if update.status == 0:
@@ -101,7 +159,37 @@ class Builder:
         """Compare the firewall with the program's. Raises CloudError when a rule stays open."""
         settle(self.google(), update, again=self.build, talk=self.operations.talk)
 
+    def _pass_over_full_zones(self) -> None:
+        """Begin in the first zone that was not full in the last hours.
+
+        With machines up, or where all zones were full, the config's order holds.
+        """
+        if not self.zones or self.there:
+            return
+        now = self.now_unix()
+        full = {each.zone: each for each in FullZones.load(self.full_zones, now_unix=now).zones}
+        zone = next((each for each in self.zones if each not in full), None)
+        if zone is None or zone == self._zone:
+            return
+        passed = [full[each] for each in self.zones[: self.zones.index(zone)]]
+        self.operations.talk.print(
+            f"--next-zone: the cluster goes to {zone}, as these were full within the last "
+            f"{_FULL_HOURS:g} h: " + ", ".join(each.describe(now_unix=now) for each in passed)
+        )
+        self._left = [each for each in self.zones if each != zone and each not in full]
+        self._move(zone)
+
+    def _note_full(self, stock_out: StockOut) -> None:
+        """Keep for the next `up` that the zone has no machine now."""
+        now, machine = self.now_unix(), stock_out.machine_type or "such machine"
+        found = FullZone(zone=self._zone, time_unix=now, reason=f"no {machine} free")
+        others = FullZones.load(self.full_zones, now_unix=now).without(self._zone)
+        FullZones(zones=(*others.zones, found)).save(self.full_zones)
+
     def _next_zone(self, update: Update, stock_out: StockOut) -> None:
+        if self.zones:
+            self._note_full(stock_out)
+            self._tried.append(self._zone)
         if not self._left:
             raise self._failed(update)
         # One that the error says has capacity goes first; else the order of the config.
@@ -118,6 +206,7 @@ class Builder:
 
     def _move(self, zone: str) -> None:
         """Put `zone` first in the stack's config."""
+        self._zone = zone
         order = [zone, *(each for each in self.zones if each != zone)]
         for place, name in enumerate(order):
             self.operations.pulumi.ask("config", "set", "--path", f"zones[{place}]", name)
@@ -155,9 +244,9 @@ class Builder:
         error = explain(update)
         if not isinstance(error, CapacityError):
             return error
-        tried = self.zones[: len(self.zones) - len(self._left)]
-        if len(tried) > 1:
-            error = with_words(error, f"Zones of the config that were tried: {', '.join(tried)}")
+        if len(self._tried) > 1:
+            tried = ", ".join(self._tried)
+            error = with_words(error, f"Zones of the config that were tried: {tried}")
         if self.spot:
             words = "Those were spot machines; for on-demand ones: pulumi config set spot false"
             error = with_words(error, words)
@@ -263,6 +352,7 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         spot=need_of(known).spot != "false",
         there=there,
         save=results.save,
+        full_zones=folder / ".cluster" / cluster / "zones.json",
     )
     try:
         update = builder.build()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -102,3 +103,88 @@ def test_next_zone_ends_machines_once_and_then_asks_no_more(
     err = capsys.readouterr().err
     assert err.count("this ends 2 machine(s)") == 1 and err.count("[y/N]") == 2
     assert words(site).count("up --yes --skip-preview") == 3
+
+
+ZONES = [f"us-central1-{zone}" for zone in "fcb"]
+
+
+def full(zone: str, *, hours: float) -> dict[str, object]:
+    """A zone that had no machine so many hours ago."""
+    reason = "no c3-highmem-8 free"
+    return {"zone": zone, "time_unix": time.time() - hours * 3600, "reason": reason}
+
+
+def write_full_zones(site: Site, text: str) -> None:
+    path = site.folder / ".cluster" / "mine" / "zones.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def firsts(site: Site) -> list[str]:
+    """The zones that were put first in the config, in order."""
+    begin = "config set --path zones[0] "
+    return [each.removeprefix(begin) for each in words(site) if each.startswith(begin)]
+
+
+def test_next_zone_remembers_which_zones_were_full(site: Site, capsys: Capture) -> None:
+    site.build()
+    site.configure(cluster="mine", zones=ZONES)
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out=PLAIN, status=255)
+    up = ["up", "--yes", "--next-zone", "--keep-on-failure"]
+    assert main(up, site.env) == ExitCode.NO_CAPACITY
+    kept = json.loads((site.folder / ".cluster" / "mine" / "zones.json").read_text())
+    assert [each["zone"] for each in kept["zones"]] == ZONES
+    assert all(
+        "free" in each["reason"] and each["time_unix"] <= time.time() for each in kept["zones"]
+    )
+    # All were full: the config's order holds again.
+    before = words(site).count("up --yes --skip-preview")
+    capsys.readouterr()
+    assert main(up, site.env) == ExitCode.NO_CAPACITY
+    assert words(site).count("up --yes --skip-preview") == before + 3
+    assert "full within" not in capsys.readouterr().err
+
+
+def test_a_zone_that_was_full_is_passed_over_for_hours_and_that_is_one_line(
+    site: Site, capsys: Capture
+) -> None:
+    site.build()
+    site.configure(cluster="mine", zones=ZONES)
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="done\n")
+    # c was full too long ago to say anything of now.
+    past = [full(ZONES[0], hours=2), full(ZONES[1], hours=7)]
+    write_full_zones(site, json.dumps({"schema_version": 1, "zones": past}))
+    assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.OK
+    assert firsts(site) == [ZONES[1]]
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if "full within" in each]
+    assert line == (
+        f"--next-zone: the cluster goes to {ZONES[1]}, as these were full within the last 6 h: "
+        f"{ZONES[0]} (no c3-highmem-8 free, 2.0 h ago)"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"schema_version": 1, "zones": [{"zone": "../x"}]}']
+)
+def test_a_damaged_memory_of_zones_is_none(site: Site, text: str, capsys: Capture) -> None:
+    site.build()
+    site.configure(cluster="mine", zones=ZONES)
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="done\n")
+    write_full_zones(site, text)
+    assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.OK
+    assert firsts(site) == []
+
+
+def test_without_next_zone_a_full_zone_is_tried_again(site: Site, capsys: Capture) -> None:
+    site.build()
+    site.configure(cluster="mine", zones=ZONES)
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="done\n")
+    write_full_zones(site, json.dumps({"schema_version": 1, "zones": [full(ZONES[0], hours=1)]}))
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    assert firsts(site) == [] and "full within" not in capsys.readouterr().err
