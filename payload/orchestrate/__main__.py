@@ -259,8 +259,15 @@ def _add_list(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_stop(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("stop", help="stop a run with a checkpoint")
+    parser = commands.add_parser(
+        "stop",
+        help="stop a run with a checkpoint",
+        description="Stop a run with a checkpoint; with --inventory also one that another machine "
+        "started on that cluster.",
+    )
     parser.set_defaults(command=status.stop)
+    _add_inventory(parser)
+    _add_ssh_key(parser)
     _add_which(parser)
     parser.add_argument("--force", action="store_true", help="at once, without a checkpoint")
     parser.add_argument(

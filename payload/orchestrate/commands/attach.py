@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from signal import SIGTERM
@@ -230,7 +231,38 @@ def attach(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         paths, mirrored = _copy_of(arguments)
         with opened(paths, mirrored, env=env) as run:
             return follow_to_the_end(run, arguments=arguments, talk=text_console(stderr=True))
+    found = _find_on_cluster(arguments, env, verb="attach")
+    return attach_to(
+        found.paths,
+        found.inventory,
+        home=found.home,
+        key=found.key,
+        connect=found.connect,
+        arguments=arguments,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OnCluster:
+    """A run that the head has, whoever started it, and the way to it."""
+
+    paths: RunPaths
+    """Where its copy is, or will be."""
+    inventory: ClusterInventory
+    home: PurePosixPath
+    key: Path
+    connect: Callable[[], Cluster]
+
+
+def _find_on_cluster(
+    arguments: argparse.Namespace, env: Mapping[str, str], *, verb: str
+) -> _OnCluster:
+    """Ask the head for the run that is meant. Raises UsageError where none is under way."""
     inventory = load_cluster(arguments.inventory, env=env).inventory
+    if inventory.access.kind == "local":
+        raise UsageError(
+            f"--inventory {arguments.inventory}: that is this machine. Leave it out for a run here."
+        )
     key = operator_key(inventory, given=arguments.ssh_key)
 
     def connect() -> Cluster:
@@ -241,14 +273,13 @@ def attach(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         answer = look(head, this_code(), venv=VENV)
     run_id = arguments.run or answer.running
     if run_id is None:
-        raise UsageError(f"no run is under way on {inventory.cluster}. Name one: attach RUN.")
-    return attach_to(
-        RunPaths(arguments.runs_dir / run_id),
-        inventory,
+        raise UsageError(f"no run is under way on {inventory.cluster}. Name one: {verb} RUN.")
+    return _OnCluster(
+        paths=RunPaths(arguments.runs_dir / run_id),
+        inventory=inventory,
         home=PurePosixPath(answer.home),
         key=key,
         connect=connect,
-        arguments=arguments,
     )
 
 
@@ -262,6 +293,20 @@ def attach_to(
     arguments: argparse.Namespace,
 ) -> int:
     """Follow a run that the head has, with or without a copy of it here."""
+    with _adopted(paths, inventory, home=home, key=key, connect=connect) as run:
+        return follow_to_the_end(run, arguments=arguments, talk=text_console(stderr=True))
+
+
+@contextmanager
+def _adopted(
+    paths: RunPaths,
+    inventory: ClusterInventory,
+    *,
+    home: PurePosixPath,
+    key: Path,
+    connect: Callable[[], Cluster],
+) -> Iterator[RemoteRun]:
+    """Yield the run with a copy of it here. Raises ConfigError where something else lies there."""
     exists = paths.root.exists() or paths.root.is_symlink()
     if exists and not is_copy(paths, inventory):
         raise ConfigError(
@@ -273,7 +318,7 @@ def attach_to(
     try:
         if not exists:
             run.adopt()
-        return follow_to_the_end(run, arguments=arguments, talk=text_console(stderr=True))
+        yield run
     finally:
         run.close()
 
@@ -307,22 +352,35 @@ def stop(
     paths: RunPaths, mirrored: Mirrored, *, arguments: argparse.Namespace, env: Mapping[str, str]
 ) -> int:
     """Stop a run with a checkpoint or at once, and see that no node has a process of it left."""
+    with opened(paths, mirrored, env=env) as run:
+        return _stop(run, arguments=arguments)
+
+
+def stop_on_cluster(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Stop a run that another machine may have started; its copy is here afterwards."""
+    found = _find_on_cluster(arguments, env, verb="stop")
+    with _adopted(
+        found.paths, found.inventory, home=found.home, key=found.key, connect=found.connect
+    ) as run:
+        return _stop(run, arguments=arguments)
+
+
+def _stop(run: RemoteRun, *, arguments: argparse.Namespace) -> int:
     talk = text_console(stderr=True)
     number = FORCE_SIGNAL if arguments.force else SIGTERM
     wish = StopWish(grace_s=arguments.grace)
-    with opened(paths, mirrored, env=env) as run:
-        if run.signal([number], wish=wish):
-            how = "stopping at once" if arguments.force else "saving and stopping"
-            talk.print(f"run {paths.run_id}: {how}")
-            _wait_for_the_end(run, wish)
-        else:
-            talk.print(f"run {paths.run_id} is not running")
-        home = bring_home(run, talk=talk, at_once=arguments.force)
-        if home.alive:
-            talk.print(f"it has ended and was started again; {how_to_attach(run)}")
-            return ExitCode.OK
-        arguments.json = False
-        say_remote_end(run, arguments=arguments, talk=talk)
+    if run.signal([number], wish=wish):
+        how = "stopping at once" if arguments.force else "saving and stopping"
+        talk.print(f"run {run.paths.run_id}: {how}")
+        _wait_for_the_end(run, wish)
+    else:
+        talk.print(f"run {run.paths.run_id} is not running")
+    home = bring_home(run, talk=talk, at_once=arguments.force)
+    if home.alive:
+        talk.print(f"it has ended and was started again; {how_to_attach(run)}")
+        return ExitCode.OK
+    arguments.json = False
+    say_remote_end(run, arguments=arguments, talk=talk)
     if home.left is not None:
         raise home.left
     return ExitCode.OK

@@ -107,6 +107,10 @@ def _node_of(paths: RunPaths, rank: int) -> str | None:
 
 def stop(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Stop a run with a checkpoint, or at once."""
+    if arguments.inventory is not None:
+        from payload.orchestrate.commands.attach import stop_on_cluster
+
+        return stop_on_cluster(arguments, access.environment())
     paths = find_run(arguments.runs_dir, arguments.run)
     mirrored = read_mirrored(paths)
     if mirrored is not None:
