@@ -151,7 +151,7 @@ def _predicted(config: RunConfig, case: Case) -> dict[str, Any]:
     sent = sent_bytes(config, spec, ranks=case.ranks)
     return {
         "estimated_bytes": config.memory_bytes(spec, dtype=dtype, world_size=case.ranks),
-        "sent_bytes": sent.replicate + sent.shard,
+        "sent_bytes": sent.total(),
     }
 
 

@@ -45,8 +45,8 @@ def settle_batch(
     batch = config.batch
     if batch.micro_batch_size != AUTO:
         return config, None
-    batch.require_even(world_size)
-    sizes = _divisors(batch.global_batch_size // world_size)
+    config.require_even(world_size)
+    sizes = _divisors(batch.global_batch_size // config.distributed.mesh(world_size).data_ranks)
     wanted = f'batch.micro_batch_size = "{AUTO}"'
     if free_bytes is None:
         return with_size(config, 1), (
@@ -94,7 +94,9 @@ def as_recorded(config: RunConfig, recorded: RunConfig, *, world_size: int = 1) 
     size = recorded.batch.micro_batch_size
     if config.batch.micro_batch_size != AUTO or size == AUTO:
         return config
-    if config.batch.global_batch_size % (size * world_size):
+    distributed = config.distributed
+    per_model = distributed.tensor_parallel * distributed.pipeline_parallel
+    if config.batch.global_batch_size % (size * max(1, world_size // per_model)):
         return config
     is_open = config.memory.activation_checkpointing == AUTO
     kept = recorded.memory.activation_checkpointing if is_open else None

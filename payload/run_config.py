@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from payload.errors import ConfigError
+from payload.mesh import Mesh, make_mesh
 from payload.models.adapter import AdaptedSpec
 from payload.models.classifier import ClassifierSpec
 from payload.models.registry import from_scratch
@@ -281,20 +282,31 @@ class DistributedSection:
     shard_size: int | None = setting(None, low=1, high=2**20)
     """shard: ranks that hold one model together; gradients are averaged over such groups. none =
     all ranks."""
+    tensor_parallel: int = setting(1, low=1, high=2**10)
+    """Ranks that compute each layer together, on the same data: each has a part of its heads, of
+    its MLP and of the vocabulary. They share a node."""
+    pipeline_parallel: int = setting(1, low=1, high=2**10)
+    """Stages, each with some of the layers. What is left of the ranks is data parallel."""
     timeout_s: float = setting(600.0, above=0.0, high=1e7)
     """Longest wait of one rank for another."""
 
+    def mesh(self, world_size: int) -> Mesh:
+        """Return the mesh of `world_size` ranks. Raises ConfigError when they do not divide."""
+        return make_mesh(
+            world_size,
+            shards=self.strategy == "shard",
+            shard_size=self.shard_size,
+            tensor=self.tensor_parallel,
+            pipeline=self.pipeline_parallel,
+        )
+
     def shards(self, world_size: int) -> int:
-        """Return how many parts the model is in. Raises ConfigError when ranks do not divide."""
-        if self.strategy == "replicate":
-            return 1
-        shards = world_size if self.shard_size is None else self.shard_size
-        if world_size % shards:
-            raise ConfigError(
-                f"distributed.shard_size = {shards} does not divide the {world_size} ranks. Use "
-                f"{' or '.join(str(each) for each in _divisors(world_size))}, or leave it out."
-            )
-        return shards
+        """Return how many parts each weight is in. Raises ConfigError when ranks do not divide."""
+        return self.mesh(world_size).shard
+
+    def splits_model(self) -> bool:
+        """Say whether several ranks make one pass over the same data together."""
+        return self.tensor_parallel > 1 or self.pipeline_parallel > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,6 +372,14 @@ class RunConfig:
         is_plain = not self.model.dropout and self.model.quantize == "none"
         return self.engine.wants_kernels() and is_plain
 
+    def passes(self, world_size: int) -> int:
+        """Return the passes of a step on each rank. Raises ConfigError for uneven shares."""
+        return self.batch.grad_accum_steps(self.distributed.mesh(world_size).data_ranks)
+
+    def require_even(self, world_size: int) -> None:
+        """Raise ConfigError when the ranks cannot share the batch in whole passes."""
+        self.batch.require_even(self.distributed.mesh(world_size).data_ranks)
+
     def rank_setting(self, *, dtype: Dtype, world_size: int) -> RankSetting:
         """Return how each of `world_size` ranks trains, for the estimate of its memory."""
         return RankSetting(
@@ -367,8 +387,10 @@ class RunConfig:
             dtype=dtype,
             kernels=self.uses_kernels(),
             alone=world_size == 1,
-            accumulates=self.batch.grad_accum_steps(world_size) > 1,
+            accumulates=self.passes(world_size) > 1,
             shards=self.distributed.shards(world_size),
+            tensor=self.distributed.tensor_parallel,
+            stages=self.distributed.pipeline_parallel,
         )
 
     def memory_bytes(self, spec: ModelSpec, *, dtype: Dtype, world_size: int) -> int:
@@ -423,10 +445,6 @@ class RunConfig:
     def to_toml(self) -> str:
         """The text that `parse_run_config` turns back into this config."""
         return render_sections(self)
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def fixed_differences(before: RunConfig, after: RunConfig) -> Iterator[tuple[str, Any, Any]]:
@@ -509,7 +527,8 @@ def _contradictions(config: RunConfig) -> list[str]:
 
 def strategy_contradictions(config: RunConfig) -> list[str]:
     """Say what does not go with the run's strategy: a sentence for each."""
-    distributed, found = config.distributed, []
+    distributed = config.distributed
+    found = _split_contradictions(config) if distributed.splits_model() else []
     if distributed.strategy == "replicate":
         if distributed.shard_size is not None:
             found.append(
@@ -535,6 +554,52 @@ def strategy_contradictions(config: RunConfig) -> list[str]:
     return found
 
 
+def _split_contradictions(config: RunConfig) -> list[str]:
+    """Say what does not go with ranks that make a pass together."""
+    distributed, found = config.distributed, []
+    names = [
+        f"distributed.{name} = {size}"
+        for name, size in (
+            ("tensor_parallel", distributed.tensor_parallel),
+            ("pipeline_parallel", distributed.pipeline_parallel),
+        )
+        if size > 1
+    ]
+    setting = " with ".join(names)
+    if distributed.pipeline_parallel > 1:
+        found.append(f"{setting}: pipeline stages are not built yet. Set pipeline_parallel to 1.")
+    if distributed.strategy != "replicate":
+        found.append(
+            f'{setting} goes with distributed.strategy = "replicate" alone. Set it, or leave '
+            "the other out."
+        )
+    if config.optimizer.name == "muon":
+        found.append(
+            f'optimizer.name = "muon" needs whole matrices, and {setting} splits the model. Use '
+            "adamw."
+        )
+    if config.engine.kind != "native" or config.engine.compile:
+        found.append(
+            f'{setting} runs on engine.kind = "native" without engine.compile alone. Leave them '
+            "out."
+        )
+    if distributed.backend != "gloo":
+        found.append(
+            f'distributed.backend = "{distributed.backend}": {setting} is for gloo alone. Use gloo.'
+        )
+    if config.adapter.is_on():
+        found.append(
+            f'adapter.kind = "{config.adapter.kind}" does not run with {setting}. Use '
+            'distributed.strategy = "shard" without it, or train all weights.'
+        )
+    if config.task.kind == "classify":
+        found.append(
+            f'task.kind = "classify" does not run with {setting}. Use distributed.strategy = '
+            '"shard" without it.'
+        )
+    return found
+
+
 def _quantize_contradictions(config: RunConfig) -> list[str]:
     if config.model.quantize == "none":
         return []
@@ -551,6 +616,11 @@ def _quantize_contradictions(config: RunConfig) -> list[str]:
     if config.precision.dtype == "fp32":
         found.append(
             f'{setting} computes in bf16, but precision.dtype = "fp32". Set it to "bf16" or "auto".'
+        )
+    if config.distributed.splits_model():
+        found.append(
+            f"{setting} does not run with distributed.tensor_parallel or pipeline_parallel: blocks "
+            "of 4 bits cannot be split. Leave these out."
         )
     if config.distributed.strategy != "replicate":
         found.append(

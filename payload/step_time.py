@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec
 from payload.run_config import DistributedSection, RunConfig
 
+# gloo's all-reduce of 32 MB of fp32 between two ranks over loopback: gradient bytes over time, on
+# two busy cores of the development machine; torchft PR #199 has 15-19 Gbit/s for 4-40 MB.
+LOOPBACK_BYTES_PER_S = 1.5e9
+
 BACKWARD_SHARE = 2 / 3
 """Of a pass: for every product of the forward pass, the backward pass has two."""
 
@@ -169,6 +173,12 @@ class Sent:
     """To the ranks that hold the same part of the model, or all of it like this one."""
     shard: float
     """To the ranks that hold the other parts."""
+    tensor: float = 0.0
+    """To the ranks that compute each layer with it."""
+
+    def total(self) -> float:
+        """Return the bytes over all dimensions."""
+        return self.replicate + self.shard + self.tensor
 
 
 def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
@@ -176,13 +186,16 @@ def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
 
     Replicas all-reduce gradients, once a step. Shards gather what belongs to no layer once a pass
     and the layers twice, and reduce-scatter gradients in every pass; replicas of shards all-reduce
-    their part then.
+    their part then. Tensor ranks add up what each of them makes of the tokens.
     """
-    shards = config.distributed.shards(ranks)
-    gradients = gradient_bytes(spec, config.distributed)
+    mesh = config.distributed.mesh(ranks)
+    shards, gradients = mesh.shard, gradient_bytes(spec, config.distributed)
+    per_pass = config.batch.per_pass(mesh.data_ranks)
+    passes = max(1, config.batch.global_batch_size // per_pass)
     if shards == 1:
-        return Sent(replicate=sends_per_byte(ranks) * gradients, shard=0.0)
-    passes = max(1, config.batch.global_batch_size // config.batch.per_pass(ranks))
+        part = sends_per_byte(mesh.replicate) * gradients / mesh.tensor
+        tensor = passes * sends_per_byte(mesh.tensor) * _summed_bytes(config, spec)
+        return Sent(replicate=part, shard=0.0, tensor=tensor)
     setting = config.rank_setting(
         dtype="fp32" if config.precision.dtype == "fp32" else "bf16", world_size=ranks
     )
@@ -195,12 +208,30 @@ def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
     )
 
 
-def _sharded_step_time(
+def _summed_bytes(config: RunConfig, spec: ModelSpec) -> float:
+    """Return the bytes that tensor ranks add up in a pass.
+
+    They are those of the results of each layer's attention and MLP and of their gradients, in the
+    dtype of the matmuls; of the embedding's result and the head's gradient, in fp32; and, with
+    activation checkpointing, of the results once more.
+    """
+    numbers = config.batch.sequences() * config.data.sequence_length * spec.width()
+    size = 4 if config.precision.dtype == "fp32" else 2
+    sums = 6 if config.memory.activation_checkpointing == "on" else 4
+    return float(numbers * (spec.num_layers() * sums * size + 2 * BYTES_PER_WEIGHT))
+
+
+def _waiting_step_time(
     config: RunConfig, spec: ModelSpec, *, compute_s: float, network: Network
 ) -> StepTime:
-    """Return a sharded step's time: its collectives are waited for, one after the other."""
+    """Return the step time of ranks that wait for their collectives, one after the other.
+
+    Tensor ranks share a node, where memory carries what they send.
+    """
     sent = sent_bytes(config, spec, ranks=network.ranks)
+    within_node = max(network.bytes_per_s, LOOPBACK_BYTES_PER_S)
     exchange_s = (sent.replicate + sent.shard) / network.bytes_per_s
+    exchange_s += sent.tensor / within_node
     return StepTime(compute_s=compute_s, exchange_s=exchange_s, exposed_s=exchange_s, busy_s=0.0)
 
 
@@ -208,8 +239,8 @@ def run_step_time(
     config: RunConfig, spec: ModelSpec, *, compute_s: float, network: Network
 ) -> StepTime:
     """A step of the run `config`, which takes `compute_s` of computing on these ranks."""
-    if config.distributed.shards(network.ranks) > 1:
-        return _sharded_step_time(config, spec, compute_s=compute_s, network=network)
+    if config.distributed.shards(network.ranks) > 1 or config.distributed.splits_model():
+        return _waiting_step_time(config, spec, compute_s=compute_s, network=network)
     per_pass = config.batch.per_pass(network.ranks)
     # A prediction, also for ranks that are not the run's: preflight's on this machine, or with the
     # defaults. Whether a batch divides is `grad_accum_steps`'s to say.

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from payload.models.fit import require_split
 from payload.models.spec import ModelSpec, typical_mfu
 from payload.run_config import RunConfig
 from payload.step_time import Network, gradient_bytes, run_step_time, sent_bytes
-
-# gloo's all-reduce of 32 MB of fp32 between two ranks over loopback: gradient bytes over time, on
-# two busy cores of the development machine; torchft PR #199 has 15-19 Gbit/s for 4-40 MB.
-LOOPBACK_BYTES_PER_S = 1.5e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +35,10 @@ class Arithmetic:
     """What each rank sends per step over the first dimension."""
     shard_bytes: int
     """What it sends over the second one."""
+    tensor: int = 1
+    """Ranks that compute each layer together."""
+    tensor_bytes: int = 0
+    """What each rank sends per step to those."""
     sync_s: float
     """Predicted time of one step's gradient exchange if nothing of it overlapped."""
     compute_s: float | None = None
@@ -61,10 +62,12 @@ def work_out(
     """The arithmetic of `config` with a model of this spec on `world_size` ranks.
 
     `link_bytes_per_s` is what one rank sends while it receives as much; `peak_flops_per_s` is of
-    all ranks together. Raises ConfigError when the batch does not divide.
+    all ranks together. Raises ConfigError when the batch does not divide, or
+    the ranks cannot share out the model.
     """
     tokens = config.tokens_per_step()
-    accumulation = config.batch.grad_accum_steps(world_size)
+    require_split(spec, config)
+    accumulation = config.passes(world_size)
     grad_bytes = gradient_bytes(spec, config.distributed)
     flops = tokens * spec.flops_per_token()
     mfu = typical_mfu(kernels=config.uses_kernels())
@@ -74,7 +77,8 @@ def work_out(
     network = Network(ranks=world_size, bytes_per_s=link_bytes_per_s)
     step = run_step_time(config, spec, compute_s=compute_s or 0.0, network=network)
     sent = sent_bytes(config, spec, ranks=world_size)
-    shards = config.distributed.shards(world_size)
+    mesh = config.distributed.mesh(world_size)
+    is_hidden = mesh.shard == 1 and not mesh.splits_model()
     return Arithmetic(
         params=spec.num_params(),
         checkpoint_bytes=spec.checkpoint_bytes(),
@@ -89,11 +93,13 @@ def work_out(
             world_size=world_size,
         ),
         grad_bytes=grad_bytes,
-        replicas=world_size // shards,
-        shards=shards,
+        replicas=mesh.replicate,
+        shards=mesh.shard,
         replicate_bytes=round(sent.replicate),
         shard_bytes=round(sent.shard),
-        sync_s=network.all_reduce_s(grad_bytes) if shards == 1 else step.exchange_s,
+        tensor=mesh.tensor,
+        tensor_bytes=round(sent.tensor),
+        sync_s=network.all_reduce_s(grad_bytes) if is_hidden else step.exchange_s,
         compute_s=compute_s,
         mfu=None if compute_s is None else mfu,
         step_s=None if compute_s is None else step.total_s(),

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from payload.errors import ConfigError
 from payload.launch.arithmetic import work_out
+from payload.mesh import divisors
+from payload.models.fit import require_split
 from payload.models.spec import ModelSpec
 from payload.run_config import DistributedSection, RunConfig, strategy_contradictions
 
@@ -17,6 +20,8 @@ class Compared:
     strategy: str
     shard_size: int
     """Ranks that hold the model together."""
+    mesh: str
+    """The mesh of ranks in words."""
     memory_bytes: int
     """Estimate of a rank's peak."""
     sent_bytes: int
@@ -25,11 +30,15 @@ class Compared:
     """Predicted time of a step's exchange if nothing of it overlapped."""
     step_s: float | None
     """Predicted time of a step; None where the peak was not measured."""
+    splits_model: bool = False
+    """Whether several ranks make one pass together."""
     fits: bool | None
     """Whether the ranks of a node fit into its free memory; None where that is not known."""
 
     def name(self) -> str:
         """Return the strategy in words."""
+        if self.splits_model:
+            return self.mesh
         return "replicate" if self.shard_size == 1 else f"{self.strategy}, {self.shard_size} ranks"
 
 
@@ -48,9 +57,11 @@ def compare_strategies(
     `free_bytes` is a node's free memory, which its ranks share.
     """
     found = []
-    for distributed in _candidates(config.distributed, world_size=world_size):
+    for distributed in _candidates(
+        config.distributed, world_size=world_size, ranks_per_node=ranks_per_node
+    ):
         changed = replace(config, distributed=distributed)
-        if strategy_contradictions(changed):
+        if strategy_contradictions(changed) or not _is_possible(changed, spec, world_size):
             continue
         numbers = work_out(
             changed,
@@ -64,8 +75,10 @@ def compare_strategies(
             Compared(
                 strategy=distributed.strategy,
                 shard_size=numbers.shards,
+                mesh=distributed.mesh(world_size).describe(),
+                splits_model=distributed.splits_model(),
                 memory_bytes=numbers.memory_bytes_per_rank,
-                sent_bytes=numbers.replicate_bytes + numbers.shard_bytes,
+                sent_bytes=numbers.replicate_bytes + numbers.shard_bytes + numbers.tensor_bytes,
                 sync_s=numbers.sync_s,
                 step_s=numbers.step_s,
                 fits=None if free_bytes is None else need <= free_bytes,
@@ -74,11 +87,28 @@ def compare_strategies(
     return tuple(sorted(found, key=_rank))
 
 
-def _candidates(now: DistributedSection, *, world_size: int) -> Iterator[DistributedSection]:
-    yield replace(now, strategy="replicate", shard_size=None)
-    for size in range(2, world_size + 1):
-        if world_size % size == 0:
-            yield replace(now, strategy="shard", shard_size=size)
+def _candidates(
+    now: DistributedSection, *, world_size: int, ranks_per_node: int
+) -> Iterator[DistributedSection]:
+    plain = replace(
+        now, strategy="replicate", shard_size=None, tensor_parallel=1, pipeline_parallel=1
+    )
+    yield plain
+    for size in divisors(world_size)[1:]:
+        yield replace(plain, strategy="shard", shard_size=size)
+    for tensor in divisors(ranks_per_node)[1:]:
+        if world_size % tensor == 0:
+            yield replace(plain, tensor_parallel=tensor)
+
+
+def _is_possible(config: RunConfig, spec: ModelSpec, world_size: int) -> bool:
+    """Say whether the ranks can share out the model and its batch so."""
+    try:
+        require_split(spec, config)
+        config.passes(world_size)
+    except ConfigError:
+        return False
+    return True
 
 
 def _rank(each: Compared) -> tuple[bool, float, int]:

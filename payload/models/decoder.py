@@ -26,6 +26,8 @@ from payload.models.spec import (
     ModelSpec,
     RankSetting,
     logits_tokens,
+    too_deep,
+    uneven,
 )
 
 MODEL_TYPES = (*FAMILIES, "gemma3")
@@ -210,6 +212,23 @@ class DecoderSpec(ModelSpec):
         yield "model.norm.weight", (self.hidden_size,)
         if not self.is_tied():
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
+
+    def why_not_tensor(self, ranks: int) -> str | None:
+        """Say why `ranks` ranks cannot compute each layer together, or None where they can."""
+        if self.unsupported_features:
+            return ModelSpec.why_not_tensor(self, ranks)
+        counts = {
+            "attention heads": self.num_attention_heads,
+            "key and value heads": self.num_key_value_heads,
+            "MLP columns": self.intermediate_size,
+        }
+        return uneven(counts, ranks)
+
+    def why_not_stages(self, stages: int) -> str | None:
+        """Say why the layers cannot be on so many pipeline stages, or None where they can."""
+        if self.unsupported_features:
+            return ModelSpec.why_not_stages(self, stages)
+        return too_deep(self, stages)
 
     def linears(self) -> tuple[LinearSize, ...]:
         """Return the layers' linears in the order of the forward pass."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from payload.errors import CheckpointError
+from payload.errors import CheckpointError, ConfigError
 from payload.hf_folder import CONFIG_FILE
 from payload.models.spec import ModelSpec
 from payload.models.tensor_headers import tensor_headers
@@ -46,6 +46,20 @@ def require_fit(
             raise CheckpointError(
                 f"model.{name} = {asked}, but the weights of model.init have {found}. Leave "
                 f'model.{name} out, or use model.init = "scratch".'
+            )
+
+
+def require_split(spec: ModelSpec, config: RunConfig) -> None:
+    """Raise ConfigError for a model that the run's ranks cannot share out as it is configured."""
+    tensor, stages = config.distributed.tensor_parallel, config.distributed.pipeline_parallel
+    for name, size, reason in (
+        ("tensor_parallel", tensor, spec.why_not_tensor(tensor)),
+        ("pipeline_parallel", stages, spec.why_not_stages(stages)),
+    ):
+        if size > 1 and reason is not None:
+            raise ConfigError(
+                f"distributed.{name} = {size} does not fit the model: {reason}. Use another "
+                f"{name}, or 1."
             )
 
 

@@ -15,6 +15,8 @@ from payload.models.spec import (
     ModelSpec,
     RankSetting,
     logits_tokens,
+    too_deep,
+    uneven,
 )
 from payload.untrusted import build, checked, shown
 
@@ -75,6 +77,14 @@ class Gpt2Spec(ModelSpec):
             for layer in range(self.n_layer)
             for name, inputs, outputs in self._layer_linears()
         )
+
+    def why_not_tensor(self, ranks: int) -> str | None:
+        """Say why `ranks` ranks cannot compute each layer together, or None where they can."""
+        return uneven({"attention heads": self.n_head}, ranks)
+
+    def why_not_stages(self, stages: int) -> str | None:
+        """Say why the layers cannot be on so many pipeline stages, or None where they can."""
+        return too_deep(self, stages)
 
     def why_not_quantized(self) -> str:
         """Say why the layers' linears cannot be of 4 bits."""

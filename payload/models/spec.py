@@ -6,7 +6,7 @@ The launch plan, the trainer and the benchmarks all print these numbers, so one 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -17,6 +17,9 @@ _MOST_LOGITS = 160 * 10**6
 
 # Python, torch and their threads' stacks, on the development machine.
 PROCESS_BYTES = 350 * 2**20
+
+WHOLE_ACTIVATIONS = 12 / 28
+"""Share of a layer's activations that every tensor rank has: its norms and the residual stream."""
 
 BYTES_PER_WEIGHT = 4
 """An fp32 weight in a checkpoint on disk."""
@@ -79,6 +82,10 @@ class RankSetting:
     """A step has more than one pass."""
     shards: int = 1
     """Ranks that hold the model together, each a part of it; 1 = each rank holds all of it."""
+    tensor: int = 1
+    """Ranks that compute each layer together, each with a part of its heads, MLP and words."""
+    stages: int = 1
+    """Pipeline stages, each with some of the layers."""
 
     def value_bytes(self) -> int:
         """Return the bytes of a number in the matmuls."""
@@ -156,6 +163,8 @@ class ModelSpec(ABC):
         belongs to no layer, in place of the activations.
         """
         estimate = self.checkpointed_memory_bytes if checkpointed else self.memory_bytes
+        if setting.tensor > 1:
+            return self._part_memory_bytes(setting, estimate)
         if setting.shards == 1:
             return estimate(setting)
         whole = replace(setting, alone=False, accumulates=True)
@@ -169,6 +178,20 @@ class ModelSpec(ABC):
         state = self.weight_bytes(setting)
         state += self.num_trainable_params() * (BYTES_PER_WEIGHT + BYTES_PER_TRAINABLE)
         return PROCESS_BYTES + state // setting.shards + max(inner, last)
+
+    def _part_memory_bytes(
+        self, setting: RankSetting, estimate: Callable[[RankSetting], int]
+    ) -> int:
+        """Estimate the peak of a rank with a part of each layer.
+
+        Of the activations, norms and the residual stream are whole: 12 of 28 bytes a number.
+        """
+        whole = replace(setting, tensor=1)
+        empty = estimate(replace(whole, micro_batch_size=0))
+        activations = estimate(whole) - empty
+        split = (1 - WHOLE_ACTIVATIONS) / setting.tensor
+        state = (empty - PROCESS_BYTES) // setting.tensor
+        return PROCESS_BYTES + state + round(activations * (WHOLE_ACTIVATIONS + split))
 
     def weight_bytes(self, setting: RankSetting) -> int:
         """Return the bytes of all weights while they are trained."""
@@ -213,6 +236,16 @@ class ModelSpec(ABC):
         """Say why the layers' linears cannot be of 4 bits, or None where they can."""
         return None
 
+    def why_not_tensor(self, ranks: int) -> str | None:
+        """Say why `ranks` ranks cannot compute each layer together, or None where they can."""
+        del ranks
+        return f"model_type = {self.model_type!r} runs as transformers has it, whole on each rank"
+
+    def why_not_stages(self, stages: int) -> str | None:
+        """Say why the layers cannot be on so many pipeline stages, or None where they can."""
+        del stages
+        return f"model_type = {self.model_type!r} runs as transformers has it, whole on each rank"
+
     def num_trainable_params(self) -> int:
         """Return the number of weights that have a gradient and optimizer state."""
         return self.num_params()
@@ -249,3 +282,18 @@ class ModelSpec(ABC):
     def with_sequence_length(self, tokens: int) -> Self:
         """Return the same model, trained on sequences of `tokens`; its context stays."""
         return replace(self, sequence_length=tokens)
+
+
+def uneven(counts: Mapping[str, int], ranks: int) -> str | None:
+    """Say what of a layer `ranks` ranks cannot share out evenly, or None."""
+    for name, count in counts.items():
+        if count % ranks:
+            return f"its {count} {name} are no multiple of {ranks}"
+    return None
+
+
+def too_deep(spec: ModelSpec, stages: int) -> str | None:
+    """Say that there are more pipeline stages than layers, or None."""
+    if stages > spec.num_layers():
+        return f"it has {spec.num_layers()} layers, fewer than stages"
+    return None

@@ -33,6 +33,7 @@ from payload.launch.launchers.base import Job, Launcher, Reach
 from payload.launch.launchers.registry import candidates
 from payload.launch.plan import LaunchPlan, rank_words
 from payload.launch.ranks import Placement, place_ranks, render_ranks
+from payload.mesh import require_tensor_ranks_on_a_node
 from payload.models.fit import require_fit, require_weights
 from payload.models.hub import HubName, require_weights_on_hub
 from payload.models.source import SCRATCH, find_source, pinned, spec_on_hub
@@ -237,6 +238,9 @@ def plan_run(
     inventory = chosen.inventory
     time_limit(config.limits, inventory)
     placement = place_ranks(inventory, config.launch, domains=chosen.domains)
+    require_tensor_ranks_on_a_node(
+        config.distributed.tensor_parallel, ranks_per_node=placement.ranks_per_node
+    )
     base, guess = initial_spec(config, vocab_size=vocab_size)
     spec = config.adapted(base)
     config, batch = settle_batch(

@@ -21,7 +21,7 @@ def describe(
     """Lines for a person, the run's arithmetic from parameters to predicted time."""
     batch, meta = config.batch, task.meta
     tokens = round(batch.global_batch_size * task.mean_tokens())
-    accumulation = batch.grad_accum_steps(world.world_size)
+    accumulation = config.passes(world.world_size)
     all_tokens = tokens * config.train.steps
     memory = config.memory_bytes(spec, dtype=calibration.dtype, world_size=world.world_size)
     return [

@@ -33,6 +33,20 @@ class EvalPass:
     computes_together: bool = False
     """A rank can make a pass only while all others make one: those with nothing to do repeat
     another pass's work and drop the result."""
+    share: tuple[int, int] | None = None
+    """Which part of the samples this rank evaluates, and of how many; None = one for each rank."""
+    has_results: bool = True
+    """Of the ranks that evaluate the same samples, one adds its losses to the sum."""
+
+    def part(self) -> tuple[int, int]:
+        """Return which part of the samples this rank evaluates, and of how many."""
+        return (self.world.rank, self.world.world_size) if self.share is None else self.share
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Add up what the ranks found, in place."""
+        if not self.has_results:
+            values.zero_()
+        self.world.sum(values)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -47,16 +61,17 @@ def evaluate(model: CausalLM, blocks: Blocks, how: EvalPass) -> EvalMetrics | No
     Losses are added up in float64 and counted, so that neither the number of ranks nor a short
     last block weighs on the mean. None when it was asked to stop.
     """
-    world, size, num_blocks = how.world, how.micro_batch_size, blocks.num_blocks()
+    size, num_blocks = how.micro_batch_size, blocks.num_blocks()
+    index, parts = how.part()
     if how.max_tokens is not None:
         num_blocks = min(num_blocks, -(-how.max_tokens // blocks.sequence_length))
-    mine = np.arange(world.rank, num_blocks, world.world_size, dtype=np.int64)
+    mine = np.arange(index, num_blocks, parts, dtype=np.int64)
     total = torch.zeros(2, dtype=torch.float64)
     stopped = False
     model.eval()
     with how.computing():
         # Every rank makes as many passes, the last perhaps with nothing to do.
-        starts = range(0, -(-num_blocks // world.world_size), size)
+        starts = range(0, -(-num_blocks // parts), size)
         for done, start in enumerate(starts, 1):
             chosen = mine[start : start + size]
             if len(chosen):
@@ -69,7 +84,7 @@ def evaluate(model: CausalLM, blocks: Blocks, how: EvalPass) -> EvalMetrics | No
     model.train()
     if stopped:
         return None
-    world.sum(total)
+    how.sum(total)
     return EvalMetrics(
         step=how.step, val_loss=float(total[0] / total[1]), val_tokens=int(total[1].item())
     )

@@ -41,9 +41,17 @@ class GradientExchange:
     spends a pass on that. Buckets are the same on all ranks and start in one order.
     """
 
-    def __init__(self, settings: DistributedSection, world: World) -> None:
+    def __init__(
+        self,
+        settings: DistributedSection,
+        world: World,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Exchange over `group`: ranks that have the same part of a model; None = all ranks."""
+        self._group = group
+        self._num_ranks = world.world_size if group is None else dist.get_world_size(group)
         self._as_bf16 = settings.grad_dtype == "bf16"
-        self._world = world
         self._alone: list[nn.Parameter] = []
         """The trainable parameters of a rank that exchanges nothing."""
         self._buckets: list[Bucket] = []
@@ -58,17 +66,20 @@ class GradientExchange:
     def attach(self, model: CausalLM) -> None:
         """Give every rank rank 0's parameters, and average the gradients of the trainable ones.
 
-        The model has its kernels by now, if it is to have any.
+        The model has its kernels by now, if it is to have any. Ranks of a group have their part of
+        rank 0's parameters already.
         """
-        if self._world.world_size == 1:
+        if self._num_ranks == 1:
             self._alone = [parameter for _, parameter in trainable(model)]
             return
-        for each in (*model.parameters(), *model.buffers()):
-            dist.broadcast(each.detach(), src=0)
+        if self._group is None:
+            for each in (*model.parameters(), *model.buffers()):
+                dist.broadcast(each.detach(), src=0)
         parameters = [parameter for _, parameter in trainable(model)]
         hooked = self._buckets = make_buckets(parameters)
         weight = model.tied_weight()
-        if model.kernels is not None and weight is not None and weight.requires_grad:
+        is_tied = weight is not None and weight.requires_grad
+        if model.kernels is not None and weight is not None and is_tied and self._group is None:
             first, *hooked = self._buckets = make_buckets(parameters, first=weight)
             self._tokens = model.kernels.token_gradient = TokenExchange(
                 weight,
@@ -137,8 +148,8 @@ class GradientExchange:
 
     def _send(self, numbers: Tensor) -> None:
         sent = numbers.to(torch.bfloat16) if self._as_bf16 else numbers
-        sent.div_(self._world.world_size)
-        work = dist.all_reduce(sent, async_op=True)
+        sent.div_(self._num_ranks)
+        work = dist.all_reduce(sent, group=self._group, async_op=True)
         self._under_way.append(_UnderWay(numbers, sent, work))
 
 

@@ -28,6 +28,8 @@ class Optimizers:
     """What `members` train, by name, where it is a rank's parts of the model's parameters."""
     norm_over_ranks: Callable[[float], float] | None = None
     """Makes the norm of all gradients from that of this rank's parts."""
+    counts: Callable[[str], bool] | None = None
+    """Says whether a parameter's gradient is in that norm; None = all are."""
     _grad_scale: float = field(default=1.0, init=False)
     """What the coming update has still to multiply gradients by."""
 
@@ -45,7 +47,11 @@ class Optimizers:
         """Bring the norm of all gradients down to `limit` in the coming update; return the norm."""
         if self.kernels is None and self.norm_over_ranks is None:
             return float(nn.utils.clip_grad_norm_(self.trained().values(), limit))
-        gradients = [each.grad for each in self.trained().values() if each.grad is not None]
+        gradients = [
+            each.grad
+            for name, each in self.trained().items()
+            if each.grad is not None and (self.counts is None or self.counts(name))
+        ]
         if self.kernels is None:
             norm = float(nn.utils.get_total_norm(gradients))
         else:

@@ -12,7 +12,9 @@ import psutil
 from accelerate import Accelerator
 
 from payload.batch_size import as_recorded, settle_batch, with_size
+from payload.mesh import require_tensor_ranks_on_a_node
 from payload.metrics_log import read_metrics
+from payload.models.fit import require_split
 from payload.remake import no_range_hashes
 from payload.results import RunPaths, write_whole
 from payload.run_config import AUTO, DtypeChoice, RunConfig
@@ -60,11 +62,14 @@ def train(
         sign_of_life = SignOfLife(paths, world)
         sign_of_life.tell(step=0, phase="load")
         require_engine(config.engine)
-        config.batch.require_even(world.world_size)
-        config.distributed.shards(world.world_size)
+        config.require_even(world.world_size)
+        if world.world_size > 1:
+            tensor = config.distributed.tensor_parallel
+            require_tensor_ranks_on_a_node(tensor, ranks_per_node=world.local_world_size)
         task = open_task(config)
         clock.lap("data")
         start = find_start(config, task, paths=paths, world=world)
+        require_split(start.model.spec, config)
         config = _settled(config, start, paths=paths, world=world)
         clock.lap("model")
         # On every rank: nodes need not share a disk.
@@ -228,7 +233,7 @@ def _assemble(
     optimizers = build_optimizers(
         start.model, config.optimizer, config.engine, parts=strategy.parts(start.model)
     )
-    optimizers.norm_over_ranks = strategy.norm_over_ranks()
+    optimizers.norm_over_ranks, optimizers.counts = strategy.norm_over_ranks(), strategy.counts()
     step = start.state.step if start.state else 0
     sign_of_life.tell(step=step, phase="kernels")
     engaged = engage(start.model, optimizers, settings=config.engine, world=world)

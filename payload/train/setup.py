@@ -181,7 +181,11 @@ def restore_optimizer(optimizers: Optimizers, start: Start, *, strategy: Strateg
     if start.state is None:
         return
     tensors = load_optimizer_tensors(start.checkpoint) if start.checkpoint else {}
-    sent = _broadcast_tensors(tensors, world=strategy.world)
+    sent = (
+        (name, value)
+        for name, value in _broadcast_tensors(tensors, world=strategy.world)
+        if strategy.holds(name.partition(".")[2])
+    )
     optimizers.load_state_tensors(sent, own_part=strategy.own_part)
 
 

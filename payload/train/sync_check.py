@@ -57,15 +57,23 @@ def require_one_model(
         raise RanksDifferError(_difference(of_weights, step=step, passed_step=passed_step))
     for first in range(shards):
         peers = range(first, len(states), shards)
-        if len({states[rank] for rank in peers}) > 1:
-            raise RanksDifferError(
-                _difference(
-                    [states[rank] for rank in peers],
-                    ranks=peers,
-                    step=step,
-                    passed_step=passed_step,
-                )
-            )
+        require_equal(states, peers, step=step, passed_step=passed_step)
+    require_finite(states, step=step, passed_step=passed_step)
+
+
+def require_equal(
+    states: Sequence[RankState], peers: Sequence[int], *, step: int, passed_step: int | None
+) -> None:
+    """Raise RanksDifferError unless the ranks `peers` hold the same; `states` are of all ranks."""
+    of_peers = [states[rank] for rank in peers]
+    if len(set(of_peers)) > 1:
+        raise RanksDifferError(
+            _difference(of_peers, ranks=peers, step=step, passed_step=passed_step)
+        )
+
+
+def require_finite(states: Sequence[RankState], *, step: int, passed_step: int | None) -> None:
+    """Raise TrainingError where a rank found a NaN or an infinity."""
     not_finite = next((each.not_finite for each in states if each.not_finite is not None), None)
     if not_finite is not None:
         raise TrainingError(

@@ -59,7 +59,7 @@ class Trainer:
     def __init__(self, parts: Parts, *, start: TrainerState | None) -> None:
         self._parts = parts
         self._batch = parts.config.batch
-        self._accumulation = self._batch.grad_accum_steps(parts.world.world_size)
+        self._accumulation = parts.config.passes(parts.world.world_size)
         self._order = BlockOrder(
             num_blocks=parts.task.train.num_samples(), seed=parts.config.run.seed
         )
@@ -124,10 +124,10 @@ class Trainer:
         A step's samples are the same set whatever the number of ranks and passes is. A pass behind
         the step's last one is the next step's first.
         """
-        size, world = self._batch.sequences(), self._parts.world
+        size, strategy = self._batch.sequences(), self._parts.strategy
         step, micro_step = divmod(micro_step, self._accumulation)
         chosen = self._step_samples(step)
-        first = (micro_step * world.world_size + world.rank) * size
+        first = (micro_step * strategy.mesh.data_ranks + strategy.data_rank) * size
         return chosen[first : first + size]
 
     def _step_samples(self, ahead: int = 0) -> Indices:
@@ -195,7 +195,7 @@ class Trainer:
         is_to_stop: Callable[[], bool] | None = None
         train, step_samples = parts.task.train, self._step_samples()
         # A rank's part of the step's mean loss, times the ranks: gradients are averaged over them.
-        step_weight = train.weight(step_samples) / parts.world.world_size
+        step_weight = train.weight(step_samples) / parts.strategy.mesh.data_ranks
         for micro_step in range(self._accumulation):
             with clock.of("data"):
                 batch = train.batch(self.samples(micro_step))
@@ -238,7 +238,8 @@ class Trainer:
 
     def _seed_masks(self, micro_step: int) -> None:
         """Seed dropout by the pass's place in the run, not by what ran before: resume is exact."""
-        passes = micro_step * self._parts.world.world_size + self._parts.world.rank
+        strategy = self._parts.strategy
+        passes = micro_step * strategy.mesh.data_ranks + strategy.data_rank
         first = self._next_sample + passes * self._batch.sequences()
         torch.manual_seed(self._parts.config.run.seed * 1_000_003 + first)
 
@@ -248,15 +249,17 @@ class Trainer:
 
     def _agree(self, loss: torch.Tensor) -> tuple[float, bool, RankTimes | None]:
         """Mean loss over ranks, whether one was asked to stop, and their times: the same on all."""
-        world = self._parts.world
+        world, strategy = self._parts.world, self._parts.strategy
+        own = float(loss) if strategy.has_results() else 0.0
         shared = torch.tensor(
-            [float(loss), float(self._parts.stop_requested()), *self._clock.take()],
+            [own, float(self._parts.stop_requested()), *self._clock.take()],
             dtype=torch.float64,
             device=world.device,
         )
         world.sum(shared)
         total_loss, stopping, *seconds = shared.tolist()
-        return total_loss / world.world_size, stopping > 0, self._clock.add_step(seconds)
+        mean = total_loss / strategy.mesh.data_ranks
+        return mean, stopping > 0, self._clock.add_step(seconds)
 
     def _require_finite(self, **found: float) -> None:
         if all(map(math.isfinite, found.values())):
@@ -304,6 +307,8 @@ class Trainer:
             autocast=parts.accelerator.autocast,
             without_gradients=parts.strategy.without_gradients,
             computes_together=parts.strategy.computes_together(),
+            share=(parts.strategy.data_rank, parts.strategy.mesh.data_ranks),
+            has_results=parts.strategy.has_results(),
             should_stop=lambda done, of: self._ask_to_stop("eval", done, of)(),
         )
         row = parts.task.evaluate(parts.model, how)

@@ -27,15 +27,27 @@ def compared(*settings: str, free_gib: int | None, ranks: int = 4) -> tuple[Comp
 
 def test_the_fastest_is_first_where_all_fit() -> None:
     found = compared(free_gib=64)
-    assert [each.name() for each in found] == ["replicate", "shard, 2 ranks", "shard, 4 ranks"]
+    assert [each.name() for each in found] == [
+        "replicate 2 x tensor 2",
+        "replicate",
+        "shard, 2 ranks",
+        "shard, 4 ranks",
+    ]
     assert all(each.fits for each in found)
-    assert found[0].memory_bytes > found[1].memory_bytes > found[2].memory_bytes
+    assert [each.step_s for each in found] == sorted(each.step_s or 0 for each in found)
+    _, whole, two, four = found
+    assert whole.memory_bytes > two.memory_bytes > four.memory_bytes
 
 
 def test_what_does_not_fit_comes_last() -> None:
     found = compared(free_gib=9)
-    assert [each.name() for each in found] == ["shard, 2 ranks", "shard, 4 ranks", "replicate"]
-    assert [each.fits for each in found] == [True, True, False]
+    assert [each.name() for each in found] == [
+        "replicate 2 x tensor 2",
+        "shard, 2 ranks",
+        "shard, 4 ranks",
+        "replicate",
+    ]
+    assert [each.fits for each in found] == [True, True, True, False]
 
 
 def test_unknown_memory_decides_nothing() -> None:

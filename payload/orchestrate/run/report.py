@@ -262,13 +262,21 @@ def strategy_table(planned: PlannedRun) -> str:
 
 
 def _exchanged(numbers: Arithmetic) -> str:
-    """Return what is exchanged in a step, and for shards the mesh of ranks that it goes over."""
-    if numbers.shards == 1:
+    """Return what is exchanged in a step, and the mesh of ranks where it goes over several."""
+    dimensions = [
+        ("tensor", numbers.tensor, numbers.tensor_bytes),
+        ("shard", numbers.shards, numbers.shard_bytes),
+        ("replicate", numbers.replicas, numbers.replicate_bytes),
+    ]
+    if all(size == 1 for name, size, _ in dimensions if name != "replicate"):
         return f"{numbers.grad_bytes / _MIB:,.1f} MiB of gradients"
-    sent = f"{numbers.shard_bytes / _MIB:,.1f} MiB sent over shard"
-    if numbers.replicas > 1:
-        sent += f" and {numbers.replicate_bytes / _MIB:,.1f} over replicate"
-    return f"mesh replicate {numbers.replicas} x shard {numbers.shards}: {sent} by each rank"
+    shown = [each for each in dimensions if each[1] > 1 or each[0] == "replicate"]
+    mesh = " x ".join(f"{name} {size}" for name, size, _ in reversed(shown))
+    (first, _, first_bytes), *others = (each for each in shown if each[1] > 1)
+    sent = f"{first_bytes / _MIB:,.1f} MiB sent over {first}"
+    for name, _, num_bytes in others:
+        sent += f" and {num_bytes / _MIB:,.1f} over {name}"
+    return f"mesh {mesh}: {sent} by each rank"
 
 
 def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> list[str]:

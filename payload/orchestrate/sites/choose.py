@@ -12,6 +12,7 @@ from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Domain, Placement, place_ranks
+from payload.mesh import require_tensor_ranks_on_a_node
 from payload.orchestrate.cloud.pulumi import Pulumi
 from payload.orchestrate.cloud.stack import StackOutputs, default_stack, load_stack, read_outputs
 from payload.orchestrate.run.console import text_console
@@ -131,7 +132,10 @@ def require_placeable(config: RunConfig, chosen: Chosen) -> None:
     """
     require_launcher(config, chosen.inventory)
     placement = place_ranks(chosen.inventory, config.launch, domains=chosen.domains)
-    config.batch.require_even(placement.world_size)
+    require_tensor_ranks_on_a_node(
+        config.distributed.tensor_parallel, ranks_per_node=placement.ranks_per_node
+    )
+    config.require_even(placement.world_size)
 
 
 def memory_warning(

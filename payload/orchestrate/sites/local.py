@@ -20,13 +20,13 @@ from shutil import which
 import payload
 from payload.errors import PreflightError, UsageError
 from payload.inventory import RANK_PORTS, Access, ClusterInventory, Node
-from payload.launch.arithmetic import LOOPBACK_BYTES_PER_S
 from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.plan import rank_program
 from payload.launch.ranks import Domain
 from payload.orchestrate.node import control
 from payload.results import RunPaths, StopWish
 from payload.run_config import DtypeChoice
+from payload.step_time import LOOPBACK_BYTES_PER_S
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 

@@ -98,7 +98,7 @@ class _Attention(torch.autograd.Function):
         made, kept_in = qkv_layer.forward(x)
         qkv = made.view(batch, length, 3, head_count, -1)
         mixed, log_sums = library.attention_forward(qkv, starts=starts)
-        result, kept_out = out_layer.forward(mixed.view_as(x))
+        result, kept_out = out_layer.forward(mixed.view(len(x), -1))
         kept = x if qkv_layer.keeps_input else None
         ctx.save_for_backward(kept, qkv, mixed, log_sums, *kept_in, *kept_out)
         ctx.layers, ctx.library, ctx.starts = (qkv_layer, out_layer), library, starts

@@ -18,7 +18,9 @@ from payload.models.adapter import AdaptedSpec
 from payload.models.spec import ModelSpec
 from payload.run_config import AdapterSection
 from payload.train.kernels.kernels import Kernels
+from payload.train.models import split_head
 from payload.train.models.quantized import QuantizedLinear
+from payload.train.models.split import SplitModule, Splits
 
 
 class Cache(Protocol):
@@ -54,7 +56,7 @@ class LayerModule(nn.Module):
         return function(self, *inputs)
 
 
-class CausalLM(nn.Module, ABC):
+class CausalLM(SplitModule, ABC):
     """A language model that is trained to predict the next token.
 
     B batch, T tokens in this pass, C width, V vocabulary.
@@ -111,6 +113,10 @@ class CausalLM(nn.Module, ABC):
         A strategy places their weights on the ranks layer by layer, and all others together.
         """
         return []
+
+    def splits(self) -> Splits | None:
+        """Return how tensor ranks share out the parameters, or None where they cannot."""
+        return None
 
     @abstractmethod
     def is_hidden_matrix(self, name: str) -> bool:
@@ -219,6 +225,9 @@ class CausalLM(nn.Module, ABC):
 
     def _head_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         weight = self.head_weight()
+        if self.ranks is not None and weight is not None:
+            words = self.spec.head_rows()
+            return split_head.token_losses(hidden, weight, targets, self.ranks, words=words)
         if self.kernels is not None and weight is not None:
             return self.kernels.token_losses(hidden, weight, targets)
         losses = functional.cross_entropy(
@@ -241,6 +250,9 @@ class CausalLM(nn.Module, ABC):
             # The answers are a part of the text: the head reads those positions alone.
             chosen = targets != IGNORED_TARGET
             hidden, targets = hidden[chosen].unsqueeze(0), targets[chosen].unsqueeze(0)
+        if self.ranks is not None and weight is not None:
+            words = self.spec.head_rows()
+            return split_head.mean_loss(hidden, weight, targets, self.ranks, words=words)
         if self.kernels is not None and weight is not None:
             return self.kernels.mean_loss(hidden, weight, targets)
         logits = self.logits(hidden)

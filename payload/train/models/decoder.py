@@ -23,6 +23,7 @@ from payload.train.models.gpt2 import Embedding, LayerCache, Linear
 from payload.train.models.quantized import loading_targets
 from payload.train.models.rope import Table, frequencies, table
 from payload.train.models.saved import load_named, saved_config
+from payload.train.models.split import Split, Splits, embed
 from payload.train.models.transformers_lm import TransformersLM
 
 __all__ = ["MODEL_TYPES", "Decoder", "build"]
@@ -30,6 +31,9 @@ __all__ = ["MODEL_TYPES", "Decoder", "build"]
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The head where it is the embedding, and a buffer that old releases saved.
 _UNUSED = (_HEAD, ".rotary_emb.inv_freq")
+_SPLIT_BY_OUTPUTS = (".q_proj", ".k_proj", ".v_proj", ".gate_proj", ".up_proj")
+_SPLIT_BY_INPUTS = (".o_proj", ".down_proj")
+_NORMS_OF_HEADS = (".q_norm", ".k_norm")
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
@@ -99,7 +103,7 @@ class Decoder(CausalLM):
             context = self.kernels.layer_context()
             if context is not None:
                 where = (self.model, x, self.spec, ropes, starts)
-                return run_layers(*where, context, self.layer_pass)
+                return run_layers(*where, context, self.layer_pass, self.ranks)
         layers = cast("Sequence[Layer]", self.model.layers)
         for number, (layer, what) in enumerate(zip(layers, self.spec.layers, strict=True)):
             rope = ropes[what.rope] if what.rope is not None else None
@@ -130,7 +134,10 @@ class Decoder(CausalLM):
     def _embedded(self, tokens: Tensor) -> Tensor:
         """(B, T) to (B, T, C), scaled."""
         tied = self.tied_weight()
-        if self.kernels is not None and tied is not None and tied.requires_grad:
+        if self.ranks is not None:
+            weight = self.model.embed_tokens.weight
+            x = embed(weight, tokens, self.ranks, words=self.spec.vocab_size)
+        elif self.kernels is not None and tied is not None and tied.requires_grad:
             x = self.kernels.embed(tied, tokens)
         else:
             x = self.model.embed_tokens(tokens)
@@ -163,6 +170,19 @@ class Decoder(CausalLM):
     def layers(self) -> Sequence[nn.Module]:
         """Return the layers."""
         return list(self.model.layers)
+
+    def splits(self) -> Splits:
+        """Return how tensor ranks share out heads, the MLP and the vocabulary."""
+        parts, partial = {_EMBEDDING: Split(0), _HEAD: Split(0)}, []
+        for name, _ in self.named_parameters():
+            linear, kind = name.rpartition(".")[::2]
+            if linear.endswith(_SPLIT_BY_OUTPUTS):
+                parts[name] = Split(0)
+            elif linear.endswith(_SPLIT_BY_INPUTS) and kind == "weight":
+                parts[name] = Split(1)
+            elif linear.endswith(_NORMS_OF_HEADS):
+                partial.append(name)
+        return Splits(parts, frozenset(partial))
 
     def is_hidden_matrix(self, name: str) -> bool:
         """Say whether the parameter of this name is a layer's matrix."""

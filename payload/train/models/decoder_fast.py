@@ -28,6 +28,7 @@ from payload.train.models.decoder_layers import MLP, Attention, Layer, RMSNorm
 from payload.train.models.gpt2 import Embedding, Linear
 from payload.train.models.recognised import layer_refusals, projection
 from payload.train.models.rope import Table
+from payload.train.models.split import TensorRanks, enter, summed
 
 _KNOWN = (Attention, Embedding, Layer, Linear, MLP, RMSNorm, nn.ModuleList)
 _GATES: dict[str, Gate] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -50,10 +51,12 @@ def run_layers(
     starts: Tensor | None,
     context: LayerContext,
     layer_pass: Callable[..., Any] = lambda layer, *inputs: layer(*inputs),
+    ranks: TensorRanks | None = None,
 ) -> Tensor:
     """From the embedded tokens (B, T, C) fp32 to the final norm's output, bf16.
 
     `starts` are as in `CausalLM`; `ropes` are made for them. `layer_pass` calls each layer.
+    With `ranks`, each of them has some of the heads and a part of the MLP.
     """
 
     def layer_of(
@@ -70,7 +73,14 @@ def run_layers(
         return total, branch_norm(_mlp(normed, layer.mlp, context), _norm(behind), context)
 
     with torch.autocast("cpu", enabled=False):
-        attending = _attending(spec, ropes, starts, batch=x.shape[0], length=x.shape[1])
+        attending = _attending(
+            spec,
+            ropes,
+            starts,
+            batch=x.shape[0],
+            length=x.shape[1],
+            ranks=1 if ranks is None else ranks.size,
+        )
         total: Tensor = x.flatten(0, 1)
         added: Tensor | None = None
         layers = cast("nn.ModuleList", body.layers)
@@ -103,10 +113,12 @@ def _attending(
     *,
     batch: int,
     length: int,
+    ranks: int,
 ) -> dict[LayerSpec, Attending]:
-    """Return what each kind of layer's attention does."""
+    """Return what each kind of layer's attention does on one of so many tensor ranks."""
     rows = length if documents is None else batch * length
-    sizes = HeadSizes(rows, spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim)
+    heads, key_heads = spec.num_attention_heads // ranks, spec.num_key_value_heads // ranks
+    sizes = HeadSizes(rows, heads, key_heads, spec.head_dim)
     found = {}
     for kind in set(spec.layers):
         rotation = None if kind.rope is None else Rotation(*ropes[kind.rope])
@@ -127,10 +139,16 @@ def _attention(x: Tensor, module: Attention, how: Attending, context: LayerConte
     if module.q_norm is not None and module.k_norm is not None:
         norms = (_norm(module.q_norm), _norm(module.k_norm))
     query, key, value = map(projection, (module.q_proj, module.k_proj, module.v_proj))
-    return attention(x, (query, key, value), projection(module.o_proj), norms, how, context)
+    ranks, last = module.ranks, module.o_proj
+    out = projection(last, is_part=ranks is not None)
+    mixed = attention(enter(x, ranks), (query, key, value), out, norms, how, context)
+    return mixed if ranks is None else summed(mixed, last.bias, ranks)
 
 
 def _mlp(x: Tensor, module: MLP, context: LayerContext) -> Tensor:
     gate = _GATES[module.activation]
     wide = projection(module.gate_proj), projection(module.up_proj)
-    return gated_mlp(x, wide, projection(module.down_proj), gate, context)
+    ranks, last = module.ranks, module.down_proj
+    down = projection(last, is_part=ranks is not None)
+    result = gated_mlp(enter(x, ranks), wide, down, gate, context)
+    return result if ranks is None else summed(result, last.bias, ranks)

@@ -15,6 +15,7 @@ from payload.models.decoder_config import Layer as LayerSpec
 from payload.train.models.base import LayerModule
 from payload.train.models.gpt2 import LayerCache, Linear, documents_mask
 from payload.train.models.rope import Table, rotated
+from payload.train.models.split import SplitModule, enter, leave, own_masks
 
 
 class RMSNorm(nn.Module):
@@ -35,7 +36,7 @@ class RMSNorm(nn.Module):
         return (wide * (scale + 1 if self.offset else scale)).type_as(x)
 
 
-class Attention(nn.Module):
+class Attention(SplitModule):
     """Causal self-attention whose query heads share fewer key heads."""
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, *, dropout: float) -> None:
@@ -63,6 +64,7 @@ class Attention(nn.Module):
 
         With `starts`, as in `CausalLM`, `rope` has a row for each of the B x T tokens.
         """
+        x = enter(x, self.ranks)
         query, key, value = (
             self._heads(each(x)) for each in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -80,18 +82,19 @@ class Attention(nn.Module):
             mask = visible(new, total, window=self.window, device=x.device)
         else:
             mask = documents_mask(starts, window=self.window)
-        mixed = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and new > 1,
-            scale=self.scale,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
-        projected: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return projected
+        dropout = self.dropout if self.training else 0.0
+        with own_masks(self.ranks, dropout=dropout):
+            mixed = functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None and new > 1,
+                scale=self.scale,
+                enable_gqa=key.shape[1] != query.shape[1],
+            )
+        return leave(mixed.transpose(1, 2).flatten(2), self.o_proj, self.ranks)
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, T, heads x D) to (B, heads, T, D)."""
@@ -112,7 +115,7 @@ def visible(new: int, total: int, *, window: int | None, device: torch.device) -
     return mask
 
 
-class MLP(nn.Module):
+class MLP(SplitModule):
     """Two matrices, one through the activation, multiplied elementwise, and the way back."""
 
     def __init__(self, spec: DecoderSpec) -> None:
@@ -125,10 +128,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
-        projected: Tensor = self.down_proj(
-            activated(self.gate_proj(x), self.activation) * self.up_proj(x)
-        )
-        return projected
+        x = enter(x, self.ranks)
+        inner = activated(self.gate_proj(x), self.activation) * self.up_proj(x)
+        return leave(inner, self.down_proj, self.ranks)
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:

@@ -23,6 +23,16 @@ from payload.train.kernels.linears import LayerContext
 from payload.train.lazy_tensors import copy_in, shape_in
 from payload.train.models.base import CausalLM, LayerModule
 from payload.train.models.recognised import layer_refusals, projection
+from payload.train.models.split import (
+    Split,
+    SplitModule,
+    Splits,
+    embed,
+    enter,
+    leave,
+    own_masks,
+    summed,
+)
 
 MODEL_TYPES = ("gpt2",)
 
@@ -72,12 +82,12 @@ class Embedding(nn.Embedding):
         """Leave the weights as the memory is."""
 
 
-class Attention(nn.Module):
+class Attention(SplitModule):
     """Causal self-attention over all heads at once."""
 
     def __init__(self, spec: Gpt2Spec, *, dropout: float) -> None:
         super().__init__()
-        self.n_head = spec.n_head
+        self.head_width = spec.n_embd // spec.n_head
         self.dropout = dropout
         self.c_attn = Linear(spec.n_embd, 3 * spec.n_embd, bias=spec.bias)
         self.c_proj = Linear(spec.n_embd, spec.n_embd, bias=spec.bias)
@@ -86,25 +96,28 @@ class Attention(nn.Module):
         self, x: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """(B, T, C) to (B, T, C); `mask` is `documents_mask`'s, and there is no cache then."""
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         query, key, value = (
-            part.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2)
-            for part in self.c_attn(x).split(width, dim=2)
+            part.view(batch, length, -1, self.head_width).transpose(1, 2)
+            for part in self.c_attn(enter(x, self.ranks)).chunk(3, dim=2)
         )
         if cache is not None:
             key, value = cache.extend(key, value)
             if key.shape[2] != length:
                 mask = _continuation_mask(length, key.shape[2])
-        mixed = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and key.shape[2] == length,
-        )
-        joined = mixed.transpose(1, 2).reshape(batch, length, width)
-        return functional.dropout(self.c_proj(joined), self.dropout, self.training)
+        dropout = self.dropout if self.training else 0.0
+        with own_masks(self.ranks, dropout=dropout):
+            mixed = functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None and key.shape[2] == length,
+            )
+        joined = mixed.transpose(1, 2).reshape(batch, length, -1)
+        projected = leave(joined, self.c_proj, self.ranks)
+        return functional.dropout(projected, self.dropout, self.training)
 
 
 def _continuation_mask(new: int, total: int) -> Tensor | None:
@@ -126,7 +139,7 @@ def documents_mask(starts: Tensor, *, window: int | None = None) -> Tensor:
     return within.unsqueeze(1)
 
 
-class MLP(nn.Module):
+class MLP(SplitModule):
     """Two matrices with GELU between."""
 
     def __init__(self, spec: Gpt2Spec, *, dropout: float, activation: Activation) -> None:
@@ -138,8 +151,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
-        widened = functional.gelu(self.c_fc(x), approximate=self.approximate)
-        return functional.dropout(self.c_proj(widened), self.dropout, self.training)
+        widened = functional.gelu(self.c_fc(enter(x, self.ranks)), approximate=self.approximate)
+        projected = leave(widened, self.c_proj, self.ranks)
+        return functional.dropout(projected, self.dropout, self.training)
 
 
 class Block(LayerModule):
@@ -162,6 +176,14 @@ class Block(LayerModule):
 
 
 _KNOWN = (Attention, Block, Embedding, Linear, MLP, nn.LayerNorm, nn.ModuleList)
+_SPLITS = {
+    "attn.c_attn.weight": Split(0, sections=3),
+    "attn.c_attn.bias": Split(0, sections=3),
+    "attn.c_proj.weight": Split(1),
+    "mlp.c_fc.weight": Split(0),
+    "mlp.c_fc.bias": Split(0),
+    "mlp.c_proj.weight": Split(1),
+}
 _LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
@@ -179,7 +201,7 @@ class GPT(CausalLM):
             Block(spec, dropout=dropout, activation=spec.activation) for _ in range(spec.n_layer)
         )
         self.ln_f = nn.LayerNorm(spec.n_embd, eps=_NORM_EPS, bias=spec.bias)
-        self._has_bias = spec.bias
+        self._has_bias, self._positions = spec.bias, spec.context()
         self._head_width = spec.n_embd // spec.n_head
         if random:
             self._initialise()
@@ -224,6 +246,8 @@ class GPT(CausalLM):
         return normed
 
     def _embedded(self, tokens: Tensor) -> Tensor:
+        if self.ranks is not None:
+            return embed(self.wte.weight, tokens, self.ranks, words=self.spec.vocab_size)
         if self.kernels is not None and self.wte.weight.requires_grad:
             return self.kernels.embed(self.wte.weight, tokens)
         embedded: Tensor = self.wte(tokens)
@@ -253,13 +277,17 @@ class GPT(CausalLM):
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream (B x T, C), and what is still to be added to it."""
         total, normed = add_norm(total, added, block.ln_1, context)
-        module = block.attn
-        heads = (*sizes, module.n_head)
-        qkv, out = projection(module.c_attn), projection(module.c_proj)
-        mixed = attention(normed, qkv, out, heads, starts, context)
+        module, ranks = block.attn, self.ranks
+        heads = (*sizes, len(module.c_attn.weight) // (3 * module.head_width))
+        qkv, out = projection(module.c_attn), projection(module.c_proj, is_part=ranks is not None)
+        mixed = attention(enter(normed, ranks), qkv, out, heads, starts, context)
+        if ranks is not None:
+            mixed = summed(mixed, module.c_proj.bias, ranks)
         total, normed = add_norm(total, mixed, block.ln_2, context)
-        up, down = projection(block.mlp.c_fc), projection(block.mlp.c_proj)
-        return total, mlp(normed, up, down, context)
+        last = block.mlp.c_proj
+        up, down = projection(block.mlp.c_fc), projection(last, is_part=ranks is not None)
+        result = mlp(enter(normed, ranks), up, down, context)
+        return total, result if ranks is None else summed(result, last.bias, ranks)
 
     def _without_kernels(self) -> list[str]:
         """Say why the layers run without kernels: a line for each reason."""
@@ -294,6 +322,14 @@ class GPT(CausalLM):
         """Return the layers."""
         return list(self.h)
 
+    def splits(self) -> Splits:
+        """Return how tensor ranks share out heads, the MLP and the vocabulary."""
+        parts = {"wte.weight": Split(0)}
+        for number in range(len(self.h)):
+            for name, split in _SPLITS.items():
+                parts[f"h.{number}.{name}"] = split
+        return Splits(parts)
+
     def is_hidden_matrix(self, name: str) -> bool:
         """Say whether the parameter of this name is a layer's matrix."""
         return name.startswith("h.") and self.get_parameter(name).dim() == 2
@@ -327,18 +363,19 @@ class GPT(CausalLM):
 
     def hf_config(self) -> dict[str, Any]:
         """Return the content of config.json, by which transformers builds the same model."""
-        rows, width = self.wte.weight.shape
+        # Not by the tensors: a rank may have a part of them.
+        rows, width = self.spec.vocab_size, self.spec.n_embd
         # A vocabulary of another tokenizer may not have the token.
         end_of_text = END_OF_TEXT if rows > END_OF_TEXT else None
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
             "activation_function": self.activation,
-            "n_layer": len(self.h),
+            "n_layer": self.spec.n_layer,
             "n_head": self.spec.n_head,
             "n_embd": width,
-            "n_positions": len(self.wpe.weight),
-            "n_ctx": len(self.wpe.weight),
+            "n_positions": self._positions,
+            "n_ctx": self._positions,
             "vocab_size": rows,
             "layer_norm_epsilon": _NORM_EPS,
             "initializer_range": _INIT_STD,
@@ -386,7 +423,7 @@ class GPT(CausalLM):
         """Return name and size of each bias that transformers has and this model does not."""
         if self._has_bias:
             return {}
-        width = self.ln_f.weight.shape[0]
+        width = self.spec.n_embd
         sizes = {"ln_f.bias": width}
         for layer in range(len(self.h)):
             sizes |= {

@@ -19,9 +19,14 @@ _ADAPTER = ("lora_A", "lora_B")
 _LORA_PARAMETERS = {"weight", "bias", *_ADAPTER}
 
 
-def projection(linear: nn.Module) -> Projection:
-    """Return a linear's parameters and its adapter's, as the kernels take them."""
+def projection(linear: nn.Module, *, is_part: bool = False) -> Projection:
+    """Return a linear's parameters and its adapter's, as the kernels take them.
+
+    `is_part`: other ranks have the rest of its inputs, and the bias is added to the sum of all.
+    """
     assert isinstance(linear, nn.Linear | LoraLinear)
+    if is_part:
+        return Projection(linear.weight, None)
     adapter = None
     if isinstance(linear, LoraLinear):
         dropout = linear.dropout if linear.training else 0.0

@@ -27,6 +27,18 @@ class Strategy(ABC):
     def __init__(self, settings: DistributedSection, world: World) -> None:
         self.settings = settings
         self.world = world
+        self.mesh = settings.mesh(world.world_size)
+        self.data_rank = self.mesh.data_rank(world.rank)
+        """Which of the mesh's `data_ranks` parts of each batch this rank trains on."""
+
+    def has_results(self) -> bool:
+        """Say whether losses of this rank count: of each data rank's, one rank's do."""
+        return True
+
+    def holds(self, name: str) -> bool:
+        """Say whether this rank has the parameter `name`, or a part of it."""
+        del name
+        return True
 
     @abstractmethod
     def wrap(self, model: CausalLM) -> None:
@@ -57,6 +69,13 @@ class Strategy(ABC):
         """Return this rank's part of a whole tensor that belongs to the parameter `name`."""
         del name
         return tensor
+
+    def counts(self) -> Callable[[str], bool] | None:
+        """Return what says whether a parameter's gradient is in the norm of this rank's part.
+
+        Of ranks with the same gradient, one counts it. None = all are.
+        """
+        return None
 
     def norm_over_ranks(self) -> Callable[[float], float] | None:
         """Return what makes the norm of all gradients from that of this rank's part.

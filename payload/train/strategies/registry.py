@@ -10,6 +10,10 @@ from payload.train.world import World
 
 def choose_strategy(settings: DistributedSection, world: World) -> Strategy:
     """Return the run's strategy on this rank."""
+    if world.world_size > 1 and settings.splits_model():
+        from payload.train.strategies.model_parallel import ModelParallel
+
+        return ModelParallel(settings, world)
     if settings.strategy == "replicate" or world.world_size == 1:
         return Replicate(settings, world)
     # Loaded where it is used: FSDP2 takes a second to import.

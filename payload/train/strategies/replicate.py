@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import Tensor
 
 from payload.run_config import DistributedSection
@@ -14,9 +15,16 @@ from payload.train.world import World
 class Replicate(Strategy):
     """Data parallelism: an all-reduce of gradients in buckets, while the backward pass goes on."""
 
-    def __init__(self, settings: DistributedSection, world: World) -> None:
+    def __init__(
+        self,
+        settings: DistributedSection,
+        world: World,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Exchange over `group`: ranks that have the same part of a model; None = all ranks."""
         super().__init__(settings, world)
-        self._exchange = GradientExchange(settings, world)
+        self._exchange = GradientExchange(settings, world, group=group)
 
     def wrap(self, model: CausalLM) -> None:
         """Leave the model as it is: every rank has all of it."""

@@ -147,18 +147,19 @@ def evaluate_texts(model: Classifier, texts: LabelledTexts, how: EvalPass) -> Cl
     Ranks exchange counts, and each batch's sum of losses in float64 at a place of its own, so the
     result is equal to the last bit. None when a rank was asked to stop.
     """
-    world, size, count = how.world, how.micro_batch_size, len(model.labels)
+    size, count = how.micro_batch_size, len(model.labels)
+    index, parts = how.part()
     chosen = np.arange(_num_texts(texts, how.max_tokens))
     chosen = chosen[np.argsort(texts.lengths[chosen], kind="stable")]
     batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
     confusion = torch.zeros(count, count, dtype=torch.float64)
     losses = torch.zeros(len(batches), dtype=torch.float64)
-    passes = -(-len(batches) // world.world_size)
+    passes = -(-len(batches) // parts)
     stopped = False
     model.eval()
     with how.computing():
         for done in range(passes):
-            mine = done * world.world_size + world.rank
+            mine = done * parts + index
             # Every rank makes as many passes, the last perhaps with nothing to do.
             if mine < len(batches):
                 tokens, labels = texts.gather(batches[mine])
@@ -176,7 +177,7 @@ def evaluate_texts(model: Classifier, texts: LabelledTexts, how: EvalPass) -> Cl
     if stopped:
         return None
     total = torch.cat((confusion.flatten(), losses))
-    world.sum(total)
+    how.sum(total)
     rows = total[: count * count].view(count, count).to(torch.int64).tolist()
     return ClassMetrics(
         step=how.step,

@@ -68,3 +68,29 @@ def test_what_does_not_go_with_shards_is_one_line(settings: list[str], said: str
         parse_run_config(
             "", overrides=['distributed.strategy="shard"', *settings], where="run.toml"
         )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (['optimizer.name="muon"'], "needs whole matrices"),
+        (["engine.compile=true"], "without engine.compile"),
+        (['engine.kind="ipex"'], "without engine.compile"),
+        (['distributed.backend="ccl"'], "is for gloo alone"),
+        (
+            ['adapter.kind="lora"', 'model.init="x"'],
+            "does not run with distributed.tensor_parallel",
+        ),
+        (['task.kind="classify"'], "does not run with distributed.tensor_parallel = 2"),
+        (
+            ['adapter.kind="lora"', 'model.init="x"', 'model.quantize="nf4"'],
+            "blocks of 4 bits cannot be split",
+        ),
+    ],
+)
+def test_what_does_not_go_with_tensor_ranks_is_one_line(settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        parse_run_config(
+            "", overrides=["distributed.tensor_parallel=2", *settings], where="run.toml"
+        )
+    assert "\n" not in str(refused.value)

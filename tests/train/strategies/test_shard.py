@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from payload.train.weights import save_hf
 from tests.support.launching import (
     evaluations,
     losses,
-    metrics,
     mpirun,
     rank_env,
     run,
@@ -24,6 +22,7 @@ from tests.support.launching import (
     train_program,
 )
 from tests.train.alone import train_alone
+from tests.train.strategies.runs import first_half, norms
 from tests.train.test_model import make_model
 
 pytestmark = pytest.mark.ranks
@@ -154,14 +153,3 @@ def spoiled(self):
 trainer.Trainer._train_step = spoiled
 sys.exit(main(sys.argv[1:], os.environ))
 """
-
-
-def norms(run_dir: Path) -> list[float]:
-    return [row["grad_norm"] for row in metrics(run_dir) if "loss" in row]
-
-
-def first_half(whole: Path, folder: Path) -> Path:
-    """A copy of the run that has only its checkpoint of step 3."""
-    shutil.copytree(whole, folder)
-    shutil.rmtree(RunPaths(folder).checkpoint(6))
-    return folder

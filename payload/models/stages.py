@@ -1,0 +1,39 @@
+"""Which layers each pipeline stage has: balanced by their cost, the output head included."""
+
+from __future__ import annotations
+
+from payload.models.spec import ModelSpec
+
+
+def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
+    """Return the layers of each stage, in order; each has one at least.
+
+    The head's matmuls are on the last stage. The token embedding is looked up and costs nothing.
+    Where two ways are as fast, later stages have the larger ones: an earlier stage keeps the
+    activations of more passes.
+    """
+    layers = spec.num_layers()
+    assert 1 <= stages <= layers, "require_split refuses fewer layers than stages"
+    if stages == 1:
+        return (range(layers),)
+    head = 6 * spec.head_rows() * spec.width()
+    of_layer = max(1.0, (spec.flops_per_token() - head) / layers)
+
+    def slowest(last: int) -> float:
+        others = -(-(layers - last) // (stages - 1))
+        return max(last * of_layer + head, others * of_layer)
+
+    last = min(range(layers - stages + 1, 0, -1), key=slowest)
+    each, more = divmod(layers - last, stages - 1)
+    counts = [each + (stage >= stages - 1 - more) for stage in range(stages - 1)] + [last]
+    ends = [sum(counts[: stage + 1]) for stage in range(stages)]
+    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+
+
+def slowest_share(spec: ModelSpec, stages: int) -> float:
+    """Return the share of the model's arithmetic that the slowest stage has."""
+    head = 6 * spec.head_rows() * spec.width()
+    of_layer = (spec.flops_per_token() - head) / spec.num_layers()
+    costs = [len(each) * of_layer for each in stage_layers(spec, stages)]
+    costs[-1] += head
+    return max(costs) / sum(costs)

@@ -1,0 +1,167 @@
+"""Layers that several ranks compute together: each has some heads, a part of the MLP and words.
+
+What goes into a split layer is the same on all of its ranks, and so is what comes out of it: a sum
+over the ranks. Source: https://arxiv.org/abs/1909.08053 (Megatron-LM), section 3.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+_MOST_SEED = 2**62
+
+
+@dataclass(slots=True, eq=False)
+class TensorRanks:
+    """The ranks that compute each layer together."""
+
+    group: dist.ProcessGroup
+    index: int
+    """This rank's place among them."""
+    size: int
+    seconds: float = field(default=0.0, init=False)
+    """Spent in sums since it was set to 0."""
+
+    def sum(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Add up a contiguous tensor over the ranks, in place."""
+        began_s = time.perf_counter()
+        dist.all_reduce(values, op, group=self.group)
+        self.seconds += time.perf_counter() - began_s
+        return values
+
+
+class SplitModule(nn.Module):
+    """A module that several ranks may compute together."""
+
+    ranks: TensorRanks | None = None
+    """Set where its parameters are a rank's parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a parameter is shared out over tensor ranks: a part of each of its sections."""
+
+    dim: int
+    sections: int = 1
+    """Equally long sections along `dim`: GPT-2's queries, keys and values are one matrix."""
+
+    def part(self, whole: Tensor, *, index: int, size: int) -> Tensor:
+        """Return a rank's part, contiguous, in memory of its own."""
+        return torch.cat(self.places(whole, index=index, size=size), self.dim)
+
+    def put(self, part: Tensor, whole: Tensor, *, index: int, size: int) -> None:
+        """Put a rank's part in its place in the whole tensor."""
+        places = self.places(whole, index=index, size=size)
+        lengths = [each.shape[self.dim] for each in places]
+        for place, each in zip(places, torch.split(part, lengths, self.dim), strict=True):
+            place.copy_(each)
+
+    def places(self, whole: Tensor, *, index: int, size: int) -> list[Tensor]:
+        """Return views of what a rank has of each section."""
+        found = []
+        for section in whole.chunk(self.sections, self.dim):
+            start, end = bounds(section.shape[self.dim], index=index, size=size)
+            found.append(section.narrow(self.dim, start, end - start))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How a model's parameters are shared out; what is not named is whole on each rank."""
+
+    parts: dict[str, Split]
+    partial: frozenset[str] = frozenset()
+    """Parameters that are whole, whose gradient each rank has for its own heads alone."""
+
+
+def bounds(length: int, *, index: int, size: int) -> tuple[int, int]:
+    """Return where a rank's part of `length` begins and ends; the last ranks may have less."""
+    each = -(-length // size)
+    start = min(index * each, length)
+    return start, min(start + each, length)
+
+
+def enter(x: Tensor, ranks: TensorRanks | None) -> Tensor:
+    """Return what goes into a split layer; its gradient is summed over the ranks."""
+    if ranks is None:
+        return x
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        # The linears behind it would, and the sum of gradients is of half the bytes.
+        x = x.to(torch.get_autocast_dtype(kind))
+    return cast(Tensor, _Enter.apply(x, ranks))  # type: ignore[no-untyped-call]
+
+
+def leave(x: Tensor, linear: nn.Linear, ranks: TensorRanks | None) -> Tensor:
+    """Return a split layer's last linear of x; each rank has some of the linear's inputs."""
+    if ranks is None:
+        projected: Tensor = linear(x)
+        return projected
+    return summed(functional.linear(x, linear.weight), linear.bias, ranks)
+
+
+def summed(x: Tensor, bias: Tensor | None, ranks: TensorRanks) -> Tensor:
+    """Return the ranks' sum of x, and the bias added to that."""
+    total = cast(Tensor, _Leave.apply(x, ranks))  # type: ignore[no-untyped-call]
+    return total if bias is None else total + bias.to(total.dtype)
+
+
+def embed(weight: Tensor, tokens: Tensor, ranks: TensorRanks, *, words: int) -> Tensor:
+    """Return rows of an embedding of `words` rows, of which each rank has some."""
+    start, end = bounds(words, index=ranks.index, size=ranks.size)
+    is_elsewhere = (tokens < start) | (tokens >= end)
+    own = functional.embedding((tokens - start).masked_fill(is_elsewhere, 0), weight)
+    return summed(own.masked_fill(is_elsewhere.unsqueeze(-1), 0), None, ranks)
+
+
+@contextmanager
+def own_masks(ranks: TensorRanks | None, *, dropout: float) -> Iterator[None]:
+    """Draw other dropout masks on each rank, and the same ones again after it.
+
+    Ranks have other heads, and draw equally many numbers for them.
+    """
+    if ranks is None or not dropout:
+        yield
+        return
+    seed = int(torch.randint(_MOST_SEED, ()))
+    shared = torch.get_rng_state()
+    torch.manual_seed(seed + ranks.index)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(shared)
+
+
+class _Enter(torch.autograd.Function):
+    """Nothing going forward, a sum going back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # A copy: autograd may hand the same gradient to another function.
+        return ctx.ranks.sum(grad.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Leave(torch.autograd.Function):
+    """A sum going forward, nothing going back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        return ranks.sum(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None

@@ -1,0 +1,202 @@
+"""A checkpoint of a model in parts on a mesh of ranks: rank 0 gathers tensor by tensor.
+
+A tensor is on the ranks of one pipeline stage; there it is split over tensor ranks, and each of
+these parts over shards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from payload.mesh import Mesh, Place
+from payload.train.models.base import CausalLM
+from payload.train.models.split import Split, Splits, bounds
+from payload.train.snapshot import Snapshot
+from payload.train.tensor_file import in_file_order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """How the mesh holds one tensor of a parameter's shape."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    split: Split | None
+    stage: int
+
+    def placeholder(self, *, transposed: bool = False) -> Tensor:
+        """Return a tensor of the whole one's size, without memory."""
+        shape = reversed(self.shape) if transposed else self.shape
+        return torch.empty(tuple(shape), dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A tensor of the checkpoint's file, and the parameter that it is."""
+
+    parameter: str
+    transposed: bool
+
+
+class Layout:
+    """What the whole model's checkpoint has, noted before the ranks share the model out."""
+
+    def __init__(self, model: CausalLM, splits: Splits, stages: Mapping[str, int]) -> None:
+        """Note the model's parameters; `stages` has each one's pipeline stage, or 0."""
+        self.parameters = {
+            name: Held(
+                shape=tuple(each.shape),
+                dtype=each.dtype,
+                split=splits.parts.get(name),
+                stage=stages.get(name, 0),
+            )
+            for name, each in model.named_parameters()
+        }
+        owners = {each.data_ptr(): (name, each) for name, each in model.named_parameters()}
+        self.saved: dict[str, Saved] = {}
+        self.constants: dict[str, Tensor] = {}
+        """Tensors of the file that are no parameters, such as biases of zeros."""
+        for name, tensor in model.hf_tensors().items():
+            if tensor.data_ptr() not in owners:
+                self.constants[name] = tensor
+                continue
+            owner, parameter = owners[tensor.data_ptr()]
+            is_transposed = tensor.dim() == 2 and tensor.stride() != parameter.stride()
+            self.saved[name] = Saved(parameter=owner, transposed=is_transposed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A tensor that is still to be gathered."""
+
+    whole: Tensor
+    """What stands for it until then."""
+    held: Held
+    transposed: bool
+    own: Tensor | None
+    """What this rank has of it."""
+
+
+class MeshSnapshot(Snapshot):
+    """The parts that this rank holds.
+
+    A thread gathers them while training goes on, over a process group of its own: on rank 0 as the
+    file is written, elsewhere in `finish`. Both take the tensors in the order of the file.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        *,
+        mesh: Mesh,
+        rank: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Take this rank's parts of `parameters` by name, and of their `state` by its key, too.
+
+        `group` is of the ranks that hold the first replica.
+        """
+        self._mesh, self._rank, self._group = mesh, rank, group
+        weights, pending = dict(layout.constants), {}
+        for name, saved in layout.saved.items():
+            held = layout.parameters[saved.parameter]
+            weights[name] = held.placeholder(transposed=saved.transposed)
+            own = parameters.get(saved.parameter)
+            pending[id(weights[name])] = _Pending(weights[name], held, saved.transposed, own)
+        optimizer = {}
+        for key, sample in _by_key(state).items():
+            for name, held in layout.parameters.items():
+                full_name = f"{key}.{name}"
+                if sample.dim() == 0:
+                    optimizer[full_name] = sample
+                    continue
+                optimizer[full_name] = held.placeholder()
+                pending[id(optimizer[full_name])] = _Pending(
+                    optimizer[full_name], held, False, state.get(full_name)
+                )
+        super().__init__(weights, optimizer)
+        ordered = [each for _, each in (*in_file_order(weights), *in_file_order(optimizer))]
+        takes_part = mesh.place(rank).replicate == 0
+        self._pending = deque(
+            pending[id(each)] for each in ordered if takes_part and id(each) in pending
+        )
+
+    def is_shared(self) -> bool:
+        """Say whether this rank holds parts of what rank 0 writes."""
+        return bool(self._pending)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return all elements of a tensor, on rank 0."""
+        if not tensor.is_meta:
+            return tensor
+        assert self._pending[0].whole is tensor, "tensors are gathered in the order of the file"
+        return self._gather(self._pending.popleft())
+
+    def finish(self) -> None:
+        """Gather or send what is left."""
+        while self._pending:
+            self._gather(self._pending.popleft())
+
+    def _gather(self, each: _Pending) -> Tensor:
+        """Return the whole tensor on rank 0, and send this rank's part of it elsewhere."""
+        with torch.no_grad():
+            own = each.own if each.own is None else local(each.own)
+            if self._rank:
+                if own is not None and own.numel() and self._sends(each.held):
+                    dist.send(own.detach().contiguous(), dst=0, group=self._group)
+                return each.whole
+            whole = torch.empty(each.held.shape, dtype=each.held.dtype)
+            for tensor in range(self._mesh.tensor if each.held.split else 1):
+                self._receive(each.held, whole, own, tensor=tensor)
+            return whole.t() if each.transposed else whole
+
+    def _sends(self, held: Held) -> bool:
+        """Say whether rank 0 takes this rank's part, and not that of one that has the same."""
+        place = self._mesh.place(self._rank)
+        return place.pipeline == held.stage and (held.split is not None or place.tensor == 0)
+
+    def _receive(self, held: Held, whole: Tensor, own: Tensor | None, *, tensor: int) -> None:
+        """Put the part of one tensor rank in its place in `whole`."""
+        size = self._mesh.tensor
+        part = whole if held.split is None else held.split.part(whole, index=tensor, size=size)
+        for shard in range(self._mesh.shard):
+            start, end = bounds(len(part), index=shard, size=self._mesh.shard)
+            rows = part[start:end]
+            place = Place(pipeline=held.stage, replicate=0, shard=shard, tensor=tensor)
+            source = self._mesh.rank(place)
+            if not rows.numel():
+                continue
+            if source == 0:
+                assert own is not None
+                rows.copy_(own)
+            else:
+                dist.recv(rows, src=source, group=self._group)
+        if held.split is not None:
+            held.split.put(part, whole, index=tensor, size=size)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, which may be FSDP2's."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return tensor
+    # Loaded where it is used: it takes seconds to import.
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+def _by_key(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return one tensor for each kind of state: of AdamW's steps and of its two moments."""
+    found: dict[str, Tensor] = {}
+    for name, value in state.items():
+        found.setdefault(name.partition(".")[0], value)
+    return found

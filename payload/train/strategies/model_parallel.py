@@ -1,0 +1,192 @@
+"""Several ranks make one pass together: each has a part of every layer, or some of the layers.
+
+What is left of the mesh is data parallel: ranks with the same part of the model exchange gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from payload.mesh import Dimension
+from payload.run_config import DistributedSection
+from payload.train.models.base import CausalLM, trainable
+from payload.train.models.split import SplitModule, Splits, TensorRanks
+from payload.train.optimizer import Optimizers
+from payload.train.strategies.base import Strategy
+from payload.train.strategies.groups import group_along
+from payload.train.strategies.mesh_snapshot import Layout, MeshSnapshot
+from payload.train.strategies.replicate import Replicate
+from payload.train.sync_check import RankState, inspect_each, require_equal, require_finite
+from payload.train.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MeshState:
+    """What one rank holds after a step."""
+
+    own: RankState
+    """All of it: equal on the ranks of its replicas."""
+    whole: RankState
+    """What is not split over tensor ranks: equal on these, too."""
+
+
+class ModelParallel(Strategy):
+    """Tensor ranks that compute each layer together, and replicas of them."""
+
+    def __init__(self, settings: DistributedSection, world: World) -> None:
+        super().__init__(settings, world)
+        self._place = self.mesh.place(world.rank)
+        timeout_s = settings.timeout_s
+        here = (self.mesh, world.rank)
+        replicas = group_along(*here, "replicate", timeout_s=timeout_s)
+        self._data = Replicate(settings, world, group=replicas)
+        self._tensor = TensorRanks(
+            group_along(*here, "tensor", timeout_s=timeout_s),
+            index=self._place.tensor,
+            size=self.mesh.tensor,
+        )
+        of_model: tuple[Dimension, ...] = ("pipeline", "shard", "tensor")
+        self._model = group_along(*here, *of_model, timeout_s=timeout_s)
+        """The ranks that hold one model together."""
+        self._saving = group_along(*here, *of_model, timeout_s=timeout_s)
+        """The same, for the thread that writes checkpoints."""
+        self._splits = Splits({})
+        self._layout: Layout
+        self._trained: dict[str, nn.Parameter] = {}
+
+    def wrap(self, model: CausalLM) -> None:
+        """Give every rank its part of rank 0's weights, one whole parameter at a time."""
+        splits = model.splits()
+        assert splits is not None, "require_split refused every other model"
+        self._splits, self._layout = splits, Layout(model, splits, {})
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+        for path, module in model.named_modules():
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                dist.broadcast(parameter.detach(), src=0)
+                split = splits.parts.get(f"{path}.{key}")
+                if split is not None:
+                    with torch.no_grad():
+                        part = split.part(
+                            parameter, index=self._tensor.index, size=self._tensor.size
+                        )
+                    module.register_parameter(key, nn.Parameter(part))
+            if isinstance(module, SplitModule):
+                module.ranks = self._tensor
+
+    def parts(self, model: CausalLM) -> dict[str, nn.Parameter] | None:
+        """Return what this rank's optimizers train: the model's own parameters, parts by now."""
+        found = self._data.parts(model)
+        self._trained = dict(trainable(model)) if found is None else found
+        return found
+
+    def attach(self, model: CausalLM) -> None:
+        """Average the gradients over the replicas of this rank's part."""
+        self._data.attach(model)
+
+    def begin(self, tokens: Tensor) -> None:
+        """Exchange the gradients of the coming backward pass, which read `tokens` (B, T)."""
+        self._data.begin(tokens)
+
+    def finish(self) -> float:
+        """Put the mean gradients in place; return the seconds that this rank waited for others."""
+        waited_s = self._data.finish()
+        self._agree_on_whole()
+        waited_s, self._tensor.seconds = waited_s + self._tensor.seconds, 0.0
+        return waited_s
+
+    def own_part(self, name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor that belongs to the parameter `name`."""
+        split = self._splits.parts.get(name)
+        if split is not None:
+            tensor = split.part(tensor, index=self._tensor.index, size=self._tensor.size)
+        return self._data.own_part(name, tensor)
+
+    def has_results(self) -> bool:
+        """Say whether this is the first of the ranks that compute the same losses."""
+        return self._place.tensor == 0
+
+    def counts(self) -> Callable[[str], bool]:
+        """Return what says whether this rank counts a parameter: one of those that have it does."""
+        return lambda name: name in self._splits.parts or self._place.tensor == 0
+
+    def norm_over_ranks(self) -> Callable[[float], float]:
+        """Return what adds up the squares of the parts' norms."""
+
+        def whole(norm: float) -> float:
+            squares = torch.tensor(norm**2, dtype=torch.float64, device=self.world.device)
+            dist.all_reduce(squares, group=self._model)
+            return math.sqrt(float(squares))
+
+        return whole
+
+    def without_gradients(self) -> AbstractContextManager[object]:
+        """Return the context in which an evaluation computes."""
+        return self._data.without_gradients()
+
+    def computes_together(self) -> bool:
+        """Say that the ranks of a model make a pass together."""
+        return True
+
+    def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
+        """Compare replicas of a part, and over tensor ranks what is not split."""
+        weights: list[tuple[str, Tensor]] = [*optimizers.model.named_parameters()]
+        state, split = optimizers.state_tensors(), self._splits.parts
+        whole = [(name, each) for name, each in weights if name not in split]
+        whole += [pair for pair in state.items() if pair[0].partition(".")[2] not in split]
+        found = _MeshState(own=_state([*weights, *state.items()]), whole=_state(whole))
+        states = self.world.gather(found, _MeshState)
+        owns, wholes = [each.own for each in states], [each.whole for each in states]
+        for rank in range(self.mesh.world_size):
+            replicas = self.mesh.along(rank, "replicate")
+            copies = self.mesh.along(rank, "replicate", "tensor")
+            require_equal(wholes, copies, step=step, passed_step=passed_step)
+            require_equal(owns, replicas, step=step, passed_step=passed_step)
+        require_finite(owns, step=step, passed_step=passed_step)
+
+    def snapshot(self, model: CausalLM, optimizers: Optimizers) -> MeshSnapshot:
+        """Return the parts of a checkpoint's tensors."""
+        return MeshSnapshot(
+            self._layout,
+            dict(model.named_parameters()),
+            optimizers.state_tensors(),
+            mesh=self.mesh,
+            rank=self.world.rank,
+            group=self._saving,
+        )
+
+    def _agree_on_whole(self) -> None:
+        """Give the tensor ranks one gradient of each parameter that is not split.
+
+        They have computed the same one, but perhaps with other threads; the norms of heads are the
+        sum of what each rank's heads make of them.
+        """
+        found = list(self._not_split())
+        if not found:
+            return
+        flat = torch.cat([gradient.flatten() for _, gradient in found])
+        parts = torch.split(flat, [gradient.numel() for _, gradient in found])
+        if self._tensor.index:
+            for (name, _), part in zip(found, parts, strict=True):
+                if name not in self._splits.partial:
+                    part.zero_()
+        self._tensor.sum(flat)
+        for (_, gradient), part in zip(found, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def _not_split(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._trained.items():
+            if name not in self._splits.parts and parameter.grad is not None:
+                yield name, parameter.grad
+
+
+def _state(tensors: list[tuple[str, Tensor]]) -> RankState:
+    digest, not_finite = inspect_each(tensors)
+    return RankState(weights=digest, optimizer="", not_finite=not_finite)

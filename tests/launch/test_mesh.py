@@ -1,0 +1,81 @@
+"""The mesh of ranks, and what a plan says of ranks that compute each layer together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.architecture_cases import CASES
+from payload.errors import ConfigError
+from payload.launch.arithmetic import Arithmetic, work_out
+from payload.mesh import Mesh, require_tensor_ranks_on_a_node
+from payload.models.gpt2 import PRESETS
+from payload.models.registry import spec_of
+from payload.models.spec import ModelSpec
+from payload.run_config import DistributedSection, parse_run_config
+
+GPT2 = replace(PRESETS["gpt2"], sequence_length=64)
+LLAMA = spec_of(CASES["llama"], where="config.json")
+TENSOR = "distributed.tensor_parallel=2"
+
+
+def numbers(*settings: str, spec: ModelSpec = GPT2, ranks: int = 4) -> Arithmetic:
+    words = ("batch.micro_batch_size=1", "batch.global_batch_size=8", "data.sequence_length=64")
+    return work_out(
+        parse_run_config("", overrides=[*words, *settings], where="test"),
+        spec=spec,
+        world_size=ranks,
+        link_bytes_per_s=1e9,
+        peak_flops_per_s=1e12,
+    )
+
+
+def test_tensor_ranks_are_neighbours_and_stages_are_far_apart() -> None:
+    mesh = Mesh(replicate=2, tensor=2, pipeline=2)
+    assert mesh.world_size == 8 and mesh.data_ranks == 2
+    assert mesh.along(5, "tensor") == (4, 5)
+    assert mesh.along(5, "replicate") == (5, 7)
+    assert mesh.along(5, "pipeline") == (1, 5)
+    assert mesh.along(5, "pipeline", "tensor") == (0, 1, 4, 5)
+    assert [mesh.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert all(mesh.rank(mesh.place(rank)) == rank for rank in range(8))
+    assert mesh.describe() == "pipeline 2 x replicate 2 x tensor 2"
+
+
+def test_ranks_that_make_no_mesh_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"= 2 x 1 = 2 does not divide the 3 ranks"):
+        DistributedSection(tensor_parallel=2).mesh(3)
+    with pytest.raises(ConfigError, match=r"does not divide the 3 rank\(s\) of a node"):
+        require_tensor_ranks_on_a_node(2, ranks_per_node=3)
+    require_tensor_ranks_on_a_node(2, ranks_per_node=4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "tensor", "said"),
+    [
+        (GPT2, 8, "its 12 attention heads are no multiple of 8"),
+        (LLAMA, 4, "its 2 key and value heads are no multiple of 4"),
+        (spec_of(CASES["llama, yarn rope"], where=""), 2, "as transformers has it"),
+    ],
+)
+def test_a_model_that_cannot_be_shared_out_makes_no_plan(
+    spec: ModelSpec, tensor: int, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        numbers(f"distributed.tensor_parallel={tensor}", spec=spec, ranks=8)
+
+
+def test_a_plan_counts_the_sums_of_each_layer_and_gradients_of_a_half() -> None:
+    found = numbers(TENSOR, "precision.dtype=fp32")
+    assert (found.replicas, found.shards, found.tensor) == (2, 1, 2)
+    assert found.grad_accum_steps == 4
+    tokens = 64 * GPT2.width() * 4
+    assert found.tensor_bytes == 4 * tokens * (4 * 12 + 2)
+    assert found.replicate_bytes == 4 * GPT2.num_params() // 2
+    assert numbers().tensor_bytes == 0
+
+
+def test_a_half_of_each_layer_takes_about_a_half_of_the_memory() -> None:
+    whole, half = (numbers(*each).memory_bytes_per_rank for each in ((), (TENSOR,)))
+    assert 0.5 * whole < half < 0.7 * whole

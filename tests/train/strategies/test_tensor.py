@@ -1,0 +1,194 @@
+"""Ranks that compute each layer together: one rank's losses, checkpoints for any strategy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from benchmarks.architecture_cases import CASES, make_folder
+from payload.train.models.split import Split
+from payload.train.weights import save_hf
+from tests.support.launching import (
+    evaluations,
+    losses,
+    mpirun,
+    rank_env,
+    run,
+    summary,
+    train,
+    train_program,
+)
+from tests.train.alone import train_alone
+from tests.train.strategies.runs import first_half, norms, tensors
+from tests.train.test_model import make_model
+
+pytestmark = pytest.mark.ranks
+
+TENSOR = "distributed.tensor_parallel=2"
+STEPS = ("schedule.warmup_steps=0", "train.steps=6", "train.checkpoint_every=3")
+WITH_REPLICAS = (TENSOR, "batch.micro_batch_size=1")
+SIZES = tuple(f"model.{name}=none" for name in ("n_layer", "n_head", "n_embd"))
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """A GPT-2 whose vocabulary does not divide by two."""
+    folder = tmp_path_factory.mktemp("base")
+    save_hf(make_model(n_embd=32, n_head=2, n_layer=2, vocab_size=513), folder)
+    return (*STEPS, *SIZES, f"model.init={folder}")
+
+
+@pytest.fixture(scope="module")
+def alone(
+    tmp_path_factory: pytest.TempPathFactory, tiny_config: Path, settings: tuple[str, ...]
+) -> Path:
+    """The run of one rank, which holds everything."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    train_alone(folder, tiny_config, *settings)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def halves(
+    tmp_path_factory: pytest.TempPathFactory, tiny_config: Path, settings: tuple[str, ...]
+) -> Path:
+    """The same on two ranks with a half of each layer; not to be changed."""
+    folder = tmp_path_factory.mktemp("halves") / "run"
+    train(folder, tiny_config, TENSOR, *settings, num_ranks=2)
+    return folder
+
+
+def test_two_halves_of_each_layer_train_and_evaluate_as_one_rank_does(
+    alone: Path, halves: Path
+) -> None:
+    assert losses(halves) == pytest.approx(losses(alone), rel=1e-6)
+    assert evaluations(halves) == pytest.approx(evaluations(alone), rel=1e-6)
+    assert norms(halves) == pytest.approx(norms(alone), rel=1e-5)
+    assert summary(halves)["ranks_identical"] is True
+
+
+def test_their_checkpoint_has_the_tensors_of_any_other(alone: Path, halves: Path) -> None:
+    ours, theirs = tensors(halves, step=6), tensors(alone, step=6)
+    assert ours.keys() == theirs.keys()
+    for name, each in ours.items():
+        assert each.shape == theirs[name].shape and each.dtype == theirs[name].dtype
+        if name.endswith("c_attn.bias"):
+            # A key's bias changes no softmax: its gradient is what rounding makes of zero.
+            continue
+        assert_close(each, theirs[name], rtol=1e-3, atol=2e-5)
+
+
+def test_a_resume_on_the_same_ranks_is_bitwise(
+    tmp_path: Path, tiny_config: Path, settings: tuple[str, ...], halves: Path
+) -> None:
+    half = first_half(halves, tmp_path / "half")
+    train(half, tiny_config, TENSOR, *settings, num_ranks=2)
+    assert losses(half) == losses(halves)
+    ours, theirs = tensors(half, step=6), tensors(halves, step=6)
+    assert all(torch.equal(each, theirs[name]) for name, each in ours.items())
+
+
+def test_one_rank_goes_on_from_their_checkpoint(
+    tmp_path: Path, tiny_config: Path, settings: tuple[str, ...], halves: Path
+) -> None:
+    half = first_half(halves, tmp_path / "half")
+    train_alone(half, tiny_config, *settings)
+    assert losses(half) == pytest.approx(losses(halves), rel=1e-6)
+
+
+def test_two_pairs_go_on_from_the_checkpoint_of_one_rank(
+    tmp_path: Path, tiny_config: Path, settings: tuple[str, ...], alone: Path
+) -> None:
+    half = first_half(alone, tmp_path / "half")
+    train(half, tiny_config, *WITH_REPLICAS, *settings, num_ranks=4)
+    assert losses(half) == pytest.approx(losses(alone), rel=1e-6)
+    assert norms(half) == pytest.approx(norms(alone), rel=1e-5)
+    assert summary(half)["ranks_identical"] is True
+
+
+def test_the_kernels_run_a_part_of_each_layer(
+    tmp_path: Path, tiny_config: Path, settings: tuple[str, ...]
+) -> None:
+    bf16 = (*settings, "precision.dtype=bf16", "train.steps=3")
+    train_alone(tmp_path / "alone", tiny_config, *bf16)
+    said = train(tmp_path / "two", tiny_config, TENSOR, *bf16, num_ranks=2).stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    assert "without kernels" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("llama, untied, biases", ("memory.activation_checkpointing=on",)),
+        ("qwen3", ("engine.kernels=off",)),
+        ("qwen3", ("precision.dtype=bf16",)),
+        ("gemma3_text", ()),
+    ],
+)
+def test_a_decoder_is_shared_out_by_its_key_heads(
+    tmp_path: Path, tiny_config: Path, name: str, extra: tuple[str, ...]
+) -> None:
+    config = {**CASES[name], "vocab_size": 600, "num_key_value_heads": 2}
+    make_folder(config, tmp_path / "base")
+    words = (*STEPS, *SIZES, f"model.init={tmp_path / 'base'}", "optimizer.lr=1e-4", *extra)
+    train_alone(tmp_path / "alone", tiny_config, *words)
+    train(tmp_path / "two", tiny_config, TENSOR, *words, num_ranks=2)
+    close = 1e-4 if "precision.dtype=bf16" in extra else 1e-6
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=close)
+    assert norms(tmp_path / "two") == pytest.approx(norms(tmp_path / "alone"), rel=close * 300)
+    assert summary(tmp_path / "two")["ranks_identical"] is True
+
+
+def test_dropout_masks_the_residual_stream_alike_on_both_ranks(
+    tmp_path: Path, tiny_config: Path
+) -> None:
+    words = ("model.dropout=0.2", "train.steps=3", "train.sync_check_every=1")
+    train(tmp_path / "two", tiny_config, TENSOR, *words, num_ranks=2)
+    assert summary(tmp_path / "two")["ranks_identical"] is True
+
+
+def test_a_norm_that_differs_on_one_rank_stops_the_run(tmp_path: Path, tiny_config: Path) -> None:
+    program = tmp_path / "spoil.py"
+    program.write_text(_SPOIL_RANK_1, encoding="utf-8")
+    words = train_program(tmp_path / "run", tiny_config, TENSOR, *STEPS)[2:]
+    result = run(mpirun(2, str(program), *words), env=rank_env())
+    assert result.returncode == 40, result.stderr
+    record = json.loads((tmp_path / "run" / "exits" / "rank_0000.json").read_text())
+    assert "after step 3 the ranks do not hold one model" in record["error"]
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+# A bit flips in what both ranks hold, as broken RAM would do it.
+_SPOIL_RANK_1 = """
+import os, sys
+import torch
+from payload.train import trainer
+from payload.train.__main__ import main
+
+step = trainer.Trainer._train_step
+
+def spoiled(self):
+    stopping = step(self)
+    if self._parts.world.rank == 1 and self._step == 2:
+        with torch.no_grad():
+            self._parts.optimizers.trained()["h.0.ln_1.weight"][5] += 1e-6
+    return stopping
+
+trainer.Trainer._train_step = spoiled
+sys.exit(main(sys.argv[1:], os.environ))
+"""
+
+
+def test_parts_of_sections_come_together_again() -> None:
+    whole = torch.arange(30.0).view(15, 2)
+    split = Split(0, sections=3)
+    parts = [split.part(whole, index=index, size=2) for index in range(2)]
+    assert parts[0][:, 0].tolist() == [0, 2, 4, 10, 12, 14, 20, 22, 24]
+    joined = torch.zeros_like(whole)
+    for index, part in enumerate(parts):
+        split.put(part, joined, index=index, size=2)
+    assert torch.equal(joined, whole)
