@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from payload.errors import ConfigError
 from payload.inventory import ClusterInventory
-from payload.launch.arithmetic import LOOPBACK_BYTES_PER_S, work_out
+from payload.launch.arithmetic import work_out
 from payload.launch.environment import malloc_environment, spin_environment
 from payload.launch.exports import dstack, mpijob, sbatch, skypilot, trainjob
 from payload.launch.exports.base import Engine, ExportJob
 from payload.launch.ranks import Domain, place_ranks
 from payload.models.spec import ModelSpec
 from payload.run_config import RunConfig
+from payload.step_time import LOOPBACK_BYTES_PER_S
 
 ENGINES: Mapping[str, Engine] = {
     module.ENGINE.name: module.ENGINE for module in (sbatch, mpijob, trainjob, skypilot, dstack)
