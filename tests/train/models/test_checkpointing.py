@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -170,3 +171,21 @@ def test_the_estimate_and_the_time_of_a_step_follow() -> None:
         assert weights < less <= whole
     on = parse_run_config("[memory]\nactivation_checkpointing = 'on'", where="test")
     assert (on.recomputation(), parse_run_config("", where="test").recomputation()) == (4 / 3, 1)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_step_of_8192_tokens_keeps_a_fraction_of_what_it_would(
+    library: Library, kernels: bool
+) -> None:
+    raw = {**CASES["llama"], "max_position_embeddings": 8192, "num_hidden_layers": 3}
+    tokens = torch.randint(0, raw["vocab_size"], (1, 8193), generator=torch.Generator())
+    kept = []
+    for checkpoints in (False, True):
+        model = make(raw, checkpoints=checkpoints)
+        if kernels:
+            model.kernels = Kernels(library)
+        loss, found, size = gradients(model, (tokens[:, :-1], tokens[:, 1:]), bf16)
+        assert loss == pytest.approx(math.log(raw["vocab_size"]), rel=0.05)
+        assert all(bool(each.isfinite().all()) for each in found.values())
+        kept.append(size)
+    assert kept[1] < 0.8 * kept[0]
