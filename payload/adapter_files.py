@@ -95,7 +95,6 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     assert isinstance(raw, Mapping)
     for key, value, wanted in (
         ("peft_type", found.peft_type, "LORA"),
-        ("use_dora", found.use_dora, False),
         ("bias", found.bias, "none"),
     ):
         if value != wanted:
@@ -120,6 +119,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             dropout=found.lora_dropout,
             target=_target(raw.get("target_modules"), path),
             rslora=found.use_rslora,
+            dora=found.use_dora,
         ),
         base=found.base_model_name_or_path,
         revision=found.revision,
@@ -146,7 +146,7 @@ def render_adapter_config(
         "lora_dropout": settings.dropout,
         "target_modules": modules,
         "use_rslora": settings.rslora,
-        "use_dora": False,
+        "use_dora": settings.dora,
         "bias": "none",
         "fan_in_fan_out": transposed,
         "modules_to_save": list(config.modules_to_save) or None,

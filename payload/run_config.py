@@ -34,6 +34,7 @@ _FIXED = (
     ("adapter", "alpha"),
     ("adapter", "target"),
     ("adapter", "rslora"),
+    ("adapter", "dora"),
     ("optimizer", "name"),
 )
 
@@ -130,6 +131,8 @@ class AdapterSection:
     """`all-linear`, or names of linears with commas between: `q_proj,v_proj`."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead, which keeps the scale for high ranks."""
+    dora: bool = False
+    """DoRA: train the length of each output's weights as well. The kernels do not run it."""
 
     def is_on(self) -> bool:
         """Say whether an adapter is trained instead of the model."""
@@ -370,6 +373,7 @@ class RunConfig:
     def uses_kernels(self) -> bool:
         """Whether the project's own kernels do the layers, where they can be built."""
         is_plain = not self.model.dropout and self.model.quantize == "none"
+        is_plain = is_plain and not (self.adapter.is_on() and self.adapter.dora)
         return self.engine.wants_kernels() and is_plain
 
     def passes(self, world_size: int) -> int:
@@ -428,6 +432,7 @@ class RunConfig:
             target=adapter.target,
             dropout=adapter.dropout,
             is_quantized=self.model.quantize != "none",
+            is_dora=adapter.dora,
         )
 
     def longest_wait_s(self) -> float:
@@ -638,6 +643,16 @@ def _adapter_contradictions(config: RunConfig) -> list[str]:
         found.append(
             f'adapter.kind = "{kind}" trains beside weights that exist, but model.init = "scratch" '
             "has none. Name a model."
+        )
+    if config.adapter.dora and config.model.quantize != "none":
+        found.append(
+            "adapter.dora = true does not run with model.quantize = "
+            f'"{config.model.quantize}". Set adapter.dora to false, or model.quantize to "none".'
+        )
+    if config.adapter.dora and config.distributed.strategy != "replicate":
+        found.append(
+            "adapter.dora = true does not run with distributed.strategy = "
+            f'"{config.distributed.strategy}". Set it to "replicate".'
         )
     if config.engine.kind != "native" or config.engine.compile:
         found.append(

@@ -35,6 +35,8 @@ class MergedWeights(WeightFiles):
         self._config: AdapterConfig = read_adapter_config(adapter)
         self._is_transposed = _fan_in_fan_out(adapter)
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        self._magnitudes: dict[str, Tensor] = {}
+        """DoRA's, by the weight's name."""
         self._whole: dict[str, Tensor] = {}
 
     def __enter__(self) -> MergedWeights:
@@ -56,6 +58,8 @@ class MergedWeights(WeightFiles):
             if not module:
                 # Trained whole, as a classifier's head is; it takes the output head's place.
                 self._whole[name.removeprefix(_PREFIX)] = low
+            elif part == "magnitude_vector":
+                self._magnitudes[self._place(f"{module}.weight")] = low
             elif part == "A.weight":
                 high = tensors.get(f"{_PREFIX}{module}.lora_B.weight")
                 if high is None:
@@ -93,6 +97,11 @@ class MergedWeights(WeightFiles):
             sizes = f"{tuple(value.shape)}, the adapter is for {tuple(added.shape)}"
             raise self._misfit(f"{name} is {sizes}")
         merged = value + added
+        if name in self._magnitudes:
+            # Over the inputs, which are the first dimension where the base is transposed.
+            inputs = 0 if self._is_transposed else 1
+            lengths = merged.norm(dim=inputs, keepdim=True)
+            merged = merged * (self._magnitudes[name].float().reshape(lengths.shape) / lengths)
         if not bool(merged.isfinite().all()):
             raise self._misfit(f"{name} has NaN or infinity with the adapter")
         return merged

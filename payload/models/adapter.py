@@ -65,6 +65,8 @@ class AdaptedSpec(WrappedSpec):
     has_dropout: bool = False
     is_quantized: bool = False
     """The layers' linears are of 4 bits, and the base's other weights bf16."""
+    is_dora: bool = False
+    """The length of each output's weights is trained, too."""
 
     @classmethod
     def of(
@@ -75,6 +77,7 @@ class AdaptedSpec(WrappedSpec):
         target: str,
         dropout: float = 0.0,
         is_quantized: bool = False,
+        is_dora: bool = False,
     ) -> AdaptedSpec:
         """Return the spec of `base` with an adapter.
 
@@ -105,6 +108,7 @@ class AdaptedSpec(WrappedSpec):
             targets=names,
             has_dropout=dropout > 0,
             is_quantized=is_quantized,
+            is_dora=is_dora,
         )
 
     def num_params(self) -> int:
@@ -114,7 +118,10 @@ class AdaptedSpec(WrappedSpec):
 
     def num_trainable_params(self) -> int:
         """Return the number of the adapter's weights."""
-        adapter = sum(self.rank * (each.inputs + each.outputs) for each in self._adapted())
+        adapter = sum(
+            self.rank * (each.inputs + each.outputs) + each.outputs * self.is_dora
+            for each in self._adapted()
+        )
         return adapter + self.base.task_head_size()
 
     def flops_per_token(self) -> int:
@@ -170,6 +177,10 @@ class AdaptedSpec(WrappedSpec):
         some = replace(setting, alone=False, accumulates=True)
         none = replace(some, micro_batch_size=0)
         kept = self.base.memory_bytes(some) - self.base.memory_bytes(none)
+        if self.is_dora:
+            # Each linear's result, which its length multiplies.
+            tokens = setting.micro_batch_size * self.sequence_length
+            kept += tokens * sum(each.outputs for each in self._adapted()) * setting.value_bytes()
         if not (setting.kernels and setting.dtype == "bf16"):
             return kept
         if self.has_dropout:
@@ -189,6 +200,7 @@ class AdaptedSpec(WrappedSpec):
         head = self.base.task_head_size()
         sizes = [GradientSize(head, "head")] if head else []
         for each in reversed(self._adapted()):
+            sizes += [GradientSize(each.outputs, "vector")] if self.is_dora else []
             sizes += [
                 GradientSize(self.rank * each.outputs, "matrix"),
                 GradientSize(self.rank * each.inputs, "matrix"),
@@ -204,8 +216,9 @@ class AdaptedSpec(WrappedSpec):
         trained = self.num_trainable_params()
         share = trained / max(1, self.num_params())
         beside = " beside linears of 4 bits" if self.is_quantized else ""
+        kind = "DoRA" if self.is_dora else "LoRA"
         return (
-            f"{self.base.summary()}; LoRA of rank {self.rank} trains {trained:,} of them "
+            f"{self.base.summary()}; {kind} of rank {self.rank} trains {trained:,} of them "
             f"({share:.2%}){beside}"
         )
 

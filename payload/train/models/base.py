@@ -197,6 +197,7 @@ class CausalLM(SplitModule, ABC):
             target=adapter.target,
             dropout=adapter.dropout,
             is_quantized=any(isinstance(each, QuantizedLinear) for each in self.modules()),
+            is_dora=adapter.dora,
         )
 
     def draws_masks(self) -> bool:

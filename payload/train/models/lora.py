@@ -87,6 +87,45 @@ class LoraLinear(nn.Module):
         """Return what the adapter adds to the weight, (O, I) fp32."""
         return self.scale * (self.lora_B.detach() @ self.lora_A.detach())
 
+    def merged(self) -> Tensor:
+        """Return the weight with the adapter in it, (O, I) fp32."""
+        return self.plain()[0] + self.delta()
+
+
+class DoraLinear(LoraLinear):
+    """The same with the length of each output's weights trained by itself: DoRA.
+
+    Source: https://arxiv.org/abs/2402.09353. As in PEFT, the length of the sum is no part of the
+    gradient. The kernels do not know it.
+    """
+
+    def __init__(self, linear: nn.Linear | QuantizedLinear, settings: AdapterSection) -> None:
+        super().__init__(linear, settings)
+        lengths = torch.linalg.norm(self.plain()[0], dim=1)
+        self.lora_magnitude_vector = nn.Parameter(lengths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) to (..., O)."""
+        below = functional.dropout(x, self.dropout, self.training)
+        base, factor = self.base(x), self._factor()
+        turned = self.base(below) if self.dropout and self.training else base
+        if self.bias is not None:
+            turned = turned - self.bias
+        low = functional.linear(below, self.lora_A)
+        added = self.scale * functional.linear(low, self.lora_B)
+        found: Tensor = base + (factor - 1) * turned + factor * added
+        return found
+
+    def _factor(self) -> Tensor:
+        """Return what each output is multiplied by, (O)."""
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            lengths = torch.linalg.norm(self.plain()[0] + self.delta(), dim=1)
+        return self.lora_magnitude_vector / lengths
+
+    def merged(self) -> Tensor:
+        """Return the weight with the adapter in it, (O, I) fp32."""
+        return self._factor().detach().unsqueeze(1) * super().merged()
+
 
 class QuantizedLoraLinear(LoraLinear):
     """The same beside a linear of 4 bits, which the kernels do not know."""
@@ -125,7 +164,8 @@ def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None
             linear = model.get_submodule(path)
             assert isinstance(linear, nn.Linear | QuantizedLinear)
             is_quantized = isinstance(linear, QuantizedLinear)
-            adapted = (QuantizedLoraLinear if is_quantized else LoraLinear)(linear, settings)
+            plain = DoraLinear if settings.dora else LoraLinear
+            adapted = (QuantizedLoraLinear if is_quantized else plain)(linear, settings)
             model.set_submodule(path, adapted)
     model.adapter = settings
 
@@ -257,10 +297,10 @@ def merge_adapter(model: CausalLM) -> None:
     for path in [name for name, each in model.named_modules() if isinstance(each, LoraLinear)]:
         adapted = model.get_submodule(path)
         assert isinstance(adapted, LoraLinear)
-        (weight, bias), delta = adapted.plain(), adapted.delta()
+        weight, bias = adapted.merged(), adapted.plain()[1]
         outputs, inputs = weight.shape
         merged = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
-        merged.weight = nn.Parameter(weight + delta)
+        merged.weight = nn.Parameter(weight)
         if bias is not None:
             merged.bias = bias
         model.set_submodule(path, merged)
@@ -293,9 +333,11 @@ def _adapter_parts(model: CausalLM) -> Iterator[tuple[str, str, Tensor]]:
     """Yield module path, PEFT's name of the part and its tensor."""
     for path, module in model.named_modules():
         if isinstance(module, LoraLinear):
-            yield path, "lora_A", module.lora_A
-            yield path, "lora_B", module.lora_B
+            yield path, "lora_A.weight", module.lora_A
+            yield path, "lora_B.weight", module.lora_B
+        if isinstance(module, DoraLinear):
+            yield path, "lora_magnitude_vector", module.lora_magnitude_vector
 
 
 def _peft_name(model: CausalLM, path: str, part: str) -> str:
-    return f"{_PEFT_PREFIX}{model.hf_name(path)}.{part}.weight"
+    return f"{_PEFT_PREFIX}{model.hf_name(path)}.{part}"

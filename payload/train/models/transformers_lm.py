@@ -35,7 +35,7 @@ MODEL_TYPES = ("*",)
 _Module = Any
 """transformers.PreTrainedModel, most of whose methods have no types."""
 
-_ADAPTER_PARTS = (".lora_A", ".lora_B")
+_ADAPTER_PARTS = (".lora_A", ".lora_B", ".lora_magnitude_vector")
 # Buffers that old releases saved.
 _UNUSED = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 

@@ -235,3 +235,13 @@ def test_an_adapter_that_the_kernels_do_not_know_is_refused_by_name(
     model = with_kernels(adapted("llama"), library)
     change(model)
     assert any(reason in note for note in model.speed_notes())
+
+
+def test_dora_is_refused_by_name_and_computed_by_the_reference(library: Library) -> None:
+    model, alone = (adapted("llama", dora=True) for _ in range(2))
+    model = with_kernels(model, library)
+    assert any("modules of another kind: DoraLinear" in note for note in model.speed_notes())
+    shrink_base(alone)
+    batch = random_tokens(CASES["llama"]["vocab_size"])
+    with bf16():
+        assert model(*batch).item() == pytest.approx(alone(*batch).item(), rel=1e-2)

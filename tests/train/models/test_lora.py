@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
 from payload.checkpoint_files import manifest_problems
 from payload.errors import CheckpointError, ConfigError
+from payload.export.merged import MergedWeights
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import RankSetting
 from payload.run_config import AdapterSection, parse_run_config
@@ -71,7 +72,9 @@ def test_an_adapter_begins_at_the_base(base: Path) -> None:
     assert torch.equal(plain.hidden(tokens()), adapted.eval().hidden(tokens()))
 
 
-@pytest.mark.parametrize("changes", [{}, {"rslora": True}, {"target": "c_attn,mlp.c_proj"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"rslora": True}, {"dora": True}, {"target": "c_attn,mlp.c_proj"}]
+)
 def test_peft_reads_the_adapter_and_gives_equal_logits(
     base: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -104,8 +107,9 @@ def test_an_adapter_that_peft_wrote_is_read(base: Path, tmp_path: Path) -> None:
     assert (wanted - ours.logits(ours.hidden(tokens()))).abs().max() < 1e-4 * wanted.abs().max()
 
 
-def test_gradients_are_pefts(base: Path, tmp_path: Path) -> None:
-    model = with_weights(base)
+@pytest.mark.parametrize("changes", [{}, {"rslora": True}, {"dora": True}])
+def test_gradients_are_pefts(base: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    model = with_weights(base, **changes)
     save_adapter(model, tmp_path, base=(str(base), None))
     theirs = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base), tmp_path, is_trainable=True
@@ -114,12 +118,12 @@ def test_gradients_are_pefts(base: Path, tmp_path: Path) -> None:
     model(text[:, :-1], text[:, 1:]).backward()
     theirs(text, labels=text).loss.backward()
     wanted = {
-        name.replace(".default", ""): parameter.grad
+        name.replace(".default", "").removesuffix(".weight"): parameter.grad
         for name, parameter in theirs.named_parameters()
         if parameter.grad is not None
     }
     found = {
-        f"base_model.model.{model.hf_name(name)}.weight": parameter.grad
+        f"base_model.model.{model.hf_name(name)}": parameter.grad
         for name, parameter in trainable(model)
     }
     assert set(found) == set(wanted)
@@ -127,6 +131,39 @@ def test_gradients_are_pefts(base: Path, tmp_path: Path) -> None:
         other = wanted[name]
         assert gradient is not None and other is not None
         assert (gradient - other).norm() <= 1e-4 * other.norm(), name
+
+
+def test_dora_with_dropout_begins_at_the_base_and_resumes_bitwise(
+    base: Path, tmp_path: Path, tiny_config: Path
+) -> None:
+    text = tokens(length=13)
+    losses_at_first = []
+    for dora in (False, True):
+        model = load(base)
+        settings = AdapterSection(kind="lora", rank=4, alpha=8, dora=dora)
+        add_adapter(model, settings, seed=1)
+        losses_at_first.append(model(text[:, :-1], text[:, 1:]).item())
+    assert losses_at_first[1] == pytest.approx(losses_at_first[0], rel=1e-5)
+    settings_of = overrides(base, *SIZES, "adapter.dora=true", "adapter.dropout=0.1")
+    train_alone(tmp_path / "whole", tiny_config, *settings_of, "train.steps=6")
+    for steps in (3, 6):
+        train_alone(tmp_path / "parts", tiny_config, *settings_of, f"train.steps={steps}")
+    names = ("adapter_model.safetensors", "optimizer.safetensors")
+    for name in names:
+        whole, parts = (
+            load_file(tmp_path / run / "checkpoints" / "step_00000006" / name)
+            for run in ("whole", "parts")
+        )
+        assert all(torch.equal(whole[key], parts[key]) for key in whole), name
+
+
+def test_export_merges_dora_as_loading_does(base: Path, tmp_path: Path) -> None:
+    model = with_weights(base, dora=True)
+    save_adapter(model, tmp_path, base=(str(base), None))
+    loaded = load(tmp_path).hf_tensors()
+    with MergedWeights(base, tmp_path) as merged:
+        for name in merged.shapes():
+            assert torch.allclose(merged.read(name), loaded[name].float(), rtol=1e-5, atol=1e-6)
 
 
 def test_merging_leaves_the_base_plus_the_adapters_product(base: Path) -> None:
@@ -199,14 +236,17 @@ def test_a_resume_needs_the_same_base(base: Path, tmp_path: Path, tiny_config: P
         ("adapter.rank=0", "at least 1"),
         ("adapter.rank=1025", "adapter.rank = 1025 is above the width of the linears"),
         ("model.init=scratch", "has none. Name a model"),
+        (("adapter.dora=true", "distributed.strategy=shard"), "adapter.dora = true does not run"),
+        (("adapter.dora=true", "model.quantize=nf4"), "adapter.dora = true does not run"),
         ("engine.compile=true", "without engine.compile"),
     ],
 )
 def test_adapter_settings_that_cannot_be_are_one_line(
-    base: Path, tmp_path: Path, tiny_config: Path, change: str, says: str
+    base: Path, tmp_path: Path, tiny_config: Path, change: str | tuple[str, ...], says: str
 ) -> None:
+    changes = (change,) if isinstance(change, str) else change
     with pytest.raises(ConfigError) as error:
-        train_alone(tmp_path / "run", tiny_config, *overrides(base, *SIZES), change)
+        train_alone(tmp_path / "run", tiny_config, *overrides(base, *SIZES), *changes)
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
@@ -214,7 +254,7 @@ def test_adapter_settings_that_cannot_be_are_one_line(
     ("key", "value", "says"),
     [
         ("peft_type", "IA3", "only LORA"),
-        ("use_dora", True, "only False"),
+        ("bias", "all", "only none"),
         ("target_modules", ".*", "no list of names"),
         ("modules_to_save", ["lm_head"], "only null"),
         ("base_model_name_or_path", None, "is missing"),
