@@ -120,7 +120,8 @@ class DoraLinear(LoraLinear):
         """Return what each output is multiplied by, (O)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             lengths = torch.linalg.norm(self.plain()[0] + self.delta(), dim=1)
-        return self.lora_magnitude_vector / lengths
+        factor: Tensor = self.lora_magnitude_vector / lengths
+        return factor
 
     def merged(self) -> Tensor:
         """Return the weight with the adapter in it, (O, I) fp32."""

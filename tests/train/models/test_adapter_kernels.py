@@ -239,7 +239,8 @@ def test_an_adapter_that_the_kernels_do_not_know_is_refused_by_name(
 
 def test_dora_is_refused_by_name_and_computed_by_the_reference(library: Library) -> None:
     model, alone = (adapted("llama", dora=True) for _ in range(2))
-    model = with_kernels(model, library)
+    shrink_base(model)
+    model.kernels = Kernels(library)
     assert any("modules of another kind: DoraLinear" in note for note in model.speed_notes())
     shrink_base(alone)
     batch = random_tokens(CASES["llama"]["vocab_size"])
