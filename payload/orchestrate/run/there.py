@@ -136,7 +136,8 @@ class RemoteRun:
         # Before the lock, as others should not wait for a node that does not answer.
         on_every_node(nodes, self.cluster.connect)
         with alone(self.paths, "copy"):
-            seen, damaged = self._read(nodes, enough=enough)
+            # A look at the head alone is one of many, to follow the run.
+            seen, damaged = self._read(nodes, enough=enough, brief=not others)
             alive = seen.pop(head.name)
             if isinstance(alive, TileforgeError):
                 raise alive
@@ -279,7 +280,7 @@ class RemoteRun:
             shutil.rmtree(staging.root, ignore_errors=True)
 
     def _read(
-        self, nodes: Sequence[Node], *, enough: Callable[[], bool]
+        self, nodes: Sequence[Node], *, enough: Callable[[], bool], brief: bool
     ) -> tuple[dict[str, bool | TileforgeError], list[str]]:
         """Bring all that is new here.
 
@@ -291,7 +292,7 @@ class RemoteRun:
         head, waiting = self.inventory.head.name, list(nodes)
         while waiting:
             wanted = {
-                node.name: wanted_of(self.paths, node.name, is_head=node.name == head)
+                node.name: wanted_of(self.paths, node.name, is_head=node.name == head, brief=brief)
                 for node in waiting
             }
             answers = on_every_node(
