@@ -190,7 +190,7 @@ def build(
     """
     if not isinstance(raw, Mapping):
         raise error(_sentence(where, f"expected an object, got {shown(raw)}", fix))
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
     fields = [each for each in dataclasses.fields(cls) if each.init]  # type: ignore[arg-type]
     known = {each.metadata.get("key") or each.name: each for each in fields}
     unknown = sorted(shown(key) for key in raw if key not in known)

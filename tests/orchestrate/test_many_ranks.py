@@ -130,7 +130,7 @@ def readable(text: str) -> str:
     """The last line that a terminal shows, without its control sequences."""
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     lines = [line.strip() for line in re.split(r"[\r\n]", plain)]
-    return next(line for line in reversed(lines) if line)
+    return [line for line in lines if line][-1]
 
 
 @pytest.mark.sshd
