@@ -24,6 +24,9 @@ VAL_MARKS_NAME = "val.marks.bin"
 EXAMPLES_NAMES = {TRAIN_NAME: "train.examples.bin", VAL_NAME: "val.examples.bin"}
 """For each token file of labelled texts, the file of their places and labels."""
 EXAMPLE_BYTES = 16
+PAIRS_NAMES = {TRAIN_NAME: "train.pairs.bin", VAL_NAME: "val.pairs.bin"}
+"""For each token file of preference pairs, the file of their places."""
+PAIR_BYTES = 16
 SCHEMA_VERSION = 1
 
 RANGE_BYTES = 256 * 1024
@@ -41,6 +44,9 @@ _FILES: dict[TaskKind, frozenset[str]] = {
     "text": _TOKEN_FILES,
     "chat": _TOKEN_FILES | {TRAIN_MARKS_NAME, VAL_MARKS_NAME},
     "classify": _TOKEN_FILES | frozenset(EXAMPLES_NAMES.values()),
+    "preference": _TOKEN_FILES
+    | {TRAIN_MARKS_NAME, VAL_MARKS_NAME}
+    | frozenset(PAIRS_NAMES.values()),
 }
 """Files of each task's folder, the tokenizer's left out."""
 
@@ -103,6 +109,23 @@ class ClassifyRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceRecord:
+    """Contents of a folder of preference pairs: two conversations each, the better one first."""
+
+    sequence_length: int = checked(low=2, high=2**20)
+    """Most tokens of a conversation; training takes no other length."""
+    template_sha256: str = checked(pattern=_SHA256, wanted="64 hexadecimal digits")
+    train_trained_tokens: int = checked(low=2)
+    """Tokens of the answers, which the loss covers."""
+    val_trained_tokens: int = checked(low=2)
+    truncated_answers: int = checked(low=0)
+    """Answers that lost their end."""
+    truncated_tokens: int = checked(low=0)
+    pad_token: int = checked(low=0)
+    """Fills up a batch's shorter conversations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataMeta:
     """meta.json"""
 
@@ -140,6 +163,8 @@ class DataMeta:
     """For the task `chat` alone."""
     classify: ClassifyRecord | None = None
     """For the task `classify` alone."""
+    preference: PreferenceRecord | None = None
+    """For the task `preference` alone."""
     schema_version: int = SCHEMA_VERSION
 
     def all_files(self) -> dict[str, DataFile]:
@@ -156,13 +181,15 @@ def require_task(folder: Path, meta: DataMeta, *, task: TaskKind) -> None:
         )
 
 
-def require_block_length(folder: Path, chat: ChatRecord, *, sequence_length: int) -> None:
-    """Raise ConfigError for another sequence length than that of the folder's blocks."""
-    if sequence_length != chat.sequence_length:
+def require_prepared_length(folder: Path, meta: DataMeta, *, sequence_length: int) -> None:
+    """Raise ConfigError for another sequence length than the folder was prepared for."""
+    record = meta.chat or meta.preference
+    if record is not None and sequence_length != record.sequence_length:
+        was = "packed into blocks" if meta.chat is not None else "prepared for conversations"
         raise ConfigError(
-            f"data.sequence_length = {sequence_length}, but {folder} was packed into blocks of "
-            f"{chat.sequence_length}. Set it to {chat.sequence_length}, or prepare the data again "
-            f"with --sequence-length {sequence_length}."
+            f"data.sequence_length = {sequence_length}, but {folder} was {was} of "
+            f"{record.sequence_length}. Set it to {record.sequence_length}, or prepare the data "
+            f"again with --sequence-length {sequence_length}."
         )
 
 
@@ -202,13 +229,16 @@ def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
     wanted = _FILES[meta.task]
     if set(meta.files) != wanted:
         raise DataError(f"{path}: files has not just {' and '.join(sorted(wanted))}. {remedy}")
-    if (meta.task == "chat") != (meta.chat is not None):
-        raise DataError(f"{path}: task = {meta.task!r} and chat contradict each other. {remedy}")
+    records = {"chat": meta.chat, "classify": meta.classify, "preference": meta.preference}
+    for name, found in records.items():
+        if (meta.task == name) != (found is not None):
+            raise DataError(
+                f"{path}: task = {meta.task!r} and {name} contradict each other. {remedy}"
+            )
+    pairs = meta.preference
+    if pairs is not None and pairs.pad_token >= meta.vocab_size:
+        raise DataError(f"{path}: preference has a pad_token that is no token. {remedy}")
     record = meta.classify
-    if (meta.task == "classify") != (record is not None):
-        raise DataError(
-            f"{path}: task = {meta.task!r} and classify contradict each other. {remedy}"
-        )
     if record is not None:
         counts = (
             (record.train_counts, meta.train_documents),
@@ -229,6 +259,8 @@ def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
         VAL_MARKS_NAME: (meta.val_tokens, 1),
         EXAMPLES_NAMES[TRAIN_NAME]: (meta.train_documents, EXAMPLE_BYTES),
         EXAMPLES_NAMES[VAL_NAME]: (meta.val_documents, EXAMPLE_BYTES),
+        PAIRS_NAMES[TRAIN_NAME]: (meta.train_documents, PAIR_BYTES),
+        PAIRS_NAMES[VAL_NAME]: (meta.val_documents, PAIR_BYTES),
     }
     for name, file in meta.files.items():
         count, size = sizes[name]

@@ -72,6 +72,10 @@ class StepMetrics:
     ranks: RankTimes | None = None
     """Of every rank; with many ranks not in every row."""
 
+    def describe(self) -> str:
+        """Return the task's own part of a step's line, or nothing."""
+        return ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalMetrics:

@@ -28,6 +28,7 @@ _FIXED = (
     ("model", "n_head"),
     ("model", "n_embd"),
     ("task", "kind"),
+    ("task", "beta"),
     ("task", "class_weights"),
     ("adapter", "kind"),
     ("adapter", "rank"),
@@ -110,10 +111,16 @@ class TaskSection:
 
     kind: TaskKind = "text"
     """`text`: the next token of plain text. `chat`: the assistant's tokens of conversations.
-    `classify`: a label for each text."""
+    `classify`: a label for each text. `preference`: the better one of two answers (DPO)."""
+    beta: float = setting(0.1, above=0.0, high=1e3)
+    """preference: how strongly the model is held to the reference; 0.1 is DPO's and TRL's."""
     class_weights: str = "none"
     """classify: `none`; `balanced`, so that every label weighs the same in the loss; or a number
     for each label, in their order: `1,2.5`."""
+
+    def sequences_per_sample(self) -> int:
+        """Return the sequences that a sample of a batch has: a preference pair has two."""
+        return 2 if self.kind == "preference" else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,7 +375,8 @@ class RunConfig:
 
     def tokens_per_step(self) -> int:
         """Tokens that one step trains on, over all ranks."""
-        return self.batch.global_batch_size * self.data.sequence_length
+        sequences = self.batch.global_batch_size * self.task.sequences_per_sample()
+        return sequences * self.data.sequence_length
 
     def uses_kernels(self) -> bool:
         """Whether the project's own kernels do the layers, where they can be built."""
@@ -387,7 +395,7 @@ class RunConfig:
     def rank_setting(self, *, dtype: Dtype, world_size: int) -> RankSetting:
         """Return how each of `world_size` ranks trains, for the estimate of its memory."""
         return RankSetting(
-            micro_batch_size=self.batch.sequences(),
+            micro_batch_size=self.batch.sequences() * self.task.sequences_per_sample(),
             dtype=dtype,
             kernels=self.uses_kernels(),
             alone=world_size == 1,
@@ -486,6 +494,7 @@ def _contradictions(config: RunConfig) -> list[str]:
     optimizer, schedule, train = config.optimizer, config.schedule, config.train
     spec = config.model.spec(sequence_length=1, vocab_size=1)
     found += _adapter_contradictions(config)
+    found += _preference_contradictions(config)
     found += _quantize_contradictions(config)
     found += strategy_contradictions(config)
     if spec.width() % spec.num_heads():
@@ -597,9 +606,9 @@ def _split_contradictions(config: RunConfig) -> list[str]:
             f'adapter.kind = "{config.adapter.kind}" does not run with {setting}. Use '
             'distributed.strategy = "shard" without it, or train all weights.'
         )
-    if config.task.kind == "classify":
+    if config.task.kind in ("classify", "preference"):
         found.append(
-            f'task.kind = "classify" does not run with {setting}. Use distributed.strategy = '
+            f'task.kind = "{config.task.kind}" does not run with {setting}. Use distributed.strategy = '
             '"shard" without it.'
         )
     return found
@@ -633,6 +642,15 @@ def _quantize_contradictions(config: RunConfig) -> list[str]:
             f'"{config.distributed.strategy}". Set it to "replicate".'
         )
     return found
+
+
+def _preference_contradictions(config: RunConfig) -> list[str]:
+    if config.task.kind != "preference" or config.model.init != "scratch":
+        return []
+    return [
+        'task.kind = "preference" trains away from a model that answers already, but model.init = '
+        '"scratch" has none. Name a model.'
+    ]
 
 
 def _adapter_contradictions(config: RunConfig) -> list[str]:

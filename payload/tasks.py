@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-TaskKind = Literal["text", "chat", "classify"]
+TaskKind = Literal["text", "chat", "classify", "preference"]
 """`text`: the next token of plain text. `chat`: the assistant's tokens of conversations.
-`classify`: a label for each text."""
+`classify`: a label for each text. `preference`: the better one of two answers (DPO)."""
 TASK_KINDS: tuple[TaskKind, ...] = get_args(TaskKind)

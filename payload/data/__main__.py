@@ -40,6 +40,7 @@ examples:
   {prepare} --source hf --input roneneldan/TinyStories --out data/stories
   {prepare} --source stdlib --tokenizer HuggingFaceTB/SmolLM2-135M --out data/smollm2
   {prepare} --task chat --source jsonl --input chats.jsonl --tokenizer MODEL --out data/chats
+  {prepare} --task preference --source jsonl --input pairs.jsonl --tokenizer MODEL --out data/pairs
 
 sources:
   stdlib       the running Python's own library, 31 MB; needs no network
@@ -127,9 +128,10 @@ def parser() -> argparse.ArgumentParser:
     _add_show_flags(
         commands.add_parser(
             "show",
-            help="print a prepared conversation with the trained tokens in colour",
-            description="Print one conversation of a folder that was prepared with --task chat. "
-            "What the loss covers is green; without colours it stands in \u27e6 \u27e7.",
+            help="print a prepared conversation or pair with the trained tokens in colour",
+            description="Print one conversation of a folder that was prepared with --task chat, or "
+            "both of a pair of --task preference. What the loss covers is green; without colours "
+            "it stands in \u27e6 \u27e7.",
             epilog="Example: " + command("data", "show", "data/chats"),
         )
     )
@@ -274,18 +276,19 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from payload.data.show import read_sample
+    from payload.data.show import read_samples
 
     meta = load_meta(args.folder)
-    sample = read_sample(args.folder, meta, split=args.split, number=args.sample)
+    samples = read_samples(args.folder, meta, split=args.split, number=args.sample)
     on_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     colour = args.color == "always" or (args.color == "auto" and on_terminal)
-    print(
-        f"conversation {sample.number} of {sample.of:,} in {args.split}, block {sample.block}: "
-        f"{sample.num_tokens:,} tokens, {sample.num_trained:,} of them trained",
-        file=sys.stderr,
-    )
-    print(sample.render(colour=colour))
+    for sample in samples:
+        print(
+            f"{sample.name}: {sample.num_tokens:,} tokens, {sample.num_trained:,} of them trained",
+            file=sys.stderr,
+            flush=True,
+        )
+        print(sample.render(colour=colour), flush=True)
     return ExitCode.OK
 
 

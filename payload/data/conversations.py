@@ -34,7 +34,8 @@ def conversation_of(row: Mapping[str, Any]) -> Messages:
     elif row.get("conversations") is not None:
         messages = _sharegpt(row)
     elif "completion" in row and "prompt" in row:
-        messages = _part(row, "prompt", "user") + _part(row, "completion", "assistant")
+        messages = messages_of(row, "prompt", "user")
+        messages += messages_of(row, "completion", "assistant")
     elif "instruction" in row and "output" in row:
         messages = _alpaca(row)
     else:
@@ -70,8 +71,11 @@ def _alpaca(row: Mapping[str, Any]) -> Messages:
     return messages
 
 
-def _part(row: Mapping[str, Any], column: str, role: str) -> Messages:
-    """Return one half of prompt and completion: a text, or messages."""
+def messages_of(row: Mapping[str, Any], column: str, role: str) -> Messages:
+    """Return a column as messages; a text is one message of `role`.
+
+    Raises BadConversationError.
+    """
     if isinstance(row[column], str):
         return [{"role": role, "content": row[column]}]
     return _chat(row[column], column, role="role", content="content", names=None)

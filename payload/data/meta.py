@@ -28,7 +28,7 @@ def write_meta(folder: Path, meta: DataMeta) -> None:
     if meta.task == "text":
         # As releases wrote it that knew this task alone.
         del values["task"]
-    for name in ("chat", "classify"):
+    for name in ("chat", "classify", "preference"):
         if values[name] is None:
             del values[name]
     write_whole(folder / META_NAME, json.dumps(values, indent=2) + "\n")

@@ -21,7 +21,7 @@ from payload.data_folder import (
     VAL_MARKS_NAME,
     VAL_NAME,
     load_meta,
-    require_block_length,
+    require_prepared_length,
     require_task,
 )
 from payload.errors import DataError
@@ -112,7 +112,7 @@ def open_packed(folder: Path, *, split: Split, sequence_length: int) -> PackedBl
     meta = load_meta(folder)
     require_task(folder, meta, task="chat")
     assert meta.chat is not None, "load_meta refuses the task without its record"
-    require_block_length(folder, meta.chat, sequence_length=sequence_length)
+    require_prepared_length(folder, meta, sequence_length=sequence_length)
     name, marks_name = _FILES[split]
     path, file = folder / marks_name, meta.files[marks_name]
     if not file.bytes or file.bytes % sequence_length:

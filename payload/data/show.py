@@ -1,4 +1,4 @@
-"""`python -m payload.data show`: a prepared conversation as text, what is trained in colour."""
+"""`python -m payload.data show`: a prepared sample as text, what is trained in colour."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from payload.data.blocks import IGNORED_TARGET
 from payload.data.packed_blocks import FIRST, PADDING, TRAINED, PackedBlocks, Split, open_packed
-from payload.data_folder import DataMeta
+from payload.data.pairs import open_pairs
+from payload.data.preferences import ANSWERS
+from payload.data_folder import ChatRecord, DataMeta
 from payload.errors import ConfigError, DataError
 from payload.tokenizer_identity import TOKENIZER_FILE
 from payload.untrusted import one_line, printable
@@ -20,11 +23,10 @@ _TRAINED_MARKS = "⟦", "⟧"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One conversation of a split."""
+    """One conversation of a split, or one of a preference pair."""
 
-    number: int
-    of: int
-    block: int
+    name: str
+    """What it is called above its text, as in `conversation 3 of 120 in train, block 1`."""
     parts: list[tuple[str, bool]]
     """Text, and whether it is trained, in turns."""
     num_tokens: int
@@ -39,28 +41,61 @@ class Sample:
         )
 
 
-def read_sample(folder: Path, meta: DataMeta, *, split: Split, number: int) -> Sample:
-    """Return conversation `number`, from 0, of a split. Raises DataError, ConfigError."""
-    if meta.chat is None:
+def read_samples(folder: Path, meta: DataMeta, *, split: Split, number: int) -> list[Sample]:
+    """Return conversation `number` of a split, from 0, or both conversations of that pair.
+
+    Raises DataError, ConfigError.
+    """
+    if meta.chat is None and meta.preference is None:
         raise ConfigError(
-            f"{folder}: was prepared with --task {meta.task}, and show is for --task chat."
+            f"{folder}: was prepared with --task {meta.task}, and show is for --task chat and "
+            "preference."
         )
-    blocks = open_packed(folder, split=split, sequence_length=meta.chat.sequence_length)
     count = meta.train_documents if split == "train" else meta.val_documents
     if number >= count:
+        what = "conversations" if meta.chat is not None else "pairs"
         raise ConfigError(
-            f"--sample {number}: {folder} has {count:,} conversations in {split}. Use 0 to "
-            f"{count - 1:,}."
+            f"--sample {number}: {folder} has {count:,} {what} in {split}. Use 0 to {count - 1:,}."
         )
+    where = f"{number} of {count:,} in {split}"
+    if meta.preference is not None:
+        length = meta.preference.sequence_length
+        return _pair(folder, split=split, number=number, where=where, sequence_length=length)
+    assert meta.chat is not None
+    return [_conversation(folder, meta.chat, split=split, number=number, where=where)]
+
+
+def _pair(
+    folder: Path, *, split: Split, number: int, where: str, sequence_length: int
+) -> list[Sample]:
+    pairs = open_pairs(folder, split=split, sequence_length=sequence_length)
+    tokens, targets, _ = pairs.gather(np.array([number], dtype=np.int64))
+    found = []
+    for row, name in enumerate(ANSWERS):
+        length = int(pairs.lengths[number, row])
+        trained = [False, *(targets[row, : length - 1] != IGNORED_TARGET).tolist()]
+        found.append(
+            Sample(
+                name=f"pair {where}, {name}",
+                parts=_decoded(folder, tokens[row, :length].tolist(), trained),
+                num_tokens=length,
+                num_trained=sum(trained),
+            )
+        )
+    return found
+
+
+def _conversation(
+    folder: Path, chat: ChatRecord, *, split: Split, number: int, where: str
+) -> Sample:
+    blocks = open_packed(folder, split=split, sequence_length=chat.sequence_length)
     place = _place_of(blocks, number, folder)
     row, start, end = place
     block = np.array([row], dtype=np.int64)
     tokens = blocks.gather(block)[0][0, start:end].tolist()
     trained = ((blocks.marks_of(block)[0, start:end] & TRAINED) != 0).tolist()
     return Sample(
-        number=number,
-        of=count,
-        block=row,
+        name=f"conversation {where}, block {row}",
         parts=_decoded(folder, tokens, trained),
         num_tokens=len(tokens),
         num_trained=sum(trained),

@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
         description="Measure the mean loss of each token that a checkpoint predicts in the first "
         "whole blocks of a data folder's val.bin. The last target of a block is the token that "
         "follows it. In a folder prepared with --task chat, the assistant's tokens alone count. "
+        "In a folder prepared with --task preference: loss, accuracy and margin of the rewards. "
         "Of a classifier: loss, accuracy, F1 and confusion matrix over the labelled texts. Under "
         "mpirun or torchrun the ranks share the work; the result is that of one rank.",
         epilog="Example: torchrun --nproc-per-node 2 -m payload.evaluate --checkpoint runs/latest "
@@ -127,6 +128,9 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
     if isinstance(model, Classifier):
         _evaluate_classifier(arguments, world, model, weights=folder)
         return
+    if load_meta(arguments.data).task == "preference":
+        _evaluate_pairs(arguments, world, model, weights=folder)
+        return
     context = model.spec.context()
     length = arguments.sequence_length or _default_length(arguments.data, context=context)
     if length > context:
@@ -192,6 +196,41 @@ def _evaluate_classifier(
         return
     print(f"checkpoint  {weights}")
     print("\n".join(as_text(result, model.labels)))
+
+
+def _evaluate_pairs(
+    arguments: argparse.Namespace, world: World, model: CausalLM, *, weights: Path
+) -> None:
+    from payload.data_folder import VAL_NAME, load_meta
+    from payload.evaluate.preference import as_json, as_text, beta_of, measure, open_both
+    from payload.run_config import DistributedSection
+
+    meta, beta = load_meta(arguments.data), beta_of(weights)
+    pairs, values, reference = open_both(arguments.data, meta, model, dtype=arguments.dtype)
+    world.join(DistributedSection())
+    try:
+        _require_equal_ranks(model, meta.files[VAL_NAME].sha256, world)
+        result = measure(
+            model,
+            pairs,
+            values,
+            world,
+            beta=beta,
+            max_tokens=arguments.max_tokens,
+            autocast=_autocast(arguments.dtype),
+            progress=_progress(time.monotonic) if world.is_main else lambda _done, _all: False,
+        )
+    finally:
+        world.leave()
+    if not world.is_main:
+        return
+    if arguments.json:
+        names = {"checkpoint": str(weights), "data": str(arguments.data), "reference": reference}
+        ran = {"beta": beta, "dtype": arguments.dtype, "world_size": world.world_size}
+        print(as_json(result, **names, **ran), flush=True)
+        return
+    print(f"checkpoint  {weights}\nreference   {reference}")
+    print("\n".join(as_text(result, beta=beta)))
 
 
 def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[Blocks, str]:

@@ -19,7 +19,6 @@ from payload.checkpoint_files import (
     checkpoint_folders,
     manifest_problems,
     require_room,
-    weights_sha256,
 )
 from payload.data.tokenizer_files import tokenizer_files
 from payload.data_folder import TRAIN_NAME
@@ -27,7 +26,6 @@ from payload.errors import CheckpointError, ConfigError
 from payload.hf_folder import CONFIG_FILE, read_config
 from payload.hints import command
 from payload.models.fit import require_fit, unused_settings
-from payload.models.hub import HubName
 from payload.models.registry import read_spec, spec_of
 from payload.models.source import pinned
 from payload.models.spec import ModelSpec
@@ -39,6 +37,7 @@ from payload.run_config import (
     parse_run_config,
 )
 from payload.tokenizer_identity import require_same_tokenizer
+from payload.train.base_model import identify
 from payload.train.checkpoint import (
     BaseModel,
     TrainerState,
@@ -155,7 +154,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
         state = world.broadcast(found, TrainerState)
         _require_same_run(state, config)
     folder = _weights_folder(checkpoint, config) if world.is_main else None
-    base = _base_model(folder, config, state) if folder and config.adapter.is_on() else None
+    base = _base_model(folder, config, state, task=task) if folder else None
     if folder is not None and not resumes:
         require_same_tokenizer(
             task.meta,
@@ -218,7 +217,24 @@ def _weights_folder(checkpoint: Path | None, config: RunConfig) -> Path:
     return checkpoint or model_folder(config.model.init)
 
 
-def _base_model(folder: Path, config: RunConfig, state: TrainerState | None) -> BaseModel:
+def _base_model(
+    folder: Path, config: RunConfig, state: TrainerState | None, *, task: Task
+) -> BaseModel | None:
+    """Return what identifies the weights that the run starts from; None where nobody asks."""
+    if config.adapter.is_on():
+        base: BaseModel | None = _adapters_base(folder, config, state)
+    elif not task.keeps_base:
+        return None
+    elif state is not None:
+        base = state.base
+    else:
+        base = identify(config.model.init, folder, quantize=config.model.quantize)
+    if base is not None and task.keeps_base:
+        task.take_base(base, resumes=state is not None)
+    return base
+
+
+def _adapters_base(folder: Path, config: RunConfig, state: TrainerState | None) -> BaseModel:
     """Return what identifies the adapter's base in `folder`; a resume needs the same weights."""
     if has_adapter(folder):
         raise CheckpointError(
@@ -227,13 +243,7 @@ def _base_model(folder: Path, config: RunConfig, state: TrainerState | None) -> 
             f"{command('export', '--checkpoint', config.model.init, '--merge')}."
         )
     source = config.model.init
-    on_hub = None if Path(source).expanduser().exists() else HubName.parse(source)
-    found = BaseModel(
-        source=on_hub.name if on_hub else str(folder.resolve()),
-        revision=on_hub.revision if on_hub else None,
-        sha256=weights_sha256(folder),
-        quantize=config.model.quantize,
-    )
+    found = identify(source, folder, quantize=config.model.quantize)
     before = state.base if state else None
     if before is not None and before.sha256 != found.sha256:
         raise CheckpointError(

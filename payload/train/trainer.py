@@ -63,6 +63,7 @@ class Trainer:
         self._order = BlockOrder(
             num_blocks=parts.task.train.num_samples(), seed=parts.config.run.seed
         )
+        self._resumes = start is not None
         self._step = start.step if start else 0
         self._next_sample = start.next_sample if start else 0
         self._chosen: dict[int, Indices] = {}
@@ -95,8 +96,11 @@ class Trainer:
             raise
 
     def _run(self, *, evaluate_first: bool) -> Outcome:
-        train = self._parts.config.train
-        stopping = evaluate_first and self._evaluate()
+        train, parts = self._parts.config.train, self._parts
+        begun = parts.task.begin(
+            parts.model, self._eval_pass(None), dtype=parts.calibration.dtype, resumes=self._resumes
+        )
+        stopping = not begun or (evaluate_first and self._evaluate())
         while self._step < train.steps and not stopping:
             self._tell_step(0)
             stopping = self._train_step()
@@ -160,28 +164,27 @@ class Trainer:
         # Else a wait for the writer would seem to go on, while this rank waits for others.
         self._tell_step(self._accumulation)
         parts.optimizers.step()
-        mean_loss, stopping, rank_times = self._agree(passes.loss)
+        mean_loss, stopping, rank_times, sums = self._agree(passes.loss)
         self._step += 1
         self._next_sample += self._batch.global_batch_size
         self._tokens += passes.tokens
         self._require_finite(loss=mean_loss, gradient_norm=grad_norm)
         step_time_s = time.perf_counter() - started_s
-        self._record(
-            StepMetrics(
-                step=self._step,
-                tokens=self._tokens,
-                loss=mean_loss,
-                lr=lr,
-                grad_norm=grad_norm,
-                step_time_s=step_time_s,
-                tokens_per_s=passes.tokens / step_time_s,
-                mfu=self._mfu(passes.tokens / step_time_s),
-                data_time_s=data_time_s,
-                sync_time_s=passes.sync_time_s,
-                rss_bytes=rss_bytes(),
-                ranks=rank_times,
-            )
+        row = StepMetrics(
+            step=self._step,
+            tokens=self._tokens,
+            loss=mean_loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            step_time_s=step_time_s,
+            tokens_per_s=passes.tokens / step_time_s,
+            mfu=self._mfu(passes.tokens / step_time_s),
+            data_time_s=data_time_s,
+            sync_time_s=passes.sync_time_s,
+            rss_bytes=rss_bytes(),
+            ranks=rank_times,
         )
+        self._record(parts.task.step_row(row, sums, samples=self._batch.global_batch_size))
         return stopping
 
     def _accumulate_gradients(self) -> _Passes | None:
@@ -247,8 +250,8 @@ class Trainer:
         """Gradient norm before clipping."""
         return self._parts.optimizers.clip(self._parts.config.optimizer.grad_clip or math.inf)
 
-    def _agree(self, loss: torch.Tensor) -> tuple[float, bool, RankTimes | None]:
-        """Mean loss over ranks, whether one was asked to stop, and their times: the same on all."""
+    def _agree(self, loss: torch.Tensor) -> tuple[float, bool, RankTimes | None, torch.Tensor]:
+        """Return the mean loss, whether a rank was asked to stop, times and sums: equal on all."""
         world, strategy = self._parts.world, self._parts.strategy
         own = float(loss) if strategy.has_results() else 0.0
         shared = torch.tensor(
@@ -256,10 +259,11 @@ class Trainer:
             dtype=torch.float64,
             device=world.device,
         )
-        world.sum(shared)
-        total_loss, stopping, *seconds = shared.tolist()
-        mean = total_loss / strategy.mesh.data_ranks
-        return mean, stopping > 0, self._clock.add_step(seconds)
+        sums = self._parts.task.take_sums()
+        shared = world.sum(torch.cat((shared, sums)))
+        total_loss, stopping, *seconds = shared[: len(shared) - len(sums)].tolist()
+        mean, times = total_loss / strategy.mesh.data_ranks, self._clock.add_step(seconds)
+        return mean, stopping > 0, times, shared[len(shared) - len(sums) :]
 
     def _require_finite(self, **found: float) -> None:
         if all(map(math.isfinite, found.values())):
@@ -292,26 +296,14 @@ class Trainer:
             log.info(
                 f"step {row.step:>{len(str(train.steps))}}/{train.steps}  loss {row.loss:.4f}  "
                 f"lr {row.lr:.2e}  grad norm {row.grad_norm:.2f}  {row.tokens_per_s:,.0f} tokens/s"
-                f"{mfu}"
+                f"{mfu}{row.describe()}"
             )
 
     def _evaluate(self) -> bool:
         """Evaluate and record it. Returns whether any rank was asked to stop meanwhile."""
         parts = self._parts
         parts.sign_of_life.tell(step=self._step, phase="eval")
-        how = EvalPass(
-            world=parts.world,
-            step=self._step,
-            micro_batch_size=self._batch.sequences(),
-            max_tokens=parts.config.train.eval_tokens,
-            autocast=parts.accelerator.autocast,
-            without_gradients=parts.strategy.without_gradients,
-            computes_together=parts.strategy.computes_together(),
-            share=(parts.strategy.data_rank, parts.strategy.mesh.data_ranks),
-            has_results=parts.strategy.has_results(),
-            should_stop=lambda done, of: self._ask_to_stop("eval", done, of)(),
-        )
-        row = parts.task.evaluate(parts.model, how)
+        row = parts.task.evaluate(parts.model, self._eval_pass(parts.config.train.eval_tokens))
         if row is None:
             return True
         self._require_finite(validation_loss=row.val_loss)
@@ -320,6 +312,21 @@ class Trainer:
             self._saving.evaluated(row.step, val_loss=row.val_loss)
             log.info(f"step {row.step}: {row.describe()}")
         return False
+
+    def _eval_pass(self, max_tokens: int | None) -> EvalPass:
+        parts = self._parts
+        return EvalPass(
+            world=parts.world,
+            step=self._step,
+            micro_batch_size=self._batch.sequences(),
+            max_tokens=max_tokens,
+            autocast=parts.accelerator.autocast,
+            without_gradients=parts.strategy.without_gradients,
+            computes_together=parts.strategy.computes_together(),
+            share=(parts.strategy.data_rank, parts.strategy.mesh.data_ranks),
+            has_results=parts.strategy.has_results(),
+            should_stop=lambda done, of: self._ask_to_stop("eval", done, of)(),
+        )
 
     def _tell_step(self, done: int) -> None:
         self._parts.sign_of_life.tell(

@@ -20,7 +20,7 @@ from payload.data.__main__ import main
 from payload.data.blocks import IGNORED_TARGET
 from payload.data.packed_blocks import PADDING, PackedBlocks, Split, open_packed
 from payload.data.packing import best_fit
-from payload.data.show import read_sample
+from payload.data.show import read_samples
 from payload.data_folder import load_meta
 from payload.errors import ConfigError, DataError, ExitCode
 from payload.orchestrate.sites.choose import check_data
@@ -69,7 +69,7 @@ def samples(folder: Path) -> list[list[tuple[str, bool]]]:
     """Return every training conversation as text with what is trained."""
     meta = load_meta(folder)
     count = meta.train_documents
-    return [read_sample(folder, meta, split="train", number=n).parts for n in range(count)]
+    return [read_samples(folder, meta, split="train", number=n)[0].parts for n in range(count)]
 
 
 def expected(messages: Sequence[dict[str, str]]) -> list[tuple[str, bool]]:
@@ -254,7 +254,7 @@ def test_a_group_is_all_for_training_or_all_for_validation(tokenizer: Path, tmp_
     sides: list[set[str]] = []
     for split, count in (("train", 40), ("val", 30)):
         side: Split = "train" if split == "train" else "val"
-        found = [read_sample(out, meta, split=side, number=n).parts[0][0] for n in range(count)]
+        found = [read_samples(out, meta, split=side, number=n)[0].parts[0][0] for n in range(count)]
         sides.append(set(found))
     assert len(sides[0]) == 4 and len(sides[1]) == 3 and not sides[0] & sides[1]
 
@@ -323,7 +323,7 @@ def test_show_prints_the_trained_tokens_in_colour(
 def test_a_message_cannot_write_to_the_terminal(tokenizer: Path, tmp_path: Path) -> None:
     rows = [{"messages": turn("\x1b]0;title\x07a", "b\x1b[2J")}] * 3
     out = prepare(tokenizer, write_rows(tmp_path / "a.jsonl", rows), tmp_path / "out")
-    shown = read_sample(out, load_meta(out), split="train", number=0).render(colour=False)
+    shown = read_samples(out, load_meta(out), split="train", number=0)[0].render(colour=False)
     assert "\x1b" not in shown and "⟦b" in shown
 
 

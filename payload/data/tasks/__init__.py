@@ -16,6 +16,10 @@ def task_of(kind: TaskKind) -> Task:
         from payload.data.tasks.classify import ClassifyTask
 
         return ClassifyTask()
+    if kind == "preference":
+        from payload.data.tasks.preference import PreferenceTask
+
+        return PreferenceTask()
     from payload.data.tasks.text import TextTask
 
     return TextTask()

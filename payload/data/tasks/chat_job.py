@@ -52,13 +52,7 @@ def chat_job(args: argparse.Namespace) -> ChatJob:
             "(messages, conversations, prompt and completion, instruction and output)."
         )
     rows = open_rows(request)
-    tokenizer, folder = load_hf_tokenizer(args.tokenizer)
-    if args.chat_template is None:
-        template = read_chat_template(folder)
-    else:
-        template = load_chat_template(args.chat_template, tokenizer=folder)
-        own = {TEMPLATE_FILE: template.source.encode()}
-        tokenizer = replace(tokenizer, files={**tokenizer.files, **own})
+    tokenizer, template = load_tokenizer_and_template(args)
     length = args.sequence_length or SEQUENCE_LENGTH
     packing = args.packing or PACKINGS[0]
     shaping: tuple[str, ...] = (
@@ -78,8 +72,43 @@ def chat_job(args: argparse.Namespace) -> ChatJob:
         template,
         length=length,
         packing=packing,
-        group_column=args.group_column,
+        groups=Groups(args.group_column),
     )
+
+
+def load_tokenizer_and_template(args: argparse.Namespace) -> tuple[HfTokenizer, ChatTemplate]:
+    """Return what --tokenizer and --chat-template name. Raises DataError."""
+    tokenizer, folder = load_hf_tokenizer(args.tokenizer)
+    if args.chat_template is None:
+        return tokenizer, read_chat_template(folder)
+    template = load_chat_template(args.chat_template, tokenizer=folder)
+    own = {TEMPLATE_FILE: template.source.encode()}
+    return replace(tokenizer, files={**tokenizer.files, **own}), template
+
+
+class Groups:
+    """Numbers the rows by the value of a column, for a split that keeps equal ones together."""
+
+    def __init__(self, column: str | None) -> None:
+        self._column = column
+        self._numbers: dict[str, int] = {}
+
+    def number_of(self, row: Row) -> int:
+        """Return the number of the row's group, or its own. Raises DataError."""
+        if self._column is None:
+            return row.number
+        if self._column not in row.values:
+            keys = ", ".join(shown(key) for key in list(row.values)[:6])
+            raise DataError(
+                f"{row.where}: no column {self._column!r}; columns there: {keys}. Choose one with "
+                "--group-column."
+            )
+        name = str(row.values[self._column])
+        return self._numbers.setdefault(name, len(self._numbers))
+
+    def count(self, rows: Rows) -> int:
+        """Return the number of groups, or of all rows that were read."""
+        return rows.num_rows if self._column is None else len(self._numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +131,7 @@ class ChatJob:
     template: ChatTemplate
     length: int = field(kw_only=True)
     packing: Any = field(kw_only=True)
-    group_column: str | None = field(kw_only=True)
-    groups: dict[str, int] = field(default_factory=dict)
+    groups: Groups = field(kw_only=True)
     truncated: int = 0
     truncated_tokens: int = 0
     dropped: int = 0
@@ -112,7 +140,7 @@ class ChatJob:
     def make(self) -> Made:
         """Read, render, tokenize and pack everything. Raises DataError."""
         documents = self._documents()
-        count = self.rows.num_rows if self.group_column is None else len(self.groups)
+        count = self.groups.count(self.rows)
         split = self.settings.split(Survey(documents=count, text_bytes=None))
         is_val = split.val_mask(np.array([each.group for each in documents], dtype=np.int64))
         files: dict[str, npt.NDArray[Any]] = {}
@@ -163,19 +191,7 @@ class ChatJob:
         except (BadConversationError, DataError) as error:
             self.rows.skip(row.where, str(error))
             return None
-        return self._group_of(row), text, spans
-
-    def _group_of(self, row: Row) -> int:
-        if self.group_column is None:
-            return row.number
-        if self.group_column not in row.values:
-            keys = ", ".join(shown(key) for key in list(row.values)[:6])
-            raise DataError(
-                f"{row.where}: no column {self.group_column!r}; columns there: {keys}. Choose one "
-                "with --group-column."
-            )
-        name = str(row.values[self.group_column])
-        return self.groups.setdefault(name, len(self.groups))
+        return self.groups.number_of(row), text, spans
 
     def _tokenized(self, rendered: list[tuple[int, str, list[Span]]]) -> list[_Document]:
         texts = [text for _, text, _ in rendered]
@@ -184,7 +200,7 @@ class ChatJob:
         for (group, text, spans), each in zip(rendered, encoded, strict=True):
             self.text_bytes += len(text.encode())
             tokens = np.array(each.ids, dtype=np.uint32)
-            trained = _within(_starts(each.offsets), spans)
+            trained = within(token_starts(each.offsets), spans)
             if len(tokens) > self.length:
                 self.truncated += 1
                 self.truncated_tokens += len(tokens) - self.length
@@ -218,7 +234,7 @@ class ChatJob:
         return tokens, marks
 
 
-def _starts(offsets: list[Span]) -> npt.NDArray[np.int64]:
+def token_starts(offsets: list[Span]) -> npt.NDArray[np.int64]:
     """Return the first character of each token.
 
     A byte-level tokenizer trims white space from its offsets, and so leaves a token of white space
@@ -229,7 +245,7 @@ def _starts(offsets: list[Span]) -> npt.NDArray[np.int64]:
     return np.where(ends > starts, starts, before)
 
 
-def _within(starts: npt.NDArray[np.int64], spans: list[Span]) -> npt.NDArray[np.bool_]:
+def within(starts: npt.NDArray[np.int64], spans: list[Span]) -> npt.NDArray[np.bool_]:
     """Say for each token, by its first character, whether it lies in one of the spans."""
     found = np.zeros(len(starts), dtype=np.bool_)
     for start, end in spans:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from payload.data_folder import TRAIN_NAME, load_meta, require_block_length, require_task
+from payload.data_folder import TRAIN_NAME, load_meta, require_prepared_length, require_task
 from payload.errors import ConfigError, DataError
 from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import Arithmetic
@@ -104,8 +104,7 @@ def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -
     """
     meta = load_meta(folder)
     require_task(folder, meta, task=task)
-    if meta.chat is not None:
-        require_block_length(folder, meta.chat, sequence_length=sequence_length)
+    require_prepared_length(folder, meta, sequence_length=sequence_length)
     # A block of text holds one token more than the sequence: the last one's target.
     if meta.task == "text" and meta.train_tokens <= sequence_length:
         raise DataError(

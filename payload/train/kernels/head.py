@@ -42,7 +42,10 @@ def mean_loss(
 def token_losses(
     hidden: Tensor, cast_weight: Tensor, targets: Tensor, library: Library | None
 ) -> Tensor:
-    """Cross entropy of each target, (N,) fp32; 0 where it is `IGNORED_TARGET`. No gradients."""
+    """Cross entropy of each target, (N,) fp32; 0 where it is `IGNORED_TARGET`. No gradients.
+
+    `trained_losses` has them.
+    """
     vocabulary = len(cast_weight)
     buffer = _buffer(hidden, vocabulary=vocabulary)
     losses = torch.empty(len(targets))
@@ -52,6 +55,54 @@ def token_losses(
             logits, targets[chunk], library, vocabulary=vocabulary, grad_scale=None
         )
     return losses
+
+
+def trained_losses(
+    hidden: Tensor, weight: Tensor, cast_weight: Tensor, targets: Tensor, gradient: TokenGradient
+) -> Tensor:
+    """The same with gradients, for a loss whose weight of each token follows from all of them."""
+    losses = _TokenLosses.apply(hidden, weight, cast_weight, targets, gradient)  # type: ignore[no-untyped-call]
+    return cast(Tensor, losses)
+
+
+class _TokenLosses(torch.autograd.Function):
+    """The backward pass makes the logits again: each token's weight is not known before."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        cast_weight: Tensor,
+        targets: Tensor,
+        gradient: TokenGradient,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, cast_weight, targets)
+        ctx.weight, ctx.gradient = weight, gradient
+        return token_losses(hidden, cast_weight, targets, gradient.library)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, cast_weight, targets = ctx.saved_tensors
+        weight, gradient = ctx.weight, ctx.gradient
+        library, vocabulary = gradient.library, len(cast_weight)
+        buffer = _buffer(hidden, vocabulary=vocabulary)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = gradient.head_place(weight) if weight.requires_grad else None
+        for chunk in _chunks(len(targets), vocabulary):
+            rows, scale = hidden[chunk], grad[chunk].unsqueeze(1)
+            logits = _logits(rows, cast_weight, buffer)
+            _cross_entropy(logits, targets[chunk], library, vocabulary=vocabulary, grad_scale=1.0)
+            grad_hidden[chunk] = _hidden_gradient(logits, cast_weight, library) * scale
+            if grad_weight is not None:
+                scaled = (rows * scale).to(rows.dtype)
+                _add_weight_gradient(
+                    grad_weight, logits, scaled, library, is_first=chunk.start == 0
+                )
+        if grad_weight is not None:
+            gradient.add_head(weight, grad_weight, 1.0)
+        return grad_hidden, None, None, None, None
 
 
 class _MeanLoss(torch.autograd.Function):

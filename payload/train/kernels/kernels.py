@@ -78,11 +78,16 @@ class Kernels:
             return head.mean_loss(*flat, self.token_gradient)
 
     def token_losses(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy of every target, (B, T) fp32; 0 where it is ignored. No gradients."""
+        """Cross entropy of every target, (B, T) fp32; 0 where it is ignored."""
         hidden, cast_weight = self._cast(hidden, weight)
-        flat = (hidden.flatten(0, 1), cast_weight, targets.flatten())
-        with torch.autocast("cpu", enabled=False), torch.no_grad():
-            return head.token_losses(*flat, self._library).view_as(targets)
+        rows, flat = hidden.flatten(0, 1), targets.flatten()
+        trains = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
+        with torch.autocast("cpu", enabled=False):
+            if trains:
+                losses = head.trained_losses(rows, weight, cast_weight, flat, self.token_gradient)
+            else:
+                losses = head.token_losses(rows, cast_weight, flat, self._library)
+        return losses.view_as(targets)
 
     def _cast(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         if _is_bf16():

@@ -42,6 +42,13 @@ class Placement:
     """The hooks that the strategy put around the layer's forward pass."""
 
 
+class Objective(Protocol):
+    """What a task makes of the losses of a batch's tokens, where that is not their mean."""
+
+    def __call__(self, losses: Tensor, *inputs: Tensor) -> Tensor:
+        """Return the batch's loss, a scalar, of (B, T) losses and what else the batch holds."""
+
+
 class LayerModule(nn.Module):
     """A layer whose forward pass can be computed by another function."""
 
@@ -72,6 +79,8 @@ class CausalLM(SplitModule, ABC):
         """Faster ways for a pass without caches; None = the plain modules, the reference."""
         self.adapter: AdapterSection | None = None
         """The adapter that is trained; `lora.add_adapter` sets it."""
+        self.objective: Objective | None = None
+        """What `forward` returns; None = the mean loss of the targets."""
 
     @abstractmethod
     def hidden(
@@ -213,8 +222,11 @@ class CausalLM(SplitModule, ABC):
     def token_losses(self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
         """Cross entropy of every target, (B, T) fp32; 0 where the target is `IGNORED_TARGET`.
 
-        `starts` are as in `hidden`.
+        `starts` are as in `hidden`. A strategy may wrap this as a forward pass of its own.
         """
+        return self._token_losses(tokens, targets, starts)
+
+    def _token_losses(self, tokens: Tensor, targets: Tensor, starts: Tensor | None) -> Tensor:
         hidden = self.hidden(tokens, starts=starts)
         if starts is None:
             return self._head_losses(hidden, targets)
@@ -239,12 +251,16 @@ class CausalLM(SplitModule, ABC):
         )
         return losses.view_as(targets)
 
-    def forward(self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Mean cross entropy over the targets, a scalar.
+    def forward(
+        self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None, *more: Tensor
+    ) -> Tensor:
+        """Mean cross entropy over the targets, a scalar, or what `objective` makes of each.
 
-        Raises nothing on its own; tokens and targets are (B, T) int64 within the vocabulary, and
-        `starts` as in `hidden`.
+        Raises nothing on its own; tokens and targets are (B, T) int64 within the vocabulary,
+        `starts` as in `hidden`, and `more` what the objective reads besides.
         """
+        if self.objective is not None:
+            return self.objective(self._token_losses(tokens, targets, starts), *more)
         weight = self.head_weight()
         hidden = self.hidden(tokens, starts=starts)
         if starts is not None:

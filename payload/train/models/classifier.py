@@ -73,9 +73,11 @@ class Classifier(CausalLM):
         with torch.autocast("cpu", enabled=False):
             return functional.linear(hidden.float(), self.score.weight)
 
-    def forward(self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None, *more: Tensor
+    ) -> Tensor:
         """Mean cross entropy of the texts' labels (B,), by class weight, a scalar."""
-        assert starts is None, "a row has one text"
+        assert starts is None and not more, "a row has one text"
         return functional.cross_entropy(
             self.class_logits(tokens), targets, weight=self.class_weights
         )

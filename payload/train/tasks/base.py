@@ -6,14 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from payload.data.blocks import Indices
 from payload.data_folder import DataMeta
 from payload.errors import CheckpointError
-from payload.metrics_log import EvalMetrics
+from payload.metrics_log import EvalMetrics, StepMetrics
+from payload.models.spec import Dtype
+from payload.train.checkpoint import BaseModel
 from payload.train.evaluate import EvalPass
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import Classifier
@@ -72,6 +76,8 @@ class Task(ABC):
     folder: Path
     meta: DataMeta
     train: Samples
+    keeps_base: ClassVar[bool] = False
+    """Whether checkpoints say which weights the run started from, also without an adapter."""
 
     def fitted(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
         """Return the model with what the task needs of it; `init` names it in messages.
@@ -84,6 +90,29 @@ class Task(ABC):
                 "language model."
             )
         return model
+
+    def take_base(self, base: BaseModel, *, resumes: bool) -> None:  # noqa: B027 - few tasks ask
+        """Take what a run with `keeps_base` starts from; on rank 0, before anything is written.
+
+        Raises CheckpointError for weights that do not suit the data.
+        """
+
+    def begin(self, model: CausalLM, how: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
+        """Make what the steps need of the model as the run starts from it.
+
+        Returns False when a rank was asked to stop meanwhile.
+        """
+        del model, how, dtype, resumes
+        return True
+
+    def take_sums(self) -> Tensor:
+        """Return what the passes since the last call add to their step's row, a vector float64."""
+        return torch.zeros(0, dtype=torch.float64)
+
+    def step_row(self, row: StepMetrics, sums: Tensor, *, samples: int) -> StepMetrics:
+        """Return a step's row with the sums over all ranks and its number of samples in it."""
+        del sums, samples
+        return row
 
     def tokenizer(self, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
         """Return the tokenizer's files for the checkpoints, with what the task needs in them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from payload.run_config import RunConfig
-from payload.train.tasks import chat, classify, text
+from payload.train.tasks import chat, classify, preference, text
 from payload.train.tasks.base import Task
 
 
@@ -13,4 +13,6 @@ def open_task(config: RunConfig) -> Task:
         return chat.open_task(config)
     if config.task.kind == "classify":
         return classify.open_task(config)
+    if config.task.kind == "preference":
+        return preference.open_task(config)
     return text.open_task(config)

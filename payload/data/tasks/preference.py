@@ -1,0 +1,64 @@
+"""Preference pairs: the command line of `prepare --task preference`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, ClassVar
+
+from payload.data.tasks.base import AddFlag, Task
+from payload.data_folder import DataMeta
+from payload.tasks import TaskKind
+
+if TYPE_CHECKING:
+    from payload.data.plan import Estimate
+    from payload.data.prepare import Outcome
+
+
+class PreferenceTask(Task):
+    """A better and a worse answer to each prompt."""
+
+    kind: ClassVar[TaskKind] = "preference"
+    summary = "the better one of two answers (DPO); its flags are chat's"
+    flags = ("--sequence-length", "--chat-template", "--group-column")
+
+    def add_flags(self, add: AddFlag) -> None:
+        """Declare nothing: the task `chat` has the same flags."""
+
+    def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
+        """Return the source's label and what a run would do: all but writing is done for it."""
+        from payload.data.plan import Estimate, free_bytes
+        from payload.data.tasks.preference_job import preference_job
+
+        job = preference_job(args)
+        job.rows.identity()
+        made = job.make()
+        return job.rows.label, Estimate(
+            documents=made.fields["train_documents"] + made.fields["val_documents"],
+            text_bytes=made.fields["text_bytes"],
+            tokens=made.fields["train_tokens"] + made.fields["val_tokens"],
+            need_bytes=sum(values.nbytes for values in made.files.values()),
+            free_bytes=free_bytes(job.settings.out),
+            note=None,
+        )
+
+    def prepare(self, args: argparse.Namespace) -> Outcome:
+        """Make the data folder; a run that was stopped begins again."""
+        from payload.data.progress import Reporter
+        from payload.data.tasks.folder import prepare_whole
+        from payload.data.tasks.preference_job import preference_job
+
+        job = preference_job(args)
+        reporter = Reporter(quiet=args.quiet)
+        reporter.say(f"template: {job.template.where}, {job.template.how_trained()}")
+        return prepare_whole(job.rows, job.settings, reporter, job.make)
+
+    def describe(self, meta: DataMeta) -> list[str]:
+        """Return the record's counts."""
+        pairs = meta.preference
+        assert pairs is not None
+        return [
+            f"{meta.train_documents:,} pairs for training, {meta.val_documents:,} for validation, "
+            f"of conversations of at most {pairs.sequence_length} tokens; answers' tokens: "
+            f"{pairs.train_trained_tokens:,} and {pairs.val_trained_tokens:,}",
+            f"truncated: {pairs.truncated_answers:,} answers by {pairs.truncated_tokens:,} tokens",
+        ]

@@ -1,0 +1,112 @@
+"""The evaluation on preference pairs: loss, accuracy, margin and rewards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from payload.checkpoint_files import checkpoint_config
+from payload.data.pairs import Pairs, open_pairs
+from payload.data_folder import DataMeta
+from payload.errors import ConfigError, DataError
+from payload.models.spec import Dtype
+from payload.preference import PreferenceMetrics
+from payload.run_config import TaskSection, parse_run_config
+from payload.train.dpo import evaluate_pairs
+from payload.train.evaluate import EvalPass
+from payload.train.models.base import CausalLM
+from payload.train.tasks.preference import stored_reference
+from payload.train.world import World
+
+_BATCH_PAIRS = 8
+"""Pairs of a batch; the same for any number of ranks, so that the result is."""
+
+
+def open_both(
+    folder: Path, meta: DataMeta, model: CausalLM, *, dtype: Dtype
+) -> tuple[Pairs, Tensor, str]:
+    """Return the validation pairs, their reference, and how the reference is called.
+
+    Raises DataError, and ConfigError for pairs that are longer than the model's context.
+    """
+    assert meta.preference is not None
+    length, context = meta.preference.sequence_length, model.spec.context()
+    if length > context:
+        raise ConfigError(
+            f"{folder}: was prepared for conversations of {length} tokens, and the model's context "
+            f"is {context}. Prepare the data with --sequence-length {context}."
+        )
+    if meta.vocab_size > model.spec.vocab_size:
+        raise DataError(
+            f"{folder}: its tokenizer ({meta.tokenizer}) has {meta.vocab_size:,} tokens, the "
+            f"model's embedding {model.spec.vocab_size:,}. Prepare the pairs with the model's "
+            "tokenizer."
+        )
+    found, of, values = stored_reference(folder, meta, dtype=dtype)
+    pairs = open_pairs(folder, split="val", sequence_length=length)
+    return pairs, values, f"{found.model.name()} ({of})"
+
+
+def beta_of(weights: Path) -> float:
+    """Return the beta that the checkpoint was trained with, or the default."""
+    text = checkpoint_config(weights)
+    if text is None:
+        return TaskSection().beta
+    task = parse_run_config(text, where=f"{weights}'s config").task
+    return task.beta if task.kind == "preference" else TaskSection().beta
+
+
+def measure(
+    model: CausalLM,
+    pairs: Pairs,
+    reference: Tensor,
+    world: World,
+    *,
+    beta: float,
+    max_tokens: int | None,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    progress: Callable[[int, int], bool],
+) -> PreferenceMetrics:
+    """Return the result over the pairs, equal to the last bit for any number of ranks."""
+    how = EvalPass(
+        world=world,
+        step=0,
+        micro_batch_size=_BATCH_PAIRS,
+        max_tokens=max_tokens,
+        autocast=autocast,
+        should_stop=progress,
+    )
+    found = evaluate_pairs(model, pairs, reference, how, beta=beta)
+    assert found is not None, "nobody asks this evaluation to stop"
+    return found
+
+
+def as_json(result: PreferenceMetrics, **more: object) -> str:
+    """Return one line of JSON."""
+    row = {
+        "val_loss": result.val_loss,
+        "val_pairs": result.val_pairs,
+        "val_tokens": result.val_tokens,
+        "accuracy": result.val_accuracy,
+        "margin": result.val_margin,
+        "chosen_reward": result.val_chosen_reward,
+        "rejected_reward": result.val_rejected_reward,
+    }
+    return json.dumps({**more, **row})
+
+
+def as_text(result: PreferenceMetrics, *, beta: float) -> list[str]:
+    """Return lines for a person."""
+    return [
+        f"pairs       {result.val_pairs:,} of val.bin",
+        f"loss        {result.val_loss:.6f} nats a pair (beta {beta:g})",
+        f"accuracy    {result.val_accuracy:.2%} of the better answers have the higher reward",
+        f"margin      {result.val_margin:.4f}",
+        f"rewards     {result.val_chosen_reward:+.4f} of the better answers, "
+        f"{result.val_rejected_reward:+.4f} of the worse ones",
+    ]

@@ -1,0 +1,36 @@
+"""What identifies the weights that a run starts from, wherever their files lie."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from payload.adapter_files import has_adapter, read_adapter_config
+from payload.checkpoint_files import ADAPTER_FILES, sha256_of, weights_sha256
+from payload.models.hub import HubName
+from payload.run_config import Quantize
+from payload.train.checkpoint import BaseModel
+from payload.train.weights import model_folder
+
+
+def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
+    """Return the identity of the weights in `folder`, which the user calls `source`.
+
+    Raises OSError, and CheckpointError for a damaged folder.
+    """
+    on_hub = None if Path(source).expanduser().exists() else HubName.parse(source)
+    return BaseModel(
+        source=on_hub.name if on_hub else str(folder.resolve()),
+        revision=on_hub.revision if on_hub else None,
+        sha256=_sha256(folder),
+        quantize=quantize,
+    )
+
+
+def _sha256(folder: Path) -> str:
+    """Return the hash of the folder's weights; those of an adapter are its own and its base's."""
+    if not has_adapter(folder):
+        return weights_sha256(folder)
+    base = weights_sha256(model_folder(read_adapter_config(folder).source()))
+    own = sha256_of(folder / ADAPTER_FILES[0])
+    return hashlib.sha256(f"{own} {base}".encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""The command that stores a reference's log-probabilities beside preference pairs."""

@@ -1,0 +1,151 @@
+"""`python -m payload.train.reference`: store a model's log-probabilities beside preference pairs.
+
+A run does the same at its start where nothing is stored. The command replaces another model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from payload.errors import ConfigError, ExitCode, TileforgeError
+from payload.hints import command
+from payload.untrusted import printable
+
+if TYPE_CHECKING:
+    from payload.train.world import World
+
+_BATCH_PAIRS = 4
+_PROGRESS_S = 10.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    made = argparse.ArgumentParser(
+        prog=command("train.reference"),
+        description="Compute the log-probabilities that a model gives both answers of every pair "
+        "in a folder of prepare --task preference, and store them there. A run with "
+        "task.kind=preference reads them, or computes them at its start; this command replaces "
+        "those of another model. Under mpirun or torchrun the ranks share the work.",
+        epilog="Example: " + command("train.reference", "--model", "MODEL", "--data", "data/pairs"),
+    )
+    add = made.add_argument
+    add("--model", required=True, metavar="NAME", help="as in model.init of the run")
+    add("--data", required=True, type=Path, metavar="DIR", help="folder of prepared pairs")
+    add(
+        "--dtype",
+        choices=("bf16", "fp32"),
+        default="bf16",
+        help="of the matmuls, as precision.dtype of the run (default: %(default)s)",
+    )
+    add(
+        "--quantize",
+        choices=("none", "nf4"),
+        default="none",
+        help="as in model.quantize of the run (default: %(default)s)",
+    )
+    return made
+
+
+def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
+    """Run the command; return its exit code."""
+    arguments = parser().parse_args(argv)
+    from payload.train.world import World, as_rank_lost
+
+    world = None
+    try:
+        world = World.from_env(env)
+        _make(arguments, world)
+    except TileforgeError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except RuntimeError as error:
+        lost = as_rank_lost(error, world=world) if world is not None else None
+        if lost is None:
+            raise
+        print(f"error: {printable(str(lost))}", file=sys.stderr)
+        return lost.exit_code
+    return ExitCode.OK
+
+
+def _make(arguments: argparse.Namespace, world: World) -> None:
+    import torch
+
+    from payload.data.pairs import open_pairs
+    from payload.data_folder import load_meta, require_task
+    from payload.run_config import DistributedSection
+    from payload.tokenizer_identity import require_same_tokenizer
+    from payload.train.base_model import identify
+    from payload.train.dpo import reference_log_probs
+    from payload.train.evaluate import EvalPass
+    from payload.train.kernels.kernels import find_kernels
+    from payload.train.models.classifier import Classifier
+    from payload.train.models.registry import load
+    from payload.train.tasks.preference import reference_model, store
+    from payload.train.weights import model_folder
+
+    folder: Path = arguments.data
+    meta = load_meta(folder)
+    require_task(folder, meta, task="preference")
+    assert meta.preference is not None
+    length = meta.preference.sequence_length
+    train, val = (
+        open_pairs(folder, split="train", sequence_length=length),
+        open_pairs(folder, split="val", sequence_length=length),
+    )
+    weights = model_folder(arguments.model, setting="--model")
+    names = ("--data", "--model")
+    require_same_tokenizer(meta, data=folder, folder=weights, init=arguments.model, settings=names)
+    model = load(weights, quantize=arguments.quantize)
+    if isinstance(model, Classifier) or model.spec.context() < length:
+        why = "is a classifier" if isinstance(model, Classifier) else "has a shorter context"
+        raise ConfigError(
+            f"--model {arguments.model!r}: it {why}; the pairs have up to {length} tokens. Name "
+            "the language model that the run starts from."
+        )
+    model.kernels = find_kernels()
+    how = EvalPass(
+        world=world,
+        step=0,
+        micro_batch_size=_BATCH_PAIRS,
+        max_tokens=None,
+        autocast=lambda: torch.autocast(
+            "cpu", dtype=torch.bfloat16, enabled=arguments.dtype == "bf16"
+        ),
+        should_stop=_progress(time.monotonic) if world.is_main else lambda _done, _of: False,
+    )
+    world.join(DistributedSection())
+    try:
+        found = reference_log_probs(model, (train, val), how)
+    finally:
+        world.leave()
+    assert found is not None, "nobody asks it to stop"
+    if world.is_main:
+        base = reference_model(identify(arguments.model, weights, quantize=arguments.quantize))
+        store(folder, meta, base, dtype=arguments.dtype, values=found)
+        print(
+            f"{folder}: the reference of {len(found):,} pairs is {base.name()} in {arguments.dtype}"
+        )
+
+
+def _progress(clock: Callable[[], float]) -> Callable[[int, int], bool]:
+    """Return what prints now and then how far it is; it never asks to stop."""
+    last_s = clock()
+
+    def tell(done: int, of: int) -> bool:
+        nonlocal last_s
+        if clock() - last_s >= _PROGRESS_S:
+            last_s = clock()
+            print(f"{done} of {of} passes", file=sys.stderr)
+        return False
+
+    return tell
+
+
+if __name__ == "__main__":
+    sys.exit(main(None, os.environ))

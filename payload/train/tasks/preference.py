@@ -1,0 +1,226 @@
+"""Direct preference optimization: the better of two answers, against the model as it began."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from payload.data.blocks import Indices
+from payload.data.pairs import Pairs, open_pairs
+from payload.data.reference import (
+    LogProbs,
+    Reference,
+    ReferenceModel,
+    how_to_make,
+    read_reference,
+    read_values,
+    write_reference,
+)
+from payload.data_folder import DataMeta, load_meta
+from payload.errors import CheckpointError, DataError
+from payload.metrics_log import StepMetrics
+from payload.models.spec import Dtype
+from payload.preference import PreferenceMetrics, PreferenceStep
+from payload.run_config import RunConfig
+from payload.train.checkpoint import BaseModel
+from payload.train.dpo import DpoLoss, evaluate_pairs, reference_log_probs
+from payload.train.evaluate import EvalPass
+from payload.train.models.base import CausalLM
+from payload.train.tasks.base import Batch, Samples, Task
+
+log = logging.getLogger(__name__)
+
+
+def open_task(config: RunConfig) -> Task:
+    """Open the run's data folder. Raises DataError, ConfigError."""
+    folder, length = Path(config.data.dir), config.data.sequence_length
+    train, val = (
+        open_pairs(folder, split="train", sequence_length=length),
+        open_pairs(folder, split="val", sequence_length=length),
+    )
+    return Preference(folder, train, val, beta=config.task.beta)
+
+
+class PairSamples(Samples):
+    """Preference pairs; a batch is as long as its longest conversation."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        self._pairs = pairs
+        self.reference: Tensor | None = None
+        """(pairs, 2) float64, once it is known."""
+
+    def num_samples(self) -> int:
+        """Return the number of pairs."""
+        return self._pairs.num_pairs()
+
+    def batch(self, chosen: Indices) -> Batch:
+        """Return tokens, targets and starts of both conversations, and the reference's numbers.
+
+        Raises DataError.
+        """
+        assert self.reference is not None, "Preference.begin comes first"
+        inputs = self._pairs.gather(chosen)
+        known = self.reference[torch.from_numpy(chosen)]
+        return Batch(inputs=(*inputs, known), tokens=inputs[0], weight=self.weight(chosen))
+
+    def expect(self, chosen: Indices) -> None:
+        """Do nothing: a pair is a few kilobytes, which the system has read ahead."""
+
+    def weight(self, chosen: Indices) -> float:
+        """Return the number of pairs."""
+        return float(len(chosen))
+
+    def num_tokens(self, chosen: Indices) -> int:
+        """Return the number of tokens of both conversations, padding left out."""
+        return self._pairs.num_tokens(chosen)
+
+    def arranged(self, chosen: Indices) -> Indices:
+        """Return a step's pairs by length, so that a pass has pairs of about the same length."""
+        return chosen[np.argsort(self._pairs.longest(chosen), kind="stable")]
+
+
+class Preference(Task):
+    """A folder that `prepare --task preference` wrote."""
+
+    keeps_base = True
+
+    def __init__(self, folder: Path, train: Pairs, val: Pairs, *, beta: float) -> None:
+        self.folder, self.meta = folder, load_meta(folder)
+        self.train: PairSamples = PairSamples(train)
+        self._pairs = train, val
+        self._loss = DpoLoss(beta)
+        self._model: ReferenceModel | None = None
+        self._val_reference: Tensor | None = None
+
+    def has_range_hashes(self) -> bool:
+        """Say whether what training reads is compared with meta.json."""
+        return all(pairs.is_checked() for pairs in self._pairs)
+
+    def fitted(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
+        """Return the model with this loss. Raises CheckpointError for a classifier."""
+        model = super().fitted(model, seed=seed, init=init)
+        model.objective = self._loss
+        return model
+
+    def take_base(self, base: BaseModel, *, resumes: bool) -> None:
+        """Take what the run starts from; on rank 0.
+
+        Raises CheckpointError when the stored reference is of another model, or is gone.
+        """
+        self._model = reference_model(base)
+        found = read_reference(self.folder, self.meta)
+        again = how_to_make(self.folder, self._model)
+        if found is None and resumes:
+            raise CheckpointError(
+                f"{self.folder}: the reference that the run began with is not stored there any "
+                f"more. Make it again with: {again}"
+            )
+        if found is not None and not found.model.is_same(self._model):
+            raise CheckpointError(
+                f"{self.folder}: the reference stored there is of {_told(found.model)}, and the "
+                f"run starts from {_told(self._model)}. Replace it with: {again}"
+            )
+
+    def begin(self, model: CausalLM, how: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
+        """Read the reference's log-probabilities, or compute and store them before the first step.
+
+        Returns False when a rank was asked to stop meanwhile. Raises DataError, CheckpointError.
+        """
+        stored = self._stored(dtype) if how.world.is_main else None
+        is_there = how.world.broadcast(stored is not None, bool)
+        found: Tensor | None
+        if is_there:
+            count = sum(pairs.num_pairs() for pairs in self._pairs)
+            mine = torch.zeros(count, 2, dtype=torch.float64)
+            found = how.world.sum(mine if stored is None else torch.from_numpy(stored))
+        elif resumes:
+            raise CheckpointError(
+                f"{self.folder}: no reference in {dtype} is stored there, and the run goes on "
+                f"from trained weights. Make it with: {self._again(dtype)}"
+            )
+        else:
+            found = self._compute(model, how, dtype=dtype)
+        if found is None:
+            return False
+        train = self._pairs[0].num_pairs()
+        self.train.reference, self._val_reference = found[:train], found[train:]
+        return True
+
+    def take_sums(self) -> Tensor:
+        """Return what the passes since the last call add to their step's row."""
+        return self._loss.take_sums()
+
+    def step_row(self, row: StepMetrics, sums: Tensor, *, samples: int) -> StepMetrics:
+        """Return the step's row with the share of right margins and their mean."""
+        return PreferenceStep(
+            **{each.name: getattr(row, each.name) for each in dataclasses.fields(row)},
+            reward_accuracy=float(sums[0]) / samples,
+            reward_margin=float(sums[1]) / samples,
+        )
+
+    def evaluate(self, model: CausalLM, how: EvalPass) -> PreferenceMetrics | None:
+        """Return loss, accuracy, margin and rewards; None when asked to stop."""
+        assert self._val_reference is not None, "begin comes first"
+        return evaluate_pairs(model, self._pairs[1], self._val_reference, how, beta=self._loss.beta)
+
+    def _stored(self, dtype: Dtype) -> LogProbs | None:
+        found = read_reference(self.folder, self.meta)
+        return None if found is None else read_values(self.folder, self.meta, found, dtype)
+
+    def _compute(self, model: CausalLM, how: EvalPass, *, dtype: Dtype) -> Tensor | None:
+        log.info(f"reference computing the log-probabilities of {self.folder}'s answers ({dtype})")
+        found = reference_log_probs(model, self._pairs, how)
+        if found is not None and how.world.is_main:
+            assert self._model is not None, "rank 0 took the base"
+            store(self.folder, self.meta, self._model, dtype=dtype, values=found)
+        return found
+
+    def _again(self, dtype: Dtype) -> str:
+        return how_to_make(self.folder, self._model, dtype=dtype)
+
+
+def store(
+    folder: Path, meta: DataMeta, model: ReferenceModel, *, dtype: Dtype, values: Tensor
+) -> None:
+    """Write log-probabilities beside the data. Raises DataError, CheckpointError for NaN."""
+    if not bool(torch.isfinite(values).all()):
+        raise CheckpointError(
+            f"{model.name()}: it gives an answer of {folder} no finite probability. Use other "
+            "weights, or --dtype fp32."
+        )
+    write_reference(folder, meta, model=model, dtype=dtype, values=values.numpy())
+
+
+def reference_model(base: BaseModel) -> ReferenceModel:
+    """Return the base of a run as reference.json has it."""
+    return ReferenceModel(
+        source=base.source, revision=base.revision, sha256=base.sha256, quantize=base.quantize
+    )
+
+
+def stored_reference(
+    folder: Path, meta: DataMeta, *, dtype: Dtype
+) -> tuple[Reference, Dtype, Tensor]:
+    """Return what is stored, and the validation pairs' part of it: in `dtype` if it is there.
+
+    Raises DataError when nothing is.
+    """
+    found = read_reference(folder, meta)
+    others: tuple[Dtype, ...] = ("bf16", "fp32")
+    for each in (dtype, *others):
+        values = None if found is None else read_values(folder, meta, found, each)
+        if found is not None and values is not None:
+            return found, each, torch.from_numpy(values[meta.train_documents :])
+    raise DataError(
+        f"{folder}: no reference is stored there. Make it with: {how_to_make(folder, None)}"
+    )
+
+
+def _told(model: ReferenceModel) -> str:
+    quantized = "" if model.quantize == "none" else f" in {model.quantize}"
+    return f"{model.name()}{quantized} (sha256 {model.sha256[:12]})"

@@ -1,0 +1,340 @@
+"""`prepare --task preference`: formats, the answers' tokens, truncation, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from payload.data.__main__ import main
+from payload.data.blocks import IGNORED_TARGET
+from payload.data.pairs import Pairs, open_pairs
+from payload.data.show import read_samples
+from payload.data_folder import load_meta
+from payload.errors import ConfigError, DataError, ExitCode
+from payload.orchestrate.sites.choose import check_data
+from tests.support.chat_data import MARKED_TEMPLATE, make_tokenizer, turn, write_rows
+from tests.support.preference_data import pairs, prepare
+
+LENGTH = 64
+ROWS = pairs(40)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("data")
+    source = write_rows(place / "in.jsonl", ROWS)
+    return prepare(tokenizer, source, place / "out", "--sequence-length", LENGTH)
+
+
+def opened(folder: Path) -> Pairs:
+    return open_pairs(folder, split="train", sequence_length=LENGTH)
+
+
+def content(folder: Path) -> list[bytes]:
+    names = ("train.bin", "train.marks.bin", "train.pairs.bin", "val.bin")
+    return [(folder / name).read_bytes() for name in names]
+
+
+def as_messages(row: dict[str, Any]) -> dict[str, Any]:
+    prompt = turn(row["prompt"], "")[:1]
+    answers = {name: turn("", row[name])[1:] for name in ("chosen", "rejected")}
+    return {"prompt": prompt, **answers}
+
+
+def as_conversations(row: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {name: turn(row["prompt"], row[name]) for name in ("chosen", "rejected")} | more
+
+
+SHAPES = {
+    "messages": [as_messages(row) for row in ROWS],
+    "conversations": [as_conversations(row) for row in ROWS],
+    "conversations that repeat the prompt": [
+        as_conversations(row, prompt=row["prompt"]) for row in ROWS
+    ],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_format_gives_the_same_tokens(
+    folder: Path, tokenizer: Path, tmp_path: Path, shape: str
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", SHAPES[shape])
+    out = prepare(tokenizer, source, tmp_path / "out", "--sequence-length", LENGTH)
+    assert content(out) == content(folder)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "hf"])
+def test_other_sources_have_the_same_pairs(
+    folder: Path, tokenizer: Path, tmp_path: Path, kind: str
+) -> None:
+    source = tmp_path / f"in.{kind}"
+    if kind == "csv":
+        with source.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ["prompt", "chosen", "rejected"])
+            writer.writeheader()
+            writer.writerows(ROWS)
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(SHAPES["messages"]), source)
+    else:
+        source.mkdir()
+        write_rows(source / "train.jsonl", SHAPES["conversations"])
+    words = ["prepare", "--task", "preference", "--source", kind, "--input", str(source)]
+    words += ["--tokenizer", str(tokenizer), "--sequence-length", str(LENGTH)]
+    assert main([*words, "--out", str(tmp_path / "out"), "--quiet"]) == 0
+    assert content(tmp_path / "out") == content(folder)
+
+
+def test_the_loss_covers_the_answers_and_nothing_before_or_behind(
+    folder: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    """Earlier answers are a part of the prompt."""
+    earlier = turn("red add", "blue add")
+    rows = [
+        {name: [*earlier, *turn(row["prompt"], row[name])] for name in ("chosen", "rejected")}
+        for row in ROWS
+    ]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    for template in ((), ("--chat-template", tmp_path / "marked.jinja")):
+        (tmp_path / "marked.jinja").write_text(MARKED_TEMPLATE)
+        out = tmp_path / f"out{len(template)}"
+        prepare(tokenizer, source, out, "--sequence-length", 128, *template)
+        meta = load_meta(out)
+        for number in range(5):
+            chosen, rejected = read_samples(out, meta, split="train", number=number)
+            found = [
+                "".join(text for text, flag in each.parts if flag) for each in (chosen, rejected)
+            ]
+            before = [each.parts[0][0] for each in (chosen, rejected)]
+            assert before[0] == before[1] and "blue add<|im_end|>" in before[0]
+            asked = before[0].rpartition("user\n")[2].partition("<|im_end|>")[0]
+            (row,) = [each for each in ROWS if each["prompt"] == asked][:1]
+            assert found == [f"{row[name]}<|im_end|>\n" for name in ("chosen", "rejected")]
+
+
+def test_a_batch_has_the_better_answers_first_and_padding_alone(folder: Path) -> None:
+    data = opened(folder)
+    chosen = np.array([3, 0, 7], dtype=np.int64)
+    tokens, targets, starts = (each.numpy() for each in data.gather(chosen))
+    longest = int(data.longest(chosen).max())
+    assert tokens.shape == targets.shape == starts.shape == (6, longest)
+    for row, (side, pair) in enumerate([(side, pair) for side in (0, 1) for pair in chosen]):
+        alone = [each.numpy() for each in data.gather(np.array([pair], dtype=np.int64))]
+        length = int(data.lengths[pair, side])
+        assert (tokens[row, :length] == alone[0][side, :length]).all()
+        assert (starts[row, :length] == 0).all()
+        assert (starts[row, length:] == np.arange(length, longest)).all()
+        assert (targets[row, length - 1 :] == IGNORED_TARGET).all()
+        trained = targets[row] != IGNORED_TARGET
+        assert (targets[row][trained] == tokens[row][np.flatnonzero(trained) + 1]).all()
+    assert data.num_tokens(chosen) == int(data.lengths[chosen].sum())
+
+
+def test_a_long_answer_is_cut_and_counted(tokenizer: Path, tmp_path: Path) -> None:
+    long = {"prompt": "add", "chosen": "red " * 80, "rejected": "blue"}
+    source = write_rows(tmp_path / "in.jsonl", [*ROWS, long])
+    out = prepare(tokenizer, source, tmp_path / "out", "--sequence-length", LENGTH)
+    record = load_meta(out).preference
+    assert record is not None and record.truncated_answers == 1
+    assert record.truncated_tokens > 10
+    sides = [open_pairs(out, split=each, sequence_length=LENGTH) for each in ("train", "val")]  # type: ignore[arg-type]
+    assert max(int(each.lengths.max()) for each in sides) == LENGTH
+
+
+def test_the_counts_of_meta_json_are_those_of_the_files(folder: Path) -> None:
+    meta = load_meta(folder)
+    assert meta.preference is not None
+    assert meta.train_documents + meta.val_documents == len(ROWS)
+    marks = np.fromfile(folder / "train.marks.bin", dtype=np.uint8)
+    assert meta.preference.train_trained_tokens == int((marks != 0).sum())
+    assert main(["verify", str(folder)]) == ExitCode.OK
+
+
+def test_a_group_is_all_for_training_or_all_for_validation(tokenizer: Path, tmp_path: Path) -> None:
+    rows = [{**row, "source": f"g{number // 4}"} for number, row in enumerate(ROWS)]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    out = prepare(tokenizer, source, tmp_path / "out", "--group-column", "source")
+    assert load_meta(out).val_documents % 4 == 0
+
+
+def test_show_prints_both_answers_in_colour(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", str(folder), "--sample", "2", "--color", "always"]) == 0
+    said = capsys.readouterr()
+    assert said.out.count("\x1b[32m") == 2
+    first, second = said.err.splitlines()
+    assert first.startswith("pair 2 of 36 in train, chosen: ")
+    assert second.startswith("pair 2 of 36 in train, rejected: ")
+    assert main(["show", str(folder), "--sample", "36"]) == ExitCode.CONFIG
+    assert "has 36 pairs in train. Use 0 to 35." in capsys.readouterr().err
+
+
+def test_a_dry_run_tells_the_size_and_writes_nothing(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ROWS)
+    words = ["prepare", "--task", "preference", "--source", "jsonl", "--input", str(source)]
+    words += ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--dry-run", "--json"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["documents"] == 40
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_refuses_data_of_another_task_or_length(folder: Path) -> None:
+    assert check_data(folder, sequence_length=LENGTH, task="preference") == 300
+    with pytest.raises(ConfigError, match="with --task preference"):
+        check_data(folder, sequence_length=LENGTH, task="chat")
+    with pytest.raises(ConfigError, match="was prepared for conversations of 64"):
+        check_data(folder, sequence_length=32, task="preference")
+
+
+@pytest.mark.parametrize("name", ["train.marks.bin", "train.bin", "train.pairs.bin"])
+def test_damage_is_found_when_it_is_read(folder: Path, tmp_path: Path, name: str) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    damaged = bytearray((copy / name).read_bytes())
+    damaged[0] ^= 1
+    (copy / name).write_bytes(damaged)
+    with pytest.raises(DataError, match=name.replace(".", r"\.")):
+        opened(copy).gather(np.array([0], dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"preference": None}, "preference contradict each other"),
+        ({"task": "chat"}, "files has not just"),
+    ],
+)
+def test_a_meta_json_that_contradicts_itself_is_refused(
+    folder: Path, tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    raw = json.loads((copy / "meta.json").read_text())
+    (copy / "meta.json").write_text(json.dumps(raw | change), encoding="utf-8")
+    with pytest.raises(DataError, match=problem):
+        load_meta(copy)
+
+
+ANSWER = {"role": "assistant", "content": "red"}
+ASK = {"role": "user", "content": "add"}
+BAD_ROWS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "a", "rejected": "b"}, "no chosen among the columns 'prompt', 'rejected'. Known:"),
+    ({"prompt": "a", "chosen": "b"}, "no rejected among the columns"),
+    ({"prompt": "a", "chosen": None, "rejected": "b"}, "no chosen among the columns"),
+    ({"question": "a", "good": "b"}, "no chosen and no rejected among the columns 'question'"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
+    ({"chosen": "b", "rejected": "c"}, "texts, and there is no prompt"),
+    ({"prompt": 7, "chosen": "b", "rejected": "c"}, "prompt is 7, not a list of messages"),
+    ({"prompt": "a", "chosen": [], "rejected": "c"}, "chosen is [], not a list of messages"),
+    (
+        {"chosen": [ASK, ANSWER], "rejected": [{**ASK, "content": "b"}, ANSWER]},
+        "do not begin with the same prompt",
+    ),
+    (
+        {"chosen": [ASK, ANSWER], "rejected": [ASK]},
+        "rejected has nothing behind the prompt. Add the assistant's answer",
+    ),
+    (
+        {"chosen": [ASK, ANSWER], "rejected": [ASK, ASK]},
+        "rejected has a message of role 'user' behind the prompt",
+    ),
+    (
+        {"prompt": "a", "chosen": [ASK, ANSWER], "rejected": "c"},
+        "chosen begins with a message of role 'user' that is not the prompt's",
+    ),
+    (
+        {"prompt": "a", "chosen": [{"role": "robot", "content": "b"}], "rejected": "c"},
+        "chosen[0]: unknown role 'robot'",
+    ),
+    (
+        {"prompt": "add " * 200, "chosen": "b", "rejected": "c"},
+        "which leaves none of --sequence-length 64 for the answer",
+    ),
+    (
+        {"prompt": "a", "chosen": "red " * 80 + "a", "rejected": "red " * 80 + "b"},
+        "chosen and rejected have the same first 64 tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "complaint"), BAD_ROWS)
+def test_a_bad_pair_is_one_line_or_a_counted_skip(
+    tokenizer: Path,
+    tmp_path: Path,
+    row: dict[str, Any],
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [*ROWS, row])
+    words = ["prepare", "--task", "preference", "--source", "jsonl", "--input", str(source)]
+    words += ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--quiet"]
+    words += ["--sequence-length", str(LENGTH)]
+    assert main(words) == ExitCode.CONFIG
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {source} line 41: ") and complaint in line
+    assert "or leave such rows out with --skip-bad." in line
+    assert not (tmp_path / "out").exists()
+    assert main([*words, "--skip-bad"]) == 0
+    meta = load_meta(tmp_path / "out")
+    assert meta.skipped_documents == 1 and complaint in meta.skipped_examples[0]
+
+
+NO_MARKS = (
+    "{% for m in messages %}{% if false %}{% generation %}{% endgeneration %}{% endif %}"
+    "{{ m['content'] }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "flags", "complaint"),
+    [
+        (None, (), "the model has no chat template"),
+        (NO_MARKS, (), "all tokens are masked"),
+        ("{{ messages", (), "is no template"),
+        (None, ("--text-column", "prompt"), "--text-column is for --task text and classify"),
+        (None, ("--packing", "none"), "--packing belongs to --task chat, not preference"),
+        (None, ("--label-column", "x"), "--label-column belongs to --task classify"),
+    ],
+)
+def test_a_command_that_cannot_be_is_one_line(
+    tmp_path: Path,
+    template: str | None,
+    flags: tuple[str, ...],
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = make_tokenizer(tmp_path / "tokenizer", template=template)
+    source = write_rows(tmp_path / "in.jsonl", ROWS)
+    words = ["prepare", "--task", "preference", "--source", "jsonl", "--input", str(source)]
+    words += ["--tokenizer", str(folder), "--out", str(tmp_path / "out"), "--quiet", *flags]
+    code = main(words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert complaint in line and code == (ExitCode.USAGE if flags else ExitCode.CONFIG)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_single_pair_cannot_be_divided(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ROWS[:1])
+    words = ["prepare", "--task", "preference", "--source", "jsonl", "--input", str(source)]
+    words += ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--quiet"]
+    assert main(words) == ExitCode.CONFIG
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--val-fraction" in line or "2" in line
+    assert not (tmp_path / "out").exists()

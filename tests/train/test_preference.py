@@ -1,0 +1,445 @@
+"""Training on preference pairs: TRL's loss and gradients, any number of ranks, exact resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from payload.data.blocks import BlockOrder
+from payload.data.reference import read_reference
+from payload.data_folder import load_meta
+from payload.errors import CheckpointError, ConfigError, DataError
+from payload.evaluate.__main__ import main as evaluate
+from payload.models.gpt2 import PRESETS
+from payload.results import RunPaths
+from payload.run_config import load_run_config, parse_run_config
+from payload.train.base_model import identify
+from payload.train.evaluate import EvalPass
+from payload.train.kernels.kernels import find_kernels
+from payload.train.models.base import CausalLM
+from payload.train.models.registry import load
+from payload.train.reference.__main__ import main as reference
+from payload.train.tasks.preference import Preference
+from payload.train.tasks.registry import open_task
+from tests.support.chat_data import PLAIN_TEMPLATE, make_model, write_rows
+from tests.support.launching import losses, metrics, mpirun, run, train
+from tests.support.preference_data import pairs, prepare
+from tests.train.alone import ALONE, train_alone
+
+LENGTH, SEED, BATCH, BATCHES, BETA = 64, 5, 4, 20, 0.1
+CONFIG = f"""
+[run]
+seed = {SEED}
+[data]
+dir = "{{data}}"
+sequence_length = {LENGTH}
+[task]
+kind = "preference"
+beta = {BETA}
+[model]
+init = "{{init}}"
+[batch]
+global_batch_size = {BATCH}
+micro_batch_size = 2
+[optimizer]
+lr = 1e-3
+min_lr = 1e-3
+weight_decay = 0.0
+beta2 = 0.999
+grad_clip = 0.0
+[schedule]
+kind = "constant"
+warmup_steps = 0
+[train]
+steps = {BATCHES}
+eval_every = 0
+checkpoint_every = 10
+[precision]
+dtype = "fp32"
+"""
+LORA = ("adapter.kind=lora", "adapter.rank=4", "optimizer.lr=0.01", "optimizer.min_lr=0.01")
+ROWS = pairs(60)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), template=PLAIN_TEMPLATE)
+
+
+def make_config(folder: Path, model: Path, rows: Sequence[Any] = ROWS) -> Path:
+    source = write_rows(folder / "in.jsonl", rows)
+    flags = ("--sequence-length", LENGTH, "--val-fraction", 0.2)
+    out = prepare(model, source, folder / "data", *flags)
+    config = folder / "config.toml"
+    config.write_text(CONFIG.format(data=out, init=model), encoding="utf-8")
+    return config
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path) -> Path:
+    """A run on pairs, whose reference is not computed yet."""
+    return make_config(tmp_path, model)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as the ranks do: matmuls on more add up in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def eval_pass(size: int = BATCH) -> EvalPass:
+    return EvalPass(
+        world=ALONE,
+        step=0,
+        micro_batch_size=size,
+        max_tokens=None,
+        autocast=lambda: torch.autocast("cpu", enabled=False),
+        should_stop=lambda _done, _of: False,
+    )
+
+
+def begun(config: Path, base: Path) -> Preference:
+    """Return the task of a run with its reference, the base's log-probabilities."""
+    task, module = open_task(load_run_config(config)), load(base)
+    assert isinstance(task, Preference)
+    task.take_base(identify(str(base), base, quantize="none"), resumes=False)
+    assert task.begin(module, eval_pass(), dtype="fp32", resumes=False)
+    return task
+
+
+def visited(config: Path) -> list[list[dict[str, Any]]]:
+    """Return the rows of each of a run's batches."""
+    meta = load_meta(config.with_name("data"))
+    order = np.random.default_rng(meta.split.seed).permutation(len(ROWS))
+    held_out = set(order[: meta.val_documents].tolist())
+    kept = [row for number, row in enumerate(ROWS) if number not in held_out]
+    order = BlockOrder(num_blocks=len(kept), seed=SEED).blocks(np.arange(BATCHES * BATCH))
+    return [[kept[place] for place in some] for some in order.reshape(-1, BATCH)]
+
+
+def trl_trainer(model: Path, rows: list[dict[str, Any]], folder: Path) -> Any:
+    """Return TRL's trainer with its own reference log-probabilities of the rows."""
+    from datasets import Dataset
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    def said(role: str, content: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": content}]
+
+    messages = [
+        {
+            "prompt": said("user", row["prompt"]),
+            "chosen": said("assistant", row["chosen"]),
+            "rejected": said("assistant", row["rejected"]),
+        }
+        for row in rows
+    ]
+    settings = DPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=BATCH,
+        max_steps=BATCHES,
+        max_length=LENGTH,
+        beta=BETA,
+        precompute_ref_log_probs=True,
+        train_sampling_strategy="sequential",
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        adam_beta2=0.999,
+        max_grad_norm=0.0,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        logging_steps=1,
+        logging_first_step=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    return DPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        args=settings,
+        train_dataset=Dataset.from_list(messages),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+
+
+def test_twenty_losses_are_those_of_trl(model: Path, config: Path, tmp_path: Path) -> None:
+    train_alone(tmp_path / "run", config)
+    rows = [row for batch in visited(config) for row in batch]
+    trainer = trl_trainer(model, rows, tmp_path / "trl")
+    trainer.train()
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    found = [row for row in metrics(tmp_path / "run") if "loss" in row]
+    assert len(found) == BATCHES and found[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert found[-1]["loss"] < 0.65
+    for ours, theirs in (
+        ("loss", "loss"),
+        ("reward_margin", "rewards/margins"),
+        ("reward_accuracy", "rewards/accuracies"),
+    ):
+        # The first margins are rounding errors around 0.
+        kept = slice(1 if ours == "reward_accuracy" else 0, None)
+        wanted = [row[theirs] for row in logged][kept]
+        assert [row[ours] for row in found][kept] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "phi3"])
+def test_loss_and_gradients_of_twenty_batches_are_those_of_trl(tmp_path: Path, case: str) -> None:
+    """Of weights that have left the reference, in every family, with the kernels and without."""
+    base = make_model(tmp_path / "base", case, template=PLAIN_TEMPLATE)
+    config = make_config(tmp_path, base)
+    batches = visited(config)
+    trainer = trl_trainer(base, [row for batch in batches for row in batch], tmp_path / "trl")
+    moved(trainer.model).save_pretrained(tmp_path / "moved")
+    # TRL's trainer wrote a padding token into the config, whose embedding has no gradient.
+    shutil.copy(base / "config.json", tmp_path / "moved")
+    plain, fast = load(tmp_path / "moved"), load(tmp_path / "moved")
+    fast.kernels = find_kernels()
+    task = begun(config, base)
+    order = BlockOrder(num_blocks=task.train.num_samples(), seed=SEED)
+    chosen = order.blocks(np.arange(BATCHES * BATCH)).reshape(-1, BATCH)
+    furthest = 0.0
+    for some, inputs in zip(chosen, trainer.get_train_dataloader(), strict=True):
+        trainer.model.zero_grad()
+        wanted = trainer.compute_loss(trainer.model, inputs)
+        wanted.backward()
+        furthest = max(furthest, abs(float(wanted.detach()) - np.log(2)))
+        named = dict(trainer.model.named_parameters())
+        for ours in (plain, fast):
+            loss = task.fitted(ours, seed=0, init="x")(*task.train.batch(some).inputs)
+            loss.backward()
+            assert float(loss.detach()) == pytest.approx(float(wanted.detach()), abs=1e-5)
+            found = gradients(ours, tmp_path / "moved")
+            assert set(named) <= set(found) and len(named) > 5
+            for name, parameter in named.items():
+                assert torch.allclose(found[name], parameter.grad, atol=1e-5, rtol=0), name
+    assert furthest > 0.05
+
+
+def gradients(module: CausalLM, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the gradients under transformers' names, as the weights would be, and reset them."""
+    shaped = load(folder)
+    for place, parameter in zip(shaped.parameters(), module.parameters(), strict=True):
+        assert parameter.grad is not None
+        place.data = parameter.grad
+    module.zero_grad()
+    return shaped.hf_tensors()
+
+
+def moved(module: Any) -> Any:
+    """Return the model with other weights than it had, in place."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
+    return module
+
+
+def evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    rows = [row for row in metrics(run_dir) if "val_loss" in row]
+    return [{key: row[key] for key in row if key != "time_unix"} for row in rows]
+
+
+def own_copy(config: Path, folder: Path) -> str:
+    """Return the override that has a run use a copy of the data, without a reference."""
+    out = folder / "own"
+    shutil.copytree(config.with_name("data"), out, ignore=shutil.ignore_patterns("reference*"))
+    return f"data.dir={out}"
+
+
+@pytest.mark.parametrize("adapter", [(), LORA], ids=["full", "lora"])
+def test_a_resumed_run_is_bitwise_the_unbroken_one(
+    config: Path, tmp_path: Path, adapter: tuple[str, ...]
+) -> None:
+    whole, parts = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "parts")
+    train_alone(whole.root, config, *adapter)
+    train_alone(parts.root, config, *adapter, "train.steps=10")
+    train_alone(parts.root, config, *adapter)
+    assert losses(parts.root) == losses(whole.root)
+    assert losses(whole.root)[0] == pytest.approx(np.log(2), abs=1e-5)
+    assert losses(whole.root)[-1] < 0.66
+    name = "adapter_model.safetensors" if adapter else "model.safetensors"
+    found, wanted = ((each.checkpoint(BATCHES) / name).read_bytes() for each in (parts, whole))
+    assert found == wanted
+    last = evaluations(whole.root)[-1]
+    assert last["val_pairs"] == 12 and last["val_accuracy"] > 0.5 and last["val_margin"] > 0
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("more", "ranks"),
+    [((), 4), (LORA, 2), (("distributed.strategy=shard",), 2)],
+    ids=["four", "lora", "shard"],
+)
+def test_any_number_of_ranks_learns_and_reports_the_same(
+    config: Path, tmp_path: Path, more: tuple[str, ...], ranks: int
+) -> None:
+    """Each run computes its own reference, by all its ranks."""
+    short = ("train.steps=6", "batch.micro_batch_size=1", "train.checkpoint_every=0", *more)
+    own = own_copy(config, tmp_path)
+    train(tmp_path / "several", config, *short, own, num_ranks=ranks)
+    with one_thread():
+        train_alone(tmp_path / "one", config, *short[:-1] if "shard" in str(more) else short)
+    wanted, found = evaluations(tmp_path / "one"), evaluations(tmp_path / "several")
+    assert found[0] == wanted[0]
+    assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    for key in ("reward_margin", "val_margin", "val_loss"):
+        of_runs = [
+            [row[key] for row in metrics(tmp_path / name) if key in row]
+            for name in ("several", "one")
+        ]
+        assert of_runs[0] == pytest.approx(of_runs[1], abs=1e-5) and len(of_runs[0]) >= 2
+    stored = [
+        (folder / "reference.fp32.bin").read_bytes()
+        for folder in (config.with_name("data"), tmp_path / "own")
+    ]
+    assert stored[0] == stored[1]
+
+
+@pytest.mark.ranks
+def test_evaluate_gives_equal_numbers_on_one_two_and_three_ranks(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_alone(tmp_path / "run", config, "task.beta=0.3")
+    words = ("--checkpoint", str(tmp_path / "run"), "--data", str(config.with_name("data")))
+    capsys.readouterr()
+    with one_thread():
+        assert evaluate([*words, "--json"], {}) == 0
+        row = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert evaluate(words, {}) == 0
+        said = capsys.readouterr().out
+    found = [row]
+    for ranks in (2, 3):
+        done = run(mpirun(ranks, "-m", "payload.evaluate", *words, "--json"))
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert [each.pop("world_size") for each in found] == [1, 2, 3]
+    assert found[0] == found[1] == found[2]
+    last = evaluations(tmp_path / "run")[-1]
+    assert row["beta"] == 0.3 and row["val_pairs"] == 12
+    for key in ("val_loss", "accuracy", "margin", "chosen_reward", "rejected_reward"):
+        assert row[key] == pytest.approx(last["val_" + key.removeprefix("val_")], abs=1e-5)
+    assert "of the better answers have the higher reward" in said
+
+
+def test_the_command_stores_what_a_run_computes_itself(
+    config: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = own_copy(config, tmp_path).partition("=")[2]
+    words = ["--model", str(model), "--data", own, "--dtype", "fp32"]
+    assert reference(words, {}) == 0
+    assert f"the reference of 60 pairs is {model} in fp32" in capsys.readouterr().out
+    train_alone(tmp_path / "run", config, "train.steps=1")
+    values = [
+        np.frombuffer((folder / "reference.fp32.bin").read_bytes())
+        for folder in (Path(own), config.with_name("data"))
+    ]
+    assert len(values[0]) == 120 and np.allclose(values[0], values[1], atol=1e-4)
+
+
+def test_a_reference_of_another_model_is_refused_with_the_command_that_replaces_it(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = config.with_name("data")
+    train_alone(tmp_path / "first", config, "train.steps=1")
+    other = make_model(tmp_path / "other", "qwen3", template=PLAIN_TEMPLATE)
+    with pytest.raises(CheckpointError, match=r"and the run starts from .*other") as refused:
+        train_alone(tmp_path / "run", config, f"model.init={other}")
+    assert not (tmp_path / "run").exists() and "\n" not in str(refused.value)
+    words = str(refused.value).partition("payload.train.reference ")[2].split()
+    assert words == ["--model", str(other), "--data", str(data)]
+    assert reference([*words, "--dtype", "fp32"], {}) == 0
+    train_alone(tmp_path / "run", config, f"model.init={other}", "train.steps=1")
+    # The run that began with the first model cannot go on with another reference.
+    with pytest.raises(CheckpointError, match="the reference stored there is of"):
+        train_alone(tmp_path / "first", config, "train.steps=2")
+
+
+def test_a_resume_without_its_reference_is_refused(config: Path, tmp_path: Path) -> None:
+    data = config.with_name("data")
+    train_alone(tmp_path / "run", config, "train.steps=2")
+    shutil.copytree(data, tmp_path / "kept")
+    (data / "reference.json").unlink()
+    with pytest.raises(CheckpointError, match=r"is not stored there any more.*--model"):
+        train_alone(tmp_path / "run", config, "train.steps=3")
+    # Half of a value is another one.
+    shutil.copy(tmp_path / "kept" / "reference.json", data)
+    values = data / "reference.fp32.bin"
+    values.write_bytes(values.read_bytes()[:-8] + bytes(8))
+    with pytest.raises(DataError, match=r"is not what reference\.json has the hash of"):
+        train_alone(tmp_path / "run", config, "train.steps=3")
+
+
+def test_a_reference_of_data_that_was_prepared_again_is_computed_again(
+    config: Path, model: Path, tmp_path: Path
+) -> None:
+    data = config.with_name("data")
+    train_alone(tmp_path / "run", config, "train.steps=1")
+    source = write_rows(tmp_path / "other.jsonl", pairs(40, seed=9))
+    prepare(model, source, data, "--sequence-length", LENGTH, "--val-fraction", 0.2, "--force")
+    assert read_reference(data, load_meta(data)) is None
+    train_alone(tmp_path / "again", config, "train.steps=1")
+    assert losses(tmp_path / "again")[0] == pytest.approx(np.log(2), abs=1e-5)
+
+
+def test_bf16_and_fp32_have_a_reference_each(config: Path, model: Path, tmp_path: Path) -> None:
+    data = config.with_name("data")
+    assert reference(["--model", str(model), "--data", str(data)], {}) == 0
+    train_alone(tmp_path / "run", config, "train.steps=1")
+    assert losses(tmp_path / "run")[0] == pytest.approx(np.log(2), abs=1e-5)
+    found = read_reference(data, load_meta(data))
+    assert found is not None and set(found.files) == {"reference.bf16.bin", "reference.fp32.bin"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (("task.kind=chat",), r"was prepared with --task preference"),
+        (("data.sequence_length=32",), r"was prepared for conversations of 64"),
+        (("model.init=scratch",), r'model\.init = "scratch" has none'),
+        (("task.beta=0",), r"task\.beta"),
+        (("task.beta=-1",), r"task\.beta"),
+        (("task.beta=soft",), r"task\.beta"),
+    ],
+)
+def test_settings_that_do_not_suit_the_data_are_refused(
+    config: Path, tmp_path: Path, overrides: tuple[str, ...], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as refused:
+        train_alone(tmp_path / "run", config, *overrides)
+    assert "\n" not in str(refused.value) and not (tmp_path / "run").exists()
+
+
+def test_evaluate_without_a_reference_names_the_command(
+    config: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--checkpoint", str(model), "--data", str(config.with_name("data"))]
+    assert evaluate(words, {}) == 10
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ") and "payload.train.reference --model MODEL" in said
+
+
+def test_a_plan_counts_two_sequences_a_pair() -> None:
+    base = "[model]\ninit = 'x'\n[task]\nkind = "
+    pair, chat = (
+        parse_run_config(base + each, where="test") for each in ("'preference'", "'chat'")
+    )
+    assert pair.tokens_per_step() == 2 * chat.tokens_per_step()
+    of = [each.rank_setting(dtype="bf16", world_size=1) for each in (pair, chat)]
+    assert of[0].micro_batch_size == 2 * of[1].micro_batch_size
+    memory = [
+        each.memory_bytes(PRESETS["gpt2"], dtype="bf16", world_size=1) for each in (pair, chat)
+    ]
+    assert memory[0] > memory[1]
