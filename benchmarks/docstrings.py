@@ -1,9 +1,11 @@
 """An instruction set from the running Python's own library: functions and their docstrings.
 
     python -m benchmarks.docstrings FILE
+    python -m benchmarks.docstrings --preference FILE
 
 Each row asks for the docstring of one function and answers with it; `module` says where it is from,
-so that `--group-column module` holds whole modules out.
+so that `--group-column module` holds whole modules out. A preference set has the docstring of
+another function of the same module as the worse answer.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import inspect
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 
 _LEAVE_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
@@ -56,9 +59,21 @@ def _pair(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, str] | Non
     return code, answer
 
 
-def write(path: Path) -> int:
+def preferences(rows: Iterable[dict[str, str]]) -> Iterator[dict[str, str]]:
+    """Yield prompt, chosen, rejected and module; a module's next function has the worse answer."""
+    for module, some in groupby(rows, key=lambda row: row["module"]):
+        own = list(some)
+        for place, row in enumerate(own):
+            other = own[(place + 1) % len(own)]["completion"]
+            if other != row["completion"]:
+                chosen = {"chosen": row["completion"], "rejected": other}
+                yield {"prompt": row["prompt"], **chosen, "module": module}
+
+
+def write(path: Path, *, preference: bool = False) -> int:
     """Write the set as JSON lines; return the number of rows."""
     rows = list(pairs(Path(sysconfig.get_path("stdlib"))))
+    rows = list(preferences(rows)) if preference else rows
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return len(rows)
 
@@ -67,8 +82,13 @@ def main(argv: list[str]) -> None:
     """Write the file that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.docstrings", description=__doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="JSON lines to write")
-    file = parser.parse_args(argv).file
-    print(f"{file}: {write(file):,} pairs of function and docstring")
+    parser.add_argument(
+        "--preference", action="store_true", help="write a better and a worse docstring a function"
+    )
+    args = parser.parse_args(argv)
+    count = write(args.file, preference=args.preference)
+    what = "a better and a worse docstring" if args.preference else "function and docstring"
+    print(f"{args.file}: {count:,} pairs of {what}")
 
 
 if __name__ == "__main__":
