@@ -608,8 +608,8 @@ def _split_contradictions(config: RunConfig) -> list[str]:
         )
     if config.task.kind in ("classify", "preference"):
         found.append(
-            f'task.kind = "{config.task.kind}" does not run with {setting}. Use distributed.strategy = '
-            '"shard" without it.'
+            f'task.kind = "{config.task.kind}" does not run with {setting}. Use '
+            'distributed.strategy = "shard" without it.'
         )
     return found
 
