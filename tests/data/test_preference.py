@@ -149,7 +149,7 @@ def test_a_long_answer_is_cut_and_counted(tokenizer: Path, tmp_path: Path) -> No
     record = load_meta(out).preference
     assert record is not None and record.truncated_answers == 1
     assert record.truncated_tokens > 10
-    sides = [open_pairs(out, split=each, sequence_length=LENGTH) for each in ("train", "val")]  # type: ignore[arg-type]
+    sides = [open_pairs(out, split=each, sequence_length=LENGTH) for each in ("train", "val")]
     assert max(int(each.lengths.max()) for each in sides) == LENGTH
 
 
