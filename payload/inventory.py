@@ -23,8 +23,8 @@ RANK_PORTS = range(20_000, 32_000)
 """Where the ranks meet: below Linux' range for outgoing connections (32768 and up), above what
 services use."""
 
-AccessKind = Literal["iap", "direct", "local"]
-Source = Literal["pulumi", "file", "local"]
+AccessKind = Literal["iap", "direct", "local", "slurm"]
+Source = Literal["pulumi", "file", "local", "slurm"]
 
 # No pattern lets a space, a control character, a quote, `%` or `$` pass, nor a hyphen in front.
 _ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}|[0-9A-Fa-f.]*:[0-9A-Fa-f:.]{1,45}")
@@ -55,6 +55,7 @@ class Node:
     """The address that the other nodes reach it by."""
     external_address: str | None = checked(None, pattern=_ADDRESS, wanted=_ADDRESS_WORDS)
     ssh_port: int = checked(22, low=1, high=65_535)
+    """Port that takes connections while the node is up: sshd's, and slurmd's under Slurm."""
     host_keys: tuple[str, ...] = checked(
         (), pattern=_HOST_KEY, wanted="`type base64`", max_items=16
     )
@@ -78,6 +79,11 @@ class Access:
     project: str | None = checked(None, pattern=_PROJECT, wanted="a Google Cloud project's id")
     """Google Cloud project, for `iap`."""
 
+    @property
+    def shares_folder(self) -> bool:
+        """Return whether the run's folder here is the one that the ranks write to, not a copy."""
+        return self.kind in ("local", "slurm")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterInventory:
@@ -85,7 +91,7 @@ class ClusterInventory:
 
     cluster: str = checked(pattern=NODE_NAME, wanted=_NAME_WORDS)
     source: Source
-    ssh_user: str = checked(pattern=_USER, wanted="a login's name, or empty for access kind local")
+    ssh_user: str = checked(pattern=_USER, wanted="a login's name, or empty for local and slurm")
     access: Access
     nodes: tuple[Node, ...] = checked(max_items=_MOST_NODES)
     bucket: str | None = checked(None, pattern=_BUCKET, wanted="a bucket's name")
@@ -138,7 +144,7 @@ def _problems(inventory: ClusterInventory) -> Iterator[str]:
     """Yield what is wrong between fields that are sound by themselves."""
     if not inventory.nodes:
         yield "nodes is empty: at least one node is needed. Add this cluster's machines."
-    if not inventory.ssh_user and inventory.access.kind != "local":
+    if not inventory.ssh_user and not inventory.access.shares_folder:
         yield f"ssh_user = '': must be the user that logs in on every node. {_FIX}"
     # ssh finds a node by its name or its address, known_hosts by the name in lower case.
     owners: dict[str, str] = {}

@@ -49,7 +49,10 @@ _PHASE = re.compile(r"[a-z ]{1,40}")
 _seconds = partial(checked, low=0, high=MAX_SECONDS)
 """A field with a time that people and sums can do something with."""
 
-_T = TypeVar("_T", "Summary", "RunState", "StopWish", "RankProgress", "RankExit")
+_SITE = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_JOB_ID = re.compile(r"[0-9]{1,20}")
+
+_T = TypeVar("_T", "Summary", "RunState", "StopWish", "RunJob", "RankProgress", "RankExit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,11 @@ class RunPaths:
     def stop_wish(self) -> Path:
         """stop.json: that a command asks for a stop, and how."""
         return self.root / "stop.json"
+
+    @property
+    def job(self) -> Path:
+        """job.json: the scheduler's job that the run is in; absent where there is none."""
+        return self.root / "job.json"
 
     @property
     def metrics(self) -> Path:
@@ -271,6 +279,19 @@ class StopWish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunJob:
+    """job.json: written where the job is submitted, then by the job itself."""
+
+    site: str = checked(pattern=_SITE, wanted="a site's name")
+    job_id: str = checked(pattern=_JOB_ID, wanted="a job's number")
+    pid: int | None = checked(None, low=1)
+    """The supervisor's process id; None before the job has begun."""
+    restarts: int = checked(0, low=0)
+    """How often the scheduler had queued the job again when that supervisor began."""
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgress:
     """One rank's sign of life, replaced at every step."""
 
@@ -324,7 +345,7 @@ def point_latest_at(paths: RunPaths) -> None:
 
 def write_json(
     path: Path,
-    value: Summary | RunState | StopWish | RankProgress | RankExit,
+    value: Summary | RunState | StopWish | RunJob | RankProgress | RankExit,
     *,
     durable: bool = True,
 ) -> None:
@@ -332,7 +353,7 @@ def write_json(
     write_whole(path, to_json(value), durable=durable)
 
 
-def to_json(value: Summary | RunState | StopWish | RankProgress | RankExit) -> str:
+def to_json(value: Summary | RunState | StopWish | RunJob | RankProgress | RankExit) -> str:
     """What `write_json` writes."""
     return json.dumps(asdict(value), indent=2) + "\n"
 

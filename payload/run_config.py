@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -325,7 +327,8 @@ class LaunchSection:
 
     launcher: str = "auto"
     """`mpirun`, `torchrun`, or `auto`: mpirun where Intel MPI runs (x86-64 Linux), else torchrun.
-    Each starts ranks on one machine or on a cluster. A run says which one it takes."""
+    Each starts ranks on one machine or on a cluster. In a Slurm job `auto` is `srun`. A run says
+    which one it takes."""
     ranks_per_node: int | None = setting(None, low=1, high=4096)
     """none = one per NUMA domain."""
     threads_per_rank: int | None = setting(None, low=1, high=4096)
@@ -353,6 +356,55 @@ class LimitsSection:
     """The same in dollars; the inventory needs every node's hourly_usd."""
 
 
+_SLURM_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:+=-]{0,127}")
+_OWN_SBATCH_OPTIONS = (
+    *("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--time", "-t", "--partition", "-p"),
+    *(
+        "--account",
+        "-A",
+        "--qos",
+        "-q",
+        "--output",
+        "-o",
+        "--error",
+        "-e",
+        "--open-mode",
+        "--chdir",
+    ),
+    *(
+        "-D",
+        "--job-name",
+        "-J",
+        "--wrap",
+        "--array",
+        "-a",
+        "--export",
+        "--parsable",
+        "--wait",
+        "-W",
+    ),
+)
+_SLURM_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmSection:
+    """[slurm]; the job that `run --site slurm` submits"""
+
+    nodes: int = setting(1, low=1, high=4096)
+    partition: str | None = None
+    """none = the cluster's default; so too the three below."""
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    """Such as `"12:00:00"`, `"2-00"` (days-hours) or `"90"` (minutes). The run saves a checkpoint
+    and stops before it is over."""
+    cpus_per_node: int | None = setting(None, low=1, high=16_384)
+    """none = whole nodes, which no other job shares."""
+    extra: str = ""
+    """More of sbatch's options, as on its command line: `"--constraint=amx --mail-type=END"`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """One run, whole: the resolved run.toml."""
@@ -372,6 +424,7 @@ class RunConfig:
     distributed: DistributedSection = field(default_factory=DistributedSection)
     launch: LaunchSection = field(default_factory=LaunchSection)
     limits: LimitsSection = field(default_factory=LimitsSection)
+    slurm: SlurmSection = field(default_factory=SlurmSection)
 
     def tokens_per_step(self) -> int:
         """Tokens that one step trains on, over all ranks."""
@@ -497,6 +550,7 @@ def _contradictions(config: RunConfig) -> list[str]:
     found += _preference_contradictions(config)
     found += _quantize_contradictions(config)
     found += strategy_contradictions(config)
+    found += _slurm_problems(config.slurm)
     if spec.width() % spec.num_heads():
         found.append(
             f"model.n_embd = {spec.width()} is not a multiple of model.n_head = {spec.num_heads()}."
@@ -535,6 +589,36 @@ def _contradictions(config: RunConfig) -> list[str]:
     if not config.run.name.strip() or "/" in config.run.name or not config.run.name.isprintable():
         found.append(
             f"run.name = {config.run.name!r}: use a name without slashes or control characters."
+        )
+    return found
+
+
+def _slurm_problems(slurm: SlurmSection) -> list[str]:
+    """Say what sbatch would not take, or would take for something else."""
+    found = []
+    for key in ("partition", "account", "qos"):
+        value = getattr(slurm, key)
+        if value is not None and not _SLURM_NAME.fullmatch(value):
+            found.append(f"slurm.{key} = {value!r}: use a name of letters, digits and . _ - , = +.")
+    if slurm.time is not None and not _SLURM_TIME.fullmatch(slurm.time):
+        found.append(
+            f"slurm.time = {slurm.time!r}: write minutes, HH:MM:SS, DAYS-HOURS or "
+            "DAYS-HH:MM:SS, as in '12:00:00'."
+        )
+    try:
+        words = shlex.split(slurm.extra)
+    except ValueError as error:
+        return [*found, f"slurm.extra = {slurm.extra!r}: {error}. Close every quote."]
+    loose = [word for word in words if not word.startswith("-")]
+    if loose:
+        found.append(
+            f"slurm.extra: {loose[0]!r} is no option. Write each as --option=value, in one word."
+        )
+    ours = [word for word in words if word.partition("=")[0] in _OWN_SBATCH_OPTIONS]
+    if ours:
+        found.append(
+            f"slurm.extra: {ours[0]!r} is the run's own to say. Use the settings of [slurm] for "
+            "it, or leave it out."
         )
     return found
 

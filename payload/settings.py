@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import tomllib
 import types
@@ -49,11 +50,17 @@ def parse_sections(cls: type[_T], text: str, *, overrides: Sequence[str], where:
         raise ConfigError(f"{where}: not valid TOML: {printable(str(error))}.") from None
     sections = typing.get_type_hints(cls)
     known = {name: tuple(typing.get_type_hints(section)) for name, section in sections.items()}
+    texts = {
+        f"{name}.{key}"
+        for name, section in sections.items()
+        for key, hint in typing.get_type_hints(section).items()
+        if str in _alternatives(hint)
+    }
     in_text = _unknown_names(tables, known)
     in_overrides: list[str] = []
     overridden: dict[str, str] = {}
     for override in overrides:
-        problem = _apply_override(tables, override, known=known, overridden=overridden)
+        problem = _apply_override(tables, override, known=known, texts=texts, overridden=overridden)
         if problem:
             in_overrides.append(f"--set {_short(override)}: {problem}")
     built = {}
@@ -159,9 +166,17 @@ def _did_you_mean(name: str, known: _Names) -> str:
 
 
 def _apply_override(
-    tables: dict[str, Any], override: str, *, known: _Names, overridden: dict[str, str]
+    tables: dict[str, Any],
+    override: str,
+    *,
+    known: _Names,
+    texts: set[str],
+    overridden: dict[str, str],
 ) -> str | None:
-    """Put an override into `tables` and note it in `overridden`; return what is wrong with it."""
+    """Put an override into `tables` and note it in `overridden`; return what is wrong with it.
+
+    `texts` has every `section.key` that is a text, for which a number needs no quotes.
+    """
     path, equals, text = override.partition("=")
     section, dot, key = (part.strip() for part in path.partition("."))
     if not equals or not dot or not key:
@@ -172,20 +187,27 @@ def _apply_override(
         return f"unknown section {shown(section)}.{meant} Known: {', '.join(known)}."
     if key not in known[section]:
         return _unknown_key(section, key, known)
+    value = _parse_scalar(text.strip())
+    if f"{section}.{key}" in texts and isinstance(value, int) and not isinstance(value, bool):
+        value = text.strip()
     table = tables.setdefault(section, {})
     # What is no table in the file is said when the section is built.
     if isinstance(table, dict):
-        table[key] = _parse_scalar(text.strip())
+        table[key] = value
         overridden[f"{section}.{key}"] = override
     return None
 
 
 def _parse_scalar(text: str) -> Any:
-    """A value as TOML would read it; what is no TOML value is a string, so quotes are optional."""
+    """A value as TOML would read it; what is no TOML value is a string, so quotes are optional.
+
+    So is what TOML takes for a date or a time: no setting is one.
+    """
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         return text
+    return text if isinstance(value, (datetime.date, datetime.time)) else value
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

@@ -51,7 +51,32 @@ def time_limit(limits: LimitsSection, inventory: ClusterInventory) -> TimeLimit 
     return min(found, key=lambda limit: limit.seconds, default=None)
 
 
-def limited(verdict: Verdict, limit: TimeLimit, *, spent_s: float) -> Verdict:
+_LEAST_JOB_MARGIN_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTime:
+    """The time until a scheduler kills the job that the run is in."""
+
+    left_s: float
+    run_id: str
+
+    def stop_after_s(self, *, grace_s: float) -> float:
+        """When the run is asked to save and stop: two minutes before, or a tenth if that is less.
+
+        A longer `grace_s` counts instead of the two minutes.
+        """
+        return max(0.0, self.left_s - min(max(grace_s, _LEAST_JOB_MARGIN_S), self.left_s / 10))
+
+    def words(self, *, spent_s: float) -> str:
+        """Return what is reached, and how the run goes on."""
+        return (
+            "the job's time limit is near, so the run has saved and stopped. To go on in another "
+            f"job: run --site slurm --resume {self.run_id} (more time: --set slurm.time=HH:MM:SS)"
+        )
+
+
+def limited(verdict: Verdict, limit: TimeLimit | JobTime, *, spent_s: float) -> Verdict:
     """The verdict on a run that was stopped because of its limit."""
     if verdict.status != "stopped":
         return verdict

@@ -43,6 +43,9 @@ class LaunchPlan:
     arithmetic: Arithmetic
     ssh: tuple[str, ...] = ()
     """ssh's arguments on the head to reach the other nodes; empty where there are none."""
+    node_command: tuple[str, ...] = ()
+    """Words on the head before a command that run it on another node, `{node}` for its name, where
+    ssh does not."""
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 

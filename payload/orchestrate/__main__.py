@@ -19,7 +19,7 @@ from payload.orchestrate.commands.status import remove
 from payload.orchestrate.planning import plan_export
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.store import check_named_id, check_new_id
-from payload.orchestrate.sites.choose import load_cluster
+from payload.orchestrate.sites.choose import load_cluster, site_names
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import DEFAULT_GRACE_S, DEFAULT_RUNS_DIR, write_whole
 
@@ -212,6 +212,11 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     parser.set_defaults(command=run.run)
     _add_what(parser)
+    parser.add_argument(
+        "--site",
+        choices=site_names(),
+        help="where to run, if not where the inventory says: slurm submits a job from a login node",
+    )
     _add_ssh_key(parser)
     parser.add_argument("--resume", metavar="RUN", help="continue a stopped or failed run")
     parser.add_argument(
@@ -375,8 +380,9 @@ def _toml_file(text: str) -> Path:
 def _add_inventory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--inventory",
-        metavar="stack[:NAME]|local|FILE",
-        help="the cluster (default: the selected Pulumi stack if it is up, else this machine)",
+        metavar="stack[:NAME]|local|slurm|FILE",
+        help="the cluster (default: the selected Pulumi stack if it is up, else this machine); "
+        "slurm: the job that this command is in",
     )
 
 

@@ -30,7 +30,7 @@ from payload.launch.exports.base import ExportJob
 from payload.launch.exports.registry import export_job
 from payload.launch.files import render_accelerate, render_hosts
 from payload.launch.launchers.base import Job, Launcher, Reach
-from payload.launch.launchers.registry import candidates
+from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.plan import LaunchPlan, rank_words
 from payload.launch.ranks import Placement, place_ranks, render_ranks
 from payload.mesh import require_tensor_ranks_on_a_node
@@ -38,14 +38,25 @@ from payload.models.fit import require_fit, require_weights
 from payload.models.hub import HubName, require_weights_on_hub
 from payload.models.source import SCRATCH, find_source, pinned, spec_on_hub
 from payload.models.spec import ModelSpec
-from payload.orchestrate.sites.choose import Chosen, check_data, memory_warning, rate_warning
+from payload.orchestrate.sites.choose import (
+    Chosen,
+    Order,
+    check_data,
+    memory_warning,
+    rate_warning,
+    require_launcher,
+)
 from payload.results import RunPaths, new_run_id, write_whole
 from payload.run_config import DtypeChoice, RunConfig
 from payload.tokenizer_identity import TOKENIZER_FILE, require_same_tokenizer
 
 
 class Access(Protocol):
-    """This machine (`local.LocalAccess`) or a cluster (`cluster_access.ClusterAccess`)."""
+    """This machine (`local.LocalAccess`), a cluster (`cluster.ClusterAccess`) or a Slurm job."""
+
+    @property
+    def launcher(self) -> str:
+        """What `launch.launcher = "auto"` stands for: a launcher's name, or `auto`."""
 
     @property
     def python(self) -> str:
@@ -258,6 +269,7 @@ def plan_run(
         link_bytes_per_s=access.link_bytes_per_s,
         peak_flops_per_s=access.peak_flops_per_s(config.precision.dtype),
     )
+    require_launcher(config, inventory)
     choice = choose_launcher(config.launch.launcher, access)
     launcher = choice.launcher
     warning = memory_warning(arithmetic, placement, free_bytes=access.free_memory_bytes())
@@ -290,6 +302,7 @@ def plan_run(
         ),
         launcher_environment=launcher.settings(reach),
         ssh=reach.ssh,
+        node_command=reach.node_command,
         environment=environment,
         interfaces=rendezvous.interfaces,
         program=access.program(paths),
@@ -323,6 +336,23 @@ def plan_run(
         free_memory_bytes=access.free_memory_bytes(),
         base=base,
     )
+
+
+def plan_order(
+    paths: RunPaths, order: Order, *, chosen: Chosen, access: Access, port: int
+) -> PlannedRun:
+    """Plan an order's run in the folder `paths` from this process's, and write its files there."""
+    planned = plan_run(
+        paths,
+        config=order.config,
+        chosen=chosen,
+        access=access,
+        vocab_size=order.vocab_size,
+        work_dir=Path.cwd(),
+        port=port,
+    )
+    planned.write(paths)
+    return planned
 
 
 def _environment(
@@ -369,6 +399,7 @@ def choose_launcher(wish: str, access: Access) -> Choice:
     Raises ConfigError for an unknown one, and PreflightError where none can be used.
     """
     refused: list[tuple[str, PreflightError]] = []
+    wish = access.launcher if wish == AUTO else wish
     for launcher in candidates(wish):
         try:
             executable = access.executable(launcher)

@@ -42,6 +42,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
                 owner_pid=arguments.owner_pid,
                 grace_s=arguments.grace,
                 env=env,
+                job_ends_unix=arguments.job_ends,
             ).run()
         if arguments.owner_pid is None and paths.root.is_dir():
             # Nobody who follows the run will write it.
@@ -88,6 +89,12 @@ def _parser() -> argparse.ArgumentParser:
         default=DEFAULT_GRACE_S,
         metavar="SECONDS",
         help="time to save a checkpoint after a stop was asked for (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--job-ends",
+        type=float,
+        metavar="UNIX",
+        help="when a scheduler will kill this job: the run saves and stops before",
     )
     return parser
 

@@ -213,6 +213,8 @@ class Attempt:
 
     def _leave_none_elsewhere(self) -> dict[str, list[int] | None]:
         """What still lives on other nodes; None for a node that does not answer."""
+        if self._plan.node_command and self._stopping.by_system:
+            return {}  # the scheduler ends the job, and all that it has on any node
         for stream in self._streams:
             stream.ask_to_end()
         began = time.monotonic()

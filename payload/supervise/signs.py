@@ -43,11 +43,18 @@ class Signs:
     """Collects the ranks' records; those of workers are copied into this node's run folder."""
 
     def __init__(
-        self, paths: RunPaths, ranks: Sequence[Rank], streams: Sequence[NodeStream]
+        self,
+        paths: RunPaths,
+        ranks: Sequence[Rank],
+        streams: Sequence[NodeStream],
+        *,
+        is_shared: bool = False,
     ) -> None:
+        """`is_shared`: the run folder is the same on every node, so nothing is copied."""
         self._paths = paths
         self._ranks = ranks
         self._streams = streams
+        self._is_shared = is_shared
         self._head = ranks[0].node
         self.begin()
 
@@ -170,6 +177,8 @@ class Signs:
 
     def _copy(self, record: RankProgress | RankExit, path: Path) -> None:
         """For whoever looks; a full disk here is no fault of the run's."""
+        if self._is_shared:
+            return
         with contextlib.suppress(OSError):
             write_record(path, record, durable=isinstance(record, RankExit))
 

@@ -1,4 +1,4 @@
-"""A worker node's signs of life as they reach the head: one ssh, opened again when it breaks.
+"""A worker node's signs of life as they reach the head: one ssh or srun, opened again if it breaks.
 
 `wait_for_nodes` is where a node that is gone for good would be replaced: it would ask for another
 machine instead of giving up, and the run folder's inventory, hosts, ranks and plan would be written
@@ -269,21 +269,29 @@ def parse_message(line: bytes, *, now_unix: float, now_s: float) -> dict[str, An
 
 
 def heartbeat_argv(node: Node, *, plan: LaunchPlan, run_dir: Path, lifeline_s: float) -> list[str]:
-    """Return ssh as the launcher uses it, with the program that tells how the node is."""
+    """Return ssh or srun as the launcher uses it, with the program that tells how the node is."""
     program = [plan.program[0], "-m", "payload.supervise.heartbeat", "--run-dir", str(run_dir)]
     python_path = plan.environment.get("PYTHONPATH")
     return remote_argv(
         node.name,
         ssh=(*plan.ssh, *_SSH_OPTIONS),
+        node_command=plan.node_command,
         words=[*program, "--lifeline", f"{lifeline_s:g}"],
         environment={"PYTHONPATH": python_path} if python_path else {},
     )
 
 
 def remote_argv(
-    host: str, *, ssh: Sequence[str], words: Sequence[str], environment: Mapping[str, str]
+    host: str,
+    *,
+    ssh: Sequence[str],
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    node_command: Sequence[str] = (),
 ) -> list[str]:
     """Return the command line that runs `words` on another node, with `environment` besides."""
     settings = [f"{name}={value}" for name, value in environment.items()]
     prefix = ["env", *settings] if settings else []
+    if node_command:
+        return [*(word.replace("{node}", host) for word in node_command), *prefix, *words]
     return ["ssh", *ssh, host, shlex.join([*prefix, *words])]

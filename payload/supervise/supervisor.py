@@ -15,7 +15,8 @@ from payload.checkpoint_watch import Farewell
 from payload.errors import BudgetError, ExitCode, PreflightError, TileforgeError
 from payload.full_disk import write_record
 from payload.inventory import ClusterInventory
-from payload.launch.budget import cost_usd, limited, time_limit
+from payload.launch.budget import JobTime, cost_usd, limited, time_limit
+from payload.launch.environment import launcher_environment
 from payload.launch.launchers.registry import find
 from payload.launch.outcome import Verdict, told_by_system
 from payload.launch.plan import LaunchPlan
@@ -62,7 +63,9 @@ class Supervisor:
         owner_pid: int | None,
         grace_s: float,
         env: Mapping[str, str],
+        job_ends_unix: float | None = None,
     ) -> None:
+        """`job_ends_unix`: when a scheduler will kill the run's job."""
         self._paths = paths
         self._wakeups = wakeups
         self._env = env
@@ -70,8 +73,9 @@ class Supervisor:
         self._ranks = load_ranks(paths.ranks)
         self._config = load_run_config(paths.config)
         self._inventory = ClusterInventory.load(paths.inventory)
+        self._is_shared = self._inventory.access.shares_folder
         # On a cluster the link is the operator's, beside the copies there.
-        self._is_latest = self._inventory.access.kind != "local"
+        self._is_latest = not self._is_shared
         self._streams = self._worker_streams()
         previous = known_state(paths)
         self._dead = previous if previous is not None and previous.exit_class is None else None
@@ -79,12 +83,20 @@ class Supervisor:
         self._spent_before_s = previous.spent_s if previous else 0.0
         self._began_s = self._told_s = time.monotonic()
         self._limit = time_limit(self._config.limits, self._inventory)
+        left_s = self._left_s(grace_s=grace_s)
+        self._job: JobTime | None = None
+        """The job's time, where that is over before the run's own."""
+        if job_ends_unix is not None:
+            job = JobTime(left_s=job_ends_unix - time.time(), run_id=paths.run_id)
+            job_s = job.stop_after_s(grace_s=grace_s)
+            if left_s is None or job_s < left_s:
+                self._job, left_s = job, job_s
         self._stopping = Stopping(
             paths,
             wakeups,
             owner_pid=owner_pid,
             grace_s=grace_s,
-            limit_s=self._left_s(grace_s=grace_s),
+            limit_s=left_s,
         )
         now = time.time()
         self._state = RunState(
@@ -115,8 +127,9 @@ class Supervisor:
                 verdict = Verdict(status="failed", exit_code=error.exit_code, error=str(error))
             finally:
                 close_all(self._streams)
-        if self._stopping.limited and self._limit:
-            verdict = limited(verdict, self._limit, spent_s=self._spent_s())
+        limit = self._job or self._limit
+        if self._stopping.limited and limit:
+            verdict = limited(verdict, limit, spent_s=self._spent_s())
         self._tell(self._state.status)
         with contextlib.suppress(OSError):
             complete_summary(
@@ -178,7 +191,7 @@ class Supervisor:
 
     def _until_it_ends(self) -> Verdict:
         """Attempt after attempt, as long as the policy wants another one."""
-        signs = Signs(self._paths, self._ranks, self._streams)
+        signs = Signs(self._paths, self._ranks, self._streams, is_shared=self._is_shared)
         limit = self._config.limits.max_restarts
         restarts = 0
         while True:
@@ -275,8 +288,12 @@ class Supervisor:
         self._tell_now_and_then()
 
     def _worker_streams(self) -> list[NodeStream]:
-        if not self._plan.ssh or not find(self._plan.launcher).needs_heartbeats:
+        launcher, reaches = find(self._plan.launcher), self._plan.ssh or self._plan.node_command
+        if not reaches or not launcher.needs_heartbeats:
             return []
+        env = self._env
+        if self._plan.node_command:
+            env = launcher_environment(env, {}, keeps=launcher.keeps)
         lifeline_s = max(_LIFELINE_S, self._config.limits.hang_timeout_s)
         return [
             NodeStream(
@@ -284,7 +301,7 @@ class Supervisor:
                 plan=self._plan,
                 run_dir=self._paths.root,
                 lifeline_s=lifeline_s,
-                env=self._env,
+                env=env,
             )
             for node in self._inventory.nodes[1:]
         ]

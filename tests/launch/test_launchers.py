@@ -39,7 +39,7 @@ def test_auto_prefers_mpirun_and_a_name_is_taken_at_its_word() -> None:
 
 @pytest.mark.parametrize("name", ["mpi", "base", "registry", "../mpirun", ""])
 def test_an_unknown_launcher_names_those_that_there_are(name: str) -> None:
-    with pytest.raises(ConfigError, match="Use one of auto, mpirun, torchrun"):
+    with pytest.raises(ConfigError, match="Use one of auto, mpirun, srun, torchrun"):
         candidates(name)
 
 

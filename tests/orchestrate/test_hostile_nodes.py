@@ -20,7 +20,7 @@ from payload.orchestrate.preflight.findings import NodeFacts
 from payload.orchestrate.preflight.trial_findings import MARK, Outcome, Result
 from payload.orchestrate.run.mirror import merge, note_seen, wanted_of
 from payload.orchestrate.run.there import RemoteRun, planned_run_dir
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import RunsThere, RunThere, look, runs_on, this_code
 from payload.orchestrate.ssh.keys import _Claimed as Claimed
 from payload.orchestrate.ssh.keys import _Made as KeyMade

@@ -20,7 +20,7 @@ from payload.orchestrate.run.follow import Tail, show_progress, show_state, show
 from payload.orchestrate.run.report import ranks_lines, status_lines
 from payload.orchestrate.run.store import view_run
 from payload.orchestrate.run.there import RemoteRun
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Login
 from payload.results import RunPaths
 from payload.run_config import TrainSection

@@ -33,7 +33,7 @@ from payload.orchestrate.preflight.trial_findings import (
     record_path,
 )
 from payload.orchestrate.sites.choose import Chosen
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import this_code
 from payload.orchestrate.ssh.streams import Login
 from payload.run_config import parse_run_config

@@ -24,7 +24,7 @@ from payload.orchestrate.preflight.checks import check_cluster
 from payload.orchestrate.preflight.findings import PROBED, reaches
 from payload.orchestrate.preflight.report import Patience, Report
 from payload.orchestrate.ssh import connection as ssh
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.keys import make_operator_key
 from payload.orchestrate.ssh.streams import Login
 from tests.orchestrate.conftest import SHORT, StartSshd

@@ -13,12 +13,12 @@ import pytest
 
 from payload.errors import SshUnreachableError
 from payload.orchestrate.commands import attach
-from payload.orchestrate.commands.attach import Watch, patiently
-from payload.orchestrate.commands.attach import _pass_on as pass_on
+from payload.orchestrate.commands.attach import ClusterRun, Watch, patiently
 from payload.orchestrate.run.console import LiveLine, text_console
+from payload.orchestrate.run.follow import ask_to_stop
 from payload.orchestrate.run.mirror import read_mirrored
 from payload.orchestrate.run.there import RemoteRun
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Login
 from payload.results import RunPaths, StopWish, read_json
 from payload.run_config import TrainSection
@@ -131,7 +131,7 @@ def test_a_stop_reaches_the_supervisor_over_a_new_connection_where_the_old_one_b
             assert run.refresh() is True
             for process in head.processes()[1:]:
                 os.kill(process, signal.SIGKILL)
-            assert pass_on(run, live, heeded=0) == 2
+            assert ask_to_stop(there(run), live, heeded=0) == 2
             assert supervisor.stdout.readline() == "SIGTERM\n"
             wish = read_json(StopWish, RunPaths(folder).stop_wish)
             assert wish == StopWish(pids=(supervisor.pid,))
@@ -149,5 +149,10 @@ def test_a_stop_that_cannot_be_delivered_is_said_not_to_be(run: RemoteRun, head:
             match=r"the stop was not delivered: node-0: .*run one goes on.*orchestrate attach one",
         ),
     ):
-        pass_on(run, live, heeded=2)
+        ask_to_stop(there(run), live, heeded=2)
     run.close()
+
+
+def there(run: RemoteRun) -> ClusterRun:
+    """The run as the loop that follows it knows it."""
+    return ClusterRun(run, talk=text_console(stderr=True))

@@ -248,7 +248,7 @@ def try_out(tmp_path: Path, *argv: str, deadline_s: float = 20.0) -> Any:
         "keeps": [],
         "deadline_s": deadline_s,
     }
-    return run_remote("trial.py", arguments)
+    return run_remote("mesh.py", arguments)
 
 
 def test_a_trial_has_its_environment_and_says_how_it_ended(

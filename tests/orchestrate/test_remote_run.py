@@ -13,7 +13,7 @@ import pytest
 
 from payload.orchestrate.run.mirror import note_collected, read_mirrored
 from payload.orchestrate.run.there import RemoteRun
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Login
 from payload.results import RunPaths
 from tests.orchestrate.run_copies import write_ranks

@@ -26,8 +26,7 @@ from payload.launch.files import render_hosts
 from payload.launch.launchers.base import Reach
 from payload.launch.launchers.registry import find
 from payload.orchestrate.ssh import keys
-from payload.orchestrate.ssh.cluster import Cluster
-from payload.orchestrate.ssh.connection import Connection
+from payload.orchestrate.ssh.connection import Cluster, Connection
 from payload.orchestrate.ssh.keys import (
     Claim,
     HeadBusyError,

@@ -26,8 +26,7 @@ from payload.errors import (
 )
 from payload.inventory import Node
 from payload.orchestrate.ssh import connection as ssh
-from payload.orchestrate.ssh.cluster import Cluster
-from payload.orchestrate.ssh.connection import Connection, dial
+from payload.orchestrate.ssh.connection import Cluster, Connection, dial
 from payload.orchestrate.ssh.streams import Login, ProxyProcess, open_tcp
 from tests.orchestrate.conftest import SHORT, StartSshd
 from tests.orchestrate.sshd import (

@@ -30,6 +30,8 @@ class Machine:
     folder: Path
     binds: tuple[str, ...]
     """Folders of the host that it sees read-only, each as `HERE:THERE`."""
+    shared: tuple[str, ...] = ()
+    """The same for those that it writes to."""
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property
@@ -83,6 +85,7 @@ class Machine:
         nspawn += [f"--network-namespace-path=/run/netns/{self.link.machine}"]
         nspawn += ["--capability=CAP_NET_ADMIN", "--resolv-conf=off", "--suppress-sync=yes"]
         nspawn += ["--console=read-only", *(f"--bind-ro={bind}" for bind in self.binds)]
+        nspawn += [f"--bind={bind}" for bind in self.shared]
         launcher = ["sh", "-c", _IN_CGROUPS, "sh", *map(str, cgroups), "--"]
         with (self.folder / "console.log").open("ab") as console:
             self._process = subprocess.Popen(

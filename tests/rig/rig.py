@@ -50,6 +50,8 @@ class Rig(Whole):
         disk_mib: int | None = None,
         wheels: bool = True,
         without_index: Collection[int] = (),
+        binds: Sequence[str] = (),
+        shared: Sequence[str] = (),
     ) -> None:
         """`layers`: what lies over the image, as `prepared.layer()`; `wheels`: with wheelhouse.
 
@@ -57,6 +59,7 @@ class Rig(Whole):
         has room, else on the host's disk.
         `without_index`: machines whose pip finds nothing by itself; that of the others takes the
         wheelhouse for its package index.
+        `binds`, `shared`: folders of this host that all machines read, or write to (`HERE:THERE`).
         """
         self.user_data = list(user_data)
         self.name = f"tfrig-{secrets.token_hex(3)}"
@@ -65,6 +68,8 @@ class Rig(Whole):
         self._disk_mib = disk_mib or _plenty_mib(machines=len(user_data))
         self._wheels = wheels
         self._without_index = without_index
+        self._binds = binds
+        self._shared = shared
         self._reaper: subprocess.Popen[bytes] | None = None
 
     def _make(self) -> None:
@@ -74,7 +79,7 @@ class Rig(Whole):
             raise RigError(problem)
         remove_leftovers()
         image = root_image()
-        binds = [f"{image / 'packages'}:{PACKAGES_ON_MACHINE}"]
+        binds = [f"{image / 'packages'}:{PACKAGES_ON_MACHINE}", *self._binds]
         if self._wheels:
             binds.append(f"{wheelhouse()}:{WHEELHOUSE_ON_MACHINE}")
         folder = self._start_reaper()
@@ -156,7 +161,8 @@ class Rig(Whole):
             full_name = f"{self.name}-{name}"
             link = Link(self.name, full_name, port=name, address=address_of(index))
             link.make()
-            self.machines.append(Machine(name, full_name, link, folder / name, binds))
+            folders = (binds, tuple(self._shared))
+            self.machines.append(Machine(name, full_name, link, folder / name, *folders))
 
     def _hosts(self) -> str:
         """Every machine knows every name, as the cloud's DNS has it."""

@@ -18,7 +18,7 @@ from payload.launch.launchers.registry import find
 from payload.orchestrate.node.look import numa_domains, physical_cores
 from payload.orchestrate.preflight.checks import check_cluster
 from payload.orchestrate.preflight.report import Report
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import put
 from payload.orchestrate.ssh.keys import install_run_key, remove_run_key
 from payload.orchestrate.ssh.streams import Deadlines, Login

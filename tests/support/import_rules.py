@@ -99,7 +99,10 @@ HUB_MODULES = (PurePosixPath("payload/models/hub.py"),)
 REGISTRIES = frozenset(
     PurePosixPath(folder, "registry.py")
     for folder in ("payload/models", "payload/train/models", "payload/launch/launchers")
-) | {PurePosixPath("payload/cli/completion.py")}
+) | {
+    PurePosixPath("payload/cli/completion.py"),
+    PurePosixPath("payload/orchestrate/sites/choose.py"),
+}
 """They import the files of their package by names that they find there, or parsers by a table."""
 SSH_MODULE = PurePosixPath("payload/orchestrate/ssh/connection.py")
 

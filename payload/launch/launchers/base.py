@@ -34,6 +34,8 @@ class Reach:
     """The head's network interface towards them."""
     ssh: tuple[str, ...] = ()
     """ssh's arguments: the run's key, every host key. Empty on one node, which needs no ssh."""
+    node_command: tuple[str, ...] = ()
+    """Words before a command that run it on another node, `{node}` for its name; empty for ssh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,8 @@ class Launcher(ABC):
     """Place in the order in which `auto` looks; the lowest first, None never."""
     spans_nodes: ClassVar[bool] = True
     """Whether it starts ranks on several nodes."""
+    scheduler: ClassVar[str | None] = None
+    """The scheduler in whose allocation alone it starts ranks, by the inventory's source."""
     keeps: ClassVar[tuple[str, ...]] = ()
     """Beginnings of variables that it needs, though they are another launcher's or scheduler's."""
     needs_heartbeats: ClassVar[bool] = True

@@ -130,7 +130,7 @@ def _ask(
 
 def _runs(inventory: ClusterInventory, env: Mapping[str, str], *, key: Path) -> RunsThere:
     # paramiko takes half a second to import.
-    from payload.orchestrate.ssh.cluster import Cluster
+    from payload.orchestrate.ssh.connection import Cluster
     from payload.orchestrate.ssh.files import runs_on
     from payload.orchestrate.ssh.streams import Login
 

@@ -11,14 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePosixPath
 from signal import SIGTERM
 
 from rich.console import Console
 
 from payload.errors import (
-    INTERRUPTED,
     AnswerError,
     ConfigError,
     ExitCode,
@@ -28,21 +26,10 @@ from payload.errors import (
     TileforgeError,
     UsageError,
 )
-from payload.hints import run_command
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.preflight.checks import operator_key
-from payload.orchestrate.run.console import LiveLine, duration, text_console
-from payload.orchestrate.run.follow import (
-    Asks,
-    StopWait,
-    Tail,
-    final_error,
-    read_progress,
-    show_progress,
-    show_state,
-    show_steps,
-    show_stragglers,
-)
+from payload.orchestrate.run.console import duration, text_console
+from payload.orchestrate.run.follow import StopWait, follow, how_to_attach, say_run_end
 from payload.orchestrate.run.mirror import Mirrored, read_mirrored
 from payload.orchestrate.run.store import find_run
 from payload.orchestrate.run.there import (
@@ -50,75 +37,67 @@ from payload.orchestrate.run.there import (
     RemoteRun,
     bring_home,
     planned_run_dir,
-    say_remote_end,
 )
-from payload.orchestrate.sites.choose import load_cluster
+from payload.orchestrate.sites.choose import Seen, SiteRun, load_cluster, run_at_site
 from payload.orchestrate.sites.cluster import VENV
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import look, this_code
 from payload.orchestrate.ssh.streams import NODE_FOLDER, Login
-from payload.results import RunPaths, StopWish, Summary, last_record, point_latest_at
-from payload.run_config import load_run_config
+from payload.results import RunPaths, StopWish, point_latest_at
 from payload.run_lock import FORCE_SIGNAL
-from payload.stragglers import StragglerWatch
 
 _POLL_S = 1.0
 _TICK_S = 0.1
-_SECOND_ASK_S = 3.0
 _RECONNECT_S = 300.0
 _RETRY_S = 5.0
 
 
+class ClusterRun(SiteRun):
+    """A run on a cluster over SSH, followed through broken connections."""
+
+    def __init__(self, run: RemoteRun, *, talk: Console) -> None:
+        self.paths, self.nodes = run.paths, len(run.inventory.nodes)
+        self.where = f"on {run.inventory.cluster}"
+        self._run = run
+        self._talk = talk
+
+    def look(
+        self,
+        *,
+        say: Callable[[str], None] = lambda _: None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> Seen:
+        """Bring the copy up to date; raises SshUnreachableError when that takes too long."""
+        look = patiently(self._run, say=say, interrupted=interrupted)
+        return Seen(alive=look.alive, news=[f"warning: {problem}" for problem in look.damaged])
+
+    def signal(self, number: signal.Signals, wish: StopWish) -> bool:
+        """Signal the supervisor, which may be repeated; once more where a connection has broken."""
+        try:
+            return self._run.signal([number], wish=wish)
+        except TileforgeError:
+            self._run.close()
+            try:
+                return self._run.signal([number], wish=wish)
+            except TileforgeError as error:
+                raise SshUnreachableError(
+                    f"the stop was not delivered: {error} As far as is known, "
+                    f"{how_to_attach(self.paths)}."
+                ) from None
+
+    def bring_home(self) -> bool:
+        """Bring the newest checkpoint and every node's logs, and take the run's key away."""
+        try:
+            return bring_home(self._run, talk=self._talk).alive
+        except TileforgeError as error:
+            # A head that is gone must not hide how the run ended.
+            self._talk.print(f"warning: {error}")
+            return False
+
+
 def follow_to_the_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Console) -> int:
-    """Show the run until it has ended, bring its results home, and return its exit code.
-
-    Ctrl-C detaches: the run goes on. A second one soon after stops it with a checkpoint, a third
-    one at once.
-    """
-    train = load_run_config(run.paths.config).train
-    log = Tail(run.paths.rank_log(0), from_end=True)
-    metrics = Tail(run.paths.metrics, from_end=True)
-    heeded, is_latest = 0, False
-    nodes = len(run.inventory.nodes)
-    stale, watch = read_progress(run.paths), StragglerWatch()
-    with Asks() as asks, LiveLine(talk, train=train, nodes=nodes) as live:
-        alive = True
-        while alive:
-            look = patiently(run, say=live.say, interrupted=partial(asks.exceed, heeded))
-            alive = look.alive
-            for problem in look.damaged:
-                live.news(f"warning: {problem}")
-            for line in log.lines():
-                live.log(line)
-            show_stragglers(show_steps(metrics, live), live, paths=run.paths, watch=watch)
-            show_progress(run.paths, live, stale=stale)
-            if live.has_stepped and not is_latest:
-                is_latest = True
-                with suppress(OSError):  # the link is a convenience
-                    point_latest_at(run.paths)
-            show_state(run.paths, live, stopping=heeded > 0)
-            _pause(asks, heeded=heeded, seconds=_POLL_S if alive else 0.0)
-            if asks.count > heeded and alive:
-                if heeded == 0 and not _asks_again(asks, live):
-                    live.say(f"detached; {how_to_attach(run)}")
-                    return INTERRUPTED
-                heeded = _pass_on(run, live, heeded=heeded)
-        if log.rest():
-            live.log(log.rest())
-        live.say_kept(unless=final_error(run.paths))
-    status = _bring_home(run, arguments=arguments, talk=talk)
-    summary = last_record(Summary, run.paths.summary)
-    unfinished = summary is None or summary.status != "finished"
-    # Whoever stopped it: what a script would do with a finished run must not be done.
-    return INTERRUPTED if status == ExitCode.OK and unfinished else status
-
-
-def how_to_attach(run: RemoteRun) -> str:
-    """For messages."""
-    return (
-        f"run {run.paths.run_id} goes on. Follow it with: {run_command('attach', run.paths)}; end "
-        f"it with: {run_command('stop', run.paths)}"
-    )
+    """Show the run until it has ended, bring its results home, and return its exit code."""
+    return follow(ClusterRun(run, talk=talk), arguments=arguments, talk=talk)
 
 
 def patiently(
@@ -142,7 +121,7 @@ def patiently(
             if ends is None:
                 ends = time.monotonic() + _RECONNECT_S
                 say(f"connection lost, trying for {_RECONNECT_S:g} s: {error}")
-            words = f"{error} As far as is known, {how_to_attach(run)}."
+            words = f"{error} As far as is known, {how_to_attach(run.paths)}."
             retry = time.monotonic() + _RETRY_S
             while time.monotonic() < retry and not interrupted():
                 time.sleep(_TICK_S)
@@ -150,67 +129,14 @@ def patiently(
                 raise SshUnreachableError(words) from None
 
 
-def _pause(asks: Asks, *, heeded: int, seconds: float) -> None:
-    """Wait, but not when the operator asks something."""
-    ends = time.monotonic() + seconds
-    while asks.count == heeded and time.monotonic() < ends:
-        time.sleep(_TICK_S)
-
-
-def _asks_again(asks: Asks, live: LiveLine) -> bool:
-    live.say(f"detaching; Ctrl-C again within {_SECOND_ASK_S:g} s stops the run with a checkpoint")
-    _pause(asks, heeded=1, seconds=_SECOND_ASK_S)
-    return asks.count > 1
-
-
-def _pass_on(run: RemoteRun, live: LiveLine, *, heeded: int) -> int:
-    """Ask the supervisor to stop; returns how many of the operator's asks that answers.
-
-    Raises SshUnreachableError when the head cannot be told.
-    """
-    if heeded == 0:
-        live.say("stopping: saving a checkpoint first (Ctrl-C again to stop at once)")
-        _deliver(run, signal.SIGTERM)
-        return 2
-    live.say("stopping at once")
-    _deliver(run, FORCE_SIGNAL)
-    return heeded + 1
-
-
-def _deliver(run: RemoteRun, number: signal.Signals) -> None:
-    """Signal the supervisor, which may be repeated; once more where a connection has broken."""
-    try:
-        run.signal([number], wish=StopWish())
-    except TileforgeError:
-        run.close()
-        try:
-            run.signal([number], wish=StopWish())
-        except TileforgeError as error:
-            raise SshUnreachableError(
-                f"the stop was not delivered: {error} As far as is known, {how_to_attach(run)}."
-            ) from None
-
-
-def _bring_home(run: RemoteRun, *, arguments: argparse.Namespace, talk: Console) -> int:
-    """The newest checkpoint, every node's logs, the run's key away, and the words at the end."""
-    try:
-        if bring_home(run, talk=talk).alive:
-            talk.print(f"it has ended and was started again; {how_to_attach(run)}")
-            return ExitCode.OK
-    except TileforgeError as error:
-        # A head that is gone must not hide how the run ended.
-        talk.print(f"warning: {error}")
-    return say_remote_end(run, arguments=arguments, talk=talk)
-
-
 @contextmanager
 def opened(paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str]) -> Iterator[RemoteRun]:
     """The run whose local copy is at `paths`; connections are made when they are needed."""
     inventory = ClusterInventory.load(paths.inventory)
-    if inventory.access.kind == "local":
+    if inventory.access.shares_folder:
         raise ConfigError(
-            f"{paths.inventory}: access.kind = 'local': the run is on a cluster. Put the "
-            "cluster's inventory there."
+            f"{paths.inventory}: access.kind = {inventory.access.kind!r}: the run is on a "
+            "cluster. Put the cluster's inventory there."
         )
     key = Path(mirrored.ssh_key)
 
@@ -228,6 +154,9 @@ def opened(paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str]) -> It
 def attach(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Follow a run on a cluster to its end, whoever started it."""
     if arguments.inventory is None:
+        elsewhere = run_at_site(find_run(arguments.runs_dir, arguments.run), env)
+        if elsewhere is not None:
+            return follow(elsewhere, arguments=arguments, talk=text_console(stderr=True))
         paths, mirrored = _copy_of(arguments)
         with opened(paths, mirrored, env=env) as run:
             return follow_to_the_end(run, arguments=arguments, talk=text_console(stderr=True))
@@ -259,7 +188,7 @@ def _find_on_cluster(
 ) -> _OnCluster:
     """Ask the head for the run that is meant. Raises UsageError where none is under way."""
     inventory = load_cluster(arguments.inventory, env=env).inventory
-    if inventory.access.kind == "local":
+    if inventory.access.shares_folder:
         raise UsageError(
             f"--inventory {arguments.inventory}: that is this machine. Leave it out for a run here."
         )
@@ -331,7 +260,7 @@ def is_copy(paths: RunPaths, inventory: ClusterInventory) -> bool:
         was = ClusterInventory.load(paths.inventory)
     except ConfigError:
         return False
-    return was.access.kind != "local" and was.cluster == inventory.cluster
+    return not was.access.shares_folder and was.cluster == inventory.cluster
 
 
 def collect(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -377,10 +306,10 @@ def _stop(run: RemoteRun, *, arguments: argparse.Namespace) -> int:
         talk.print(f"run {run.paths.run_id} is not running")
     home = bring_home(run, talk=talk, at_once=arguments.force)
     if home.alive:
-        talk.print(f"it has ended and was started again; {how_to_attach(run)}")
+        talk.print(f"it has ended and was started again; {how_to_attach(run.paths)}")
         return ExitCode.OK
     arguments.json = False
-    say_remote_end(run, arguments=arguments, talk=talk)
+    say_run_end(ClusterRun(run, talk=talk), arguments=arguments, talk=talk)
     if home.left is not None:
         raise home.left
     return ExitCode.OK

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -20,11 +21,11 @@ from rich.console import Console
 from payload.batch_size import as_recorded
 from payload.checkpoint_files import require_room
 from payload.engines import require_packages_here
-from payload.errors import INTERRUPTED, ConfigError, DataError, ExitCode
+from payload.errors import INTERRUPTED, ConfigError, DataError, ExitCode, TileforgeError
 from payload.hints import run_command
 from payload.orchestrate.planning import PlannedRun, plan_run, require_known_sizes, settle_initial
 from payload.orchestrate.run.console import text_console
-from payload.orchestrate.run.follow import Tail, follow_run, say_end
+from payload.orchestrate.run.follow import Tail, follow, follow_run, how_to_attach, say_end
 from payload.orchestrate.run.report import Estimate, estimate, log_tail, print_plan, strategy_table
 from payload.orchestrate.run.store import (
     all_runs,
@@ -36,12 +37,16 @@ from payload.orchestrate.run.store import (
 )
 from payload.orchestrate.sites.choose import (
     Chosen,
+    Order,
+    Site,
     check_data,
+    find_site,
     load_cluster,
     require_one_machine,
+    run_at_site,
 )
 from payload.orchestrate.sites.local import LocalAccess
-from payload.results import RunPaths, RunState, Summary, last_record, new_run_id
+from payload.results import RunPaths, RunState, Summary, last_record, new_run_id, write_whole
 from payload.run_config import RunConfig, load_run_config, parse_run_config
 from payload.run_lock import is_supervised, starting
 from payload.run_repair import config_to_resume, known_summary, make_room
@@ -52,7 +57,7 @@ _START_TIMEOUT_S = 30.0
 def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Print what `run` would do."""
     talk, out = text_console(stderr=True), text_console(stderr=False)
-    chosen = load_cluster(arguments.inventory, env=access.environment())
+    chosen, access = _chosen(arguments, access)
     talk.print(chosen.headline())
     config = config_of(arguments)
     try:
@@ -60,7 +65,7 @@ def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
     except DataError as error:
         vocab_size = None
         talk.print(f"note: a run would stop here: {error}")
-    is_local = chosen.inventory.access.kind == "local"
+    is_local = chosen.inventory.access.shares_folder
     try:
         config = _settle(config, vocab_size=vocab_size, is_local=is_local, talk=talk)
     except ConfigError as error:
@@ -99,9 +104,11 @@ def plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
 def run(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Start a run, or continue one, and follow it to its end."""
     talk = text_console(stderr=True)
-    chosen = load_cluster(arguments.inventory, env=access.environment())
+    if arguments.site is not None:
+        return _run_at_site(arguments, find_site(arguments.site), access.environment(), talk=talk)
+    chosen, access = _chosen(arguments, access)
     talk.print(chosen.headline())
-    if chosen.inventory.access.kind != "local":
+    if not chosen.inventory.access.shares_folder:
         # paramiko takes half a second to import, which a local run does not need.
         from payload.orchestrate.sites.start import run_on_cluster
 
@@ -115,6 +122,58 @@ def run(arguments: argparse.Namespace, access: LocalAccess) -> int:
     require_one_machine(chosen)
     with ExitStack() as held:
         return _run_here(arguments, chosen, access, talk=talk, held=held)
+
+
+def _chosen(arguments: argparse.Namespace, access: LocalAccess) -> tuple[Chosen, LocalAccess]:
+    """Return the inventory, and how planning asks its nodes where it is this machine's."""
+    if arguments.inventory != "slurm":
+        return load_cluster(arguments.inventory, env=access.environment()), access
+    from payload.orchestrate.sites.allocation import allocation
+
+    folders = (arguments.runs_dir.parent,)
+    found = allocation(access.environment(), why="--inventory slurm", folders=folders)
+    return found.chosen, found.access
+
+
+def _run_at_site(
+    arguments: argparse.Namespace, site: Site, env: Mapping[str, str], *, talk: Console
+) -> int:
+    """Start or continue a run at a site, and follow it to its end unless detached."""
+    resumed = find_run(arguments.runs_dir, arguments.resume) if arguments.resume else None
+    under_way = run_at_site(resumed, env) if resumed is not None else None
+    if under_way is not None and under_way.look().alive:
+        raise ConfigError(
+            f"run {under_way.paths.run_id} has not ended: {under_way.where}. Follow it with: "
+            + run_command("attach", under_way.paths)
+        )
+    config = config_of(arguments, resumed=resumed, say=talk.print)
+    if resumed is not None:
+        _refuse_when_finished(resumed, config)
+    site.check(config, env)
+    vocab_size = _check_data(config)
+    if resumed is None:
+        config = settle_initial(config, vocab_size=vocab_size, say=talk.print, download=False)
+    paths = resumed or RunPaths(arguments.runs_dir / (arguments.run_id or _fresh_id(config)))
+    with room_for(paths):
+        if resumed is None:
+            create_run(arguments.runs_dir, paths.run_id)
+        paths.logs.mkdir(exist_ok=True)
+        write_whole(paths.config, config.to_toml())
+    try:
+        run = site.start(
+            Order(
+                paths=paths, config=config, vocab_size=vocab_size, grace_s=arguments.grace, env=env
+            )
+        )
+    except TileforgeError:
+        if resumed is None:
+            shutil.rmtree(paths.root, ignore_errors=True)  # it was never a run
+        raise
+    talk.print(f"run {paths.run_id}: {run.where}; everything in {paths.root}")
+    if arguments.detach:
+        talk.print(f"detached; {how_to_attach(run.paths)}")
+        return ExitCode.OK
+    return follow(run, arguments=arguments, talk=talk)
 
 
 def _run_here(

@@ -19,10 +19,11 @@ from payload.errors import ConfigError, ExitCode, RankLostError, TileforgeError,
 from payload.hints import run_command
 from payload.launch.ranks import load_ranks
 from payload.orchestrate.run.console import text_console
-from payload.orchestrate.run.follow import StopWait, Tail, follow_log
+from payload.orchestrate.run.follow import StopWait, Tail, follow_log, say_run_end
 from payload.orchestrate.run.mirror import Mirrored, read_mirrored
 from payload.orchestrate.run.report import list_lines, ranks_lines, status_lines
 from payload.orchestrate.run.store import all_runs, find_run, is_copy, view_run
+from payload.orchestrate.sites.choose import SiteRun, run_at_site
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import (
     LATEST,
@@ -118,6 +119,9 @@ def stop(arguments: argparse.Namespace, access: LocalAccess) -> int:
 
         return attach.stop(paths, mirrored, arguments=arguments, env=access.environment())
     talk = text_console(stderr=True)
+    elsewhere = run_at_site(paths, access.environment())
+    if elsewhere is not None:
+        return _stop_at_site(elsewhere, arguments, talk=talk)
     number = FORCE_SIGNAL if arguments.force else signal.SIGTERM
     wish = StopWish(grace_s=arguments.grace)
     if not access.signal_supervisor(paths, [number], wish=wish):
@@ -139,6 +143,28 @@ def stop(arguments: argparse.Namespace, access: LocalAccess) -> int:
         time.sleep(_LOOK_S)
     view = view_run(paths, now_unix=time.time())
     talk.print(f"{view.status} after step {view.step}" + (f": {view.error}" if view.error else ""))
+    return ExitCode.OK
+
+
+def _stop_at_site(run: SiteRun, arguments: argparse.Namespace, *, talk: Console) -> int:
+    """Let a run save and stop, or end at once; one that does not end is given up."""
+    wish = StopWish(grace_s=arguments.grace)
+    run_id = run.paths.run_id
+    if not run.signal(FORCE_SIGNAL if arguments.force else signal.SIGTERM, wish):
+        talk.print(f"run {run_id} is not running: {run.where} has ended")
+        return ExitCode.OK
+    talk.print(
+        f"run {run_id}: " + ("stopping at once" if arguments.force else "saving and stopping")
+    )
+    wait = StopWait(run.paths, wish)
+    while run.look().alive:
+        if wait.is_over():
+            waited = f"run {run_id} has not ended within {wait.waited_s():.0f} s"
+            raise RankLostError(f"{waited}: {run.abandon()}.")
+        time.sleep(run.every_s)
+    run.bring_home()
+    arguments.json = False
+    say_run_end(run, arguments=arguments, talk=talk)
     return ExitCode.OK
 
 
@@ -171,6 +197,10 @@ def _watched(
 
     `node` is the one besides the head whose part is wanted; None is every one.
     """
+    elsewhere = run_at_site(paths, access.environment())
+    if elsewhere is not None:
+        yield lambda: elsewhere.look().alive
+        return
     if read_mirrored(paths) is None:
         yield lambda: is_supervised(paths)
         return

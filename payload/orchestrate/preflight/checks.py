@@ -34,7 +34,7 @@ from payload.orchestrate.preflight.report import Patience, Report, try_here, try
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.sites.choose import load_cluster, require_placeable
 from payload.orchestrate.sites.local import LocalAccess, discover
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.keys import (
     make_operator_key,
     operator_key_path,

@@ -37,7 +37,7 @@ from payload.orchestrate.preflight.trial_findings import (
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.sites.choose import Chosen
 from payload.orchestrate.sites.local import LocalAccess
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import this_code
 from payload.run_config import RunConfig
 from payload.step_time import Network, run_step_time

@@ -19,7 +19,7 @@ from payload.launch.files import render_hosts
 from payload.launch.launchers.base import Job, Launcher, Reach
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.ranks import Placement, place_ranks
-from payload.orchestrate.node.trial import trial
+from payload.orchestrate.node.mesh import trial
 from payload.orchestrate.planning import choose_launcher
 from payload.orchestrate.preflight import findings as find
 from payload.orchestrate.preflight.findings import Finding, NodeFacts
@@ -27,7 +27,7 @@ from payload.orchestrate.preflight.trial_findings import Measured, Outcome, fail
 from payload.orchestrate.sites.choose import Chosen
 from payload.orchestrate.sites.cluster import VENV, bring_code, programs_of, venv_executable
 from payload.orchestrate.sites.local import LOOPBACK, LocalAccess
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import Code, look, this_code
 from payload.orchestrate.ssh.keys import (
     HeadBusyError,
@@ -64,7 +64,7 @@ class Setting:
     reach: Reach
 
     def arguments(self, inventory: ClusterInventory) -> dict[str, Any]:
-        """Return what node/trial.py takes."""
+        """Return what node/mesh.py takes."""
         rendezvous = Rendezvous(address=self.address, port=self.port, interfaces=self.interfaces)
         environment = common_environment(
             run_id=self.folder.name,
@@ -255,7 +255,7 @@ def _start(
     )
     arguments = setting.arguments(inventory)
     connection = cluster.connect(inventory.head)
-    outcome = ask(connection, "trial.py", Outcome, arguments, timeout_s=DEADLINE_S + _MARGIN_S)
+    outcome = ask(connection, "mesh.py", Outcome, arguments, timeout_s=DEADLINE_S + _MARGIN_S)
     return outcome, key.folder
 
 

@@ -67,7 +67,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What node/trial.py answered."""
+    """What node/mesh.py answered."""
 
     unreached: Mapping[str, str]
     """What ssh said, by worker that the head could not reach."""

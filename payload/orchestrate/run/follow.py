@@ -11,24 +11,29 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rich.console import Console
 
 from payload.checkpoint_watch import CheckpointWatch
-from payload.errors import ConfigError, ExitCode
+from payload.errors import INTERRUPTED, ConfigError, ExitCode
 from payload.hints import run_command
 from payload.metrics_log import StepMetrics
 from payload.orchestrate.run.console import LiveLine, text_console
 from payload.orchestrate.run.report import failure_lines, result_lines, straggler_line
+from payload.orchestrate.sites.choose import SiteRun
 from payload.results import (
     DEFAULT_GRACE_S,
     RankProgress,
+    RunJob,
     RunPaths,
     RunState,
     StopWish,
     Summary,
+    last_record,
+    point_latest_at,
     read_json,
     to_json,
     write_json,
@@ -66,6 +71,8 @@ def say_end(
     if summary.status != "finished" and checkpoint is not None:
         given = getattr(arguments, "inventory", None)
         more = ["--inventory", str(given)] if given else []
+        job = last_record(RunJob, paths.job)
+        more = ["--site", job.site] if job is not None else more
         talk.print(f"continue with: {run_command('run --resume', paths, *more)}")
     problem = write_report(paths, show=getattr(arguments, "open", False))
     talk.print(f"note: no report was written: {problem}" if problem else f"report: {paths.report}")
@@ -236,6 +243,110 @@ def follow_run(
         if log_tail.rest():
             live.log(log_tail.rest())
         live.say_kept(unless=final_error(paths))
+
+
+_CLUSTER_TICK_S = 0.1
+_SECOND_ASK_S = 3.0
+
+
+def follow(run: SiteRun, *, arguments: argparse.Namespace, talk: Console) -> int:
+    """Show a run until it has ended, bring its results home, and return its exit code.
+
+    Of one that outlives us the first Ctrl-C detaches: the run goes on. A second one soon after
+    stops it with a checkpoint, a third one at once.
+    """
+    paths = run.paths
+    log = Tail(paths.rank_log(0), from_end=True)
+    metrics = Tail(paths.metrics, from_end=True)
+    heeded, is_latest, alive = 0, False, True
+    stale, watch = read_progress(paths), StragglerWatch()
+    train = known_config(paths).train
+    with Asks() as asks, LiveLine(talk, train=train, nodes=run.nodes) as live:
+        while alive:
+            seen = run.look(say=live.say, interrupted=partial(asks.exceed, heeded))
+            alive = seen.alive
+            for sentence in seen.news:
+                live.news(sentence)
+            for line in log.lines():
+                live.log(line)
+            show_stragglers(show_steps(metrics, live), live, paths=paths, watch=watch)
+            show_progress(paths, live, stale=stale)
+            if live.has_stepped and not is_latest:
+                is_latest = True
+                with suppress(OSError):  # the link is a convenience
+                    point_latest_at(paths)
+            show_state(paths, live, stopping=heeded > 0)
+            _pause(asks, heeded=heeded, seconds=run.every_s if alive else 0.0)
+            if asks.count > heeded and alive:
+                if heeded == 0 and not _asks_again(asks, live):
+                    live.say(f"detached; {how_to_attach(run.paths)}")
+                    return INTERRUPTED
+                heeded = ask_to_stop(run, live, heeded=heeded)
+        if log.rest():
+            live.log(log.rest())
+        live.say_kept(unless=final_error(paths))
+    if run.bring_home():
+        talk.print(f"it has ended and was started again; {how_to_attach(run.paths)}")
+        return ExitCode.OK
+    status = say_run_end(run, arguments=arguments, talk=talk)
+    summary = last_record(Summary, paths.summary)
+    unfinished = summary is None or summary.status != "finished"
+    # Whoever stopped it: what a script would do with a finished run must not be done.
+    return INTERRUPTED if status == ExitCode.OK and unfinished else status
+
+
+def how_to_attach(paths: RunPaths) -> str:
+    """Return the commands that follow and end a run which nobody follows now."""
+    return (
+        f"run {paths.run_id} goes on. Follow it with: {run_command('attach', paths)}; end it with: "
+        f"{run_command('stop', paths)}"
+    )
+
+
+def say_run_end(run: SiteRun, *, arguments: argparse.Namespace, talk: Console) -> int:
+    """Print the end as the run folder here has it; return the run's exit code."""
+    without = run.end_without_record()
+    if without is not None:
+        code, words = without
+        talk.print(words)
+        return code
+    summary = read_json(Summary, run.paths.summary)
+    state = read_json(RunState, run.paths.state)
+    if summary is None or state is None or state.exit_class is None:
+        talk.print(
+            "error: the supervisor is gone without a word (killed, or the head restarted); see "
+            f"{run.paths.supervisor_log}"
+        )
+        return ExitCode.RANK_LOST
+    say_end(run.paths, summary=summary, state=state, arguments=arguments, talk=talk)
+    if arguments.json:
+        text_console(stderr=True).print(f"everything in {run.paths.root}")
+    known = {code.label: code for code in ExitCode}
+    return known.get(state.exit_class, ExitCode.TRAINING)
+
+
+def _pause(asks: Asks, *, heeded: int, seconds: float) -> None:
+    """Wait, but not when the operator asks something."""
+    ends = time.monotonic() + seconds
+    while asks.count == heeded and time.monotonic() < ends:
+        time.sleep(_CLUSTER_TICK_S)
+
+
+def _asks_again(asks: Asks, live: LiveLine) -> bool:
+    live.say(f"detaching; Ctrl-C again within {_SECOND_ASK_S:g} s stops the run with a checkpoint")
+    _pause(asks, heeded=1, seconds=_SECOND_ASK_S)
+    return asks.count > 1
+
+
+def ask_to_stop(run: SiteRun, live: LiveLine, *, heeded: int) -> int:
+    """Ask the run to stop; returns how many of the operator's asks that answers."""
+    if heeded == 0:
+        live.say("stopping: saving a checkpoint first (Ctrl-C again to stop at once)")
+        run.signal(signal.SIGTERM, StopWish())
+        return 2
+    live.say("stopping at once")
+    run.signal(FORCE_SIGNAL, StopWish())
+    return heeded + 1
 
 
 def follow_log(tail: Tail, *, show: Callable[[str], None], alive: Callable[[], bool]) -> None:

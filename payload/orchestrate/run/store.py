@@ -193,8 +193,7 @@ def running_here(runs_dir: Path) -> list[str]:
 def is_copy(paths: RunPaths) -> bool:
     """Tell whether a run is on a cluster, and the folder here only its copy."""
     with suppress(ConfigError):
-        kind: str = ClusterInventory.load(paths.inventory).access.kind
-        return kind != "local"
+        return not ClusterInventory.load(paths.inventory).access.shares_folder
     return (paths.root / "mirror.json").exists()
 
 
@@ -204,7 +203,8 @@ def _folders(runs_dir: Path) -> Iterator[RunPaths]:
         return
     for folder in runs_dir.iterdir():
         paths = RunPaths(folder)
-        signs = (paths.plan, paths.ranks, paths.inventory, paths.hosts, paths.state, paths.lock)
+        signs = [paths.plan, paths.ranks, paths.inventory, paths.hosts, paths.state, paths.lock]
+        signs.append(paths.job)
         is_folder = RUN_ID.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
         if is_folder and any(map(os.path.lexists, signs)):
             yield paths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 import time
@@ -21,7 +20,6 @@ from payload.errors import (
     AnswerError,
     CheckpointError,
     ConfigError,
-    ExitCode,
     NodesError,
     RankLostError,
     SshUnreachableError,
@@ -32,8 +30,7 @@ from payload.inventory import ClusterInventory, Node
 from payload.launch.environment import RUN_DIR
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
-from payload.orchestrate.run.console import text_console
-from payload.orchestrate.run.follow import Asks, say_end
+from payload.orchestrate.run.follow import Asks
 from payload.orchestrate.run.mirror import (
     Wanted,
     alone,
@@ -42,11 +39,11 @@ from payload.orchestrate.run.mirror import (
     note_seen,
     wanted_of,
 )
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import fetch_checkpoint, get
 from payload.orchestrate.ssh.keys import remove_dead_keys
 from payload.orchestrate.ssh.streams import FOLDER, Begun, Left, Part, Signalled, ask, on_every_node
-from payload.results import RunPaths, RunState, StopWish, Summary, read_json
+from payload.results import RunPaths, RunState, StopWish, read_json
 from payload.run_config import load_run_config
 from payload.untrusted import shown
 
@@ -410,23 +407,6 @@ def _bring_records(
     for problem in look.damaged:
         talk.print(f"warning: {problem}")
     return look.missed, None
-
-
-def say_remote_end(run: RemoteRun, *, arguments: argparse.Namespace, talk: Console) -> int:
-    """The end as the local copy has it, and the run's exit code."""
-    summary = read_json(Summary, run.paths.summary)
-    state = read_json(RunState, run.paths.state)
-    if summary is None or state is None or state.exit_class is None:
-        talk.print(
-            "error: the supervisor is gone without a word (killed, or the head restarted); see "
-            f"{run.paths.supervisor_log}"
-        )
-        return ExitCode.RANK_LOST
-    say_end(run.paths, summary=summary, state=state, arguments=arguments, talk=talk)
-    if arguments.json:
-        text_console(stderr=True).print(f"everything in {run.paths.root}")
-    known = {code.label: code for code in ExitCode}
-    return known.get(state.exit_class, ExitCode.TRAINING)
 
 
 def _end_for_good(

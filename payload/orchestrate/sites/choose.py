@@ -1,10 +1,15 @@
-"""Which cluster a command works on, why, and the cheap checks before a run starts there."""
+"""Which cluster or site a command works on, why, and the cheap checks before a run starts there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
+from typing import ClassVar
 
 from payload.data_folder import TRAIN_NAME, load_meta, require_prepared_length, require_task
 from payload.errors import ConfigError, DataError
@@ -13,11 +18,14 @@ from payload.launch.arithmetic import Arithmetic
 from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Domain, Placement, place_ranks
 from payload.mesh import require_tensor_ranks_on_a_node
+from payload.orchestrate import sites
 from payload.orchestrate.cloud.pulumi import Pulumi
 from payload.orchestrate.cloud.stack import StackOutputs, default_stack, load_stack, read_outputs
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.sites.local import discover
+from payload.results import RunJob, RunPaths, StopWish, last_record
 from payload.run_config import RunConfig
+from payload.run_lock import FORCE_SIGNAL
 from payload.tasks import TaskKind
 
 
@@ -43,9 +51,119 @@ class Chosen:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A run that a command wants to begin, or to go on with; its folder and run.toml are there."""
+
+    paths: RunPaths
+    config: RunConfig
+    vocab_size: int
+    grace_s: float
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What one look at a run has shown; what is new of its files is in the run folder here."""
+
+    alive: bool
+    """Whether the run goes on, or waits for its nodes."""
+    news: Sequence[str] = ()
+    """What the operator should know, a sentence each."""
+
+
+class SiteRun(ABC):
+    """One run at its site, as the commands here follow, stop and collect it."""
+
+    paths: RunPaths
+    """Its folder, or the copy of it, here."""
+    nodes: int
+    """How many it runs on."""
+    where: str
+    """For messages, such as `job 12 on 2 node(s)`."""
+    every_s: ClassVar[float] = 1.0
+    """Time between two looks."""
+
+    @abstractmethod
+    def look(
+        self,
+        *,
+        say: Callable[[str], None] = lambda _: None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> Seen:
+        """Bring what is new here; a site that must wait for a connection does until interrupted."""
+
+    @abstractmethod
+    def signal(self, number: Signals, wish: StopWish) -> bool:
+        """Ask for a stop, by SIGTERM or at once by FORCE_SIGNAL; return whether the run lives."""
+
+    @abstractmethod
+    def bring_home(self) -> bool:
+        """Collect results and end what is left of the run; return whether it goes on after all."""
+
+    def end_without_record(self) -> tuple[int, str] | None:
+        """Return exit code and words of a run that ended before it could leave its own, or None."""
+        return None
+
+    def abandon(self) -> str:
+        """End a run that does not stop when it is asked; return what was done about it."""
+        self.signal(FORCE_SIGNAL, StopWish())
+        return "it was told to end at once"
+
+
+class Site(ABC):
+    """A place where runs live: one file of this package with a class below and its object, `SITE`.
+
+    A run there has a record, job.json, with the site's name and its number there.
+    """
+
+    @property
+    def name(self) -> str:
+        """Return the name of its file, which `--site` takes."""
+        return type(self).__module__.rpartition(".")[2]
+
+    def check(self, config: RunConfig, env: Mapping[str, str]) -> None:
+        """Raise ConfigError or PreflightError for what would fail there later."""
+        return
+
+    @abstractmethod
+    def start(self, order: Order) -> SiteRun:
+        """Bring what the run needs there, and start it or have it started."""
+
+    @abstractmethod
+    def run_of(self, paths: RunPaths, job: RunJob, env: Mapping[str, str]) -> SiteRun:
+        """Return the run that a record is of."""
+
+
+_NOT_SITES = ("allocation", "choose", "cluster", "local", "start")
+"""This machine and clusters over SSH are what an inventory says, not `--site`."""
+
+
+def site_names() -> list[str]:
+    """Return what `--site` takes, in alphabetical order."""
+    found = (module.name for module in pkgutil.iter_modules(sites.__path__))
+    return sorted(name for name in found if name not in _NOT_SITES)
+
+
+def find_site(name: str) -> Site:
+    """Return the site of that name. Raises ConfigError that lists those that there are."""
+    if name not in site_names():
+        raise ConfigError(f"site {name!r}: there is no such site. Use {', '.join(site_names())}.")
+    site: Site = importlib.import_module(f"{sites.__name__}.{name}").SITE
+    return site
+
+
+def run_at_site(paths: RunPaths, env: Mapping[str, str]) -> SiteRun | None:
+    """Return the run by the record in its folder; None where no site has it."""
+    job = last_record(RunJob, paths.job)
+    return None if job is None else find_site(job.site).run_of(paths, job, env)
+
+
 def require_one_machine(chosen: Chosen) -> None:
     """Raises ConfigError when the inventory is not of one node of access kind `local`."""
     inventory = chosen.inventory
+    if inventory.source == "slurm":
+        return
     if inventory.access.kind != "local" or len(inventory.nodes) > 1:
         raise ConfigError(
             f"inventory ({chosen.why}): access kind {inventory.access.kind!r} with "
@@ -117,6 +235,11 @@ def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -
 def require_launcher(config: RunConfig, inventory: ClusterInventory) -> None:
     """Raise ConfigError for a launcher that is unknown, or cannot span the inventory's nodes."""
     launcher = candidates(config.launch.launcher)[0]
+    if launcher.scheduler not in (None, inventory.source):
+        raise ConfigError(
+            f"launch.launcher = {launcher.name!r} starts ranks in a Slurm job, and "
+            f"{inventory.cluster} is none. Use 'auto', or submit a job with --site slurm."
+        )
     if len(inventory.nodes) > 1 and not launcher.spans_nodes:
         raise ConfigError(
             f"launch.launcher = {launcher.name!r} is for one machine, and {inventory.cluster} has "

@@ -16,6 +16,7 @@ from payload.errors import ConfigError, PreflightError
 from payload.hf_folder import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILES, weight_files
 from payload.inventory import RANK_PORTS, ClusterInventory, Node
 from payload.launch.launchers.base import Launcher, Reach
+from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import rank_program
 from payload.models.source import find_source
 from payload.orchestrate.planning import PlannedRun, plan_run
@@ -23,7 +24,7 @@ from payload.orchestrate.preflight.trial_findings import Measured, Record, known
 from payload.orchestrate.run.console import duration
 from payload.orchestrate.sites.choose import Chosen, require_launcher
 from payload.orchestrate.sites.local import LOOPBACK
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import (
     Code,
     build_kernels,
@@ -140,6 +141,7 @@ class ClusterAccess:
     python: str = str(VENV / "bin" / "python")
     measured: Measured | None = None
     """By the newest trial of these nodes."""
+    launcher: str = AUTO
 
     @property
     def link_bytes_per_s(self) -> float:

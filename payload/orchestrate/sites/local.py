@@ -21,6 +21,7 @@ import payload
 from payload.errors import PreflightError, UsageError
 from payload.inventory import RANK_PORTS, Access, ClusterInventory, Node
 from payload.launch.launchers.base import Launcher, Reach
+from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import rank_program
 from payload.launch.ranks import Domain
 from payload.orchestrate.node import control
@@ -163,6 +164,7 @@ class LocalAccess:
 
     python = sys.executable
     link_bytes_per_s = LOOPBACK_BYTES_PER_S
+    launcher = AUTO
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env

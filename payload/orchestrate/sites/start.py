@@ -18,10 +18,11 @@ from payload.hints import run_command
 from payload.inventory import ClusterInventory, Node
 from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
-from payload.orchestrate.commands.attach import attach_to, follow_to_the_end, how_to_attach, is_copy
+from payload.orchestrate.commands.attach import attach_to, follow_to_the_end, is_copy
 from payload.orchestrate.planning import PlannedRun, plan_run, settle_initial
 from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operator_key
 from payload.orchestrate.preflight.report import Report, try_if_new
+from payload.orchestrate.run.follow import how_to_attach
 from payload.orchestrate.run.store import create_run, find_run, room_for
 from payload.orchestrate.run.store import is_copy as is_mirror
 from payload.orchestrate.run.there import RemoteRun
@@ -37,7 +38,7 @@ from payload.orchestrate.sites.cluster import (
     local_weights,
     programs_of,
 )
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import Code, archive, make_room_for, this_code, unpack
 from payload.orchestrate.ssh.keys import (
     RunKey,
@@ -345,7 +346,7 @@ def _start(
         begun = run.start(grace_s=arguments.grace, name=name)
     except (KeyboardInterrupt, TileforgeError):
         # It has a session of its own there, and may begin although nobody waits for it here.
-        talk.print(f"whether the run has begun is not known; if so, {how_to_attach(run)}")
+        talk.print(f"whether the run has begun is not known; if so, {how_to_attach(run.paths)}")
         run.close()
         raise
     if begun.pid is not None:
@@ -365,7 +366,7 @@ def _failure_code(begun: Begun) -> int:
 def _follow(run: RemoteRun, arguments: argparse.Namespace, talk: Console) -> int:
     """Follow the run to its end unless detached."""
     if arguments.detach:
-        talk.print(f"detached; {how_to_attach(run)}")
+        talk.print(f"detached; {how_to_attach(run.paths)}")
         run.refresh()
         return ExitCode.OK
     return follow_to_the_end(run, arguments=arguments, talk=talk)

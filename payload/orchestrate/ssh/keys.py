@@ -20,8 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from payload.errors import AnswerError, ConfigError, PreflightError
 from payload.hints import command
 from payload.inventory import ClusterInventory, Node
-from payload.orchestrate.ssh.cluster import Cluster
-from payload.orchestrate.ssh.connection import Connection, shell_text
+from payload.orchestrate.ssh.connection import Cluster, Connection, shell_text
 from payload.orchestrate.ssh.files import put
 from payload.orchestrate.ssh.streams import (
     Nothing,

@@ -1,0 +1,81 @@
+"""Slurm's srun, which starts the ranks on a job's nodes without SSH; gloo carries the tensors."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from payload.launch.launchers.base import Job, KilledRank, Launcher, LostNode, Report
+from payload.rank_variables import SLURM
+
+STEP = (
+    *("--overlap", "--overcommit", "--mem=0", "--cpu-bind=none", "--mpi=none"),
+    *("--export=ALL", "--kill-on-bad-exit=0", "--wait=0"),
+)
+"""What every step of ours asks for: a share of all that the job has, beside the other steps. A rank
+binds itself to its cores, and the supervisor decides what a rank's end means."""
+
+NODE_COMMAND = ("srun", *STEP, "--nodes=1", "--ntasks=1", "--nodelist={node}", "--quiet")
+"""Words before a command that run it on another node of the job."""
+
+_KILLED = re.compile(
+    r"^srun: error: (?P<node>\S+): task (?P<rank>\d+): (?P<how>[A-Z][\w ]+)$", re.M
+)
+_LOST = re.compile(r"^srun: error: Node failure on (?P<node>\S+)", re.M)
+_CANCELLED = re.compile(r"DUE TO (NODE FAILURE|PREEMPTION|TIME LIMIT|JOB REQUEUE)")
+_REFUSED = re.compile(r"^srun: error: (Unable to create step for job \d+: .*|Unable to .*)$", re.M)
+
+
+class Srun(Launcher):
+    """srun within the allocation of a job."""
+
+    variables = SLURM
+    program = "srun"
+    install = "it comes with Slurm; ask whoever runs the cluster"
+    version = "slurm"
+    scheduler = "slurm"
+    # Nothing that sbatch was told, as memory or tasks: a step of ours says itself what it wants.
+    keeps = (
+        *("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTER_NAME", "SLURM_JWT"),
+        *("SLURM_WORKING_CLUSTER", "SLURM_TOPOLOGY"),
+    )
+    noise = re.compile(
+        r"^srun: (?:cluster configuration lacks|got SIGCONT|forcing job termination|Job step abo)"
+    )
+
+    def argv(self, job: Job) -> tuple[str, ...]:
+        """Return srun's command line; the ranks inherit its environment.
+
+        Ranks fill one node after the other, in the order in which Slurm names the job's nodes, as
+        the rank file does.
+        """
+        return (
+            *(job.executable, f"--nodes={job.nodes}", f"--ntasks={job.world_size}"),
+            *(f"--ntasks-per-node={job.ranks_per_node}", "--distribution=block", "--input=none"),
+            *STEP,
+            *(job.python, *job.words),
+        )
+
+    def report(self, text: str) -> Report:
+        """Return what srun says of killed tasks, lost nodes and steps that Slurm refused."""
+        lost, why, refused = _LOST.search(text), _CANCELLED.search(text), _REFUSED.search(text)
+        killed = next(filter(None, map(_killed, _KILLED.finditer(text))), None)
+        gone = LostNode(address=lost["node"], how="failed, says Slurm") if lost else None
+        if gone is None and why is not None:
+            gone = LostNode(address="the job", how=f"was ended by Slurm ({why[1].lower()})")
+        return Report(
+            killed=killed,
+            lost=gone,
+            not_started=f"srun started no rank: {refused[1]}" if refused else None,
+        )
+
+
+def _killed(found: re.Match[str]) -> KilledRank | None:
+    """Return the rank of a line whose words are a signal's, such as `Killed`."""
+    for number in signal.valid_signals():
+        if signal.strsignal(number) == found["how"].removesuffix(" (core dumped)"):
+            return KilledRank(rank=int(found["rank"]), address=found["node"], signal=int(number))
+    return None
+
+
+LAUNCHER = Srun()

@@ -1,0 +1,380 @@
+"""The nodes of a Slurm job as a cluster: what Slurm and the nodes tell of them, and a run's start.
+
+As a program (`python -m payload.orchestrate.sites.allocation RUN_DIR`) it is what a job of
+`run --site slurm` runs: it plans the run on the nodes that the job got and becomes its supervisor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
+from payload.inventory import Access, ClusterInventory, Node
+from payload.launch.environment import launcher_environment
+from payload.launch.launchers.base import Launcher, Reach
+from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, STEP
+from payload.launch.ranks import Domain
+from payload.orchestrate.node import control
+from payload.orchestrate.planning import plan_run
+from payload.orchestrate.sites.choose import Chosen, check_data
+from payload.orchestrate.sites.local import LOOPBACK, LocalAccess, discover
+from payload.results import DEFAULT_GRACE_S, RunJob, RunPaths, last_record, write_json
+from payload.run_config import load_run_config
+from payload.run_repair import known_summary, make_room
+from payload.untrusted import NODE_NAME, build, checked, parse_json, printable
+
+JOB_ID = "SLURM_JOB_ID"
+_ASK_S = 30.0
+_LOOK_S = 120.0
+_GUESSED_BYTES_PER_S = 1.25e9
+"""10 Gbit/s, as nobody has measured the network between the nodes."""
+_GETS_ADDRESS = 0x8915  # SIOCGIFADDR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSight:
+    """What a node says of itself, from within the job."""
+
+    node: str = checked(pattern=NODE_NAME, wanted="a node name")
+    domains: tuple[Domain, ...]
+    """NUMA domains with the cores that the job may use there."""
+    memory_bytes: int = checked(low=0)
+    interface: str | None
+    """Its network interface on the way to the others."""
+    missing: tuple[str, ...] = ()
+    """Folders of the run that it does not see."""
+
+
+class SlurmAccess(LocalAccess):
+    """The nodes of the job that this process is in; the head is this machine."""
+
+    launcher = LAUNCHER.name
+    link_bytes_per_s = _GUESSED_BYTES_PER_S
+
+    def __init__(self, env: Mapping[str, str], sights: Mapping[str, NodeSight]) -> None:
+        super().__init__(env)
+        self._sights = sights
+
+    def interfaces(self, inventory: ClusterInventory) -> Mapping[str, str]:
+        """Return each node's interface on the way to the others."""
+        return {
+            node.name: self._sights[node.name].interface or LOOPBACK for node in inventory.nodes
+        }
+
+    def free_memory_bytes(self) -> int | None:
+        """Return the memory of the node with the least."""
+        return min(sight.memory_bytes for sight in self._sights.values())
+
+    def executable(self, launcher: Launcher) -> str:
+        """Return the launcher's path. Raises PreflightError that says why there is none."""
+        if launcher.scheduler is None and len(self._sights) > 1:
+            raise PreflightError(
+                f"launch.launcher = {launcher.name!r} does not start ranks on the other nodes of a "
+                "Slurm job. Use 'auto' or 'srun'."
+            )
+        return super().executable(launcher)
+
+    def reach(self) -> Reach:
+        """Return srun in place of ssh; for one node alone, neither."""
+        if len(self._sights) == 1:
+            return Reach(interface=LOOPBACK)
+        head = next(iter(self._sights.values()))
+        return Reach(interface=head.interface or LOOPBACK, node_command=NODE_COMMAND)
+
+
+def allocation(env: Mapping[str, str], *, why: str, folders: Sequence[Path] = ()) -> _Allocation:
+    """Return the nodes of the job that this process is in.
+
+    Every node must see `folders`. Raises ConfigError outside of a job, and PreflightError.
+    """
+    job_id, nodelist = env.get(JOB_ID), env.get("SLURM_JOB_NODELIST")
+    if not job_id or not nodelist:
+        raise ConfigError(
+            f"inventory ({why}): {JOB_ID} is not set, so this is no Slurm job. Submit one with run "
+            "--site slurm, or start this within salloc or sbatch."
+        )
+    names = ask(["scontrol", "show", "hostnames", nodelist], env).split()
+    facts = [
+        fields(line) for line in ask(["scontrol", "show", "node", nodelist, "-o"], env).splitlines()
+    ]
+    by_name = {fact.get("NodeName", ""): fact for fact in facts}
+    absent = [name for name in names if name not in by_name]
+    if not names or absent:
+        raise PreflightError(
+            f"Slurm job {job_id}: scontrol does not know {', '.join(absent) or nodelist}. See "
+            "`scontrol show node`."
+        )
+    head, others = names[0], names[1:]
+    targets = {name: by_name[head]["NodeAddr"] for name in others}
+    if others:
+        targets[head] = by_name[others[0]]["NodeAddr"]
+    sights = look(names, env, targets=targets, folders=folders)
+    for name, sight in sights.items():
+        if sight.missing:
+            raise PreflightError(
+                f"{name}: it has no {sight.missing[0]}. A Slurm job's nodes share the run's folder "
+                "and its data: put them on the shared file system (--runs-dir, data.dir)."
+            )
+    nodes = tuple(_node(name, by_name[name], sights[name]) for name in names)
+    inventory = ClusterInventory(
+        cluster=env.get("SLURM_CLUSTER_NAME") or "slurm",
+        source="slurm",
+        ssh_user="",
+        access=Access(kind="slurm"),
+        nodes=nodes,
+    )
+    chosen = Chosen(
+        inventory=inventory,
+        why=f"{why}, job {job_id}",
+        domains={name: sights[name].domains for name in names},
+    )
+    return _Allocation(chosen=chosen, access=SlurmAccess(env, sights))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Allocation:
+    """A job's nodes, and how planning and starting reach them."""
+
+    chosen: Chosen
+    access: SlurmAccess
+
+
+def _node(name: str, fact: Mapping[str, str], sight: NodeSight) -> Node:
+    listed = int(fact.get("RealMemory") or 0) / 1024  # MiB
+    memory_gib = sight.memory_bytes / 2**30
+    return Node(
+        name=name,
+        address=fact["NodeAddr"],
+        ssh_port=int(fact.get("Port") or 6818),
+        physical_cores=sum(len(domain.cores) for domain in sight.domains),
+        numa_domains=len(sight.domains),
+        memory_gib=round(min(memory_gib, listed) if listed > 1 else memory_gib, 1),
+    )
+
+
+def fields(line: str) -> dict[str, str]:
+    """Return the words `Name=value` of a line of scontrol."""
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+
+def require_program(name: str, env: Mapping[str, str]) -> str:
+    """Return the path of one of Slurm's commands. Raises PreflightError where there is none."""
+    program = shutil.which(name, path=env.get("PATH", os.defpath))
+    if program is None:
+        raise PreflightError(
+            f"no {name} on PATH. Slurm's commands are on a cluster's login nodes: log in on one, "
+            "or add their folder to PATH."
+        )
+    return program
+
+
+def ask(argv: Sequence[str], env: Mapping[str, str], *, timeout_s: float = _ASK_S) -> str:
+    """Return what one of Slurm's commands prints. Raises PreflightError with its last words."""
+    program = require_program(argv[0], env)
+    try:
+        done = subprocess.run(
+            [program, *argv[1:]],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+            env=dict(env),
+        )
+    except subprocess.TimeoutExpired:
+        raise PreflightError(
+            f"{argv[0]} has not answered within {timeout_s:.0f} s: Slurm's controller is busy or "
+            "down. Try again; see `scontrol ping`."
+        ) from None
+    if done.returncode:
+        raise SlurmError(argv[0], _last_words(done.stderr or done.stdout))
+    return done.stdout
+
+
+class SlurmError(PreflightError):
+    """One of Slurm's commands has failed."""
+
+    def __init__(self, program: str, words: str) -> None:
+        super().__init__(f"{program}: {words}. See `sinfo` and `scontrol ping`.")
+        self.words = words
+
+
+def _last_words(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    words = re.sub(r"^\w+: (?:error: |fatal: )*", "", lines[-1]) if lines else "it printed nothing"
+    return printable(words)[:300].rstrip(".")
+
+
+def look(
+    names: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    targets: Mapping[str, str],
+    folders: Sequence[Path],
+) -> dict[str, NodeSight]:
+    """Let every node tell what it has, by srun. Raises PreflightError."""
+    told = json.dumps({"targets": targets, "folders": [str(folder) for folder in folders]})
+    kept = launcher_environment(env, {}, keeps=LAUNCHER.keeps)
+    root = LocalAccess(env).python_path()
+    if root:
+        kept["PYTHONPATH"] = root
+    program = [sys.executable, "-m", "payload.orchestrate.sites.allocation", "--look", told]
+    words = ["srun", *STEP, "--quiet", f"--nodes={len(names)}", f"--ntasks={len(names)}"]
+    printed = ask([*words, "--ntasks-per-node=1", *program], kept, timeout_s=_LOOK_S)
+    sights = {}
+    for line in printed.splitlines():
+        with suppress(ConfigError):
+            sight = build(NodeSight, parse_json(line, where="srun"), where="srun")
+            sights[sight.node] = sight
+    silent = [name for name in names if name not in sights]
+    if silent:
+        raise PreflightError(
+            f"{', '.join(silent)}: it did not answer through srun. See that {sys.executable} and "
+            "the payload are at the same place on every node."
+        )
+    return {name: sights[name] for name in names}
+
+
+def sight_here(told: str, env: Mapping[str, str]) -> NodeSight:
+    """Return what this node has of what the job gave it."""
+    raw = json.loads(told)
+    name = env.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    machine = discover()
+    cpus = len(os.sched_getaffinity(0))
+    threads = max(1, cpus // max(1, machine.num_cores()))
+    granted = int(env.get("SLURM_CPUS_ON_NODE") or cpus) // threads
+    return NodeSight(
+        node=name,
+        domains=_first_cores(machine.domains, max(1, granted)),
+        memory_bytes=machine.memory_bytes,
+        interface=_interface_to(raw["targets"].get(name)),
+        missing=tuple(each for each in raw["folders"] if not Path(each).is_dir()),
+    )
+
+
+def _first_cores(domains: Sequence[Domain], most: int) -> tuple[Domain, ...]:
+    """Return the domains with no more cores than the job has here."""
+    found = []
+    for domain in domains:
+        cores = domain.cores[:most]
+        most -= len(cores)
+        if cores:
+            found.append(replace(domain, cores=cores))
+    return tuple(found)
+
+
+def _interface_to(address: str | None) -> str | None:
+    """Return the interface that packets to `address` leave by; None where it is not known."""
+    if address is None:
+        return None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            sender.connect((address, 9))  # sends nothing
+            here = sender.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                asked = struct.pack("256s", name.encode()[:15])
+                with suppress(OSError):
+                    answer = fcntl.ioctl(sender.fileno(), _GETS_ADDRESS, asked)
+                    if socket.inet_ntoa(answer[20:24]) == here:
+                        return name
+    except OSError:
+        return None
+    return None
+
+
+def job_ends_unix(env: Mapping[str, str]) -> float | None:
+    """Return when Slurm will kill the job that this process is in; None without a limit."""
+    left = ask(["squeue", "--noheader", "--jobs", env[JOB_ID], "--format", "%L"], env).strip()
+    seconds = time_left_s(left)
+    return None if seconds is None else time.time() + seconds
+
+
+def time_left_s(text: str) -> float | None:
+    """Return the seconds of `D-HH:MM:SS`, `HH:MM:SS` or `MM:SS`; None for UNLIMITED."""
+    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Be a job's program, or one node's answer."""
+    parser = argparse.ArgumentParser(prog="payload.orchestrate.sites.allocation")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--run-dir", type=Path, metavar="DIR")
+    which.add_argument("--look", metavar="JSON", help="print what this node has")
+    parser.add_argument("--grace", type=float, default=DEFAULT_GRACE_S, metavar="SECONDS")
+    arguments = parser.parse_args(argv)
+    if arguments.look is not None:
+        sys.stdout.write(json.dumps(asdict(sight_here(arguments.look, env))) + "\n")
+        return ExitCode.OK
+    paths = RunPaths(arguments.run_dir.resolve())
+    try:
+        return _supervise(paths, env, grace_s=arguments.grace)
+    except TileforgeError as error:
+        sys.stderr.write(f"error: {printable(str(error))}\n")
+        return error.exit_code
+
+
+def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> int:
+    """Plan the run on the job's nodes, then become its supervisor."""
+    job = last_record(RunJob, paths.job)
+    if job is None or job.job_id != env.get(JOB_ID):
+        raise UsageError(
+            f"{paths.job} is not of Slurm job {env.get(JOB_ID)}. Submit the run again."
+        )
+    config = load_run_config(paths.config)
+    summary = known_summary(paths)
+    if summary and summary.status == "finished" and summary.steps >= config.train.steps:
+        return ExitCode.OK  # requeued after its end
+    data = Path(config.data.dir)
+    found = allocation(env, why="run --site slurm", folders=(paths.root, data))
+    vocab_size = check_data(
+        data, sequence_length=config.data.sequence_length, task=config.task.kind
+    )
+    with found.access.reserve_port() as holder:
+        planned = plan_run(
+            paths,
+            config=config,
+            chosen=found.chosen,
+            access=found.access,
+            vocab_size=vocab_size,
+            work_dir=Path.cwd(),
+            port=int(holder.getsockname()[1]),
+        )
+    for sentence in make_room(paths):
+        sys.stderr.write(f"warning: {sentence}\n")
+    planned.write(paths)
+    write_json(
+        paths.job, replace(job, pid=os.getpid(), restarts=int(env.get("SLURM_RESTART_COUNT", 0)))
+    )
+    words = [sys.executable, "-m", "payload.supervise", "--run-dir", str(paths.root)]
+    words += ["--grace", f"{grace_s:g}"]
+    ends_unix = job_ends_unix(env)
+    if ends_unix is not None:
+        words += ["--job-ends", f"{ends_unix:.0f}"]
+    root = found.access.python_path()
+    # From here on the supervisor takes them, once it is ready.
+    signal.pthread_sigmask(signal.SIG_BLOCK, control.STOP_SIGNALS)
+    os.execve(sys.executable, words, dict(env) | ({"PYTHONPATH": root} if root else {}))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,320 @@
+"""Slurm from a login node: a run becomes a job, which is followed and stopped from here.
+
+The run folder is on the file system that login node and nodes share, so nothing is copied.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from payload.errors import INTERRUPTED, ConfigError, ExitCode, PreflightError
+from payload.launch.launchers.registry import AUTO
+from payload.orchestrate.run.report import log_tail
+from payload.orchestrate.sites.allocation import SlurmError, ask, fields, require_program
+from payload.orchestrate.sites.choose import Order, Seen, Site, SiteRun
+from payload.orchestrate.sites.local import LocalAccess
+from payload.results import (
+    RunJob,
+    RunPaths,
+    RunState,
+    StopWish,
+    last_record,
+    write_json,
+    write_whole,
+)
+from payload.run_config import RunConfig
+from payload.run_lock import FORCE_SIGNAL
+from payload.run_repair import known_config
+
+_ASK_EVERY_S = 3.0
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD")
+_GOING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+_CODES = {
+    "CANCELLED": INTERRUPTED,
+    "TIMEOUT": ExitCode.BUDGET,
+    "DEADLINE": ExitCode.BUDGET,
+    "NODE_FAIL": ExitCode.RANK_LOST,
+    "PREEMPTED": ExitCode.RANK_LOST,
+    "OUT_OF_MEMORY": ExitCode.RANK_LOST,
+}
+"""Exit codes of jobs that ended before the run could leave a word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job as Slurm has it now."""
+
+    state: str
+    """Such as PENDING; UNKNOWN where Slurm has forgotten it."""
+    reason: str = ""
+    """Why it waits, or why it ended."""
+    exit_code: int = 0
+    nodes: str = ""
+
+    @property
+    def alive(self) -> bool:
+        """Return whether it runs or waits to."""
+        return self.state in _WAITING or self.state in _GOING
+
+
+class Slurm(Site):
+    """The cluster whose login node this is."""
+
+    def check(self, config: RunConfig, env: Mapping[str, str]) -> None:
+        """Raise ConfigError or PreflightError for what would fail in the job after its wait."""
+        if config.launch.launcher not in (AUTO, "srun") and config.slurm.nodes > 1:
+            raise ConfigError(
+                f"launch.launcher = {config.launch.launcher!r}: in a Slurm job of several nodes "
+                "srun starts the ranks. Use 'auto' or 'srun'."
+            )
+        if config.launch.ranks_per_node is not None:
+            config.batch.grad_accum_steps(config.slurm.nodes * config.launch.ranks_per_node)
+        require_program("sbatch", env)
+
+    def start(self, order: Order) -> SlurmRun:
+        """Submit a job whose program plans the run on the nodes that the job gets."""
+        script = order.paths.root / "job.sbatch"
+        access = LocalAccess(order.env)
+        text = render_script(order.paths, order.config, access=access, grace_s=order.grace_s)
+        write_whole(script, text)
+        job = RunJob(site=self.name, job_id=submit(script, order.config, order.env))
+        write_json(order.paths.job, job)
+        return self.run_of(order.paths, job, order.env)
+
+    def run_of(self, paths: RunPaths, job: RunJob, env: Mapping[str, str]) -> SlurmRun:
+        """Return the run in that job."""
+        return SlurmRun(paths, job.job_id, env)
+
+
+def render_script(
+    paths: RunPaths, config: RunConfig, *, access: LocalAccess, grace_s: float
+) -> str:
+    """Return the batch script: what the job needs, and the program that plans and supervises."""
+    slurm = config.slurm
+    options = [
+        f"--job-name={paths.run_id}",
+        f"--nodes={slurm.nodes}",
+        "--ntasks-per-node=1",
+        f"--output={_pattern(paths.supervisor_log)}",
+        "--open-mode=append",
+        "--requeue",
+        "--export=ALL",
+    ]
+    options += (
+        ["--exclusive", "--mem=0"]
+        if slurm.cpus_per_node is None
+        else [f"--cpus-per-task={slurm.cpus_per_node}"]
+    )
+    for key in ("partition", "account", "qos", "time"):
+        value = getattr(slurm, key)
+        if value is not None:
+            options.append(f"--{key}={value}")
+    options += [shlex.quote(word) for word in shlex.split(slurm.extra)]
+    words = [access.python, "-m", "payload.orchestrate.sites.allocation"]
+    words += ["--run-dir", str(paths.root), "--grace", f"{grace_s:g}"]
+    root = access.python_path()
+    lines = ["#!/bin/sh", *(f"#SBATCH {option}" for option in options)]
+    lines += [f"cd {shlex.quote(str(Path.cwd()))} || exit {int(ExitCode.PREFLIGHT)}"]
+    lines += [f"export PYTHONPATH={shlex.quote(root)}"] if root else []
+    # In the shell's place: Slurm's signals to the batch script then reach the supervisor.
+    return "\n".join([*lines, f"exec {shlex.join(words)}", ""])
+
+
+def _pattern(path: Path) -> str:
+    """Return a path as an option of sbatch, in which % begins a placeholder."""
+    return str(path).replace("%", "%%")
+
+
+def submit(script: Path, config: RunConfig, env: Mapping[str, str]) -> str:
+    """Hand the script to sbatch; return the job's number. Raises ConfigError, PreflightError."""
+    try:
+        printed = ask(["sbatch", "--parsable", str(script)], _outside(env))
+    except SlurmError as error:
+        raise ConfigError(_refusal(error.words, config, env)) from None
+    job_id = printed.strip().partition(";")[0]
+    if not re.fullmatch(r"\d{1,20}", job_id):
+        raise PreflightError(f"sbatch printed {job_id!r} in place of a job's number.")
+    return job_id
+
+
+def _outside(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without another job's options, which sbatch would take for ours."""
+    prefixes = ("SLURM_JOB", "SLURM_STEP", "SLURM_TASK", "SLURM_MEM", "SLURM_CPU", "SBATCH_")
+    return {name: value for name, value in env.items() if not name.startswith(prefixes)}
+
+
+def _refusal(words: str, config: RunConfig, env: Mapping[str, str]) -> str:
+    """Return why sbatch refused, with the setting that it is about."""
+    slurm, said = config.slurm, words.removeprefix("Batch job submission failed: ")
+    lowered = said.lower()
+    if "partition" in lowered and "node" not in lowered:
+        try:
+            known = ask(["sinfo", "--noheader", "--format", "%R"], env).split()
+        except PreflightError:
+            known = []
+        listed = f" This cluster has {', '.join(known)}." if known else " See `sinfo`."
+        return f"slurm.partition = {slurm.partition!r}: {said}.{listed}"
+    for key in ("account", "qos", "time"):
+        if key in lowered and getattr(slurm, key) is not None:
+            return f"slurm.{key} = {getattr(slurm, key)!r}: {said}. Correct it, or leave it out."
+    if "node" in lowered or "cpu" in lowered:
+        return (
+            f"slurm.nodes = {slurm.nodes}, slurm.cpus_per_node = {slurm.cpus_per_node or 'none'}: "
+            f"{said}. Ask for what `sinfo` shows."
+        )
+    return f"sbatch refused the job: {said}. Correct the settings of [slurm]."
+
+
+class SlurmRun(SiteRun):
+    """A run in a Slurm job."""
+
+    every_s = 0.5
+
+    def __init__(self, paths: RunPaths, job_id: str, env: Mapping[str, str]) -> None:
+        self.paths = paths
+        self.job_id = job_id
+        slurm = known_config(paths).slurm
+        self.nodes = slurm.nodes
+        part = slurm.partition or "the default partition"
+        self.where = f"job {job_id} on {slurm.nodes} node(s) of {part}"
+        self._env = env
+        self._job = Job(state="PENDING")
+        self._asked_s = float("-inf")
+
+    def job(self) -> Job:
+        """Ask Slurm how the job is. Raises PreflightError."""
+        try:
+            return _of_scontrol(ask(["scontrol", "show", "job", "-o", self.job_id], self._env))
+        except SlurmError:
+            # scontrol forgets a job some minutes after its end; accounting does not.
+            return self._of_accounting()
+
+    def _of_accounting(self) -> Job:
+        words = ["sacct", "--noheader", "--allocations", "--parsable2", "--jobs", self.job_id]
+        try:
+            printed = ask([*words, "--format", "State,ExitCode"], self._env)
+        except PreflightError:
+            printed = ""
+        state, _, code = (printed.strip().splitlines() or [""])[-1].partition("|")
+        return Job(state=state.split()[0] if state else "UNKNOWN", exit_code=_status(code))
+
+    def look(
+        self,
+        *,
+        say: Callable[[str], None] = lambda _: None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> Seen:
+        """Ask Slurm every few seconds; the run's files are here anyway."""
+        if time.monotonic() - self._asked_s < _ASK_EVERY_S:
+            return Seen(alive=self._job.alive)
+        self._asked_s = time.monotonic()
+        try:
+            self._job = self.job()
+        except SlurmError:
+            raise
+        except PreflightError as error:
+            return Seen(alive=True, news=[f"warning: {error}"])
+        return Seen(alive=self._job.alive, news=_news(self.job_id, self._job))
+
+    def signal(self, number: signal.Signals, wish: StopWish) -> bool:
+        """Let the job's supervisor save and stop; a job that has not begun is cancelled."""
+        job = self.job()
+        if not job.alive:
+            return False
+        record = last_record(RunJob, self.paths.job)
+        if job.state in _WAITING or record is None or record.pid is None:
+            self.abandon()
+            return True
+        write_json(self.paths.stop_wish, StopWish(pids=(record.pid,), grace_s=wish.grace_s))
+        name = "TERM" if number == signal.SIGTERM else FORCE_SIGNAL.name.removeprefix("SIG")
+        ask(["scancel", f"--signal={name}", "--batch", self.job_id], self._env)
+        self._asked_s = float("-inf")
+        return True
+
+    def abandon(self) -> str:
+        """Let Slurm end the job."""
+        ask(["scancel", self.job_id], self._env)
+        self._asked_s = float("-inf")
+        return f"job {self.job_id} was cancelled; the last checkpoint is as it was"
+
+    def bring_home(self) -> bool:
+        """Return whether the job goes on; its files are here."""
+        return self.job().alive
+
+    def end_without_record(self) -> tuple[int, str] | None:
+        """Return how the job ended, where it ended before its supervisor left a word."""
+        record, state = last_record(RunJob, self.paths.job), last_record(RunState, self.paths.state)
+        began = record is not None and record.pid is not None
+        if began and state is not None and state.supervisor_pid == record.pid:  # type: ignore[union-attr]
+            return None if state.exit_class is not None else self._killed()
+        job = self._job
+        if job.state == "CANCELLED":
+            return INTERRUPTED, f"job {self.job_id} was cancelled before the run began"
+        if job.state in _CODES:
+            words = f"job {self.job_id} ended before the run began: {job.state}"
+            return int(_CODES[job.state]), f"error: {words}{_reason(job)}"
+        said = log_tail(self.paths.supervisor_log)
+        known = {int(code) for code in ExitCode if code != ExitCode.OK}
+        code = job.exit_code if job.exit_code in known else int(ExitCode.PREFLIGHT)
+        words = said[-1] if said else f"error: job {self.job_id} ended as {job.state}"
+        return code, f"{words}\nlog: {self.paths.supervisor_log}"
+
+    def _killed(self) -> tuple[int, str]:
+        job = self._job
+        code = _CODES.get(job.state, ExitCode.RANK_LOST)
+        code = ExitCode.RANK_LOST if code == INTERRUPTED else code
+        return int(code), (
+            f"error: job {self.job_id} was killed by Slurm ({job.state}{_reason(job)}) before the "
+            "run could save; it goes on from its last checkpoint"
+        )
+
+
+def _of_scontrol(line: str) -> Job:
+    found = fields(line)
+    return Job(
+        state=found.get("JobState", "UNKNOWN"),
+        reason=found.get("Reason", "").replace("None", ""),
+        exit_code=_status(found.get("ExitCode", "")),
+        nodes=found.get("NodeList", "").replace("(null)", ""),
+    )
+
+
+def _status(text: str) -> int:
+    """Return the status of Slurm's `status:signal`."""
+    status = text.partition(":")[0]
+    return int(status) if status.isdecimal() else 0
+
+
+def _reason(job: Job) -> str:
+    return f" ({job.reason})" if job.reason else ""
+
+
+_REASONS = {
+    "Resources": "no nodes are free yet",
+    "Priority": "other jobs are before it",
+    "BeginTime": "Slurm has queued it again, and waits a while",
+    "PartitionConfig": "the partition never allows so much: cancel it, and ask for less",
+    "PartitionNodeLimit": "the partition never allows so many nodes: cancel it, ask for fewer",
+    "PartitionTimeLimit": "the partition never allows so long: cancel it, and lower slurm.time",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
+}
+
+
+def _news(job_id: str, job: Job) -> Sequence[str]:
+    """Return what the operator should know of a job that waits, or has begun."""
+    if job.state in _WAITING:
+        reason = job.reason.partition(",")[0]
+        meaning = f": {_REASONS[reason]}" if reason in _REASONS else ""
+        return [f"job {job_id} is {job.state.lower()} ({reason or 'no reason yet'}){meaning}"]
+    if job.state == "RUNNING":
+        return [f"job {job_id} is running on {job.nodes}"]
+    return []
+
+
+SITE = Slurm()

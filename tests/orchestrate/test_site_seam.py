@@ -1,0 +1,127 @@
+"""The sites: found by their files, so that a new one is one file; and Slurm's, without Slurm."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ConfigError, ExitCode, PreflightError
+from payload.orchestrate.sites.allocation import time_left_s
+from payload.orchestrate.sites.choose import find_site, site_names
+from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.sites.slurm import render_script
+from payload.results import RunPaths
+from payload.run_config import parse_run_config
+from tests.orchestrate import toy_site
+from tests.orchestrate.operator import SETTINGS
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import REPO, losses, summary
+
+
+def config_of(*overrides: str) -> object:
+    return parse_run_config("", overrides=overrides, where="test")
+
+
+def test_sites_are_the_files_that_there_are() -> None:
+    assert site_names() == ["slurm"]
+    assert find_site("slurm").name == "slurm"
+    with pytest.raises(ConfigError, match=r"there is no such site\. Use slurm"):
+        find_site("choose")
+
+
+@pytest.mark.ranks
+def test_a_new_site_is_one_file_and_trains_what_this_machine_trains(tmp_path: Path) -> None:
+    assert len(Path(toy_site.__file__).read_text(encoding="utf-8").splitlines()) <= 60
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(REPO / "payload", tmp_path / "payload", ignore=ignored)
+    shutil.copy(toy_site.__file__, tmp_path / "payload/orchestrate/sites/toy.py")
+    make_data_folder(tmp_path / "data", num_train_tokens=4000, num_val_tokens=200, vocab_size=512)
+    chosen = (
+        *SETTINGS,
+        f"data.dir={tmp_path / 'data'}",
+        "train.steps=4",
+        "launch.ranks_per_node=2",
+    )
+    words = [word for setting in chosen for word in ("--set", setting)]
+    for run_id, where in (("toy", ["--site", "toy"]), ("here", ["--inventory", "local"])):
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "payload.orchestrate",
+                "run",
+                *where,
+                "--run-id",
+                run_id,
+                *words,
+            ],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        assert done.returncode == ExitCode.OK, done.stderr
+    assert (tmp_path / "elsewhere/toy/plan.json").exists()
+    toy = tmp_path / "runs/toy"
+    assert summary(toy)["status"] == "finished"
+    assert losses(toy) == pytest.approx(losses(tmp_path / "runs/here"), rel=1e-6)
+
+
+def test_a_batch_script_asks_for_what_the_settings_say(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "100%")
+    config = parse_run_config(
+        "[slurm]\nnodes = 3\ntime = '1-00'\npartition = 'cpu'\nextra = '--constraint=\"a b\"'",
+        where="test",
+    )
+    access = LocalAccess({})
+    lines = render_script(paths, config, access=access, grace_s=60.0).splitlines()
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
+    assert {"--nodes=3", "--time=1-00", "--partition=cpu", "--exclusive", "--mem=0"} <= set(options)
+    assert "--constraint='a b'" in " ".join(options) or "'--constraint=a b'" in options
+    assert f"--output={tmp_path}/100%%/logs/supervisor.log" in options
+    assert lines[-1].startswith("exec ") and "--run-dir" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("slurm.time=soon", r"slurm\.time = 'soon': write minutes"),
+        ("slurm.partition=a b", r"slurm\.partition = 'a b': use a name"),
+        ("slurm.nodes=0", r"slurm\.nodes = 0: it must be at least 1"),
+        ("slurm.extra='--nodes=4'", r"'--nodes=4' is the run's own to say"),
+        ("slurm.extra=constraint", r"'constraint' is no option"),
+        ("launch.launcher=srun", r""),
+    ],
+)
+def test_a_wrong_setting_is_named(setting: str, message: str) -> None:
+    if not message:
+        config_of(setting)
+        return
+    with pytest.raises(ConfigError, match=message):
+        config_of(setting)
+
+
+def test_a_time_needs_no_quotes_on_the_command_line() -> None:
+    assert (
+        parse_run_config("", overrides=["slurm.time=12:00:00"], where="t").slurm.time == "12:00:00"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0:58", 58.0), ("1:02:03", 3723.0), ("2-00:00:01", 172801.0), ("UNLIMITED", None)],
+)
+def test_the_time_that_a_job_has_left_is_read(text: str, seconds: float | None) -> None:
+    assert time_left_s(text) == seconds
+
+
+def test_without_sbatch_the_message_says_where_it_is() -> None:
+    with pytest.raises(PreflightError, match=r"no sbatch on PATH\. Slurm's commands are on"):
+        find_site("slurm").check(parse_run_config("", where="t"), {"PATH": "/nowhere"})

@@ -1,0 +1,59 @@
+"""A site that is another folder of this machine: all that a new one needs to be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from signal import Signals
+
+from payload.orchestrate.planning import plan_order
+from payload.orchestrate.sites.choose import Order, Seen, Site, SiteRun, load_cluster
+from payload.orchestrate.sites.local import LocalAccess
+from payload.results import RunJob, RunPaths, StopWish, write_json
+from payload.run_lock import is_supervised
+
+
+class ToyRun(SiteRun):
+    """A run in the folder `elsewhere`, beside the runs here."""
+
+    def __init__(self, paths: RunPaths, env: Mapping[str, str]) -> None:
+        self.paths, self.nodes, self.where = paths, 1, "elsewhere"
+        self.there, self.access = (
+            RunPaths(Path("elsewhere", paths.run_id).resolve()),
+            LocalAccess(env),
+        )
+
+    def look(self, *, say: Callable[[str], None] = print, interrupted: object = None) -> Seen:
+        alive = is_supervised(self.there)
+        shutil.copytree(self.there.root, self.paths.root, dirs_exist_ok=True)
+        return Seen(alive=alive)
+
+    def signal(self, number: Signals, wish: StopWish) -> bool:
+        return self.access.signal_supervisor(self.there, [number], wish=wish)
+
+    def bring_home(self) -> bool:
+        return self.look().alive
+
+
+class Toy(Site):
+    """Copies what it is given to the folder `elsewhere`, and starts it there."""
+
+    def start(self, order: Order) -> ToyRun:
+        write_json(order.paths.job, RunJob(site=self.name, job_id=str(os.getpid())))
+        run = ToyRun(order.paths, order.env)
+        shutil.copytree(order.paths.root, run.there.root)
+        with run.access.reserve_port() as socket:
+            chosen, port = load_cluster("local", env=order.env), socket.getsockname()[1]
+            plan_order(run.there, order, chosen=chosen, access=run.access, port=port)
+        supervisor = run.access.start_supervisor(run.there, detached=True, grace_s=order.grace_s)
+        while not is_supervised(run.there) and supervisor.poll() is None:
+            pass
+        return run
+
+    def run_of(self, paths: RunPaths, job: RunJob, env: Mapping[str, str]) -> ToyRun:
+        return ToyRun(paths, env)
+
+
+SITE = Toy()

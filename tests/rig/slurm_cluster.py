@@ -1,0 +1,102 @@
+"""A small Slurm cluster on machines of the rig: a login node with the controller, and two nodes."""
+
+from __future__ import annotations
+
+import shlex
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.rig.host import wait_until
+from tests.rig.machine import Machine
+from tests.rig.rig import ROOT, Rig
+from tests.rig.slurm_layer import slurm_layer
+
+SHARED = "/shared"
+_CODE, _PACKAGES = "/srv/tileforge", "/srv/site"
+_USER_DATA = "#cloud-config\n{}\n"
+# No control groups of Slurm's own, and two cores a node whatever this host has.
+_CONF = """\
+ClusterName=rig
+SlurmctldHost=node-0
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SlurmUser=slurm
+StateSaveLocation=/var/lib/slurm/slurmctld
+SlurmdSpoolDir=/var/lib/slurm/slurmd
+SlurmctldLogFile=/var/log/slurm/slurmctld.log
+SlurmdLogFile=/var/log/slurm/slurmd.log
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmctldTimeout=30
+SlurmdTimeout=300
+KillWait=30
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+NodeName=node-[1-2] CPUs=2 RealMemory=4000 State=UNKNOWN
+PartitionName=main Nodes=node-[1-2] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class SlurmCluster:
+    """Types commands on the login node as the user `trainer`, in the shared folder."""
+
+    def __init__(self, rig: Rig, folder: Path) -> None:
+        self.login, *self.nodes = rig.machines
+        self.folder = folder
+        """The shared folder, seen from this host."""
+
+    def boot(self) -> None:
+        """Start Slurm everywhere; returns when both nodes are idle."""
+        for machine in (self.login, *self.nodes):
+            (machine.live_root() / "etc/slurm/slurm.conf").write_text(_CONF, encoding="ascii")
+        self.login.exec(["sh", "-c", "mkdir -p /var/lib/slurm/slurmctld /var/log/slurm"])
+        self.login.exec(["chown", "-R", "slurm:", "/var/lib/slurm", "/var/log/slurm"])
+        self.login.exec(["systemctl", "start", "munge", "slurmctld"])
+        for machine in self.nodes:
+            self.start_node(machine)
+        wait_until(lambda: self.slurm("sinfo -h -o %t:%D") == "idle:2", what="sinfo", timeout_s=60)
+
+    def start_node(self, machine: Machine) -> None:
+        """Start a node's daemons."""
+        machine.exec(["sh", "-c", "mkdir -p /var/lib/slurm/slurmd /var/log/slurm"])
+        machine.exec(["systemctl", "start", "munge", "slurmd"])
+
+    def slurm(self, line: str) -> str:
+        """Return what one of Slurm's commands prints, as root."""
+        return self.login.exec(shlex.split(line), check=False).stdout.strip()
+
+    def do(
+        self, *arguments: str, before: Sequence[str] = (), timeout_s: float = 200
+    ) -> tuple[int, str]:
+        """Type a command of orchestrate; return its exit code and all that it said.
+
+        `before` are words in front of it.
+        """
+        words = self._words([*before, "python3", "-m", "payload.orchestrate", *arguments])
+        done = self.login.exec(words, check=False, timeout_s=timeout_s)
+        return done.returncode, done.stdout + done.stderr
+
+    def _words(self, command: Sequence[str]) -> list[str]:
+        line = shlex.join(command)
+        env = ["HOME=/home/trainer", f"PYTHONPATH={_CODE}:{_PACKAGES}", "TERM=dumb"]
+        shell = ["sh", "-c", f"cd {SHARED} && exec {line}"]
+        return ["runuser", "-u", "trainer", "--", "env", *env, *shell]
+
+
+@contextmanager
+def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
+    """Three machines with Slurm that share `folder`."""
+    folder.chmod(0o777)
+    binds = [f"{ROOT}:{_CODE}", f"{sysconfig.get_path('purelib')}:{_PACKAGES}"]
+    shared = [f"{folder}:{SHARED}"]
+    with Rig(
+        [_USER_DATA] * 3, layers=[slurm_layer()], wheels=False, binds=binds, shared=shared
+    ) as rig:
+        cluster = SlurmCluster(rig, folder)
+        cluster.boot()
+        yield cluster

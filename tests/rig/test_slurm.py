@@ -1,0 +1,182 @@
+"""Runs in jobs of a real Slurm: trained as elsewhere, and kept through whatever ends a job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from payload.errors import INTERRUPTED, ExitCode
+from payload.results import RunJob, RunPaths, RunState, read_json
+from tests.orchestrate.operator import SETTINGS
+from tests.rig.slurm_cluster import SHARED, SlurmCluster, slurm_cluster
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import losses, metrics, summary
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.rig, pytest.mark.timeout(1200)]
+
+WAIT_S = 120.0
+LONG = ("train.steps=1000000", "train.checkpoint_every=0", "train.eval_every=0")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    folder = tmp_path_factory.mktemp("shared")
+    make_data_folder(folder / "data", num_train_tokens=4000, num_val_tokens=200, vocab_size=512)
+    with slurm_cluster(folder) as made:
+        yield made
+
+
+def words(*settings: str) -> list[str]:
+    """Settings of every run here, and more."""
+    chosen = (*SETTINGS, "batch.global_batch_size=8", f"data.dir={SHARED}/data", *settings)
+    return [word for setting in chosen for word in ("--set", setting)]
+
+
+def submit(cluster: SlurmCluster, *arguments: str) -> tuple[int, str]:
+    """`run --site slurm` on two nodes."""
+    two = ("slurm.nodes=2", "launch.ranks_per_node=2")
+    return cluster.do("run", "--site", "slurm", *words(*two), *arguments)
+
+
+def paths_of(cluster: SlurmCluster, run_id: str) -> RunPaths:
+    return RunPaths(cluster.folder / "runs" / run_id)
+
+
+def state(paths: RunPaths) -> RunState:
+    found = read_json(RunState, paths.state)
+    assert found is not None
+    return found
+
+
+def job_of(paths: RunPaths) -> RunJob:
+    found = read_json(RunJob, paths.job)
+    assert found is not None
+    return found
+
+
+def wait_for_steps(paths: RunPaths, *, beyond: int = 0) -> None:
+    """Return when the run has trained past a step."""
+
+    def trained() -> bool:
+        rows = metrics(paths.root) if paths.metrics.exists() else []
+        return any(row["step"] > beyond + 3 for row in rows)
+
+    wait_until(trained, what=f"a step beyond {beyond}", timeout_s=WAIT_S)
+
+
+def wait_for_end(paths: RunPaths) -> RunState:
+    """Return the state once the run's supervisor has written its end."""
+    wait_until(lambda: state(paths).exit_class is not None, what="the end", timeout_s=WAIT_S)
+    return state(paths)
+
+
+def newest_step(paths: RunPaths) -> int:
+    checkpoint = paths.newest_checkpoint()
+    return 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
+
+
+def test_two_nodes_of_a_job_train_what_one_machine_trains(cluster: SlurmCluster) -> None:
+    code, said = submit(cluster, "--run-id", "job", "--set", "train.steps=6")
+    assert code == ExitCode.OK and "is running on node-[1-2]" in said, said
+    job = paths_of(cluster, "job")
+    result = summary(job.root)
+    assert (result["world_size"], result["nodes"], result["ranks_identical"]) == (4, 2, True)
+    plan = json.loads(job.plan.read_text(encoding="utf-8"))
+    assert plan["launcher"] == "srun" and plan["ssh"] == []
+    local = words("train.steps=6", "launch.ranks_per_node=4")
+    code, said = cluster.do("run", "--inventory", "local", "--run-id", "here", *local)
+    assert code == ExitCode.OK, said
+    assert losses(job.root) == pytest.approx(losses(paths_of(cluster, "here").root), rel=1e-6)
+
+
+def test_a_job_that_is_cancelled_or_queued_again_saves_and_goes_on(cluster: SlurmCluster) -> None:
+    long = [word for setting in LONG for word in ("--set", setting)]
+    code, said = submit(cluster, "--run-id", "kept", "--detach", *long)
+    assert code == ExitCode.OK, said
+    paths = paths_of(cluster, "kept")
+    wait_for_steps(paths)
+    cluster.slurm(f"scancel {job_of(paths).job_id}")
+    ended = wait_for_end(paths)
+    assert ended.exit_class == "rank_lost" and "told to stop by the system" in str(ended.error)
+    first = newest_step(paths)
+    assert first > 3
+    code, said = cluster.do("attach", "kept")
+    assert code == ExitCode.RANK_LOST and "run --resume kept --site slurm" in said, said
+
+    code, said = cluster.do("run", "--site", "slurm", "--resume", "kept", "--detach")
+    assert code == ExitCode.OK, said
+    wait_for_steps(paths, beyond=first)
+    job = job_of(paths)
+    cluster.slurm(f"scontrol requeue {job.job_id}")
+    assert wait_for_end(paths).exit_class == "rank_lost"
+    second = newest_step(paths)
+    assert second > first
+    wait_until(
+        lambda: "PENDING" in cluster.slurm(f"squeue -h -j {job.job_id} -o %T"),
+        what="the queue",
+        timeout_s=60,
+    )
+    code, said = cluster.do("status", "kept")
+    assert code == ExitCode.OK, said
+    # By itself Slurm would let it wait for two minutes.
+    cluster.slurm(f"scontrol update jobid={job.job_id} starttime=now")
+    wait_for_steps(paths, beyond=second)
+    assert job_of(paths).job_id == job.job_id and job_of(paths).restarts == 1
+    code, said = cluster.do("stop", "kept")
+    assert code == ExitCode.OK and "saving and stopping" in said, said
+    assert (state(paths).status, state(paths).exit_class) == ("stopped", "ok")
+    assert newest_step(paths) > second
+    rows = [row["step"] for row in metrics(paths.root) if "loss" in row]
+    assert rows == list(range(1, newest_step(paths) + 1)), "a step was lost, or trained twice"
+
+
+def test_a_node_that_goes_down_is_41_and_a_near_time_limit_is_50(cluster: SlurmCluster) -> None:
+    settings = (*LONG[:1], "train.checkpoint_every=20", LONG[2], "limits.max_restarts=0")
+    long = [word for setting in settings for word in ("--set", setting)]
+    code, said = submit(cluster, "--run-id", "down", "--detach", *long)
+    assert code == ExitCode.OK, said
+    paths = paths_of(cluster, "down")
+    wait_until(lambda: newest_step(paths) > 0, what="a checkpoint", timeout_s=WAIT_S)
+    node = cluster.nodes[1]
+    node.kill()
+    ended = wait_for_end(paths)
+    assert ended.exit_class == "rank_lost" and "node-2" in str(ended.error), ended
+    kept = newest_step(paths)
+    assert kept > 0
+    node.restore_link()
+    node.start()
+    cluster.start_node(node)
+    cluster.slurm("scontrol update nodename=node-2 state=resume")
+    wait_until(
+        lambda: cluster.slurm("sinfo -h -o %t:%D") == "idle:2", what="both nodes", timeout_s=90
+    )
+    code, said = cluster.do(
+        "run", "--site", "slurm", "--resume", "down", "--set", "slurm.time=1", timeout_s=150
+    )
+    assert code == ExitCode.BUDGET, said
+    assert "time limit is near" in said and "--site slurm --resume down" in said
+    assert newest_step(paths) > kept
+
+
+def test_what_slurm_refuses_is_one_line_and_leaves_no_run(cluster: SlurmCluster) -> None:
+    code, said = submit(cluster, "--run-id", "refused", "--set", "slurm.partition=nope")
+    assert code == ExitCode.CONFIG, said
+    assert "error: slurm.partition = 'nope': Invalid partition name specified" in said
+    assert "This cluster has main." in said
+    assert not paths_of(cluster, "refused").root.exists()
+    code, said = cluster.do("run", "--inventory", "slurm", *words())
+    assert code == ExitCode.CONFIG and "this is no Slurm job" in said, said
+
+
+def test_a_job_that_waits_says_why_and_can_be_cancelled(cluster: SlurmCluster) -> None:
+    code, said = submit(cluster, "--run-id", "waits", "--detach", "--set", "slurm.nodes=4")
+    assert code == ExitCode.OK, said
+    # Ctrl-C detaches.
+    code, said = cluster.do("attach", "waits", before=("timeout", "--signal=INT", "10"))
+    assert code in (INTERRUPTED, 124) and "detached; run waits goes on" in said, said
+    assert "is pending (Partition" in said and "the partition never allows so m" in said, said
+    code, said = cluster.do("stop", "waits")
+    assert code == ExitCode.OK and "cancelled before the run began" in said, said
