@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from payload.models.spec import ModelSpec, typical_mfu
 from payload.run_config import Quantize, RunConfig
 
-TYPICAL_DEQUANTIZED_PER_S = 1.5e9
-"""Weights that two AVX-512 cores dequantise in a second, where no run has measured it."""
+TYPICAL_DEQUANTIZED_PER_S = 0.75e9
+"""Weights that an AVX-512 core dequantises in a second, where no run has measured it."""
 
 _GIB = 2**30
 
@@ -62,12 +62,14 @@ def quantized_cost(
     world_size: int,
     peak_flops_per_s: float,
     dequantized_per_s: float | None,
+    cores: int,
     room_bytes: float | None,
 ) -> QuantizedCost | None:
     """Return the comparison for a run with an adapter; None where its base cannot be of 4 bits.
 
     `base` is the model below the adapter. `peak_flops_per_s` is of all ranks, `dequantized_per_s`
-    of one. Memory is compared at one sequence a pass: whether the model can be trained at all.
+    and `cores` are of one. Memory is compared at one sequence a pass: whether the model can be
+    trained at all.
     """
     if not config.adapter.is_on() or config.distributed.shards(world_size) > 1:
         return None
@@ -81,7 +83,7 @@ def quantized_cost(
     linears = sum(each.inputs * each.outputs for each in base.linears())
     # In the forward and in the backward pass, and in the second forward pass of checkpointing.
     times = 3 if config.memory.activation_checkpointing == "on" else 2
-    rate = dequantized_per_s or TYPICAL_DEQUANTIZED_PER_S
+    rate = dequantized_per_s or TYPICAL_DEQUANTIZED_PER_S * cores
     passes = config.batch.grad_accum_steps(world_size)
     dequantize_s = passes * times * linears / rate
     flops = config.tokens_per_step() * config.adapted(base).flops_per_token()

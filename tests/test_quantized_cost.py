@@ -34,6 +34,7 @@ def cost_sentence(
         world_size=1,
         peak_flops_per_s=1e12,
         dequantized_per_s=rate,
+        cores=1,
         room_bytes=room,
     )
     assert found is not None
@@ -60,6 +61,7 @@ def test_the_linears_are_dequantised_twice_in_each_pass_and_once_more_with_check
             world_size=1,
             peak_flops_per_s=1e12,
             dequantized_per_s=None,
+            cores=1,
             room_bytes=None,
         )
         assert found is not None
@@ -78,6 +80,7 @@ def test_a_run_without_an_adapter_has_nothing_to_compare() -> None:
         world_size=1,
         peak_flops_per_s=1e12,
         dequantized_per_s=None,
+        cores=1,
         room_bytes=None,
     )
     assert found is None

@@ -137,6 +137,7 @@ def _quantized(planned: PlannedRun, earlier: Sequence[RunPaths]) -> QuantizedCos
         world_size=planned.plan.world_size,
         peak_flops_per_s=peak,
         dequantized_per_s=next((rate for rate in rates if rate), None),
+        cores=max(1, cores // planned.plan.world_size),
         room_bytes=None if free is None else USED * free / planned.plan.ranks_per_node,
     )
 
