@@ -74,9 +74,14 @@ def sequence_length(
 
 def amount(task: TaskKind, *, tokens: int, documents: int | None, length: int) -> Amount:
     """Return the training data of an epoch, by what `prepare --dry-run` counted."""
-    if task == "classify":
+    if task == "classify" or _is_preference(task):
         return Amount(sequences=max(1, round(0.9 * (documents or 1))), tokens=tokens)
     return Amount(sequences=max(1, tokens // length), tokens=tokens)
+
+
+def _is_preference(task: str) -> bool:
+    """Say whether samples are pairs of answers, which take a lower rate."""
+    return task == "preference"
 
 
 def batch(task: TaskKind, found: Amount, *, length: int, ranks: int) -> Choice:
@@ -112,11 +117,11 @@ def rate(task: TaskKind, method: Method, *, params: int) -> Choice:
     """Return optimizer.lr by what is trained and the size of the model."""
     if method == "full":
         by_size = (5e-5, 2e-5, 1e-5)
-        if task == "classify":
-            by_size = (1e-4, 2e-5, 1e-5)
+        by_size = (1e-4, 2e-5, 1e-5) if task == "classify" else by_size
+        by_size = (5e-6, 1e-6, 5e-7) if _is_preference(task) else by_size
         why = "all weights of a model of this size"
     else:
-        by_size = (1e-3, 2e-4, 1e-4)
+        by_size = (2e-4, 5e-5, 1e-5) if _is_preference(task) else (1e-3, 2e-4, 1e-4)
         why = "an adapter takes a higher rate than all weights"
     value = by_size[(params >= _SMALL) + (params >= _LARGE)]
     return Choice(key="optimizer.lr", value=value, reason=f"{why} ({_count(params)})")

@@ -198,9 +198,15 @@ def measure(found: Recognised, *, tokenizer: str) -> tuple[int, ...]:
     """
     if found.task == "classify":
         return _text_lengths(found, tokenizer=tokenizer)
-    if found.task == "chat":
-        return _conversation_lengths(found, tokenizer=tokenizer)
-    return ()
+    if found.task == "text":
+        return ()
+    return _conversation_lengths(found, tokenizer=tokenizer)
+
+
+def _longer_answer(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the longer of a preference pair's conversations, as a row with one answer."""
+    answer = max(row["chosen"], row["rejected"], key=lambda each: len(str(each)))
+    return {"messages": answer} if "prompt" not in row else {**row, "completion": answer}
 
 
 def _text_lengths(found: Recognised, *, tokenizer: str) -> tuple[int, ...]:
@@ -222,7 +228,7 @@ def _conversation_lengths(found: Recognised, *, tokenizer: str) -> tuple[int, ..
     texts = []
     for number, row in enumerate(found.rows, 1):
         try:
-            messages = conversation_of(row)
+            messages = conversation_of(_longer_answer(row) if "chosen" in row else row)
         except BadConversationError as error:
             raise DataError(f"--data {found.input}: row {number}: {error}") from None
         texts.append(template.render(messages, add_generation_prompt=False))
