@@ -338,3 +338,27 @@ def test_a_single_pair_cannot_be_divided(
     (line,) = capsys.readouterr().err.splitlines()
     assert "--val-fraction" in line or "2" in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('prompt,chosen,rejected\n"a,b,c\n', "line 2: not CSV in UTF-8"),
+        ("prompt,chosen,rejected\na,b,c\na,b\n", "line 3: 2 fields, but 3 columns"),
+        ("prompt,chosen\na,b\n", "line 2: no rejected among the columns 'prompt', 'chosen'"),
+    ],
+)
+def test_a_broken_csv_is_one_line(
+    tokenizer: Path,
+    tmp_path: Path,
+    text: str,
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text(text, encoding="utf-8")
+    words = ["prepare", "--task", "preference", "--source", "csv", "--input", str(source)]
+    words += ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--quiet"]
+    assert main(words) == ExitCode.CONFIG
+    (line,) = capsys.readouterr().err.splitlines()
+    assert complaint in line and not (tmp_path / "out").exists()
