@@ -42,6 +42,16 @@ class TileforgeError(Exception):
 
     exit_code = ExitCode.TRAINING
 
+    def __init__(self, cause: str, *, fix: str = "") -> None:
+        """Take what was wrong, with the value, and what to do.
+
+        A program that shows the two apart asks for the fields; no text is split for that. A message
+        given as one has its fix within `cause`.
+        """
+        super().__init__(f"{cause.rstrip('.')}. {fix}" if fix else cause)
+        self.cause = cause
+        self.fix = fix
+
 
 class UsageError(TileforgeError):
     """The command line cannot be carried out as written."""

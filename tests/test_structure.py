@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from tests.support.import_graph import cycles, import_graph
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_FILES = {"payload/orchestrate": 45, "payload/supervise": 12}
+MOST_NAMESPACES = 48
 MOST_ENTRIES = {"payload/orchestrate": 10}
 
 
@@ -32,6 +35,41 @@ def test_a_package_keeps_to_its_number_of_files(folder: str, most: int) -> None:
 def test_a_package_keeps_to_its_entries_at_the_top(folder: str, most: int) -> None:
     entries = {path.name for path in (ROOT / folder).iterdir() if path.name != "__pycache__"}
     assert len(entries) <= most, sorted(entries)
+
+
+_SPLITS = {"partition", "rpartition", "split", "rsplit"}
+
+
+def test_no_code_splits_a_message_into_sentences() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path, node in calls_in(ROOT / "payload")
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _SPLITS
+        if any(isinstance(each, ast.Constant) and each.value == ". " for each in node.args)
+    ]
+    assert found == []
+
+
+def calls_in(folder: Path) -> Iterator[tuple[Path, ast.Call]]:
+    """Every call in the modules below `folder`."""
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                yield path, node
+
+
+def test_no_further_function_takes_what_argparse_has_parsed() -> None:
+    """Typed options are what functions below a command line take; these are left over."""
+    takers = {
+        f"{path.relative_to(ROOT)}:{node.name}"
+        for path in sorted((ROOT / "payload").rglob("*.py"))
+        if path.name not in ("__main__.py", "arguments.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        for each in [*node.args.args, *node.args.kwonlyargs]
+        if each.annotation is not None and "Namespace" in ast.unparse(each.annotation)
+    }
+    assert len(takers) <= MOST_NAMESPACES, sorted(takers)
 
 
 def test_tests_have_their_helpers_in_folders() -> None:

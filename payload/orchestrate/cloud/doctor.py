@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import time
@@ -199,14 +198,30 @@ _SCHEMA_VERSION = 1
 _TELLING = (ExitCode.AUTH, ExitCode.QUOTA, ExitCode.CONFIG, ExitCode.PREFLIGHT)
 
 
-def doctor(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorOptions:
+    """What `doctor` looks for besides the stack's settings."""
+
+    stack: str | None
+    project: str | None
+    machine_type: str | None
+    node_count: int | None
+    region: str | None
+    zone: list[str] | None
+    spot: bool
+    disk_type: str | None
+    disk_gb: int | None
+    json: bool
+
+
+def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
     """Check, print a table and each fault with its fix, and return the exit code."""
     talk, out = text_console(stderr=True), text_console(stderr=False)
-    pulumi = Pulumi(env, folder=Path.cwd(), stack=arguments.stack)
+    pulumi = Pulumi(env, folder=Path.cwd(), stack=options.stack)
     known, why = _settings(pulumi)
-    need = _with_flags(need_of(known), arguments)
+    need = _with_flags(need_of(known), options)
     configured = known.get("project")
-    given = arguments.project or (configured if isinstance(configured, str) else None)
+    given = options.project or (configured if isinstance(configured, str) else None)
     project = project_of(given or None, None, env, folder=Path.cwd())
     talk.print(f"project {project}: {need.describe()} ({why})")
     google = Google(project, endpoints=Endpoints.from_env(env))
@@ -215,7 +230,7 @@ def doctor(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     checks = list(examine(google, need, own))
     checks.append(check_price(need, *fresh_catalog(google, folder=Path.cwd() / ".cluster")))
     code = exit_code(checks)
-    if arguments.json:
+    if options.json:
         document = {"schema_version": _SCHEMA_VERSION, "project": project, "exit_code": code}
         out.print(json.dumps(document | {"checks": [asdict(c) for c in checks]}, indent=2))
     else:
@@ -282,22 +297,22 @@ def _settings(pulumi: Pulumi) -> tuple[dict[str, Any], str]:
     return known, f"config of {stack}, and flags"
 
 
-def _with_flags(need: Need, arguments: argparse.Namespace) -> Need:
-    given = {
-        "machine_type": arguments.machine_type,
-        "node_count": arguments.node_count,
-        "region": arguments.region,
-        "zones": tuple(arguments.zone) if arguments.zone else None,
-        "spot": "true" if arguments.spot else None,
-        "disk_type": arguments.disk_type,
+def _with_flags(need: Need, options: DoctorOptions) -> Need:
+    given: dict[str, Any] = {
+        "machine_type": options.machine_type,
+        "node_count": options.node_count,
+        "region": options.region,
+        "zones": tuple(options.zone) if options.zone else None,
+        "spot": "true" if options.spot else None,
+        "disk_type": options.disk_type,
     }
-    if arguments.region and not arguments.zone and not need.zones[0].startswith(arguments.region):
-        given["zones"] = (f"{arguments.region}-a",)
+    if options.region and not options.zone and not need.zones[0].startswith(options.region):
+        given["zones"] = (f"{options.region}-a",)
     values = {name: value for name, value in given.items() if value is not None}
     nodes = values.get("node_count", need.node_count)
     if nodes < 1:
         raise UsageError(f"--node-count {nodes}: at least one node is needed.")
-    per_node = arguments.disk_gb or need.disk_gib / need.node_count
+    per_node = options.disk_gb or need.disk_gib / need.node_count
     return replace(need, **values, disk_gib=round(per_node * nodes))
 
 

@@ -323,32 +323,44 @@ def _how_to_stop(run_id: str) -> str:
 _WORDS = {"kept": "nothing was destroyed", "force": "down --without-collect"}
 
 
-def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownOptions:
+    """What `down` removes, and what it does before."""
+
+    stack: str | None
+    cluster: str | None
+    project: str | None
+    runs_dir: Path
+    without_collect: bool
+    delete_bucket: str | None
+    dry_run: bool
+    yes: bool
+
+
+def down(options: DownOptions, env: Mapping[str, str]) -> int:
     """The three steps; each one's result is said. Raises TeardownError when something is left."""
     talk = text_console(stderr=True)
     folder = Path.cwd()
-    pulumi = Pulumi(env, folder=folder, stack=arguments.stack)
-    cluster, project, outputs = _which(pulumi, arguments, env, folder=folder)
+    pulumi = Pulumi(env, folder=folder, stack=options.stack)
+    cluster, project, outputs = _which(pulumi, options, env, folder=folder)
     google = Google(project, endpoints=Endpoints.from_env(env))
     # Before anything is destroyed: without these the last step could not look.
     google.check_credentials()
     stake = None
-    if not arguments.without_collect:
-        stake = at_stake(
-            cluster, outputs, env, folder=folder, runs_dir=arguments.runs_dir, talk=talk
-        )
+    if not options.without_collect:
+        stake = at_stake(cluster, outputs, env, folder=folder, runs_dir=options.runs_dir, talk=talk)
     bucket = None
-    if arguments.delete_bucket is not None:
-        bucket = find_bucket(google, arguments.delete_bucket, cluster=cluster)
+    if options.delete_bucket is not None:
+        bucket = find_bucket(google, options.delete_bucket, cluster=cluster)
     _say_steps(stake, cluster, project, bucket, talk=talk)
-    if arguments.dry_run:
+    if options.dry_run:
         found = look(google, cluster, folder=folder, keep_buckets=True)
         text_console(stderr=False).print(found.table())
         talk.print("dry run: nothing was collected or destroyed")
         return ExitCode.OK
     if stake is not None:
         stake.refuse_losses(**_WORDS)
-    if not confirm(f"Destroy cluster {cluster}?", assume_yes=arguments.yes):
+    if not confirm(f"Destroy cluster {cluster}?", assume_yes=options.yes):
         talk.print("nothing was destroyed")
         return ExitCode.OK
     if bucket is not None and not confirm_by_name(f"Delete {bucket} for good?", name=bucket.name):
@@ -358,7 +370,7 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
     talk.print(f"1/3 collect: {len(brought)} run(s) brought home")
     try:
         operations = Operations(
-            pulumi=pulumi, cluster=cluster, folder=folder, talk=talk, assume_yes=arguments.yes
+            pulumi=pulumi, cluster=cluster, folder=folder, talk=talk, assume_yes=options.yes
         )
         destroy_and_look(operations, google, steps=3)
         if bucket is not None:
@@ -376,21 +388,21 @@ def down(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def _which(
-    pulumi: Pulumi, arguments: argparse.Namespace, env: Mapping[str, str], *, folder: Path
+    pulumi: Pulumi, options: DownOptions, env: Mapping[str, str], *, folder: Path
 ) -> tuple[str, str, StackOutputs | None]:
     """The cluster, its project, and its outputs if it ever came up."""
     outputs = outputs_if_any(pulumi)
     if outputs is None:
         # It failed half-way, and is the one that must go.
         known = settings(pulumi)
-        cluster = arguments.cluster or cluster_name(pulumi, known)
-        given = arguments.project or known.get("project")
+        cluster = options.cluster or cluster_name(pulumi, known)
+        given = options.project or known.get("project")
         return cluster, project_of(given, cluster, env, folder=folder), None
     remember(outputs, folder=folder)
     cluster = outputs.inventory.cluster
-    if arguments.cluster not in (None, cluster):
-        raise ConfigError(f"--cluster {arguments.cluster}: the stack's cluster is {cluster}.")
-    return cluster, arguments.project or outputs.project, outputs
+    if options.cluster not in (None, cluster):
+        raise ConfigError(f"--cluster {options.cluster}: the stack's cluster is {cluster}.")
+    return cluster, options.project or outputs.project, outputs
 
 
 def _say_steps(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import platform
 import re
 import signal
@@ -318,20 +317,31 @@ class Rehearsal:
             raise error
 
 
-def rehearse(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearseOptions:
+    """What `rehearse` builds and may spend."""
+
+    budget_usd: float
+    project: str | None
+    config: Path
+    settings: list[str]
+    yes: bool
+
+
+def rehearse(options: RehearseOptions, env: Mapping[str, str]) -> int:
     """Ask, go through, take everything down, and print the page."""
     talk = text_console(stderr=True)
-    data = load_run_config(arguments.config).data
+    data = load_run_config(options.config).data
     check_data(Path(data.dir), sequence_length=data.sequence_length)
-    settings = _settings(arguments.settings)
+    settings = _settings(options.settings)
     need = need_of({**settings, "zones": [settings["zone"]]})
-    usd, minutes = _reckon(need, budget_usd=arguments.budget_usd)
-    project = project_of(arguments.project, None, env, folder=Path.cwd())
+    usd, minutes = _reckon(need, budget_usd=options.budget_usd)
+    project = project_of(options.project, None, env, folder=Path.cwd())
     talk.print(
         f"a rehearsal in project {project}: {need.describe()}, ${usd:.4f} an hour, for at most "
         f"{minutes} minutes (${usd * minutes / 60:.2f}); the machines end themselves after that"
     )
-    if not confirm("Build this, and take it down again?", assume_yes=arguments.yes):
+    if not confirm("Build this, and take it down again?", assume_yes=options.yes):
         talk.print("nothing was built")
         return ExitCode.OK
     pulumi = Pulumi(env, folder=Path.cwd(), stack=STACK)
@@ -348,9 +358,9 @@ def rehearse(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         google=Google(project, endpoints=Endpoints.from_env(logged)),
         env=logged,
         folder=folder,
-        config=arguments.config,
+        config=options.config,
         hourly_usd=usd,
-        budget_usd=arguments.budget_usd,
+        budget_usd=options.budget_usd,
         engine=_engine(pulumi),
         talk=talk,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import time
@@ -134,18 +133,30 @@ class Sweep:
         return json.dumps(document | {"kept": kept, "blind": list(self.blind)}, indent=2)
 
 
-def sweep(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """What `sweep` looks for, and whether it removes it."""
+
+    cluster: str | None
+    project: str | None
+    keep_buckets: bool
+    delete: bool
+    json: bool
+    yes: bool
+
+
+def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
     """Look, show, and remove when asked to."""
     folder = Path.cwd()
-    project = project_of(arguments.project, arguments.cluster, env, folder=folder)
+    project = project_of(options.project, options.cluster, env, folder=folder)
     google = Google(project, endpoints=Endpoints.from_env(env))
-    found = look(google, arguments.cluster, folder=folder, keep_buckets=arguments.keep_buckets)
+    found = look(google, options.cluster, folder=folder, keep_buckets=options.keep_buckets)
     talk = text_console(stderr=True)
-    if arguments.delete and found.all_left() and not found.may_live():
+    if options.delete and found.all_left() and not found.may_live():
         _show(found, as_json=False)
-        _remove(google, found, assume_yes=arguments.yes, talk=talk)
-        found = look(google, arguments.cluster, folder=folder, keep_buckets=arguments.keep_buckets)
-    _show(found, as_json=arguments.json)
+        _remove(google, found, assume_yes=options.yes, talk=talk)
+        found = look(google, options.cluster, folder=folder, keep_buckets=options.keep_buckets)
+    _show(found, as_json=options.json)
     conclude(found, talk=talk)
     return ExitCode.OK
 

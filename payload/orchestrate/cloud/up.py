@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -265,7 +264,7 @@ def drifted_machines(update: Update, *, done: set[str]) -> list[Step]:
 
 def with_words(error: TileforgeError, words: str) -> TileforgeError:
     """Return the error with another sentence and the same exit code."""
-    again = TileforgeError(f"{str(error).rstrip('.')}. {words}")
+    again = TileforgeError(str(error), fix=words)
     again.exit_code = error.exit_code
     return again
 
@@ -301,20 +300,33 @@ _FORCE = "up --without-collect"
 _WORDS = {"kept": "nothing was built", "force": _FORCE}
 
 
-def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """How `up` builds."""
+
+    stack: str | None
+    runs_dir: Path
+    next_zone: bool
+    keep_on_failure: bool
+    without_collect: bool
+    dry_run: bool
+    yes: bool
+
+
+def up(options: UpOptions, env: Mapping[str, str]) -> int:
     """Build the cluster, or bring it up to date."""
     talk, folder = text_console(stderr=True), Path.cwd()
-    pulumi = Pulumi(env, folder=folder, stack=arguments.stack)
+    pulumi = Pulumi(env, folder=folder, stack=options.stack)
     known = settings(pulumi)
-    zones = text_list(known.get("zones")) if arguments.next_zone else []
-    if arguments.next_zone and len(zones) < 2:
+    zones = text_list(known.get("zones")) if options.next_zone else []
+    if options.next_zone and len(zones) < 2:
         raise ConfigError(
             f"--next-zone: the config has {len(zones)} zone(s). Give more, in the order to try: "
             "pulumi config set --path 'zones[1]' ZONE"
         )
     cluster = cluster_name(pulumi, known)
     operations = Operations(
-        pulumi=pulumi, cluster=cluster, folder=folder, talk=talk, assume_yes=arguments.yes
+        pulumi=pulumi, cluster=cluster, folder=folder, talk=talk, assume_yes=options.yes
     )
     before = stack_state(pulumi)
     there = before.machines
@@ -326,14 +338,14 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
             "machines that are up keep the operator's keys that they booted with; others reach "
             "only machines that are built from now on"
         )
-    results = _Results(pulumi, arguments, env, talk=talk)
+    results = _Results(pulumi, options, env, talk=talk)
     stake = results.look(going)
-    if arguments.dry_run:
+    if options.dry_run:
         talk.print("dry run: nothing was built")
         return ExitCode.OK
     if stake is not None:
         stake.refuse_losses(**_WORDS)
-    if not confirm("Build this?", assume_yes=arguments.yes):
+    if not confirm("Build this?", assume_yes=options.yes):
         talk.print("nothing was built")
         return ExitCode.OK
     _refuse_if_changed(pulumi, before, kept="nothing was built")
@@ -360,20 +372,20 @@ def up(arguments: argparse.Namespace, env: Mapping[str, str]) -> int:
         # What is there now is being built by somebody else.
         raise
     except TileforgeError as error:
-        if there or arguments.keep_on_failure:
+        if there or options.keep_on_failure:
             raise with_words(error, _how_to_remove()) from None
         raise _take_back(error, operations, google) from None
     except KeyboardInterrupt:
         talk.print(f"up was interrupted{_what_is_there(pulumi, preview)}. {_how_to_remove()}")
         raise
-    return _conclude(pulumi, builder, update, arguments, talk=talk)
+    return _conclude(pulumi, builder, update, options, talk=talk)
 
 
 def _conclude(
     pulumi: Pulumi,
     builder: Builder,
     update: Update,
-    arguments: argparse.Namespace,
+    options: UpOptions,
     *,
     talk: Console,
 ) -> int:
@@ -386,7 +398,7 @@ def _conclude(
         f"{outputs.price_and_end()}; remove it: {command('orchestrate', 'down')}"
     )
     builder.settle_firewall(update)
-    name = f"stack:{arguments.stack}" if arguments.stack else "stack"
+    name = f"stack:{options.stack}" if options.stack else "stack"
     talk.print(
         "check its nodes: "
         + command("orchestrate", "preflight", "--inventory", name, "--wait", "20")
@@ -414,13 +426,13 @@ class _Results:
     def __init__(
         self,
         pulumi: Pulumi,
-        arguments: argparse.Namespace,
+        options: UpOptions,
         env: Mapping[str, str],
         *,
         talk: Console,
     ) -> None:
         self._pulumi = pulumi
-        self._arguments = arguments
+        self._options = options
         self._env = env
         self._talk = talk
 
@@ -432,14 +444,14 @@ class _Results:
             f"this ends {len(going)} machine(s), with all that is on them: {', '.join(going)}"
         )
         outputs = outputs_if_any(self._pulumi)
-        if outputs is None or self._arguments.without_collect:
+        if outputs is None or self._options.without_collect:
             return None
         stake = at_stake(
             outputs.inventory.cluster,
             outputs,
             self._env,
             folder=Path.cwd(),
-            runs_dir=self._arguments.runs_dir,
+            runs_dir=self._options.runs_dir,
             talk=self._talk,
         )
         self._talk.print(f"to collect first: {stake.names()}")
@@ -448,11 +460,11 @@ class _Results:
     def save(self, going: Sequence[str], kept: str, question: str) -> bool:
         """Look, ask, and collect; False after a no. Raises when something would be lost."""
         stake = self.look(going)
-        if not going or self._arguments.without_collect:
+        if not going or self._options.without_collect:
             return True
         if stake is not None:
             stake.refuse_losses(kept=kept, force=_FORCE)
-        if not confirm(question, assume_yes=self._arguments.yes):
+        if not confirm(question, assume_yes=self._options.yes):
             return False
         if stake is not None:
             stake.bring_home(self._env, kept=kept, force=_FORCE)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import payload
 from payload.orchestrate.sites.local import LocalAccess
@@ -12,6 +13,7 @@ from payload.orchestrate.sites.local import LocalAccess
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+_T = TypeVar("_T")
 QUICKSTART = Path(payload.__file__).parent / "configs" / "quickstart.toml"
 
 
@@ -58,9 +60,9 @@ def _add_up(commands: Commands) -> None:
 
 
 def _up(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    from payload.orchestrate.cloud.up import up
+    from payload.orchestrate.cloud.up import UpOptions, up
 
-    return up(arguments, access.environment())
+    return up(typed(UpOptions, arguments), access.environment())
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -87,9 +89,9 @@ def _add_doctor(commands: Commands) -> None:
 
 
 def _doctor(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    from payload.orchestrate.cloud.doctor import doctor
+    from payload.orchestrate.cloud.doctor import DoctorOptions, doctor
 
-    return doctor(arguments, access.environment())
+    return doctor(typed(DoctorOptions, arguments), access.environment())
 
 
 def _add_sweep(commands: Commands) -> None:
@@ -119,9 +121,9 @@ def _add_sweep(commands: Commands) -> None:
 
 
 def _sweep(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    from payload.orchestrate.cloud.sweep import sweep
+    from payload.orchestrate.cloud.sweep import SweepOptions, sweep
 
-    return sweep(arguments, access.environment())
+    return sweep(typed(SweepOptions, arguments), access.environment())
 
 
 def _add_down(commands: Commands) -> None:
@@ -151,9 +153,9 @@ def _add_down(commands: Commands) -> None:
 
 
 def _down(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    from payload.orchestrate.cloud.down import down
+    from payload.orchestrate.cloud.down import DownOptions, down
 
-    return down(arguments, access.environment())
+    return down(typed(DownOptions, arguments), access.environment())
 
 
 def _add_rehearse(commands: Commands) -> None:
@@ -185,9 +187,9 @@ def _add_rehearse(commands: Commands) -> None:
 
 
 def _rehearse(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    from payload.orchestrate.cloud.rehearse import rehearse
+    from payload.orchestrate.cloud.rehearse import RehearseOptions, rehearse
 
-    return rehearse(arguments, access.environment())
+    return rehearse(typed(RehearseOptions, arguments), access.environment())
 
 
 def _add_stack(parser: argparse.ArgumentParser) -> None:
@@ -208,3 +210,8 @@ def _add_runs_dir(parser: argparse.ArgumentParser) -> None:
 
 def _add_yes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def typed(kind: type[_T], arguments: argparse.Namespace) -> _T:
+    """Return the options of a command from what was parsed under the same names."""
+    return kind(**{each.name: getattr(arguments, each.name) for each in fields(kind)})  # type: ignore[arg-type]

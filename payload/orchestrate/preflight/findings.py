@@ -146,13 +146,13 @@ def one_line(text: str) -> str:
 
 def from_error(node: Node, error: TileforgeError) -> Finding:
     """The finding for a node that could not be asked."""
-    cause, _, fix = str(error).removeprefix(f"{node.name}: ").partition(". ")
+    cause = error.cause.removeprefix(f"{node.name}: ")
     return Finding(
         node=node.name,
         check="ssh" if error.exit_code in _SSH_CODES else "bootstrap",
         severity="error",
         cause=cause.rstrip("."),
-        fix=fix,
+        fix=error.fix,
         exit_code=error.exit_code,
     )
 

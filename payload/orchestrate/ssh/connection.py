@@ -87,8 +87,9 @@ def dial(
     """
     if not node.host_keys:
         raise HostKeyError(
-            f"{node.name}: the inventory has no host key of it, and none is accepted unseen. Write "
-            "the inventory anew, or add the node's own: cat /etc/ssh/ssh_host_ed25519_key.pub"
+            f"{node.name}: the inventory has no host key of it, and none is accepted unseen",
+            fix="Write the inventory anew, or add the node's own: cat "
+            "/etc/ssh/ssh_host_ed25519_key.pub",
         )
     logging.getLogger("paramiko").addHandler(logging.NullHandler())  # else it prints tracebacks
     key, known = _load_key(login.key), list(_host_keys(node))
@@ -146,7 +147,8 @@ class Connection:
         done = Completed(status=status, stdout=kept.getvalue(), stderr=complaints.getvalue())
         if done.status < 0:
             raise PreflightError(
-                f"{self.node.name}: `{argv[0]}` was ended there by a signal. Is the memory used up?"
+                f"{self.node.name}: `{argv[0]}` was ended there by a signal",
+                fix="Is the memory used up?",
             )
         if done.status == _TIMED_OUT:
             raise PreflightError(
@@ -214,11 +216,12 @@ class Connection:
             if error.code == 1:  # administratively prohibited
                 raise SshUnreachableError(
                     f"{node.name}: {self.node.name}, through which it is reached, forbids "
-                    "forwarding. Set AllowTcpForwarding yes in its sshd_config."
+                    "forwarding",
+                    fix="Set AllowTcpForwarding yes in its sshd_config.",
                 ) from None
             raise SshUnreachableError(
-                f"{target} cannot be reached from {self.node.name} ({error.text or 'refused'}). "
-                "See whether sshd runs there and the network between the nodes is open."
+                f"{target} cannot be reached from {self.node.name} ({error.text or 'refused'})",
+                fix="See whether sshd runs there and the network between the nodes is open.",
             ) from None
         except (paramiko.SSHException, EOFError, OSError) as error:
             raise SshUnreachableError(
@@ -260,13 +263,14 @@ class Connection:
         if expired_after_s is not None or str(error) == _SILENT:
             waited = "" if expired_after_s is None else f" for {expired_after_s:g} s"
             return SshUnreachableError(
-                f"{self.node.name}: no answer{waited} while {doing}. The machine hangs, or the "
-                "network to it is gone."
+                f"{self.node.name}: no answer{waited} while {doing}",
+                fix="The machine hangs, or the network to it is gone.",
             )
         from_node = isinstance(error, OSError) and error.errno is not None
         if not self._transport.is_active() or (not from_node and self._is_gone()):
             return SshUnreachableError(
-                f"{self.node.name}: the connection broke while {doing}. Is the machine still there?"
+                f"{self.node.name}: the connection broke while {doing}",
+                fix="Is the machine still there?",
             )
         return PreflightError(f"{self.node.name}: {doing}: {error}")
 
@@ -306,7 +310,9 @@ def _dial_once(
     except (paramiko.SSHException, EOFError, OSError) as error:
         failure = _classify(node, login, error, deadlines)
         if isinstance(failure, SshUnreachableError) and isinstance(stream, ProxyProcess):
-            failure = SshUnreachableError(f"{failure} {stream.complaint()}")
+            failure = SshUnreachableError(
+                failure.cause, fix=f"{failure.fix} {stream.complaint()}".strip()
+            )
         client.close()
         stream.close()
         raise failure from None
@@ -321,8 +327,9 @@ def _classify(node: Node, login: Login, error: Exception, deadlines: Deadlines) 
     if isinstance(error, paramiko.BadHostKeyException):
         return HostKeyError(
             f"{node.name}: it shows another host key than the inventory's: {_print(error.key)}, "
-            f"not {_print(error.expected_key)}. Nothing was sent. If the machine was made anew, "
-            "write the inventory anew; if not, someone may be in between."
+            f"not {_print(error.expected_key)}",
+            fix="Nothing was sent. If the machine was made anew, write the inventory anew; if not, "
+            "someone may be in between.",
         )
     said = str(error)
     if isinstance(error, paramiko.AuthenticationException) and not (
@@ -330,15 +337,15 @@ def _classify(node: Node, login: Login, error: Exception, deadlines: Deadlines) 
         said.startswith("Authentication timeout") or "transport shut down" in said
     ):
         return SshAuthError(
-            f"{node.name}: it refuses the key {login.key} for user {login.user!r}, twice. See that "
-            "its public half is in that user's authorized_keys, and that OS Login is off; where it "
-            "is on by choice (accessMode oslogin), that your account has it: "
-            f"{os_login_command(login.key)}"
+            f"{node.name}: it refuses the key {login.key} for user {login.user!r}, twice",
+            fix="See that its public half is in that user's authorized_keys, and that OS Login is "
+            "off; where it is on by choice (accessMode oslogin), that your account has it: "
+            f"{os_login_command(login.key)}",
         )
     return SshUnreachableError(
         f"{node.name}: it accepts connections, but does not speak SSH within "
-        f"{deadlines.handshake_s:g} s ({said or type(error).__name__}). It may be starting, "
-        "overloaded, or not be an SSH server."
+        f"{deadlines.handshake_s:g} s ({said or type(error).__name__})",
+        fix="It may be starting, overloaded, or not be an SSH server.",
     )
 
 
@@ -349,8 +356,8 @@ def _host_keys(node: Node) -> Iterator[tuple[str, paramiko.PKey]]:
             entry = paramiko.hostkeys.HostKeyEntry.from_line(f"{node.name} {line}")
         if entry is None or entry.key is None:
             raise HostKeyError(
-                f"{node.name}: the inventory's host key {line[:40]!r}... is none that can be read. "
-                "Write the inventory anew."
+                f"{node.name}: the inventory's host key {line[:40]!r}... is none that can be read",
+                fix="Write the inventory anew.",
             )
         yield line.split()[0], entry.key
 

@@ -358,7 +358,8 @@ def send_code(
     if wrong:
         raise PreflightError(
             f"{connection.node.name}: {len(wrong)} file(s) of the payload did not arrive whole, "
-            f"the first is {shown(wrong[0])}. Is its disk full? Try again."
+            f"the first is {shown(wrong[0])}",
+            fix="Is its disk full? Try again.",
         )
 
 

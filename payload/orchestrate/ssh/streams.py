@@ -66,22 +66,23 @@ def open_tcp(node: Node, *, timeout_s: float) -> socket.socket:
         return socket.create_connection(address, timeout=timeout_s)
     except socket.gaierror as error:
         raise SshUnreachableError(
-            f"{node.name}: the name {address[0]!r} does not resolve ({error.strerror}). Correct "
-            "the inventory, or see to the name service."
+            f"{node.name}: the name {address[0]!r} does not resolve ({error.strerror})",
+            fix="Correct the inventory, or see to the name service.",
         ) from None
     except ConnectionRefusedError:
         raise SshUnreachableError(
-            f"{where} refuses connections: the machine is up, sshd is not running there. Start it, "
-            "or wait if the machine is booting."
+            f"{where} refuses connections: the machine is up, sshd is not running there",
+            fix="Start it, or wait if the machine is booting.",
         ) from None
     except TimeoutError:
         raise SshUnreachableError(
-            f"{where} does not answer within {timeout_s:g} s. The machine is off, the address is "
-            "wrong, or a firewall drops the packets."
+            f"{where} does not answer within {timeout_s:g} s",
+            fix="The machine is off, the address is wrong, or a firewall drops the packets.",
         ) from None
     except OSError as error:
         raise SshUnreachableError(
-            f"{where} cannot be reached ({error.strerror}). See to the route and the address."
+            f"{where} cannot be reached ({error.strerror})",
+            fix="See to the route and the address.",
         ) from None
 
 
@@ -131,7 +132,8 @@ class ProxyProcess:
             self._said.close()
             raise SshUnreachableError(
                 f"{node}: cannot start `{argv[0]}`, which carries the connection "
-                f"({error.strerror}). Install it, and see that it is on PATH."
+                f"({error.strerror})",
+                fix="Install it, and see that it is on PATH.",
             ) from None
         finally:
             theirs.close()
@@ -326,7 +328,8 @@ def parse_answer(answer: type[_T], text: bytes, *, node: str) -> _T:
     if not last.startswith(b"{"):
         said = shown(last[:80].decode(errors="replace"))
         raise AnswerError(
-            f"{node}: the program printed no result but {said}. See that python3 works there."
+            f"{node}: the program printed no result but {said}",
+            fix="See that python3 works there.",
         )
     where = f"{node}: its answer"
     return build(
