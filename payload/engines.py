@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from pathlib import Path
 
 from payload.errors import ConfigError
 from payload.run_config import DistributedSection, EngineSection, Quantize
@@ -16,6 +17,10 @@ CCL_MODULE = "oneccl_bindings_for_pytorch"
 QUANTIZER_MODULE = "bitsandbytes"
 _QUANTIZER_INSTALL = "pip install 'bitsandbytes>=0.50,<0.51'"
 
+DEEPSPEED_MODULE = "deepspeed"
+# It comes as source alone, whose set-up looks at torch: that is to be the torch that is there.
+_DEEPSPEED_INSTALL = "pip install --no-build-isolation deepspeed==0.19.8"
+
 _CCL_INSTALL = (
     "pip install torch==2.8.0 oneccl_bind_pt==2.8.0 --extra-index-url "
     "https://pytorch-extension.intel.com/release-whl/stable/cpu/us/"
@@ -24,12 +29,17 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 
 def require_known_backend(settings: DistributedSection) -> None:
-    """Raise ConfigError for a backend that no machine can take."""
-    if settings.backend == "nccl":
+    """Raise ConfigError for nccl where the system has no NVIDIA device."""
+    if settings.backend == "nccl" and not has_nvidia_device():
         raise ConfigError(
-            "distributed.backend = 'nccl': this release trains on CPUs, and nccl moves GPU tensors "
-            "only. Use gloo."
+            "distributed.backend = 'nccl': it moves GPU tensors only, and this machine has no CUDA "
+            "device. Use gloo."
         )
+
+
+def has_nvidia_device() -> bool:
+    """Say whether the system shows an NVIDIA GPU with its driver; torch may still not see it."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def require_compiler(settings: EngineSection) -> None:
@@ -51,6 +61,8 @@ def require_packages_here(
         raise ipex_missing("not installed")
     if distributed.backend == "ccl" and importlib.util.find_spec(CCL_MODULE) is None:
         raise ccl_missing("not installed")
+    if distributed.strategy == "zero3" and importlib.util.find_spec(DEEPSPEED_MODULE) is None:
+        raise deepspeed_missing("not installed")
     if quantize == "nf4" and importlib.util.find_spec(QUANTIZER_MODULE) is None:
         raise bitsandbytes_missing("not installed")
 
@@ -76,4 +88,12 @@ def bitsandbytes_missing(reason: object) -> ConfigError:
     return ConfigError(
         f"model.quantize = 'nf4' needs bitsandbytes ({reason}). Install it with: "
         f"{_QUANTIZER_INSTALL} (or use model.quantize = 'none')."
+    )
+
+
+def deepspeed_missing(reason: object) -> ConfigError:
+    """Return the error for distributed.strategy = 'zero3' without its package."""
+    return ConfigError(
+        f"distributed.strategy = 'zero3' needs deepspeed ({reason}). Install it with: "
+        f"{_DEEPSPEED_INSTALL} (or use strategy = 'shard')."
     )

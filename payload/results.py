@@ -150,6 +150,11 @@ class RunPaths:
         """The Accelerate config that says the same as the plan, for one node."""
         return self.root / f"accelerate_node_{node_rank}.yaml"
 
+    @property
+    def deepspeed_config(self) -> Path:
+        """What DeepSpeed is told, in a run with `distributed.strategy = "zero3"`."""
+        return self.root / "deepspeed.json"
+
     def checkpoint(self, step: int) -> Path:
         """The checkpoint after `step` steps."""
         return self.checkpoints / f"step_{step:08d}"

@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,6 +149,15 @@ class AdapterSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSection:
+    """[device]"""
+
+    kind: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the ranks compute. auto: on CUDA where torch sees a device, a rank on each, else on the
+    CPU. The project's kernels are for CPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSection:
     """[batch], in sequences"""
 
@@ -264,6 +273,9 @@ class EngineSection:
     kernels: Literal["auto", "off"] = "auto"
     """auto: the project's own kernels where they can be built, but not with `compile` or `ipex`.
     `off`: stock torch alone."""
+    deterministic: bool = False
+    """On CUDA: deterministic algorithms alone, so that a resume is bitwise; slower. On CPUs it is
+    bitwise anyway."""
 
     def wants_kernels(self) -> bool:
         """Whether `kernels` applies to this engine."""
@@ -283,14 +295,14 @@ class MemorySection:
 class DistributedSection:
     """[distributed]"""
 
-    backend: Literal["gloo", "ccl", "nccl"] = "gloo"
-    """`ccl` needs the extra `ccl`. `nccl` moves GPU tensors only and is refused: this release
-    trains on CPUs."""
+    backend: Literal["auto", "gloo", "ccl", "nccl"] = "auto"
+    """auto: nccl between CUDA devices, else gloo. `ccl` needs the extra `ccl`, `nccl` CUDA."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """What gradients travel as."""
-    strategy: Literal["replicate", "shard"] = "replicate"
+    strategy: Literal["replicate", "shard", "zero3"] = "replicate"
     """`replicate`: each rank holds the whole model. `shard`: each holds a part of the weights,
-    gradients and optimizer state, and a layer's weights are gathered for its passes (FSDP2)."""
+    gradients and optimizer state, and a layer's weights are gathered for its passes (FSDP2).
+    `zero3`: the same by DeepSpeed's ZeRO stage 3; needs the extra `deepspeed`."""
     shard_size: int | None = setting(None, low=1, high=2**20)
     """shard: ranks that hold one model together; gradients are averaged over such groups. none =
     all ranks."""
@@ -306,7 +318,7 @@ class DistributedSection:
         """Return the mesh of `world_size` ranks. Raises ConfigError when they do not divide."""
         return make_mesh(
             world_size,
-            shards=self.strategy == "shard",
+            shards=self.strategy != "replicate",
             shard_size=self.shard_size,
             tensor=self.tensor_parallel,
             pipeline=self.pipeline_parallel,
@@ -414,6 +426,7 @@ class RunConfig:
     model: ModelSection = field(default_factory=ModelSection)
     task: TaskSection = field(default_factory=TaskSection)
     adapter: AdapterSection = field(default_factory=AdapterSection)
+    device: DeviceSection = field(default_factory=DeviceSection)
     batch: BatchSection = field(default_factory=BatchSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
@@ -435,7 +448,13 @@ class RunConfig:
         """Whether the project's own kernels do the layers, where they can be built."""
         is_plain = not self.model.dropout and self.model.quantize == "none"
         is_plain = is_plain and not (self.adapter.is_on() and self.adapter.dora)
-        return self.engine.wants_kernels() and is_plain
+        return self.used_engine().wants_kernels() and is_plain
+
+    def used_engine(self) -> EngineSection:
+        """Return the engine that ranks run: under zero3 without kernels, by torch's modules."""
+        if self.distributed.strategy == "zero3":
+            return replace(self.engine, kernels="off")
+        return self.engine
 
     def passes(self, world_size: int) -> int:
         """Return the passes of a step on each rank. Raises ConfigError for uneven shares."""
@@ -467,7 +486,7 @@ class RunConfig:
 
     def malloc(self) -> Literal["tuned", "lean", "tcmalloc", "default"]:
         """Return how ranks allocate memory: lean where `tuned` would keep what shards free."""
-        if self.launch.malloc == "tuned" and self.distributed.strategy == "shard":
+        if self.launch.malloc == "tuned" and self.distributed.strategy != "replicate":
             return "lean"
         return self.launch.malloc
 
@@ -551,6 +570,11 @@ def _contradictions(config: RunConfig) -> list[str]:
     found += _quantize_contradictions(config)
     found += strategy_contradictions(config)
     found += _slurm_problems(config.slurm)
+    if config.device.kind == "cpu" and config.distributed.backend == "nccl":
+        found.append(
+            'distributed.backend = "nccl" moves GPU tensors only, but device.kind = "cpu". Use '
+            "gloo."
+        )
     if spec.width() % spec.num_heads():
         found.append(
             f"model.n_embd = {spec.width()} is not a multiple of model.n_head = {spec.num_heads()}."
@@ -627,27 +651,33 @@ def strategy_contradictions(config: RunConfig) -> list[str]:
     """Say what does not go with the run's strategy: a sentence for each."""
     distributed = config.distributed
     found = _split_contradictions(config) if distributed.splits_model() else []
+    strategy = f'"{distributed.strategy}"'
+    if distributed.strategy != "shard" and distributed.shard_size is not None:
+        found.append(
+            f"distributed.shard_size = {distributed.shard_size} needs distributed.strategy = "
+            '"shard". Set it, or leave shard_size out.'
+        )
     if distributed.strategy == "replicate":
-        if distributed.shard_size is not None:
-            found.append(
-                f"distributed.shard_size = {distributed.shard_size} needs distributed.strategy = "
-                '"shard". Set it, or leave shard_size out.'
-            )
         return found
     if config.optimizer.name == "muon":
         found.append(
-            'optimizer.name = "muon" needs whole matrices, and distributed.strategy = "shard" '
+            f'optimizer.name = "muon" needs whole matrices, and distributed.strategy = {strategy} '
             'splits them. Use adamw, or strategy = "replicate".'
         )
     if config.engine.kind != "native" or config.engine.compile:
         found.append(
-            'distributed.strategy = "shard" runs on engine.kind = "native" without engine.compile '
-            "alone. Leave them out."
+            f'distributed.strategy = {strategy} runs on engine.kind = "native" without '
+            "engine.compile alone. Leave them out."
         )
-    if distributed.backend != "gloo":
+    if distributed.backend == "ccl":
         found.append(
-            f'distributed.backend = "{distributed.backend}": strategy = "shard" is for gloo alone. '
-            "Use gloo."
+            f'distributed.backend = "ccl": on CPUs strategy = {strategy} is for gloo alone. Use '
+            "gloo."
+        )
+    if distributed.strategy == "zero3" and distributed.grad_dtype != "fp32":
+        found.append(
+            f'distributed.grad_dtype = "{distributed.grad_dtype}": DeepSpeed would add gradients '
+            'up in it. Use fp32 with strategy = "zero3".'
         )
     return found
 
@@ -681,7 +711,7 @@ def _split_contradictions(config: RunConfig) -> list[str]:
             f'{setting} runs on engine.kind = "native" without engine.compile alone. Leave them '
             "out."
         )
-    if distributed.backend != "gloo":
+    if distributed.backend not in ("auto", "gloo"):
         found.append(
             f'distributed.backend = "{distributed.backend}": {setting} is for gloo alone. Use gloo.'
         )

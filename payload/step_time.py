@@ -186,7 +186,8 @@ def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
 
     Replicas all-reduce gradients, once a step. Shards gather what belongs to no layer once a pass
     and the layers twice, and reduce-scatter gradients in every pass; replicas of shards all-reduce
-    their part then. Tensor ranks add up what each of them makes of the tokens.
+    their part then. Tensor ranks add up what each of them makes of the tokens. DeepSpeed gathers
+    all weights twice, and gloo's reduce-scatter, which it takes, is an all-reduce.
     """
     mesh = config.distributed.mesh(ranks)
     shards, gradients = mesh.shard, gradient_bytes(spec, config.distributed)
@@ -202,6 +203,8 @@ def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
     weights, outer = spec.weight_bytes(setting), spec.outer_elements() * BYTES_PER_WEIGHT
     gathered = outer + 2 * max(0, weights - outer)
     others = (shards - 1) / shards
+    if config.distributed.strategy == "zero3":
+        return Sent(replicate=0.0, shard=passes * others * 2 * (weights + gradients))
     return Sent(
         replicate=passes * sends_per_byte(ranks // shards) * gradients / shards,
         shard=passes * others * (gathered + gradients),

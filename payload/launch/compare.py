@@ -96,6 +96,8 @@ def _candidates(
     yield plain
     for size in divisors(world_size)[1:]:
         yield replace(plain, strategy="shard", shard_size=size)
+    if world_size > 1:
+        yield replace(plain, strategy="zero3")
     for tensor in divisors(ranks_per_node)[1:]:
         if world_size % tensor == 0:
             yield replace(plain, tensor_parallel=tensor)

@@ -14,6 +14,7 @@ from payload.adapter_files import has_adapter
 from payload.batch_size import settle_batch
 from payload.checkpoint_files import MANIFEST_FILE
 from payload.data_folder import load_meta
+from payload.deepspeed_config import render_deepspeed
 from payload.errors import (
     CheckpointError,
     ConfigError,
@@ -37,7 +38,7 @@ from payload.mesh import require_tensor_ranks_on_a_node
 from payload.models.fit import require_fit, require_weights
 from payload.models.hub import HubName, require_weights_on_hub
 from payload.models.source import SCRATCH, find_source, pinned, spec_on_hub
-from payload.models.spec import ModelSpec
+from payload.models.spec import Dtype, ModelSpec
 from payload.orchestrate.sites.choose import (
     Chosen,
     Order,
@@ -223,6 +224,9 @@ class PlannedRun:
         }
         for node_rank in range(len(self.inventory.nodes)):
             texts[paths.accelerate_config(node_rank)] = self.accelerate(node_rank)
+        if self.config.distributed.strategy == "zero3":
+            dtype: Dtype = "fp32" if self.config.precision.dtype == "fp32" else "bf16"
+            texts[paths.deepspeed_config] = render_deepspeed(self.config, dtype=dtype)
         texts[paths.plan] = self.plan.to_json()
         return {path.name: text for path, text in texts.items()}
 

@@ -44,7 +44,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> ExitCode:
     from payload.train.setup import pin_initial
     from payload.train.world import World
 
-    world = last_words.world = World.from_env(env)
+    world = last_words.world = World.from_env(env).on(
+        config.device, deterministic=config.engine.deterministic
+    )
     last_words.paths = RunPaths(arguments.run_dir) if arguments.run_dir else None
     logging.getLogger().setLevel(logging.INFO if world.is_main else logging.WARNING)
     clock.lap("imports")

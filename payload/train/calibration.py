@@ -25,6 +25,7 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.
 # The large product is the one that AMX needs to reach its peak; the small one takes 10 ms at 0.2
 # TFLOP/s, so that on a busy machine some of many fall between two interruptions.
 _GEMM_SIZES = (1024, 2048)
+_GPU_GEMM_SIZES = (4096, 8192)
 _GEMM_BUDGET_S = 0.15
 # 0.2 TFLOP/s: below, one large product takes longer than a short round, and is no faster.
 _FAST_PRODUCT_S = 0.01
@@ -59,11 +60,12 @@ def calibrate(world: World, choice: DtypeChoice, *, quantizes: bool = False) -> 
     """
     world.barrier()
     dtypes: tuple[Dtype, ...] = ("bf16", "fp32") if choice == "auto" else (choice,)
-    speeds = {dtype: _gemm_flops_per_s(dtype, _GEMM_SIZES[0]) for dtype in dtypes}
+    small, large = _gemm_sizes(world)
+    speeds = {dtype: _gemm_flops_per_s(world, dtype, small) for dtype in dtypes}
     dtype, reason = _choose(choice, _summed(world, speeds))
     peak = speeds[dtype]
-    if 2 * _GEMM_SIZES[0] ** 3 / peak < _FAST_PRODUCT_S:
-        peak = max(peak, _gemm_flops_per_s(dtype, _GEMM_SIZES[1]))
+    if 2 * small**3 / peak < _FAST_PRODUCT_S:
+        peak = max(peak, _gemm_flops_per_s(world, dtype, large))
     return Calibration(
         dtype=dtype,
         reason=reason,
@@ -105,9 +107,14 @@ def _choose(choice: DtypeChoice, speeds: dict[Dtype, float]) -> tuple[Dtype, str
     return "fp32", f"{compared}, not worth the rounding"
 
 
-def _gemm_flops_per_s(dtype: Dtype, size: int) -> float:
+def _gemm_sizes(world: World) -> tuple[int, int]:
+    return _GEMM_SIZES if world.is_cpu else _GPU_GEMM_SIZES
+
+
+def _gemm_flops_per_s(world: World, dtype: Dtype, size: int) -> float:
     """The best of many square products: the peak, not the average under noise."""
-    best_s = _best_product_s(*_factors(size, TORCH_DTYPES[dtype]), budget_s=_GEMM_BUDGET_S)
+    factors = _factors(world, size, TORCH_DTYPES[dtype])
+    best_s = _best_product_s(world, *factors, budget_s=_GEMM_BUDGET_S)
     return 2 * size**3 / best_s
 
 
@@ -118,29 +125,33 @@ def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dic
     """
     factors = {}
     for name, dtype in TORCH_DTYPES.items():
-        small = _factors(_GEMM_SIZES[0], dtype)
-        is_fast = _best_product_s(*small, budget_s=0.0) < _FAST_PRODUCT_S
-        factors[name] = _factors(_GEMM_SIZES[1], dtype) if world.broadcast(is_fast, bool) else small
+        small = _factors(world, _GEMM_SIZES[0], dtype)
+        is_fast = _best_product_s(world, *small, budget_s=0.0) < _FAST_PRODUCT_S
+        large = world.broadcast(is_fast, bool)
+        factors[name] = _factors(world, _GEMM_SIZES[1], dtype) if large else small
     found: dict[Dtype, list[float]] = {name: [] for name in factors}
     for _ in range(rounds):
         for name, (left, out) in factors.items():
             world.barrier()
-            best_s = _best_product_s(left, out, budget_s=round_s)
+            best_s = _best_product_s(world, left, out, budget_s=round_s)
             found[name].append(2 * left.shape[0] ** 3 / best_s)
     return {name: statistics.median(speeds) for name, speeds in found.items()}
 
 
-def _factors(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(world: World, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """A square matrix and a place for its square, once used."""
-    left = torch.full((size, size), 0.5, dtype=dtype)
+    left = torch.full((size, size), 0.5, dtype=dtype, device=world.device)
     return left, torch.mm(left, left)
 
 
-def _best_product_s(left: torch.Tensor, out: torch.Tensor, *, budget_s: float) -> float:
+def _best_product_s(
+    world: World, left: torch.Tensor, out: torch.Tensor, *, budget_s: float
+) -> float:
     best, started_s = float("inf"), time.perf_counter()
     while best == float("inf") or time.perf_counter() - started_s < budget_s:
         before_s = time.perf_counter()
         torch.mm(left, left, out=out)
+        world.synchronize()
         best = min(best, time.perf_counter() - before_s)
     return best
 
@@ -186,10 +197,11 @@ def measure_exchange(world: World, *, budget_s: float = _EXCHANGE_BUDGET_S) -> E
 
 def _all_reduce_s(world: World, num_bytes: int) -> float:
     """The time of the rank that took longest."""
-    values = torch.ones(num_bytes // 4)
+    values = torch.ones(num_bytes // 4, device=world.device)
     world.barrier()
     before = time.perf_counter()
     dist.all_reduce(values)
+    world.synchronize()
     took_s = torch.tensor([time.perf_counter() - before], dtype=torch.float64)
     dist.all_reduce(took_s, op=dist.ReduceOp.MAX)
     return float(took_s.item())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 
-from payload.engines import ipex_missing, require_compiler
-from payload.run_config import EngineSection
+from payload.engines import DEEPSPEED_MODULE, deepspeed_missing, ipex_missing, require_compiler
+from payload.run_config import DistributedSection, EngineSection
 from payload.train.kernels.kernels import find_kernels
 from payload.train.models.base import CausalLM
 from payload.train.optimizer import Optimizers
@@ -20,6 +22,12 @@ def require_engine(settings: EngineSection) -> None:
             import intel_extension_for_pytorch  # noqa: F401
         except ImportError as error:
             raise ipex_missing(error) from None
+
+
+def require_strategy(settings: DistributedSection) -> None:
+    """Raise ConfigError, with what installs it, when the strategy's package is not there."""
+    if settings.strategy == "zero3" and importlib.util.find_spec(DEEPSPEED_MODULE) is None:
+        raise deepspeed_missing("not installed")
 
 
 def engage(

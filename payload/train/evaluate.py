@@ -75,9 +75,9 @@ def evaluate(model: CausalLM, blocks: Blocks, how: EvalPass) -> EvalMetrics | No
         for done, start in enumerate(starts, 1):
             chosen = mine[start : start + size]
             if len(chosen):
-                total += _sums(model, blocks, chosen)
+                total += _sums(model, blocks, chosen, device=how.world.device)
             elif how.computes_together:
-                _sums(model, blocks, np.zeros(1, dtype=np.int64))
+                _sums(model, blocks, np.zeros(1, dtype=np.int64), device=how.world.device)
             stopped = how.should_stop(done, len(starts))
             if stopped:
                 break
@@ -90,9 +90,11 @@ def evaluate(model: CausalLM, blocks: Blocks, how: EvalPass) -> EvalMetrics | No
     )
 
 
-def _sums(model: CausalLM, blocks: Blocks, chosen: Indices) -> torch.Tensor:
-    """Sum of the losses of these blocks' targets, and their number, float64."""
-    inputs, targets, *rest = blocks.gather(chosen)
+def _sums(
+    model: CausalLM, blocks: Blocks, chosen: Indices, *, device: torch.device
+) -> torch.Tensor:
+    """Sum of the losses of these blocks' targets, and their number, float64 on the CPU."""
+    inputs, targets, *rest = (each.to(device) for each in blocks.gather(chosen))
     losses = model.token_losses(inputs, targets, *rest)
     count = (targets != IGNORED_TARGET).sum()
-    return torch.stack((losses.sum(dtype=torch.float64), count.double()))
+    return torch.stack((losses.sum(dtype=torch.float64), count.double())).cpu()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +27,16 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_TAIL_BYTES = 2**16
 _CHUNK_BYTES = 4 * 2**20
 """Read at once where a tensor changes its dtype on the way."""
+
+
+class Part(NamedTuple):
+    """The part of a tensor that begins at `first` along `dim`, which is 0 or another one."""
+
+    dim: int
+    first: int
 
 
 class LazyTensors(Mapping[str, Tensor]):
@@ -62,32 +72,55 @@ class LazyTensors(Mapping[str, Tensor]):
         """Return how many numbers all tensors have."""
         return sum(header.num_elements() for header in self._headers.values())
 
-    def copy_to(self, name: str, target: Tensor) -> None:
-        """Copy one tensor into `target`, of the same shape and any dtype and strides."""
+    def copy_to(self, name: str, target: Tensor, part: Part | None = None) -> None:
+        """Copy one tensor, or a part of it, into `target`, of any dtype and strides."""
         header = self._headers[name]
         dtype = _dtype(name, header, trained=target.is_floating_point())
-        assert header.shape == tuple(target.shape), "the caller compares shapes"
+        assert part or header.shape == tuple(target.shape), "the caller compares shapes"
+        if not target.numel():
+            return
+        dim, first = part or Part(dim=0, first=0)
+        rows = target.detach().unsqueeze(0) if target.dim() == 0 else target.detach()
+        shape = header.shape or (1,)
+        row_bytes = header.num_bytes() // shape[0]
         try:
             with open_regular(header.path) as file:
-                file.seek(header.start)
-                if target.dtype == dtype and target.is_contiguous():
+                file.seek(header.start + (first * row_bytes if dim == 0 else 0))
+                if dim == 0 and target.dtype == dtype and target.is_contiguous():
                     _read(file, target.detach())
                     return
-                rows = target.detach().unsqueeze(0) if target.dim() == 0 else target.detach()
-                row_bytes = max(1, header.num_bytes() // max(1, rows.shape[0]))
                 at_once = max(1, _CHUNK_BYTES // row_bytes)
                 if self._buffer.numel() < at_once * row_bytes:
                     self._buffer = torch.empty(at_once * row_bytes, dtype=torch.uint8)
                 for start in range(0, rows.shape[0], at_once):
-                    part = rows[start : start + at_once]
-                    chunk = self._buffer[: part.numel() * dtype.itemsize].view(dtype)
-                    chunk = chunk.view(part.shape)
+                    some = rows[start : start + at_once]
+                    chunk = self._buffer[: len(some) * row_bytes].view(dtype)
+                    chunk = chunk.view(len(some), *shape[1:])
                     _read(file, chunk)
-                    part.copy_(chunk)
+                    some.copy_(chunk if dim == 0 else chunk.narrow(dim, first, some.shape[dim]))
         except OSError as error:
             raise CheckpointError(
                 f"{header.path}: {error.strerror or error}. Download the model again."
             ) from None
+
+
+def files_identity(folder: Path) -> str:
+    """Return a hash of what tells a folder's weights from others, or "" where there are none.
+
+    It is of the headers, and of each file's size and last 64 KiB: all of the weights would take as
+    long to read as the model.
+    """
+    try:
+        headers = tensor_headers(folder)
+        digest = hashlib.sha256(repr(sorted(headers.items())).encode())
+        for path in sorted({header.path for header in headers.values()}):
+            with open_regular(path) as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _TAIL_BYTES))
+                digest.update(f"{size}".encode() + file.read())
+    except (CheckpointError, OSError):
+        return ""
+    return digest.hexdigest()
 
 
 def shape_in(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
@@ -96,11 +129,26 @@ def shape_in(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
 
 
 def copy_in(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> None:
-    """Set `target` to a tensor, in parts where it is read from a file."""
-    if isinstance(tensors, LazyTensors):
+    """Set `target` to a tensor, in parts where it is read from a file.
+
+    Of a tensor that is shared out over ranks, a rank reads the part that it holds.
+    """
+    if isinstance(tensors, LazyTensors) and hasattr(target, "placements"):
+        tensors.copy_to(name, target.to_local(), _part_of(target))
+    elif isinstance(tensors, LazyTensors):
         tensors.copy_to(name, target)
     else:
         target.detach().copy_(tensors[name])
+
+
+def _part_of(shared: Any) -> Part:
+    """Return which part of a DTensor this rank holds; torch takes a second to import its class."""
+    ((axis, dim),) = (
+        (axis, each.dim) for axis, each in enumerate(shared.placements) if each.is_shard()
+    )
+    each = -(-shared.shape[dim] // shared.device_mesh.size(axis))
+    place = shared.device_mesh.get_coordinate()[axis]
+    return Part(dim=dim, first=min(place * each, shared.shape[dim]))
 
 
 def _dtype(name: str, header: TensorHeader, *, trained: bool = False) -> torch.dtype:

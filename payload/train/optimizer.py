@@ -137,7 +137,7 @@ class Optimizers:
                     f"the optimizer state {full_name!r} of shape {tuple(whole.shape)} fits no "
                     "parameter of this model; the checkpoint belongs to another model."
                 )
-            owners[parameter].state[parameter][key] = value.clone()
+            owners[parameter].state[parameter][key] = value.to(parameter.device, copy=True)
 
 
 def build_optimizers(

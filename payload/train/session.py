@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-import psutil
 from accelerate import Accelerator
 
 from payload.batch_size import as_recorded, settle_batch, with_size
+from payload.deepspeed_config import render_deepspeed
 from payload.mesh import require_tensor_ranks_on_a_node
 from payload.metrics_log import read_metrics
 from payload.models.fit import require_split
@@ -20,11 +20,10 @@ from payload.results import RunPaths, write_whole
 from payload.run_config import AUTO, DtypeChoice, RunConfig
 from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration, calibrate
-from payload.train.engine import engage, require_engine
+from payload.train.engine import engage, require_engine, require_strategy
 from payload.train.metrics import MetricsFile, SignOfLife
 from payload.train.models.base import CausalLM
 from payload.train.models.lora import shrink_base
-from payload.train.optimizer import build_optimizers
 from payload.train.parts import Parts
 from payload.train.setup import (
     Start,
@@ -62,6 +61,7 @@ def train(
         sign_of_life = SignOfLife(paths, world)
         sign_of_life.tell(step=0, phase="load")
         require_engine(config.engine)
+        require_strategy(config.distributed)
         config.require_even(world.world_size)
         if world.world_size > 1:
             tensor = config.distributed.tensor_parallel
@@ -126,7 +126,7 @@ def _settled(config: RunConfig, start: Start, *, paths: RunPaths, world: World) 
     """
     if config.batch.micro_batch_size != AUTO:
         return config
-    free = min(world.gather(_free_bytes(), int))
+    free = min(world.gather(world.free_bytes(), int))
     found = None
     if world.is_main:
         earlier = earlier_config(paths)
@@ -148,11 +148,6 @@ def _settled(config: RunConfig, start: Start, *, paths: RunPaths, world: World) 
         )
     agreed = world.broadcast(found, _Settled)
     return with_size(config, agreed.size, checkpointing=agreed.checkpointing)
-
-
-def _free_bytes() -> int:
-    """Return the memory that this rank's node could give, with what this process has of it."""
-    return psutil.virtual_memory().available + psutil.Process().memory_info().rss
 
 
 def _train(
@@ -224,21 +219,26 @@ def _assemble(
     clock: StartClock,
 ) -> Parts:
     """Wrap the model, and give every rank rank 0's parameters and optimizer state."""
+    engine = config.used_engine()
+    if not world.is_cpu:
+        start.model.to(world.device)
+        start.model.chunks_loss = True
+        log.info(f"device    {world.device}: without the project's kernels, which are for CPUs")
+        engine = replace(engine, kernels="off")
     if calibration.dtype == "bf16":
         shrink_base(start.model)
     if _checkpoints_layers(config, start.model, world=world, calibration=calibration):
         start.model.enable_checkpointing()
+    if world.is_main and config.distributed.strategy == "zero3":
+        write_whole(paths.deepspeed_config, render_deepspeed(config, dtype=calibration.dtype))
     strategy = choose_strategy(config.distributed, world)
     strategy.wrap(start.model)
-    optimizers = build_optimizers(
-        start.model, config.optimizer, config.engine, parts=strategy.parts(start.model)
-    )
-    optimizers.norm_over_ranks, optimizers.counts = strategy.norm_over_ranks(), strategy.counts()
+    optimizers = strategy.optimizers(start.model, config, dtype=calibration.dtype)
     step = start.state.step if start.state else 0
     sign_of_life.tell(step=step, phase="kernels")
-    engaged = engage(start.model, optimizers, settings=config.engine, world=world)
+    engaged = engage(start.model, optimizers, settings=engine, world=world)
     accelerator = Accelerator(
-        cpu=world.device.type == "cpu",
+        cpu=world.is_cpu,
         mixed_precision="bf16" if calibration.dtype == "bf16" else "no",
     )
     # evaluation_mode: precision alone, no DDP; the strategy does its work.
@@ -275,7 +275,7 @@ def _checkpoints_layers(
     setting = config.memory.activation_checkpointing
     if setting != "auto":
         return setting == "on"
-    free = _free_bytes()
+    free = world.free_bytes()
     estimate = model.trained_spec().rank_memory_bytes(
         config.rank_setting(dtype=calibration.dtype, world_size=world.world_size)
     )

@@ -46,6 +46,7 @@ from payload.train.checkpoint import (
     newest_checkpoint,
     remove_partial_checkpoints,
 )
+from payload.train.lazy_tensors import LazyTensors, files_identity
 from payload.train.models.base import CausalLM
 from payload.train.models.lora import (
     add_adapter,
@@ -53,7 +54,7 @@ from payload.train.models.lora import (
     quantize_base,
     read_adapter_tensors,
 )
-from payload.train.models.registry import build, load
+from payload.train.models.registry import build, load, require_enough
 from payload.train.optimizer import Optimizers
 from payload.train.strategies.base import Strategy
 from payload.train.tasks.base import Task
@@ -270,13 +271,18 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
     """Load the weights in `folder` on rank 0; the others build the same sizes and wait for them."""
     model = None
     config_folder = _config_folder(folder) if folder else None
+    in_parts = _read_in_parts(config, folder, world=world)
     if folder is not None and config_folder is not None:
         spec, meta = read_spec(config_folder), task.meta
         require_fit(spec, config, vocab_size=meta.vocab_size, tokenizer=meta.tokenizer)
-        model = load(folder, dropout=config.model.dropout, quantize=config.model.quantize)
+        if in_parts:
+            require_enough(LazyTensors(folder), spec, folder)
+        else:
+            model = load(folder, dropout=config.model.dropout, quantize=config.model.quantize)
         if note := unused_settings(spec, config):
             log.info(note)
-        model.spec = model.spec.with_sequence_length(config.data.sequence_length)
+        if model is not None:
+            model.spec = model.spec.with_sequence_length(config.data.sequence_length)
     raw = world.broadcast(json.dumps(read_config(config_folder)) if config_folder else None, str)
     if model is None:
         spec = spec_of(json.loads(raw), where=f"rank 0's {CONFIG_FILE}")
@@ -284,7 +290,27 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
         model = build(spec, dropout=config.model.dropout, random=False)
         if config.model.quantize == "nf4":
             quantize_base(model)
+        if in_parts and model.reads_parts:
+            log.info("weights   each rank reads its own part of them")
+            model.unread = in_parts
+        elif in_parts and world.is_main:
+            model.load_tensors(LazyTensors(in_parts), where=str(in_parts))
     return model
+
+
+def _read_in_parts(config: RunConfig, folder: Path | None, *, world: World) -> Path | None:
+    """Return rank 0's folder of weights where each rank can read its own part, or None.
+
+    All ranks have to see the same files there, by their headers and their last bytes: a shared
+    disk, or a copy on each node. An adapter's base and a classifier are read whole by rank 0.
+    """
+    whole = config.adapter.is_on() or config.task.kind == "classify"
+    if whole or config.distributed.strategy != "shard" or world.world_size == 1:
+        return None
+    is_plain = folder is not None and not has_adapter(folder)
+    wanted = world.broadcast(str(folder.resolve()) if folder and is_plain else "", str)
+    found = world.gather(files_identity(Path(wanted)) if wanted else "", str)
+    return Path(wanted) if found[0] and len(set(found)) == 1 else None
 
 
 def _config_folder(folder: Path) -> Path:
@@ -327,7 +353,7 @@ def _broadcast_tensors(
     )
     for form in world.broadcast(_TensorForms(tensors=found), _TensorForms).tensors:
         value = (
-            tensors[form.name]
+            tensors[form.name].to(world.device)
             if world.is_main
             else torch.empty(form.size, dtype=_DTYPES[form.dtype], device=world.device)
         )

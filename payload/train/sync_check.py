@@ -156,7 +156,8 @@ def _inspect(
     ]
 
     def inspect(named: tuple[str, Tensor]) -> tuple[bytes, bool]:
-        return (_sha256(named[1]) if hashes else b""), _is_finite(named[1])
+        chunk = named[1].cpu()
+        return (_sha256(chunk) if hashes else b""), _is_finite(chunk)
 
     found = list(pool.map(inspect, chunks))
     not_finite = next(

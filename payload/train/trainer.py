@@ -207,7 +207,7 @@ class Trainer:
                 self._seed_masks(micro_step)
             last = micro_step == self._accumulation - 1
             with clock.of("forward"):
-                loss = parts.trained(*batch.inputs)
+                loss = parts.trained(*(each.to(parts.world.device) for each in batch.inputs))
             if last:
                 parts.strategy.begin(batch.tokens)
             divisor = step_weight / batch.weight

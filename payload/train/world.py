@@ -10,8 +10,9 @@ import platform
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -20,10 +21,10 @@ from payload.errors import ConfigError, RankLostError, TrainingError
 from payload.hints import command
 from payload.interface import interface_towards
 from payload.rank_variables import TORCH, identify
-from payload.run_config import DistributedSection
+from payload.run_config import DeviceSection, DistributedSection
 from payload.untrusted import check_type, parse_json
 
-# What gloo's exceptions say when the other side is gone rather than wrong.
+# What gloo's and NCCL's exceptions say when the other side is gone rather than wrong.
 _PEER_LOST = (
     "connection closed by peer",
     "connection reset by peer",
@@ -34,6 +35,8 @@ _PEER_LOST = (
     "read error",
     "write error",
     "socketstream",
+    "remote process exited",
+    "nccl communicator was aborted",
 )
 
 _MAX_MESSAGE_BYTES = 2**22
@@ -56,6 +59,8 @@ class World:
     local_world_size: int
     node: str
     """Name of the node, as the inventory has it."""
+    kind: Literal["cpu", "cuda"] = "cpu"
+    """What this rank computes on."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> World:
@@ -80,10 +85,56 @@ class World:
         """Whether this rank writes the run's files."""
         return self.rank == 0
 
+    def on(self, settings: DeviceSection, *, deterministic: bool = False) -> World:
+        """Return the same place on the device that `device.kind` stands for here.
+
+        This is where the device enters. Raises ConfigError where there is none.
+        """
+        if settings.kind == "cpu" or not torch.cuda.is_available():
+            if settings.kind == "cuda":
+                raise ConfigError(
+                    f"device.kind = 'cuda': torch {torch.__version__} sees no CUDA device. Install "
+                    "the driver and torch's CUDA build, or use device.kind = 'cpu'."
+                )
+            return self
+        if self.local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"launch.ranks_per_node = {self.local_world_size}: this machine has "
+                f"{torch.cuda.device_count()} CUDA device(s), and each takes one rank. Lower it."
+            )
+        if deterministic:
+            # Read by cuBLAS when it starts: https://docs.nvidia.com/cuda/cublas, "reproducibility".
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            # Nothing is read before it is written; filling it would take a tenth of the step.
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.cuda.set_device(self.local_rank)
+        return dataclasses.replace(self, kind="cuda")
+
     @property
     def device(self) -> torch.device:
         """Where this rank's tensors are; no other module names a device."""
-        return torch.device("cpu")
+        return torch.device(self.kind, self.local_rank if self.kind == "cuda" else None)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether this rank computes on the CPU, which the project's kernels are for."""
+        return self.kind == "cpu"
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given; a CPU has."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize()
+
+    def free_bytes(self) -> int:
+        """Return the memory that the ranks of this node could have, with what this one has of it.
+
+        On CUDA it is this rank's device, times the node's ranks.
+        """
+        if self.kind == "cuda":
+            free, _ = torch.cuda.mem_get_info()
+            return (free + torch.cuda.memory_reserved()) * self.local_world_size
+        return psutil.virtual_memory().available + psutil.Process().memory_info().rss
 
     def nodes(self) -> int:
         """Number of nodes, given that all run equally many ranks."""
@@ -114,11 +165,23 @@ class World:
             if towards is not None:
                 os.environ["GLOO_SOCKET_IFNAME"] = towards
         dist.init_process_group(
-            settings.backend,
+            self._backend(settings),
             rank=self.rank,
             world_size=self.world_size,
             timeout=datetime.timedelta(seconds=settings.timeout_s),
         )
+
+    def _backend(self, settings: DistributedSection) -> str:
+        """Return torch's name of the backend. Raises ConfigError for nccl without CUDA."""
+        if settings.backend == "nccl" and self.kind != "cuda":
+            raise ConfigError(
+                "distributed.backend = 'nccl': it moves GPU tensors only, and the ranks compute on "
+                "CPUs. Use gloo."
+            )
+        if settings.backend not in ("auto", "nccl"):
+            return settings.backend
+        # What the ranks tell each other besides is on the CPU.
+        return "cpu:gloo,cuda:nccl" if self.kind == "cuda" else "gloo"
 
     def leave(self) -> None:
         """Close the process group; a second call does nothing."""

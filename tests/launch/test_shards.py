@@ -62,6 +62,14 @@ def test_groups_of_two_send_less_between_shards_and_a_half_between_groups() -> N
     assert found.replicate_bytes == 2 * WEIGHTS // 2
 
 
+def test_deepspeed_gathers_all_weights_twice_and_sums_gradients_by_an_all_reduce() -> None:
+    found = numbers("distributed.strategy=zero3")
+    assert (found.replicas, found.shards) == (1, 4)
+    assert found.shard_bytes == round(2 * 3 / 4 * 4 * WEIGHTS)
+    assert found.replicate_bytes == 0
+    assert found.memory_bytes_per_rank < 0.45 * numbers().memory_bytes_per_rank
+
+
 def test_replicas_send_gradients_once_a_step() -> None:
     found = numbers()
     assert (found.replicas, found.shards, found.shard_bytes) == (4, 1, 0)

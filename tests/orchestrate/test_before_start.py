@@ -175,7 +175,7 @@ def test_a_run_that_fails_before_its_first_step_does_not_become_the_latest(
         ("model.init={before}/nothing", "there is no such folder"),
         ("engine.kind=ipex", "needs intel-extension-for-pytorch"),
         ("distributed.backend=ccl", "needs oneccl_bind_pt"),
-        ("distributed.backend=nccl", "this release trains on CPUs"),
+        ("distributed.backend=nccl", "has no CUDA device"),
         ("model.init={before}", "above the 64 positions"),
         ("train.keep_checkpoints=1000000000", "GB free, but"),
     ],

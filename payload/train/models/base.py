@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from payload.models.adapter import AdaptedSpec
 from payload.models.spec import ModelSpec
 from payload.run_config import AdapterSection
 from payload.train.kernels.kernels import Kernels
-from payload.train.models import split_head
+from payload.train.models import chunked_loss, split_head
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.models.split import SplitModule, Splits
 
@@ -69,12 +70,19 @@ class CausalLM(SplitModule, ABC):
     B batch, T tokens in this pass, C width, V vocabulary.
     """
 
+    reads_parts = False
+    """Whether `load_tensors` sets parameters of which a rank holds a part."""
+
     def __init__(self, spec: ModelSpec, *, dropout: float = 0.0) -> None:
         super().__init__()
         self.spec = spec
         self.dropout = dropout
         self.checkpoints_layers = False
         """Whether `enable_checkpointing` was called."""
+        self.unread: Path | None = None
+        """The folder that a strategy has still to read this rank's part of the weights from."""
+        self.chunks_loss = False
+        """Whether head and loss are computed in chunks of tokens, where there are no kernels."""
         self.kernels: Kernels | None = None
         """Faster ways for a pass without caches; None = the plain modules, the reference."""
         self.adapter: AdapterSection | None = None
@@ -243,6 +251,8 @@ class CausalLM(SplitModule, ABC):
             return split_head.token_losses(hidden, weight, targets, self.ranks, words=words)
         if self.kernels is not None and weight is not None:
             return self.kernels.token_losses(hidden, weight, targets)
+        if self.chunks_loss and weight is not None:
+            return chunked_loss.token_losses(hidden, weight, targets)
         losses = functional.cross_entropy(
             self.logits(hidden).flatten(0, 1).float(),
             targets.flatten(),
@@ -272,6 +282,8 @@ class CausalLM(SplitModule, ABC):
             return split_head.mean_loss(hidden, weight, targets, self.ranks, words=words)
         if self.kernels is not None and weight is not None:
             return self.kernels.mean_loss(hidden, weight, targets)
+        if self.chunks_loss and weight is not None:
+            return chunked_loss.mean_loss(hidden, weight, targets)
         logits = self.logits(hidden)
         return functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET

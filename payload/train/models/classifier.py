@@ -66,11 +66,11 @@ class Classifier(CausalLM):
         """(B, T) padded token ids to (B, K) fp32."""
         hidden = self.hidden(tokens)
         last = last_tokens(tokens, pad_token=self.pad_token)
-        return self.logits(hidden[torch.arange(len(tokens)), last])
+        return self.logits(hidden[torch.arange(len(tokens), device=tokens.device), last])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) to (..., K), in fp32 whatever the layers' dtype is."""
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False):
             return functional.linear(hidden.float(), self.score.weight)
 
     def forward(
@@ -79,8 +79,11 @@ class Classifier(CausalLM):
         """Mean cross entropy of the texts' labels (B,), by class weight, a scalar."""
         assert starts is None and not more, "a row has one text"
         return functional.cross_entropy(
-            self.class_logits(tokens), targets, weight=self.class_weights
+            self.class_logits(tokens), targets, weight=self._weights_on(tokens.device)
         )
+
+    def _weights_on(self, device: torch.device) -> Tensor | None:
+        return None if self.class_weights is None else self.class_weights.to(device)
 
     def enable_checkpointing(self) -> None:
         """Keep a layer's input alone in training."""
@@ -192,7 +195,7 @@ def last_tokens(tokens: Tensor, *, pad_token: int) -> Tensor:
 
     Source: transformers, modeling_layers.py, GenericForSequenceClassification.
     """
-    places = torch.arange(tokens.shape[1], dtype=torch.int32)
+    places = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
     return (places * (tokens != pad_token).int()).argmax(-1)
 
 

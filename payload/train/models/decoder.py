@@ -62,6 +62,7 @@ class Decoder(CausalLM):
     """The model. Weights are random, or for the caller to set."""
 
     spec: DecoderSpec
+    reads_parts = True
 
     def __init__(self, spec: DecoderSpec, *, dropout: float = 0.0, random: bool = True) -> None:
         super().__init__(spec, dropout=dropout)

@@ -191,6 +191,7 @@ class GPT(CausalLM):
     """The model. Weights are random, as GPT-2's were before training, or for the caller to set."""
 
     spec: Gpt2Spec
+    reads_parts = True
 
     def __init__(self, spec: Gpt2Spec, *, dropout: float = 0.0, random: bool = True) -> None:
         super().__init__(spec, dropout=dropout)

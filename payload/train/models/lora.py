@@ -75,7 +75,7 @@ class LoraLinear(nn.Module):
     def base(self, x: Tensor) -> Tensor:
         """(..., I) to (..., O), without the adapter."""
         weight = self.weight
-        if weight.dtype != x.dtype and not torch.is_autocast_enabled("cpu"):
+        if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             weight = weight.to(x.dtype)
         return functional.linear(x, weight, self.bias)
 

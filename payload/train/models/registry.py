@@ -83,7 +83,7 @@ def load(folder: Path, *, dropout: float = 0.0, quantize: Quantize = "none") -> 
         return _load_merged(folder, dropout=dropout)
     spec = read_spec(folder)
     tensors = LazyTensors(folder)
-    _require_enough(tensors, spec, folder)
+    require_enough(tensors, spec, folder)
     model = build(spec, dropout=dropout, random=False)
     config = read_config(folder)
     if is_classifier(config):
@@ -118,7 +118,7 @@ def _classifier(body: CausalLM, config: Mapping[str, object], *, where: str) -> 
     return Classifier(body, labels=labels, pad_token=pad_token, random=False)
 
 
-def _require_enough(tensors: LazyTensors, spec: ModelSpec, folder: Path) -> None:
+def require_enough(tensors: LazyTensors, spec: ModelSpec, folder: Path) -> None:
     """Refuse sizes that the weights do not have, before memory is taken for them."""
     held = tensors.num_elements()
     if sum(each.elements for each in spec.gradient_sizes() if each.kind == "matrix") > 2 * held:

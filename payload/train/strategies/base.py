@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from payload.run_config import DistributedSection
+from payload.models.spec import Dtype
+from payload.run_config import DistributedSection, RunConfig
 from payload.train.models.base import CausalLM
-from payload.train.optimizer import Optimizers
+from payload.train.optimizer import Optimizers, build_optimizers
 from payload.train.snapshot import Snapshot
 from payload.train.sync_check import require_sound_ranks
 from payload.train.world import World
@@ -20,7 +21,7 @@ from payload.train.world import World
 class Strategy(ABC):
     """One rank's side of a strategy, for one model.
 
-    The calls come in this order: `wrap`, `parts`, `attach`; then for each step `begin`
+    The calls come in this order: `wrap`, `optimizers`, `attach`; then for each step `begin`
     and `finish`.
     """
 
@@ -48,6 +49,13 @@ class Strategy(ABC):
         """Return what this rank's optimizers train, by name; None = the model's own parameters."""
         del model
         return None
+
+    def optimizers(self, model: CausalLM, config: RunConfig, *, dtype: Dtype) -> Optimizers:
+        """Make what updates this rank's parameters; passes compute in `dtype`."""
+        del dtype
+        made = build_optimizers(model, config.optimizer, config.engine, parts=self.parts(model))
+        made.norm_over_ranks, made.counts = self.norm_over_ranks(), self.counts()
+        return made
 
     @abstractmethod
     def attach(self, model: CausalLM) -> None:

@@ -16,6 +16,10 @@ def choose_strategy(settings: DistributedSection, world: World) -> Strategy:
         return ModelParallel(settings, world)
     if settings.strategy == "replicate" or world.world_size == 1:
         return Replicate(settings, world)
+    if settings.strategy == "zero3":
+        from payload.train.strategies.zero3 import Zero3
+
+        return Zero3(settings, world)
     # Loaded where it is used: FSDP2 takes a second to import.
     from payload.train.strategies.shard import Shard
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from payload.run_config import DistributedSection
+from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM, LayerModule, Placement, trainable
 from payload.train.optimizer import Optimizers
 from payload.train.snapshot import checkpoint_weights
@@ -56,7 +57,10 @@ class Shard(Strategy):
         """Each trained parameter of the model, and this rank's part as the optimizers have it."""
 
     def wrap(self, model: CausalLM) -> None:
-        """Give every rank its part of rank 0's weights, layer by layer: one is whole at a time."""
+        """Give every rank its part of rank 0's weights, layer by layer: one is whole at a time.
+
+        Where all ranks have the weights' files, each reads its part, and nothing is sent.
+        """
         # Gradients that travel as bf16 are rounded for that alone; each rank adds them up in fp32.
         reduced = torch.bfloat16 if self.settings.grad_dtype == "bf16" else None
         policy = MixedPrecisionPolicy(reduce_dtype=reduced)
@@ -64,7 +68,7 @@ class Shard(Strategy):
             dist.broadcast(buffer, src=0)
         for module in (*model.layers(), model):
             for parameter in module.parameters():
-                if not isinstance(parameter, DTensor):
+                if model.unread is None and not isinstance(parameter, DTensor):
                     dist.broadcast(parameter.detach(), src=0)
             before, kind = _num_hooks(module), type(module)
             fully_shard(module, mesh=self._mesh, mp_policy=policy)
@@ -72,6 +76,9 @@ class Shard(Strategy):
                 module.placement = Placement(kind, DTensor, _num_hooks(module) - before)
                 register_fsdp_forward_method(module, "computed_by")
             self._set_collectives(cast(FSDPModule, module))
+        if model.unread is not None:
+            model.load_tensors(LazyTensors(model.unread), where=str(model.unread))
+            model.unread = None
         for name in _ENTRIES:
             if hasattr(model, name):
                 register_fsdp_forward_method(model, name)

@@ -60,7 +60,7 @@ class ShardSnapshot(Snapshot):
                 # Joined in memory by transformers, such as experts: taken apart, it is whole.
                 return tensor.to_local()
             (dim,) = dims
-            part = tensor.to_local().movedim(dim, 0)
+            part = tensor.to_local().cpu().movedim(dim, 0)
             rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
             if rank:
                 if part.numel():

@@ -1,0 +1,180 @@
+"""Loading a model that no rank could hold: each rank of a sharded run reads its own part.
+
+    python -m benchmarks.loading --params 1e9 --ranks 4 --limit-gib 1.7
+
+Writes a Llama-shaped folder with random bf16 weights, then loads it on the ranks of this machine
+as `distributed.strategy = "shard"` does, in fp32. With `--limit-gib` each rank is in a cgroup of
+that memory (root alone), where a rank that reads the whole model is killed: that is tried, too. A
+table goes to stderr, one JSON object to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import REPO
+from benchmarks.machine import describe_machine
+from benchmarks.tables import Table
+
+_CGROUP = Path("/sys/fs/cgroup/memory")
+_WIDTH = 1024
+_VOCAB = 32_000
+_WAIT_S = 500
+
+
+def write_model(folder: Path, *, params: float) -> int:
+    """Write the folder, one tensor in memory at a time; return the number of its weights."""
+    import torch
+
+    from payload.models.registry import spec_of
+    from payload.train.models.registry import build
+    from payload.train.tensor_file import write_tensors
+
+    layer = 4 * _WIDTH**2 + 3 * 4 * _WIDTH**2
+    layers = max(1, round((params - _VOCAB * _WIDTH) / layer))
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    sizes = {"hidden_size": _WIDTH, "intermediate_size": 4 * _WIDTH, "num_hidden_layers": layers}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **heads, **sizes}
+    config |= {"vocab_size": _VOCAB, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5}
+    config |= {"rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    model = build(spec_of(config, where="the benchmark"), random=False)
+    tensors = {
+        name: torch.empty(each.shape, dtype=torch.bfloat16, device="meta")
+        for name, each in model.named_parameters()
+    }
+    generator = torch.Generator().manual_seed(0)
+
+    def filled(each: torch.Tensor) -> torch.Tensor:
+        return (torch.randn(each.shape, generator=generator) * 0.02).bfloat16()
+
+    write_tensors(folder / "model.safetensors", tensors, metadata={"format": "pt"}, whole=filled)
+    return sum(each.numel() for each in tensors.values())
+
+
+def load_as_a_rank(folder: Path, *, whole: bool) -> dict[str, Any]:
+    """Load this rank's part, or rank 0 everything; return its peak and a sum of the weights."""
+    import torch
+
+    from payload.models.registry import read_spec
+    from payload.run_config import DistributedSection
+    from payload.train.models.registry import build, load
+    from payload.train.strategies.shard import Shard
+    from payload.train.world import World
+
+    settings = DistributedSection(strategy="shard")
+    world = World.from_env(os.environ)
+    world.join(settings)
+    before = _peak_bytes()
+    if whole and world.is_main:
+        model = load(folder)
+    else:
+        model = build(read_spec(folder), random=False)
+        model.unread = None if whole else folder
+    strategy = Shard(settings, world)
+    strategy.wrap(model)
+    peak = _peak_bytes()
+    parts = strategy.parts(model).values()
+    total = torch.stack([each.detach().double().sum() for each in parts]).sum()
+    world.sum(total)
+    found = {"rank": world.rank, "before_bytes": before, "peak_bytes": peak, "sum": float(total)}
+    world.barrier()
+    world.leave()
+    return found
+
+
+def load_on_ranks(
+    folder: Path, *, ranks: int, whole: bool, limit_bytes: int | None = None
+) -> list[dict[str, Any]] | None:
+    """Load on so many ranks; None when one was killed for its memory."""
+    starts = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    words = ["benchmarks.loading", "--rank", str(folder), *(["--whole"] if whole else [])]
+    if limit_bytes is not None:
+        words += ["--limit-bytes", str(limit_bytes)]
+    result = subprocess.run(
+        [sys.executable, "-m", *starts, *words],
+        cwd=REPO,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        timeout=_WAIT_S,
+        check=False,
+    )
+    if result.returncode:
+        if limit_bytes is not None and "SIGKILL" in result.stderr:
+            return None
+        raise SystemExit(f"error: loading failed: {result.stderr[-1500:]}")
+    lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
+    return sorted(map(json.loads, lines), key=lambda each: int(each["rank"]))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure and print, or be one of the ranks."""
+    arguments = _parser().parse_args(argv)
+    if arguments.rank is not None:
+        if arguments.limit_bytes is not None:
+            _enter_cgroup(arguments.limit_bytes)
+        found = load_as_a_rank(arguments.rank, whole=arguments.whole)
+        os.write(1, f"{json.dumps(found)}\n".encode())
+        return 0
+    limit = None if arguments.limit_gib is None else int(arguments.limit_gib * 2**30)
+    table = Table("weights GB", "peak GB", "limit GB", "killed", labels=["each rank its part"])
+    with tempfile.TemporaryDirectory() as folder:
+        size = 4 * write_model(Path(folder), params=arguments.params)
+        cases = []
+        for name, whole in (("each rank its part", False), ("rank 0 everything", True)):
+            ranks = load_on_ranks(
+                Path(folder), ranks=arguments.ranks, whole=whole, limit_bytes=limit
+            )
+            peak = None if ranks is None else max(each["peak_bytes"] for each in ranks)
+            cases.append({"case": name, "peak_bytes": peak, "killed": ranks is None})
+            table.row(
+                name,
+                f"{size / 1e9:.2f}",
+                "" if peak is None else f"{peak / 1e9:.2f}",
+                "none" if limit is None else f"{limit / 1e9:.2f}",
+                "yes" if ranks is None else "no",
+            )
+    found = {"benchmark": "loading", "ranks": arguments.ranks, "weights_bytes": size}
+    print(json.dumps(found | {"machine": describe_machine(), "cases": cases}))
+    return 0
+
+
+def _enter_cgroup(limit_bytes: int) -> None:
+    """Put this process into a memory cgroup of its own, which goes when the process does."""
+    folder = _CGROUP / f"tileforge-loading-{os.getpid()}"
+    folder.mkdir()
+    (folder / "memory.limit_in_bytes").write_text(str(limit_bytes))
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.loading",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--params", type=float, default=1e9, metavar="WEIGHTS")
+    parser.add_argument("--ranks", type=int, default=4, metavar="RANKS")
+    parser.add_argument("--limit-gib", type=float, metavar="GIB", help="memory of each rank")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--limit-bytes", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,239 @@
+"""Each rank holds a part of every weight, gradient and optimizer state: DeepSpeed's ZeRO stage 3.
+
+DeepSpeed gathers a module's weights by hooks on its passes, sums gradients to parts, clips and
+updates. It is called directly: Accelerate's plugin would make the update inside the backward pass,
+before a checkpoint's writer has read the weights, and would turn the weights to bf16.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Rows
+
+from payload.deepspeed_config import deepspeed_config
+from payload.models.spec import Dtype
+from payload.run_config import DistributedSection, RunConfig
+from payload.train.models.base import CausalLM, trainable
+from payload.train.optimizer import Optimizers, build_optimizers
+from payload.train.snapshot import checkpoint_weights
+from payload.train.strategies.base import Strategy
+from payload.train.strategies.shard_snapshot import ShardSnapshot, rows_of
+from payload.train.strategies.zero3_optimizers import Zero3Optimizers
+from payload.train.sync_check import RankState, inspect_each, require_one_model
+from payload.train.world import World
+
+log = logging.getLogger(__name__)
+
+_ENTRIES = ("forward", "token_losses", "class_logits")
+"""A model's own ways into a forward pass."""
+
+
+class _Entered(nn.Module):
+    """A model's modules with one way in, around which DeepSpeed puts its hooks.
+
+    The model itself is not among them: it is called from outside, by several ways.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        for name, parameter in model.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+
+    def forward(self, entry: Callable[..., Any], *inputs: Any) -> Any:
+        """Call one of the model's ways in."""
+        return entry(*inputs)
+
+
+class Zero3(Strategy):
+    """ZeRO stage 3 over all ranks."""
+
+    def __init__(self, settings: DistributedSection, world: World) -> None:
+        super().__init__(settings, world)
+        self._mesh = init_device_mesh(world.device.type, (world.world_size,))
+        self._saving: dist.ProcessGroup = dist.new_group(list(range(world.world_size)))
+        self._engine: Any = None
+
+    def wrap(self, model: CausalLM) -> None:
+        """Give every rank rank 0's buffers; DeepSpeed sends the weights as it takes them apart."""
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+    def optimizers(self, model: CausalLM, config: RunConfig, *, dtype: Dtype) -> Optimizers:
+        """Give every rank its part of rank 0's weights, and DeepSpeed the optimizer of the run."""
+        if config.engine.wants_kernels():
+            log.info("model     without kernels: DeepSpeed gathers weights for modules alone")
+        made = build_optimizers(model, config.optimizer, config.engine)
+        (optimizer,) = made.members
+        names = {parameter: name for name, parameter in trainable(model)}
+        self._engine = _initialize(
+            _Entered(model), optimizer, deepspeed_config(config, dtype=dtype), self.world
+        )
+        for name in _ENTRIES:
+            if hasattr(model, name):
+                setattr(model, name, partial(self._engine, getattr(model, name)))
+        return Zero3Optimizers(model, made.members, engine=self._engine, names=names)
+
+    def attach(self, model: CausalLM) -> None:
+        """Do nothing: the ranks have rank 0's weights since the optimizer was made."""
+
+    def begin(self, tokens: Tensor) -> None:
+        """Do nothing: every pass sums its gradients, so that no rank ever holds all of them."""
+
+    def finish(self) -> float:
+        """Return 0: DeepSpeed waits within the passes, and its mean gradients are in place."""
+        return 0.0
+
+    def own_part(self, name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's run of a whole tensor's elements, with zeros up to the parts' size."""
+        del name
+        ranks, rank = self.world.world_size, self.world.rank
+        size = -(-tensor.numel() // ranks)
+        part = tensor.new_zeros(size)
+        own = tensor.reshape(-1)[rank * size : (rank + 1) * size]
+        part[: own.numel()] = own
+        return part
+
+    def without_gradients(self) -> AbstractContextManager[object]:
+        """Return a context whose gathered weights a later training pass can take, too."""
+        return torch.no_grad()
+
+    def computes_together(self) -> bool:
+        """Say that all ranks make a pass together: they gather the weights from each other."""
+        return True
+
+    def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
+        """Compare the weights that each rank gathers.
+
+        A part of the optimizer state is one rank's alone, and is looked through for NaN.
+        """
+        self._engine.empty_partition_cache()
+        weights, bad_weight = inspect_each(_gathered(optimizers.model))
+        state, bad_state = inspect_each(optimizers.state_tensors().items())
+        own = RankState(weights=weights, optimizer=state, not_finite=bad_weight or bad_state)
+        states = self.world.gather(own, RankState)
+        require_one_model(states, step=step, passed_step=passed_step, shards=self.world.world_size)
+
+    def snapshot(self, model: CausalLM, optimizers: Optimizers) -> ShardSnapshot:
+        """Return the rows of a checkpoint's tensors that are this rank's."""
+        parameters = dict(model.named_parameters())
+        saved = parameters if model.adapter is None else dict(trainable(model))
+        rows = {each: self._rows(each.ds_tensor, each) for each in saved.values()}
+        with _replaced(model, rows):
+            weights = checkpoint_weights(model)
+        state = {
+            name: self._rows(value, parameters[name.partition(".")[2]]) if value.dim() else value
+            for name, value in optimizers.state_tensors().items()
+        }
+        return ShardSnapshot(weights, state, group=self._saving, takes_part=True)
+
+    def _rows(self, part: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Return rows of a tensor of the shape of `parameter`, of which `part` is this rank's part.
+
+        DeepSpeed shares out elements. Where the ranks divide the rows, that is the same, and the
+        rows are a view of `part`; elsewhere all ranks gather the tensor for a moment.
+        """
+        shape = torch.Size(parameter.ds_shape)
+        ranks, part = self.world.world_size, part.detach()
+        if shape[0] % ranks == 0:
+            local = part.view(shape[0] // ranks, *shape[1:])
+        else:
+            whole = part.new_empty(ranks * part.numel())
+            dist.all_gather_into_tensor(whole, part)
+            whole = whole[: shape.numel()].view(shape)
+            local = rows_of(whole, rank=self.world.rank, ranks=ranks).clone()
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self._mesh, [Rows(0)], run_check=False, shape=shape, stride=stride
+        )
+
+
+def _initialize(
+    entered: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], world: World
+) -> Any:
+    """Return DeepSpeed's engine for the modules."""
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)
+    # DeepSpeed calls what torch 2.13 has given other names.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    with _nothing_compiled():
+        return _deepspeed_engine(entered, optimizer, settings)
+
+
+def _deepspeed_engine(
+    entered: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]
+) -> Any:
+    import deepspeed
+
+    # That it does not know the optimizer's class, which is torch's own less the compiler's marks.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # An all-reduce through shared memory, for inference alone: ranks would wait for its compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    engine, *_ = deepspeed.initialize(
+        model=entered, optimizer=optimizer, config=settings, dist_init_required=False
+    )
+    return engine
+
+
+@contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Have torch's marks for its compiler do nothing, and so not import it.
+
+    DeepSpeed puts them on its hooks and its Muon; a run with `engine.compile` is refused. The
+    import takes several seconds of CPU time a rank.
+    """
+    before = torch.compile, torch.compiler.disable
+    torch.compile = torch.compiler.disable = _unmarked
+    try:
+        yield
+    finally:
+        torch.compile, torch.compiler.disable = before
+
+
+def _unmarked(function: Any = None, **_: Any) -> Any:
+    """Return the function, as it is or by a decorator."""
+    return (lambda each: each) if function is None else function
+
+
+def _gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter whole, one at a time."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    for name, parameter in model.named_parameters():
+        with GatheredParameters([parameter]):
+            yield name, parameter.detach()
+
+
+@contextmanager
+def _replaced(model: nn.Module, found: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Have other tensors in the place of the model's parameters meanwhile."""
+    places = list(_places(model, found))
+    for parameters, name, parameter in places:
+        parameters[name] = found[parameter]
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in places:
+            parameters[name] = parameter
+
+
+def _places(
+    model: nn.Module, found: Mapping[nn.Parameter, Tensor]
+) -> Iterable[tuple[dict[str, Any], str, nn.Parameter]]:
+    """Yield each module's parameters with the name and value of each that is in `found`."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in found:
+                yield module._parameters, name, parameter

@@ -1,0 +1,113 @@
+"""DeepSpeed's update and clipping, as the training loop and the checkpoints ask for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from payload.errors import CheckpointError
+from payload.train.optimizer import Optimizers
+
+
+class _Part(NamedTuple):
+    """Where a parameter's part lies in one of DeepSpeed's flat tensors."""
+
+    flat: Tensor
+    first: int
+    size: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor that is laid out as `flat` is."""
+        return tensor.narrow(0, self.first, self.size)
+
+
+class Zero3Optimizers(Optimizers):
+    """The run's optimizer on this rank's parts, which DeepSpeed keeps in a few flat tensors."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        members: tuple[torch.optim.Optimizer, ...],
+        *,
+        engine: Any,
+        names: Mapping[nn.Parameter, str],
+    ) -> None:
+        """`names` has the trained parameters, as `engine` was given them in `members`."""
+        super().__init__(model, members)
+        self._engine = engine
+        self._stage = engine.optimizer
+        self._parts = dict(_parts(self._stage, names))
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return this rank's part of each trained parameter."""
+        return {
+            name: nn.Parameter(part.of(part.flat.detach())) for name, part in self._parts.items()
+        }
+
+    def clip(self, limit: float) -> float:
+        """Have DeepSpeed bring gradients down to `limit` in the coming update; return the norm."""
+        self._stage.clip_grad = 0.0 if math.isinf(limit) else limit
+        norms = [float(each) for each in self._stage._get_norm_groups()]
+        # It returns -1 for an infinity or NaN, and will not make the update.
+        return math.hypot(*norms) if min(norms) >= 0 else math.nan
+
+    def step(self) -> None:
+        """One update of all parameters, after which no gradients are left."""
+        self._engine.step()
+        self.zero_grad()
+
+    def make_state(self) -> None:
+        """Do nothing: state of flat tensors leaves no gaps."""
+
+    def zero_grad(self) -> None:
+        """Drop all gradients, also those that DeepSpeed would use again where no pass makes one."""
+        self._stage.zero_grad(set_to_none=True)
+        self._stage.grad_partitions_flat_buffer.zero_()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return this rank's part of all state, each tensor as `state_key.parameter_name`."""
+        (optimizer,) = self.members
+        return {
+            f"{key}.{name}": part.of(value.detach()) if value.dim() else value.detach()
+            for name, part in self._parts.items()
+            for key, value in optimizer.state.get(part.flat, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def load_state_tensors(
+        self,
+        tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        *,
+        own_part: Callable[[str, Tensor], Tensor] = lambda _name, whole: whole,
+    ) -> None:
+        """Put this rank's parts of whole state in their place. Raises CheckpointError."""
+        (optimizer,) = self.members
+        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        for full_name, whole in pairs:
+            key, _, name = full_name.partition(".")
+            part = self._parts.get(name)
+            value = own_part(name, whole) if whole.dim() else whole
+            if part is None or (whole.dim() and value.numel() != part.size):
+                raise CheckpointError(
+                    f"the optimizer state {full_name!r} of shape {tuple(whole.shape)} fits no "
+                    "parameter of this model; the checkpoint belongs to another model."
+                )
+            state = optimizer.state[part.flat]
+            if whole.dim():
+                part.of(state.setdefault(key, torch.zeros_like(part.flat.detach()))).copy_(value)
+            else:
+                state[key] = value.clone()
+
+
+def _parts(stage: Any, names: Mapping[nn.Parameter, str]) -> Iterator[tuple[str, _Part]]:
+    """Yield the name of each trained parameter and where DeepSpeed has this rank's part of it."""
+    for group, flat in zip(stage.fp16_groups, stage.fp32_partitioned_groups_flat, strict=True):
+        first = 0
+        for parameter in group:
+            size = parameter.partition_numel()
+            yield names[parameter], _Part(flat, first, size)
+            first += size

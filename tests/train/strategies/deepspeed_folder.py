@@ -1,0 +1,41 @@
+"""DeepSpeed in a folder of its own, beside the environment of the tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from filelock import FileLock
+
+_LISTED = Path(__file__).with_name("deepspeed.txt")
+_WHEELS = ("msgpack==1.2.4",)
+"""Of these each Python has its own, and installing a wheel runs none of its code."""
+
+
+def deepspeed_folder() -> Path:
+    """Return the folder for PYTHONPATH; what is missing is built once and kept in the cache."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    folder = Path.home() / ".cache" / "tileforge" / f"deepspeed-0.19.8-py{version}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "done").exists():
+            _install(folder, "--require-hashes", "--no-build-isolation", "-r", str(_LISTED))
+            _install(folder, "--only-binary", ":all:", *_WHEELS)
+            (folder / "done").touch()
+    return folder
+
+
+def _install(folder: Path, *words: str) -> None:
+    """Install exactly what is named: torch and all that DeepSpeed shares with us stay."""
+    options = ["--target", str(folder), "--upgrade", "--no-deps", "--quiet"]
+    result = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, *words],
+        env=os.environ | {"DS_BUILD_OPS": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
