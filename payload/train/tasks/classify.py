@@ -163,13 +163,13 @@ def evaluate_texts(model: Classifier, texts: LabelledTexts, how: EvalPass) -> Cl
             # Every rank makes as many passes, the last perhaps with nothing to do.
             if mine < len(batches):
                 tokens, labels = texts.gather(batches[mine])
-                logits = model.class_logits(tokens.to(world.device)).cpu()
+                logits = model.class_logits(tokens.to(how.world.device)).cpu()
                 each = functional.cross_entropy(logits, labels, reduction="none")
                 losses[mine] = each.sum(dtype=torch.float64)
                 ones = torch.ones(len(labels), dtype=torch.float64)
                 confusion.index_put_((labels, logits.argmax(-1)), ones, accumulate=True)
             elif how.computes_together:
-                model.class_logits(texts.gather(batches[0])[0].to(world.device))
+                model.class_logits(texts.gather(batches[0])[0].to(how.world.device))
             stopped = how.should_stop(done + 1, passes)
             if stopped:
                 break
