@@ -95,7 +95,7 @@ class Runs:
             raise SystemExit(
                 f"error: {name}: exit code {result.returncode}: {result.stderr[-800:]}"
             )
-        return [row for row in read_metrics(paths.metrics) if "loss" in row]
+        return [dict(row) for row in read_metrics(paths.metrics) if "loss" in row]
 
 
 def losses_of_the_cpu(runs: Runs) -> Line:
@@ -197,8 +197,12 @@ def _llama(folder: Path, *, vocab: int) -> Path:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(1)
-        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes: dict[str, Any] = {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+        }
+        heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
         config = LlamaConfig(vocab_size=vocab, max_position_embeddings=1024, **sizes, **heads)
         LlamaForCausalLM(config).save_pretrained(found)
     return found
@@ -251,7 +255,7 @@ def main(argv: Sequence[str]) -> int:
             line = Line(**{**asdict(made), "took_s": time.perf_counter() - before_s})
             lines.append(line)
             table.row(line.name, *_cells(line))
-    found = {"benchmark": "gpu", "device": gpu, "torch": torch.__version__}
+    found: dict[str, Any] = {"benchmark": "gpu", "device": gpu, "torch": torch.__version__}
     found |= {"machine": describe_machine(), "lines": [asdict(line) for line in lines]}
     print(json.dumps(found))
     if arguments.page is not None:

@@ -133,8 +133,9 @@ def copy_in(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> None:
 
     Of a tensor that is shared out over ranks, a rank reads the part that it holds.
     """
+    shared: Any = target
     if isinstance(tensors, LazyTensors) and hasattr(target, "placements"):
-        tensors.copy_to(name, target.to_local(), _part_of(target))
+        tensors.copy_to(name, shared.to_local(), _part_of(shared))
     elif isinstance(tensors, LazyTensors):
         tensors.copy_to(name, target)
     else:

@@ -107,14 +107,14 @@ class World:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             # Nothing is read before it is written; filling it would take a tenth of the step.
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.cuda.set_device(self.local_rank)
         return dataclasses.replace(self, kind="cuda")
 
     @property
     def device(self) -> torch.device:
         """Where this rank's tensors are; no other module names a device."""
-        return torch.device(self.kind, self.local_rank if self.kind == "cuda" else None)
+        return torch.device("cpu") if self.is_cpu else torch.device(self.kind, self.local_rank)
 
     @property
     def is_cpu(self) -> bool:

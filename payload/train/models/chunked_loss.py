@@ -32,7 +32,8 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     size = logits_tokens(weight.shape[0])
-    return zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
+    rows = torch.split(hidden.flatten(0, 1), size)
+    return zip(rows, torch.split(targets.flatten(), size), strict=True)
 
 
 def _losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ class Zero3(Strategy):
         """Return the rows of a checkpoint's tensors that are this rank's."""
         parameters = dict(model.named_parameters())
         saved = parameters if model.adapter is None else dict(trainable(model))
-        rows = {each: self._rows(each.ds_tensor, each) for each in saved.values()}
+        rows = {each: self._rows(vars(each)["ds_tensor"], each) for each in saved.values()}
         with _replaced(model, rows):
             weights = checkpoint_weights(model)
         state = {
@@ -146,7 +146,7 @@ class Zero3(Strategy):
         DeepSpeed shares out elements. Where the ranks divide the rows, that is the same, and the
         rows are a view of `part`; elsewhere all ranks gather the tensor for a moment.
         """
-        shape = torch.Size(parameter.ds_shape)
+        shape = torch.Size(vars(parameter)["ds_shape"])
         ranks, part = self.world.world_size, part.detach()
         if shape[0] % ranks == 0:
             local = part.view(shape[0] // ranks, *shape[1:])
@@ -194,12 +194,15 @@ def _nothing_compiled() -> Iterator[None]:
     DeepSpeed puts them on its hooks and its Muon; a run with `engine.compile` is refused. The
     import takes several seconds of CPU time a rank.
     """
-    before = torch.compile, torch.compiler.disable
-    torch.compile = torch.compiler.disable = _unmarked
+    places: tuple[tuple[Any, str], ...] = ((torch, "compile"), (torch.compiler, "disable"))
+    before = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, _unmarked)
     try:
         yield
     finally:
-        torch.compile, torch.compiler.disable = before
+        for (module, name), marked in zip(places, before, strict=True):
+            setattr(module, name, marked)
 
 
 def _unmarked(function: Any = None, **_: Any) -> Any:
