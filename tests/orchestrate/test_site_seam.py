@@ -6,17 +6,23 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from payload.errors import ConfigError, ExitCode, PreflightError
+from payload.inventory import Access
+from payload.launch.budget import JobTime
+from payload.launch.launchers.base import KilledRank
+from payload.launch.launchers.registry import find
 from payload.orchestrate.sites.allocation import time_left_s
-from payload.orchestrate.sites.choose import find_site, site_names
+from payload.orchestrate.sites.choose import find_site, load_cluster, require_launcher, site_names
 from payload.orchestrate.sites.local import LocalAccess
 from payload.orchestrate.sites.slurm import render_script
 from payload.results import RunPaths
 from payload.run_config import parse_run_config
+from tests.launch.inventories import make_inventory
 from tests.orchestrate import toy_site
 from tests.orchestrate.operator import SETTINGS
 from tests.support.data_folders import make_data_folder
@@ -120,6 +126,41 @@ def test_a_time_needs_no_quotes_on_the_command_line() -> None:
 )
 def test_the_time_that_a_job_has_left_is_read(text: str, seconds: float | None) -> None:
     assert time_left_s(text) == seconds
+
+
+def test_a_slurm_inventory_is_for_the_job_that_it_was_read_in(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run --site slurm` submits one"):
+        load_cluster("slurm", env={})
+    inventory = make_inventory(num_nodes=2)
+    text = replace(inventory, source="slurm", access=Access(kind="slurm")).to_json()
+    (tmp_path / "inventory.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"every job gets its own nodes"):
+        load_cluster(str(tmp_path / "inventory.json"), env={})
+
+
+def test_srun_is_refused_where_there_is_no_job() -> None:
+    config = parse_run_config("", overrides=["launch.launcher=srun"], where="test")
+    with pytest.raises(ConfigError, match=r"'srun' starts ranks in a Slurm job, and .* is none"):
+        require_launcher(config, make_inventory(num_nodes=2))
+
+
+def test_srun_s_words_name_killed_ranks_and_lost_nodes() -> None:
+    srun = find("srun")
+    said = "srun: error: node-2: task 3: Killed\n"
+    assert srun.report(said).killed == KilledRank(rank=3, address="node-2", signal=9)
+    assert srun.report("srun: error: node-2: tasks 2-3: Exited with exit code 1").killed is None
+    lost = srun.report("srun: error: Node failure on node-2\n").lost
+    assert lost is not None and lost.address == "node-2"
+    refused = srun.report("srun: error: Unable to create step for job 7: Job violates policy\n")
+    assert refused.not_started is not None and "Job violates policy" in refused.not_started
+
+
+def test_a_job_s_end_leaves_time_to_save() -> None:
+    job = JobTime(left_s=36_000.0, run_id="one")
+    assert job.stop_after_s(grace_s=60.0) == 36_000.0 - 120.0
+    assert job.stop_after_s(grace_s=600.0) == 36_000.0 - 600.0
+    assert JobTime(left_s=60.0, run_id="one").stop_after_s(grace_s=60.0) == 54.0
+    assert "--resume one" in job.words(spent_s=1.0)
 
 
 def test_without_sbatch_the_message_says_where_it_is() -> None:

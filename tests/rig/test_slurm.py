@@ -175,7 +175,9 @@ def test_a_job_that_waits_says_why_and_can_be_cancelled(cluster: SlurmCluster) -
     code, said = submit(cluster, "--run-id", "waits", "--detach", "--set", "slurm.nodes=4")
     assert code == ExitCode.OK, said
     # Ctrl-C detaches.
-    code, said = cluster.do("attach", "waits", before=("timeout", "--signal=INT", "10"))
+    code, said = cluster.do(
+        "attach", "waits", before=("timeout", "--foreground", "--signal=INT", "10")
+    )
     assert code in (INTERRUPTED, 124) and "detached; run waits goes on" in said, said
     assert "is pending (Partition" in said and "the partition never allows so m" in said, said
     code, said = cluster.do("stop", "waits")

@@ -140,12 +140,8 @@ def _run_at_site(
 ) -> int:
     """Start or continue a run at a site, and follow it to its end unless detached."""
     resumed = find_run(arguments.runs_dir, arguments.resume) if arguments.resume else None
-    under_way = run_at_site(resumed, env) if resumed is not None else None
-    if under_way is not None and under_way.look().alive:
-        raise ConfigError(
-            f"run {under_way.paths.run_id} has not ended: {under_way.where}. Follow it with: "
-            + run_command("attach", under_way.paths)
-        )
+    if resumed is not None:
+        _refuse_when_under_way(resumed, env)
     config = config_of(arguments, resumed=resumed, say=talk.print)
     if resumed is not None:
         _refuse_when_finished(resumed, config)
@@ -176,6 +172,16 @@ def _run_at_site(
     return follow(run, arguments=arguments, talk=talk)
 
 
+def _refuse_when_under_way(paths: RunPaths, env: Mapping[str, str]) -> None:
+    """Raise ConfigError for a run that a site still has."""
+    under_way = run_at_site(paths, env)
+    if under_way is not None and under_way.look().alive:
+        raise ConfigError(
+            f"run {paths.run_id} has not ended: {under_way.where}. Follow it with: "
+            + run_command("attach", paths)
+        )
+
+
 def _run_here(
     arguments: argparse.Namespace,
     chosen: Chosen,
@@ -188,6 +194,7 @@ def _run_here(
     resumed = find_run(arguments.runs_dir, arguments.resume) if arguments.resume else None
     if resumed is not None:
         _refuse_to_resume(resumed)
+        _refuse_when_under_way(resumed, access.environment())
         with room_for(resumed):
             held.enter_context(starting(resumed))
         _refuse_to_resume(resumed)  # by now another command may have started it

@@ -47,9 +47,10 @@ _FORCE_S = 15.0
 def status(arguments: argparse.Namespace, access: LocalAccess) -> int:
     """Show one run and its ranks."""
     paths = find_run(arguments.runs_dir, arguments.run)
+    elsewhere = run_at_site(paths, access.environment())
     with _watched(paths, access) as look:
-        look()
-    view = view_run(paths, now_unix=time.time())
+        alive = look()
+    view = view_run(paths, now_unix=time.time(), alive=None if elsewhere is None else alive)
     out = text_console(stderr=False)
     if arguments.json:
         out.print(json.dumps(asdict(view), indent=2))
@@ -64,7 +65,8 @@ def list_runs(arguments: argparse.Namespace, access: LocalAccess) -> int:
     views = []
     for paths in all_runs(arguments.runs_dir):
         try:
-            views.append(view_run(paths, now_unix=time.time()))
+            alive = _alive_at_site(paths, access)
+            views.append(view_run(paths, now_unix=time.time(), alive=alive))
         except ConfigError as error:
             text_console(stderr=True).print(f"note: run {paths.run_id} left out: {error}")
     out = text_console(stderr=False)
@@ -75,6 +77,15 @@ def list_runs(arguments: argparse.Namespace, access: LocalAccess) -> int:
     else:
         text_console(stderr=True).print(f"no run in {arguments.runs_dir}")
     return ExitCode.OK
+
+
+def _alive_at_site(paths: RunPaths, access: LocalAccess) -> bool | None:
+    """Return whether a site has the run; None where none does, or the site does not answer."""
+    try:
+        elsewhere = run_at_site(paths, access.environment())
+        return None if elsewhere is None else elsewhere.look().alive
+    except TileforgeError:
+        return None
 
 
 def logs(arguments: argparse.Namespace, access: LocalAccess) -> int:
@@ -228,6 +239,8 @@ def remove(arguments: argparse.Namespace, access: LocalAccess) -> int:
     for paths in _chosen(runs_dir, arguments.runs, keep=arguments.keep):
         size = _size_bytes(paths.root) / 1e9
         try:
+            if _alive_at_site(paths, access):
+                raise UsageError(f"run {paths.run_id} has a job that has not ended. Stop it first.")
             _refuse_to_remove(paths, all_runs(runs_dir), force=arguments.force)
             if not arguments.dry_run:
                 _remove(paths)

@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +23,7 @@ from payload.hints import run_command
 from payload.metrics_log import StepMetrics
 from payload.orchestrate.run.console import LiveLine, text_console
 from payload.orchestrate.run.report import failure_lines, result_lines, straggler_line
-from payload.orchestrate.sites.choose import SiteRun
+from payload.orchestrate.sites.choose import Seen, SiteRun
 from payload.results import (
     DEFAULT_GRACE_S,
     RankProgress,
@@ -224,28 +224,42 @@ def follow_run(
 
     The first Ctrl-C asks for a checkpoint and an end, the second for an end at once.
     """
-    heeded = 0
-    stale, watch = read_progress(paths), StragglerWatch()
-    with Asks() as asks, LiveLine(console, train=train, nodes=nodes) as live:
-        while True:
-            ended = supervisor.poll() is not None
-            for line in log_tail.lines():
-                live.log(line)
-            show_stragglers(show_steps(metrics_tail, live), live, paths=paths, watch=watch)
-            show_progress(paths, live, stale=stale)
-            show_state(paths, live, stopping=heeded > 0)
-            if ended:
-                break
-            if asks.count > heeded:
-                heeded = _pass_on(paths, supervisor, live, heeded=heeded)
-            with suppress(subprocess.TimeoutExpired):
-                supervisor.wait(_TICK_S)
-        if log_tail.rest():
-            live.log(log_tail.rest())
-        live.say_kept(unless=final_error(paths))
+    run = _Here(paths, supervisor, nodes=nodes)
+    _show(run, talk=console, train=train, log=log_tail, metrics=metrics_tail)
 
 
-_CLUSTER_TICK_S = 0.1
+class _Here(SiteRun):
+    """A run whose supervisor this command has started, and which ends with it."""
+
+    outlives_us = False
+    every_s = _TICK_S
+
+    def __init__(self, paths: RunPaths, supervisor: subprocess.Popen[bytes], *, nodes: int) -> None:
+        self.paths, self.nodes, self.where = paths, nodes, "on this machine"
+        self._supervisor = supervisor
+
+    def look(
+        self,
+        *,
+        say: Callable[[str], None] = lambda _: None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> Seen:
+        """Return whether the supervisor lives; the run's files are here."""
+        return Seen(alive=self._supervisor.poll() is None)
+
+    def signal(self, number: signal.Signals, wish: StopWish) -> bool:
+        """Signal the supervisor, with the wish that says who asks."""
+        with suppress(OSError):
+            write_json(self.paths.stop_wish, replace(wish, pids=(self._supervisor.pid,)))
+        self._supervisor.send_signal(number)
+        return self._supervisor.poll() is None
+
+    def bring_home(self) -> bool:
+        """Return that it does not go on: all of it is here."""
+        return False
+
+
+_PAUSE_TICK_S = 0.1
 _SECOND_ASK_S = 3.0
 
 
@@ -256,11 +270,30 @@ def follow(run: SiteRun, *, arguments: argparse.Namespace, talk: Console) -> int
     stops it with a checkpoint, a third one at once.
     """
     paths = run.paths
-    log = Tail(paths.rank_log(0), from_end=True)
-    metrics = Tail(paths.metrics, from_end=True)
-    heeded, is_latest, alive = 0, False, True
+    seen_to_its_end = _show(
+        run,
+        talk=talk,
+        train=known_config(paths).train,
+        log=Tail(paths.rank_log(0), from_end=True),
+        metrics=Tail(paths.metrics, from_end=True),
+    )
+    if not seen_to_its_end:
+        return INTERRUPTED
+    if run.bring_home():
+        talk.print(f"it has ended and was started again; {how_to_attach(run.paths)}")
+        return ExitCode.OK
+    status = say_run_end(run, arguments=arguments, talk=talk)
+    summary = last_record(Summary, paths.summary)
+    unfinished = summary is None or summary.status != "finished"
+    # Whoever stopped it: what a script would do with a finished run must not be done.
+    return INTERRUPTED if status == ExitCode.OK and unfinished else status
+
+
+def _show(run: SiteRun, *, talk: Console, train: TrainSection, log: Tail, metrics: Tail) -> bool:
+    """Show a run until it has ended; return False where the operator has detached before."""
+    paths = run.paths
+    heeded, is_latest, alive = 0, not run.outlives_us, True
     stale, watch = read_progress(paths), StragglerWatch()
-    train = known_config(paths).train
     with Asks() as asks, LiveLine(talk, train=train, nodes=run.nodes) as live:
         while alive:
             seen = run.look(say=live.say, interrupted=partial(asks.exceed, heeded))
@@ -278,21 +311,14 @@ def follow(run: SiteRun, *, arguments: argparse.Namespace, talk: Console) -> int
             show_state(paths, live, stopping=heeded > 0)
             _pause(asks, heeded=heeded, seconds=run.every_s if alive else 0.0)
             if asks.count > heeded and alive:
-                if heeded == 0 and not _asks_again(asks, live):
-                    live.say(f"detached; {how_to_attach(run.paths)}")
-                    return INTERRUPTED
+                if heeded == 0 and run.outlives_us and not _asks_again(asks, live):
+                    live.say(f"detached; {how_to_attach(paths)}")
+                    return False
                 heeded = ask_to_stop(run, live, heeded=heeded)
         if log.rest():
             live.log(log.rest())
         live.say_kept(unless=final_error(paths))
-    if run.bring_home():
-        talk.print(f"it has ended and was started again; {how_to_attach(run.paths)}")
-        return ExitCode.OK
-    status = say_run_end(run, arguments=arguments, talk=talk)
-    summary = last_record(Summary, paths.summary)
-    unfinished = summary is None or summary.status != "finished"
-    # Whoever stopped it: what a script would do with a finished run must not be done.
-    return INTERRUPTED if status == ExitCode.OK and unfinished else status
+    return True
 
 
 def how_to_attach(paths: RunPaths) -> str:
@@ -329,7 +355,7 @@ def _pause(asks: Asks, *, heeded: int, seconds: float) -> None:
     """Wait, but not when the operator asks something."""
     ends = time.monotonic() + seconds
     while asks.count == heeded and time.monotonic() < ends:
-        time.sleep(_CLUSTER_TICK_S)
+        time.sleep(_PAUSE_TICK_S)
 
 
 def _asks_again(asks: Asks, live: LiveLine) -> bool:
@@ -343,7 +369,7 @@ def ask_to_stop(run: SiteRun, live: LiveLine, *, heeded: int) -> int:
     if heeded == 0:
         live.say("stopping: saving a checkpoint first (Ctrl-C again to stop at once)")
         run.signal(signal.SIGTERM, StopWish())
-        return 2
+        return 2 if run.outlives_us else 1
     live.say("stopping at once")
     run.signal(FORCE_SIGNAL, StopWish())
     return heeded + 1
@@ -441,17 +467,3 @@ def _inode(file: BinaryIO) -> tuple[int, int]:
 
 def _text(line: bytes) -> str:
     return printable(line.decode(errors="replace"))
-
-
-def _pass_on(
-    paths: RunPaths, supervisor: subprocess.Popen[bytes], live: LiveLine, *, heeded: int
-) -> int:
-    """Ask the supervisor once more; returns how many asks it has had."""
-    if heeded == 0:
-        live.say("stopping: saving a checkpoint first (Ctrl-C again to stop at once)")
-    elif heeded == 1:
-        live.say("stopping at once")
-    with suppress(OSError):
-        write_json(paths.stop_wish, StopWish(pids=(supervisor.pid,)))
-    supervisor.send_signal(signal.SIGTERM if heeded == 0 else FORCE_SIGNAL)
-    return heeded + 1

@@ -158,14 +158,17 @@ def find_run(runs_dir: Path, run_id: str | None) -> RunPaths:
     raise UsageError(f"no run {run_id!r} in {runs_dir}. The newest there: {names}.")
 
 
-def view_run(paths: RunPaths, *, now_unix: float) -> RunView:
-    """Read everything about a run, as far as it can be read."""
+def view_run(paths: RunPaths, *, now_unix: float, alive: bool | None = None) -> RunView:
+    """Read everything about a run, as far as it can be read.
+
+    `alive` is what its site says; None is for its lock to tell.
+    """
     state = known_state(paths)
     rows = read_metrics(paths.metrics)
     trained: dict[str, Any] = dict(next((row for row in reversed(rows) if "loss" in row), {}))
     evaluated = [row["val_loss"] for row in rows if "val_loss" in row]
     ranks = tuple(_view_ranks(paths, now_unix=now_unix))
-    status, exit_class, error = _status(paths, state, now_unix=now_unix)
+    status, exit_class, error = _status(paths, state, now_unix=now_unix, alive=alive)
     return RunView(
         run_id=paths.run_id,
         status=status,
@@ -234,15 +237,20 @@ def _damaged(paths: RunPaths) -> Iterator[str]:
 
 
 def _status(
-    paths: RunPaths, state: RunState | None, *, now_unix: float
+    paths: RunPaths, state: RunState | None, *, now_unix: float, alive: bool | None
 ) -> tuple[RunStatus, str | None, str | None]:
     """Status, exit class and error; a run whose supervisor is gone without a word has failed."""
-    if state is not None and state.status not in ("starting", "running"):
+    has_ended = state is not None and state.status not in ("starting", "running")
+    if alive:
+        # A scheduler may have queued an ended run's job again.
+        return ("starting" if state is None or has_ended else state.status), None, None
+    if state is not None and has_ended:
         return state.status, state.exit_class, state.error
     mirrored = read_mirrored(paths)
     if mirrored.alive if mirrored else is_supervised(paths):
         return (state.status if state else "starting"), None, None
-    if mirrored is None and state is None and 0 <= now_unix - _begun_unix(paths) < _START_S:
+    is_new = alive is None and 0 <= now_unix - _begun_unix(paths) < _START_S
+    if mirrored is None and state is None and is_new:
         return "starting", None, None
     return (
         "failed",

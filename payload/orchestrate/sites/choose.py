@@ -83,6 +83,8 @@ class SiteRun(ABC):
     """For messages, such as `job 12 on 2 node(s)`."""
     every_s: ClassVar[float] = 1.0
     """Time between two looks."""
+    outlives_us: ClassVar[bool] = True
+    """Whether it goes on when nobody follows it, so that Ctrl-C detaches first."""
 
     @abstractmethod
     def look(
@@ -189,7 +191,17 @@ def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> Chosen:
         name = argument.partition(":")[2] if ":" in argument else None
         outputs = read_outputs(Pulumi(env, folder=Path.cwd(), stack=name))
         return _of_stack(outputs, env, why=f"--inventory {argument}")
+    if argument == "slurm":
+        raise ConfigError(
+            "--inventory slurm is for plan and run within a Slurm job. From a login node, `run "
+            "--site slurm` submits one; attach, status and stop know a run's job by themselves."
+        )
     inventory = ClusterInventory.load(Path(argument))
+    if inventory.source == "slurm":
+        raise ConfigError(
+            f"--inventory {argument}: it is of a Slurm job, and every job gets its own nodes. Use "
+            "--inventory slurm within the job."
+        )
     return Chosen(inventory=inventory, why=f"--inventory {argument}", domains={})
 
 
