@@ -311,6 +311,9 @@ class DistributedSection:
     its MLP and of the vocabulary. They share a node."""
     pipeline_parallel: int = setting(1, low=1, high=2**10)
     """Stages, each with some of the layers. What is left of the ranks is data parallel."""
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order of a stage's passes. `1f1b`: backward passes begin early, and a stage keeps the
+    activations of as many passes as stages follow. `gpipe`: all forward passes come first."""
     timeout_s: float = setting(600.0, above=0.0, high=1e7)
     """Longest wait of one rank for another."""
 
@@ -475,7 +478,12 @@ class RunConfig:
             shards=self.distributed.shards(world_size),
             tensor=self.distributed.tensor_parallel,
             stages=self.distributed.pipeline_parallel,
+            passes_kept=self._passes_kept(world_size),
         )
+
+    def _passes_kept(self, world_size: int) -> int:
+        passes, stages = self.passes(world_size), self.distributed.pipeline_parallel
+        return passes if self.distributed.pipeline_schedule == "gpipe" else min(passes, stages)
 
     def memory_bytes(self, spec: ModelSpec, *, dtype: Dtype, world_size: int) -> int:
         """Estimate a rank's peak memory, with activation checkpointing where it is on."""
@@ -694,8 +702,6 @@ def _split_contradictions(config: RunConfig) -> list[str]:
         if size > 1
     ]
     setting = " with ".join(names)
-    if distributed.pipeline_parallel > 1:
-        found.append(f"{setting}: pipeline stages are not built yet. Set pipeline_parallel to 1.")
     if distributed.strategy != "replicate":
         found.append(
             f'{setting} goes with distributed.strategy = "replicate" alone. Set it, or leave '

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec
+from payload.models.stages import largest_stage, slowest_share
 from payload.run_config import DistributedSection, RunConfig
 
 # gloo's all-reduce of 32 MB of fp32 between two ranks over loopback: gradient bytes over time, on
@@ -175,10 +176,12 @@ class Sent:
     """To the ranks that hold the other parts."""
     tensor: float = 0.0
     """To the ranks that compute each layer with it."""
+    pipeline: float = 0.0
+    """To the stages beside it."""
 
     def total(self) -> float:
         """Return the bytes over all dimensions."""
-        return self.replicate + self.shard + self.tensor
+        return self.replicate + self.shard + self.tensor + self.pipeline
 
 
 def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
@@ -194,9 +197,14 @@ def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
     per_pass = config.batch.per_pass(mesh.data_ranks)
     passes = max(1, config.batch.global_batch_size // per_pass)
     if shards == 1:
-        part = sends_per_byte(mesh.replicate) * gradients / mesh.tensor
+        held = largest_stage(spec, mesh.pipeline) / mesh.tensor
         tensor = passes * sends_per_byte(mesh.tensor) * _summed_bytes(config, spec)
-        return Sent(replicate=part, shard=0.0, tensor=tensor)
+        return Sent(
+            replicate=sends_per_byte(mesh.replicate) * gradients * held,
+            shard=0.0,
+            tensor=tensor / mesh.pipeline,
+            pipeline=_passed_bytes(config, spec, passes=passes),
+        )
     setting = config.rank_setting(
         dtype="fp32" if config.precision.dtype == "fp32" else "bf16", world_size=ranks
     )
@@ -224,6 +232,20 @@ def _summed_bytes(config: RunConfig, spec: ModelSpec) -> float:
     return float(numbers * (spec.num_layers() * sums * size + 2 * BYTES_PER_WEIGHT))
 
 
+def _passed_bytes(config: RunConfig, spec: ModelSpec, *, passes: int) -> float:
+    """Return the bytes that the busiest stage sends to those beside it in a step.
+
+    The first and the last send a pass's activations or their gradients, those between send both.
+    Where the head is the embedding, its gradient goes between the first and the last, too.
+    """
+    stages = config.distributed.pipeline_parallel
+    if stages == 1:
+        return 0.0
+    numbers = config.batch.sequences() * config.data.sequence_length * spec.width()
+    tied = spec.embedding_size() / config.distributed.tensor_parallel if spec.is_tied() else 0
+    return BYTES_PER_WEIGHT * float(passes * numbers * min(2, stages - 1) + tied)
+
+
 def _waiting_step_time(
     config: RunConfig, spec: ModelSpec, *, compute_s: float, network: Network
 ) -> StepTime:
@@ -234,7 +256,14 @@ def _waiting_step_time(
     sent = sent_bytes(config, spec, ranks=network.ranks)
     within_node = max(network.bytes_per_s, LOOPBACK_BYTES_PER_S)
     exchange_s = (sent.replicate + sent.shard) / network.bytes_per_s
-    exchange_s += sent.tensor / within_node
+    exchange_s += sent.tensor / within_node + sent.pipeline / network.bytes_per_s
+    mesh = config.distributed.mesh(network.ranks)
+    if mesh.pipeline > 1:
+        per_pass = config.batch.per_pass(mesh.data_ranks)
+        passes = max(1, config.batch.global_batch_size // per_pass)
+        # The slowest stage sets the pace, and each waits for the pipeline to fill and to empty.
+        slowest = slowest_share(spec, mesh.pipeline) * mesh.pipeline
+        compute_s *= slowest * (passes + mesh.pipeline - 1) / passes
     return StepTime(compute_s=compute_s, exchange_s=exchange_s, exposed_s=exchange_s, busy_s=0.0)
 
 

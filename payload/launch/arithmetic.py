@@ -39,6 +39,10 @@ class Arithmetic:
     """Ranks that compute each layer together."""
     tensor_bytes: int = 0
     """What each rank sends per step to those."""
+    pipeline: int = 1
+    """Stages that each have some of the layers."""
+    pipeline_bytes: int = 0
+    """What a rank sends per step to the stages beside it."""
     sync_s: float
     """Predicted time of one step's gradient exchange if nothing of it overlapped."""
     compute_s: float | None = None
@@ -99,6 +103,8 @@ def work_out(
         shard_bytes=round(sent.shard),
         tensor=mesh.tensor,
         tensor_bytes=round(sent.tensor),
+        pipeline=mesh.pipeline,
+        pipeline_bytes=round(sent.pipeline),
         sync_s=network.all_reduce_s(grad_bytes) if is_hidden else step.exchange_s,
         compute_s=compute_s,
         mfu=None if compute_s is None else mfu,

@@ -78,7 +78,10 @@ def compare_strategies(
                 mesh=distributed.mesh(world_size).describe(),
                 splits_model=distributed.splits_model(),
                 memory_bytes=numbers.memory_bytes_per_rank,
-                sent_bytes=numbers.replicate_bytes + numbers.shard_bytes + numbers.tensor_bytes,
+                sent_bytes=numbers.replicate_bytes
+                + numbers.shard_bytes
+                + numbers.tensor_bytes
+                + numbers.pipeline_bytes,
                 sync_s=numbers.sync_s,
                 step_s=numbers.step_s,
                 fits=None if free_bytes is None else need <= free_bytes,
@@ -98,9 +101,10 @@ def _candidates(
         yield replace(plain, strategy="shard", shard_size=size)
     if world_size > 1:
         yield replace(plain, strategy="zero3")
-    for tensor in divisors(ranks_per_node)[1:]:
-        if world_size % tensor == 0:
-            yield replace(plain, tensor_parallel=tensor)
+    for tensor in divisors(ranks_per_node):
+        for stages in divisors(world_size // tensor if world_size % tensor == 0 else 1):
+            if tensor * stages > 1 and world_size % (tensor * stages) == 0:
+                yield replace(plain, tensor_parallel=tensor, pipeline_parallel=stages)
 
 
 def _is_possible(config: RunConfig, spec: ModelSpec, world_size: int) -> bool:

@@ -86,6 +86,8 @@ class RankSetting:
     """Ranks that compute each layer together, each with a part of its heads, MLP and words."""
     stages: int = 1
     """Pipeline stages, each with some of the layers."""
+    passes_kept: int = 1
+    """Passes whose activations the first stage keeps; each one behind it keeps one less."""
 
     def value_bytes(self) -> int:
         """Return the bytes of a number in the matmuls."""
@@ -143,12 +145,9 @@ class ModelSpec(ABC):
         whole, empty = (
             self.memory_bytes(each) for each in (setting, replace(setting, micro_batch_size=0))
         )
-        tokens, rows = setting.micro_batch_size * self.sequence_length, self.head_rows()
-        size = setting.value_bytes()
-        logits = (
-            min(tokens, logits_tokens(rows)) * rows * size
-            if setting.kernels
-            else tokens * rows * 16
+        tokens, logits = (
+            setting.micro_batch_size * self.sequence_length,
+            self._logits_bytes(setting),
         )
         layers = max(0, whole - empty - logits)
         kept = tokens * self.width() * 4 * self.num_layers()
@@ -163,7 +162,7 @@ class ModelSpec(ABC):
         belongs to no layer, in place of the activations.
         """
         estimate = self.checkpointed_memory_bytes if checkpointed else self.memory_bytes
-        if setting.tensor > 1:
+        if setting.tensor > 1 or setting.stages > 1:
             return self._part_memory_bytes(setting, estimate)
         if setting.shards == 1:
             return estimate(setting)
@@ -182,16 +181,37 @@ class ModelSpec(ABC):
     def _part_memory_bytes(
         self, setting: RankSetting, estimate: Callable[[RankSetting], int]
     ) -> int:
-        """Estimate the peak of a rank with a part of each layer.
+        """Estimate the peak of the largest rank, with a part of each layer, some layers, or both.
 
-        Of the activations, norms and the residual stream are whole: 12 of 28 bytes a number.
+        Of a layer's activations, norms and the residual stream are whole on each tensor rank. A
+        stage keeps the activations of several passes; the last one has the logits.
         """
-        whole = replace(setting, tensor=1)
+        # Loaded where it is used: it is about specs.
+        from payload.models.stages import stage_layers, stage_weights
+
+        whole = replace(setting, tensor=1, stages=1, alone=False)
         empty = estimate(replace(whole, micro_batch_size=0))
-        activations = estimate(whole) - empty
-        split = (1 - WHOLE_ACTIVATIONS) / setting.tensor
-        state = (empty - PROCESS_BYTES) // setting.tensor
-        return PROCESS_BYTES + state + round(activations * (WHOLE_ACTIVATIONS + split))
+        logits = self._logits_bytes(setting)
+        layers = max(0, estimate(whole) - empty - logits) / self.num_layers()
+        layers *= WHOLE_ACTIVATIONS + (1 - WHOLE_ACTIVATIONS) / setting.tensor
+        state = (empty - PROCESS_BYTES) / self.num_params() / setting.tensor
+        here, weights = stage_layers(self, setting.stages), stage_weights(self, setting.stages)
+        found = []
+        for stage, (numbers, held) in enumerate(zip(here, weights, strict=True)):
+            kept = max(1, setting.passes_kept - stage) if setting.stages > 1 else 1
+            is_last = stage == setting.stages - 1
+            found.append(
+                held * state
+                + len(numbers) * kept * layers
+                + (logits / setting.tensor if is_last else 0)
+            )
+        return PROCESS_BYTES + round(max(found))
+
+    def _logits_bytes(self, setting: RankSetting) -> int:
+        tokens, rows = setting.micro_batch_size * self.sequence_length, self.head_rows()
+        if setting.kernels:
+            return min(tokens, logits_tokens(rows)) * rows * setting.value_bytes()
+        return tokens * rows * 16
 
     def weight_bytes(self, setting: RankSetting) -> int:
         """Return the bytes of all weights while they are trained."""

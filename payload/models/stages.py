@@ -37,3 +37,22 @@ def slowest_share(spec: ModelSpec, stages: int) -> float:
     costs = [len(each) * of_layer for each in stage_layers(spec, stages)]
     costs[-1] += head
     return max(costs) / sum(costs)
+
+
+def largest_stage(spec: ModelSpec, stages: int) -> float:
+    """Return the share of all weights that the largest stage holds.
+
+    The last stage has the head; where that is the token embedding, the first one has it as well.
+    """
+    return max(stage_weights(spec, stages)) / spec.num_params()
+
+
+def stage_weights(spec: ModelSpec, stages: int) -> list[float]:
+    """Return the number of weights of each stage."""
+    if stages == 1:
+        return [float(spec.num_params())]
+    of_layer = (spec.num_params() - spec.outer_elements()) / spec.num_layers()
+    found = [len(each) * of_layer for each in stage_layers(spec, stages)]
+    found[0] += spec.embedding_size()
+    found[-1] += spec.head_rows() * spec.width()
+    return found

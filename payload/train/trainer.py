@@ -19,10 +19,12 @@ from payload.metrics_log import RankTimes, StepMetrics, read_val_losses
 from payload.train.checkpoint import TrainerState
 from payload.train.evaluate import EvalPass
 from payload.train.metrics import rss_bytes, versions
+from payload.train.models.stage import Stage
 from payload.train.parts import Parts
 from payload.train.saving import Saving
 from payload.train.schedule import lr_at
 from payload.train.step_clock import StepClock
+from payload.train.strategies.pipeline import order, run_passes
 
 log = logging.getLogger(__name__)
 
@@ -194,6 +196,9 @@ class Trainer:
         preempted machine does not have.
         """
         parts, clock = self._parts, self._clock
+        stage = parts.strategy.stage()
+        if stage is not None:
+            return self._pass_along(stage)
         total = torch.zeros((), dtype=torch.float64, device=parts.world.device)
         is_to_stop: Callable[[], bool] | None = None
         train, step_samples = parts.task.train, self._step_samples()
@@ -228,6 +233,44 @@ class Trainer:
             loss=total,
             tokens=train.num_tokens(step_samples),
             sync_time_s=sync_time_s,
+        )
+
+    def _pass_along(self, stage: Stage) -> _Passes:
+        """Make all passes of a step on one pipeline stage, in the order of the run's schedule.
+
+        A request to stop is heard at the end of the step: stages make different passes at a time.
+        """
+        parts, clock = self._parts, self._clock
+        total = torch.zeros((), dtype=torch.float64, device=parts.world.device)
+        train, step_samples = parts.task.train, self._step_samples()
+        step_weight = train.weight(step_samples) / parts.strategy.mesh.data_ranks
+
+        def forward(micro_step: int) -> torch.Tensor:
+            with clock.of("data"):
+                batch = train.batch(self.samples(micro_step))
+                train.expect(self.samples(micro_step + 1))
+            if parts.model.draws_masks():
+                self._seed_masks(micro_step)
+            self._tell_step(micro_step)
+            with clock.of("forward"):
+                result: torch.Tensor = parts.trained(*batch.inputs)
+            if not stage.is_last():
+                return result
+            divisor = step_weight / batch.weight
+            total.add_(result.detach().double() / divisor)
+            return result / divisor
+
+        def backward(result: torch.Tensor, gradient: torch.Tensor | None) -> None:
+            with clock.of("backward"):
+                torch.autograd.backward(result, gradient)
+
+        schedule = parts.config.distributed.pipeline_schedule
+        passes = order(schedule, stage=stage.index, stages=stage.stages, passes=self._accumulation)
+        run_passes(stage, passes, forward=forward, backward=backward)
+        return _Passes(
+            loss=total,
+            tokens=train.num_tokens(step_samples),
+            sync_time_s=self._finish_exchange(),
         )
 
     def _finish_exchange(self) -> float:

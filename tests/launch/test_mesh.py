@@ -13,6 +13,7 @@ from payload.mesh import Mesh, require_tensor_ranks_on_a_node
 from payload.models.gpt2 import PRESETS
 from payload.models.registry import spec_of
 from payload.models.spec import ModelSpec
+from payload.models.stages import slowest_share, stage_layers
 from payload.run_config import DistributedSection, parse_run_config
 
 GPT2 = replace(PRESETS["gpt2"], sequence_length=64)
@@ -79,3 +80,39 @@ def test_a_plan_counts_the_sums_of_each_layer_and_gradients_of_a_half() -> None:
 def test_a_half_of_each_layer_takes_about_a_half_of_the_memory() -> None:
     whole, half = (numbers(*each).memory_bytes_per_rank for each in ((), (TENSOR,)))
     assert 0.5 * whole < half < 0.7 * whole
+
+
+PIPELINE = "distributed.pipeline_parallel=2"
+
+
+def test_stages_are_balanced_with_the_head_on_the_last_one() -> None:
+    first, last = stage_layers(GPT2, 2)
+    assert (list(first), list(last)) == (list(range(9)), [9, 10, 11])
+    assert 0.5 < slowest_share(GPT2, 2) < 0.54
+    assert [len(each) for each in stage_layers(GPT2, 12)] == [1] * 12
+    three = stage_layers(GPT2, 3)
+    assert [number for each in three for number in each] == list(range(12))
+
+
+def test_a_pipeline_deeper_than_the_model_makes_no_plan() -> None:
+    with pytest.raises(ConfigError, match=r"pipeline_parallel = 16 .* 12 layers, fewer than"):
+        numbers("distributed.pipeline_parallel=16", "batch.global_batch_size=16", ranks=16)
+
+
+def test_a_plan_counts_what_stages_pass_on_and_the_bubble() -> None:
+    found, alone = numbers(PIPELINE), numbers()
+    assert (found.pipeline, found.replicas, found.grad_accum_steps) == (2, 2, 4)
+    activations = 4 * 64 * GPT2.width() * 4
+    assert found.pipeline_bytes == activations + 4 * GPT2.embedding_size()
+    assert found.replicate_bytes < alone.replicate_bytes
+    assert found.compute_s is not None and found.step_s is not None
+    assert found.step_s > found.compute_s * 5 / 4 + found.sync_s
+
+
+def test_gpipe_keeps_the_activations_of_all_passes() -> None:
+    words = ("batch.micro_batch_size=16", "batch.global_batch_size=256", PIPELINE)
+    early, late = (
+        numbers(*words, f"distributed.pipeline_schedule={each}") for each in ("1f1b", "gpipe")
+    )
+    assert early.grad_accum_steps == 8
+    assert late.memory_bytes_per_rank > 1.5 * early.memory_bytes_per_rank

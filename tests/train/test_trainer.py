@@ -21,6 +21,7 @@ from payload.train.metrics import SignOfLife
 from payload.train.optimizer import build_optimizers
 from payload.train.parts import Parts
 from payload.train.saving import Saving
+from payload.train.strategies.replicate import Replicate
 from payload.train.tasks.text import BlockSamples
 from payload.train.trainer import Trainer
 from payload.train.world import World, as_rank_lost
@@ -30,9 +31,11 @@ from tests.train.test_model import make_model
 
 def make_trainer(config: RunConfig, *, rank: int, world_size: int) -> Trainer:
     blocks = SimpleNamespace(num_full_blocks=lambda: 1000)
+    world = replace(ALONE, rank=rank, world_size=world_size)
     parts = SimpleNamespace(
         config=config,
-        world=replace(ALONE, rank=rank, world_size=world_size),
+        world=world,
+        strategy=Replicate(config.distributed, world),
         paths=RunPaths(Path("nowhere")),
         task=SimpleNamespace(train=BlockSamples(cast(TokenBlocks, blocks))),
         tokenizer={},

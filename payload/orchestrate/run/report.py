@@ -268,6 +268,7 @@ def _exchanged(numbers: Arithmetic) -> str:
         ("tensor", numbers.tensor, numbers.tensor_bytes),
         ("shard", numbers.shards, numbers.shard_bytes),
         ("replicate", numbers.replicas, numbers.replicate_bytes),
+        ("pipeline", numbers.pipeline, numbers.pipeline_bytes),
     ]
     if all(size == 1 for name, size, _ in dimensions if name != "replicate"):
         return f"{numbers.grad_bytes / _MIB:,.1f} MiB of gradients"

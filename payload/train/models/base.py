@@ -22,6 +22,7 @@ from payload.train.kernels.kernels import Kernels
 from payload.train.models import chunked_loss, split_head
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.models.split import SplitModule, Splits
+from payload.train.models.stage import Stage
 
 
 class Cache(Protocol):
@@ -29,6 +30,18 @@ class Cache(Protocol):
 
     def num_tokens(self) -> int:
         """Return the number of tokens seen so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterModules:
+    """Paths of a model's modules, for pipeline stages."""
+
+    layers: str
+    """The list of the layers."""
+    first: tuple[str, ...]
+    """What comes before them; the token embedding is the first one."""
+    last: tuple[str, ...]
+    """What comes behind them, but for a head that is the token embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +98,8 @@ class CausalLM(SplitModule, ABC):
         """Whether head and loss are computed in chunks of tokens, where there are no kernels."""
         self.kernels: Kernels | None = None
         """Faster ways for a pass without caches; None = the plain modules, the reference."""
+        self.stage: Stage | None = None
+        """The pipeline stage that is here; None = the whole model."""
         self.adapter: AdapterSection | None = None
         """The adapter that is trained; `lora.add_adapter` sets it."""
         self.objective: Objective | None = None
@@ -134,6 +149,10 @@ class CausalLM(SplitModule, ABC):
     def splits(self) -> Splits | None:
         """Return how tensor ranks share out the parameters, or None where they cannot."""
         return None
+
+    def outer_modules(self) -> OuterModules:
+        """Return what belongs to no layer, by the pipeline stage that computes it."""
+        raise NotImplementedError("require_split refuses models that cannot be in stages")
 
     @abstractmethod
     def is_hidden_matrix(self, name: str) -> bool:
@@ -230,12 +249,16 @@ class CausalLM(SplitModule, ABC):
     def token_losses(self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
         """Cross entropy of every target, (B, T) fp32; 0 where the target is `IGNORED_TARGET`.
 
-        `starts` are as in `hidden`. A strategy may wrap this as a forward pass of its own.
+        `starts` are as in `hidden`. On a pipeline stage that is not the last one all are 0.
+        A strategy may wrap this as a forward pass of its own.
         """
         return self._token_losses(tokens, targets, starts)
 
     def _token_losses(self, tokens: Tensor, targets: Tensor, starts: Tensor | None) -> Tensor:
         hidden = self.hidden(tokens, starts=starts)
+        if self.stage is not None and not self.stage.is_last():
+            self.stage.send(hidden)
+            return torch.zeros(targets.shape, device=targets.device)
         if starts is None:
             return self._head_losses(hidden, targets)
         losses = torch.zeros(targets.shape, device=targets.device)
@@ -266,13 +289,16 @@ class CausalLM(SplitModule, ABC):
     ) -> Tensor:
         """Mean cross entropy over the targets, a scalar, or what `objective` makes of each.
 
+        On a pipeline stage that is not the last one, what is sent to the next one instead.
         Raises nothing on its own; tokens and targets are (B, T) int64 within the vocabulary,
         `starts` as in `hidden`, and `more` what the objective reads besides.
         """
         if self.objective is not None:
             return self.objective(self._token_losses(tokens, targets, starts), *more)
-        weight = self.head_weight()
         hidden = self.hidden(tokens, starts=starts)
+        if self.stage is not None and not self.stage.is_last():
+            return hidden
+        weight = self.head_weight()
         if starts is not None:
             # The answers are a part of the text: the head reads those positions alone.
             chosen = targets != IGNORED_TARGET

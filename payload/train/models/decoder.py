@@ -7,7 +7,7 @@ B batch, T tokens in this pass, C width, V vocabulary, padded rows included.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from payload.errors import CheckpointError
 from payload.models.decoder import MODEL_TYPES, DecoderSpec
 from payload.models.decoder_config import Rope
 from payload.models.spec import ModelSpec
-from payload.train.models.base import CausalLM
+from payload.train.models.base import CausalLM, OuterModules
 from payload.train.models.decoder_fast import JOINED, refusals, run_layers
 from payload.train.models.decoder_layers import Layer, make_norm
 from payload.train.models.gpt2 import Embedding, LayerCache, Linear
@@ -97,18 +97,24 @@ class Decoder(CausalLM):
         With `caches`, one a layer, `tokens` continue the ones seen before; `starts` are as in
         `CausalLM`.
         """
-        x = self._embedded(tokens)
+        if self.stage is None or self.stage.is_first():
+            x = self._embedded(tokens)
+        else:
+            x = self.stage.receive(tokens)
         start = caches[0].num_tokens() if caches else 0
         ropes = self.rope_tables(start=start, length=tokens.shape[1], starts=starts)
         if self.kernels is not None and caches is None and not self._refusals():
             context = self.kernels.layer_context()
             if context is not None:
                 where = (self.model, x, self.spec, ropes, starts)
-                return run_layers(*where, context, self.layer_pass, self.ranks)
-        layers = cast("Sequence[Layer]", self.model.layers)
-        for number, (layer, what) in enumerate(zip(layers, self.spec.layers, strict=True)):
+                return run_layers(*where, context, self.layer_pass, self.ranks, self.stage)
+        here = range(len(self.spec.layers)) if self.stage is None else self.stage.layers
+        for number in here:
+            layer, what = self.model.layers[number], self.spec.layers[number]
             rope = ropes[what.rope] if what.rope is not None else None
             x = self.layer_pass(layer, x, rope, caches[number] if caches else None, starts)
+        if self.stage is not None and not self.stage.is_last():
+            return x
         normed: Tensor = self.model.norm(x)
         return normed
 
@@ -122,7 +128,7 @@ class Decoder(CausalLM):
 
         With `starts` (B, T) they are those of each token's place in its document, for all B x T.
         """
-        device = self.model.embed_tokens.weight.device
+        device = next(self.parameters()).device
         found = {
             rope: table(angles.to(device), start=start, length=length)
             for rope, angles in self._angles.items()
@@ -169,8 +175,14 @@ class Decoder(CausalLM):
         return [LayerCache() for _ in self.spec.layers]
 
     def layers(self) -> Sequence[nn.Module]:
-        """Return the layers."""
-        return list(self.model.layers)
+        """Return the layers that are here."""
+        here = range(len(self.spec.layers)) if self.stage is None else self.stage.layers
+        return [self.model.layers[number] for number in here]
+
+    def outer_modules(self) -> OuterModules:
+        """Return what belongs to no layer, by the pipeline stage that computes it."""
+        last = ("model.norm",) if self.lm_head is None else ("model.norm", "lm_head")
+        return OuterModules(layers="model.layers", first=("model.embed_tokens",), last=last)
 
     def splits(self) -> Splits:
         """Return how tensor ranks share out heads, the MLP and the vocabulary."""

@@ -29,8 +29,9 @@ from payload.train.models.gpt2 import Embedding, Linear
 from payload.train.models.recognised import layer_refusals, projection
 from payload.train.models.rope import Table
 from payload.train.models.split import TensorRanks, enter, summed
+from payload.train.models.stage import Elsewhere, Stage
 
-_KNOWN = (Attention, Embedding, Layer, Linear, MLP, RMSNorm, nn.ModuleList)
+_KNOWN = (Attention, Elsewhere, Embedding, Layer, Linear, MLP, RMSNorm, nn.ModuleList)
 _GATES: dict[str, Gate] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # What the kernels hold of a block of keys in a core's cache.
 _WIDEST_HEAD = min(256, LONGEST_HEAD)
@@ -52,11 +53,13 @@ def run_layers(
     context: LayerContext,
     layer_pass: Callable[..., Any] = lambda layer, *inputs: layer(*inputs),
     ranks: TensorRanks | None = None,
+    stage: Stage | None = None,
 ) -> Tensor:
     """From the embedded tokens (B, T, C) fp32 to the final norm's output, bf16.
 
     `starts` are as in `CausalLM`; `ropes` are made for them. `layer_pass` calls each layer.
-    With `ranks`, each of them has some of the heads and a part of the MLP.
+    With `ranks`, each of them has some of the heads and a part of the MLP. With a `stage` that is
+    not the last one, the residual stream behind its layers is returned, fp32.
     """
 
     def layer_of(
@@ -84,9 +87,12 @@ def run_layers(
         total: Tensor = x.flatten(0, 1)
         added: Tensor | None = None
         layers = cast("nn.ModuleList", body.layers)
-        for layer, what in zip(layers, spec.layers, strict=True):
+        for number in range(len(spec.layers)) if stage is None else stage.layers:
+            layer, what = layers[number], spec.layers[number]
             assert isinstance(layer, Layer)
             total, added = layer_pass(layer.computed_by, layer_of, attending[what], total, added)
+        if stage is not None and not stage.is_last():
+            return (total if added is None else total + added).view(x.shape)
         _, normed = add_norm(total, added, _norm(cast(RMSNorm, body.norm)), context)
         return normed.view(x.shape)
 

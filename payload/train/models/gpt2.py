@@ -21,7 +21,7 @@ from payload.models.spec import ModelSpec
 from payload.train.kernels.layers import add_norm, attention, mlp
 from payload.train.kernels.linears import LayerContext
 from payload.train.lazy_tensors import copy_in, shape_in
-from payload.train.models.base import CausalLM, LayerModule
+from payload.train.models.base import CausalLM, LayerModule, OuterModules
 from payload.train.models.recognised import layer_refusals, projection
 from payload.train.models.split import (
     Split,
@@ -33,6 +33,7 @@ from payload.train.models.split import (
     own_masks,
     summed,
 )
+from payload.train.models.stage import Elsewhere
 
 MODEL_TYPES = ("gpt2",)
 
@@ -175,7 +176,7 @@ class Block(LayerModule):
         return added
 
 
-_KNOWN = (Attention, Block, Embedding, Linear, MLP, nn.LayerNorm, nn.ModuleList)
+_KNOWN = (Attention, Block, Elsewhere, Embedding, Linear, MLP, nn.LayerNorm, nn.ModuleList)
 _SPLITS = {
     "attn.c_attn.weight": Split(0, sections=3),
     "attn.c_attn.bias": Split(0, sections=3),
@@ -230,19 +231,26 @@ class GPT(CausalLM):
         With `caches`, one a layer, `tokens` continue the ones seen before; `starts` are as in
         `CausalLM`.
         """
-        start = caches[0].num_tokens() if caches else 0
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        if starts is not None:
-            positions = positions - starts
-        x = self._embedded(tokens) + self.wpe(positions)
+        is_first = self.stage is None or self.stage.is_first()
+        if self.stage is None or is_first:
+            start = caches[0].num_tokens() if caches else 0
+            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+            if starts is not None:
+                positions = positions - starts
+            x: Tensor = self._embedded(tokens) + self.wpe(positions)
+        else:
+            x = self.stage.receive(tokens)
         if self.kernels is not None and caches is None and not self._without_kernels():
             context = self.kernels.layer_context()
             if context is not None:
                 return self._fast_layers(x, starts, context)
-        x = functional.dropout(x, self.dropout, self.training)
+        if is_first:
+            x = functional.dropout(x, self.dropout, self.training)
         mask = None if starts is None else documents_mask(starts)
-        for i, block in enumerate(self.h):
+        for i, block in enumerate(self.layers()):
             x = self.layer_pass(block, x, caches[i] if caches else None, mask)
+        if self.stage is not None and not self.stage.is_last():
+            return x
         normed: Tensor = self.ln_f(x)
         return normed
 
@@ -260,10 +268,12 @@ class GPT(CausalLM):
             sizes = (x.shape[0], x.shape[1])
             total: Tensor = x.flatten(0, 1)
             added: Tensor | None = None
-            for block in cast("Iterable[Block]", self.h):
+            for block in cast("Iterable[Block]", self.layers()):
                 total, added = self.layer_pass(
                     block.computed_by, self._fast_layer, total, added, sizes, starts, context
                 )
+            if self.stage is not None and not self.stage.is_last():
+                return (total if added is None else total + added).view(x.shape)
             _, normed = add_norm(total, added, self.ln_f, context)
             return normed.view(x.shape)
 
@@ -320,8 +330,13 @@ class GPT(CausalLM):
         return [LayerCache() for _ in self.h]
 
     def layers(self) -> Sequence[nn.Module]:
-        """Return the layers."""
-        return list(self.h)
+        """Return the layers that are here."""
+        here = range(len(self.h)) if self.stage is None else self.stage.layers
+        return [self.h[number] for number in here]
+
+    def outer_modules(self) -> OuterModules:
+        """Return what belongs to no layer, by the pipeline stage that computes it."""
+        return OuterModules(layers="h", first=("wte", "wpe"), last=("ln_f",))
 
     def splits(self) -> Splits:
         """Return how tensor ranks share out heads, the MLP and the vocabulary."""

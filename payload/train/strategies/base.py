@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from payload.models.spec import Dtype
 from payload.run_config import DistributedSection, RunConfig
 from payload.train.models.base import CausalLM
+from payload.train.models.stage import Stage
 from payload.train.optimizer import Optimizers, build_optimizers
 from payload.train.snapshot import Snapshot
 from payload.train.sync_check import require_sound_ranks
@@ -35,6 +36,10 @@ class Strategy(ABC):
     def has_results(self) -> bool:
         """Say whether losses of this rank count: of each data rank's, one rank's do."""
         return True
+
+    def stage(self) -> Stage | None:
+        """Return this rank's pipeline stage, or None where a rank computes whole passes."""
+        return None
 
     def holds(self, name: str) -> bool:
         """Say whether this rank has the parameter `name`, or a part of it."""

@@ -16,16 +16,28 @@ def group_along(
 
     All ranks call this for all groups in one order.
     """
+    every = [mesh.along(each, *dimensions) for each in range(mesh.world_size)]
+    found = _own_group(every, rank, timeout_s=timeout_s)
+    assert found is not None, "every rank is in the group of its own place"
+    return found
+
+
+def group_of_ends(mesh: Mesh, rank: int, *, timeout_s: float) -> dist.ProcessGroup | None:
+    """Return the group of the first and the last stage's ranks that pass activations on.
+
+    None on the ranks of stages between. All ranks call this, as the other.
+    """
+    lines = [mesh.along(each, "pipeline") for each in range(mesh.world_size)]
+    return _own_group([(line[0], line[-1]) for line in lines], rank, timeout_s=timeout_s)
+
+
+def _own_group(
+    every: list[tuple[int, ...]], rank: int, *, timeout_s: float
+) -> dist.ProcessGroup | None:
     found: dist.ProcessGroup | None = None
-    seen: set[tuple[int, ...]] = set()
-    for each in range(mesh.world_size):
-        members = mesh.along(each, *dimensions)
-        if members in seen:
-            continue
-        seen.add(members)
+    for members in dict.fromkeys(every):
         timeout = datetime.timedelta(seconds=timeout_s)
-        group = dist.new_group(list(members), timeout=timeout)
+        group = dist.new_group(sorted(set(members)), timeout=timeout)
         if rank in members:
             found = group
-    assert found is not None, "every rank is in the group of its own place"
     return found

@@ -6,7 +6,7 @@ What is left of the mesh is data parallel: ranks with the same part of the model
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from payload.mesh import Dimension
+from payload.models.stages import stage_layers
 from payload.run_config import DistributedSection
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.split import SplitModule, Splits, TensorRanks
+from payload.train.models.stage import Elsewhere, Stage
 from payload.train.optimizer import Optimizers
 from payload.train.strategies.base import Strategy
-from payload.train.strategies.groups import group_along
+from payload.train.strategies.groups import group_along, group_of_ends
 from payload.train.strategies.mesh_snapshot import Layout, MeshSnapshot
 from payload.train.strategies.replicate import Replicate
 from payload.train.sync_check import RankState, inspect_each, require_equal, require_finite
@@ -35,10 +37,12 @@ class _MeshState:
     """All of it: equal on the ranks of its replicas."""
     whole: RankState
     """What is not split over tensor ranks: equal on these, too."""
+    tied: RankState
+    """The embedding that is the output head: equal on the first and the last pipeline stage."""
 
 
 class ModelParallel(Strategy):
-    """Tensor ranks that compute each layer together, and replicas of them."""
+    """Tensor ranks that compute each layer together, pipeline stages, and replicas of these."""
 
     def __init__(self, settings: DistributedSection, world: World) -> None:
         super().__init__(settings, world)
@@ -52,6 +56,11 @@ class ModelParallel(Strategy):
             index=self._place.tensor,
             size=self.mesh.tensor,
         )
+        self._line = group_along(*here, "pipeline", timeout_s=timeout_s)
+        self._ends = group_of_ends(*here, timeout_s=timeout_s)
+        self._stage: Stage | None = None
+        self._tied: str | None = None
+        """The embedding's name where the last stage has it as well, as its head."""
         of_model: tuple[Dimension, ...] = ("pipeline", "shard", "tensor")
         self._model = group_along(*here, *of_model, timeout_s=timeout_s)
         """The ranks that hold one model together."""
@@ -65,21 +74,83 @@ class ModelParallel(Strategy):
         """Give every rank its part of rank 0's weights, one whole parameter at a time."""
         splits = model.splits()
         assert splits is not None, "require_split refused every other model"
-        self._splits, self._layout = splits, Layout(model, splits, {})
+        self._splits = splits = splits if self._tensor.size > 1 else Splits({})
+        stages = self._stages(model)
+        self._layout = Layout(model, splits, stages)
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
         for path, module in model.named_modules():
             for key, parameter in list(module.named_parameters(recurse=False)):
                 dist.broadcast(parameter.detach(), src=0)
-                split = splits.parts.get(f"{path}.{key}")
-                if split is not None:
+                name = f"{path}.{key}"
+                split = splits.parts.get(name)
+                if not self._is_here(name, stages):
+                    module.register_parameter(key, None)
+                elif split is not None:
                     with torch.no_grad():
                         part = split.part(
                             parameter, index=self._tensor.index, size=self._tensor.size
                         )
                     module.register_parameter(key, nn.Parameter(part))
-            if isinstance(module, SplitModule):
+            if isinstance(module, SplitModule) and self._tensor.size > 1:
                 module.ranks = self._tensor
+        if self.mesh.pipeline > 1:
+            self._leave_to_others(model)
+
+    def _stages(self, model: CausalLM) -> dict[str, int]:
+        """Return each parameter's pipeline stage, by its name, and note what is tied."""
+        if self.mesh.pipeline == 1:
+            return {}
+        of_layers, outer = stage_layers(model.spec, self.mesh.pipeline), model.outer_modules()
+        last = self.mesh.pipeline - 1
+        found = {}
+        for name, parameter in model.named_parameters():
+            if name.startswith(f"{outer.layers}."):
+                number = int(name.removeprefix(f"{outer.layers}.").partition(".")[0])
+                found[name] = next(i for i, each in enumerate(of_layers) if number in each)
+            else:
+                found[name] = last if name.rpartition(".")[0] in outer.last else 0
+            if parameter is model.tied_weight():
+                self._tied = name
+        self._stage = Stage(
+            index=self._place.pipeline,
+            stages=self.mesh.pipeline,
+            layers=of_layers[self._place.pipeline],
+            ranks=self.mesh.along(self.world.rank, "pipeline"),
+            group=self._line,
+            width=model.spec.width(),
+            device=self.world.device,
+        )
+        return found
+
+    def _is_here(self, name: str, stages: Mapping[str, int]) -> bool:
+        """Say whether this rank's stage has a parameter; the last one has what is tied, too."""
+        if self._stage is None:
+            return True
+        is_head = name == self._tied and self._stage.is_last()
+        return stages[name] == self._stage.index or is_head
+
+    def _leave_to_others(self, model: CausalLM) -> None:
+        """Replace the modules of other stages."""
+        stage, outer = self._stage, model.outer_modules()
+        assert stage is not None
+        tied = None if self._tied is None else self._tied.rpartition(".")[0]
+        for path in (*outer.first, *outer.last):
+            is_here = stage.is_first() if path in outer.first else stage.is_last()
+            if not is_here and not (path == tied and stage.is_last()):
+                model.set_submodule(path, Elsewhere())
+        for number in range(model.spec.num_layers()):
+            if number not in stage.layers:
+                model.set_submodule(f"{outer.layers}.{number}", Elsewhere())
+        model.stage = stage
+
+    def stage(self) -> Stage | None:
+        """Return this rank's pipeline stage, or None where a rank computes whole passes."""
+        return self._stage
+
+    def holds(self, name: str) -> bool:
+        """Say whether this rank has the parameter `name`, or a part of it."""
+        return name in self._trained or name not in self._layout.parameters
 
     def parts(self, model: CausalLM) -> dict[str, nn.Parameter] | None:
         """Return what this rank's optimizers train: the model's own parameters, parts by now."""
@@ -98,8 +169,12 @@ class ModelParallel(Strategy):
     def finish(self) -> float:
         """Put the mean gradients in place; return the seconds that this rank waited for others."""
         waited_s = self._data.finish()
-        self._agree_on_whole()
+        self._add_tied()
+        if self._tensor.size > 1:
+            self._agree_on_whole()
         waited_s, self._tensor.seconds = waited_s + self._tensor.seconds, 0.0
+        if self._stage is not None:
+            waited_s, self._stage.seconds = waited_s + self._stage.seconds, 0.0
         return waited_s
 
     def own_part(self, name: str, tensor: Tensor) -> Tensor:
@@ -111,11 +186,17 @@ class ModelParallel(Strategy):
 
     def has_results(self) -> bool:
         """Say whether this is the first of the ranks that compute the same losses."""
-        return self._place.tensor == 0
+        return self._place.tensor == 0 and self._place.pipeline == self.mesh.pipeline - 1
 
     def counts(self) -> Callable[[str], bool]:
         """Return what says whether this rank counts a parameter: one of those that have it does."""
-        return lambda name: name in self._splits.parts or self._place.tensor == 0
+
+        def is_counted(name: str) -> bool:
+            if name == self._tied and self._place.pipeline:
+                return False
+            return name in self._splits.parts or self._place.tensor == 0
+
+        return is_counted
 
     def norm_over_ranks(self) -> Callable[[float], float]:
         """Return what adds up the squares of the parts' norms."""
@@ -141,7 +222,10 @@ class ModelParallel(Strategy):
         state, split = optimizers.state_tensors(), self._splits.parts
         whole = [(name, each) for name, each in weights if name not in split]
         whole += [pair for pair in state.items() if pair[0].partition(".")[2] not in split]
-        found = _MeshState(own=_state([*weights, *state.items()]), whole=_state(whole))
+        tied = [pair for pair in [*weights, *state.items()] if self._is_tied(pair[0])]
+        found = _MeshState(
+            own=_state([*weights, *state.items()]), whole=_state(whole), tied=_state(tied)
+        )
         states = self.world.gather(found, _MeshState)
         owns, wholes = [each.own for each in states], [each.whole for each in states]
         for rank in range(self.mesh.world_size):
@@ -149,6 +233,9 @@ class ModelParallel(Strategy):
             copies = self.mesh.along(rank, "replicate", "tensor")
             require_equal(wholes, copies, step=step, passed_step=passed_step)
             require_equal(owns, replicas, step=step, passed_step=passed_step)
+            line = self.mesh.along(rank, "pipeline")
+            ends = (line[0], line[-1]) if self._tied is not None else (rank,)
+            require_equal([each.tied for each in states], ends, step=step, passed_step=passed_step)
         require_finite(owns, step=step, passed_step=passed_step)
 
     def snapshot(self, model: CausalLM, optimizers: Optimizers) -> MeshSnapshot:
@@ -161,6 +248,20 @@ class ModelParallel(Strategy):
             rank=self.world.rank,
             group=self._saving,
         )
+
+    def _is_tied(self, name: str) -> bool:
+        """Say whether a tensor is what is tied, or optimizer state of it."""
+        return self._tied is not None and self._tied in (name, name.partition(".")[2])
+
+    def _add_tied(self) -> None:
+        """Add up the gradients of the embedding and of the head that it is, on both stages."""
+        stage = self._stage
+        if stage is None or self._tied is None:
+            return
+        if stage.is_first() or stage.is_last():
+            gradient = self._trained[self._tied].grad
+            assert gradient is not None
+            dist.all_reduce(gradient, group=self._ends)
 
     def _agree_on_whole(self) -> None:
         """Give the tensor ranks one gradient of each parameter that is not split.

@@ -1,0 +1,177 @@
+"""Pipeline stages: one rank's losses with either schedule, checkpoints for any strategy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from benchmarks.architecture_cases import CASES, make_folder
+from payload.train.strategies.pipeline import order
+from tests.support.launching import (
+    evaluations,
+    losses,
+    mpirun,
+    rank_env,
+    run,
+    summary,
+    train,
+    train_program,
+)
+from tests.train.alone import train_alone
+from tests.train.strategies.runs import first_half, norms, tensors
+
+pytestmark = pytest.mark.ranks
+
+PIPELINE = "distributed.pipeline_parallel=2"
+STEPS = ("schedule.warmup_steps=0", "train.steps=6", "train.checkpoint_every=3", "model.n_layer=3")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
+    """The run of one rank, which holds everything."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    train_alone(folder, tiny_config, *STEPS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
+    """The same on two stages, of which each has the embedding; not to be changed."""
+    folder = tmp_path_factory.mktemp("stages") / "run"
+    train(folder, tiny_config, PIPELINE, *STEPS, num_ranks=2)
+    return folder
+
+
+def require_equal_runs(ours: Path, theirs: Path) -> None:
+    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-6)
+    assert evaluations(ours) == pytest.approx(evaluations(theirs), rel=1e-6)
+    assert norms(ours) == pytest.approx(norms(theirs), rel=1e-5)
+    assert summary(ours)["ranks_identical"] is True
+
+
+def test_two_stages_train_and_evaluate_as_one_rank_does(alone: Path, stages: Path) -> None:
+    require_equal_runs(stages, alone)
+
+
+def test_their_checkpoint_has_the_tensors_of_any_other(alone: Path, stages: Path) -> None:
+    ours, theirs = tensors(stages, step=3), tensors(alone, step=3)
+    assert ours.keys() == theirs.keys()
+    for name, each in ours.items():
+        if not name.endswith("c_attn.bias"):
+            assert_close(each, theirs[name], rtol=1e-3, atol=2e-5)
+
+
+def test_a_resume_on_the_same_stages_is_bitwise(
+    tmp_path: Path, tiny_config: Path, stages: Path
+) -> None:
+    half = first_half(stages, tmp_path / "half")
+    train(half, tiny_config, PIPELINE, *STEPS, num_ranks=2)
+    assert losses(half) == losses(stages)
+    ours, theirs = tensors(half, step=6), tensors(stages, step=6)
+    assert all(torch.equal(each, theirs[name]) for name, each in ours.items())
+
+
+def test_one_rank_goes_on_from_their_checkpoint(
+    tmp_path: Path, tiny_config: Path, stages: Path
+) -> None:
+    half = first_half(stages, tmp_path / "half")
+    train_alone(half, tiny_config, *STEPS)
+    assert losses(half) == pytest.approx(losses(stages), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ((PIPELINE, "distributed.pipeline_schedule=gpipe", "batch.micro_batch_size=1"), 4),
+        ((PIPELINE, "distributed.tensor_parallel=2"), 4),
+        (("distributed.pipeline_parallel=3",), 3),
+    ],
+    ids=["two replicas, GPipe", "two tensor ranks", "three stages"],
+)
+def test_stages_go_on_from_the_checkpoint_of_one_rank(
+    tmp_path: Path, tiny_config: Path, alone: Path, settings: tuple[str, ...], ranks: int
+) -> None:
+    half = first_half(alone, tmp_path / "half")
+    train(half, tiny_config, *settings, *STEPS, num_ranks=ranks)
+    require_equal_runs(half, alone)
+    ours, theirs = tensors(half, step=6), tensors(alone, step=6)
+    assert {name: each.shape for name, each in ours.items()} == {
+        name: each.shape for name, each in theirs.items()
+    }
+
+
+def test_the_kernels_run_a_stages_layers(tmp_path: Path, tiny_config: Path) -> None:
+    bf16 = (*STEPS, "precision.dtype=bf16", "train.steps=3")
+    train_alone(tmp_path / "alone", tiny_config, *bf16)
+    said = train(tmp_path / "two", tiny_config, PIPELINE, *bf16, num_ranks=2).stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    assert "without kernels" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("llama, untied, biases", ("memory.activation_checkpointing=on",)),
+        ("gemma3_text", ("engine.kernels=off",)),
+        ("qwen3", ("precision.dtype=bf16",)),
+    ],
+)
+def test_a_decoder_is_in_stages(
+    tmp_path: Path, tiny_config: Path, name: str, extra: tuple[str, ...]
+) -> None:
+    make_folder({**CASES[name], "vocab_size": 600}, tmp_path / "base")
+    sizes = (f"model.{key}=none" for key in ("n_layer", "n_head", "n_embd"))
+    words = (*STEPS, *sizes, f"model.init={tmp_path / 'base'}", "optimizer.lr=1e-4", *extra)
+    train_alone(tmp_path / "alone", tiny_config, *words)
+    train(tmp_path / "two", tiny_config, PIPELINE, *words, num_ranks=2)
+    close = 1e-4 if "precision.dtype=bf16" in extra else 1e-6
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=close)
+    assert norms(tmp_path / "two") == pytest.approx(norms(tmp_path / "alone"), rel=close * 300)
+    assert summary(tmp_path / "two")["ranks_identical"] is True
+
+
+def test_a_head_that_is_not_the_embedding_any_more_stops_the_run(
+    tmp_path: Path, tiny_config: Path
+) -> None:
+    program = tmp_path / "spoil.py"
+    program.write_text(_SPOIL_RANK_1, encoding="utf-8")
+    words = train_program(tmp_path / "run", tiny_config, PIPELINE, *STEPS)[2:]
+    result = run(mpirun(2, str(program), *words), env=rank_env())
+    assert result.returncode == 40, result.stderr
+    record = json.loads((tmp_path / "run" / "exits" / "rank_0000.json").read_text())
+    assert "after step 3 the ranks do not hold one model" in record["error"]
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+# A bit flips in the head of the last stage, as broken RAM would do it.
+_SPOIL_RANK_1 = """
+import os, sys
+import torch
+from payload.train import trainer
+from payload.train.__main__ import main
+
+step = trainer.Trainer._train_step
+
+def spoiled(self):
+    stopping = step(self)
+    if self._parts.world.rank == 1 and self._step == 2:
+        with torch.no_grad():
+            self._parts.optimizers.trained()["wte.weight"][5, 5] += 1e-6
+    return stopping
+
+trainer.Trainer._train_step = spoiled
+sys.exit(main(sys.argv[1:], os.environ))
+"""
+
+
+def test_1f1b_keeps_as_many_passes_as_stages_follow() -> None:
+    first = [f"{kind[0]}{number}" for kind, number in order("1f1b", stage=0, stages=3, passes=5)]
+    assert first == ["f0", "f1", "f2", "b0", "f3", "b1", "f4", "b2", "b3", "b4"]
+    last = [f"{kind[0]}{number}" for kind, number in order("1f1b", stage=2, stages=3, passes=3)]
+    assert last == ["f0", "b0", "f1", "b1", "f2", "b2"]
+    gpipe = [f"{kind[0]}{number}" for kind, number in order("gpipe", stage=0, stages=2, passes=2)]
+    assert gpipe == ["f0", "f1", "b0", "b1"]
