@@ -40,13 +40,20 @@ def main(work: dict[str, Any]) -> None:
     model = _model(work)
     optimizers = build_optimizers(model, OptimizerSection())
     settings = EngineSection(kernels=work["kernels"])
-    engaged = engage(model, optimizers, settings=settings, world=alone)
+    passes, micro = work["accumulation"], work["micro_batch_size"]
+    setting = RankSetting(
+        micro_batch_size=micro,
+        dtype=dtype,
+        kernels=settings.wants_kernels(),
+        alone=True,
+        accumulates=passes > 1,
+    )
+    engaged = engage(model, optimizers, settings=settings, world=alone, setting=setting)
     optimizers.make_state()
     for note in model.speed_notes():
         logging.info(note)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if dtype == "bf16" else "no")
     trained = accelerator.prepare(engaged).train()
-    passes, micro = work["accumulation"], work["micro_batch_size"]
     batch = torch.randint(shape.vocab_size, (micro, work["sequence_length"] + 1))
     step_s, cpu_s, loss = [], [], torch.zeros(())
     for _ in range(work["steps"]):
@@ -63,15 +70,7 @@ def main(work: dict[str, Any]) -> None:
         "cpu_s": cpu_s,
         "last_loss": loss.item(),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "estimated_bytes": shape.memory_bytes(
-            RankSetting(
-                micro_batch_size=micro,
-                dtype=dtype,
-                kernels=settings.wants_kernels(),
-                alone=True,
-                accumulates=passes > 1,
-            )
-        ),
+        "estimated_bytes": shape.memory_bytes(setting),
         "peak_flops_per_s": calibration.peak_flops_per_s,
         "peak_flops_per_cpu_s": peak_flops_per_cpu_s,
         "versions": {"torch": version("torch"), "tileforge": version_of_code()},

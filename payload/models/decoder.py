@@ -150,31 +150,50 @@ class DecoderSpec(ModelSpec):
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
         The peak is where the forward pass ends, or with few tokens where the backward pass does.
-        Weights and two AdamW moments are fp32, 12 bytes a parameter; gradients, 4 more, are there
-        at the forward pass's end with other ranks and in all passes of a step but its first
-        (`accumulates`). With `kernels` the bf16 weights are made for each matmul; the head's lie
-        beside its logits. Gaps between what comes and goes took 2 bytes a parameter of the layers,
-        as measured for SmolLM2-135M and Qwen3-0.6B.
+        Weights and two AdamW moments are fp32, 12 bytes a parameter; gradients, 4 more or 2 (see
+        `bf16_gradients`), are there at the forward pass's end with other ranks and in all passes of
+        a step but its first (`accumulates`). With `kernels` the bf16 weights are made for each
+        matmul; the head's lie beside its logits where they come in chunks. Gaps between what comes
+        and goes took 2 bytes a parameter of the layers, 1 with bf16 gradients, as measured for
+        SmolLM2-135M and Qwen3-0.6B.
         """
         size = setting.value_bytes()
         tokens = setting.micro_batch_size * self.sequence_length
-        gradients = self.num_params() * 4
+        linears_rounded, head_rounded = self.bf16_gradients(setting)
+        head_gradient = self.embedding_size() * (2 if head_rounded else 4)
+        embeddings = self.embedding_size() * (1 if self.is_tied() else 2)
+        inner = self.num_params() - embeddings
+        gradients = inner * (2 if linears_rounded else 4)
+        gradients += head_gradient + (embeddings - self.embedding_size()) * 4
         held = self.num_params() * 12 + PROCESS_BYTES
         if setting.accumulates or not setting.alone:
             held, gradients = held + gradients, 0
-        # In fp32 the layers are plain torch, and so are those of a model that transformers builds.
-        has_layers = setting.kernels and setting.dtype == "bf16" and not self.unsupported_features
+        has_layers = self._has_fast_layers(setting)
         layers = tokens * self.num_layers() * self._kept_bytes(size, kernels=has_layers)
         if not setting.kernels:
             # A logit is 16 bytes: log-softmax and two gradients in fp32, and itself.
             return held + layers + tokens * self.vocab_size * 16
         logits = min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size
-        head = self.embedding_size() * 4 if setting.alone or setting.accumulates else 0
-        if setting.dtype == "bf16":
+        head = head_gradient if setting.alone or setting.accumulates else 0
+        if setting.dtype == "bf16" and tokens > logits_tokens(self.vocab_size):
             head += self.embedding_size() * 2
-        embeddings = self.embedding_size() * (1 if self.is_tied() else 2)
-        gaps = (self.num_params() - embeddings) * 2
+        gaps = inner * (1 if linears_rounded else 2)
         return held + gaps + max(layers + logits + head, gradients)
+
+    def bf16_gradients(self, setting: RankSetting) -> tuple[bool, bool]:
+        """Say whether the gradients of the layers' linears, and the head's, are kept in bf16.
+
+        The head's logits are made some tokens at a time; from more than one such chunk its gradient
+        is a sum, in fp32. A rounded sum of the tied embedding's two parts is rounded once.
+        """
+        linears = self._has_fast_layers(setting) and setting.alone and not setting.accumulates
+        tokens = setting.micro_batch_size * self.sequence_length
+        return linears, linears and tokens <= logits_tokens(self.vocab_size)
+
+    def _has_fast_layers(self, setting: RankSetting) -> bool:
+        """In fp32 the layers are plain torch, and so are those that transformers builds."""
+        is_ours = setting.kernels and not self.unsupported_features
+        return is_ours and setting.dtype == "bf16"
 
     def _kept_bytes(self, size: int, *, kernels: bool) -> int:
         """Return what one layer keeps of a token for its backward pass, in bytes.

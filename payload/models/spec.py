@@ -213,6 +213,15 @@ class ModelSpec(ABC):
             return min(tokens, logits_tokens(rows)) * rows * setting.value_bytes()
         return tokens * rows * 16
 
+    def bf16_gradients(self, setting: RankSetting) -> tuple[bool, bool]:
+        """Say whether the gradients of the layers' linears, and the head's, are kept in bf16.
+
+        Only where a gradient comes from one bf16 matmul, which autocast rounds as well: a rank is
+        alone and makes one pass a step. Sums over passes or ranks are made in fp32.
+        """
+        del setting
+        return False, False
+
     def weight_bytes(self, setting: RankSetting) -> int:
         """Return the bytes of all weights while they are trained."""
         del setting

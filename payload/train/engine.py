@@ -7,6 +7,7 @@ import importlib.util
 import torch
 
 from payload.engines import DEEPSPEED_MODULE, deepspeed_missing, ipex_missing, require_compiler
+from payload.models.spec import RankSetting
 from payload.run_config import DistributedSection, EngineSection
 from payload.train.kernels.kernels import find_kernels
 from payload.train.models.base import CausalLM
@@ -31,10 +32,16 @@ def require_strategy(settings: DistributedSection) -> None:
 
 
 def engage(
-    model: CausalLM, optimizers: Optimizers, *, settings: EngineSection, world: World
+    model: CausalLM,
+    optimizers: Optimizers,
+    *,
+    settings: EngineSection,
+    world: World,
+    setting: RankSetting | None = None,
 ) -> torch.nn.Module:
     """The module to train in place of `model`; parameters stay the same tensors, in fp32.
 
+    `setting` is how the rank trains: it decides which gradients are kept in bf16; None = none.
     Weights stay fp32 under ipex too (no `dtype=`, no prepacking), so that checkpoints are the same
     whichever engine wrote them; bf16 comes from autocast as it does for the native engine.
     """
@@ -55,4 +62,6 @@ def engage(
         have_it = world.sum(torch.tensor(float(model.kernels.has_update)))
         if have_it == world.world_size:
             optimizers.kernels = model.kernels
+            if setting is not None:
+                optimizers.keep_bf16_gradients(model.bf16_gradients(setting))
     return engaged

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from payload.run_config import DistributedSection
 from payload.train.buckets import Bucket, make_buckets
+from payload.train.kernels.accumulate import gradient_dtype
 from payload.train.models.base import CausalLM, trainable
 from payload.train.token_exchange import TokenExchange
 from payload.train.world import World
@@ -114,7 +115,7 @@ class GradientExchange:
         began_s = time.perf_counter()
         for parameter in self._alone:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
         for bucket in self._buckets[len(self._under_way) :]:
             bucket.complete()
             self._full.add(bucket)

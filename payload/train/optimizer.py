@@ -84,6 +84,17 @@ class Optimizers:
             if self.kernels is not None and isinstance(optimizer, torch.optim.AdamW):
                 self.kernels.make_state(optimizer)
 
+    def keep_bf16_gradients(self, of: Iterable[nn.Parameter]) -> None:
+        """Keep the gradients of these parameters in bf16, where the kernels' AdamW trains them."""
+        if self.kernels is None:
+            return
+        wanted = set(of)
+        for optimizer in self.members:
+            if isinstance(optimizer, torch.optim.AdamW):
+                for group in optimizer.param_groups:
+                    for parameter in wanted.intersection(group["params"]):
+                        parameter.grad_dtype = torch.bfloat16
+
     def _scale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if self._grad_scale == 1:
             return

@@ -236,7 +236,13 @@ def _assemble(
     optimizers = strategy.optimizers(start.model, config, dtype=calibration.dtype)
     step = start.state.step if start.state else 0
     sign_of_life.tell(step=step, phase="kernels")
-    engaged = engage(start.model, optimizers, settings=engine, world=world)
+    engaged = engage(
+        start.model,
+        optimizers,
+        settings=engine,
+        world=world,
+        setting=config.rank_setting(dtype=calibration.dtype, world_size=world.world_size),
+    )
     accelerator = Accelerator(
         cpu=world.is_cpu,
         mixed_precision="bf16" if calibration.dtype == "bf16" else "no",

@@ -213,8 +213,10 @@ def test_the_memory_estimate_follows_batch_vocabulary_and_gradients() -> None:
     # No logits among what the batch adds: 64 wide, 4 heads over 2 of keys, 96 within the MLP.
     kept = 4 * 2 * 64 + 2 * (2 * 64 + 2 * 64 + 2 * 32 + 2 * 96)
     assert estimate(8) - estimate(4) == 4 * 512 * 3 * kept
-    # Passes after a step's first one find its gradients there.
-    assert estimate(8, accumulates=True) - estimate(8) == 4 * spec.num_params()
+    # Passes after a step's first one find its gradients there, and rounded ones leave less gaps.
+    inner = spec.num_params() - spec.embedding_size()
+    added = estimate(8, accumulates=True) - estimate(8)
+    assert added == 4 * spec.num_params() + inner
     # Between ranks the first one's head is made in its bucket, another pass's beside it.
     head = 4 * spec.embedding_size()
     assert estimate(8, alone=False, accumulates=True) - estimate(8, alone=False) == head

@@ -122,7 +122,8 @@ refused += [
         ((wide, t(6), t(5)), norm, wide, x), ((x, t(6), t(6)), norm, wide, x),
     ]
 ]
-refused += [(library.sum_squares, ([each],), {}) for each in (x, pieces(wide), wide.double())]
+others = (x.half(), pieces(x), pieces(wide), wide.double())
+refused += [(library.sum_squares, ([each],), {}) for each in others]
 
 def adamw(**state):
     weight = torch.nn.Parameter(t(6, 4))
@@ -139,7 +140,7 @@ refused += [
     (adamw(**state), (), {})
     for state in [
         {"exp_avg": t()}, {"exp_avg": t(5, 4)}, {"exp_avg_sq": x}, {"exp_avg_sq": pieces(wide)},
-        {"copy": t(6, 3, dtype=half)}, {"copy": t(6, 4)},
+        {"copy": t(6, 3, dtype=half)}, {"copy": t(6, 4)}, {"exp_avg": t(6, 4, dtype=half)},
     ]
 ]
 adamw()()

@@ -49,6 +49,24 @@ def test_a_weight_s_gradient_is_the_sum_over_tokens(
     assert error(total, 2 * true) < SUMS
 
 
+@pytest.mark.parametrize(
+    ("tokens", "rows", "width"), [(1, 1, 1), (33, 257, 80), (1057, 272, 70), (2111, 520, 1090)]
+)
+def test_a_weight_s_gradient_in_bf16_is_the_fp32_one_rounded_once(
+    library: Library, threads: int, tokens: int, rows: int, width: int
+) -> None:
+    grad, x = random(tokens, rows).to(BF16), random(tokens, width, seed=1).to(BF16)
+    exact, total = torch.empty(rows, width), torch.empty(rows, width, dtype=BF16)
+    library.weight_gradient(grad, x, exact, add=False)
+    library.weight_gradient(grad, x, total, add=False)
+    assert torch.equal(total, exact.to(BF16))
+    with pytest.raises(ValueError, match="not added to"):
+        library.weight_gradient(grad, x, total, add=True)
+    parts = [torch.empty(each, width, dtype=BF16) for each in (rows // 3, rows - rows // 3)]
+    library.weight_gradients(grad, x, [(each, False) for each in parts])
+    assert torch.equal(torch.cat(parts), total)
+
+
 @pytest.mark.parametrize(("rows", "width"), [(200, 64), (192, 64), (700, 256), (1000, 384)])
 def test_rows_in_slices_are_rows(library: Library, threads: int, rows: int, width: int) -> None:
     grad, x = random(77, rows).to(BF16), random(77, 48, seed=1).to(BF16)

@@ -54,7 +54,8 @@ def give_gradients(model: nn.Module, *, step: int) -> None:
         if name != "without_gradient":
             sizes = 10.0 ** torch.randint(-7, 1, parameter.shape, generator=generator)
             gradient = torch.randn(parameter.shape, generator=generator) * sizes
-            parameter.grad = gradient if step % 2 else gradient * 1e-4
+            gradient = gradient if step % 2 else gradient * 1e-4
+            parameter.grad = gradient.to(parameter.grad_dtype or parameter.dtype)
 
 
 def train(kernels: Kernels | None, *, threads: int = 2, name: str = "adamw") -> Optimizers:
@@ -154,6 +155,27 @@ def test_the_norm_is_that_of_all_gradients_and_limits_the_next_update_alone(
 def unclipped_gradient(model: Weights) -> Tensor:
     assert model.matrix.grad is not None
     return model.matrix.grad.clone()
+
+
+def test_a_gradient_kept_in_bf16_is_clipped_and_applied_as_its_fp32_copy(library: Library) -> None:
+    found = []
+    for keeps in (True, False):
+        model = Weights()
+        optimizers = build_optimizers(model, SETTINGS)
+        optimizers.kernels = Kernels(library)
+        if keeps:
+            optimizers.keep_bf16_gradients([model.matrix, model.two_tasks])
+        for step in range(STEPS):
+            give_gradients(model, step=step)
+            for each in (model.matrix, model.two_tasks):
+                assert each.grad is not None
+                assert each.grad.dtype is (torch.bfloat16 if keeps else torch.float32)
+                each.grad.copy_(each.grad.to(torch.bfloat16))
+            norm = optimizers.clip(1.0)
+            optimizers.step()
+        found.append(({"norm": torch.tensor(norm)}, tensors(optimizers)))
+    for rounded, exact in zip(*found, strict=True):
+        assert all(torch.equal(value, exact[key]) for key, value in rounded.items())
 
 
 def test_a_gradient_that_is_no_number_is_not_hidden(library: Library) -> None:

@@ -25,7 +25,7 @@ class WeightGradients:
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self.place: Callable[[Tensor], Tensor] = torch.empty_like
+        self.place: Callable[[Tensor], Tensor] = _new_gradient
         """Where a weight's is made; an exchange between ranks puts its own here."""
 
     def add(self, weight: Tensor, grad: Tensor, x: Tensor) -> None:
@@ -68,7 +68,7 @@ class TokenGradient:
 
     def head_place(self, weight: Tensor) -> Tensor:
         """Where the head's part is to be made, for `add_head`."""
-        return torch.empty(weight.shape)
+        return _new_gradient(weight)
 
     def add_head(self, weight: Tensor, gradient: Tensor, scale: float) -> None:
         """The head's part, which comes first: `gradient`, which is given away, times `scale`."""
@@ -80,8 +80,32 @@ class TokenGradient:
     def add_rows(self, weight: Tensor, indices: Tensor, rows: Tensor) -> None:
         """The embedding's part, which comes last: `rows` (N, C) to the rows at `indices` (N,)."""
         if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        add_rows(weight.grad, indices, rows, self.library)
+            weight.grad = _new_gradient(weight).zero_()
+        if weight.grad.dtype is torch.bfloat16:
+            _add_rows_rounded(weight.grad, indices, rows, self.library)
+        else:
+            add_rows(weight.grad, indices, rows, self.library)
+
+
+def gradient_dtype(weight: Tensor) -> torch.dtype | None:
+    """Return the dtype that a weight's gradient is kept in; None = the weight's own."""
+    # torch 2.8, which the extra `intel` has, knows no such attribute.
+    return getattr(weight, "grad_dtype", None)
+
+
+def _new_gradient(weight: Tensor) -> Tensor:
+    """Return memory for a weight's gradient, in the dtype that it is kept in."""
+    return torch.empty_like(weight, dtype=gradient_dtype(weight))
+
+
+def _add_rows_rounded(
+    total: Tensor, indices: Tensor, rows: Tensor, library: Library | None
+) -> None:
+    """Add rows to those of `total`, bf16: each sum is made in fp32 and rounded once."""
+    found, places = indices.unique(return_inverse=True)
+    sums = total[found].float()
+    add_rows(sums, places, rows, library)
+    total[found] = sums.to(total.dtype)
 
 
 def add_rows(total: Tensor, indices: Tensor, rows: Tensor, library: Library | None) -> None:

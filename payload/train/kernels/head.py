@@ -33,7 +33,8 @@ def mean_loss(
 ) -> Tensor:
     """Mean cross entropy of `hidden` (N, C) against `targets` (N,), a scalar fp32.
 
-    `cast_weight` is `weight` (V, C) in the dtype of `hidden`, in which products are made.
+    `cast_weight` is `weight` (V, C) in the dtype of `hidden`, in which matmuls are made, or in
+    fp32; then each matmul rounds its slice.
     """
     loss = _MeanLoss.apply(hidden, weight, cast_weight, targets, gradient)  # type: ignore[no-untyped-call]
     return cast(Tensor, loss)
@@ -189,7 +190,7 @@ def _words(vocabulary: int) -> Iterator[tuple[int, slice]]:
 def _logits(rows: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
     logits = buffer[:, : len(rows)]
     for number, words in _words(len(weight)):
-        part = weight[words]
+        part = weight[words].to(rows.dtype)
         torch.mm(rows, part.t(), out=logits[number, :, : len(part)])
     return logits
 
@@ -197,7 +198,7 @@ def _logits(rows: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
 def _hidden_gradient(logits: Tensor, weight: Tensor, library: Library | None) -> Tensor:
     total = torch.zeros(logits.shape[1], weight.shape[1])
     for number, words in _words(len(weight)):
-        part = weight[words]
+        part = weight[words].to(logits.dtype)
         _add(total, torch.mm(logits[number, :, : len(part)], part), library)
     return total
 

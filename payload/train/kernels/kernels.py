@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from payload.models.spec import logits_tokens
 from payload.train.kernels import accumulate, head, update
 from payload.train.kernels.library import Library, load_library
 from payload.train.kernels.linears import LayerContext
@@ -90,10 +91,15 @@ class Kernels:
         return losses.view_as(targets)
 
     def _cast(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        if _is_bf16():
-            # Made for this pass: kept, the copy would lie beside all gradients, the peak.
-            return hidden.to(torch.bfloat16), weight.detach().to(torch.bfloat16)
-        return hidden, weight.detach()
+        weight = weight.detach()
+        if not _is_bf16():
+            return hidden, weight
+        hidden = hidden.to(torch.bfloat16)
+        if hidden.shape[:-1].numel() <= logits_tokens(len(weight)):
+            # Two matmuls read it, which may as well round it: a copy would lie at the peak.
+            return hidden, weight
+        # Made for this pass: kept, the copy would lie beside all gradients.
+        return hidden, weight.to(torch.bfloat16)
 
 
 def _is_bf16() -> bool:

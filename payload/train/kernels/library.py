@@ -29,13 +29,13 @@ _SIGNATURES: dict[str, list[type]] = {
     "cross_entropy_fp32": [_POINTER, *[_SIZE] * 4, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
     "gelu_forward": [*[_POINTER] * 2, _SIZE, _INT],
     "gelu_backward": [*[_POINTER] * 3, _SIZE, _INT],
-    "weight_gradient": [_POINTER, *[_SIZE] * 2, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
+    "weight_gradient": [_POINTER, *[_SIZE] * 2, *[_POINTER] * 4, *[_SIZE] * 3, *[_INT] * 2],
     "sum_rows": [*[_POINTER] * 2, *[_SIZE] * 2, _INT],
     "widen_add": [*[_POINTER] * 2, _SIZE, _INT],
     "add_rows": [*[_POINTER] * 3, *[_SIZE] * 2, _INT],
     "add_norm_forward": [*[_POINTER] * 4, _FLOAT, *[_POINTER] * 4, *[_SIZE] * 2, _INT],
     "add_norm_backward": [*[_POINTER] * 10, *[_SIZE] * 2, _INT],
-    "sum_squares": [_POINTER, _POINTER, _SIZE, _POINTER, _INT],
+    "sum_squares": [*[_POINTER] * 3, _SIZE, _POINTER, _INT],
     "adamw": [_POINTER, _SIZE, _FLOAT, _DOUBLE, _DOUBLE, _FLOAT, _INT],
     "rms_norm_forward": [*[_POINTER] * 3, *[_FLOAT] * 2, *[_POINTER] * 3, *[_SIZE] * 2, _INT],
     "rms_norm_forward_bf16": [*[_POINTER] * 2, *[_FLOAT] * 2, *[_POINTER] * 2, *[_SIZE] * 2, _INT],
@@ -59,13 +59,17 @@ _TAKES_MEMORY = {
 
 
 class TensorUpdate(ctypes.Structure):
-    """One tensor of an AdamW update: addresses of fp32 numbers, of the bf16 copy or None."""
+    """One tensor of an AdamW update: addresses of fp32 elements, of the bf16 copy or None.
+
+    The gradient is at `grad` in fp32 or at `rounded_grad` in bf16; the other one is None.
+    """
 
     _fields_ = (
         ("weight", _POINTER),
         ("mean", _POINTER),
         ("square", _POINTER),
         ("grad", _POINTER),
+        ("rounded_grad", _POINTER),
         ("copy", _POINTER),
         ("count", _SIZE),
         ("keep", _FLOAT),
@@ -204,10 +208,11 @@ class Library:
         return y
 
     def weight_gradient(self, grad: Tensor, x: Tensor, total: Tensor, *, add: bool) -> None:
-        """The transpose of `grad` (N, R) times x (N, C), both bf16, to `total` (R, C) fp32.
+        """The transpose of `grad` (N, R) times x (N, C), both bf16, to `total` (R, C).
 
-        With `add`, `total` gains it. `grad` may be (S, N, W), S slices of R, which may lie apart;
-        the last one may have columns too many.
+        `total` is fp32, and with `add` gains it; or it is bf16, to which sums in fp32 are rounded.
+        `grad` may be (S, N, W), S slices of R, which may lie apart; the last one may have columns
+        too many.
         """
         slices = grad if grad.ndim == 3 else grad.unsqueeze(0)
         (_, tokens, slice_rows), (rows, width) = slices.shape, total.shape
@@ -233,12 +238,15 @@ class Library:
         self, where: tuple[int, int, int], x: Tensor, totals: list[tuple[Tensor, bool]]
     ) -> None:
         tokens, width = x.shape
-        for total, _ in totals:
-            require_tensor("total", total, torch.float32, (len(total), width))
+        rounds = totals[0][0].dtype is torch.bfloat16
+        for total, add in totals:
+            dtype = torch.bfloat16 if rounds else torch.float32
+            require_tensor("total", total, dtype, (len(total), width))
+            _require(not (rounds and add), "a bf16 total is not added to")
         addresses = torch.tensor([total.data_ptr() for total, _ in totals])
         rows = torch.tensor([len(total) for total, _ in totals])
         adds = torch.tensor([int(add) for _, add in totals])
-        last = (len(totals), tokens, width)
+        last = (len(totals), tokens, width, int(rounds))
         self.call("weight_gradient", *where, x, addresses, rows, adds, *last)
 
     def sum_rows(self, x: Tensor) -> Tensor:
@@ -309,13 +317,15 @@ class Library:
         return grad_x, grad_added, weight_grad, bias_grad
 
     def sum_squares(self, tensors: list[Tensor]) -> float:
-        """The sum of the squares of all numbers, fp32, of all tensors; in double precision."""
+        """The sum of the squares of all elements, fp32 or bf16, of all tensors, in fp64."""
         for each in tensors:
-            require_tensor("a tensor", each, torch.float32)
+            _require(each.dtype in (torch.float32, torch.bfloat16), "a tensor of another dtype")
+            require_tensor("a tensor", each, each.dtype)
         addresses = torch.tensor([each.data_ptr() for each in tensors])
+        is_bf16 = torch.tensor([int(each.dtype is torch.bfloat16) for each in tensors])
         counts = torch.tensor([each.numel() for each in tensors])
         total = torch.zeros((), dtype=torch.float64)
-        self.call("sum_squares", addresses, counts, len(tensors), total)
+        self.call("sum_squares", addresses, is_bf16, counts, len(tensors), total)
         return float(total)
 
     def adamw(

@@ -1,5 +1,5 @@
 // The gradient of a weight, from the bf16 gradient of what a product gave and from what came in,
-// added up in fp32 where it is wanted.
+// added up in fp32 where it is wanted, or rounded to bf16 once it is whole.
 //
 // Both lie with their tokens below each other, the direction that is summed over, so that both have
 // to be rearranged; oneDNN's own products do so again for every block of the result. Here what came
@@ -36,16 +36,18 @@ struct Gradient {
   int64_t width, apart;
 };
 
-// A part of the result: `rows` of it from `row` on, in a place of its own.
+// A part of the result: `rows` of it from `row` on, in a place of its own, fp32 or bf16.
 struct Part {
   int64_t row, rows;
   float* total;
+  bf16* rounded;
   bool add;
 };
 
-// A part of the result, in panels `panel` to `end` of the right operand.
+// A part of the result, in panels `panel` to `end` of the right operand, to `sums`, whose rows lie
+// `apart` numbers from each other.
 void sum_block(Gradient grad, const Part& part, const uint32_t* packed, int64_t panel, int64_t end,
-               int64_t tokens, int64_t width, bf16* left) {
+               int64_t tokens, int64_t width, bf16* left, float* sums, int64_t apart) {
   const bf16* from = grad.first + part.row / grad.width * grad.apart + part.row % grad.width;
   for (int64_t token = 0; token < tokens; token += kTokens) {
     const int64_t here = std::min(kTokens, tokens - token), length = padded(here);
@@ -53,7 +55,7 @@ void sum_block(Gradient grad, const Part& part, const uint32_t* packed, int64_t 
     for (int64_t each = panel; each < end; ++each) {
       const uint32_t* right = packed + (each * padded(tokens) + token) / 2 * kPanel;
       product(part.rows, std::min(kPanel, width - each * kPanel), length, left, length,
-              reinterpret_cast<const bf16*>(right), kPanel, part.total + each * kPanel, width,
+              reinterpret_cast<const bf16*>(right), kPanel, sums + (each - panel) * kPanel, apart,
               part.add || token > 0);
     }
   }
@@ -83,9 +85,11 @@ int tileforge_has_products() {
 // Each part's total (rows, width) is, or with `add` gains, the transpose of its columns of grad
 // (tokens, rows of all parts) times x (tokens, width). `grad` is in slices of `slice` rows,
 // (slices, tokens, slice), that begin `apart` numbers from each other; several parts have one slice.
+// The totals are fp32, or with `rounds` all are bf16, and none is added to.
 int tileforge_weight_gradient(const bf16* grad, int64_t slice, int64_t apart, const bf16* x,
-                              float* const* totals, const int64_t* rows_of, const int64_t* adds,
-                              int64_t number, int64_t tokens, int64_t width, int threads) try {
+                              void* const* totals, const int64_t* rows_of, const int64_t* adds,
+                              int64_t number, int64_t tokens, int64_t width, int rounds,
+                              int threads) try {
   const int64_t pairs = padded(tokens) / 2, panels = (width + kPanel - 1) / kPanel;
   int64_t rows = 0;
   for (int64_t i = 0; i < number; ++i) rows += rows_of[i];
@@ -97,8 +101,9 @@ int tileforge_weight_gradient(const bf16* grad, int64_t slice, int64_t apart, co
     for (int64_t begin = 0; begin < rows_of[i]; begin += piece) {
       const int64_t end = std::min(begin + piece, rows_of[i]);
       for (int64_t row = begin; row < end; row += step) {
-        blocks.push_back({first + row, std::min(step, end - row), totals[i] + row * width,
-                          adds[i] != 0});
+        auto* total = rounds ? nullptr : static_cast<float*>(totals[i]) + row * width;
+        auto* rounded = rounds ? static_cast<bf16*>(totals[i]) + row * width : nullptr;
+        blocks.push_back({first + row, std::min(step, end - row), total, rounded, adds[i] != 0});
       }
     }
   }
@@ -119,8 +124,20 @@ int tileforge_weight_gradient(const bf16* grad, int64_t slice, int64_t apart, co
         tasks.run([&] {
           own.reset();
           auto* left = own.take<bf16>(step * padded(std::min(kTokens, tokens)));
-          sum_block({grad, slice, apart}, blocks[block], packed, split * share,
-                    std::min(panels, (split + 1) * share), tokens, width, left);
+          const Part& part = blocks[block];
+          const int64_t panel = split * share, end = std::min(panels, panel + share);
+          if (!part.rounded) {
+            sum_block({grad, slice, apart}, part, packed, panel, end, tokens, width, left,
+                      part.total + panel * kPanel, width);
+            return;
+          }
+          const int64_t columns = std::min(width, end * kPanel) - panel * kPanel;
+          auto* sums = own.take<float>(step * columns);
+          sum_block({grad, slice, apart}, part, packed, panel, end, tokens, width, left, sums,
+                    columns);
+          for (int64_t row = 0; row < part.rows; ++row) {
+            round_all(sums + row * columns, columns, part.rounded + row * width + panel * kPanel);
+          }
         });
       }
     }

@@ -29,20 +29,21 @@ std::vector<Piece> pieces_of(const int64_t* counts, int64_t tensors) {
 }
 
 // Squares of floats are exact in double.
-double sum_of_squares(const float* x, int64_t count) {
+template <typename Number>
+double sum_of_squares(const Number* x, int64_t count) {
   constexpr int64_t kLanes = 32;
   double lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
 #pragma omp simd
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const double value = x[i + lane];
+      const double value = to_float(x[i + lane]);
       lanes[lane] += value * value;
     }
   }
   double sum = 0;
   for (double lane : lanes) sum += lane;
-  for (; i < count; ++i) sum += static_cast<double>(x[i]) * x[i];
+  for (; i < count; ++i) sum += static_cast<double>(to_float(x[i])) * to_float(x[i]);
   return sum;
 }
 
@@ -50,25 +51,31 @@ double sum_of_squares(const float* x, int64_t count) {
 
 extern "C" {
 
-// One tensor of an update. `copy` is its bf16 copy, or null.
+// One tensor of an update. Its gradient is in fp32 (`grad`) or in bf16 (`rounded`); the other one is
+// null. `copy` is the weight's bf16 copy, or null.
 struct TileforgeUpdate {
   float *weight, *mean, *square;
   const float* grad;
+  const bf16* rounded;
   bf16* copy;
   int64_t count;
   // 1 - lr x weight decay; lr / (1 - beta1^step); sqrt(1 - beta2^step).
   float keep, step_size, correction;
 };
 
-// The sum of the squares of all numbers of all tensors.
-int tileforge_sum_squares(const float* const* tensors, const int64_t* counts, int64_t number,
-                          double* sum, int threads) try {
+// The sum of the squares of all numbers of all tensors, each of them fp32 or, where `is_bf16`, bf16.
+int tileforge_sum_squares(const void* const* tensors, const int64_t* is_bf16,
+                          const int64_t* counts, int64_t number, double* sum, int threads) try {
   const auto pieces = pieces_of(counts, number);
   std::vector<double> sums(pieces.size());
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (size_t i = 0; i < pieces.size(); ++i) {
     const auto& piece = pieces[i];
-    sums[i] = sum_of_squares(tensors[piece.tensor] + piece.first, piece.end - piece.first);
+    const void* tensor = tensors[piece.tensor];
+    const int64_t count = piece.end - piece.first;
+    sums[i] = is_bf16[piece.tensor]
+                  ? sum_of_squares(static_cast<const bf16*>(tensor) + piece.first, count)
+                  : sum_of_squares(static_cast<const float*>(tensor) + piece.first, count);
   }
   *sum = 0;
   for (double part : sums) *sum += part;
@@ -95,7 +102,12 @@ int tileforge_adamw(const TileforgeUpdate* updates, int64_t number, float scale,
       float* weight = u.weight + first;
       float* mean = u.mean + first;
       float* square = u.square + first;
-      const float* grad = u.grad + first;
+      float widened[kAtOnce];
+      if (u.rounded) {
+#pragma omp simd
+        for (int64_t k = 0; k < size; ++k) widened[k] = to_float(u.rounded[first + k]);
+      }
+      const float* grad = u.rounded ? widened : u.grad + first;
 #pragma omp simd
       for (int64_t k = 0; k < size; ++k) {
         const float g = grad[k] * scale;

@@ -64,14 +64,19 @@ def _tensor_update(
 ) -> TensorUpdate:
     state["step"] += 1
     step, lr, (beta1, beta2) = state["step"].item(), group["lr"], group["betas"]
-    tensors = (parameter, state["exp_avg"], state["exp_avg_sq"], gradient)
+    tensors = (parameter, state["exp_avg"], state["exp_avg_sq"])
     copy = copies.made(parameter)
+    is_rounded = gradient.dtype is torch.bfloat16
     # C++ checks nothing, and the state may come from a file.
     for each in tensors:
         require_tensor("an AdamW tensor", each, torch.float32, parameter.shape)
+    grad_dtype = torch.bfloat16 if is_rounded else torch.float32
+    require_tensor("a gradient", gradient, grad_dtype, parameter.shape)
     require_tensor("a bf16 copy", copy, torch.bfloat16, parameter.shape)
     return TensorUpdate(
         *(each.data_ptr() for each in tensors),
+        None if is_rounded else gradient.data_ptr(),
+        gradient.data_ptr() if is_rounded else None,
         None if copy is None else copy.data_ptr(),
         parameter.numel(),
         1 - lr * group["weight_decay"],

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from payload.data.blocks import IGNORED_TARGET
 from payload.errors import CheckpointError
 from payload.models.adapter import AdaptedSpec
-from payload.models.spec import ModelSpec
+from payload.models.spec import ModelSpec, RankSetting
 from payload.run_config import AdapterSection
 from payload.train.kernels.kernels import Kernels
 from payload.train.models import chunked_loss, split_head
@@ -209,6 +209,19 @@ class CausalLM(SplitModule, ABC):
     def trained_beside_adapter(self) -> dict[str, nn.Parameter]:
         """Return the base's own parameters that are trained with an adapter, by PEFT's names."""
         return {}
+
+    def bf16_gradients(self, setting: RankSetting) -> list[nn.Parameter]:
+        """Return the parameters whose gradient a rank that trains so may keep in bf16.
+
+        `ModelSpec.bf16_gradients` decides; the memory estimate asks it, too.
+        """
+        linears, head = self.trained_spec().bf16_gradients(setting)
+        found = []
+        if linears:
+            paths = [path for joined in self.joined_linears() for path in joined]
+            found = [self.get_parameter(f"{path}.weight") for path in paths]
+        weight = self.head_weight() if head else None
+        return found if weight is None else [*found, weight]
 
     def joined_linears(self) -> list[tuple[str, ...]]:
         """Return the paths of the layers' linears, those that the kernels join together."""

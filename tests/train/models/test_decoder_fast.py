@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,15 +15,21 @@ from torch import Tensor, nn
 from benchmarks.architecture_cases import CASES, random_tokens
 from payload.models.decoder import DecoderSpec
 from payload.models.registry import spec_of
+from payload.models.spec import RankSetting, logits_tokens
+from payload.run_config import OptimizerSection
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.models import decoder as decoder_file
 from payload.train.models.decoder import Decoder
 from payload.train.models.decoder_fast import run_layers
+from payload.train.optimizer import build_optimizers
 from tests.train.test_kernels import bf16, error
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
+ONE_PASS = RankSetting(
+    micro_batch_size=1, dtype="bf16", kernels=True, alone=True, accumulates=False
+)
 _FAMILIES = [
     *("llama", "llama, untied, biases", "llama, llama3 rope", "smollm3", "qwen2", "qwen3"),
     *("qwen2, windows", "mistral, window", "gemma3_text"),
@@ -84,6 +91,49 @@ def test_a_pass_over_the_kernels_is_as_near_to_fp32_as_the_reference_s(
         near = error(reference[1][key], true)
         assert error(ours[1][key], true) < 1.5 * near + 2e-3, key
         assert error(twice[1][key], ours[1][key]) < 1e-3, key
+
+
+@pytest.mark.parametrize("name", ["llama, untied, biases", "qwen3", "gemma3_text"])
+def test_gradients_kept_in_bf16_are_those_in_fp32_rounded_once(library: Library, name: str) -> None:
+    model = make(name)
+    batch = random_tokens(model.spec.vocab_size)
+    model.kernels = Kernels(library)
+    exact = gradients(model, batch, bf16)
+    model.zero_grad()
+    optimizers = build_optimizers(model, OptimizerSection())
+    optimizers.kernels = model.kernels
+    optimizers.keep_bf16_gradients(model.bf16_gradients(ONE_PASS))
+    found = gradients(model, batch, bf16)
+    assert found[0] == exact[0]
+    kept = {key for key, value in found[1].items() if value.dtype is torch.bfloat16}
+    head = "model.embed_tokens.weight" if model.lm_head is None else "lm_head.weight"
+    assert kept == {key for key in exact[1] if key.endswith("_proj.weight")} | {head}
+    for key, value in found[1].items():
+        wanted = exact[1][key]
+        if key == head and model.lm_head is None:
+            # The head's part is rounded before the rows of the tokens that were read are added.
+            assert error(value, wanted.double()) < 2**-7
+        else:
+            assert torch.equal(value, wanted.to(value.dtype)), key
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"alone": False}, {"accumulates": True}, {"dtype": "fp32"}, {"kernels": False}],
+)
+def test_gradients_that_are_summed_or_not_of_bf16_matmuls_stay_in_fp32(
+    changed: dict[str, Any],
+) -> None:
+    model = make("qwen3")
+    assert model.bf16_gradients(ONE_PASS)
+    assert model.bf16_gradients(replace(ONE_PASS, **changed)) == []
+
+
+def test_a_head_in_chunks_keeps_its_gradient_in_fp32() -> None:
+    model = make("qwen3")
+    model.spec = model.spec.with_sequence_length(logits_tokens(model.spec.vocab_size) + 1)
+    assert model.spec.bf16_gradients(ONE_PASS) == (True, False)
+    assert all(each is not model.head_weight() for each in model.bf16_gradients(ONE_PASS))
 
 
 def test_in_fp32_the_layers_are_the_reference_and_the_gradients_equal(library: Library) -> None:
