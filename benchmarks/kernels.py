@@ -225,7 +225,7 @@ def _passes(library: Library, shape: Gpt2Spec, batch: int) -> Iterator[Case]:
     yield Case(
         "loss and its gradient",
         lambda: library.cross_entropy(
-            overwritten, targets, vocabulary=shape.vocab_size, grad_scale=1 / rows
+            list(overwritten), targets, vocabulary=shape.vocab_size, grad_scale=1 / rows
         ),
         loss_and_gradient,
         restore=lambda: overwritten.copy_(logits),

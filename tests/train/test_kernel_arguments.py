@@ -74,7 +74,9 @@ for bad in (
     (logits, targets, 8), (logits.half(), targets, 12), (pieces(logits), targets, 12),
 ):
     words = {"vocabulary": bad[2], "grad_scale": 1.0}
-    refused.append((library.cross_entropy, bad[:2], words))
+    refused.append((library.cross_entropy, (list(bad[0]), bad[1]), words))
+words = {"vocabulary": 24, "grad_scale": 1.0}
+refused.append((library.cross_entropy, ([*logits, logits[0, :4]], targets), words))
 x, grad = t(6, 4, dtype=half), t(6, 3, dtype=half)
 refused += [
     (library.gelu_forward, (x.float(),), {}), (library.gelu_forward, (pieces(x),), {}),

@@ -15,13 +15,13 @@ pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 SUMS = 1e-6
 
 
-def in_slices(grad: Tensor, *, width: int) -> Tensor:
-    """(N, R) as (S, N, W), with a row between two slices, and no number where there is none."""
+def in_slices(grad: Tensor, *, width: int) -> list[Tensor]:
+    """(N, R) as S of (N, W), with a row between two slices, and no number where there is none."""
     number = -(-grad.shape[1] // width)
     buffer = grad.new_full((number, len(grad) + 1, width), float("nan"))[:, : len(grad)]
     for slice_, part in zip(buffer, torch.split(grad, width, dim=1), strict=True):
         slice_[:, : part.shape[1]] = part
-    return buffer
+    return list(buffer)
 
 
 @pytest.mark.parametrize(

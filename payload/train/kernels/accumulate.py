@@ -50,11 +50,10 @@ class WeightGradients:
 
     def _total(self, weight: Tensor) -> tuple[Tensor, bool]:
         """Return where a weight's gradient is made, and whether an earlier pass's is there."""
-        is_first = weight.grad is None
-        if is_first:
-            weight.grad = self.place(weight)
-        assert weight.grad is not None
-        return weight.grad, not is_first
+        if weight.grad is not None:
+            return _widened(weight, weight.grad), True
+        weight.grad = self.place(weight)
+        return weight.grad, False
 
 
 class TokenGradient:
@@ -75,7 +74,7 @@ class TokenGradient:
         if weight.grad is None:
             weight.grad = gradient.mul_(scale) if scale != 1 else gradient
         else:
-            weight.grad.add_(gradient, alpha=scale)
+            _widened(weight, weight.grad).add_(gradient, alpha=scale)
 
     def add_rows(self, weight: Tensor, indices: Tensor, rows: Tensor) -> None:
         """The embedding's part, which comes last: `rows` (N, C) to the rows at `indices` (N,)."""
@@ -96,6 +95,15 @@ def gradient_dtype(weight: Tensor) -> torch.dtype | None:
 def _new_gradient(weight: Tensor) -> Tensor:
     """Return memory for a weight's gradient, in the dtype that it is kept in."""
     return torch.empty_like(weight, dtype=gradient_dtype(weight))
+
+
+def _widened(weight: Tensor, grad: Tensor) -> Tensor:
+    """Return `weight.grad`, to which another one is added: in fp32, from now on."""
+    if grad.dtype is torch.bfloat16:
+        weight.grad = None
+        weight.grad_dtype = weight.dtype
+        grad = weight.grad = grad.to(weight.dtype)
+    return grad
 
 
 def _add_rows_rounded(

@@ -2,8 +2,9 @@
 
 One buffer of logits in the products' dtype serves chunk after chunk of tokens; each chunk's logits
 are overwritten by their gradient, from which both products of the backward pass are made at once.
-It is in slices of the vocabulary, (S, N, W): a product reads or writes one slice, which is in one
-piece, where rows of the whole vocabulary would lie 100 kB apart.
+It is in slices of the vocabulary, (N, W) each: a matmul reads or writes one slice, which is in one
+piece, where rows of the whole vocabulary would lie 100 kB apart. Each slice is memory of its own:
+the gaps that layers leave take a few megabytes, where all of them would want hundreds.
 N tokens, C width, V vocabulary, W words of a slice.
 """
 
@@ -19,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from payload.data.blocks import IGNORED_TARGET
 from payload.models.spec import logits_tokens
 from payload.train.kernels.accumulate import TokenGradient
-from payload.train.kernels.library import Library
+from payload.train.kernels.library import Library, Slices
 
 # Rows of which the pure torch pass holds fp32 copies at once.
 _ROWS = 128
@@ -169,15 +170,15 @@ def _mean(losses: Tensor, count: int) -> Tensor:
     return (losses.sum(dtype=torch.float64) / count).float()
 
 
-def _buffer(hidden: Tensor, *, vocabulary: int) -> Tensor:
+def _buffer(hidden: Tensor, *, vocabulary: int) -> list[Tensor]:
     rows = min(len(hidden), logits_tokens(vocabulary))
     # A row more than is used: at a power of two from each other, what a row has in all slices
     # would share a few sets of the caches.
-    buffer = hidden.new_empty(-(-vocabulary // SLICE), rows + 1, SLICE)
+    buffer = [hidden.new_empty(rows + 1, SLICE) for _ in range(-(-vocabulary // SLICE))]
     # With AMX, oneDNN 3.12 takes whole tiles of a left operand and multiplies what lies behind the
     # end of its rows by zero: no number there may be infinite or none (maybe_pre_process_k_tail).
     if used := vocabulary % SLICE:
-        buffer[-1, :, used:] = 0
+        buffer[-1][:, used:] = 0
     return buffer
 
 
@@ -187,31 +188,31 @@ def _words(vocabulary: int) -> Iterator[tuple[int, slice]]:
         yield number, slice(start, min(start + SLICE, vocabulary))
 
 
-def _logits(rows: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-    logits = buffer[:, : len(rows)]
+def _logits(rows: Tensor, weight: Tensor, buffer: Slices) -> Slices:
+    logits = [each[: len(rows)] for each in buffer]
     for number, words in _words(len(weight)):
         part = weight[words].to(rows.dtype)
-        torch.mm(rows, part.t(), out=logits[number, :, : len(part)])
+        torch.mm(rows, part.t(), out=logits[number][:, : len(part)])
     return logits
 
 
-def _hidden_gradient(logits: Tensor, weight: Tensor, library: Library | None) -> Tensor:
-    total = torch.zeros(logits.shape[1], weight.shape[1])
+def _hidden_gradient(logits: Slices, weight: Tensor, library: Library | None) -> Tensor:
+    total = torch.zeros(len(logits[0]), weight.shape[1])
     for number, words in _words(len(weight)):
-        part = weight[words].to(logits.dtype)
-        _add(total, torch.mm(logits[number, :, : len(part)], part), library)
+        part = weight[words].to(logits[number].dtype)
+        _add(total, torch.mm(logits[number][:, : len(part)], part), library)
     return total
 
 
 def _add_weight_gradient(
-    grad: Tensor, logits: Tensor, rows: Tensor, library: Library | None, *, is_first: bool
+    grad: Tensor, logits: Slices, rows: Tensor, library: Library | None, *, is_first: bool
 ) -> None:
     if library is not None and library.has_products and rows.dtype == torch.bfloat16:
         library.weight_gradient(logits, rows, grad, add=not is_first)
         return
     for number, words in _words(len(grad)):
         total = grad[words]
-        part = torch.mm(logits[number, :, : len(total)].t(), rows)
+        part = torch.mm(logits[number][:, : len(total)].t(), rows)
         if is_first:
             total.copy_(part)
         else:
@@ -227,7 +228,7 @@ def _add(total: Tensor, part: Tensor, library: Library | None) -> None:
 
 
 def _cross_entropy(
-    logits: Tensor,
+    logits: Slices,
     targets: Tensor,
     library: Library | None,
     *,
@@ -240,8 +241,8 @@ def _cross_entropy(
     losses = torch.empty(len(targets))
     for start in range(0, len(targets), _ROWS):
         rows = slice(start, start + _ROWS)
-        slices, wanted = logits[:, rows], targets[rows].unsqueeze(1)
-        values = slices.transpose(0, 1).flatten(1)[:, :vocabulary].float()
+        slices, wanted = [each[rows] for each in logits], targets[rows].unsqueeze(1)
+        values = torch.cat(slices, dim=1)[:, :vocabulary].float()
         is_ignored = wanted == IGNORED_TARGET
         wanted = wanted.masked_fill(is_ignored, 0)
         log_shares = values.log_softmax(dim=1)
@@ -251,6 +252,8 @@ def _cross_entropy(
             grad = log_shares.exp_()
             grad.scatter_add_(1, wanted, torch.full_like(found, -1))
             grad.mul_(grad_scale).masked_fill_(is_ignored, 0)
-            for number, words in enumerate(torch.split(grad, logits.shape[2], dim=1)):
-                slices[number, :, : words.shape[1]] = words
+            for each, words in zip(
+                slices, torch.split(grad, slices[0].shape[1], dim=1), strict=True
+            ):
+                each[:, : words.shape[1]] = words
     return losses

@@ -7,6 +7,7 @@ or shape with ValueError before it calls. Not with `assert`, which `python -O` r
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,17 +20,20 @@ from payload.train.kernels.unavailable import KernelsUnavailableError
 _SUM_ROWS = 64
 """Rows for which a sum over rows has one part."""
 
+Slices = Sequence[Tensor]
+"""Columns of one matrix, as many in each tensor."""
+
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _DOUBLE = ctypes.c_double
 
 _SIGNATURES: dict[str, list[type]] = {
     "attention_forward": [*[_POINTER] * 5, *[_SIZE] * 5, _FLOAT, _INT],
     "attention_backward": [*[_POINTER] * 7, *[_SIZE] * 5, _FLOAT, _INT],
-    "cross_entropy_bf16": [_POINTER, *[_SIZE] * 4, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
-    "cross_entropy_fp32": [_POINTER, *[_SIZE] * 4, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
+    "cross_entropy_bf16": [_POINTER, *[_SIZE] * 3, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
+    "cross_entropy_fp32": [_POINTER, *[_SIZE] * 3, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
     "gelu_forward": [*[_POINTER] * 2, _SIZE, _INT],
     "gelu_backward": [*[_POINTER] * 3, _SIZE, _INT],
-    "weight_gradient": [_POINTER, *[_SIZE] * 2, *[_POINTER] * 4, *[_SIZE] * 3, *[_INT] * 2],
+    "weight_gradient": [_POINTER, _SIZE, *[_POINTER] * 4, *[_SIZE] * 3, *[_INT] * 2],
     "sum_rows": [*[_POINTER] * 2, *[_SIZE] * 2, _INT],
     "widen_add": [*[_POINTER] * 2, _SIZE, _INT],
     "add_rows": [*[_POINTER] * 3, *[_SIZE] * 2, _INT],
@@ -170,26 +174,26 @@ class Library:
         return grad
 
     def cross_entropy(
-        self, logits: Tensor, targets: Tensor, *, vocabulary: int, grad_scale: float | None
+        self, logits: Slices, targets: Tensor, *, vocabulary: int, grad_scale: float | None
     ) -> Tensor:
         """Loss of each row, fp32; with a scale, `logits` become their gradient times it.
 
-        `logits` are bf16 or fp32, (S, N, W) for S slices of the vocabulary; slices may lie apart.
-        What is beyond the vocabulary in the last one stays.
+        `logits` are bf16 or fp32, (N, W) for each of S slices of the vocabulary. What is beyond the
+        vocabulary in the last one stays.
         """
-        _, rows, width = logits.shape
-        _require_slices(logits, vocabulary)
-        _require(logits.dtype in (torch.bfloat16, torch.float32), "logits of another dtype")
+        dtype = logits[0].dtype
+        _require(dtype in (torch.bfloat16, torch.float32), "logits of another dtype")
+        rows, width = _require_slices(logits, vocabulary, dtype)
         require_tensor("targets", targets, torch.int64, (rows,))
         is_word = (targets >= 0) & (targets < vocabulary) | (targets == IGNORED_TARGET)
         _require(bool(is_word.all()), "a target is outside the vocabulary")
         losses = torch.empty(rows)
-        name = "cross_entropy_bf16" if logits.dtype == torch.bfloat16 else "cross_entropy_fp32"
-        sizes = (rows, vocabulary, width, logits.stride(0))
+        name = "cross_entropy_bf16" if dtype == torch.bfloat16 else "cross_entropy_fp32"
+        sizes = (rows, vocabulary, width)
         scale = 0.0 if grad_scale is None else grad_scale
         with_grad = int(grad_scale is not None)
         last = (targets.contiguous(), IGNORED_TARGET, scale, with_grad, losses)
-        self.call(name, logits.data_ptr(), *sizes, *last)
+        self.call(name, _addresses(logits), *sizes, *last)
         return losses
 
     def gelu_forward(self, x: Tensor) -> Tensor:
@@ -207,20 +211,19 @@ class Library:
         self.call("gelu_backward", x, grad, y, x.numel())
         return y
 
-    def weight_gradient(self, grad: Tensor, x: Tensor, total: Tensor, *, add: bool) -> None:
+    def weight_gradient(
+        self, grad: Tensor | Slices, x: Tensor, total: Tensor, *, add: bool
+    ) -> None:
         """The transpose of `grad` (N, R) times x (N, C), both bf16, to `total` (R, C).
 
         `total` is fp32, and with `add` gains it; or it is bf16, to which sums in fp32 are rounded.
-        `grad` may be (S, N, W), S slices of R, which may lie apart; the last one may have columns
-        too many.
+        `grad` may be S slices of R, (N, W) each; the last one may have columns too many.
         """
-        slices = grad if grad.ndim == 3 else grad.unsqueeze(0)
-        (_, tokens, slice_rows), (rows, width) = slices.shape, total.shape
-        _require_slices(slices, rows)
-        _require(grad.dtype == torch.bfloat16, "grad of another dtype")
+        slices = (grad,) if isinstance(grad, Tensor) else grad
+        rows, width = total.shape
+        tokens, _ = _require_slices(slices, rows, torch.bfloat16)
         require_tensor("x", x, torch.bfloat16, (tokens, width))
-        where = (slices.data_ptr(), slice_rows, slices.stride(0))
-        self._weight_gradients(where, x, [(total, add)])
+        self._weight_gradients(slices, x, [(total, add)])
 
     def weight_gradients(self, grad: Tensor, x: Tensor, totals: list[tuple[Tensor, bool]]) -> None:
         """The same for several weights side by side, each with whether its total gains it.
@@ -232,10 +235,10 @@ class Library:
         require_tensor("x", x, torch.bfloat16)
         rows = sum(len(total) for total, _ in totals)
         _require(grad.shape[1] == rows, "grad has too many or too few columns")
-        self._weight_gradients((grad.data_ptr(), rows, 0), x, totals)
+        self._weight_gradients((grad,), x, totals)
 
     def _weight_gradients(
-        self, where: tuple[int, int, int], x: Tensor, totals: list[tuple[Tensor, bool]]
+        self, slices: Slices, x: Tensor, totals: list[tuple[Tensor, bool]]
     ) -> None:
         tokens, width = x.shape
         rounds = totals[0][0].dtype is torch.bfloat16
@@ -247,6 +250,7 @@ class Library:
         rows = torch.tensor([len(total) for total, _ in totals])
         adds = torch.tensor([int(add) for _, add in totals])
         last = (len(totals), tokens, width, int(rounds))
+        where = (_addresses(slices), slices[0].shape[1])
         self.call("weight_gradient", *where, x, addresses, rows, adds, *last)
 
     def sum_rows(self, x: Tensor) -> Tensor:
@@ -402,11 +406,19 @@ def _attention_sizes(
     return batch, length, heads, width
 
 
-def _require_slices(slices: Tensor, columns: int) -> None:
-    """Refuse what is not (S, N, W) with whole rows, S slices for `columns`. Raises ValueError."""
-    number, _, width = slices.shape
-    _require(slices.stride()[1:] == (width, 1) and slices.is_cpu, "a slice is in pieces")
+def _addresses(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.tensor([each.data_ptr() for each in tensors])
+
+
+def _require_slices(slices: Slices, columns: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return (N, W) of each slice. Raises ValueError for others, or too many for `columns`."""
+    _require(slices[0].ndim == 2, "a slice is not (N, W)")
+    rows, width = slices[0].shape
+    for each in slices:
+        require_tensor("a slice", each, dtype, (rows, width))
+    number = len(slices)
     _require((number - 1) * width < columns <= number * width, "too many or too few slices")
+    return rows, width
 
 
 def load_library() -> Library:

@@ -8,13 +8,13 @@ namespace {
 // Rows whose share of a sum over rows is one task's.
 constexpr int64_t kSumRows = 64;
 
-// One row of logits: slices of `width` numbers, `apart` from each other, the last one shorter.
+// One row of logits: slices of `width` numbers, the last one shorter, each in memory of its own.
 template <typename T>
 struct Logits {
-  T* first;
-  int64_t vocabulary, width, apart;
+  T* const* slices;
+  int64_t row, vocabulary, width;
 
-  T* at(int64_t i) const { return first + i / width * apart + i % width; }
+  T* at(int64_t i) const { return slices[i / width] + row * width + i % width; }
   template <typename Use>
   void each_slice(Use use) const {
     for (int64_t i = 0; i < vocabulary; i += width) use(at(i), std::min(width, vocabulary - i));
@@ -61,13 +61,13 @@ void cross_entropy_row(Logits<T> logits, int64_t target, int64_t ignored, float 
 }
 
 template <typename T>
-void cross_entropy(T* logits, int64_t rows, int64_t vocabulary, int64_t width, int64_t apart,
+void cross_entropy(T* const* slices, int64_t rows, int64_t vocabulary, int64_t width,
                    const int64_t* targets, int64_t ignored, float grad_scale, int with_grad,
                    float* losses, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
-    cross_entropy_row(Logits<T>{logits + row * width, vocabulary, width, apart}, targets[row],
-                      ignored, grad_scale, with_grad != 0, losses + row);
+    cross_entropy_row(Logits<T>{slices, row, vocabulary, width}, targets[row], ignored, grad_scale,
+                      with_grad != 0, losses + row);
   }
 }
 
@@ -93,18 +93,18 @@ extern "C" {
 
 // Loss of each row, log(sum(exp(logits))) - logits[target]; 0 where the target is `ignored`. With
 // `with_grad` the logits are overwritten by their gradient times `grad_scale`. They are in slices
-// of the vocabulary, (slices, rows, width), that begin `apart` numbers from each other.
-void tileforge_cross_entropy_bf16(bf16* logits, int64_t rows, int64_t vocabulary, int64_t width,
-                                  int64_t apart, const int64_t* targets, int64_t ignored,
+// of the vocabulary, (rows, width) each.
+void tileforge_cross_entropy_bf16(bf16* const* slices, int64_t rows, int64_t vocabulary,
+                                  int64_t width, const int64_t* targets, int64_t ignored,
                                   float grad_scale, int with_grad, float* losses, int threads) {
-  cross_entropy(logits, rows, vocabulary, width, apart, targets, ignored, grad_scale, with_grad,
-                losses, threads);
+  cross_entropy(slices, rows, vocabulary, width, targets, ignored, grad_scale, with_grad, losses,
+                threads);
 }
-void tileforge_cross_entropy_fp32(float* logits, int64_t rows, int64_t vocabulary, int64_t width,
-                                  int64_t apart, const int64_t* targets, int64_t ignored,
+void tileforge_cross_entropy_fp32(float* const* slices, int64_t rows, int64_t vocabulary,
+                                  int64_t width, const int64_t* targets, int64_t ignored,
                                   float grad_scale, int with_grad, float* losses, int threads) {
-  cross_entropy(logits, rows, vocabulary, width, apart, targets, ignored, grad_scale, with_grad,
-                losses, threads);
+  cross_entropy(slices, rows, vocabulary, width, targets, ignored, grad_scale, with_grad, losses,
+                threads);
 }
 
 void tileforge_gelu_forward(const bf16* x, bf16* y, int64_t count, int threads) {

@@ -29,11 +29,10 @@ void pack_tokens(const bf16* x, int64_t tokens, int64_t width, int64_t pair, uin
   }
 }
 
-// The left factor, transposed: (tokens, rows) in slices of `width` rows that begin `apart` numbers
-// from each other.
+// The left factor, transposed: (tokens, rows) in slices of `width` rows.
 struct Gradient {
-  const bf16* first;
-  int64_t width, apart;
+  const bf16* const* slices;
+  int64_t width;
 };
 
 // A part of the result: `rows` of it from `row` on, in a place of its own, fp32 or bf16.
@@ -48,7 +47,7 @@ struct Part {
 // `apart` numbers from each other.
 void sum_block(Gradient grad, const Part& part, const uint32_t* packed, int64_t panel, int64_t end,
                int64_t tokens, int64_t width, bf16* left, float* sums, int64_t apart) {
-  const bf16* from = grad.first + part.row / grad.width * grad.apart + part.row % grad.width;
+  const bf16* from = grad.slices[part.row / grad.width] + part.row % grad.width;
   for (int64_t token = 0; token < tokens; token += kTokens) {
     const int64_t here = std::min(kTokens, tokens - token), length = padded(here);
     transpose(from + token * grad.width, grad.width, here, part.rows, left, length);
@@ -84,9 +83,9 @@ int tileforge_has_products() {
 
 // Each part's total (rows, width) is, or with `add` gains, the transpose of its columns of grad
 // (tokens, rows of all parts) times x (tokens, width). `grad` is in slices of `slice` rows,
-// (slices, tokens, slice), that begin `apart` numbers from each other; several parts have one slice.
+// (tokens, slice) each; several parts have one slice.
 // The totals are fp32, or with `rounds` all are bf16, and none is added to.
-int tileforge_weight_gradient(const bf16* grad, int64_t slice, int64_t apart, const bf16* x,
+int tileforge_weight_gradient(const bf16* const* grad, int64_t slice, const bf16* x,
                               void* const* totals, const int64_t* rows_of, const int64_t* adds,
                               int64_t number, int64_t tokens, int64_t width, int rounds,
                               int threads) try {
@@ -127,13 +126,13 @@ int tileforge_weight_gradient(const bf16* grad, int64_t slice, int64_t apart, co
           const Part& part = blocks[block];
           const int64_t panel = split * share, end = std::min(panels, panel + share);
           if (!part.rounded) {
-            sum_block({grad, slice, apart}, part, packed, panel, end, tokens, width, left,
+            sum_block({grad, slice}, part, packed, panel, end, tokens, width, left,
                       part.total + panel * kPanel, width);
             return;
           }
           const int64_t columns = std::min(width, end * kPanel) - panel * kPanel;
           auto* sums = own.take<float>(step * columns);
-          sum_block({grad, slice, apart}, part, packed, panel, end, tokens, width, left, sums,
+          sum_block({grad, slice}, part, packed, panel, end, tokens, width, left, sums,
                     columns);
           for (int64_t row = 0; row < part.rows; ++row) {
             round_all(sums + row * columns, columns, part.rounded + row * width + panel * kPanel);

@@ -116,6 +116,12 @@ def test_gradients_kept_in_bf16_are_those_in_fp32_rounded_once(library: Library,
         else:
             assert torch.equal(value, wanted.to(value.dtype)), key
 
+    # Nothing makes two passes of such a step, but a loss that did is not added up in bf16.
+    twice = gradients(model, batch, bf16, passes=2)[1]
+    for key, value in twice.items():
+        assert value.dtype is torch.float32, key
+        assert error(value, exact[1][key].double()) < 2**-7, key
+
 
 @pytest.mark.parametrize(
     "changed",
