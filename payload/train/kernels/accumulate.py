@@ -72,7 +72,8 @@ class TokenGradient:
     def add_head(self, weight: Tensor, gradient: Tensor, scale: float) -> None:
         """The head's part, which comes first: `gradient`, which is given away, times `scale`."""
         if weight.grad is None:
-            weight.grad = gradient.mul_(scale) if scale != 1 else gradient
+            made = gradient.mul_(scale) if scale != 1 else gradient
+            weight.grad = made.to(gradient_dtype(weight) or made.dtype)
         else:
             _widened(weight, weight.grad).add_(gradient, alpha=scale)
 

@@ -91,7 +91,7 @@ class _TokenLosses(torch.autograd.Function):
         library, vocabulary = gradient.library, len(cast_weight)
         buffer = _buffer(hidden, vocabulary=vocabulary)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = gradient.head_place(weight) if weight.requires_grad else None
+        grad_weight = _weight_place(weight, gradient, tokens=len(targets))
         for chunk in _chunks(len(targets), vocabulary):
             rows, scale = hidden[chunk], grad[chunk].unsqueeze(1)
             logits = _logits(rows, cast_weight, buffer)
@@ -127,7 +127,7 @@ class _MeanLoss(torch.autograd.Function):
         buffer = _buffer(hidden, vocabulary=vocabulary)
         losses = torch.empty(len(targets))
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = gradient.head_place(weight) if weight.requires_grad else None
+        grad_weight = _weight_place(weight, gradient, tokens=len(targets))
         for chunk in _chunks(len(targets), vocabulary):
             rows = hidden[chunk]
             logits = _logits(rows, cast_weight, buffer)
@@ -156,6 +156,16 @@ class _MeanLoss(torch.autograd.Function):
         if scale != 1:
             grad_hidden.mul_(scale)
         return grad_hidden, None, None, None, None
+
+
+def _weight_place(weight: Tensor, gradient: TokenGradient, *, tokens: int) -> Tensor | None:
+    """Return where the weight's gradient is made; None where it is frozen."""
+    if not weight.requires_grad:
+        return None
+    place = gradient.head_place(weight)
+    # What several chunks add up to is fp32; `add_head` rounds it.
+    adds_up = place.dtype is torch.bfloat16 and tokens > logits_tokens(len(weight))
+    return torch.empty(weight.shape) if adds_up else place
 
 
 def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:

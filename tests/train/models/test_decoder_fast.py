@@ -17,6 +17,7 @@ from payload.models.decoder import DecoderSpec
 from payload.models.registry import spec_of
 from payload.models.spec import RankSetting, logits_tokens
 from payload.run_config import OptimizerSection
+from payload.train.kernels import head as head_file
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.models import decoder as decoder_file
@@ -93,8 +94,12 @@ def test_a_pass_over_the_kernels_is_as_near_to_fp32_as_the_reference_s(
         assert error(twice[1][key], ours[1][key]) < 1e-3, key
 
 
+@pytest.mark.parametrize("chunk", [2048, 17])
 @pytest.mark.parametrize("name", ["llama, untied, biases", "qwen3", "gemma3_text"])
-def test_gradients_kept_in_bf16_are_those_in_fp32_rounded_once(library: Library, name: str) -> None:
+def test_gradients_kept_in_bf16_are_those_in_fp32_rounded_once(
+    library: Library, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
+) -> None:
+    monkeypatch.setattr(head_file, "logits_tokens", lambda _vocabulary: chunk)
     model = make(name)
     batch = random_tokens(model.spec.vocab_size)
     model.kernels = Kernels(library)
