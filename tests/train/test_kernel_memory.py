@@ -61,7 +61,8 @@ def gradient(tokens, rows):
 
 def norm(count):
     counts, total = torch.tensor([count]), torch.zeros((), dtype=torch.float64)
-    return lambda: library.call("sum_squares", torch.zeros(1).long(), counts, 1, total)
+    none = torch.zeros(1).long()
+    return lambda: library.call("sum_squares", none, none, counts, 1, total)
 
 def update(count):
     updates = [TensorUpdate(count=count)]

@@ -90,7 +90,8 @@ class TokenGradient:
 def gradient_dtype(weight: Tensor) -> torch.dtype | None:
     """Return the dtype that a weight's gradient is kept in; None = the weight's own."""
     # torch 2.8, which the extra `intel` has, knows no such attribute.
-    return getattr(weight, "grad_dtype", None)
+    dtype: torch.dtype | None = getattr(weight, "grad_dtype", None)
+    return dtype
 
 
 def _new_gradient(weight: Tensor) -> Tensor:
