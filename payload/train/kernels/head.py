@@ -3,8 +3,7 @@
 One buffer of logits in the products' dtype serves chunk after chunk of tokens; each chunk's logits
 are overwritten by their gradient, from which both products of the backward pass are made at once.
 It is in slices of the vocabulary, (N, W) each: a matmul reads or writes one slice, which is in one
-piece, where rows of the whole vocabulary would lie 100 kB apart. Each slice is memory of its own:
-the gaps that layers leave take a few megabytes, where all of them would want hundreds.
+piece, where rows of the whole vocabulary would lie 100 kB apart. Each slice is memory of its own.
 N tokens, C width, V vocabulary, W words of a slice.
 """
 
