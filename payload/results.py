@@ -122,6 +122,11 @@ class RunPaths:
         return self.root / "report.html"
 
     @property
+    def track(self) -> Path:
+        """track/: what the run's trackers keep, a folder each."""
+        return self.root / "track"
+
+    @property
     def checkpoints(self) -> Path:
         """checkpoints/: one folder a checkpoint."""
         return self.root / "checkpoints"

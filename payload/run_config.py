@@ -18,7 +18,7 @@ from payload.models.registry import from_scratch
 from payload.models.spec import Dtype, ModelSpec, RankSetting
 from payload.settings import parse_sections, render_sections, setting
 from payload.tasks import TaskKind
-from payload.untrusted import read_bytes
+from payload.untrusted import read_bytes, shown
 
 _FIXED = (
     ("run", "seed"),
@@ -42,6 +42,10 @@ _FIXED = (
 )
 
 _MAX_BYTES = 2**20
+
+TRACKERS = ("trackio", "tensorboard", "wandb", "mlflow", "csv")
+"""Files of `payload/report/trackers`."""
+AUTO_TRACKER = "trackio"
 
 Preset = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 DtypeChoice = Literal["auto", "bf16", "fp32"]
@@ -337,6 +341,16 @@ class DistributedSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrackSection:
+    """[track]; docs/report.md has what each one keeps, and where"""
+
+    to: tuple[str, ...] = ("auto",)
+    """Where metrics, settings, results and the report go besides the run's folder: `trackio`,
+    `tensorboard`, `wandb`, `mlflow`, `csv`. `auto`: trackio where it is installed. All stay on this
+    machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSection:
     """[launch]"""
 
@@ -438,6 +452,7 @@ class RunConfig:
     engine: EngineSection = field(default_factory=EngineSection)
     memory: MemorySection = field(default_factory=MemorySection)
     distributed: DistributedSection = field(default_factory=DistributedSection)
+    track: TrackSection = field(default_factory=TrackSection)
     launch: LaunchSection = field(default_factory=LaunchSection)
     limits: LimitsSection = field(default_factory=LimitsSection)
     slurm: SlurmSection = field(default_factory=SlurmSection)
@@ -617,6 +632,12 @@ def _contradictions(config: RunConfig) -> list[str]:
             f"limits.hang_timeout_s = {config.limits.hang_timeout_s:g} is above nine tenths of "
             f"distributed.timeout_s = {config.distributed.timeout_s:g}: the ranks would give each "
             "other up before a hang is found. Lower the one or raise the other."
+        )
+    unknown = [name for name in config.track.to if name not in ("auto", *TRACKERS)]
+    if unknown:
+        found.append(
+            f"track.to = {shown(unknown[0])}: no tracker has this name. Known: auto, "
+            f"{', '.join(TRACKERS)}."
         )
     if not config.run.name.strip() or "/" in config.run.name or not config.run.name.isprintable():
         found.append(

@@ -102,7 +102,9 @@ def render_sections(config: object) -> str:
     return "\n".join(lines)
 
 
-def _render_value(value: str | int | float | bool | None) -> str:
+def _render_value(value: str | int | float | bool | tuple[str, ...] | None) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_render_value, value))}]"
     if value is None:
         return '"none"'
     if isinstance(value, bool):
@@ -224,7 +226,17 @@ def _is_none(value: Any, hint: Any) -> bool:
 def _convert(value: Any, hint: Any) -> Any:
     if _is_none(value, hint):
         return None
+    if typing.get_origin(hint) is tuple:
+        return _words(value)
     return float(value) if float in _alternatives(hint) else value
+
+
+def _words(value: str | Sequence[str]) -> tuple[str, ...]:
+    """Return a list of texts; on a command line it may be one text with commas."""
+    if not isinstance(value, str):
+        return tuple(value)
+    words = (word.strip() for word in value.split(","))
+    return tuple(word for word in words if word and word != "none")
 
 
 def _problem_with(value: Any, hint: Any, limits: Mapping[str, Any]) -> str | None:
@@ -240,6 +252,12 @@ def _problem_with(value: Any, hint: Any, limits: Mapping[str, Any]) -> str | Non
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)
         return None if value in choices else f"choose one of {', '.join(choices)}{optional}."
+    if typing.get_origin(kind) is tuple:
+        is_list = isinstance(value, str | list) and all(isinstance(each, str) for each in value)
+        problems = (_problem_with(each, str, {}) for each in (_words(value) if is_list else [0]))
+        return next((problem for problem in problems if problem), None) and (
+            'a list of texts is needed, as in ["a", "b"].'
+        )
     if kind is bool:
         return None if isinstance(value, bool) else "write true or false."
     if kind is str:

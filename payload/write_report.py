@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from payload.results import RunPaths
@@ -22,28 +23,37 @@ def write_report(paths: RunPaths, *, show: bool = False) -> str | None:
 
     With `show`, a browser opens it.
     """
+    try:
+        process = report_process([str(paths.root), *(["--open"] if show else [])])
+    except OSError as error:
+        return one_line(error)
+    try:
+        _, said = process.communicate(timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return f"it took longer than {_TIMEOUT_S:g} s."
+    if process.returncode:
+        lines = said.strip().splitlines() or [f"it ended with {process.returncode}"]
+        return one_line(lines[-1].removeprefix("error: "))
+    return None
+
+
+def report_process(words: Sequence[str], *, is_live: bool = False) -> subprocess.Popen[str]:
+    """Start `payload.report` with these words. Raises OSError.
+
+    A live one goes on until its stdin is closed, and nobody reads what it says.
+    """
     root = str(Path(__file__).resolve().parents[1])
     before = os.environ.get("PYTHONPATH")
-    try:
-        done = subprocess.run(
-            # -P: a folder called payload where the user is does not come first.
-            [sys.executable, "-P", "-m", "payload.report", str(paths.root)]
-            + (["--open"] if show else []),
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([root, *([before] if before else [])]),
-            },
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            start_new_session=True,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return one_line(error)
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-        return one_line(said[-1].removeprefix("error: "))
-    return None
+    return subprocess.Popen(
+        # -P: a folder called payload where the user is does not come first.
+        [sys.executable, "-P", "-m", "payload.report", *words],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *([before] if before else [])])},
+        stdin=subprocess.PIPE if is_live else subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL if is_live else subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )

@@ -14,7 +14,9 @@ from payload.hints import command
 from payload.report.page import render
 from payload.report.source import Run, find_run
 from payload.report.table import comparison
+from payload.report.track import track
 from payload.results import DEFAULT_RUNS_DIR, LATEST, write_whole
+from payload.tracking import missing_notes
 from payload.untrusted import printable
 
 _SEVERAL = "report.html"
@@ -61,6 +63,12 @@ def parser() -> argparse.ArgumentParser:
         help="print a table of the runs in the terminal, and write nothing",
     )
     made.add_argument(
+        "--track",
+        action="store_true",
+        help="hand a run to the trackers of its track.to once more, and write nothing else",
+    )
+    made.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument(
         "--runs-dir",
         type=Path,
         default=Path(DEFAULT_RUNS_DIR),
@@ -73,6 +81,13 @@ def parser() -> argparse.ArgumentParser:
 def _report(arguments: argparse.Namespace) -> None:
     words = list(dict.fromkeys(arguments.runs or [LATEST]))
     runs = [find_run(word, runs_dir=arguments.runs_dir) for word in words]
+    if arguments.track:
+        if len(runs) > 1:
+            raise UsageError(f"--track takes one run, not {len(runs)}. Name one.")
+        for note in missing_notes(runs[0].config):
+            print(note, file=sys.stderr)
+        track(runs[0], live=arguments.live, say=lambda line: print(line, file=sys.stderr))
+        return
     if arguments.compare:
         if len(runs) < 2:
             raise UsageError(f"{words[0]} is one run: name two or more to compare.")

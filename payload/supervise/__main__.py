@@ -13,10 +13,11 @@ from payload.errors import ConfigError, PreflightError, TileforgeError
 from payload.hints import command
 from payload.results import DEFAULT_GRACE_S, RunPaths
 from payload.run_lock import FORCE_SIGNAL, RunLock
-from payload.run_repair import make_room
+from payload.run_repair import known_config, make_room
 from payload.supervise.processes import adopt_orphans
 from payload.supervise.stopping import Wakeups
 from payload.supervise.supervisor import Supervisor
+from payload.tracking import hand_over
 from payload.untrusted import printable
 from payload.write_report import write_report
 
@@ -59,6 +60,8 @@ def _write_report(paths: RunPaths) -> None:
     problem = write_report(paths)
     if problem:
         print(f"note: no report was written: {problem}", file=sys.stderr)
+    for note in hand_over(paths, known_config(paths)):
+        print(note, file=sys.stderr)
 
 
 def _make_room(paths: RunPaths) -> None:

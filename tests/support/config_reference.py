@@ -94,6 +94,8 @@ def _default(value: object) -> str:
 
 
 def _toml(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     return f'"{value}"' if isinstance(value, str) else f"{value}"
 
 
@@ -110,6 +112,9 @@ def _values(hint: Any, field: dataclasses.Field[Any]) -> str:
 def _kind(kind: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
     if typing.get_origin(kind) is typing.Literal:
         yield from (f"`{value}`" for value in typing.get_args(kind))
+        return
+    if typing.get_origin(kind) is tuple:
+        yield "list of texts"
         return
     yield {bool: "true, false", str: "text", int: "whole number", float: "number"}[kind]
     words = {"low": "at least", "above": "above", "high": "at most"}

@@ -98,7 +98,12 @@ GOOGLE_MODULE = PurePosixPath("payload/orchestrate/cloud/google.py")
 HUB_MODULES = (PurePosixPath("payload/models/hub.py"),)
 REGISTRIES = frozenset(
     PurePosixPath(folder, "registry.py")
-    for folder in ("payload/models", "payload/train/models", "payload/launch/launchers")
+    for folder in (
+        "payload/models",
+        "payload/train/models",
+        "payload/launch/launchers",
+        "payload/report/trackers",
+    )
 ) | {
     PurePosixPath("payload/cli/completion.py"),
     PurePosixPath("payload/orchestrate/sites/choose.py"),

@@ -50,6 +50,7 @@ from payload.results import RunPaths, RunState, Summary, last_record, new_run_id
 from payload.run_config import RunConfig, load_run_config, parse_run_config
 from payload.run_lock import is_supervised, starting
 from payload.run_repair import config_to_resume, known_summary, make_room
+from payload.tracking import missing_notes, tracked
 
 _START_TIMEOUT_S = 30.0
 
@@ -235,15 +236,16 @@ def _start_and_follow(
     log_tail = Tail(paths.rank_log(0), from_end=True)
     metrics_tail = Tail(paths.metrics, from_end=True)
     supervisor = access.start_supervisor(paths, detached=False, grace_s=arguments.grace)
-    follow_run(
-        paths,
-        supervisor,
-        console=talk,
-        train=planned.config.train,
-        nodes=planned.plan.nodes,
-        log_tail=log_tail,
-        metrics_tail=metrics_tail,
-    )
+    with tracked(paths, planned.config):
+        follow_run(
+            paths,
+            supervisor,
+            console=talk,
+            train=planned.config.train,
+            nodes=planned.plan.nodes,
+            log_tail=log_tail,
+            metrics_tail=metrics_tail,
+        )
     return _report(paths, supervisor, arguments=arguments, talk=talk)
 
 
@@ -403,6 +405,8 @@ def _port(holder: socket.socket) -> int:
 def _say_notes(planned: PlannedRun, talk: Console) -> None:
     for note in planned.plan.notes:
         talk.print(f"note: {note}")
+    for line in missing_notes(planned.config):
+        talk.print(line)
 
 
 def _strategies_json(planned: PlannedRun) -> str:

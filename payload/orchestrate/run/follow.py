@@ -42,6 +42,7 @@ from payload.run_config import TrainSection
 from payload.run_lock import FORCE_SIGNAL
 from payload.run_repair import known_config, known_state
 from payload.stragglers import StragglerWatch
+from payload.tracking import hand_over, tracked
 from payload.untrusted import build, parse_json, printable
 from payload.write_report import write_report
 
@@ -75,6 +76,8 @@ def say_end(
         more = ["--site", job.site] if job is not None else more
         talk.print(f"continue with: {run_command('run --resume', paths, *more)}")
     problem = write_report(paths, show=getattr(arguments, "open", False))
+    for note in hand_over(paths, known_config(paths)):
+        talk.print(note)
     talk.print(f"note: no report was written: {problem}" if problem else f"report: {paths.report}")
 
 
@@ -294,7 +297,11 @@ def _show(run: SiteRun, *, talk: Console, train: TrainSection, log: Tail, metric
     paths = run.paths
     heeded, is_latest, alive = 0, not run.outlives_us, True
     stale, watch = read_progress(paths), StragglerWatch()
-    with Asks() as asks, LiveLine(talk, train=train, nodes=run.nodes) as live:
+    with (
+        tracked(paths, known_config(paths)),
+        Asks() as asks,
+        LiveLine(talk, train=train, nodes=run.nodes) as live,
+    ):
         while alive:
             seen = run.look(say=live.say, interrupted=partial(asks.exceed, heeded))
             alive = seen.alive

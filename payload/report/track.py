@@ -1,0 +1,168 @@
+"""A process that hands a run's rows to its trackers, while it goes on and at its end."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from payload.metrics_log import parse_row
+from payload.report.source import Run
+from payload.report.trackers.base import About, Row, Tracker
+from payload.report.trackers.registry import make_tracker
+from payload.results import write_whole
+from payload.run_config import RunConfig
+from payload.tracking import installed_trackers
+from payload.untrusted import no_follow, one_line, open_regular
+
+_EVERY_S = 1.0
+_LOCK_S = 20.0
+
+
+@dataclass
+class _Tracked:
+    """One tracker and how far it is."""
+
+    name: str
+    tracker: Tracker
+    step: int
+    place: Path
+    """The file with the last step that it was given."""
+
+    def start(self, about: About) -> None:
+        """Open the tracker's run."""
+        self.tracker.start(about)
+
+    def end(self, summary: Mapping[str, Any], report: Path | None) -> None:
+        """Close the tracker's run."""
+        self.tracker.end(summary, report)
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """Hand over what is new to it."""
+        new = [row for row in rows if row["step"] > self.step]
+        if new:
+            self.tracker.log(new)
+            self.step = int(max(row["step"] for row in new))
+            write_whole(self.place, f"{self.step}\n", durable=False)
+
+
+def track(run: Run, *, live: bool, say: Callable[[str], None]) -> None:
+    """Hand over all rows that there are; if live, go on until stdin is closed.
+
+    Else the run has ended, and the trackers get its results and its page. A tracker that fails is
+    said once, and the others go on.
+    """
+    names = installed_trackers(run.config.track.to)
+    with _alone(run.paths.track):
+        tracked = list(_start(run, names, say))
+        rows = _Rows(run.paths.metrics)
+        while tracked:
+            new = rows.new()
+            tracked = [
+                each for each in tracked if _guarded(each, partial(_Tracked.log, rows=new), say)
+            ]
+            if not live or select.select([0], [], [], _EVERY_S)[0]:
+                break
+        summary = {} if live else _plain(run.summary)
+        page = run.paths.report if not live and run.paths.report.is_file() else None
+        for each in tracked:
+            _guarded(each, partial(_Tracked.end, summary=summary, report=page), say)
+
+
+def flat_config(config: RunConfig) -> dict[str, Any]:
+    """Return every setting as `section.key`."""
+    return {
+        f"{section}.{key}": list(value) if isinstance(value, tuple) else value
+        for section, values in asdict(config).items()
+        for key, value in values.items()
+    }
+
+
+def _start(run: Run, names: Sequence[str], say: Callable[[str], None]) -> Iterator[_Tracked]:
+    for name in names:
+        place = run.paths.track / f"{name}.step"
+        made = _Tracked(name=name, tracker=make_tracker(name), step=-1, place=place)
+        about = About(
+            run_id=run.run_id,
+            name=run.config.run.name,
+            folder=run.paths.track / name,
+            config=flat_config(run.config),
+        )
+        if not made.tracker.starts_over:
+            with suppress(OSError, ValueError):
+                made.step = int(place.read_text(encoding="ascii"))
+        if _guarded(made, partial(_Tracked.start, about=about), say):
+            yield made
+
+
+def _guarded(each: _Tracked, act: Callable[[_Tracked], None], say: Callable[[str], None]) -> bool:
+    """Tell whether the tracker did it; whatever goes wrong in somebody's package is said once."""
+    try:
+        act(each)
+    except Exception as error:
+        say(f"note: track.to: {each.name} failed; the run goes on without it: {one_line(error)}")
+        return False
+    return True
+
+
+class _Rows:
+    """New complete rows of a metrics.jsonl, as numbers."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> list[Row]:
+        found: list[Row] = []
+        with suppress(OSError), open_regular(self._path) as file:
+            if file.seek(0, os.SEEK_END) < self._offset:
+                self._offset = 0  # A resume cut it; the steps tell what is new.
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                row = parse_row(line)
+                if row is not None:
+                    found.append(_numbers(row))
+        return found
+
+
+def _numbers(row: Mapping[str, Any]) -> Row:
+    numbers = {
+        name: value
+        for name, value in row.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return {"time_unix": 0.0, **numbers}
+
+
+def _plain(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the summary as JSON has it."""
+    found: dict[str, Any] = json.loads(json.dumps(summary, default=lambda value: asdict(value)))
+    return found
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Within it no other process hands over this run; waits a while for one that still does."""
+    folder.mkdir(exist_ok=True)
+    with open(folder / ".lock", "w", opener=no_follow) as lock:
+        ends = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > ends:
+                    raise
+                time.sleep(0.1)
+        yield

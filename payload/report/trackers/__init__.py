@@ -1,0 +1,1 @@
+"""Where a run's numbers go besides its folder: a file a tracker, found by name."""

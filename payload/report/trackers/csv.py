@@ -1,0 +1,61 @@
+"""metrics.csv: for a spreadsheet."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from payload.report.trackers.base import About, Row, Tracker
+from payload.results import write_whole
+
+_FILE = "metrics.csv"
+
+
+class CsvTracker:
+    """Writes a table with a line for each row, and the settings and results beside it."""
+
+    starts_over: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._folder = Path()
+        self._names: list[str] = []
+        self._rows: list[Row] = []
+
+    def start(self, about: About) -> None:
+        """Write the settings."""
+        self._folder = about.folder
+        write_whole(about.folder / "config.json", json.dumps(dict(about.config), indent=2) + "\n")
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """Append rows; one with a new column has the file written again with it."""
+        self._rows += rows
+        new = dict.fromkeys(name for row in rows for name in row if name not in self._names)
+        if new:
+            self._names += new
+            write_whole(self._folder / _FILE, self._lines(self._rows, head=True), durable=False)
+        else:
+            with (self._folder / _FILE).open("a", encoding="utf-8", newline="") as file:
+                file.write(self._lines(rows, head=False))
+
+    def end(self, summary: Mapping[str, Any], report: Path | None) -> None:
+        """Write the results; the page is in the run's folder anyway."""
+        del report
+        if summary:
+            write_whole(self._folder / "summary.json", json.dumps(dict(summary), indent=2) + "\n")
+
+    def _lines(self, rows: Sequence[Row], *, head: bool) -> str:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._names, lineterminator="\n")
+        if head:
+            writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
+
+
+def make() -> Tracker:
+    """Return a tracker."""
+    return CsvTracker()

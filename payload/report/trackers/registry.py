@@ -1,0 +1,16 @@
+"""Trackers by their names."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from payload.report.trackers.base import Tracker
+from payload.run_config import TRACKERS
+
+
+def make_tracker(name: str) -> Tracker:
+    """Return a tracker of this name, not yet started; its file has the same name."""
+    assert name in TRACKERS, "run.toml was checked"
+    module = import_module(f"payload.report.trackers.{name}")
+    made: Tracker = module.make()
+    return made

@@ -1,0 +1,61 @@
+"""Weights & Biases: offline, unless WANDB_MODE says otherwise; `wandb sync` sends it later."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from payload.report.trackers.base import About, Row, Tracker
+
+
+class WandbTracker:
+    """Writes wandb's offline files below the run; a key stays in the environment or in netrc."""
+
+    starts_over: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._run: Any = None
+
+    def start(self, about: About) -> None:
+        """Open the run, or go on with it."""
+        import wandb
+
+        about.folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=about.name,
+            name=about.run_id,
+            id=hashlib.sha256(about.run_id.encode()).hexdigest()[:16],
+            resume="allow",
+            dir=str(about.folder),
+            config=dict(about.config),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            settings=wandb.Settings(
+                silent=True,
+                disable_code=True,
+                disable_git=True,
+                x_disable_stats=True,
+                x_disable_meta=True,
+                console="off",
+            ),
+        )
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """Log each row at its step; an evaluation's goes with its step's."""
+        for row in rows:
+            values = {name: value for name, value in row.items() if name != "step"}
+            self._run.log(values, step=int(row["step"]))
+
+    def end(self, summary: Mapping[str, Any], report: Path | None) -> None:
+        """Take the results and the page, and close."""
+        self._run.summary.update(dict(summary))
+        if report is not None:
+            self._run.save(str(report), base_path=str(report.parent), policy="now")
+        self._run.finish()
+
+
+def make() -> Tracker:
+    """Return a tracker."""
+    return WandbTracker()

@@ -1,0 +1,18 @@
+"""Prints what TensorBoard reads in a run's event files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+if __name__ == "__main__":
+    found = EventAccumulator(str(Path(sys.argv[1]) / "tensorboard"), size_guidance={"scalars": 0})
+    found.Reload()
+    told = {
+        tag: [[each.step, each.value] for each in found.Scalars(tag)]
+        for tag in ("loss", "val_loss")
+    }
+    print(json.dumps([told, found.Tags()["tensors"]]))

@@ -1,0 +1,172 @@
+"""Trackers with their real packages, offline: what they keep is what the run's files say."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from payload.metrics_log import read_metrics
+from payload.results import RunPaths
+from payload.run_config import TRACKERS, parse_run_config
+from payload.tracking import missing_notes, wanted_trackers
+from tests.report.tracker_packages import PACKAGES, environment
+from tests.support.launching import REPO
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+TIMEOUT_S = 200
+
+
+def make_run(runs: Path, target: Path, *trackers: str) -> RunPaths:
+    shutil.copytree(runs / "stopped", target)
+    paths = RunPaths(target)
+    text = paths.config.read_text(encoding="utf-8")
+    names = ", ".join(f'"{name}"' for name in trackers)
+    assert 'to = ["auto"]' in text
+    paths.config.write_text(text.replace('to = ["auto"]', f"to = [{names}]"), encoding="utf-8")
+    return paths
+
+
+def hand_over(paths: RunPaths, env: dict[str, str]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "payload.report", "--track", str(paths.root)],
+        cwd=REPO,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+    return "\n".join(line for line in done.stderr.splitlines() if line.startswith("note: "))
+
+
+def losses(paths: RunPaths, key: str) -> list[list[float]]:
+    return [[row["step"], row[key]] for row in read_metrics(paths.metrics) if key in row]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("tracker", PACKAGES)
+def test_a_tracker_keeps_offline_what_the_files_say_and_no_key(
+    tracker: str, runs: Path, tmp_path: Path
+) -> None:
+    paths = make_run(runs, tmp_path / "runs" / "one", tracker)
+    env = environment(
+        tracker, TRACKIO_DIR=str(tmp_path / "trackio"), WANDB_API_KEY=KEY, HF_TOKEN=KEY
+    )
+    assert hand_over(paths, env) == ""
+    reader = Path(__file__).parent / "readers" / f"{tracker}.py"
+    read = subprocess.run(
+        # -P: the readers are called like the packages.
+        [sys.executable, "-P", str(reader), str(paths.track)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert read.returncode == 0, read.stderr
+    told, texts = json.loads(read.stdout.splitlines()[-1])
+    for key in ("loss", "val_loss"):
+        wanted = losses(paths, key)
+        assert [step for step, _ in told[key]] == [step for step, _ in wanted]
+        assert [value for _, value in told[key]] == pytest.approx([v for _, v in wanted], rel=1e-6)
+    assert {"config", "summary"} <= set(texts)
+    for file in tmp_path.rglob("*"):
+        assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
+
+
+@pytest.mark.ranks
+def test_csv_needs_no_package_and_follows_a_resumed_run(runs: Path, tmp_path: Path) -> None:
+    paths = make_run(runs, tmp_path / "runs" / "one", "csv")
+    assert hand_over(paths, dict(os.environ)) == ""
+    with (paths.track / "csv" / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    kept = [[int(row["step"]), float(row["loss"])] for row in rows if row["loss"]]
+    assert kept == losses(paths, "loss")
+    shutil.copyfile(runs / "resumed" / "metrics.jsonl", paths.metrics)
+    assert hand_over(paths, dict(os.environ)) == ""
+    text = (paths.track / "csv" / "metrics.csv").read_text(encoding="utf-8")
+    assert len(text.splitlines()) == len(read_metrics(paths.metrics)) + 1
+    summary = json.loads((paths.track / "csv" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["steps"] == json.loads(paths.summary.read_text(encoding="utf-8"))["steps"]
+
+
+@pytest.mark.ranks
+def test_a_tracker_that_fails_is_one_note_and_the_others_go_on(runs: Path, tmp_path: Path) -> None:
+    paths = make_run(runs, tmp_path / "runs" / "one", "wandb", "csv", "mlflow")
+    broken = tmp_path / "broken" / "wandb"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise RuntimeError('no\\nsuch \\x1b[31mthing')\n")
+    notes = hand_over(paths, {**os.environ, "PYTHONPATH": str(broken.parent)}).splitlines()
+    assert notes == [
+        "note: track.to = mlflow: its package is not installed here, so the run goes on without "
+        "it. Install it with: pip install mlflow",
+        "note: track.to: wandb failed; the run goes on without it: no.",
+    ]
+    assert (paths.track / "csv" / "metrics.csv").is_file()
+
+
+@pytest.mark.ranks
+def test_a_real_run_is_tracked_while_it_goes_on_and_at_its_end(runs: Path, tmp_path: Path) -> None:
+    words = ["--set", 'track.to=["csv", "mlflow"]', "--set", "train.steps=30"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "payload.orchestrate", "run", "--inventory", "local"),
+            *("--config", str(runs.parent / "run.toml"), "--runs-dir", str(tmp_path / "runs")),
+            *("--run-id", "one", *words),
+        ],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len([line for line in lines if "track.to = mlflow" in line]) == 1
+    paths = RunPaths(tmp_path / "runs" / "one")
+    assert lines[-1] == f"report: {paths.report}"
+    assert (paths.track / "csv" / "metrics.csv").read_text(encoding="utf-8").count("\n") == 32 + 1
+    assert (paths.track / "csv" / "summary.json").is_file()
+
+
+def test_every_name_has_a_file() -> None:
+    folder = REPO / "payload" / "report" / "trackers"
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "base", "registry"}
+    assert files == set(TRACKERS)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ('["csv", "wandb"]', ("csv", "wandb")),
+        ("csv,wandb", ("csv", "wandb")),
+        ('"csv"', ("csv",)),
+        ("none", ()),
+        ("[]", ()),
+    ],
+)
+def test_a_list_is_written_in_toml_or_with_commas(given: str, expected: Any) -> None:
+    config = parse_run_config("", overrides=[f"track.to={given}"], where="test")
+    assert config.track.to == expected
+    assert parse_run_config(config.to_toml(), where="again") == config
+
+
+@pytest.mark.parametrize("given", ["[1]", "7", "true", '["csv", "nosuch"]', '["a\\u001b"]'])
+def test_what_is_no_tracker_is_refused_in_one_line(given: str) -> None:
+    with pytest.raises(Exception, match=r"track\.to") as caught:
+        parse_run_config("", overrides=[f"track.to={given}"], where="test")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_auto_is_trackio_where_it_is_installed() -> None:
+    config = parse_run_config("", where="test")
+    assert wanted_trackers(config.track.to) in ((), ("trackio",))
+    assert missing_notes(config) == []
