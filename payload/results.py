@@ -122,6 +122,11 @@ class RunPaths:
         return self.root / "report.html"
 
     @property
+    def profile(self) -> Path:
+        """profile/: the trace of a profiled step, and its operators."""
+        return self.root / "profile"
+
+    @property
     def track(self) -> Path:
         """track/: what the run's trackers keep, a folder each."""
         return self.root / "track"

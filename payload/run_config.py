@@ -256,6 +256,10 @@ class TrainSection:
     sync_check_every: int = setting(100, low=0)
     """Steps between comparisons of all ranks' weights and optimizer state; 0 = only at checkpoints
     and the end."""
+    profile_step: int | None = setting(None, low=1)
+    """Step that the torch profiler records on one rank; `run --profile STEP` sets it."""
+    profile_rank: int = setting(0, low=0)
+    """The rank that records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,8 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | N
     arguments = parser().parse_args(argv)
     if getattr(arguments, "config_file", None) is not None:
         arguments.config = arguments.config_file
+    if getattr(arguments, "profile", None) is not None:
+        arguments.overrides = [*arguments.overrides, f"train.profile_step={arguments.profile}"]
     try:
         arguments.runs_dir = _resolved(Path(arguments.runs_dir or DEFAULT_RUNS_DIR))
         _check_run_ids(arguments)
@@ -235,6 +237,13 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--json", action="store_true", help="print summary.json at the end")
     parser.add_argument(
         "--open", action="store_true", help="show the report in the browser at the end"
+    )
+    parser.add_argument(
+        "--profile",
+        type=int,
+        metavar="STEP",
+        help="record a trace of this step on rank 0 (train.profile_rank: on another one), and "
+        "print its operators by time",
     )
 
 

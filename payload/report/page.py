@@ -210,6 +210,7 @@ def _about(run: Run) -> Html:
                 name="time",
             ),
             sections.section("Ranks", join([heat_map]), ranks, name="ranks") if ranks else "",
+            sections.profile(run),
             sections.cost(run),
             sections.samples(run),
             sections.data_card(run),

@@ -35,6 +35,7 @@ from payload.stragglers import find_stragglers
 
 _MOST_RANKS = 64
 _MOST_SLOW = 8
+_MOST_OPERATORS = 25
 _WITHOUT_INPUT = ("stdlib", "openwebtext")
 """Sources of `prepare` whose name is all that it needs."""
 _WORD = {
@@ -319,6 +320,31 @@ def _difference(measured: float | None, predicted: float | None) -> Html:
     if not measured or not predicted:
         return Html("")
     return text(f"{measured / predicted - 1:+.0%}".replace("%", " %"))
+
+
+def profile(run: Run) -> Html:
+    """Return the operators of the step that was profiled."""
+    found = run.profile
+    if found is None:
+        return Html("")
+    source = "profile/operators.json#operators"
+    lines = [
+        [
+            tag("code", each.name),
+            figure(each.calls, count, f"{source}.{place}.calls", run=run.run_id),
+            figure(each.self_s, seconds, f"{source}.{place}.self_s", run=run.run_id),
+            percent(each.self_s / found.whole_s) if found.whole_s else "",
+            figure(each.total_s, seconds, f"{source}.{place}.total_s", run=run.run_id),
+        ]
+        for place, each in enumerate(found.operators[:_MOST_OPERATORS])
+    ]
+    note = f"Step {found.step} on rank {found.rank}. The trace is profile/{found.trace}."
+    return section(
+        "Profile of a step",
+        table(["operator", "calls", "self", "share", "total"], lines, numbers=True),
+        tag("p", note, class_="note"),
+        name="profile",
+    )
 
 
 def samples(run: Run) -> Html:

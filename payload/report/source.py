@@ -14,6 +14,7 @@ from payload.errors import ConfigError, DataError, UsageError
 from payload.hints import command
 from payload.inventory import ClusterInventory
 from payload.metrics_log import read_metrics
+from payload.profile_table import PROFILE_TABLE, ProfileTable, read_table
 from payload.results import LATEST, RunPaths
 from payload.run_config import RunConfig
 from payload.run_repair import known_config, known_state, known_summary
@@ -120,6 +121,11 @@ class Run:
     def samples(self) -> Sequence[Sample]:
         """Return texts that the model wrote before and after the run."""
         return read_samples(self.paths.root / SAMPLES_NAME)
+
+    @cached_property
+    def profile(self) -> ProfileTable | None:
+        """Return the operators of the step that was profiled."""
+        return read_table(self.paths.profile / PROFILE_TABLE)
 
     @property
     def status(self) -> str:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from payload.train.evaluate import EvalPass
 from payload.train.metrics import rss_bytes, versions
 from payload.train.models.stage import Stage
 from payload.train.parts import Parts
+from payload.train.profile import profiled
 from payload.train.saving import Saving
 from payload.train.schedule import lr_at
 from payload.train.step_clock import StepClock
@@ -105,7 +106,8 @@ class Trainer:
         stopping = not begun or (evaluate_first and self._evaluate())
         while self._step < train.steps and not stopping:
             self._tell_step(0)
-            stopping = self._train_step()
+            with self._profiling():
+                stopping = self._train_step()
             last = stopping or self._step == train.steps
             save = last or _due(self._step, train.checkpoint_every)
             if save or _due(self._step, train.sync_check_every):
@@ -119,6 +121,14 @@ class Trainer:
         self._checkpoint()
         self._saving.finish()
         return Outcome(step=self._step, stopped=stopping)
+
+    def _profiling(self) -> AbstractContextManager[None]:
+        """Return what records the coming step, if it is the one that is wanted of this rank."""
+        parts, step = self._parts, self._step + 1
+        train, rank = parts.config.train, parts.world.rank
+        if (step, rank) != (train.profile_step, train.profile_rank):
+            return nullcontext()
+        return profiled(parts.paths.profile, step=step, rank=rank)
 
     def wall_s(self) -> float:
         """Time spent training, over all attempts."""

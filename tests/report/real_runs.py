@@ -39,7 +39,12 @@ def make_runs(folder: Path) -> Path:
 
 def _stop_and_resume(runs: Path, config: Path, inventory: Path) -> None:
     paths = RunPaths(runs / "resumed")
-    settings = ("train.steps=400", "train.eval_every=100", "train.checkpoint_every=50")
+    settings = (
+        "train.profile_step=5",
+        "train.steps=400",
+        "train.eval_every=100",
+        "train.checkpoint_every=50",
+    )
     words = _words(runs, config, inventory, *settings)
     first = subprocess.Popen([*words, "--run-id", "resumed"], cwd=REPO, stderr=subprocess.PIPE)
     wait_for_steps(paths, step=20)

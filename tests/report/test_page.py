@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from payload.profile_table import PROFILE_TABLE, read_table
 from payload.report.__main__ import main
 from payload.results import RunPaths
 from tests.report.figures import check_curves, check_figures
@@ -100,6 +102,23 @@ def test_several_runs_are_drawn_over_each_other_and_compared(
         for run in ("resumed", "stopped")
         for what in ("training, smoothed", "validation")
     ]
+
+
+def test_a_profiled_step_has_a_trace_and_its_operators_on_the_page(
+    runs: Path, browser: Browser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    browser.open(write(capsys, runs / "resumed"))
+    text = browser.run("return document.querySelector('section.profile').textContent")
+    assert "Step 5 on rank 0" in text
+    paths = RunPaths(runs / "resumed")
+    with gzip.open(paths.profile / "step_00000005_rank_0000.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    table = read_table(paths.profile / PROFILE_TABLE)
+    assert table is not None and table.operators[0].name in text
+    named = {event["name"] for event in events if "name" in event}
+    assert {each.name for each in table.operators} <= named
+    log = paths.rank_log(0).read_text(encoding="utf-8")
+    assert "profile   step 5 on rank 0" in log and table.operators[0].name[:40] in log
 
 
 def test_curves_zoom_and_have_a_log_scale(

@@ -19,4 +19,4 @@ if __name__ == "__main__":
     texts = ["config"] if "optimizer.lr" in run.data.params else []
     texts += ["summary"] if "summary.steps" in run.data.tags else []
     assert [each.path for each in client.list_artifacts(run.info.run_id)] == ["report.html"]
-    print(json.dumps([told, texts]))
+    sys.stdout.write(json.dumps([told, texts]))

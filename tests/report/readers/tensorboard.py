@@ -15,4 +15,4 @@ if __name__ == "__main__":
         tag: [[each.step, each.value] for each in found.Scalars(tag)]
         for tag in ("loss", "val_loss")
     }
-    print(json.dumps([told, found.Tags()["tensors"]]))
+    sys.stdout.write(json.dumps([told, found.Tags()["tensors"]]))

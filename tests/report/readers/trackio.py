@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import sys
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -18,4 +19,4 @@ if __name__ == "__main__":
     configs = [text for (text,) in database.execute("select config from configs")]
     texts = ["config"] if any("optimizer.lr" in text for text in configs) else []
     texts += ["summary"] if any("summary/steps" in values for _, values in rows) else []
-    print(json.dumps([told, texts]))
+    sys.stdout.write(json.dumps([told, texts]))

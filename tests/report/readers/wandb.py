@@ -30,4 +30,4 @@ if __name__ == "__main__":
             texts.add("config")
         if any(key_of(each) == "status" for each in record.summary.update):
             texts.add("summary")
-    print(json.dumps([told, sorted(texts)]))
+    sys.stdout.write(json.dumps([told, sorted(texts)]))
