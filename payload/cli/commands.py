@@ -52,13 +52,13 @@ COMMANDS = (
         name="report",
         group="Runs",
         package="report",
-        summary="write a run's report, one HTML page",
+        summary="write a run's page",
     ),
     Command(
         name="compare",
         group="Runs",
         package="report",
-        summary="print a table of several runs",
+        summary="compare several runs",
         words=("--compare",),
     ),
     *_rows(
