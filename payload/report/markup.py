@@ -116,8 +116,8 @@ def usd(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a short time."""
-    return f"{value:.3g} s"
+    """Return a short time to three digits."""
+    return f"{value * 1e3:.3g} ms" if 0 < value < 0.9995 else f"{value:.3g} s"
 
 
 def gib(value: float) -> str:

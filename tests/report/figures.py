@@ -16,7 +16,16 @@ _COLLECT = """
 return [...document.querySelectorAll('.figure')].map(
     each => ({text: each.textContent, ...each.dataset}));
 """
-_UNITS = {"GiB": 2**30, "MB": 1e6, "TFLOP/s": 1e12, "%": 0.01, "s": 1.0, "min": 60.0, "h": 3600.0}
+_UNITS = {
+    "GiB": 2**30,
+    "MB": 1e6,
+    "TFLOP/s": 1e12,
+    "%": 0.01,
+    "ms": 1e-3,
+    "s": 1.0,
+    "min": 60.0,
+    "h": 3600.0,
+}
 _UNITS |= {"d": 86400.0}
 
 _DEFAULTS = {"meta.json#task": "text"}
