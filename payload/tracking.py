@@ -76,7 +76,8 @@ def hand_over(paths: RunPaths, config: RunConfig) -> list[str]:
         process.communicate()
         return [f"note: the trackers took longer than {_END_S:g} s and were ended"]
     lines = said.splitlines()
-    notes = [line for line in lines if line.startswith("note: ")]
+    said_before = missing_notes(config)
+    notes = [line for line in lines if line.startswith("note: ") and line not in said_before]
     if process.returncode and not notes:
         notes = [f"note: the trackers ended: {one_line(lines[-1] if lines else 'no reason given')}"]
     return notes

@@ -28,14 +28,15 @@ _LOCK_S = 20.0
 
 
 @dataclass
-class _Tracked:
+class Tracked:
     """One tracker and how far it is."""
 
     name: str
     tracker: Tracker
-    step: int
+    last: int
+    """The place in the run's order of the last row that it was given."""
     place: Path
-    """The file with the last step that it was given."""
+    """The file that keeps it, for the next process."""
 
     def start(self, about: About) -> None:
         """Open the tracker's run."""
@@ -47,11 +48,11 @@ class _Tracked:
 
     def log(self, rows: Sequence[Row]) -> None:
         """Hand over what is new to it."""
-        new = [row for row in rows if row["step"] > self.step]
+        new = [row for row in rows if _order(row) > self.last]
         if new:
             self.tracker.log(new)
-            self.step = int(max(row["step"] for row in new))
-            write_whole(self.place, f"{self.step}\n", durable=False)
+            self.last = max(map(_order, new))
+            write_whole(self.place, f"{self.last}\n", durable=False)
 
 
 def track(run: Run, *, live: bool, say: Callable[[str], None]) -> None:
@@ -67,14 +68,14 @@ def track(run: Run, *, live: bool, say: Callable[[str], None]) -> None:
         while tracked:
             new = rows.new()
             tracked = [
-                each for each in tracked if _guarded(each, partial(_Tracked.log, rows=new), say)
+                each for each in tracked if _guarded(each, partial(Tracked.log, rows=new), say)
             ]
             if not live or select.select([0], [], [], _EVERY_S)[0]:
                 break
         summary = {} if live else _plain(run.summary)
         page = run.paths.report if not live and run.paths.report.is_file() else None
         for each in tracked:
-            _guarded(each, partial(_Tracked.end, summary=summary, report=page), say)
+            _guarded(each, partial(Tracked.end, summary=summary, report=page), say)
 
 
 def flat_config(config: RunConfig) -> dict[str, Any]:
@@ -86,10 +87,10 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _start(run: Run, names: Sequence[str], say: Callable[[str], None]) -> Iterator[_Tracked]:
+def _start(run: Run, names: Sequence[str], say: Callable[[str], None]) -> Iterator[Tracked]:
     for name in names:
-        place = run.paths.track / f"{name}.step"
-        made = _Tracked(name=name, tracker=make_tracker(name), step=-1, place=place)
+        place = run.paths.track / f"{name}.last"
+        made = Tracked(name=name, tracker=make_tracker(name), last=-1, place=place)
         about = About(
             run_id=run.run_id,
             name=run.config.run.name,
@@ -98,12 +99,12 @@ def _start(run: Run, names: Sequence[str], say: Callable[[str], None]) -> Iterat
         )
         if not made.tracker.starts_over:
             with suppress(OSError, ValueError):
-                made.step = int(place.read_text(encoding="ascii"))
-        if _guarded(made, partial(_Tracked.start, about=about), say):
+                made.last = int(place.read_text(encoding="ascii"))
+        if _guarded(made, partial(Tracked.start, about=about), say):
             yield made
 
 
-def _guarded(each: _Tracked, act: Callable[[_Tracked], None], say: Callable[[str], None]) -> bool:
+def _guarded(each: Tracked, act: Callable[[Tracked], None], say: Callable[[str], None]) -> bool:
     """Tell whether the tracker did it; whatever goes wrong in somebody's package is said once."""
     try:
         act(each)
@@ -134,6 +135,11 @@ class _Rows:
                 if row is not None:
                     found.append(_numbers(row))
         return found
+
+
+def _order(row: Row) -> int:
+    """Return a row's place in its run: an evaluation comes after the step that it follows."""
+    return 2 * int(row["step"]) + ("val_loss" in row)
 
 
 def _numbers(row: Mapping[str, Any]) -> Row:

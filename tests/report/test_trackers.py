@@ -8,12 +8,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from payload.metrics_log import read_metrics
+from payload.report.track import Tracked
+from payload.report.trackers.base import About, Row
 from payload.results import RunPaths
 from payload.run_config import TRACKERS, parse_run_config
 from payload.tracking import missing_notes, wanted_trackers
@@ -170,3 +173,35 @@ def test_auto_is_trackio_where_it_is_installed() -> None:
     config = parse_run_config("", where="test")
     assert wanted_trackers(config.track.to) in ((), ("trackio",))
     assert missing_notes(config) == []
+
+
+class Kept:
+    """A tracker that remembers its rows."""
+
+    starts_over: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def start(self, about: About) -> None:
+        del about
+
+    def log(self, rows: Sequence[Row]) -> None:
+        self.rows += rows
+
+    def end(self, summary: Mapping[str, Any], report: Path | None) -> None:
+        del summary, report
+
+
+def test_every_row_comes_once_however_they_arrive(tmp_path: Path) -> None:
+    rows: list[Row] = [{"step": 0, "val_loss": 3.0}]
+    for step in range(1, 8):
+        rows.append({"step": step, "loss": 2.0})
+        if step % 2 == 0:
+            rows.append({"step": step, "val_loss": 1.0})
+    kept = Kept()
+    tracked = Tracked(name="kept", tracker=kept, last=-1, place=tmp_path / "kept.last")
+    for end in range(len(rows) + 1):
+        tracked.log(rows[max(0, end - 2) : end])  # as after a resume, some come again
+    assert kept.rows == rows
+    assert (tmp_path / "kept.last").read_text(encoding="ascii") == "14\n"

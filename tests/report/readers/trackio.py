@@ -16,7 +16,7 @@ if __name__ == "__main__":
         tag: [[step, values[tag]] for step, values in rows if tag in values]
         for tag in ("loss", "val_loss")
     }
-    configs = [text for (text,) in database.execute("select config from configs")]
-    texts = ["config"] if any("optimizer.lr" in text for text in configs) else []
+    configs = [json.loads(text) for (text,) in database.execute("select config from configs")]
+    texts = ["config"] if any("optimizer.lr" in config for config in configs) else []
     texts += ["summary"] if any("summary/steps" in values for _, values in rows) else []
     sys.stdout.write(json.dumps([told, texts]))

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from wandb.proto.wandb_internal_pb2 import Record
-from wandb.sdk.internal.datastore import DataStore
+
+_HEADER, _BLOCK, _FULL, _LAST = 7, 32_768, 1, 4
+
+
+def records(content: bytes) -> Iterator[bytes]:
+    """Yield the records of a LevelDB log, which wandb's file is behind its header."""
+    place, record = _HEADER, b""
+    while place < len(content):
+        if _BLOCK - place % _BLOCK < _HEADER:
+            place += _BLOCK - place % _BLOCK  # What is left of a block is too short.
+            continue
+        length, kind = struct.unpack_from("<HB", content, place + 4)
+        place += _HEADER
+        record += content[place : place + length]
+        place += length
+        if kind in (_FULL, _LAST):
+            yield record
+            record = b""
 
 
 def key_of(item: object) -> str:
@@ -16,11 +35,10 @@ def key_of(item: object) -> str:
 
 
 if __name__ == "__main__":
-    store = DataStore()
-    store.open_for_scan(str(next(Path(sys.argv[1]).rglob("*.wandb"))))
+    file = next(Path(sys.argv[1]).rglob("*.wandb"))
     told: dict[str, list[list[float]]] = {"loss": [], "val_loss": []}
     texts = set()
-    while (content := store.scan_data()) is not None:
+    for content in records(file.read_bytes()):
         record = Record()
         record.ParseFromString(content)
         items = {key_of(each): json.loads(each.value_json) for each in record.history.item}
