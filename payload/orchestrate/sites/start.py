@@ -58,6 +58,7 @@ from payload.orchestrate.ssh.streams import (
 from payload.results import RunPaths, new_run_id
 from payload.run_config import LimitsSection, RunConfig
 from payload.run_repair import make_room
+from payload.tracking import missing_notes
 
 # A machine of ours lives for 30 days at most; on others a run that has no limit may go on for
 # longer, and needs the key again only to bring a lost rank back.
@@ -256,6 +257,8 @@ def _prepare(
         raise
     for note in planned.plan.notes:
         talk.print(f"note: {note}")
+    for line in missing_notes(planned.config):
+        talk.print(line)
     talk.print(
         f"run {wanted.paths.run_id}: {planned.plan.world_size} rank(s) on {len(inventory.nodes)} "
         f"node(s) through {planned.plan.launcher}; a copy of everything in {wanted.paths.root}"
