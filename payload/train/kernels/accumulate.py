@@ -112,7 +112,7 @@ def _add_rows_rounded(
     total: Tensor, indices: Tensor, rows: Tensor, library: Library | None
 ) -> None:
     """Add rows to those of `total`, bf16: each sum is made in fp32 and rounded once."""
-    found, places = indices.unique(return_inverse=True)
+    found, places = torch.unique(indices, return_inverse=True)
     sums = total[found].float()
     add_rows(sums, places, rows, library)
     total[found] = sums.to(total.dtype)
