@@ -1,6 +1,6 @@
 """CONTRACT: samples.json, what a model wrote for the same prompts before and after a run.
 
-Whoever samples writes it: `payload.finetune` does, and so may a script of the user's own.
+A script that samples writes it with `write_samples`; a report shows it.
 """
 
 from __future__ import annotations
