@@ -227,8 +227,8 @@ def test_an_mfu_above_one_is_left_out_and_said_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def disturbed(*args: Any) -> Any:
-        return replace(calibrate(*args), peak_flops_per_s=1.0)
+    def disturbed(*args: Any, **named: Any) -> Any:
+        return replace(calibrate(*args, **named), peak_flops_per_s=1.0)
 
     monkeypatch.setattr("payload.train.session.calibrate", disturbed)
     with caplog.at_level("WARNING"):
