@@ -148,7 +148,12 @@ def schedule(num_steps: int, *, method: Method, lr: float) -> list[Choice]:
     """Return warm-up, decay, and what is evaluated and saved on the way."""
     every = max(1, num_steps // _EVALUATIONS)
     return [
-        Choice(key="optimizer.min_lr", value=lr / 10, reason="a tenth of the highest at the end"),
+        Choice(
+            key="optimizer.min_lr",
+            # Without the digits that a division by ten leaves, as in 2.9999999999999997e-05.
+            value=float(f"{lr / 10:g}"),
+            reason="a tenth of the highest at the end",
+        ),
         Choice(
             key="optimizer.weight_decay",
             value=0.01 if method == "full" else 0.0,
@@ -187,7 +192,9 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return f'"{escaped}"'
-    return f"{value:g}" if isinstance(value, float) and value < 1 else repr(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return repr(value)
 
 
 def _count(params: int) -> str:

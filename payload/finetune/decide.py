@@ -8,7 +8,6 @@ memory of all weights, LoRA, and LoRA beside 4 bits), batch, steps, learning rat
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +34,8 @@ from payload.models.fit import require_fit
 from payload.models.hub import HubName
 from payload.models.source import find_source, pinned, spec_on_hub
 from payload.models.spec import ModelSpec
-from payload.run_config import parse_run_config
+from payload.run_config import RunConfig, parse_run_config
+from payload.settings import parse_sections
 from payload.untrusted import shown
 
 _GIB = 2**30
@@ -123,26 +123,39 @@ def decide(wanted: Wanted, ask: Ask) -> Decided:
 
 def _given(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the user's own settings by key. Raises ConfigError."""
+    # Types and limits of all of them come first, as the choices compute with them.
+    typed = parse_sections(RunConfig, "", overrides=overrides, where="--set")
     parse_run_config(
         "", overrides=[each for each in overrides if not _needs_others(each)], where="--set"
     )
     found: dict[str, Any] = {}
     for override in overrides:
-        key, _, text = (part.strip() for part in override.partition("="))
-        if key in _OWN_FLAGS:
+        section, _, key = (part.strip() for part in override.partition("=")[0].partition("."))
+        name = f"{section}.{key}"
+        if name in _OWN_FLAGS:
             raise ConfigError(
-                f"--set {shown(override)}: give it as {_OWN_FLAGS[key]}, which it follows from."
+                f"--set {shown(override)}: give it as {_OWN_FLAGS[name]}, which it follows from."
             )
-        try:
-            found[key] = tomllib.loads(f"value = {text}")["value"]
-        except ValueError:
-            found[key] = text
+        found[name] = _plain(getattr(getattr(typed, section), key))
     return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting's value as TOML and JSON write it."""
+    if value is None:
+        return "none"
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _needs_others(override: str) -> bool:
     """Say whether an override is only right beside settings that are still to be chosen."""
-    return override.partition(".")[0] in ("adapter", "model", "schedule", "optimizer", "batch")
+    return override.partition(".")[0].strip() in (
+        "adapter",
+        "model",
+        "schedule",
+        "optimizer",
+        "batch",
+    )
 
 
 def _spec(model: str) -> ModelSpec:

@@ -8,7 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from payload.data.conversations import BadConversationError, conversation_of
+from payload.data.conversations import BadConversationError, Messages, conversation_of
+from payload.data.preferences import preference_of
 from payload.data.rows import open_rows
 from payload.data.sources import DEFAULT_TEXT_COLUMN, SourceKind, SourceRequest
 from payload.errors import DataError
@@ -203,10 +204,11 @@ def measure(found: Recognised, *, tokenizer: str) -> tuple[int, ...]:
     return _conversation_lengths(found, tokenizer=tokenizer)
 
 
-def _longer_answer(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the longer of a preference pair's conversations, as a row with one answer."""
-    answer = max(row["chosen"], row["rejected"], key=lambda each: len(str(each)))
-    return {"messages": answer} if "prompt" not in row else {**row, "completion": answer}
+def _longer_answer(row: Mapping[str, Any]) -> Messages:
+    """Return the longer of a preference pair's conversations. Raises BadConversationError."""
+    pair = preference_of(row)
+    longer = max(pair.chosen, pair.rejected, key=lambda each: len(str(each)))
+    return [*pair.prompt, *longer]
 
 
 def _text_lengths(found: Recognised, *, tokenizer: str) -> tuple[int, ...]:
@@ -225,10 +227,11 @@ def _conversation_lengths(found: Recognised, *, tokenizer: str) -> tuple[int, ..
 
     loaded, folder = load_hf_tokenizer(tokenizer)
     template = read_chat_template(folder)
+    messages_of_row = _longer_answer if found.task == "preference" else conversation_of
     texts = []
     for number, row in enumerate(found.rows, 1):
         try:
-            messages = conversation_of(_longer_answer(row) if "chosen" in row else row)
+            messages = messages_of_row(row)
         except BadConversationError as error:
             raise DataError(f"--data {found.input}: row {number}: {error}") from None
         texts.append(template.render(messages, add_generation_prompt=False))

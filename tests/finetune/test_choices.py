@@ -16,6 +16,7 @@ from payload.finetune.choices import (
     method_choices,
     rate,
     render,
+    schedule,
     sequence_length,
     steps,
 )
@@ -92,6 +93,20 @@ def test_the_run_toml_has_every_choice_and_its_reason() -> None:
     )
     assert tomllib.loads(text)["model"]["init"] == 'a "folder"\\here'
     assert parse_run_config(text, where="test").optimizer.lr == 5e-5
+
+
+def test_values_are_written_with_all_their_digits() -> None:
+    given: dict[str, object] = {"optimizer.beta1": 0.912345678, "optimizer.lr": 1.23456789e-05}
+    given |= {"slurm.nodes": 3, "track.to": ["csv", "tensorboard"]}
+    text = render([Choice(key=key, value=given[key], reason="--set") for key in given], head=())
+    config = parse_run_config(text, where="test")
+    assert (config.optimizer.beta1, config.optimizer.lr) == (0.912345678, 1.23456789e-05)
+    assert config.slurm.nodes == 3 and config.track.to == ("csv", "tensorboard")
+
+
+def test_a_tenth_of_the_rate_has_no_more_digits_than_the_rate() -> None:
+    found = {each.key: each.value for each in schedule(100, method="full", lr=3e-4)}
+    assert found["optimizer.min_lr"] == 3e-5
 
 
 @pytest.mark.parametrize(

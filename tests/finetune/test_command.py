@@ -28,6 +28,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(folder / "model")
     chats = conversations(60)
     write_rows(folder / "chats.jsonl", [{"messages": each} for each in chats])
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    write_rows(folder / "pairs.jsonl", [pair, {"prompt": "a", "chosen": "b"}])
     lines = [f"{each[0]['content']},{'ab'[place % 2]}" for place, each in enumerate(chats)]
     (folder / "labelled.csv").write_text("\n".join(["text,label", *lines]) + "\n")
     (folder / "plain.txt").write_text("\n\n".join(each[0]["content"] * 40 for each in chats))
@@ -128,6 +130,10 @@ def test_a_signal_reaches_the_run_and_its_exit_code_is_the_command_s(
         (("--data", "chats.jsonl", "--set", "train.stepz=3"), "Did you mean train.steps?"),
         (("--data", "chats.jsonl", "--set", "adapter.rank=4096"), "above the width"),
         (("--data", "chats.jsonl", "--set", "data.sequence_length=9999"), "positions of"),
+        (("--data", "chats.jsonl", "--set", "batch.global_batch_size=0"), "must be at least 1"),
+        (("--data", "chats.jsonl", "--set", "batch.global_batch_size=abc"), "whole number is"),
+        (("--data", "chats.jsonl", "--set", "optimizer.lr=abc"), "optimizer.lr = 'abc': a number"),
+        (("--data", "pairs.jsonl"), "row 2: no rejected among the columns 'prompt', 'chosen'"),
         (("--data", "chats.jsonl", "--task", "classify"), "with its labels; name it"),
         (("--data", "chats.jsonl", "--model", "nowhere/"), "nowhere"),
         (("--data", "chats.jsonl", "--model", "scratch"), "begins with weights"),
@@ -141,7 +147,7 @@ def test_a_mistake_is_one_line_and_exit_10(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    real = [str(place / word) if word == "chats.jsonl" else word for word in words]
+    real = [str(place / word) if (place / word).is_file() else word for word in words]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     assert main([*command(place, *real, "--dry-run")[3:]]) == ExitCode.CONFIG

@@ -10,8 +10,9 @@
 #SBATCH --requeue
 #SBATCH --signal=TERM@120
 set -euo pipefail
-checkout=$SLURM_SUBMIT_DIR run_dir="$SLURM_SUBMIT_DIR/runs/tiny-1"
+checkout=$SLURM_SUBMIT_DIR
 cd "$SLURM_SUBMIT_DIR"
+run_dir="$PWD/runs/tiny-1"
 [ -x "$checkout"/.venv/bin/python ] || bash "$checkout"/bootstrap/install-payload.sh --venv "$checkout"/.venv --extras train
 export PATH="$checkout"/.venv/bin:$PATH PYTHONPATH="$checkout"
 export OMP_NUM_THREADS=1
@@ -40,6 +41,7 @@ n_embd = 32
 
 [task]
 kind = "text"
+beta = 0.1
 class_weights = "none"
 
 [adapter]
@@ -49,6 +51,10 @@ alpha = 32.0
 dropout = 0.0
 target = "all-linear"
 rslora = false
+dora = false
+
+[device]
+kind = "auto"
 
 [batch]
 global_batch_size = 8
@@ -76,6 +82,8 @@ eval_tokens = "none"
 checkpoint_every = 10
 keep_checkpoints = 2
 sync_check_every = 100
+profile_step = "none"
+profile_rank = 0
 
 [precision]
 dtype = "fp32"
@@ -84,16 +92,23 @@ dtype = "fp32"
 kind = "native"
 compile = false
 kernels = "auto"
+deterministic = false
 
 [memory]
 activation_checkpointing = "auto"
 
 [distributed]
-backend = "gloo"
+backend = "auto"
 grad_dtype = "fp32"
 strategy = "replicate"
 shard_size = "none"
+tensor_parallel = 1
+pipeline_parallel = 1
+pipeline_schedule = "1f1b"
 timeout_s = 600.0
+
+[track]
+to = ["auto"]
 
 [launch]
 launcher = "auto"
@@ -106,6 +121,15 @@ hang_timeout_s = 120.0
 max_restarts = 3
 max_hours = "none"
 max_usd = "none"
+
+[slurm]
+nodes = 1
+partition = "none"
+account = "none"
+qos = "none"
+time = "none"
+cpus_per_node = "none"
+extra = ""
 END_OF_RUN_TOML
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))

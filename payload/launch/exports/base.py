@@ -20,7 +20,6 @@ VCPUS_PER_CORE = 2
 
 _CONFIG_END = "END_OF_RUN_TOML"
 _NAME_LENGTH = 40
-_STORAGE = re.compile(r"[a-z0-9][\w./:-]*|/[\w./-]*", re.ASCII | re.IGNORECASE)
 _IMAGE = re.compile(r"[\w.:/@+-]+", re.ASCII)
 
 
@@ -91,6 +90,10 @@ class Engine(ABC):
     takes_image: ClassVar[bool] = True
     storage: ClassVar[str]
     """What `--storage` names there."""
+    storage_pattern: ClassVar[re.Pattern[str]]
+    """What such a name looks like, as a whole."""
+    storage_characters: ClassVar[str]
+    """The pattern's characters, for people."""
     needs_storage: ClassVar[bool] = False
 
     @property
@@ -119,10 +122,10 @@ class Engine(ABC):
                 f"--export {self.name} needs a place for data and checkpoints that outlives the "
                 f"machines. Name {self.storage} with --storage."
             )
-        if job.storage is not None and not _STORAGE.fullmatch(job.storage):
+        if job.storage is not None and not self.storage_pattern.fullmatch(job.storage):
             raise UsageError(
-                f"--storage {job.storage!r}: must be {self.storage}. Use letters, digits and . / : "
-                "- _ only."
+                f"--storage {job.storage!r}: for {self.name} it must be {self.storage}. Use "
+                f"{self.storage_characters} only."
             )
 
     @abstractmethod

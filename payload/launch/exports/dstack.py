@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from payload.launch.exports.base import (
     MOUNT,
     VCPUS_PER_CORE,
@@ -23,6 +25,9 @@ class Dstack(Engine):
 
     start = "dstack apply -f FILE"
     storage = "a volume's name, or a folder (/PATH) that the machines have in common"
+    # A name as dstack's validate_dstack_resource_name has it.
+    storage_pattern = re.compile(r"[a-z][a-z0-9-]{1,40}|/[\w./-]*", re.ASCII)
+    storage_characters = "lower-case letters, digits and -, and in a folder also A-Z . / _"
     needs_storage = True
 
     def render(self, job: ExportJob) -> str:

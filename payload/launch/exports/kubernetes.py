@@ -11,6 +11,9 @@ from payload.launch.exports.yaml_text import Value
 CLAIM = "tileforge"
 """The claim that stands for `--storage` where it is not given."""
 STORAGE = f"a persistent volume claim that all nodes can mount (default: {CLAIM})"
+STORAGE_PATTERN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+"""A DNS subdomain of RFC 1123, as Kubernetes has it for the names of claims."""
+STORAGE_CHARACTERS = "lower-case letters, digits, . and -"
 
 
 def bash(script: str) -> list[Value]:

@@ -31,6 +31,8 @@ class MpiJob(Engine):
     start = "kubectl apply -f FILE"
     needs_image = True
     storage = kubernetes.STORAGE
+    storage_pattern = kubernetes.STORAGE_PATTERN
+    storage_characters = kubernetes.STORAGE_CHARACTERS
 
     def render(self, job: ExportJob) -> str:
         """Return the MPIJob."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 
 from payload.launch.exports.base import Engine, ExportJob, source_environment_lines, source_lines
@@ -19,6 +20,8 @@ class Sbatch(Engine):
     start = "sbatch FILE"
     takes_image = False
     storage = "a folder that all nodes share (default: where sbatch was called)"
+    storage_pattern = re.compile(r"[\w./][\w./-]*", re.ASCII)
+    storage_characters = "letters, digits and . / - _"
 
     def render(self, job: ExportJob) -> str:
         """Return the batch script."""
@@ -31,8 +34,9 @@ class Sbatch(Engine):
             "#!/bin/bash\n"
             + "".join(f"#SBATCH {option}\n" for option in _options(job))
             + "set -euo pipefail\n"
-            'checkout=$SLURM_SUBMIT_DIR run_dir="' + folder + f'/{job.run_dir}"\n'
+            "checkout=$SLURM_SUBMIT_DIR\n"
             f'cd "{folder}"\n'
+            f'run_dir="$PWD/{job.run_dir}"\n'
             f"[ -x {venv}/bin/python ] || {source_lines(checkout, venv=venv)}"
             f"{source_environment_lines(checkout, venv=venv)}{exports}"
             'mkdir -p "$run_dir"\n'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from payload.launch.exports.base import (
     MOUNT,
     VCPUS_PER_CORE,
@@ -22,6 +24,10 @@ class SkyPilot(Engine):
 
     start = "sky jobs launch FILE"
     storage = "a bucket (gs://NAME, s3://NAME) or a SkyPilot volume's name"
+    storage_pattern = re.compile(
+        r"[a-z][a-z0-9]*://[\w.-]+(/[\w./-]*)?|[a-zA-Z0-9][\w.-]*", re.ASCII
+    )
+    storage_characters = "letters, digits and . - _, and / : in a bucket's address"
     needs_storage = True
 
     def render(self, job: ExportJob) -> str:

@@ -18,6 +18,8 @@ class TrainJob(Engine):
     start = "kubectl apply -f FILE"
     needs_image = True
     storage = kubernetes.STORAGE
+    storage_pattern = kubernetes.STORAGE_PATTERN
+    storage_characters = kubernetes.STORAGE_CHARACTERS
 
     def render(self, job: ExportJob) -> str:
         """Return both documents: only a runtime has volumes and restarts."""

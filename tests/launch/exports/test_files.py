@@ -200,6 +200,24 @@ def test_the_command_writes_a_file_that_says_how_it_is_started(
         (["--export", "trainjob"], ExitCode.USAGE, "needs an image"),
         (["--export", "skypilot"], ExitCode.USAGE, "with --storage"),
         (["--export", "dstack", "--storage", "a b"], ExitCode.USAGE, "--storage 'a b'"),
+        *(
+            (
+                ["--export", engine, "--storage", storage, *image],
+                ExitCode.USAGE,
+                f"--storage {storage!r}: for {engine} it must be {what}",
+            )
+            for engine, storage, what, image in (
+                ("mpijob", "gs://b", "a persistent volume claim", ["--image", "x"]),
+                ("mpijob", "Claim", "a persistent volume claim", ["--image", "x"]),
+                ("trainjob", "/mnt/nfs", "a persistent volume claim", ["--image", "x"]),
+                ("skypilot", "/mnt/nfs", "a bucket", []),
+                ("skypilot", "file:///mnt", "a bucket", []),
+                ("dstack", "gs://b", "a volume's name", []),
+                ("dstack", "shared/x", "a volume's name", []),
+                ("sbatch", "gs://b", "a folder", []),
+                ("sbatch", "-", "a folder", []),
+            )
+        ),
         (["--export", "sbatch", "--image", "x"], ExitCode.USAGE, "Leave it out"),
         (["--export", "mpijob", "--image", "x y"], ExitCode.USAGE, "no image's name"),
         (["--export", "sbatch", "--nodes", "0"], ExitCode.USAGE, "--nodes 0"),
@@ -220,6 +238,48 @@ def test_what_an_engine_cannot_do_is_one_line(
     said = capsys.readouterr()
     assert said.out == "" and says in said.err.splitlines()[-1]
     assert said.err.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("engine", "storage"),
+    [
+        ("mpijob", "claim-1.a"),
+        ("trainjob", "c"),
+        ("skypilot", "s3://acme.runs/a_b/c"),
+        ("skypilot", "My_volume"),
+        ("dstack", "/mnt/NFS_1.x"),
+        ("dstack", "runs"),
+        ("sbatch", "../Shared_1/x.y"),
+        ("sbatch", "/scratch/x"),
+    ],
+)
+def test_storage_that_the_engine_has_is_taken(engine: str, storage: str) -> None:
+    job = replace(job_for(ENGINES[engine]), storage=storage)
+    ENGINES[engine].require(job)
+    assert storage in ENGINES[engine].render(job)
+
+
+@pytest.mark.parametrize("storage", ["shared/x", None])
+def test_a_folder_that_nodes_share_may_be_relative_to_the_submitting_one(
+    storage: str | None, tmp_path: Path
+) -> None:
+    job = replace(job_for(ENGINES["sbatch"]), storage=storage)
+    folder = tmp_path / (storage or "")
+    folder.mkdir(parents=True, exist_ok=True)
+    text = ENGINES["sbatch"].render(job)
+    # What is behind needs a cluster; the set-up of packages finds its result there.
+    begin = text[: text.index("MASTER_ADDR=")]
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    subprocess.run(
+        ["bash", "-c", begin],
+        check=True,
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path)},
+    )
+    assert [each.parent for each in tmp_path.rglob("run.toml")] == [folder / "runs" / "tiny-1"]
 
 
 def test_a_time_limit_of_the_run_is_the_engine_s() -> None:
