@@ -5,38 +5,44 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from payload.metrics_log import (
     EvalMetrics,
+    RankTimes,
     StepMetrics,
     describe_missing,
     missing_steps,
     parse_row,
+    rank_times,
     read_metrics,
     to_json_line,
 )
 
 
+def step_metrics(step: int) -> StepMetrics:
+    """One step's row."""
+    return StepMetrics(
+        step=step,
+        tokens=step * 8,
+        loss=5.0 - step / 100,
+        lr=0.1,
+        grad_norm=1.0,
+        step_time_s=0.05,
+        tokens_per_s=20.0,
+        mfu=None,
+        data_time_s=0.0,
+        sync_time_s=0.0,
+        rss_bytes=1,
+    )
+
+
 def step_line(step: int) -> str:
     """One step's line."""
-    return to_json_line(
-        StepMetrics(
-            step=step,
-            tokens=step * 8,
-            loss=5.0 - step / 100,
-            lr=0.1,
-            grad_norm=1.0,
-            step_time_s=0.05,
-            tokens_per_s=20.0,
-            mfu=None,
-            data_time_s=0.0,
-            sync_time_s=0.0,
-            rss_bytes=1,
-        )
-    )
+    return to_json_line(step_metrics(step))
 
 
 def steps_of(path: Path) -> list[int]:
@@ -98,9 +104,22 @@ def test_every_row_says_when_it_was_written_and_rows_of_old_count_too(tmp_path: 
 
 def test_rows_around_damaged_lines_are_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    damaged = step_line(3).encode()[:20] + b"\n" + b"\xff\n" + b"x" * 200_000 + b"\n"
+    damaged = step_line(3).encode()[:20] + b"\n" + b"\xff\n" + b"x" * 3_000_000 + b"\n"
     path.write_bytes(lines([1, 2]).encode() + damaged + lines([4, 5]).encode() + b'{"step": 6')
     assert steps_of(path) == [1, 2, 4, 5]
+
+
+def test_a_row_with_the_times_of_4096_ranks_is_read(tmp_path: Path) -> None:
+    times = (0.123456789,) * 4096
+    ranks = RankTimes(
+        steps=1, data=times, forward=times, backward=times, wait=times, checkpoint=times
+    )
+    row = to_json_line(replace(step_metrics(2), ranks=ranks))
+    (tmp_path / "metrics.jsonl").write_text(lines([1]) + row + lines([3]))
+    assert len(row) > 2**16
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
+    found = rank_times(read_metrics(tmp_path / "metrics.jsonl")[1])
+    assert found is not None and found.wait == times
 
 
 def test_what_is_no_file_has_no_rows(tmp_path: Path) -> None:

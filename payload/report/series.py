@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -215,5 +216,6 @@ def _time_of(row: Row) -> float:
     return float(found) if isinstance(found, int | float) and abs(found) < 1e11 else 0.0
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.{_DIGITS}g}")
+def _short(value: float) -> float | None:
+    """Return the value in the digits that a page needs; JSON has no infinity and no NaN."""
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
