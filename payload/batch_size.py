@@ -86,6 +86,16 @@ def with_size(
     return replace(config, batch=replace(config.batch, micro_batch_size=size), memory=memory)
 
 
+def left_open(config: RunConfig, *, auto_size: int | None) -> RunConfig:
+    """Return the config with `auto` again where its number is the one that a plan chose for it.
+
+    `auto_size` is that number; None where the settings named one.
+    """
+    if auto_size is None or config.batch.micro_batch_size != auto_size:
+        return config
+    return replace(config, batch=replace(config.batch, micro_batch_size=AUTO))
+
+
 def as_recorded(config: RunConfig, recorded: RunConfig, *, world_size: int = 1) -> RunConfig:
     """Return the config of a resume: `auto` is what the run settled on, as long as that divides.
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from payload.batch_size import USED, as_recorded, settle_batch
+from payload.batch_size import USED, as_recorded, left_open, settle_batch
 from payload.errors import ConfigError
+from payload.launch.plan import LaunchPlan
 from payload.models.spec import ModelSpec
-from payload.run_config import RunConfig, parse_run_config
+from payload.orchestrate.planning import PlannedRun, plan_run
+from payload.orchestrate.sites.choose import load_cluster
+from payload.results import RunPaths
+from payload.run_config import RunConfig, load_run_config, parse_run_config
+from tests.supervise.planned import REPO, StandInAccess, plan_stand_in
 
 GIB = 2**30
 
@@ -110,6 +117,50 @@ def test_a_resume_takes_the_recorded_size_where_it_still_divides() -> None:
     assert as_recorded(auto(), size, world_size=2) == auto()
     number = parse_run_config("", where="test")
     assert as_recorded(number, size) == number
+
+
+def test_a_size_that_a_plan_chose_is_open_again_and_a_given_one_is_not() -> None:
+    chosen = replace(auto(), batch=replace(auto().batch, micro_batch_size=24))
+    assert left_open(chosen, auto_size=24) == auto()
+    assert left_open(chosen, auto_size=None) == chosen
+    assert left_open(chosen, auto_size=12) == chosen
+
+
+@pytest.mark.parametrize(("ranks", "kept"), [(2, True), (4, False)])
+def test_other_ranks_keep_the_size_they_can_share_and_else_get_another(
+    tmp_path: Path, ranks: int, kept: bool
+) -> None:
+    sizes = ("batch.global_batch_size=24", "batch.micro_batch_size=auto")
+    first = plan_stand_in(tmp_path / "one", ranks=1, settings=sizes)
+    assert LaunchPlan.load(first.plan).auto_batch_size == 24
+    assert load_run_config(first.config).batch.micro_batch_size == 24
+    planned = plan_again(first, ranks=ranks, size=3 if kept else 24)
+    assert planned.config.batch.micro_batch_size == (3 if kept else 6)
+    assert planned.plan.auto_batch_size == planned.config.batch.micro_batch_size
+
+
+def test_a_size_that_was_given_and_does_not_divide_is_refused(tmp_path: Path) -> None:
+    sizes = ("batch.global_batch_size=24", "batch.micro_batch_size=24")
+    first = plan_stand_in(tmp_path / "one", ranks=1, settings=sizes)
+    assert LaunchPlan.load(first.plan).auto_batch_size is None
+    with pytest.raises(ConfigError, match="24 is not a multiple of"):
+        plan_again(first, ranks=2, size=None)
+
+
+def plan_again(paths: RunPaths, *, ranks: int, size: int | None) -> PlannedRun:
+    """Plan a run anew from its folder; `size` is what its last plan chose."""
+    overrides = [f"launch.ranks_per_node={ranks}"]
+    overrides += [] if size is None else [f"batch.micro_batch_size={size}"]
+    return plan_run(
+        paths,
+        config=load_run_config(paths.config, overrides=overrides),
+        chosen=load_cluster("local", env={}),
+        access=StandInAccess(os.environ),
+        vocab_size=50257,
+        work_dir=REPO,
+        port=29500,
+        auto_size=size,
+    )
 
 
 def test_auto_survives_a_file_and_another_word_does_not() -> None:

@@ -46,6 +46,9 @@ class LaunchPlan:
     node_command: tuple[str, ...] = ()
     """Words on the head before a command that run it on another node, `{node}` for its name, where
     ssh does not."""
+    auto_batch_size: int | None = checked(None, low=1)
+    """What `batch.micro_batch_size = "auto"` became; None where the settings have a number. Other
+    ranks may not be able to share the batch with it, and are given another."""
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
@@ -68,6 +71,14 @@ class LaunchPlan:
         except OSError as error:
             raise ConfigError(f"plan {path}: {error.strerror}. {_FIX}") from None
         return cls.from_json(text, where=str(path))
+
+
+def auto_batch_size(path: Path) -> int | None:
+    """Return what `auto` became in the plan.json at `path`; None too where there is no plan."""
+    try:
+        return LaunchPlan.load(path).auto_batch_size
+    except ConfigError:
+        return None
 
 
 def rank_program(*, python: str, run_dir: Path) -> tuple[str, ...]:

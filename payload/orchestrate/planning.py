@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from payload.adapter_files import has_adapter
-from payload.batch_size import settle_batch
+from payload.batch_size import as_recorded, left_open, settle_batch
 from payload.checkpoint_files import MANIFEST_FILE
 from payload.data_folder import load_meta
 from payload.deepspeed_config import render_deepspeed
@@ -32,7 +32,7 @@ from payload.launch.exports.registry import export_job
 from payload.launch.files import render_accelerate, render_hosts
 from payload.launch.launchers.base import Job, Launcher, Reach
 from payload.launch.launchers.registry import AUTO, candidates
-from payload.launch.plan import LaunchPlan, rank_words
+from payload.launch.plan import LaunchPlan, auto_batch_size, rank_words
 from payload.launch.ranks import Placement, place_ranks, render_ranks
 from payload.mesh import require_tensor_ranks_on_a_node
 from payload.models.fit import require_fit, require_weights
@@ -48,6 +48,7 @@ from payload.orchestrate.sites.choose import (
     require_launcher,
 )
 from payload.results import RunPaths, new_run_id, write_whole
+from payload.run_config import AUTO as AUTO_SIZE
 from payload.run_config import DtypeChoice, RunConfig
 from payload.tokenizer_identity import TOKENIZER_FILE, require_same_tokenizer
 
@@ -245,10 +246,13 @@ def plan_run(
     vocab_size: int | None,
     work_dir: Path,
     port: int,
+    auto_size: int | None = None,
 ) -> PlannedRun:
     """Decide everything about a run; nothing is written or started.
 
-    Raises ConfigError and PreflightError.
+    `auto_size` is what its last plan made of a micro-batch of `auto`; it stays where the ranks can
+    share the batch with it, so that a resume computes the same bits. Raises ConfigError and
+    PreflightError.
     """
     inventory = chosen.inventory
     time_limit(config.limits, inventory)
@@ -258,8 +262,10 @@ def plan_run(
     )
     base, guess = initial_spec(config, vocab_size=vocab_size)
     spec = config.adapted(base)
+    left = left_open(config, auto_size=auto_size)
+    is_auto = left.batch.micro_batch_size == AUTO_SIZE
     config, batch = settle_batch(
-        config,
+        as_recorded(left, config, world_size=placement.world_size),
         spec,
         dtype="fp32" if config.precision.dtype == "fp32" else "bf16",
         world_size=placement.world_size,
@@ -316,6 +322,7 @@ def plan_run(
         ranks_per_node=placement.ranks_per_node,
         nodes=len(inventory.nodes),
         arithmetic=arithmetic,
+        auto_batch_size=config.batch.sequences() if is_auto else None,
         notes=(
             *choice.notes(),
             *placement.notes,
@@ -354,6 +361,7 @@ def plan_order(
         vocab_size=order.vocab_size,
         work_dir=Path.cwd(),
         port=port,
+        auto_size=auto_batch_size(order.paths.plan),
     )
     planned.write(paths)
     return planned

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from payload.metrics_log import StepMetrics, to_json_line
+from payload.orchestrate.run import follow
 from payload.orchestrate.run.console import LiveLine
 from payload.orchestrate.run.follow import Tail, follow_run, show_steps
 from payload.results import RunPaths, write_whole
@@ -134,6 +138,31 @@ def test_a_run_that_restarted_while_nobody_read_is_followed_on(tmp_path: Path, h
         metrics_tail=tail,
     )
     assert "step 31/31" in out.getvalue()
+
+
+def test_trackers_are_started_once_and_end_before_ctrl_c_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers = []
+
+    @contextmanager
+    def watched(*_: object) -> Iterator[None]:
+        yield
+        handlers.append(signal.getsignal(signal.SIGINT))
+
+    monkeypatch.setattr(follow, "tracked", watched)
+    before = signal.getsignal(signal.SIGINT)
+    follow_run(
+        RunPaths(tmp_path),
+        subprocess.Popen(["true"]),
+        console=Console(file=io.StringIO()),
+        train=TrainSection(),
+        nodes=1,
+        log_tail=Tail(tmp_path / "log"),
+        metrics_tail=Tail(tmp_path / "metrics.jsonl"),
+    )
+    assert len(handlers) == 1 and handlers[0] is not before
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def lines_that_are_no_step() -> list[str]:

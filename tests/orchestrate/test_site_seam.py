@@ -81,7 +81,7 @@ def test_a_new_site_is_one_file_and_trains_what_this_machine_trains(tmp_path: Pa
 
 
 def test_a_batch_script_asks_for_what_the_settings_say(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path / "100%")
+    paths = RunPaths(tmp_path / "at 100%")
     config = parse_run_config(
         "[slurm]\nnodes = 3\ntime = '1-00'\npartition = 'cpu'\nextra = '--constraint=\"a b\"'",
         where="test",
@@ -91,7 +91,7 @@ def test_a_batch_script_asks_for_what_the_settings_say(tmp_path: Path) -> None:
     options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
     assert {"--nodes=3", "--time=1-00", "--partition=cpu", "--exclusive", "--mem=0"} <= set(options)
     assert "--constraint='a b'" in " ".join(options) or "'--constraint=a b'" in options
-    assert f"--output={tmp_path}/100%%/logs/supervisor.log" in options
+    assert f"'--output={tmp_path}/at 100%%/logs/supervisor.log'" in options
     assert lines[-1].startswith("exec ") and "--run-dir" in lines[-1]
 
 

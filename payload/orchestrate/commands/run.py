@@ -18,11 +18,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from payload.batch_size import as_recorded
+from payload.batch_size import as_recorded, left_open
 from payload.checkpoint_files import require_room
 from payload.engines import require_packages_here
 from payload.errors import INTERRUPTED, ConfigError, DataError, ExitCode, TileforgeError
 from payload.hints import run_command
+from payload.launch.plan import auto_batch_size
 from payload.orchestrate.planning import PlannedRun, plan_run, require_known_sizes, settle_initial
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.follow import Tail, follow, follow_run, how_to_attach, say_end
@@ -39,6 +40,7 @@ from payload.orchestrate.sites.choose import (
     Chosen,
     Order,
     Site,
+    SiteRun,
     check_data,
     find_site,
     load_cluster,
@@ -50,7 +52,7 @@ from payload.results import RunPaths, RunState, Summary, last_record, new_run_id
 from payload.run_config import RunConfig, load_run_config, parse_run_config
 from payload.run_lock import is_supervised, starting
 from payload.run_repair import config_to_resume, known_summary, make_room
-from payload.tracking import missing_notes, tracked
+from payload.tracking import missing_notes
 
 _START_TIMEOUT_S = 30.0
 
@@ -140,13 +142,33 @@ def _run_at_site(
     arguments: argparse.Namespace, site: Site, env: Mapping[str, str], *, talk: Console
 ) -> int:
     """Start or continue a run at a site, and follow it to its end unless detached."""
+    with ExitStack() as held:
+        run = _hand_in(arguments, site, env, talk=talk, held=held)
+    talk.print(f"run {run.paths.run_id}: {run.where}; everything in {run.paths.root}")
+    if arguments.detach:
+        talk.print(f"detached; {how_to_attach(run.paths)}")
+        return ExitCode.OK
+    return follow(run, arguments=arguments, talk=talk)
+
+
+def _hand_in(
+    arguments: argparse.Namespace,
+    site: Site,
+    env: Mapping[str, str],
+    *,
+    talk: Console,
+    held: ExitStack,
+) -> SiteRun:
+    """Let a site start a run or go on with it; no other command does before `held` is closed."""
     resumed = find_run(arguments.runs_dir, arguments.resume) if arguments.resume else None
     if resumed is not None:
-        _refuse_when_under_way(resumed, env)
+        _hold_to_resume(resumed, env, held)
     config = config_of(arguments, resumed=resumed, say=talk.print)
+    auto_size = None
     if resumed is not None:
         _refuse_when_finished(resumed, config)
-    site.check(config, env)
+        auto_size = auto_batch_size(resumed.plan)
+    site.check(left_open(config, auto_size=auto_size), env)
     vocab_size = _check_data(config)
     if resumed is None:
         config = settle_initial(config, vocab_size=vocab_size, say=talk.print, download=False)
@@ -154,10 +176,12 @@ def _run_at_site(
     with room_for(paths):
         if resumed is None:
             create_run(arguments.runs_dir, paths.run_id)
+            held.enter_context(starting(paths))
+        before = _text_of(paths.config)
         paths.logs.mkdir(exist_ok=True)
         write_whole(paths.config, config.to_toml())
     try:
-        run = site.start(
+        return site.start(
             Order(
                 paths=paths, config=config, vocab_size=vocab_size, grace_s=arguments.grace, env=env
             )
@@ -165,12 +189,27 @@ def _run_at_site(
     except TileforgeError:
         if resumed is None:
             shutil.rmtree(paths.root, ignore_errors=True)  # it was never a run
+        elif before is not None:
+            write_whole(paths.config, before)  # what was refused is no setting of the run
         raise
-    talk.print(f"run {paths.run_id}: {run.where}; everything in {paths.root}")
-    if arguments.detach:
-        talk.print(f"detached; {how_to_attach(run.paths)}")
-        return ExitCode.OK
-    return follow(run, arguments=arguments, talk=talk)
+
+
+def _text_of(path: Path) -> str | None:
+    """Return a file's text; None where it cannot be read, so that nothing is lost with it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _hold_to_resume(paths: RunPaths, env: Mapping[str, str], held: ExitStack) -> None:
+    """Keep other commands from starting the run. Raises ConfigError where one has."""
+    _refuse_to_resume(paths)
+    _refuse_when_under_way(paths, env)
+    with room_for(paths):
+        held.enter_context(starting(paths))
+    _refuse_to_resume(paths)  # by now another command may have started it
+    _refuse_when_under_way(paths, env)
 
 
 def _refuse_when_under_way(paths: RunPaths, env: Mapping[str, str]) -> None:
@@ -194,11 +233,7 @@ def _run_here(
     """Start or continue a run on this machine; `held` is closed when it is over or detached."""
     resumed = find_run(arguments.runs_dir, arguments.resume) if arguments.resume else None
     if resumed is not None:
-        _refuse_to_resume(resumed)
-        _refuse_when_under_way(resumed, access.environment())
-        with room_for(resumed):
-            held.enter_context(starting(resumed))
-        _refuse_to_resume(resumed)  # by now another command may have started it
+        _hold_to_resume(resumed, access.environment(), held)
     config = config_of(arguments, resumed=resumed, say=talk.print)
     if resumed is not None:
         _refuse_when_finished(resumed, config)
@@ -219,6 +254,7 @@ def _run_here(
             held.enter_context(starting(paths))
         for sentence in make_room(paths):
             talk.print(f"warning: {sentence}")
+        paths.job.unlink(missing_ok=True)  # a site's job has ended; from here on it is a run here
         planned.write(paths)
     talk.print(
         f"run {paths.run_id}: {planned.plan.world_size} rank(s) through "
@@ -236,16 +272,15 @@ def _start_and_follow(
     log_tail = Tail(paths.rank_log(0), from_end=True)
     metrics_tail = Tail(paths.metrics, from_end=True)
     supervisor = access.start_supervisor(paths, detached=False, grace_s=arguments.grace)
-    with tracked(paths, planned.config):
-        follow_run(
-            paths,
-            supervisor,
-            console=talk,
-            train=planned.config.train,
-            nodes=planned.plan.nodes,
-            log_tail=log_tail,
-            metrics_tail=metrics_tail,
-        )
+    follow_run(
+        paths,
+        supervisor,
+        console=talk,
+        train=planned.config.train,
+        nodes=planned.plan.nodes,
+        log_tail=log_tail,
+        metrics_tail=metrics_tail,
+    )
     return _report(paths, supervisor, arguments=arguments, talk=talk)
 
 
@@ -324,6 +359,7 @@ def _plan(
         vocab_size=vocab_size,
         work_dir=Path.cwd(),
         port=port,
+        auto_size=auto_batch_size(paths.plan),
     )
 
 

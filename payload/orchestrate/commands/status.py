@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -83,9 +84,19 @@ def _alive_at_site(paths: RunPaths, access: LocalAccess) -> bool | None:
     """Return whether a site has the run; None where none does, or the site does not answer."""
     try:
         elsewhere = run_at_site(paths, access.environment())
-        return None if elsewhere is None else elsewhere.look().alive
+        return None if elsewhere is None else _alive(elsewhere, set())
     except TileforgeError:
         return None
+
+
+def _alive(run: SiteRun, said: set[str]) -> bool:
+    """Return whether a site has the run; say once where it could not be asked."""
+    seen = run.look()
+    for sentence in seen.news:
+        if sentence.startswith("warning: ") and sentence not in said:
+            said.add(sentence)
+            text_console(stderr=True).print(f"{sentence} (run {run.paths.run_id})")
+    return seen.alive
 
 
 def logs(arguments: argparse.Namespace, access: LocalAccess) -> int:
@@ -210,7 +221,7 @@ def _watched(
     """
     elsewhere = run_at_site(paths, access.environment())
     if elsewhere is not None:
-        yield lambda: elsewhere.look().alive
+        yield partial(_alive, elsewhere, set())
         return
     if read_mirrored(paths) is None:
         yield lambda: is_supervised(paths)

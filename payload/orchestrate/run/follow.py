@@ -298,8 +298,9 @@ def _show(run: SiteRun, *, talk: Console, train: TrainSection, log: Tail, metric
     heeded, is_latest, alive = 0, not run.outlives_us, True
     stale, watch = read_progress(paths), StragglerWatch()
     with (
-        tracked(paths, known_config(paths)),
         Asks() as asks,
+        # Within `Asks`: Ctrl-C while the trackers end is no end of this command.
+        tracked(paths, known_config(paths)),
         LiveLine(talk, train=train, nodes=run.nodes) as live,
     ):
         while alive:

@@ -28,6 +28,7 @@ from payload.inventory import Access, ClusterInventory, Node
 from payload.launch.environment import launcher_environment
 from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, STEP
+from payload.launch.plan import auto_batch_size
 from payload.launch.ranks import Domain
 from payload.orchestrate.node import control
 from payload.orchestrate.planning import plan_run
@@ -41,6 +42,9 @@ from payload.untrusted import NODE_NAME, build, checked, parse_json, printable
 JOB_ID = "SLURM_JOB_ID"
 _ASK_S = 30.0
 _LOOK_S = 120.0
+_RECORD_S = 60.0
+"""A job may begin before the command that submitted it has read its number from sbatch."""
+_LOOK_EVERY_S = 0.5
 _GUESSED_BYTES_PER_S = 1.25e9
 """10 Gbit/s, as nobody has measured the network between the nodes."""
 _GETS_ADDRESS = 0x8915  # SIOCGIFADDR
@@ -88,6 +92,11 @@ class SlurmAccess(LocalAccess):
                 "Slurm job. Use 'auto' or 'srun'."
             )
         return super().executable(launcher)
+
+    def supervisor_words(self) -> list[str]:
+        """Return when the job ends, if it does: the run saves before. Raises SlurmError."""
+        ends_unix = job_ends_unix(self._env)
+        return [] if ends_unix is None else ["--job-ends", f"{ends_unix:.0f}"]
 
     def reach(self) -> Reach:
         """Return srun in place of ssh; for one node alone, neither."""
@@ -196,6 +205,8 @@ def ask(argv: Sequence[str], env: Mapping[str, str], *, timeout_s: float = _ASK_
             timeout=timeout_s,
             check=False,
             env=dict(env),
+            # Ctrl-C asks something of us, and is no answer of Slurm's.
+            start_new_session=True,
         )
     except subprocess.TimeoutExpired:
         raise PreflightError(
@@ -333,13 +344,24 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return error.exit_code
 
 
+def _own_record(paths: RunPaths, job_id: str | None) -> RunJob:
+    """Return the job's record, which the submitting command writes once it knows the number.
+
+    Raises UsageError where it does not come.
+    """
+    deadline = time.monotonic() + _RECORD_S
+    while True:
+        job = last_record(RunJob, paths.job)
+        if job is not None and job.job_id == job_id:
+            return job
+        if job_id is None or time.monotonic() > deadline:
+            raise UsageError(f"{paths.job} is not of Slurm job {job_id}. Submit the run again.")
+        time.sleep(_LOOK_EVERY_S)
+
+
 def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> int:
     """Plan the run on the job's nodes, then become its supervisor."""
-    job = last_record(RunJob, paths.job)
-    if job is None or job.job_id != env.get(JOB_ID):
-        raise UsageError(
-            f"{paths.job} is not of Slurm job {env.get(JOB_ID)}. Submit the run again."
-        )
+    job = _own_record(paths, env.get(JOB_ID))
     config = load_run_config(paths.config)
     summary = known_summary(paths)
     if summary and summary.status == "finished" and summary.steps >= config.train.steps:
@@ -358,6 +380,7 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
             vocab_size=vocab_size,
             work_dir=Path.cwd(),
             port=int(holder.getsockname()[1]),
+            auto_size=auto_batch_size(paths.plan),
         )
     for sentence in make_room(paths):
         sys.stderr.write(f"warning: {sentence}\n")
@@ -367,9 +390,7 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
     )
     words = [sys.executable, "-m", "payload.supervise", "--run-dir", str(paths.root)]
     words += ["--grace", f"{grace_s:g}"]
-    ends_unix = job_ends_unix(env)
-    if ends_unix is not None:
-        words += ["--job-ends", f"{ends_unix:.0f}"]
+    words += found.access.supervisor_words()
     root = found.access.python_path()
     # From here on the supervisor takes them, once it is ready.
     signal.pthread_sigmask(signal.SIG_BLOCK, control.STOP_SIGNALS)

@@ -255,6 +255,10 @@ class LocalAccess:
             "what holds them."
         )
 
+    def supervisor_words(self) -> list[str]:
+        """Return options of the supervisor that come from where it runs."""
+        return []
+
     def start_supervisor(
         self, paths: RunPaths, *, detached: bool, grace_s: float
     ) -> subprocess.Popen[bytes]:
@@ -264,6 +268,7 @@ class LocalAccess:
         """
         owner = [] if detached else ["--owner-pid", str(os.getpid())]
         command = [self.python, "-m", "payload.supervise", "--run-dir", str(paths.root), *owner]
+        command += self.supervisor_words()
         paths.logs.mkdir(parents=True, exist_ok=True)
         env = dict(self._env)
         python_path = self.python_path()

@@ -74,7 +74,7 @@ class Slurm(Site):
                 "srun starts the ranks. Use 'auto' or 'srun'."
             )
         if config.launch.ranks_per_node is not None:
-            config.batch.grad_accum_steps(config.slurm.nodes * config.launch.ranks_per_node)
+            config.require_even(config.slurm.nodes * config.launch.ranks_per_node)
         require_program("sbatch", env)
 
     def start(self, order: Order) -> SlurmRun:
@@ -115,11 +115,11 @@ def render_script(
         value = getattr(slurm, key)
         if value is not None:
             options.append(f"--{key}={value}")
-    options += [shlex.quote(word) for word in shlex.split(slurm.extra)]
+    options += shlex.split(slurm.extra)
     words = [access.python, "-m", "payload.orchestrate.sites.allocation"]
     words += ["--run-dir", str(paths.root), "--grace", f"{grace_s:g}"]
     root = access.python_path()
-    lines = ["#!/bin/sh", *(f"#SBATCH {option}" for option in options)]
+    lines = ["#!/bin/sh", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
     lines += [f"cd {shlex.quote(str(Path.cwd()))} || exit {int(ExitCode.PREFLIGHT)}"]
     lines += [f"export PYTHONPATH={shlex.quote(root)}"] if root else []
     # In the shell's place: Slurm's signals to the batch script then reach the supervisor.
@@ -191,7 +191,10 @@ class SlurmRun(SiteRun):
         """Ask Slurm how the job is. Raises PreflightError."""
         try:
             return _of_scontrol(ask(["scontrol", "show", "job", "-o", self.job_id], self._env))
-        except SlurmError:
+        except SlurmError as error:
+            # A controller that cannot be reached says nothing of the job.
+            if "invalid job id" not in error.words.lower():
+                raise
             # scontrol forgets a job some minutes after its end; accounting does not.
             return self._of_accounting()
 
@@ -216,10 +219,10 @@ class SlurmRun(SiteRun):
         self._asked_s = time.monotonic()
         try:
             self._job = self.job()
-        except SlurmError:
-            raise
         except PreflightError as error:
-            return Seen(alive=True, news=[f"warning: {error}"])
+            if self._has_left_its_word():
+                return Seen(alive=False)
+            return Seen(alive=True, news=[f"warning: {error} How the job is, is not known."])
         return Seen(alive=self._job.alive, news=_news(self.job_id, self._job))
 
     def signal(self, number: signal.Signals, wish: StopWish) -> bool:
@@ -245,7 +248,21 @@ class SlurmRun(SiteRun):
 
     def bring_home(self) -> bool:
         """Return whether the job goes on; its files are here."""
-        return self.job().alive
+        try:
+            return self.job().alive
+        except PreflightError:
+            return False  # `look` has seen its end
+
+    def _has_left_its_word(self) -> bool:
+        """Return whether the job's supervisor has ended the run, so that Slurm need not say so.
+
+        A lost rank is no such end: Slurm may have queued the job again.
+        """
+        record, state = last_record(RunJob, self.paths.job), last_record(RunState, self.paths.state)
+        if record is None or state is None or record.pid is None:
+            return False
+        is_its_own = state.supervisor_pid == record.pid
+        return is_its_own and state.exit_class not in (None, ExitCode.RANK_LOST.label)
 
     def end_without_record(self) -> tuple[int, str] | None:
         """Return how the job ended, where it ended before its supervisor left a word."""

@@ -18,6 +18,7 @@ from payload.hints import run_command
 from payload.inventory import ClusterInventory, Node
 from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
+from payload.launch.plan import auto_batch_size
 from payload.orchestrate.commands.attach import attach_to, follow_to_the_end, is_copy
 from payload.orchestrate.planning import PlannedRun, plan_run, settle_initial
 from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operator_key
@@ -338,6 +339,7 @@ def _plan(
         vocab_size=wanted.vocab_size,
         work_dir=Path(home),
         port=port,
+        auto_size=auto_batch_size(wanted.paths.plan),
     )
 
 
