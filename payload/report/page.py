@@ -12,6 +12,7 @@ from typing import Any
 from payload import __version__
 from payload.report import sections
 from payload.report.markup import Html, join, tag
+from payload.report.reproduce import reproduce
 from payload.report.series import curves, heat
 from payload.report.source import Run
 from payload.report.verdict import verdict
@@ -216,7 +217,7 @@ def _about(run: Run) -> Html:
             sections.data_card(run),
             sections.settings(run),
             sections.machine(run),
-            sections.reproduce(run),
+            reproduce(run),
         ],
         "\n",
     )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from payload.data_folder import DataMeta
-from payload.hints import command, run_command
 from payload.report import rows
 from payload.report.markup import (
     NOTHING,
@@ -36,8 +33,6 @@ from payload.stragglers import find_stragglers
 _MOST_RANKS = 64
 _MOST_SLOW = 8
 _MOST_OPERATORS = 25
-_WITHOUT_INPUT = ("stdlib", "openwebtext")
-"""Sources of `prepare` whose name is all that it needs."""
 _WORD = {
     "start": "started",
     "resume": "continued",
@@ -459,47 +454,6 @@ def _memory(value: float) -> str:
 
 def _tflops(value: float) -> str:
     return f"{value / 1e12:.3g} TFLOP/s"
-
-
-def reproduce(run: Run) -> Html:
-    """Return the commands that make the run again, and those that go on with it."""
-    data, config = run.config.data.dir, _short(run.paths.config)
-    lines = []
-    if run.plan is not None:
-        lines.append(f"cd {shlex.quote(run.plan.work_dir)}")
-    if run.data is not None:
-        kind, _, place = run.data.source.partition(": ")
-        given = ["--input", place] if place and kind not in _WITHOUT_INPUT else []
-        lines.append(command("data", "prepare", "--source", kind, *given, "--out", data))
-    lines.append(command("orchestrate", "run", "--config", config))
-    lines.append("")
-    lines.append("# Look at it, or go on with it:")
-    if run.status in ("stopped", "failed"):
-        lines.append(run_command("run --resume", run.paths))
-    lines.append(run_command("logs", run.paths, "--rank", "0"))
-    lines.append(command("report", _short(run.paths.root), "--open"))
-    seed = figure(run.config.run.seed, plain, "run.toml#run.seed", run=run.run_id)
-    note = tag(
-        "p",
-        join(
-            [
-                "The same settings, data (by its fingerprint), versions and number of ranks ",
-                "give the same losses; the order of the data follows from the seed, ",
-                seed,
-                ".",
-            ]
-        ),
-        class_="note",
-    )
-    shell = tag("pre", text("\n".join(lines)), class_="shell")
-    return section("How to make it again", shell, note, name="reproduce")
-
-
-def _short(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
 
 
 def heading_facts(run: Run) -> Html:

@@ -1,0 +1,100 @@
+"""The commands on the page that prepare the data again."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from payload.data.__main__ import main, parser
+from payload.data_folder import ChatRecord, DataMeta, load_meta
+from payload.report.reproduce import prepare_lines
+from tests.support.data_folders import make_data_folder
+
+CHAT = ChatRecord(
+    sequence_length=64,
+    packing="none",
+    template_sha256="0" * 64,
+    train_trained_tokens=1,
+    val_trained_tokens=1,
+    train_padding_tokens=0,
+    val_padding_tokens=0,
+    truncated_conversations=0,
+    truncated_tokens=0,
+    dropped_conversations=0,
+)
+
+
+@pytest.fixture
+def meta(tmp_path: Path) -> DataMeta:
+    return load_meta(make_data_folder(tmp_path / "data"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"source": "stdlib: Python 3.11.2"}, "--source stdlib"),
+        (
+            {"source": "openwebtext: Skylion007/openwebtext, split train", "revision": "79d9"},
+            "--source openwebtext",
+        ),
+        (
+            {"source": "openwebtext: my/copy, split train"},
+            "--source openwebtext --input my/copy",
+        ),
+        (
+            {"source": "hf: roneneldan/TinyStories, split train", "revision": "f54c"},
+            "--source hf --input roneneldan/TinyStories --revision f54c",
+        ),
+        ({"source": "hf: my/set, split test"}, "--source hf --input my/set --split test"),
+        ({"source": "jsonl: my texts.jsonl"}, "--source jsonl --input 'my texts.jsonl'"),
+        (
+            {"source": "jsonl: a.jsonl", "task": "chat", "chat": CHAT, "tokenizer": "a/b@c0ffee"},
+            "--source jsonl --input a.jsonl --task chat --sequence-length 64 --packing none",
+        ),
+        (
+            {"source": "csv: a.csv", "task": "classify"},
+            "--source csv --input a.csv --task classify",
+        ),
+    ],
+)
+def test_data_is_prepared_again_with_its_source_task_and_tokenizer(
+    fields: dict[str, Any], words: str, meta: DataMeta
+) -> None:
+    meta = replace(meta, **fields)
+    line, *notes = prepare_lines(meta, out="data/mine")
+    assert line.endswith(f"prepare {words} --tokenizer {meta.tokenizer} --out data/mine")
+    typed = shlex.split(line)
+    assert parser().parse_args(typed[typed.index("prepare") :]).out == Path("data/mine")
+    assert all(note.startswith("# If it was made with other options") for note in notes)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "jsonl: a.jsonl, b.jsonl",
+        "text: a, b, c and 4 more",
+        "random phrases",
+        "jsonl: ",
+        "hf: my/set",
+        "jsonl: a, b\nrm -r /",
+    ],
+)
+def test_a_source_that_does_not_tell_all_inputs_is_no_command(source: str, meta: DataMeta) -> None:
+    lines = prepare_lines(replace(meta, source=source), out="data/mine")
+    assert len(lines) == 1 and "\n" not in lines[0]
+    assert lines[0].startswith("# Repeat the command that made data/mine of ")
+
+
+def test_the_command_makes_the_same_data_again(tmp_path: Path) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_text('{"text": "one two"}\n{"text": "three four"}\n{"text": "five"}\n' * 9)
+    first, second = tmp_path / "first", tmp_path / "second"
+    words = ["--source", "jsonl", "--input", str(text), "--quiet"]
+    assert main(["prepare", *words, "--out", str(first)]) == 0
+    typed = shlex.split(prepare_lines(load_meta(first), out=str(second))[0])
+    assert main([*typed[typed.index("prepare") :], "--quiet"]) == 0
+    assert load_meta(second) == load_meta(first)
