@@ -87,7 +87,13 @@ def test_where_there_is_no_slurm_an_ended_run_is_seen_to_have_ended(
     tmp_path: Path, exit_class: str | None, alive: bool
 ) -> None:
     paths = run_in_job(tmp_path, pid=7, exit_class=exit_class, status="finished")
-    assert SlurmRun(paths, "12", slurm(tmp_path / "bin")).look().alive is alive
+    run = SlurmRun(paths, "12", slurm(tmp_path / "bin"))
+    assert run.look().alive is alive
+    if alive:
+        with pytest.raises(PreflightError, match="no scontrol on PATH"):
+            run.signal(signal.SIGTERM, StopWish())
+    else:
+        assert not run.signal(signal.SIGTERM, StopWish())
 
 
 def test_status_says_that_slurm_does_not_answer(

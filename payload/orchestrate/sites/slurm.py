@@ -227,7 +227,12 @@ class SlurmRun(SiteRun):
 
     def signal(self, number: signal.Signals, wish: StopWish) -> bool:
         """Let the job's supervisor save and stop; a job that has not begun is cancelled."""
-        job = self.job()
+        try:
+            job = self.job()
+        except PreflightError:
+            if self._has_left_its_word():
+                return False
+            raise
         if not job.alive:
             return False
         record = last_record(RunJob, self.paths.job)
