@@ -261,6 +261,24 @@ class TrainSection:
     profile_rank: int = setting(0, low=0)
     """The rank that records."""
 
+    def require_profiled(self, world_size: int) -> None:
+        """Raise ConfigError when none of the ranks would record the step that is to be profiled.
+
+        A checkpoint's own settings are not held to this: the run that it goes on may change them.
+        """
+        if self.profile_step is None:
+            return
+        if self.profile_step > self.steps:
+            raise ConfigError(
+                f"train.profile_step = {self.profile_step} is above train.steps = {self.steps}: "
+                "nothing would be recorded. Choose an earlier step."
+            )
+        if self.profile_rank >= world_size:
+            raise ConfigError(
+                f"train.profile_rank = {self.profile_rank}: the ranks are 0 to {world_size - 1}, "
+                "so nothing would be recorded. Name one of them."
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionSection:
@@ -483,8 +501,12 @@ class RunConfig:
         return self.batch.grad_accum_steps(self.distributed.mesh(world_size).data_ranks)
 
     def require_even(self, world_size: int) -> None:
-        """Raise ConfigError when the ranks cannot share the batch in whole passes."""
+        """Raise ConfigError when the ranks cannot share the batch in whole passes.
+
+        The same holds for a step to profile that no rank will record.
+        """
         self.batch.require_even(self.distributed.mesh(world_size).data_ranks)
+        self.train.require_profiled(world_size)
 
     def rank_setting(self, *, dtype: Dtype, world_size: int) -> RankSetting:
         """Return how each of `world_size` ranks trains, for the estimate of its memory."""

@@ -228,3 +228,21 @@ def test_what_is_no_file_is_no_config(tmp_path: Path) -> None:
         file.truncate(2**40)
     with pytest.raises(ConfigError, match="Larger than"):
         load_run_config(tmp_path / "huge.toml")
+
+
+@pytest.mark.parametrize(
+    ("profile", "message"),
+    [
+        ("profile_step = 101", "train.profile_step = 101 is above train.steps = 100: .* earlier"),
+        ("profile_step = 5\nprofile_rank = 2", "train.profile_rank = 2: the ranks are 0 to 1, "),
+    ],
+)
+def test_a_step_to_profile_that_no_rank_records_is_refused(profile: str, message: str) -> None:
+    config = parse_run_config(f"[train]\n{profile}", where="run.toml")
+    with pytest.raises(ConfigError, match=message):
+        config.require_even(2)
+
+
+@pytest.mark.parametrize("profile", ["profile_rank = 9", "profile_step = 100\nprofile_rank = 1"])
+def test_a_step_to_profile_that_a_rank_records_is_taken(profile: str) -> None:
+    parse_run_config(f"[train]\n{profile}", where="run.toml").require_even(2)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
-from payload.adapter_files import has_adapter, read_adapter_config
-from payload.checkpoint_files import ADAPTER_FILES, sha256_of, weights_sha256
+from payload.adapter_files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    has_adapter,
+    read_adapter_config,
+)
+from payload.checkpoint_files import sha256_of, weights_sha256
+from payload.errors import CheckpointError
 from payload.models.hub import HubName
 from payload.run_config import Quantize
 from payload.train.checkpoint import BaseModel
 from payload.train.weights import model_folder
+from payload.untrusted import parse_json, read_bytes
 
 
 def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
@@ -28,9 +36,17 @@ def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
 
 
 def _sha256(folder: Path) -> str:
-    """Return the hash of the folder's weights; those of an adapter are its own and its base's."""
+    """Return the hash of the folder's weights; of an adapter, that of all that its merging takes.
+
+    Raises OSError, CheckpointError.
+    """
     if not has_adapter(folder):
         return weights_sha256(folder)
     base = weights_sha256(model_folder(read_adapter_config(folder).source()))
-    own = sha256_of(folder / ADAPTER_FILES[0])
-    return hashlib.sha256(f"{own} {base}".encode()).hexdigest()
+    own = sha256_of(folder / ADAPTER_FILE)
+    path = folder / ADAPTER_CONFIG_FILE
+    config = parse_json(read_bytes(path), where=str(path), error=CheckpointError)
+    # Where the base lies changes nothing: its weights are in the hash.
+    kept = {key: config[key] for key in config.keys() - {"base_model_name_or_path", "revision"}}
+    settings = json.dumps(kept, sort_keys=True)
+    return hashlib.sha256(f"{own} {base} {settings}".encode()).hexdigest()

@@ -262,7 +262,7 @@ def require_launcher(config: RunConfig, inventory: ClusterInventory) -> None:
 def require_placeable(config: RunConfig, chosen: Chosen) -> None:
     """Raise ConfigError for an unknown launcher, and for ranks that cannot be placed.
 
-    The same holds for ranks that would share the batch unevenly.
+    The same holds for ranks that would share the batch unevenly, or not record what is wanted.
     """
     require_launcher(config, chosen.inventory)
     placement = place_ranks(chosen.inventory, config.launch, domains=chosen.domains)

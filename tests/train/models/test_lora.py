@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from payload.export.merged import MergedWeights
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import RankSetting
 from payload.run_config import AdapterSection, parse_run_config
+from payload.train.base_model import identify
 from payload.train.models.base import trainable
 from payload.train.models.lora import add_adapter, load_adapter, merge_adapter, save_adapter
 from payload.train.models.registry import load
@@ -212,6 +214,24 @@ def test_ten_steps_and_ten_after_a_resume_are_twenty(
     )
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_merged_model_is_known_by_its_adapters_settings_and_not_by_its_bases_place(
+    base: Path, tmp_path: Path
+) -> None:
+    folder, moved = tmp_path / "adapter", tmp_path / "moved"
+    folder.mkdir()
+    save_adapter(with_weights(base), folder, base=(str(base), None))
+    path = folder / "adapter_config.json"
+    saved = json.loads(path.read_text())
+
+    def sha256(**changes: object) -> str:
+        path.write_text(json.dumps({**saved, **changes}))
+        return identify(str(folder), folder, quantize="none").sha256
+
+    shutil.copytree(base, moved)
+    assert sha256(base_model_name_or_path=str(moved)) == sha256()
+    assert len({sha256(), sha256(lora_alpha=16.0), sha256(use_rslora=True)}) == 3
 
 
 def test_a_resume_needs_the_same_base(base: Path, tmp_path: Path, tiny_config: Path) -> None:
