@@ -260,6 +260,7 @@ def plan_run(
     require_tensor_ranks_on_a_node(
         config.distributed.tensor_parallel, ranks_per_node=placement.ranks_per_node
     )
+    config.train.require_profiled(placement.world_size)
     base, guess = initial_spec(config, vocab_size=vocab_size)
     spec = config.adapted(base)
     left = left_open(config, auto_size=auto_size)
