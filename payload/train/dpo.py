@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from payload.data.blocks import Indices
 from payload.data.pairs import Pairs
 from payload.preference import PreferenceMetrics
 from payload.train.evaluate import EvalPass
@@ -31,7 +32,7 @@ class DpoLoss:
         gained = rewards(log_probs(losses), reference, beta=self.beta)
         margins = gained[:, 0] - gained[:, 1]
         with torch.no_grad():
-            self._sums += torch.stack(((margins > 0).sum(), margins.sum()))
+            self._sums += torch.stack(((margins > 0).sum(), margins.sum())).cpu()
         return -functional.logsigmoid(margins).mean().float()
 
     def take_sums(self) -> Tensor:
@@ -80,6 +81,10 @@ def answer_log_probs(
     batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
     found = torch.zeros(len(chosen), 2, dtype=torch.float64)
     passes = -(-len(batches) // parts)
+
+    def token_losses(batch: Indices) -> Tensor:
+        return model.token_losses(*(each.to(how.world.device) for each in pairs.gather(batch)))
+
     stopped = False
     model.eval()
     with how.computing():
@@ -87,10 +92,10 @@ def answer_log_probs(
             mine = done * parts + index
             # Every rank makes as many passes, the last perhaps with nothing to do.
             if mine < len(batches):
-                losses = model.token_losses(*pairs.gather(batches[mine]))
-                found[torch.from_numpy(batches[mine])] = log_probs(losses)
+                losses = token_losses(batches[mine])
+                found[torch.from_numpy(batches[mine])] = log_probs(losses).cpu()
             elif how.computes_together:
-                model.token_losses(*pairs.gather(batches[0]))
+                token_losses(batches[0])
             stopped = how.should_stop(done + 1, passes)
             if stopped:
                 break

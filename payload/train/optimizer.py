@@ -86,7 +86,8 @@ class Optimizers:
 
     def keep_bf16_gradients(self, of: Iterable[nn.Parameter]) -> None:
         """Keep the gradients of these parameters in bf16, where the kernels' AdamW trains them."""
-        if self.kernels is None:
+        # torch 2.8, which the extra `intel` has, keeps gradients in the weight's dtype alone.
+        if self.kernels is None or not hasattr(Tensor, "grad_dtype"):
             return
         wanted = set(of)
         for optimizer in self.members:

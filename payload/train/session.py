@@ -15,6 +15,7 @@ from payload.deepspeed_config import render_deepspeed
 from payload.mesh import require_tensor_ranks_on_a_node
 from payload.metrics_log import read_metrics
 from payload.models.fit import require_split
+from payload.errors import ConfigError
 from payload.remake import no_range_hashes
 from payload.results import RunPaths, write_whole
 from payload.run_config import AUTO, DtypeChoice, RunConfig
@@ -63,6 +64,12 @@ def train(
         require_engine(config.engine)
         require_strategy(config.distributed)
         config.require_even(world.world_size)
+        if config.distributed.splits_model() and not world.is_cpu:
+            raise ConfigError(
+                f"distributed.tensor_parallel = {config.distributed.tensor_parallel}, "
+                f"pipeline_parallel = {config.distributed.pipeline_parallel}: these run on CPUs "
+                "alone, and this rank is on a CUDA device. Set device.kind to 'cpu', or both to 1."
+            )
         if world.world_size > 1:
             tensor = config.distributed.tensor_parallel
             require_tensor_ranks_on_a_node(tensor, ranks_per_node=world.local_world_size)
@@ -281,15 +288,16 @@ def _checkpoints_layers(
     setting = config.memory.activation_checkpointing
     if setting != "auto":
         return setting == "on"
-    free = world.free_bytes()
+    # All ranks decide alike: a layer that is computed again repeats its exchange with others.
+    free = min(world.gather(world.free_bytes() // world.local_world_size, int))
     estimate = model.trained_spec().rank_memory_bytes(
         config.rank_setting(dtype=calibration.dtype, world_size=world.world_size)
     )
-    if estimate <= free / world.local_world_size:
+    if estimate <= free:
         return False
     log.info(
         f"memory    activation checkpointing is on: {estimate / 2**30:.1f} GiB a rank without, "
-        f"{free / world.local_world_size / 2**30:.1f} GiB are free for it"
+        f"{free / 2**30:.1f} GiB are free for it"
     )
     return True
 

@@ -29,6 +29,8 @@ from payload.train.strategies.pipeline import order, run_passes
 
 log = logging.getLogger(__name__)
 
+_STAGE_BIT = 53
+"""Above every seed of a pass: seeds are below 2**32, times 1,000,003."""
 _NO_MFU = (
     "a step was faster than the peak that the calibration measured, so its MFU is unknown: another "
     "program used the cores during the calibration"
@@ -293,11 +295,16 @@ class Trainer:
         return sync_time_s
 
     def _seed_masks(self, micro_step: int) -> None:
-        """Seed dropout by the pass's place in the run, not by what ran before: resume is exact."""
+        """Seed dropout by the pass's place in the run, not by what ran before: resume is exact.
+
+        Each stage of a pipeline has masks of its own; ranks that compute a layer together share
+        them.
+        """
         strategy = self._parts.strategy
+        stage = strategy.mesh.place(self._parts.world.rank).pipeline
         passes = micro_step * strategy.mesh.data_ranks + strategy.data_rank
         first = self._next_sample + passes * self._batch.sequences()
-        torch.manual_seed(self._parts.config.run.seed * 1_000_003 + first)
+        torch.manual_seed((self._parts.config.run.seed * 1_000_003 + first) ^ (stage << _STAGE_BIT))
 
     def _clip(self) -> float:
         """Gradient norm before clipping."""
@@ -312,7 +319,7 @@ class Trainer:
             dtype=torch.float64,
             device=world.device,
         )
-        sums = self._parts.task.take_sums()
+        sums = self._parts.task.take_sums().to(world.device)
         shared = world.sum(torch.cat((shared, sums)))
         total_loss, stopping, *seconds = shared[: len(shared) - len(sums)].tolist()
         mean, times = total_loss / strategy.mesh.data_ranks, self._clock.add_step(seconds)

@@ -97,7 +97,9 @@ class World:
                     "the driver and torch's CUDA build, or use device.kind = 'cpu'."
                 )
             return self
-        if self.local_rank >= torch.cuda.device_count():
+        if self.local_world_size > torch.cuda.device_count():
+            if settings.kind == "auto":
+                return self
             raise ConfigError(
                 f"launch.ranks_per_node = {self.local_world_size}: this machine has "
                 f"{torch.cuda.device_count()} CUDA device(s), and each takes one rank. Lower it."
