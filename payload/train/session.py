@@ -12,10 +12,10 @@ from accelerate import Accelerator
 
 from payload.batch_size import as_recorded, settle_batch, with_size
 from payload.deepspeed_config import render_deepspeed
+from payload.errors import ConfigError
 from payload.mesh import require_tensor_ranks_on_a_node
 from payload.metrics_log import read_metrics
 from payload.models.fit import require_split
-from payload.errors import ConfigError
 from payload.remake import no_range_hashes
 from payload.results import RunPaths, write_whole
 from payload.run_config import AUTO, DtypeChoice, RunConfig

@@ -147,7 +147,7 @@ def test_auto_turns_it_on_where_the_estimate_is_above_what_is_free(
     many = ("batch.micro_batch_size=1000000", "batch.global_batch_size=1000000")
     sequences = (*many, "data.sequence_length=1000")
     with caplog.at_level("INFO"), pytest.raises(_StopError):
-        monkeypatch.setattr("payload.train.session.build_optimizers", _stop)
+        monkeypatch.setattr("payload.train.strategies.base.build_optimizers", _stop)
         train_alone(tmp_path, tiny_config, *sequences)
     assert len(enabled) == 1 and "activation checkpointing is on: " in caplog.text
 
