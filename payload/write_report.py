@@ -1,4 +1,4 @@
-"""CONTRACT: a run's report is written at its end, by a process of its own.
+"""CONTRACT: a run's report and samples are written at its end, by processes of their own.
 
 Whoever ends a run (orchestrate, or the supervisor of a detached one) may not import the report, and
 whatever goes wrong with the page must not become the run's.
@@ -7,6 +7,7 @@ whatever goes wrong with the page must not become the run's.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from payload.results import RunPaths
 from payload.untrusted import one_line
 
 _TIMEOUT_S = 120.0
+_SAMPLES_TIMEOUT_S = 300.0
 
 
 def write_report(paths: RunPaths, *, show: bool = False) -> str | None:
@@ -39,20 +41,57 @@ def write_report(paths: RunPaths, *, show: bool = False) -> str | None:
     return None
 
 
+def add_samples(paths: RunPaths) -> str | None:
+    """Write samples.json and the report again; return what went wrong, or None.
+
+    An interrupt ends it and is what went wrong: the run itself is over.
+    """
+    try:
+        process = _start("payload.finetune.samples", [str(paths.root)], stderr=subprocess.PIPE)
+    except OSError as error:
+        return one_line(error)
+    try:
+        _, said = process.communicate(timeout=_SAMPLES_TIMEOUT_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt):
+            return "interrupted"
+        return f"it took longer than {_SAMPLES_TIMEOUT_S:g} s."
+    finally:
+        if process.poll() is None:
+            # The models' processes are in its session.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode:
+        lines = said.strip().splitlines() or [f"it ended with {process.returncode}"]
+        return one_line(lines[-1].removeprefix("error: "))
+    return write_report(paths)
+
+
 def report_process(words: Sequence[str], *, is_live: bool = False) -> subprocess.Popen[str]:
     """Start `payload.report` with these words. Raises OSError.
 
     A live one goes on until its stdin is closed, and nobody reads what it says.
     """
+    return _start(
+        "payload.report",
+        words,
+        stdin=subprocess.PIPE if is_live else subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL if is_live else subprocess.PIPE,
+    )
+
+
+def _start(
+    program: str, words: Sequence[str], *, stderr: int, stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[str]:
     root = str(Path(__file__).resolve().parents[1])
     before = os.environ.get("PYTHONPATH")
     return subprocess.Popen(
         # -P: a folder called payload where the user is does not come first.
-        [sys.executable, "-P", "-m", "payload.report", *words],
+        [sys.executable, "-P", "-m", program, *words],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *([before] if before else [])])},
-        stdin=subprocess.PIPE if is_live else subprocess.DEVNULL,
+        stdin=stdin,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL if is_live else subprocess.PIPE,
+        stderr=stderr,
         text=True,
         errors="replace",
         start_new_session=True,

@@ -77,9 +77,10 @@ def _finetune(arguments: argparse.Namespace) -> int:
     if status != ExitCode.OK:
         return status
     write_whole(decided.config, decided.run_toml)
-    detach = ["--detach"] if arguments.detach else []
+    more = ["--detach"] if arguments.detach else []
+    more += ["--samples"] if decided.is_sampled and not arguments.no_samples else []
     # In this process's place: signals reach it, and its exit code is this command's.
-    os.execv(sys.executable, [sys.executable, "-m", "payload.orchestrate", *decided.run, *detach])
+    os.execv(sys.executable, [sys.executable, "-m", "payload.orchestrate", *decided.run, *more])
 
 
 def _run_words(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -182,6 +183,11 @@ def parser() -> argparse.ArgumentParser:
     add("--inventory", metavar="stack[:NAME]|local|FILE", help="the cluster, as for run")
     add("--runs-dir", metavar="DIR", help=f"where runs are kept (default: {DEFAULT_RUNS_DIR})")
     add("--detach", action="store_true", help="return once it runs; it outlives this terminal")
+    add(
+        "--no-samples",
+        action="store_true",
+        help="do not write what the model makes of two validation prompts before and after the run",
+    )
     add("--force", action="store_true", help="replace data and run.toml of an earlier call")
     add("--dry-run", action="store_true", help="print what would be done; write nothing")
     return made

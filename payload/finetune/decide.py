@@ -41,6 +41,8 @@ from payload.untrusted import shown
 _GIB = 2**30
 _ANY_RANKS = 720_720
 """A batch that up to 16 ranks share evenly, for the question how many there are."""
+_SAMPLED_PARAMS = 1_000_000_000
+"""Largest model of which samples are made unasked: reading it twice takes seconds."""
 _OWN_FLAGS = {"data.dir": "--out", "model.init": "--model", "task.kind": "--task"}
 
 Ask = Callable[[Sequence[str]], Any]
@@ -72,6 +74,8 @@ class Decided:
     """Behind `python -m payload.orchestrate`."""
     run_toml: str
     config: Path
+    is_sampled: bool
+    """Whether two models of this kind and size write samples in little time."""
 
     def commands(self) -> tuple[str, str]:
         """Return both commands as the user can type them."""
@@ -118,6 +122,10 @@ def decide(wanted: Wanted, ask: Ask) -> Decided:
         run=run,
         run_toml=text,
         config=config,
+        # An adapter would have to be merged first, into a whole model's file.
+        is_sampled=found.task in ("text", "chat")
+        and fitting.method == "full"
+        and spec.num_params() <= _SAMPLED_PARAMS,
     )
 
 

@@ -238,6 +238,8 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument(
         "--open", action="store_true", help="show the report in the browser at the end"
     )
+    # payload.finetune's: it knows that the model is small and continues text.
+    parser.add_argument("--samples", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--profile",
         type=int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import shlex
@@ -16,6 +17,8 @@ from payload.errors import ExitCode
 from payload.finetune.__main__ import main
 from payload.results import RunPaths
 from payload.run_config import load_run_config
+from payload.run_samples import SAMPLES_NAME, read_samples
+from payload.write_report import add_samples
 from tests.support.chat_data import conversations, make_model, write_rows
 from tests.support.launching import DEADLINE_S, REPO, rank_env
 from tests.support.waiting import wait_until
@@ -81,6 +84,7 @@ def test_one_command_goes_from_conversations_to_a_checkpoint_and_its_parts_can_b
     assert isinstance(load_run_config(run.config).batch.micro_batch_size, int)
     newest = run.newest_checkpoint()
     assert newest is not None and (newest / "adapter_model.safetensors").exists()
+    assert not (run.root / SAMPLES_NAME).exists() and "no samples" not in done.stderr
     prepare, again = (line for line in done.stdout.splitlines() if line.startswith("PYTHONPATH="))
     edited = (tmp_path / "out" / "run.toml").read_text().replace("steps = 3", "steps = 2")
     (tmp_path / "out" / "run.toml").write_text(edited)
@@ -104,10 +108,35 @@ def test_one_command_goes_from_conversations_to_a_checkpoint_and_its_parts_can_b
 def test_labelled_texts_and_plain_text_are_trained_on_as_well(
     place: Path, tmp_path: Path, data: str, task: str
 ) -> None:
-    done = finetune(place, "--data", place / data, "--steps", 2, cwd=tmp_path)
+    done = finetune(place, "--data", place / data, "--steps", 2, "--no-samples", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"task {task}, because " in done.stdout
     assert "status           finished" in done.stdout
+    assert not list(tmp_path.glob(f"runs/*/{SAMPLES_NAME}")) and "no samples" not in done.stderr
+
+
+@pytest.mark.ranks
+def test_the_report_shows_what_the_model_wrote_before_and_after(
+    place: Path, tmp_path: Path
+) -> None:
+    words = ("--data", place / "chats.jsonl", "--steps", 2, "--set", "optimizer.lr=0.1")
+    done = finetune(place, *words, "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0 and "no samples" not in done.stderr, done.stderr
+    run = RunPaths((tmp_path / "runs" / "latest").resolve())
+    samples = read_samples(run.root / SAMPLES_NAME)
+    assert len(samples) == 2
+    for each in samples:
+        assert each.prompt.startswith("<|im_start|>user\n")
+        assert each.prompt.endswith("<|im_start|>assistant\n")
+        assert each.before and each.before != each.after
+        assert html.escape(each.before.split()[0]) in run.report.read_text(encoding="utf-8")
+    (run.root / SAMPLES_NAME).unlink()
+    (tmp_path / "out" / "data" / "val.bin").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        problem = add_samples(run)
+    assert problem is not None and "val.bin" in problem
+    assert not (run.root / SAMPLES_NAME).exists()
 
 
 @pytest.mark.ranks

@@ -53,6 +53,8 @@ from payload.run_config import RunConfig, load_run_config, parse_run_config
 from payload.run_lock import is_supervised, starting
 from payload.run_repair import config_to_resume, known_summary, make_room
 from payload.tracking import missing_notes
+from payload.untrusted import printable
+from payload.write_report import add_samples
 
 _START_TIMEOUT_S = 30.0
 
@@ -324,6 +326,11 @@ def _report(
         _say_supervisor_failed(paths, status=status, talk=talk)
         return ExitCode.RANK_LOST if status < 0 else status or ExitCode.TRAINING
     say_end(paths, summary=summary, state=state, arguments=arguments, talk=talk)
+    if arguments.samples and status == ExitCode.OK and state.status == "finished":
+        talk.print("samples: the model before and after the run continues prompts; Ctrl-C skips it")
+        problem = add_samples(paths)
+        if problem:
+            talk.print(f"note: the report has no samples: {printable(problem)}")
     if status == ExitCode.OK and state.status == "stopped":
         # Whoever stopped it: what a script would do with a finished run must not be done.
         return INTERRUPTED
