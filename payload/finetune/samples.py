@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,9 @@ from payload.run_config import load_run_config
 from payload.run_samples import SAMPLES_NAME, Sample, write_samples
 from payload.tokenizer_identity import TOKENIZER_FILE
 from payload.untrusted import one_line, printable
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _PROMPTS = 2
 _NEW_TOKENS = 40
@@ -77,9 +81,7 @@ def find_prompts(folder: Path) -> list[str]:
 
 def _of_conversations(folder: Path, meta: DataMeta) -> list[str]:
     """Return the first conversations up to where the assistant begins."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    tokenizer = _tokenizer(folder)
     # `payload.generate` puts a first token before every prompt where the tokenizer has one.
     first = tokenizer.decode(tokenizer.encode("").ids, skip_special_tokens=False)
     found = []
@@ -98,11 +100,13 @@ def _of_documents(folder: Path, meta: DataMeta) -> list[str]:
     tokens: npt.NDArray[np.generic] = np.fromfile(
         folder / VAL_NAME, dtype=np.dtype(meta.dtype).newbyteorder("<"), count=_SEARCHED_TOKENS
     )
+    tokenizer = _tokenizer(folder)
     ends = np.flatnonzero(tokens == meta.end_of_text)
     found = []
     for document in np.split(tokens, ends + 1):
         document = document[document != meta.end_of_text]
-        text = _decoded(folder, document[: min(_PROMPT_TOKENS, len(document) // 2)].tolist())
+        first = document[: min(_PROMPT_TOKENS, len(document) // 2)].tolist()
+        text = tokenizer.decode(first, skip_special_tokens=True)
         if text.strip():
             found.append(text)
         if len(found) == _PROMPTS:
@@ -110,15 +114,14 @@ def _of_documents(folder: Path, meta: DataMeta) -> list[str]:
     return found
 
 
-def _decoded(folder: Path, tokens: list[int]) -> str:
-    path = folder / TOKENIZER_FILE
-    if not path.exists():
-        from payload.data.tokenizers.gpt2 import gpt2_encoding
-
-        return str(gpt2_encoding().decode(tokens, errors="replace"))
+def _tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer in a data folder. Raises DataError where the payload's own was used."""
     from tokenizers import Tokenizer
 
-    return str(Tokenizer.from_file(str(path)).decode(tokens, skip_special_tokens=True))
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        raise DataError(f"{folder}: it has no {TOKENIZER_FILE} to turn tokens into prompts.")
+    return Tokenizer.from_file(str(path))
 
 
 def _continued(prompts: Sequence[str], *, checkpoint: str) -> list[str]:
