@@ -21,7 +21,8 @@ def _parts(run: Run) -> Iterator[str]:
     yield from _effect(run)
     restarts = run.summary.get("restarts")
     if restarts:
-        yield " It was started again "
+        # Of a resume by a command and a restart by the supervisor the file has the sum.
+        yield " It was resumed or started again "
         yield figure(restarts, count, "summary.json#restarts", run=run.run_id)
         yield " time." if restarts == 1 else " times."
     if run.status == "finished":

@@ -76,7 +76,7 @@ def test_a_run_that_lost_a_rank_shows_when_and_why(
         "return [...document.querySelectorAll('.event')].map(each => each.textContent)"
     )
     assert events == ["started", "stopped", "continued", "failed", "started again", "finished"]
-    assert "was started again 2 times." in browser.run(
+    assert "was resumed or started again 2 times." in browser.run(
         "return document.querySelector('.verdict').textContent"
     )
     assert browser.run("return document.querySelectorAll('[data-chart=loss] .mark').length") == 1
