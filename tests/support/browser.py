@@ -148,13 +148,17 @@ class Browser:
         return [each["message"] for each in self._log("browser")]
 
     def requests(self) -> list[str]:
-        """Return every URL that was asked for since the last call."""
+        """Return every URL that was asked for since the last call, but for the browser's own pages.
+
+        A browser that has just started loads its new tab from chrome:// at its own time.
+        """
         events = [json.loads(each["message"])["message"] for each in self._log("performance")]
-        return [
-            each["params"]["request"]["url"]
+        asked = [
+            str(each["params"]["request"]["url"])
             for each in events
             if each["method"] == "Network.requestWillBeSent"
         ]
+        return [url for url in asked if not url.startswith("chrome://")]
 
     def _log(self, kind: str) -> Any:
         return self._ask("POST", "/se/log", {"type": kind})
