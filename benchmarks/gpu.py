@@ -1,4 +1,4 @@
-"""What a GPU run has to show: losses, resume, speed and recipes, in under ten minutes on one GPU.
+"""Compare losses, resume, speed and recipes on one GPU with the CPU, in under ten minutes.
 
     python -m benchmarks.gpu --page benchmarks/results/DATE_gpu_NAME.md
     python -m benchmarks.gpu --rehearse

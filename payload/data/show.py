@@ -26,7 +26,7 @@ class Sample:
     """One conversation of a split, or one of a preference pair."""
 
     name: str
-    """What it is called above its text, as in `conversation 3 of 120 in train, block 1`."""
+    """The heading above its text, as in `conversation 3 of 120 in train, block 1`."""
     parts: list[tuple[str, bool]]
     """Text, and whether it is trained, in turns."""
     num_tokens: int

@@ -14,7 +14,7 @@ Method = Literal["full", "lora", "nf4"]
 MOST_TOKENS = 8192
 """The longest sequence that is chosen; `--set data.sequence_length` takes more."""
 _SHARE_WHOLE = 0.99
-"""Of the texts that are to fit into a sequence whole."""
+"""The share of the texts that a sequence must hold whole."""
 _LEAST_TOKENS: Mapping[TaskKind, int] = {"classify": 32, "chat": 256}
 _TEXT_TOKENS = 1024
 _STEP_TOKENS = 16384
@@ -38,7 +38,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """How much data there is for training."""
+    """Sizes of the training data."""
 
     sequences: int
     """Samples of an epoch: texts for `classify`, else blocks of the sequence length."""

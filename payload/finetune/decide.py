@@ -51,7 +51,7 @@ Ask = Callable[[Sequence[str]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     model: str
     data: str
@@ -65,7 +65,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What is printed, written and run."""
+    """The decisions that the command prints, writes and runs."""
 
     headlines: tuple[str, ...]
     prepare: tuple[str, ...]
@@ -75,7 +75,7 @@ class Decided:
     run_toml: str
     config: Path
     is_sampled: bool
-    """Whether two models of this kind and size write samples in little time."""
+    """True where the base and the result can write samples in little time."""
 
     def commands(self) -> tuple[str, str]:
         """Return both commands as the user can type them."""

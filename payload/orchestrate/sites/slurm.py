@@ -272,8 +272,8 @@ class SlurmRun(SiteRun):
     def end_without_record(self) -> tuple[int, str] | None:
         """Return how the job ended, where it ended before its supervisor left a word."""
         record, state = last_record(RunJob, self.paths.job), last_record(RunState, self.paths.state)
-        began = record is not None and record.pid is not None
-        if began and state is not None and state.supervisor_pid == record.pid:  # type: ignore[union-attr]
+        pid = None if record is None else record.pid
+        if pid is not None and state is not None and state.supervisor_pid == pid:
             return None if state.exit_class is not None else self._killed()
         job = self._job
         if job.state == "CANCELLED":
