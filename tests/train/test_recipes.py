@@ -18,6 +18,7 @@ CONFIGS = REPO / "payload/configs"
 LENGTH = 64
 ARCHITECTURES = {
     "smollm2_chat_lora": "llama",
+    "smollm2_dpo_lora": "llama",
     "smollm2_chat_full": "llama",
     "classify": "llama",
     "classify_lora": "llama",
@@ -47,14 +48,32 @@ def chats(model: Path, folder: Path) -> Path:
     return prepare(model, source, folder / "data", "--sequence-length", LENGTH)
 
 
+def pairs(model: Path, folder: Path) -> Path:
+    """Make a data folder of answers, of which each one's rejected answer is longer."""
+    rows = [
+        {
+            "prompt": each[0]["content"],
+            "chosen": each[1]["content"],
+            "rejected": f"no: {each[1]['content']}",
+        }
+        for each in conversations(80)
+    ]
+    source = write_rows(folder / "pairs.jsonl", rows)
+    words = ["prepare", "--task", "preference", "--source", "jsonl", "--input", str(source)]
+    words += ["--quiet", "--tokenizer", str(model), "--out", str(folder / "data")]
+    assert data([*words, "--sequence-length", str(LENGTH)]) == ExitCode.OK
+    return folder / "data"
+
+
+MAKERS = {"chat": chats, "classify": labelled, "preference": pairs}
+
+
 def test_every_recipe_for_fine_tuning_is_tried_here() -> None:
     tasks = {
         path.stem: tomllib.loads(path.read_text()).get("task", {}).get("kind")
         for path in CONFIGS.glob("*.toml")
     }
-    assert {name for name, task in tasks.items() if task in ("chat", "classify")} == set(
-        ARCHITECTURES
-    )
+    assert {name for name, task in tasks.items() if task in MAKERS} == set(ARCHITECTURES)
 
 
 @pytest.mark.ranks
@@ -64,7 +83,7 @@ def test_a_recipe_trains_a_small_model(tmp_path: Path, name: str) -> None:
     if config.model.quantize != "none":
         pytest.importorskip("bitsandbytes")
     model = make_model(tmp_path / "model", ARCHITECTURES[name])
-    folder = (chats if config.task.kind == "chat" else labelled)(model, tmp_path)
+    folder = MAKERS[config.task.kind](model, tmp_path)
     settings = [f"model.init={model}", f"data.dir={folder}", f"data.sequence_length={LENGTH}"]
     settings += ["train.steps=4", "train.eval_every=0", "schedule.warmup_steps=1"]
     ranks = 2 if name.startswith("llama70b") else 1
