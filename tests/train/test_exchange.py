@@ -12,12 +12,13 @@ from tests.support.launching import mpirun, rank_env, run, train_program
 pytestmark = pytest.mark.ranks
 
 
-# The rank that attacks does what torch's collectives for objects did: it sends a pickle. It then
-# stays until the other one is gone.
+# The rank that attacks does what torch's collectives for objects did: it sends a pickle. It does so
+# when the ranks compare their states, and then stays until the other one is gone.
 _HOSTILE_RANK = """
 import os, sys
 import torch, torch.distributed as dist
 from payload.train.__main__ import main
+from payload.train.sync_check import RankState
 from payload.train.world import World
 
 def wait_for_the_end():
@@ -58,7 +59,10 @@ def announce(count):
     return gather
 
 if os.environ["PMI_RANK"] == "1":
-    World.gather = eval(os.environ["ATTACK"])
+    honest, attack = World.gather, eval(os.environ["ATTACK"])
+    World.gather = lambda self, value, kind: (
+        attack if kind is RankState else honest
+    )(self, value, kind)
 sys.exit(main(sys.argv[1:], os.environ))
 """
 
