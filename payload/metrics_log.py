@@ -7,6 +7,7 @@ when it resumes the run.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import typing
@@ -20,6 +21,7 @@ from payload.untrusted import checked, open_regular
 
 _MAX_LINE_BYTES = 2**20  # A row with the times of 10,000 ranks has half of it.
 _MAX_BYTES = 2**30  # Three million steps; a larger file is damaged.
+_MOST_READ_BYTES = 2**24
 _MAX_INTEGER = 2**63
 
 TimedPart = Literal["data", "forward", "backward", "wait", "checkpoint"]
@@ -153,6 +155,42 @@ def parse_row(line: bytes) -> Mapping[str, Any] | None:
         return None
     forms = _forms_of(EvalMetrics) if "val_loss" in row else _forms_of(StepMetrics)
     return row if all(form.fits(row.get(form.name, MISSING)) for form in forms) else None
+
+
+class MetricsTail:
+    """Reads the new rows of a metrics.jsonl as it grows.
+
+    A resumed run replaces the file by one that ends with its checkpoint: that one is read from its
+    start.
+    """
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        """`from_end`: leave out what is there already."""
+        self._path = path
+        self._inode, self._offset = _identity(path) if from_end else (0, 0)
+
+    def new_rows(self) -> list[Mapping[str, Any]]:
+        """Return the sound rows since the last call, of at most 16 MiB; the rest comes next."""
+        try:
+            with open_regular(self._path) as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._inode or found.st_size < self._offset:
+                    self._inode, self._offset = found.st_ino, 0
+                file.seek(self._offset)
+                content = file.read(_MOST_READ_BYTES)
+        except OSError:
+            return []
+        whole, end, _ = content.rpartition(b"\n")
+        self._offset += len(whole) + len(end)
+        return [row for line in whole.splitlines() if (row := parse_row(line)) is not None]
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_ino, found.st_size
 
 
 def missing_steps(

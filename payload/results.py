@@ -227,6 +227,9 @@ class Summary:
     ranks_identical: bool = False
     """True only if the last check, after the last step, found all ranks' parameters equal."""
     restarts: int = checked(0, low=0)
+    """How often the supervisor started the ranks again after a failure."""
+    resumes: int = checked(0, low=0)
+    """How often a command continued the run."""
     stragglers: tuple[Straggler, ...] = ()
     """Ranks that the others waited for, in the order of time."""
     wall_s: float = _seconds(0.0)
@@ -269,6 +272,8 @@ class RunState:
     started_unix: float = _seconds()
     updated_unix: float = _seconds()
     attempt: int = checked(1, low=1)
+    resumes: int = checked(0, low=0)
+    """How many of the attempts a command started by continuing the run."""
     note: str | None = None
     """What happened last to a run that goes on: why it was started again, and from where."""
     spent_s: float = _seconds(0.0)
@@ -280,6 +285,10 @@ class RunState:
     events: tuple[RunEvent, ...] = checked((), max_items=MOST_EVENTS)
     """Over all attempts and resumes, the oldest first."""
     schema_version: int = SCHEMA_VERSION
+
+    def restarts(self) -> int:
+        """Return how often the supervisor started the ranks again after a failure."""
+        return max(0, self.attempt - 1 - self.resumes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,6 +332,8 @@ class RankProgress:
     """Forward and backward passes done of this step, or batches of this evaluation."""
     micro_steps: int | None = checked(None, low=0)
     """All of them."""
+    rss_bytes: int | None = checked(None, low=0)
+    """The process's memory in RAM."""
     monotonic_s: float = _seconds(default_factory=time.monotonic, low=-MAX_SECONDS)
     """By the node's monotonic clock: nobody sets it, so it orders what happened there."""
     schema_version: int = SCHEMA_VERSION

@@ -373,6 +373,17 @@ class TrackSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorSection:
+    """[monitor]; docs/monitoring.md has the metrics, the dashboards and the alerts"""
+
+    enabled: Literal["auto", "on", "off"] = "auto"
+    """Serve the run's metrics to Prometheus, on the head's loopback address alone. auto: on a head
+    that `monitoring: prometheus` has set up. Needs the extra `monitor`."""
+    port: int = setting(9464, low=1024, high=65535)
+    """Where on 127.0.0.1. A port that is taken is a note, and the run goes on without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSection:
     """[launch]"""
 
@@ -475,6 +486,7 @@ class RunConfig:
     memory: MemorySection = field(default_factory=MemorySection)
     distributed: DistributedSection = field(default_factory=DistributedSection)
     track: TrackSection = field(default_factory=TrackSection)
+    monitor: MonitorSection = field(default_factory=MonitorSection)
     launch: LaunchSection = field(default_factory=LaunchSection)
     limits: LimitsSection = field(default_factory=LimitsSection)
     slurm: SlurmSection = field(default_factory=SlurmSection)

@@ -49,7 +49,8 @@ def known_state(paths: RunPaths) -> RunState | None:
         error=summary.error,
         started_unix=max(0.0, _changed_unix(paths.summary) - summary.wall_s),
         updated_unix=_changed_unix(paths.summary),
-        attempt=summary.restarts + 1,
+        attempt=summary.restarts + summary.resumes + 1,
+        resumes=summary.resumes,
         spent_s=summary.wall_s,
         cost_usd=summary.cost_usd,
     )

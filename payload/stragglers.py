@@ -24,6 +24,7 @@ _WELL = 1.1
 _LEAST_S = 0.003
 """A smaller difference is noise."""
 _ROWS = 7
+_EPISODE_ROWS = 1000
 _STEPS = 5
 """So many steps must agree, of which half may be disturbed."""
 _WARM_UP_STEPS = 2
@@ -39,9 +40,10 @@ class Straggler:
     last_step: int | None = checked(None, low=0)
     """None while it is slow, and where it was slow to the end."""
     work_s: float = checked(low=0)
-    """Its own work in a step, a median of several steps in which it was slow."""
+    """Its own work in a step: `others_s` times the median ratio of the steps in which it was slow.
+    So the ratio is never below what counts as slow, however much the steps differ in length."""
     others_s: float = checked(low=0)
-    """The others' in the same steps."""
+    """The others' work, the median of the same steps."""
 
     def words(self, *, node: str | None = None) -> str:
         """Return a sentence."""
@@ -76,6 +78,8 @@ class StragglerWatch:
     def __init__(self) -> None:
         self._rows: deque[_Seen] = deque(maxlen=_ROWS)
         self._slow: dict[int, Straggler] = {}
+        self._episodes: dict[int, deque[_Seen]] = {}
+        """The rows in which each rank that is slow now was slow."""
 
     def add(self, row: Mapping[str, Any]) -> list[Straggler]:
         """Return the ranks that this row shows to be slow, or not to be any more."""
@@ -86,6 +90,7 @@ class StragglerWatch:
         if self._rows and len(self._rows[-1].work) != len(work):
             self._rows.clear()
             self._slow.clear()
+            self._episodes.clear()
         elif self._rows and row["step"] <= self._rows[-1].step:
             # Ranks that were started again repeat steps.
             self._rows.clear()
@@ -97,25 +102,36 @@ class StragglerWatch:
 
     def slow(self) -> list[Straggler]:
         """Return the ranks that are slow now."""
-        return list(self._slow.values())
+        return [self._measured(each) for each in self._slow.values()]
 
     def _look_at(self, rank: int) -> Straggler | None:
         ratio = statistics.median(each.ratio(rank) for each in self._rows)
         known = self._slow.get(rank)
         if known is not None and ratio < _WELL:
             del self._slow[rank]
-            return replace(known, last_step=self._rows[-1].step)
-        work_s = statistics.median(each.work[rank] for each in self._rows)
-        others_s = statistics.median(each.others[rank] for each in self._rows)
+            return replace(self._measured(known), last_step=self._rows[-1].step)
         if known is not None:
-            if ratio >= _SLOW:
-                self._slow[rank] = replace(known, work_s=work_s, others_s=others_s)
+            if self._rows[-1].ratio(rank) >= _SLOW:
+                self._episodes[rank].append(self._rows[-1])
             return None
-        if ratio < _SLOW or work_s - others_s < _LEAST_S:
+        rows = [each for each in self._rows if each.ratio(rank) >= _SLOW]
+        if ratio < _SLOW or self._difference_s(rank) < _LEAST_S:
             return None
-        found = Straggler(rank=rank, first_step=self._since(rank), work_s=work_s, others_s=others_s)
-        self._slow[rank] = found
-        return found
+        self._episodes[rank] = deque(rows, maxlen=_EPISODE_ROWS)
+        first = Straggler(rank=rank, first_step=self._since(rank), work_s=0.0, others_s=0.0)
+        self._slow[rank] = first
+        return self._measured(first)
+
+    def _difference_s(self, rank: int) -> float:
+        """Return how much longer the rank's work takes than the others', in recent rows."""
+        return statistics.median(each.work[rank] - each.others[rank] for each in self._rows)
+
+    def _measured(self, straggler: Straggler) -> Straggler:
+        """Return the straggler with the medians over its whole episode."""
+        rows, rank = self._episodes[straggler.rank], straggler.rank
+        ratio = statistics.median(each.ratio(rank) for each in rows)
+        others_s = statistics.median(each.others[rank] for each in rows)
+        return replace(straggler, work_s=ratio * others_s, others_s=others_s)
 
     def _since(self, rank: int) -> int:
         """Return the first step of the present slowness that is still known."""

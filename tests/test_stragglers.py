@@ -39,6 +39,19 @@ def test_a_rank_that_is_well_again_is_slow_no_more() -> None:
     assert found.last_step is not None and 40 < found.last_step <= 48
 
 
+def test_the_closing_note_tells_the_whole_episode_and_never_less_than_slow() -> None:
+    """Steps of different lengths, and a slowness that fades: its last rows alone would say 1.1."""
+    rows = []
+    for step in range(1, 100):
+        others = 0.4 if step % 3 == 0 else 0.1
+        slow = 2.0 if 10 < step <= 40 else 1.2 if step <= 60 else 1.0
+        rows.append(row(step, [others, others * (slow if step > 10 else 1.0)]))
+    (found,) = find_stragglers(rows)
+    assert found.last_step is not None and found.last_step > 60
+    assert found.work_s / found.others_s == pytest.approx(2.0)
+    assert "(2.0 times)" in found.words()
+
+
 def test_single_slow_steps_and_the_first_ones_name_nobody() -> None:
     rows = [row(step, [0.1, 0.5 if step % 4 == 0 or step < 3 else 0.1]) for step in range(1, 100)]
     assert find_stragglers(rows) == ()

@@ -34,6 +34,7 @@ COMPARED: Sequence[Compared] = (
     Compared(name="nodes", key="nodes", form=markup.count),
     Compared(name="ranks", key="world_size", form=markup.count),
     Compared(name="restarts", key="restarts", form=markup.count),
+    Compared(name="resumes", key="resumes", form=markup.count),
     Compared(name="wall time", key="wall_s", form=markup.duration),
     Compared(name="cost", key="cost_usd", form=markup.usd),
     Compared(

@@ -19,12 +19,15 @@ def verdict(run: Run) -> Html:
 def _parts(run: Run) -> Iterator[str]:
     yield from _ending(run)
     yield from _effect(run)
-    restarts = run.summary.get("restarts")
-    if restarts:
-        # Of a resume by a command and a restart by the supervisor the file has the sum.
-        yield " It was resumed or started again "
-        yield figure(restarts, count, "summary.json#restarts", run=run.run_id)
-        yield " time." if restarts == 1 else " times."
+    for key, words in (
+        ("restarts", " After a failure it was started again "),
+        ("resumes", " It was resumed "),
+    ):
+        times = run.summary.get(key)
+        if times:
+            yield words
+            yield figure(times, count, f"summary.json#{key}", run=run.run_id)
+            yield " time." if times == 1 else " times."
     if run.status == "finished":
         if run.summary.get("ranks_identical") and run.summary.get("world_size", 1) > 1:
             yield " All ranks ended with identical weights."

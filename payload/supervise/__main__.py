@@ -14,6 +14,7 @@ from payload.hints import command
 from payload.results import DEFAULT_GRACE_S, RunPaths
 from payload.run_lock import FORCE_SIGNAL, RunLock
 from payload.run_repair import known_config, make_room
+from payload.supervise.exporter import monitored
 from payload.supervise.processes import adopt_orphans
 from payload.supervise.stopping import Wakeups
 from payload.supervise.supervisor import Supervisor
@@ -36,7 +37,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             )
         _make_room(paths)
         adopt_orphans()
-        with RunLock(paths):
+        with RunLock(paths), monitored(paths, note=_note):
             ended = Supervisor(
                 paths,
                 wakeups=wakeups,
@@ -54,6 +55,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return error.exit_code
     finally:
         wakeups.close()
+
+
+def _note(words: str) -> None:
+    print(words, file=sys.stderr)
 
 
 def _write_report(paths: RunPaths) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 from collections import deque
@@ -18,16 +17,15 @@ from payload.full_disk import write_record
 from payload.launch.liveness import NodeSign, RankSign
 from payload.launch.outcome import is_failure
 from payload.launch.ranks import Rank
-from payload.metrics_log import parse_row
+from payload.metrics_log import MetricsTail
 from payload.results import RankExit, RankProgress, RunPaths, discard, last_record
 from payload.supervise.heartbeat import process_state
 from payload.supervise.stream import NodeStream
-from payload.untrusted import build, open_regular
+from payload.untrusted import build
 
 _STOPPED = "T"
 _SKEW_SLACK_S = 1.0
 _RECENT = 50
-_MOST_BYTES = 2**24
 
 _Record = TypeVar("_Record", RankProgress, RankExit)
 
@@ -203,8 +201,7 @@ class StepTimes:
     """
 
     def __init__(self, metrics: Path) -> None:
-        self._path = metrics
-        self._inode, self._offset = _identity(metrics)
+        self._tail = MetricsTail(metrics, from_end=True)
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._reached: int | None = None
 
@@ -219,31 +216,10 @@ class StepTimes:
         return self._reached
 
     def _read(self, began_at: int) -> None:
-        try:
-            with open_regular(self._path) as file:
-                found = os.fstat(file.fileno())
-                # A resumed run replaces the file by one that ends with its checkpoint.
-                if found.st_ino != self._inode or found.st_size < self._offset:
-                    self._inode, self._offset = found.st_ino, 0
-                file.seek(self._offset)
-                content = file.read(_MOST_BYTES)
-        except OSError:
-            return
-        whole, end, _ = content.rpartition(b"\n")
-        self._offset += len(whole) + len(end)
-        for line in whole.splitlines():
-            row = parse_row(line)
-            if row is not None and "loss" in row and row["step"] > began_at:
+        for row in self._tail.new_rows():
+            if "loss" in row and row["step"] > began_at:
                 self._recent.append(row["step_time_s"])
                 self._reached = row["step"]
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0
-    return found.st_ino, found.st_size
 
 
 def _read(cls: type[_Record], paths: RunPaths, rank: int) -> _Record | None:

@@ -31,7 +31,8 @@ def complete_summary(
         status=verdict.status,
         exit_class=verdict.exit_code.label,
         error=verdict.error,
-        restarts=state.attempt - 1,
+        restarts=state.restarts(),
+        resumes=state.resumes,
     )
     if written is None or written.status not in ("finished", "stopped"):
         summary = with_best(with_metrics(summary, paths), paths)

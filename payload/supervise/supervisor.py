@@ -107,6 +107,7 @@ class Supervisor:
             started_unix=now,
             updated_unix=now,
             attempt=previous.attempt + 1 if previous else 1,
+            resumes=previous.resumes + 1 if previous else 0,
             events=previous.events if previous else (),
         )
         self._note_event("resume" if previous else "start")

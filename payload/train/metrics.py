@@ -164,6 +164,7 @@ class SignOfLife:
             time_unix=time.time(),
             micro_step=micro_step,
             micro_steps=of,
+            rss_bytes=rss_bytes(),
         )
         # Not worth the run: where it cannot be written, the next one may.
         with suppress(OSError):

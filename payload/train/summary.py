@@ -26,13 +26,15 @@ class SummaryFile:
     def __init__(self, paths: RunPaths, world: World) -> None:
         self._paths = paths
         self._world = world
+        state = last_record(RunState, paths.state)
         self._summary = Summary(
             run_id=paths.run_id,
             status="running",
             exit_class=ExitCode.OK.label,
             world_size=world.world_size,
             nodes=world.nodes(),
-            restarts=_restarts(paths),
+            restarts=state.restarts() if state else 0,
+            resumes=state.resumes if state else 0,
             versions=versions(),
         )
         self._started_s = time.perf_counter()
@@ -97,8 +99,3 @@ class SummaryFile:
             wall_s = self._wall_s or time.perf_counter() - self._started_s
             known = with_best(with_metrics(self._summary, self._paths), self._paths)
             write_record(self._paths.summary, with_time(known, self._paths, wall_s=wall_s))
-
-
-def _restarts(paths: RunPaths) -> int:
-    state = last_record(RunState, paths.state)
-    return state.attempt - 1 if state else 0

@@ -251,10 +251,11 @@ def test_a_state_that_is_gone_is_rebuilt_from_the_summary(tmp_path: Path) -> Non
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.OK
     spent_s = _summary(paths).wall_s
     paths.state.write_bytes(b"\xff{")
-    write_json(paths.summary, replace(_summary(paths), wall_s=1000.0, restarts=4))
+    write_json(paths.summary, replace(_summary(paths), wall_s=1000.0, restarts=4, resumes=2))
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.OK
     assert spent_s < 1000.0 < state_of(paths).spent_s
-    assert state_of(paths).attempt == 6
+    assert state_of(paths).attempt == 8
+    assert (_summary(paths).restarts, _summary(paths).resumes) == (4, 3)
 
 
 def test_a_run_started_through_a_link_is_known_by_its_own_path(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ REGISTRIES = frozenset(
     PurePosixPath("payload/orchestrate/sites/choose.py"),
 }
 """They import the files of their package by names that they find there, or parsers by a table."""
+EXPORTER_MODULE = PurePosixPath("payload/supervise/exporter.py")
 SSH_MODULE = PurePosixPath("payload/orchestrate/ssh/connection.py")
 
 
@@ -269,6 +270,8 @@ def _allowed(module: str, *, area: str, path: PurePosixPath) -> bool:
         return path in REGISTRIES
     if top == "paramiko":
         return path == SSH_MODULE
+    if top == "prometheus_client":
+        return path == EXPORTER_MODULE
     if top == "google":
         return path == GOOGLE_MODULE
     if top == "huggingface_hub" and area in ("models", "orchestrate"):

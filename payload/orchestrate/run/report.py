@@ -302,6 +302,8 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
     ]
     if summary.missing_metrics:
         rows.insert(4, ("metrics lost", f"steps {describe_missing(summary.missing_metrics)}"))
+    if summary.resumes:
+        rows.insert(2, ("resumes", str(summary.resumes)))
     if summary.restarts:
         rows.insert(2, ("restarts", str(summary.restarts)))
     if summary.cost_usd is not None:

@@ -1,0 +1,135 @@
+"""`python -m payload.supervise.exporter --run-dir RUN`: serve a run's metrics to Prometheus.
+
+The supervisor does the same in a thread of its own, where the run's [monitor] section says so. It
+listens on 127.0.0.1 alone. No other module imports prometheus_client.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from payload.errors import PreflightError, TileforgeError
+from payload.hints import command
+from payload.results import RunPaths
+from payload.run_config import MonitorSection
+from payload.run_repair import known_config
+from payload.supervise.run_metrics import RunMetrics, by_metric
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from prometheus_client.core import GaugeMetricFamily
+
+ADDRESS = "127.0.0.1"
+SET_UP = Path("/etc/tileforge/monitoring")
+"""node-setup.sh leaves it on a head that has Prometheus."""
+
+
+class RunCollector:
+    """prometheus_client's interface to a run: reads its records at every scrape."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._metrics = RunMetrics(paths)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield a family for each metric that is known."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        for metric, samples in by_metric(self._metrics.samples()):
+            family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+            for sample in samples:
+                family.add_metric([sample.labels[name] for name in metric.labels], sample.value)
+            yield family
+
+
+@contextmanager
+def serving(paths: RunPaths, *, port: int) -> Iterator[int]:
+    """Serve the run's metrics within the block; `port` 0 takes a free one. Yields the port.
+
+    Raises PreflightError when the port is taken, or prometheus_client is not installed.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError:
+        raise PreflightError(
+            "the package prometheus_client is not installed here. Install it with: pip install "
+            "'tileforge[monitor]'"
+        ) from None
+    registry = CollectorRegistry()
+    registry.register(RunCollector(paths))
+    try:
+        server, thread = start_http_server(port, addr=ADDRESS, registry=registry)
+    except OSError as error:
+        raise PreflightError(
+            f"{ADDRESS}:{port} cannot be listened on ({error.strerror}). Choose another "
+            "monitor.port."
+        ) from None
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def wanted(monitor: MonitorSection) -> bool:
+    """Tell whether a run on this node serves its metrics."""
+    return monitor.enabled == "on" or (monitor.enabled == "auto" and SET_UP.exists())
+
+
+@contextmanager
+def monitored(paths: RunPaths, *, note: Callable[[str], None]) -> Iterator[None]:
+    """Serve the run's metrics within the block if its settings want it.
+
+    Where that cannot be, it is a note: no run ends for its monitoring.
+    """
+    monitor = known_config(paths).monitor
+    served: AbstractContextManager[object] = nullcontext()
+    if wanted(monitor):
+        served = serving(paths, port=monitor.port)
+        try:
+            served.__enter__()
+        except TileforgeError as error:
+            note(f"note: no metrics are served to Prometheus: {error}")
+            served = nullcontext()
+    try:
+        yield
+    finally:
+        served.__exit__(None, None, None)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until the input ends, so that nothing outlives who started this."""
+    arguments = parser().parse_args(argv)
+    try:
+        with serving(RunPaths(arguments.run_dir.resolve()), port=arguments.port) as port:
+            sys.stdout.write(f"http://{ADDRESS}:{port}/metrics\n")
+            sys.stdout.flush()
+            sys.stdin.buffer.read()
+    except TileforgeError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    made = argparse.ArgumentParser(
+        prog=command("supervise.exporter"),
+        description="Serve a run's metrics to Prometheus on 127.0.0.1 until the input ends. The "
+        "address goes to stdout.",
+    )
+    made.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
+    made.add_argument("--port", type=int, default=0, metavar="N", help="(default: a free one)")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
