@@ -153,9 +153,10 @@ class DecoderSpec(ModelSpec):
         Weights and two AdamW moments are fp32, 12 bytes a parameter; gradients, 4 more or 2 (see
         `bf16_gradients`), are there at the forward pass's end with other ranks and in all passes of
         a step but its first (`accumulates`). With `kernels` the bf16 weights are made for each
-        matmul; the head's lie beside its logits where they come in chunks. Gaps between what comes
-        and goes took 2 bytes a parameter of the layers, 1 with bf16 gradients, as measured for
-        SmolLM2-135M and Qwen3-0.6B.
+        matmul; the head's lie beside its logits where they come in chunks. A head's gradient in
+        bf16 takes the place of the logits where these are of no more tokens than the model is wide.
+        Gaps between what comes and goes took 2 bytes a parameter of the layers, 1 with bf16
+        gradients, as measured for SmolLM2-135M and Qwen3-0.6B.
         """
         size = setting.value_bytes()
         tokens = setting.micro_batch_size * self.sequence_length
@@ -177,6 +178,9 @@ class DecoderSpec(ModelSpec):
         head = head_gradient if setting.alone or setting.accumulates else 0
         if setting.dtype == "bf16" and tokens > logits_tokens(self.vocab_size):
             head += self.embedding_size() * 2
+        if head_rounded and tokens <= self.hidden_size:
+            # The gradient is made where the logits lie.
+            head = 0
         gaps = inner * (1 if linears_rounded else 2)
         return held + gaps + max(layers + logits + head, gradients)
 

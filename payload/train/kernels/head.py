@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from payload.data.blocks import IGNORED_TARGET
 from payload.models.spec import logits_tokens
-from payload.train.kernels.accumulate import TokenGradient
+from payload.train.kernels.accumulate import TokenGradient, gradient_dtype
 from payload.train.kernels.library import Library, Slices
 
 # Rows of which the pure torch pass holds fp32 copies at once.
@@ -26,6 +26,9 @@ _ROWS = 128
 # Words of one product. With all 50257 at once the logits' product ran at 0.27 TFLOP/s, so at 0.42,
 # where square products of size 1024 have 0.43 (two AVX-512 cores, 1024 tokens, 2026-11-21).
 SLICE = 2048
+# Slices of logits that are copied before the weight's gradient is written over them: 32 MB of 1024
+# tokens, and enough rows for every thread.
+_COPIED_SLICES = 8
 
 
 def mean_loss(
@@ -123,10 +126,14 @@ class _MeanLoss(torch.autograd.Function):
         if not any(ctx.needs_input_grad):
             return _mean(token_losses(hidden, cast_weight, targets, library), count)
         vocabulary = len(weight)
-        buffer = _buffer(hidden, vocabulary=vocabulary)
+        grad_weight: Tensor | None
+        if shares := _shares_memory(hidden, weight, library):
+            grad_weight, buffer = _shared_memory(hidden, weight)
+        else:
+            buffer = _buffer(hidden, vocabulary=vocabulary)
+            grad_weight = _weight_place(weight, gradient, tokens=len(targets))
         losses = torch.empty(len(targets))
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = _weight_place(weight, gradient, tokens=len(targets))
         for chunk in _chunks(len(targets), vocabulary):
             rows = hidden[chunk]
             logits = _logits(rows, cast_weight, buffer)
@@ -138,7 +145,11 @@ class _MeanLoss(torch.autograd.Function):
                 grad_scale=1 / max(count, 1),
             )
             grad_hidden[chunk] = _hidden_gradient(logits, cast_weight, library)
-            if grad_weight is not None:
+            if grad_weight is None:
+                continue
+            if shares and library is not None:
+                _overwrite_logits(grad_weight, logits, rows, library)
+            else:
                 _add_weight_gradient(grad_weight, logits, rows, library, is_first=chunk.start == 0)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight, ctx.gradient = weight, gradient
@@ -184,11 +195,48 @@ def _buffer(hidden: Tensor, *, vocabulary: int) -> list[Tensor]:
     # A row more than is used: at a power of two from each other, what a row has in all slices
     # would share a few sets of the caches.
     buffer = [hidden.new_empty(rows + 1, SLICE) for _ in range(-(-vocabulary // SLICE))]
+    _clear_end(buffer, vocabulary)
+    return buffer
+
+
+def _clear_end(buffer: Slices, vocabulary: int) -> None:
     # With AMX, oneDNN 3.12 takes whole tiles of a left operand and multiplies what lies behind the
     # end of its rows by zero: no number there may be infinite or none (maybe_pre_process_k_tail).
     if used := vocabulary % SLICE:
         buffer[-1][:, used:] = 0
-    return buffer
+
+
+def _shares_memory(hidden: Tensor, weight: Tensor, library: Library | None) -> bool:
+    """Say whether the weight's gradient can be made where the logits lie."""
+    tokens, width = hidden.shape
+    is_kept_in_bf16 = weight.requires_grad and gradient_dtype(weight) is torch.bfloat16
+    fits = tokens <= min(width, logits_tokens(len(weight)))
+    has_products = library is not None and library.has_products
+    return is_kept_in_bf16 and hidden.dtype is torch.bfloat16 and has_products and fits
+
+
+def _shared_memory(hidden: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return memory for the weight's gradient (V, C), and in it the slices of logits.
+
+    Slice after slice, logits (N, W) become their part (W, C) of the gradient, where N <= C. Each
+    slice begins a row behind that part, for the reason that `_buffer` gives, so that a part covers
+    its own slice and the end of the one before.
+    """
+    tokens, width = hidden.shape
+    vocabulary, stride = len(weight), SLICE * (width + 1)
+    memory = hidden.new_empty(-(-vocabulary // SLICE) * stride)
+    starts = range(0, len(memory), stride)
+    buffer = [memory[start:][: tokens * SLICE].view(tokens, SLICE) for start in starts]
+    _clear_end(buffer, vocabulary)
+    return memory[: vocabulary * width].view(vocabulary, width), buffer
+
+
+def _overwrite_logits(grad: Tensor, logits: Slices, rows: Tensor, library: Library) -> None:
+    """Make the weight's gradient in `_shared_memory`, from copies of a few slices at a time."""
+    for first in range(0, len(logits), _COPIED_SLICES):
+        copies = [each.clone() for each in logits[first : first + _COPIED_SLICES]]
+        part = grad[first * SLICE :][: len(copies) * SLICE]
+        library.weight_gradient(copies, rows, part, add=False)
 
 
 def _words(vocabulary: int) -> Iterator[tuple[int, slice]]:

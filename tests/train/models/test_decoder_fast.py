@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.architecture_cases import CASES, random_tokens
+from payload.data.blocks import IGNORED_TARGET
 from payload.models.decoder import DecoderSpec
 from payload.models.registry import spec_of
 from payload.models.spec import RankSetting, logits_tokens
 from payload.run_config import OptimizerSection
 from payload.train.kernels import head as head_file
+from payload.train.kernels.accumulate import TokenGradient
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.models import decoder as decoder_file
@@ -126,6 +128,34 @@ def test_gradients_kept_in_bf16_are_those_in_fp32_rounded_once(
     for key, value in twice.items():
         assert value.dtype is torch.float32, key
         assert error(value, exact[1][key].double()) < 2**-7, key
+
+
+@pytest.mark.parametrize("vocabulary", [64, 77])
+def test_a_gradient_made_where_the_logits_lie_is_that_made_beside_them(
+    library: Library, monkeypatch: pytest.MonkeyPatch, vocabulary: int
+) -> None:
+    # Several groups of slices, of which the last one is full or not.
+    monkeypatch.setattr(head_file, "SLICE", 4)
+    width = 32
+    weight = nn.Parameter(torch.randn(vocabulary, width))
+    weight.grad_dtype = torch.bfloat16
+    start = torch.randn(width - 3, width)
+    targets = torch.randint(vocabulary, (len(start),))
+    targets[:2] = IGNORED_TARGET
+
+    def made() -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weight.grad = start.to(torch.bfloat16).requires_grad_(), None
+        loss = head_file.mean_loss(hidden, weight, weight, targets, TokenGradient(library))
+        torch.autograd.backward(loss / 3)
+        assert hidden.grad is not None and weight.grad is not None
+        return loss.detach(), hidden.grad, weight.grad
+
+    in_place = made()
+    monkeypatch.setattr(head_file, "_shares_memory", lambda *_: False)
+    beside = made()
+    for found, wanted in zip(in_place, beside, strict=True):
+        assert torch.equal(found, wanted)
+    assert in_place[2].untyped_storage().nbytes() > beside[2].untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize(
