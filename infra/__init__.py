@@ -1,1 +1,1 @@
-"""What runs inside Pulumi: the cluster's machines, network and keys, and what a node boots with."""
+"""The Pulumi program's parts: the cluster's machines, network and keys, and a node's user-data."""

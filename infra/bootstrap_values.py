@@ -1,4 +1,4 @@
-"""What a node boots with, by the settings. The tests' machines boot from the same function."""
+"""A node's bootstrap values from the settings. The tests' machines boot from the same function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ANY_KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43} any-operator"
 def node_bootstrap(
     config: ClusterConfig, *, authorized_keys: tuple[str, ...], version: str
 ) -> NodeBootstrap:
-    """What every node of the cluster is to become."""
+    """Return the bootstrap values of the cluster's nodes."""
     return NodeBootstrap(
         authorized_keys=authorized_keys,
         version=version,

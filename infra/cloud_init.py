@@ -47,7 +47,7 @@ _INDEX = re.compile(r"https?://[^\s@'\"]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeBootstrap:
-    """What a node is to become."""
+    """The values that a node's user-data is rendered from."""
 
     authorized_keys: tuple[str, ...]
     """Public keys that may log in as `trainer`, each one line of an authorized_keys file. None
@@ -100,7 +100,7 @@ class BootstrapFiles:
             ) from None
 
     def lock_sha(self) -> str:
-        """What the state file calls `sha`: SHA-256 of the lock."""
+        """Return the SHA-256 of the lock, `sha` in the state file."""
         return hashlib.sha256(self.lock).hexdigest()
 
 

@@ -50,7 +50,7 @@ class ClusterConfig:
     labels: tuple[str, ...] = ()
 
     def machine(self) -> MachineType:
-        """What is known of the machine type. Raises ConfigError."""
+        """Return the machine type's entry of the catalog. Raises ConfigError."""
         return machine_type(self.machine_type)
 
     @property
@@ -59,7 +59,7 @@ class ClusterConfig:
         return self.zones[0]
 
     def uses_spot(self) -> bool:
-        """Whether spot machines are asked for; with `auto`, too, until it is set to false."""
+        """Return True for spot machines; `auto` is spot until it is set to false."""
         return self.spot in ("true", "auto")
 
     def max_lifetime_s(self) -> int | None:
@@ -80,7 +80,7 @@ class ClusterConfig:
         return self.head_disk_gb or self.disk_gb if index == 0 else self.disk_gb
 
     def is_compact(self) -> bool:
-        """Whether the nodes are placed close together: one node has nobody to be close to."""
+        """Return True if a compact placement policy holds the nodes; never for one node alone."""
         wanted = self.compact_placement == "true" or (
             self.compact_placement == "auto" and self.machine().compact
         )

@@ -1,4 +1,4 @@
-"""What is wrong with a cluster's settings, each with the value and what to do. Pure."""
+"""Checks of a cluster's settings: each problem has the value and the fix. Pure."""
 
 from __future__ import annotations
 

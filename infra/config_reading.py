@@ -17,7 +17,7 @@ from payload.errors import ConfigError
 from payload.untrusted import parse_json, read_bytes, shown
 
 _MOST_KEY_BYTES = 2**18
-"""Of the public key file: as much as user-data may have."""
+"""Limit of the public key file: the most that user-data may have."""
 
 Problems = list[tuple[str, str]]
 
@@ -79,7 +79,7 @@ def read_config(
 
 
 def _parsed(values: Mapping[str, str], *, stack: str) -> tuple[ClusterConfig, Problems]:
-    """What can be read, with defaults for the rest, and what cannot."""
+    """Return the settings that can be read, with defaults for the rest, and the problems."""
     found: Problems = []
     fields: dict[str, object] = {"cluster": stack}
     for key, text in values.items():

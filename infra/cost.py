@@ -1,4 +1,4 @@
-"""What the cluster costs: an hour, at most, and per million tokens. Refuses what is too dear."""
+"""The cluster's cost: per hour, at most, and per million tokens, with a limit per hour."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ class Cost:
     known: float
     """The parts whose price is known."""
     unknown: tuple[str, ...]
-    """What has no price here, in words."""
+    """Parts without a known price, in words."""
     bounds: tuple[str, ...] = ()
     """Parts counted at an upper bound of their price, in words."""
 
     @property
     def hourly_usd(self) -> float | None:
-        """Of the whole cluster."""
+        """Return the whole cluster's hourly cost; None where a price is not known."""
         return None if self.unknown else self.known
 
     def most_usd(self, lifetime_s: int) -> float | None:
-        """What machines that all start now can cost until their limit ends them."""
+        """Return the most that machines that all start now can cost until their limit ends them."""
         return None if self.hourly_usd is None else self.hourly_usd * lifetime_s / 3600
 
 
 def cluster_cost(
     config: ClusterConfig, *, spot: bool | None = None, catalog: Catalog | None = None
 ) -> Cost:
-    """Of the settings; `spot` asks what they would cost with or without spot machines."""
+    """Return the settings' hourly cost; `spot` overrides the setting."""
     spot = config.uses_spot() if spot is None else spot
     price = machine_price(config.machine_type, region=config.region, spot=spot, catalog=catalog)
     kind = "spot" if spot else "on demand"
@@ -105,7 +105,7 @@ def _bounds(config: ClusterConfig, disks: list[DiskPrice]) -> tuple[str, ...]:
 
 
 def price_of_cluster(config: ClusterConfig, catalog: Catalog | None = None) -> Cost:
-    """What the cluster costs. Raises BudgetError when that is more than maxHourlyUsd.
+    """Return the cluster's cost. Raises BudgetError above maxHourlyUsd.
 
     With spot = auto, on-demand machines have to fit too: the operator may change to them.
     """

@@ -14,7 +14,7 @@ ROLE = "roles/cloudkms.cryptoKeyEncrypterDecrypter"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyAccessArgs:
-    """What the rights are made from."""
+    """Arguments of the key's access rights."""
 
     cluster: str
     project: str

@@ -13,7 +13,7 @@ from infra.labels import IGNORED, mark
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdentityArgs:
-    """What an identity is made from."""
+    """Arguments of an identity."""
 
     cluster: str
     labels: dict[str, str]

@@ -24,15 +24,15 @@ class MachineType:
     memory_gib: float
     numa_domains: int
     disk_types: tuple[str, ...]
-    """That it boots from; the first is the one that `auto` means."""
+    """Supported boot disk types; the first is the one that `auto` means."""
     has_spot: bool
     has_smt: bool
-    """Whether a core has two threads, so that threads_per_core means something."""
+    """True if a core has two threads, so that threads_per_core has an effect."""
     live_migrates: bool
     compact: bool
-    """Whether a compact placement policy may hold it."""
+    """True if a compact placement policy may hold it."""
     tier1: bool
-    """Whether it may have the higher bandwidth, Tier_1."""
+    """True if it may have the higher bandwidth, Tier_1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Summary:
-    """What is read of summary.json."""
+    """The fields that are read from summary.json."""
 
     status: str
     tokens_per_s: float = checked(low=1e-9, high=1e12)
@@ -35,13 +35,13 @@ class _Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inventory:
-    """What is read of inventory.json."""
+    """The fields that are read from inventory.json."""
 
     nodes: tuple[_Node, ...]
 
 
 def last_measured_speed(runs: Path, *, machine_type: str, node_count: int) -> Speed | None:
-    """Of the newest finished run under `runs` on as many nodes, all of this machine type.
+    """Return the speed of the newest finished run under `runs` on such a cluster, or None.
 
     Newest is the latest written summary.json. A damaged or foreign run counts as none.
     """

@@ -27,7 +27,7 @@ RESTRICTED = "199.36.153.4/30"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkArgs:
-    """What a network is made from."""
+    """Arguments of a network."""
 
     cluster: str
     region: str

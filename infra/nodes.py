@@ -35,7 +35,7 @@ _BUCKET_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesArgs:
-    """What the nodes are made from."""
+    """Arguments of the nodes."""
 
     config: ClusterConfig
     user_data: str
@@ -46,7 +46,7 @@ class NodesArgs:
     subnetwork: Input[str]
     service_account: Input[str]
     after: tuple[Resource, ...]
-    """What has to be there before a node boots, and after it is gone: it installs packages through
+    """Resources that a node depends on from its boot to its removal: it installs packages through
     NAT and the firewall."""
 
 

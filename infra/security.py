@@ -25,9 +25,9 @@ class Rule:
     types: tuple[str, ...]
     """Last words of the resource types that it looks at, as patterns."""
     problems: Callable[[Resource], Iterator[str]] | None = None
-    """What is wrong with one resource."""
+    """Yields the problems of one resource."""
     stack_problems: Callable[[Sequence[Resource]], Iterator[str]] | None = None
-    """What is wrong with all of them together."""
+    """Yields the problems of all of them together."""
     cis: str = ""
     tools: str = ""
     """Other scanners' names for it."""
@@ -273,13 +273,13 @@ EXCEPTIONS: Mapping[str, frozenset[str]] = {
 
 
 def findings(resources: Sequence[Resource]) -> dict[str, list[str]]:
-    """What is wrong, by the rule's name; rules that hold are left out."""
+    """Return the problems by the rule's name; rules that hold are left out."""
     found = {rule.name: list(rule_findings(rule, resources)) for rule in RULES}
     return {name: problems for name, problems in found.items() if problems}
 
 
 def rule_findings(rule: Rule, resources: Sequence[Resource]) -> Iterator[str]:
-    """What is wrong by one rule, each with the resource's name."""
+    """Yield one rule's problems, each with the resource's name."""
     seen = [found for found in resources if applies(rule, str(found["type"]))]
     if rule.stack_problems:
         yield from rule.stack_problems(seen)
@@ -289,6 +289,6 @@ def rule_findings(rule: Rule, resources: Sequence[Resource]) -> Iterator[str]:
 
 
 def applies(rule: Rule, resource_type: str) -> bool:
-    """Whether the rule looks at resources of this type, such as gcp:compute/instance:Instance."""
+    """Return True if the rule is for resources of this type (gcp:compute/instance:Instance)."""
     kind = resource_type.rpartition(":")[2]
     return any(fnmatchcase(kind, pattern) for pattern in rule.types)

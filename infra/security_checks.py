@@ -1,4 +1,4 @@
-"""What each security rule looks for in one resource: pure functions over plain inputs."""
+"""The security rules' checks of one resource: pure functions over plain inputs."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def open_without_nat(resources: Sequence[Resource]) -> Iterator[str]:
 
 
 def _is_closed(network: ipaddress.IPv4Network | ipaddress.IPv6Network | None) -> bool:
-    """Whether it is private, restricted.googleapis.com, or not known yet."""
+    """Return True for a private range, restricted.googleapis.com, or one not known yet."""
     restricted = ipaddress.IPv4Network(RESTRICTED_RANGE)
     if isinstance(network, ipaddress.IPv4Network) and network.subnet_of(restricted):
         return True

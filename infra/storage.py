@@ -16,7 +16,7 @@ ROLE = "roles/storage.objectUser"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageArgs:
-    """What a bucket is made from."""
+    """Arguments of a bucket."""
 
     cluster: str
     region: str
@@ -27,7 +27,7 @@ class StorageArgs:
     labels: dict[str, str]
     node_account: Input[str]
     after: tuple[Resource, ...]
-    """What has to be there before the bucket: the right to use its key."""
+    """Resources that the bucket depends on: the right to use its key."""
 
 
 class ResultsBucket(ComponentResource):
@@ -78,7 +78,7 @@ class ResultsBucket(ComponentResource):
 
 
 def _lifecycle() -> list[storage.BucketLifecycleRuleArgs]:
-    """What was deleted or replaced goes after a week, and what was never finished after a day."""
+    """Return rules that delete old versions after a week and unfinished uploads after a day."""
     return [
         storage.BucketLifecycleRuleArgs(
             action=storage.BucketLifecycleRuleActionArgs(type="Delete"),

@@ -72,6 +72,30 @@ def test_no_further_function_takes_what_argparse_has_parsed() -> None:
     assert len(takers) <= MOST_NAMESPACES, sorted(takers)
 
 
+_FRAGMENTS = ("What ", "Whether ", "Of ", "That ")
+_WORDED = ("bootstrap", "infra", "payload/launch", "payload/supervise")
+
+
+@pytest.mark.parametrize("folder", _WORDED)
+def test_a_docstring_begins_with_a_noun_phrase_or_a_verb(folder: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, text in docstrings_in(path)
+        if text.startswith(_FRAGMENTS)
+    ]
+    assert found == []
+
+
+def docstrings_in(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of each docstring; strings below fields are such, too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            text = node.value.value
+            if isinstance(text, str):
+                yield node.lineno, text
+
+
 def test_tests_have_their_helpers_in_folders() -> None:
     loose = {path.name for path in (ROOT / "tests").glob("*.py") if "test_" not in path.name}
     assert loose == {"__init__.py", "conftest.py"}

@@ -31,9 +31,9 @@ class AgentJob:
     command: tuple[str, ...]
     """An agent's program and own words, with the places to fill in."""
     words: tuple[str, ...]
-    """What follows them, as it is."""
+    """Further words, passed on verbatim."""
     environment: Mapping[str, str]
-    """What every agent gets besides its node's own environment."""
+    """Variables of every agent, in addition to its node's own environment."""
 
     def to_json(self) -> str:
         """Return it as one word of a command line."""

@@ -1,4 +1,4 @@
-"""What a run is about to do, in numbers: sizes, memory, and what the gradients cost to exchange."""
+"""A run in numbers: sizes, memory, and the cost of exchanging gradients."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Arithmetic:
     shards: int
     """...of which each rank holds one of so many parts."""
     replicate_bytes: int
-    """What each rank sends per step over the first dimension."""
+    """Bytes that each rank sends per step over the first dimension."""
     shard_bytes: int
-    """What it sends over the second one."""
+    """Bytes that it sends per step over the second one."""
     tensor: int = 1
     """Ranks that compute each layer together."""
     tensor_bytes: int = 0
-    """What each rank sends per step to those."""
+    """Bytes that each rank sends per step to those."""
     pipeline: int = 1
     """Stages that each have some of the layers."""
     pipeline_bytes: int = 0
-    """What a rank sends per step to the stages beside it."""
+    """Bytes that a rank sends per step to the adjacent stages."""
     sync_s: float
     """Predicted time of one step's gradient exchange if nothing of it overlapped."""
     compute_s: float | None = None

@@ -24,7 +24,7 @@ class TimeLimit:
         return self.seconds - min(grace_s, self.seconds / 10)
 
     def words(self, *, spent_s: float) -> str:
-        """What is reached, and how the run goes on."""
+        """Return the limit that is reached and the command that continues the run."""
         return (
             f"limits.{self.key} = {self.value:g} is reached: {spent_s / 3600:.2f} h of "
             f"{self.seconds / 3600:.2f} h are used. To go on, resume with a higher one: --set "
@@ -86,6 +86,6 @@ def limited(verdict: Verdict, limit: TimeLimit | JobTime, *, spent_s: float) -> 
 
 
 def cost_usd(inventory: ClusterInventory, *, spent_s: float) -> float | None:
-    """What the nodes have cost, or None when a price is not known."""
+    """Return the nodes' cost so far, or None when a price is not known."""
     hourly_usd = inventory.hourly_usd()
     return None if hourly_usd is None else hourly_usd * spent_s / 3600

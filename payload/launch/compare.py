@@ -25,15 +25,15 @@ class Compared:
     memory_bytes: int
     """Estimate of a rank's peak."""
     sent_bytes: int
-    """What each rank sends in a step."""
+    """Bytes that each rank sends in a step."""
     sync_s: float
     """Predicted time of a step's exchange if nothing of it overlapped."""
     step_s: float | None
     """Predicted time of a step; None where the peak was not measured."""
     splits_model: bool = False
-    """Whether several ranks make one pass together."""
+    """True if several ranks compute one pass together."""
     fits: bool | None
-    """Whether the ranks of a node fit into its free memory; None where that is not known."""
+    """True if a node's ranks fit into its free memory; None where that is not known."""
 
     def name(self) -> str:
         """Return the strategy in words."""

@@ -121,7 +121,7 @@ def spin_environment() -> dict[str, str]:
 
 
 def malloc_environment(malloc: Malloc, *, tcmalloc: str | None = None) -> dict[str, str]:
-    """What makes a process that is started with it allocate as `malloc` says."""
+    """Return the variables that select `malloc` for a process that is started with them."""
     if malloc == "tuned":
         return {"GLIBC_TUNABLES": _TUNED}
     if malloc == "lean":
@@ -135,7 +135,7 @@ def malloc_environment(malloc: Malloc, *, tcmalloc: str | None = None) -> dict[s
 def rank_environment(
     rank: Rank, *, world_size: int, ranks_per_node: int, interfaces: Mapping[str, str]
 ) -> dict[str, str]:
-    """What one rank gets besides.
+    """Return the variables of one rank alone.
 
     The rank's numbers are given by torch's names too, for a program that knows only those.
     OMP_PROC_BIND stays unset: libgomp would bind the main thread to one core, gloo's threads would

@@ -1,4 +1,4 @@
-"""Whether a run still lives: a hang, a lost node or neither, from what its ranks and nodes show."""
+"""Detection of a hang or a lost node from the signs of life of a run's ranks and nodes."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _LONG_PHASES = (*START_PHASES, "checkpoint", "end")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSign:
-    """What one rank last showed."""
+    """The last sign of life of a rank."""
 
     rank: int
     node: str
     step: int
     phase: str
     quiet_s: float
-    """Since it last changed."""
+    """Time since it last changed."""
     stopped: bool = False
-    """Whether the process is stopped, as by SIGSTOP."""
+    """True if the process is stopped, as by SIGSTOP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSign:
-    """What a worker node last showed."""
+    """The last sign of life of a worker node."""
 
     node: str
     quiet_s: float
-    """Since it last sent anything."""
+    """Time since it last sent anything."""
     unreachable_s: float | None
-    """Since it takes no connection; None when it took the last one."""
+    """Time since it refuses connections; None when it took the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

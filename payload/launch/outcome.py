@@ -34,24 +34,24 @@ class Evidence:
     launcher_status: int
     """As `subprocess` gives it; below zero = killed by that signal."""
     launcher_text: str
-    """What the launcher printed in this attempt."""
+    """The launcher's output in this attempt."""
     launcher: Launcher
-    """Who knows what that text means."""
+    """The launcher, which parses that text."""
     trainer_status: RunStatus | None
-    """What the trainer wrote into summary.json, or None."""
+    """The status in the trainer's summary.json, or None."""
     stop: Literal["none", "graceful", "forced", "expired"]
-    """Whether someone asked the run to stop, and how that went."""
+    """The outcome of a request to stop the run."""
     stop_by_system: bool = False
-    """Whether it was a signal to the supervisor that no command sent."""
+    """True if the request was a signal to the supervisor that no command sent."""
     ended_by_us_s: float | None
     """When the supervisor began to kill what was left, by the head's monotonic clock, as the
     records' times are; later signals are its own."""
     trouble: Verdict | None = None
-    """What the signs of life showed: a hang, or a node that is frozen or gone."""
+    """The verdict from the signs of life: a hang, or a node that is frozen or gone."""
     begun: bool = False
-    """Whether any rank has shown a sign of life."""
+    """True once any rank has shown a sign of life."""
     trained: bool = False
-    """Whether any rank has come so far that it trained."""
+    """True once any rank has begun to train."""
     node_of: Mapping[str, str] = field(default_factory=dict)
     """Names of the nodes by the addresses that the launcher knows them by."""
 
@@ -90,7 +90,7 @@ def told_by_system(words: str) -> Verdict:
 
 
 def is_failure(record: RankExit) -> bool:
-    """Whether a rank's end means that the run cannot go on."""
+    """Return True if the run cannot go on after this end of a rank."""
     return record.exit_code != ExitCode.OK
 
 

@@ -27,15 +27,15 @@ class LaunchPlan:
     argv: tuple[str, ...]
     """The launcher's command line."""
     launcher_environment: Mapping[str, str]
-    """What the launcher itself gets besides the caller's environment."""
+    """Variables of the launcher alone, in addition to the caller's environment."""
     environment: Mapping[str, str]
-    """What every rank gets."""
+    """Variables of every rank."""
     interfaces: Mapping[str, str]
     """Network interface of each node by the node's name."""
     program: tuple[str, ...]
-    """What each rank runs, below `payload.supervise.rank`."""
+    """The program of each rank, below `payload.supervise.rank`."""
     work_dir: str
-    """Where the ranks run; relative paths of the config start here."""
+    """Working folder of the ranks; relative paths of the config start here."""
     master_port: int = checked(low=1, high=65535)
     world_size: int = checked(low=1)
     ranks_per_node: int = checked(low=1)
@@ -47,8 +47,8 @@ class LaunchPlan:
     """Words on the head before a command that run it on another node, `{node}` for its name, where
     ssh does not."""
     auto_batch_size: int | None = checked(None, low=1)
-    """What `batch.micro_batch_size = "auto"` became; None where the settings have a number. Other
-    ranks may not be able to share the batch with it, and are given another."""
+    """The value chosen for `batch.micro_batch_size = "auto"`; None where settings have a number.
+    Other ranks may not be able to share the batch with it, and are given another."""
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 

@@ -58,7 +58,7 @@ class Placement:
     ranks: tuple[Rank, ...]
     ranks_per_node: int
     oversubscribed: bool
-    """Whether ranks share cores."""
+    """True if ranks share cores."""
     notes: tuple[str, ...] = ()
 
     @property

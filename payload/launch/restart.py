@@ -1,4 +1,4 @@
-"""Whether a failed attempt is followed by another one, and after which pause."""
+"""The restart policy: which failed attempts are retried, and after which pause."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class AttemptEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What is done about a failed attempt."""
+    """The decision about a failed attempt."""
 
     pause_s: float | None
     """Time until the next attempt; None when there is none."""
     why: str | None = None
-    """Why there is none though it would be worth retrying."""
+    """The reason not to retry, for a failure that is worth a retry."""
 
 
 def decide(end: AttemptEnd, *, max_restarts: int) -> Decision:
-    """Another attempt after a lost rank or node or a hang, as long as attempts get anywhere.
+    """Retry after a lost rank or node or a hang, as long as attempts make progress.
 
     An attempt that did not finish one step beyond its checkpoint would be followed by others like
     it.
@@ -59,13 +59,13 @@ def decide(end: AttemptEnd, *, max_restarts: int) -> Decision:
 
 
 def waiting_note(verdict: Verdict) -> str:
-    """What happened, while it is not certain that the run can go on."""
+    """Return the state's note while it is not certain that the run can go on."""
     return f"{verdict.error}. Seeing whether it can be started again"
 
 
 def restart_note(
     verdict: Verdict, *, checkpoint: Path | None, restart: int, max_restarts: int
 ) -> str:
-    """What happened, and where the run goes on."""
+    """Return the state's note of a restart: the failure, and where the run goes on."""
     where = f"from checkpoint {checkpoint.name}" if checkpoint else "from the start"
     return f"{verdict.error}. Going on {where} (restart {restart} of {max_restarts})"

@@ -43,7 +43,7 @@ _NOT_STARTED = (126, 127, 255)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NodeJob:
-    """What a node is told."""
+    """The message to one node."""
 
     job: str
     """The AgentJob, as JSON."""

@@ -212,7 +212,7 @@ class Attempt:
         return {self._ranks[0].node: sorted(left)} if left else {}
 
     def _leave_none_elsewhere(self) -> dict[str, list[int] | None]:
-        """What still lives on other nodes; None for a node that does not answer."""
+        """End the run's processes on other nodes; return those left, None for a silent node."""
         if self._plan.node_command and self._stopping.by_system:
             return {}  # the scheduler ends the job, and all that it has on any node
         for stream in self._streams:

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def signs(paths: RunPaths) -> dict[str, Any]:
-    """What the ranks of this node show now."""
+    """Return the present signs of life of this node's ranks."""
     progress = records(RankProgress, paths.rank_progress(0).parent)
     return {
         "now": time.time(),

@@ -105,7 +105,7 @@ class Sample:
 
 @dataclass(slots=True)
 class _Curve:
-    """What the rows of metrics.jsonl have told so far."""
+    """The metrics from the rows of metrics.jsonl so far."""
 
     step: Mapping[str, Any] | None = None
     evaluation: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""What every rank of the run last showed, on this node and on the others, and how fast it goes."""
+"""Signs of life of all ranks, on this node and on the others, and the run's speed."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ class Signs:
         return seen.record if seen else None
 
     def saving(self, *, within_s: float) -> bool:
-        """Whether rank 0 saves and ends, and has shown something new in this time."""
+        """Return True while rank 0 saves and ends, with a sign of life within this time."""
         ended = self._exits.get(0)
         failed = ended is not None and is_failure(ended)
         return not failed and self._shows(SAVING_PHASES, within_s=within_s)
 
     def writing(self, *, within_s: float) -> bool:
-        """Whether rank 0 writes a checkpoint, and has shown something new in this time.
+        """Return True while rank 0 writes a checkpoint, with a sign of life within this time.
 
         Its thread may be at it while the rank trains on; then the folder is not renamed yet.
         """
@@ -113,7 +113,7 @@ class Signs:
         return under_way or self._shows(("checkpoint",), within_s=within_s)
 
     def ranks(self) -> list[RankSign]:
-        """Of the ranks that have shown something in this attempt."""
+        """Return the signs of the ranks that have shown any in this attempt."""
         now = time.monotonic()
         return [
             RankSign(
@@ -128,7 +128,7 @@ class Signs:
         ]
 
     def nodes(self) -> list[NodeSign]:
-        """Of the other nodes."""
+        """Return the signs of the other nodes."""
         return [stream.sign() for stream in self._streams]
 
     def _shows(self, phases: Sequence[str], *, within_s: float) -> bool:

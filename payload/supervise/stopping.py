@@ -71,9 +71,9 @@ class Stopping:
     ) -> None:
         """`limit_s`: after so long, the run is asked to stop."""
         self.limited = False
-        """Whether it was the limit that asked."""
+        """Return True if a limit of the run asked."""
         self.by_system = False
-        """Whether it was a signal that no command sent, as when the machine is shut down."""
+        """Return True for a signal that no command sent, as at a shutdown of the machine."""
         self._limit_at_s = None if limit_s is None else time.monotonic() + limit_s
         self.kind: Stop = "none"
         self.grace_s = grace_s
@@ -85,7 +85,7 @@ class Stopping:
         self._deadline_s = 0.0
 
     def heed(self, *, saving: bool = False) -> Literal["ask", "end"] | None:
-        """What is to be done now because of a new wish, or because the last one took too long.
+        """Return the next action after a new request, or after an old one that took too long.
 
         A checkpoint that gets on (`saving`) may take longer, unless it is the limit that asked.
         """

@@ -81,7 +81,7 @@ class NodeStream:
         )
 
     def messages(self) -> list[dict[str, Any]]:
-        """What the node sent since the last call; `skew_s` is its clock less ours."""
+        """Return the node's messages since the last call; `skew_s` is its clock less ours."""
         taken = []
         with contextlib.suppress(IndexError):
             while True:
@@ -203,7 +203,7 @@ class LineCutter:
         return lines
 
     def is_over_limit(self) -> bool:
-        """Whether the line that has not ended yet is longer than any that a node sends."""
+        """Return True if the unfinished line is longer than any that a node sends."""
         return len(self._rest) > MAX_FILE_BYTES
 
 
@@ -222,7 +222,7 @@ def wait_for_nodes(
     pause: Callable[[float], bool],
     timeout_s: float = _RETURN_S,
 ) -> str | None:
-    """What keeps the run from being started again, in words, or None.
+    """Return the reason that keeps the run from being restarted, or None.
 
     `pause` sleeps, and says false when somebody wants the run to stop.
     """

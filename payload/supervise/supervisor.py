@@ -79,7 +79,7 @@ class Supervisor:
         self._streams = self._worker_streams()
         previous = known_state(paths)
         self._dead = previous if previous is not None and previous.exit_class is None else None
-        """What the last supervisor wrote, if it died without a word."""
+        """Return the last supervisor's state, if it died without a word."""
         self._spent_before_s = previous.spent_s if previous else 0.0
         self._began_s = self._told_s = time.monotonic()
         self._limit = time_limit(self._config.limits, self._inventory)
@@ -244,7 +244,7 @@ class Supervisor:
         return f"processes {sorted(left)} could not be ended" if left else None
 
     def _pause(self, seconds: float) -> bool:
-        """Whether nobody wants the run to stop, after at most so long."""
+        """Wait at most so long; return False if the run is asked to stop meanwhile."""
         ends = time.monotonic() + seconds
         while self._stopping.kind == "none" and time.monotonic() < ends:
             self._wakeups.sleep(min(_PAUSE_TICK_S, seconds))

@@ -89,9 +89,9 @@ class Engine(ABC):
     needs_image: ClassVar[bool] = False
     takes_image: ClassVar[bool] = True
     storage: ClassVar[str]
-    """What `--storage` names there."""
+    """The meaning of `--storage` there, for people."""
     storage_pattern: ClassVar[re.Pattern[str]]
-    """What such a name looks like, as a whole."""
+    """Pattern of a whole such name."""
     storage_characters: ClassVar[str]
     """The pattern's characters, for people."""
     needs_storage: ClassVar[bool] = False

@@ -97,7 +97,7 @@ class TrialFailure:
     cause: str
     fix: str
     shows_log: bool = True
-    """Whether the last lines of the output tell more."""
+    """True if the last lines of the output tell more."""
 
 
 class Launcher(ABC):
@@ -114,13 +114,13 @@ class Launcher(ABC):
     preference: ClassVar[int | None] = None
     """Place in the order in which `auto` looks; the lowest first, None never."""
     spans_nodes: ClassVar[bool] = True
-    """Whether it starts ranks on several nodes."""
+    """True if it starts ranks on several nodes."""
     scheduler: ClassVar[str | None] = None
     """The scheduler in whose allocation alone it starts ranks, by the inventory's source."""
     keeps: ClassVar[tuple[str, ...]] = ()
     """Beginnings of variables that it needs, though they are another launcher's or scheduler's."""
     needs_heartbeats: ClassVar[bool] = True
-    """Whether the supervisor must ask the other nodes itself how they are."""
+    """True if the supervisor must watch the other nodes itself."""
     noise: ClassVar[re.Pattern[str] | None] = None
     """Lines of its output that tell nothing."""
 

@@ -12,7 +12,7 @@ STEP = (
     *("--overlap", "--overcommit", "--mem=0", "--cpu-bind=none", "--mpi=none"),
     *("--export=ALL", "--kill-on-bad-exit=0", "--wait=0"),
 )
-"""What every step of ours asks for: a share of all that the job has, beside the other steps. A rank
+"""Options of every job step: a share of all that the job has, beside the other steps. A rank
 binds itself to its cores, and the supervisor decides what a rank's end means."""
 
 NODE_COMMAND = ("srun", *STEP, "--nodes=1", "--ntasks=1", "--nodelist={node}", "--quiet")
