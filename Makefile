@@ -22,6 +22,8 @@ ARGS ?=
 # Tests that run side by side; many wait for machines or processes most of their time.
 WORKERS ?= 2
 UPGRADE ?=
+# A run's id, for the dashboard; none = the newest.
+RUN ?=
 # One of benchmarks by its file's name, as in BENCH=step; none = the short set.
 BENCH ?=
 
@@ -38,9 +40,9 @@ SHOWN = @printf '%s\n' '$(subst ','\'',$(1))'; $(1) $(OR_SAY)
 # What the tests marked `sshd` start, real servers on loopback addresses, and `rig`, machines; and
 # the browser that tests/report open pages in.
 TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-container \
-	chromium chromium-driver
+	chromium chromium-driver prometheus prometheus-node-exporter
 
-.PHONY: help run data test test-packages test-engine test-ipex check fix bench docs lock setup setup-run setup-ipex clean
+.PHONY: help run data test test-packages test-engine test-ipex check fix dashboard bench docs lock setup setup-run setup-ipex clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -80,6 +82,9 @@ check: setup  ## everything that CI checks without running the program
 fix: setup  ## repair what ruff can repair
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+dashboard: setup  ## Prometheus, and Grafana where it is installed, for the newest run (RUN=ID: that one)
+	$(PY) -m payload.orchestrate dashboard $(RUN) $(ARGS) $(OR_SAY)
 
 bench: setup data  ## measure the short set, in about two minutes; BENCH=NAME: one of benchmarks
 	$(PY) -m benchmarks$(if $(BENCH),.$(BENCH)) $(ARGS)

@@ -164,6 +164,109 @@ step_payload() {
         bash "$here/install-payload.sh" "${options[@]}" 9>&-)
 }
 
+# Where the machine exporters listen: within the kernel's own range of ports, which the cluster's
+# firewall has open between its nodes, and reserved (bootstrap.conf's sysctl) so that nothing takes them.
+readonly NODE_EXPORTER_PORT=39100 GPU_EXPORTER_PORT=39400
+readonly MONITORING_DIR=/etc/tileforge/monitoring
+
+# Prints this node's own address within the cluster, or fails.
+own_address() {
+    local entry here
+    here=" $(hostname -I) "
+    for entry in $NODES; do
+        [[ $here != *" ${entry#*=} "* ]] || {
+            printf '%s\n' "${entry#*=}"
+            return
+        }
+    done
+    fail "none of this node's addresses ($here) is in NODES."
+}
+
+# targets PORT: what Prometheus scrapes on every node, as its file_sd reads it.
+targets() {
+    local entry separator=""
+    printf '['
+    for entry in $NODES; do
+        printf '%s{"targets": ["%s:%s"], "labels": {"node": "%s"}}' \
+            "$separator" "${entry#*=}" "$1" "${entry%%=*}"
+        separator=", "
+    done
+    printf ']\n'
+}
+
+# service NAME UNIT-LINE...: more settings of a package's service, and the service started anew.
+service() {
+    local name=$1
+    shift
+    install -d -m 0755 "/etc/systemd/system/$name.service.d"
+    printf '%s\n' "$@" >"/etc/systemd/system/$name.service.d/tileforge.conf"
+    systemctl daemon-reload
+    systemctl enable --quiet "$name.service"
+    systemctl restart "$name.service"
+}
+
+# package NAME[=VERSION]: its settings were written before, so that it never starts with others.
+package() {
+    has_package "${1%%=*}" || apt_get -o Dpkg::Options::=--force-confold install -y "$1"
+}
+
+# The machine's own metrics, on its address within the cluster's network alone.
+monitor_machine() {
+    local address=$1
+    printf 'ARGS="--web.listen-address=%s:%s"\n' "$address" "$NODE_EXPORTER_PORT" \
+        >/etc/default/prometheus-node-exporter
+    package prometheus-node-exporter
+    service prometheus-node-exporter "[Unit]" "After=network-online.target" \
+        "Wants=network-online.target" "StartLimitIntervalSec=0" "[Service]" "RestartSec=5"
+    [[ -e /proc/driver/nvidia/version ]] || return 0
+    # From NVIDIA's repository, which an image with NVIDIA's driver has, with its key.
+    package datacenter-gpu-manager-exporter
+    service nvidia-dcgm-exporter "[Service]" \
+        "Environment=DCGM_EXPORTER_LISTEN=$address:$GPU_EXPORTER_PORT"
+}
+
+# Prometheus and Grafana, on the head's loopback address alone.
+monitor_cluster() {
+    install -d -m 0755 "$MONITORING_DIR/targets"
+    printf '[{"targets": ["127.0.0.1:9464"]}]\n' >"$MONITORING_DIR/targets/run.json"
+    targets "$NODE_EXPORTER_PORT" >"$MONITORING_DIR/targets/machines.json"
+    # All nodes are of one machine type.
+    if [[ -e /proc/driver/nvidia/version ]]; then
+        targets "$GPU_EXPORTER_PORT"
+    else
+        echo "[]"
+    fi >"$MONITORING_DIR/targets/gpus.json"
+    printf 'ARGS="%s %s %s %s"\n' "--config.file=$MONITORING_DIR/prometheus.yml" \
+        --web.listen-address=127.0.0.1:9090 --storage.tsdb.retention.time=30d \
+        --storage.tsdb.retention.size=5GB >/etc/default/prometheus
+    package prometheus
+    service prometheus "[Service]" "RestartSec=5"
+    install_grafana
+    service grafana-server "[Service]" "EnvironmentFile=$MONITORING_DIR/grafana.env"
+}
+
+# From Grafana's own repository, whose index has to be signed by the key that came with user-data.
+install_grafana() {
+    local list=/etc/apt/sources.list.d/grafana.list
+    has_package grafana && return
+    printf 'deb [arch=amd64 signed-by=%s] https://apt.grafana.com stable main\n' \
+        "$MONITORING_DIR/grafana.asc" >"$list"
+    update_lists
+    package "grafana=$GRAFANA_VERSION"
+}
+
+step_monitoring() {
+    [[ $MONITORING == prometheus ]] || return 0
+    local address head
+    address=$(own_address)
+    head=${NODES%% *}
+    pause_apt_jobs
+    has_package prometheus-node-exporter || update_lists
+    monitor_machine "$address"
+    [[ $address != "${head#*=}" ]] || monitor_cluster
+    resume_apt_jobs
+}
+
 run_step() {
     step=$1
     write_state null ""
@@ -182,11 +285,12 @@ main() {
     install -m 0640 /dev/null "$LOG.new"
     mv "$LOG.new" "$LOG"
     exec 3>&1 >>"$LOG" 2>&1 </dev/null
-    # shellcheck source=/dev/null # VERSION SHA NODE_USER LOGIN_USER PACKAGES VENV EXTRAS WHEELHOUSE TORCH_INDEX
+    # shellcheck source=/dev/null # VERSION SHA NODE_USER LOGIN_USER PACKAGES VENV EXTRAS WHEELHOUSE
+    # TORCH_INDEX MONITORING NODES GRAFANA_VERSION
     . "$CONF"
     trap on_exit EXIT
     local name
-    for name in packages kernel sshd user payload; do
+    for name in packages kernel sshd user payload monitoring; do
         run_step "$name"
     done
     step="done"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from infra.cloud_init import BootstrapFiles, NodeBootstrap, render_user_data
 from infra.config import ClusterConfig
+from infra.nodes import node_address, node_name
 
 ANY_KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43} any-operator"
 """A key of nobody's, for a text that is the same whoever the operator is."""
@@ -13,9 +14,16 @@ def node_bootstrap(
     config: ClusterConfig, *, authorized_keys: tuple[str, ...], version: str
 ) -> NodeBootstrap:
     """Return the bootstrap values of the cluster's nodes."""
+    is_monitored = config.monitoring == "prometheus"
     return NodeBootstrap(
         authorized_keys=authorized_keys,
         version=version,
+        extras="train,monitor" if is_monitored else "train",
+        monitored=tuple(
+            (node_name(config, index), node_address(index)) for index in range(config.node_count)
+        )
+        if is_monitored
+        else (),
         wheelhouse=config.wheelhouse or None,
         os_login_user=config.os_login_user or None,
     )

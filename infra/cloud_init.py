@@ -11,9 +11,11 @@ import binascii
 import gzip
 import hashlib
 import io
+import ipaddress
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -24,6 +26,9 @@ from payload.errors import ConfigError
 STATE_FILE = "/var/lib/tileforge/bootstrap.json"
 NODE_USER = "trainer"
 VENV = "/opt/tileforge/venv"
+GRAFANA_VERSION = "12.4.0"
+"""Of Grafana's own repository, apt.grafana.com, which keeps older versions."""
+MONITORING_DIR = PurePosixPath("/etc/tileforge/monitoring")
 MAX_BYTES = 256 * 1024
 """Longest metadata value of Compute Engine."""
 
@@ -62,6 +67,8 @@ class NodeBootstrap:
     """Folder of wheels on the node, for nodes without internet; None takes them from the index."""
     torch_index: str | None = None
     """Index of PyTorch's CPU builds; None is install-payload.sh's own."""
+    monitored: tuple[tuple[str, str], ...] = ()
+    """Name and address of every node of a cluster with Prometheus, the head first; else empty."""
     os_login_user: str | None = None
     """The one user who may log in, by Google's OS Login, where `trainer` has no key."""
 
@@ -72,7 +79,8 @@ class NodeBootstrap:
 
     def packages(self) -> tuple[str, ...]:
         """Debian packages that the node gets; of names between bars the first that it knows."""
-        return tuple(sorted({*_PACKAGES, *self.extra_packages}))
+        ours = ("ca-certificates",) if self.monitored else ()
+        return tuple(sorted({*_PACKAGES, *ours, *self.extra_packages}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +91,8 @@ class BootstrapFiles:
     node_setup: bytes
     install_payload: bytes
     lock: bytes
+    monitoring: Mapping[str, bytes]
+    """What Prometheus and Grafana read, by the path below `bootstrap/monitoring`."""
 
     @classmethod
     def load(cls, folder: Path) -> BootstrapFiles:
@@ -93,6 +103,11 @@ class BootstrapFiles:
                 node_setup=(folder / "node-setup.sh").read_bytes(),
                 install_payload=(folder / "install-payload.sh").read_bytes(),
                 lock=(folder / "requirements.lock").read_bytes(),
+                monitoring={
+                    path.relative_to(folder / "monitoring").as_posix(): path.read_bytes()
+                    for path in sorted((folder / "monitoring").rglob("*"))
+                    if path.is_file()
+                },
             )
         except OSError as error:
             raise ConfigError(
@@ -125,6 +140,10 @@ def render_user_data(node: NodeBootstrap, files: BootstrapFiles) -> str:
             str(_SCRIPTS / "node-setup.sh"): ("0755", _packed(files.node_setup)),
             str(_SCRIPTS / "install-payload.sh"): ("0755", _packed(files.install_payload)),
             str(_SCRIPTS / "requirements.lock"): ("0644", _packed(files.lock)),
+            **{
+                str(MONITORING_DIR / name): ("0644", _packed(content))
+                for name, content in (files.monitoring if node.monitored else {}).items()
+            },
         },
         setup_script=str(_SCRIPTS / "node-setup.sh"),
     )
@@ -149,6 +168,9 @@ def _settings(node: NodeBootstrap, files: BootstrapFiles) -> dict[str, str]:
         "EXTRAS": node.extras,
         "WHEELHOUSE": node.wheelhouse or "",
         "TORCH_INDEX": node.torch_index or "",
+        "MONITORING": "prometheus" if node.monitored else "none",
+        "NODES": " ".join(f"{name}={address}" for name, address in node.monitored),
+        "GRAFANA_VERSION": GRAFANA_VERSION,
     }
 
 
@@ -171,6 +193,9 @@ def _check(node: NodeBootstrap) -> None:
             raise ConfigError(f"authorized key {_shown(key)}: {problem}")
     for package in node.extra_packages:
         _match(_PACKAGE, package, "extra_packages has", "the name of a Debian package")
+    for name, address in node.monitored:
+        _match(_USER, name.replace("-", "_"), "monitored has", "the name of a node")
+        ipaddress.IPv4Address(address)
     _match(_EXTRAS, node.extras, "extras =", "names of extras between commas, such as train")
     _match(re.compile(r"[\w.+-]+", re.ASCII), node.version, "version =", "such as 0.1.0")
     if node.wheelhouse is not None:

@@ -47,6 +47,7 @@ class ClusterConfig:
     egress: str = "nat"
     wheelhouse: str = ""
     flow_logs: bool = True
+    monitoring: str = "none"
     labels: tuple[str, ...] = ()
 
     def machine(self) -> MachineType:

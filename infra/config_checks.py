@@ -49,6 +49,7 @@ _CHOICES = {
     "compact_placement": ("auto", "true", "false"),
     "threads_per_core": (1, 2),
     "egress": ("nat", "none"),
+    "monitoring": ("none", "prometheus"),
 }
 
 Problem = tuple[str, str]

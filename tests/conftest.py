@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from tests.support.data_folders import make_data_folder
 from tests.support.groups import GroupScheduling, place_of
 from tests.support.launching import TINY_RUN
 from tests.support.left_out import leave_out, notes
+from tests.support.prometheus import leave_out_without_prometheus
 from tests.support.small_disk import SmallDisk
 
 
@@ -31,6 +33,14 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Pa
     path = tmp_path_factory.mktemp("config") / "tiny.toml"
     path.write_text(TINY_RUN.format(data=tiny_data), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def promtool() -> str:
+    """Prometheus's own checker; tests with it are left out where there is no Prometheus."""
+    found = shutil.which("promtool")
+    assert found is not None
+    return found
 
 
 @pytest.fixture
@@ -60,6 +70,7 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest groups begin first; what mounts a file system is left out where it cannot."""
     items.sort(key=lambda item: place_of(item.nodeid))
+    leave_out_without_prometheus(config, items)
     if not (sys.platform == "linux" and os.geteuid() == 0):
         leave_out(
             config,

@@ -43,6 +43,7 @@ COMMANDS = (
             "logs": "print what a rank printed",
             "list": "show all runs",
             "attach": "follow a cluster's run",
+            "dashboard": "show a run's metrics",
             "stop": "save and stop a run",
             "collect": "bring a run's results here",
             "remove": "delete old runs",

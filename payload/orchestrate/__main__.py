@@ -32,6 +32,7 @@ _EXAMPLES = {
     "logs": "--rank 1",
     "list": "",
     "attach": "--inventory cluster.json",
+    "dashboard": "--open",
     "stop": "--grace 60",
     "collect": "--runs-dir runs",
     "remove": "--keep 3 --dry-run",
@@ -99,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     _add_logs(commands)
     _add_list(commands)
     _add_attach(commands)
+    _add_dashboard(commands)
     _add_stop(commands)
     _add_collect(commands)
     _add_remove(commands)
@@ -313,6 +315,28 @@ def _attach(arguments: argparse.Namespace, access: LocalAccess) -> int:
     from payload.orchestrate.commands.attach import attach
 
     return attach(arguments, access.environment())
+
+
+def _add_dashboard(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "dashboard",
+        help="show a run's metrics in the browser",
+        description="Print the address of Grafana's dashboards, and keep it open until Ctrl-C. On "
+        "a cluster with `monitoring: prometheus` they come through SSH. For a run on this machine "
+        "Prometheus is started here, and Grafana where it is installed.",
+    )
+    parser.set_defaults(command=_dashboard)
+    _add_inventory(parser)
+    _add_ssh_key(parser)
+    _add_which(parser)
+    parser.add_argument("--open", action="store_true", help="show it in the browser")
+
+
+def _dashboard(arguments: argparse.Namespace, access: LocalAccess) -> int:
+    from payload.orchestrate.commands.dashboard import DashboardOptions, dashboard
+
+    names = ("run", "runs_dir", "inventory", "ssh_key", "open")
+    return dashboard(DashboardOptions(**{name: getattr(arguments, name) for name in names}), access)
 
 
 def _add_collect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from payload.errors import PreflightError, TileforgeError
 from payload.hints import command
@@ -77,6 +77,24 @@ def serving(paths: RunPaths, *, port: int) -> Iterator[int]:
         thread.join()
 
 
+def write_history(paths: RunPaths, file: TextIO) -> None:
+    """Write what metrics.jsonl tells as OpenMetrics text, of which Prometheus makes old blocks.
+
+    Format: https://prometheus.io/docs/prometheus/latest/storage/#backfilling-from-openmetrics-format
+    """
+    for metric, samples in by_metric(RunMetrics(paths).history()):
+        file.write(f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} gauge\n")
+        for sample in samples:
+            every = {"job": "tileforge", "instance": "run", **sample.labels}
+            labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in every.items())
+            file.write(f"{metric.name}{{{labels}}} {sample.value!r} {sample.time_unix!r}\n")
+    file.write("# EOF\n")
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
 def wanted(monitor: MonitorSection) -> bool:
     """Tell whether a run on this node serves its metrics."""
     return monitor.enabled == "on" or (monitor.enabled == "auto" and SET_UP.exists())
@@ -106,6 +124,9 @@ def monitored(paths: RunPaths, *, note: Callable[[str], None]) -> Iterator[None]
 def main(argv: Sequence[str]) -> int:
     """Serve until the input ends, so that nothing outlives who started this."""
     arguments = parser().parse_args(argv)
+    if arguments.history:
+        write_history(RunPaths(arguments.run_dir.resolve()), sys.stdout)
+        return 0
     try:
         with serving(RunPaths(arguments.run_dir.resolve()), port=arguments.port) as port:
             sys.stdout.write(f"http://{ADDRESS}:{port}/metrics\n")
@@ -127,6 +148,9 @@ def parser() -> argparse.ArgumentParser:
         "address goes to stdout.",
     )
     made.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
+    made.add_argument(
+        "--history", action="store_true", help="print the run so far as OpenMetrics text instead"
+    )
     made.add_argument("--port", type=int, default=0, metavar="N", help="(default: a free one)")
     return made
 

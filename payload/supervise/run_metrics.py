@@ -6,6 +6,7 @@ Reading happens in the supervisor's process, or beside it: a training step pays 
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from collections import deque
@@ -17,13 +18,14 @@ from payload.errors import ConfigError
 from payload.inventory import ClusterInventory
 from payload.launch.budget import TimeLimit, time_limit
 from payload.launch.ranks import load_ranks
-from payload.metrics_log import TIMED_PARTS, MetricsTail, RankTimes, rank_times
+from payload.metrics_log import TIMED_PARTS, MetricsTail, RankTimes, rank_times, read_metrics
 from payload.results import RankProgress, RunPaths, RunState, last_record
 from payload.run_repair import known_config
 from payload.stragglers import StragglerWatch
 
 PREFIX = "tileforge_"
 _RECENT = 50
+_MOST_HISTORY = 5000
 _REST = "optimizer"
 PHASES = (*TIMED_PARTS, _REST)
 """Parts of a step. `optimizer` is what the others leave of it: clipping, update, bookkeeping."""
@@ -166,20 +168,23 @@ class RunMetrics:
         return [*found, *self._of_signs(now), *self._of_ranks(self._curve)]
 
     def history(self) -> Iterator[Sample]:
-        """Yield what each row of metrics.jsonl tells, with its time, the oldest first."""
-        curve, tail = _Curve(), MetricsTail(self._paths.metrics)
-        while rows := tail.new_rows():
-            for row in rows:
-                curve.add(row)
-                at = row.get("time_unix")
-                if not isinstance(at, int | float):
-                    continue
-                for name, value in _of_row(row).items():
-                    if value is not None:
-                        yield Sample(PREFIX + name, self._run_labels(), value, at)
-                if "ranks" in row:
-                    for each in self._of_ranks(curve):
-                        yield Sample(each.name, each.labels, each.value, at)
+        """Yield what rows of metrics.jsonl tell, with their times, the oldest first.
+
+        Of a long run they are 5,000 that are evenly apart, and every evaluation.
+        """
+        curve, rows = _Curve(), read_metrics(self._paths.metrics)
+        stride = math.ceil(len(rows) / _MOST_HISTORY)
+        for index, row in enumerate(rows):
+            curve.add(row)
+            at = row.get("time_unix")
+            if not isinstance(at, int | float) or (index % stride and "val_loss" not in row):
+                continue
+            for name, value in _of_row(row).items():
+                if value is not None:
+                    yield Sample(PREFIX + name, self._run_labels(), value, at)
+            if "val_loss" not in row:
+                for each in self._of_ranks(curve):
+                    yield Sample(each.name, each.labels, each.value, at)
 
     def _run_labels(self) -> dict[str, str]:
         return {"run": self._paths.run_id, "node": self._node_of.get(0, "")}

@@ -71,6 +71,7 @@ Stream: TypeAlias = socket.socket | paramiko.Channel | ProxyProcess
 """What a connection runs over: TCP, a channel through the head, or a proxy command."""
 
 SFTPClient: TypeAlias = paramiko.SFTPClient
+Channel: TypeAlias = paramiko.Channel
 
 
 def shell_text(argv: Sequence[str]) -> str:
@@ -204,6 +205,18 @@ class Connection:
     def open_sftp(self) -> SFTPClient:
         """A file session; call it and use it within `guard`."""
         return self._client.open_sftp()
+
+    def open_channel_here(self, port: int, *, timeout_s: float) -> paramiko.Channel:
+        """Return a stream to a port of this node's loopback address. Raises SshUnreachableError."""
+        try:
+            return self._transport.open_channel(
+                "direct-tcpip", ("127.0.0.1", port), ("127.0.0.1", 0), timeout=timeout_s
+            )
+        except _BROKEN as error:
+            raise SshUnreachableError(
+                f"{self.node.name}: nothing answers at its 127.0.0.1 port {port} "
+                f"({printable(str(error))})"
+            ) from None
 
     def open_channel_to(self, node: Node, *, timeout_s: float) -> paramiko.Channel:
         """A stream from this node on to another one. Raises SshUnreachableError."""

@@ -1,0 +1,79 @@
+"""Ports of a node's loopback address, at ports here, through an SSH connection."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+
+from payload.errors import TileforgeError
+from payload.orchestrate.ssh.connection import Channel, Connection
+
+_LOOPBACK = "127.0.0.1"
+_OPEN_S = 10.0
+_LOOK_S = 0.5
+_CHUNK_BYTES = 64 * 2**10
+
+
+@contextlib.contextmanager
+def forwarded(connection: Connection, ports: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Listen here for each port of the node within the block; yield the ports here, in order.
+
+    A port here has the same number where that is free.
+    """
+    closing = threading.Event()
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(_listener(port)) for port in ports]
+        for listener, port in zip(listeners, ports, strict=True):
+            arguments = (connection, listener, port, closing)
+            thread = threading.Thread(target=_accept, args=arguments, daemon=True)
+            thread.start()
+            stack.callback(thread.join)
+        stack.callback(closing.set)
+        yield tuple(listener.getsockname()[1] for listener in listeners)
+
+
+def _listener(wanted: int) -> socket.socket:
+    try:
+        return socket.create_server((_LOOPBACK, wanted))
+    except OSError:
+        return socket.create_server((_LOOPBACK, 0))
+
+
+def _accept(
+    connection: Connection, listener: socket.socket, port: int, closing: threading.Event
+) -> None:
+    listener.settimeout(_LOOK_S)
+    while not closing.is_set():
+        try:
+            client, _ = listener.accept()
+        except TimeoutError:
+            continue
+        except OSError:
+            return
+        client.setblocking(True)
+        arguments = (connection, client, port, closing)
+        threading.Thread(target=_carry, args=arguments, daemon=True).start()
+
+
+def _carry(
+    connection: Connection, client: socket.socket, port: int, closing: threading.Event
+) -> None:
+    """Carry bytes both ways until one side ends, or the block is left."""
+    with client, contextlib.suppress(OSError, EOFError, TileforgeError):
+        channel = connection.open_channel_here(port, timeout_s=_OPEN_S)
+        with contextlib.closing(channel), selectors.DefaultSelector() as selector:
+            selector.register(client, selectors.EVENT_READ, (client, channel))
+            selector.register(channel, selectors.EVENT_READ, (channel, client))
+            while not closing.is_set():
+                for key, _ in selector.select(_LOOK_S):
+                    if not _pass_on(*key.data):
+                        return
+
+
+def _pass_on(source: socket.socket | Channel, to: socket.socket | Channel) -> bool:
+    content = source.recv(_CHUNK_BYTES)
+    to.sendall(content)
+    return bool(content)

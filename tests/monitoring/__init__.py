@@ -1,0 +1,1 @@
+"""Prometheus itself, on real runs: the metrics, the dashboards' queries and the alerts."""

@@ -1,0 +1,49 @@
+"""A real run of two ranks with Prometheus beside it; where Prometheus is not installed, a note."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from payload.orchestrate.commands.dashboard import local_stack
+from payload.orchestrate.sites.local import LocalAccess
+from payload.results import RunPaths
+from tests.monitoring.watched import Gpus, Watched, short_thresholds
+from tests.supervise.planned import REPO, wait_for_steps
+from tests.support.launching import TINY_RUN
+
+
+@pytest.fixture(scope="module")
+def watched(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """A run that goes on, scraped by a Prometheus whose alerts have short thresholds."""
+    folder = tmp_path_factory.mktemp("watched")
+    config = folder / "run.toml"
+    config.write_text(TINY_RUN.format(data=tiny_data), encoding="utf-8")
+    settings = (
+        *("train.steps=1000000", "train.eval_every=20", "train.eval_tokens=256"),
+        *("train.checkpoint_every=40", "train.keep_checkpoints=2", "limits.max_hours=5"),
+        *("launch.ranks_per_node=2", "launch.threads_per_rank=1"),
+    )
+    orchestrate = [sys.executable, "-m", "payload.orchestrate"]
+    which = ["--runs-dir", str(folder / "runs")]
+    start = [*orchestrate, "run", "--config", str(config), "--run-id", "watched", "--detach"]
+    start += [*which, "--inventory", "local"]
+    start += [word for each in settings for word in ("--set", each)]
+    subprocess.run(start, cwd=REPO, check=True, timeout=120, capture_output=True)
+    paths = RunPaths(folder / "runs" / "watched")
+    try:
+        pids = wait_for_steps(paths, step=45, timeout_s=240)
+        files = folder / "files"
+        with Gpus() as gpus:
+            short_thresholds(files, gpus=gpus.address)
+            access = LocalAccess(os.environ)
+            with local_stack(paths, access=access, say=lambda _: None, files=files) as pages:
+                yield Watched(url=pages[-1].removesuffix("/alerts"), paths=paths, pids=pids)
+    finally:
+        stop = [*orchestrate, "stop", "watched", "--force", *which]
+        subprocess.run(stop, cwd=REPO, timeout=120, capture_output=True)

@@ -1,0 +1,52 @@
+"""Each alert fires when its cause is there, and not before; two of them on a real run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from payload.orchestrate.commands.dashboard import FILES
+from tests.monitoring.watched import Watched
+from tests.supervise.planned import wait_for
+
+CASES = Path(__file__).with_name("alerts_test.yml")
+
+
+def test_each_alert_fires_by_its_cause_and_not_without(promtool: str) -> None:
+    done = subprocess.run(
+        [promtool, "test", "rules", str(CASES)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_there_is_a_case_for_each_alert_with_and_without_its_cause() -> None:
+    rules = yaml.safe_load((FILES / "alerts.yml").read_text(encoding="utf-8"))
+    names = {rule["alert"] for group in rules["groups"] for rule in group["rules"]}
+    cases = [
+        case
+        for test in yaml.safe_load(CASES.read_text(encoding="utf-8"))["tests"]
+        for case in test["alert_rule_test"]
+    ]
+    assert {each["alertname"] for each in cases if each.get("exp_alerts")} == names
+    assert {each["alertname"] for each in cases if not each.get("exp_alerts")} == names
+
+
+@pytest.mark.ranks
+def test_a_run_whose_ranks_are_stopped_fires_no_progress_and_old_checkpoint(
+    watched: Watched,
+) -> None:
+    wanted = {"RunMakesNoProgress", "CheckpointIsOld"}
+    assert not wanted & watched.firing()
+    for pid in watched.pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: wanted <= watched.firing(), "both alerts", timeout_s=100)
+    finally:
+        for pid in watched.pids:
+            os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: not wanted & watched.firing(), "the end of both", timeout_s=100)

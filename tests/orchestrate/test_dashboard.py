@@ -1,0 +1,179 @@
+"""`dashboard`: a head's pages through a real sshd, a run's on this machine, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from payload.errors import PreflightError
+from payload.orchestrate.commands import dashboard
+from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.ssh.connection import Cluster
+from payload.orchestrate.ssh.streams import Login
+from payload.orchestrate.ssh.tunnel import forwarded
+from payload.results import RunPaths
+from tests.orchestrate.conftest import SHORT, StartSshd
+from tests.orchestrate.sshd import make_cluster
+from tests.supervise.planned import REPO, plan_stand_in, wait_for
+
+BIG = b"x" * 3_000_000
+
+
+@contextmanager
+def page(path: str) -> Iterator[int]:
+    """Serve 200 for one path, 404 for others, on a loopback port."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # http.server's name
+            self.send_response(200 if self.path == path else 404)
+            self.end_headers()
+            self.wfile.write(BIG)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def closed() -> Iterator[int]:
+    """Hold a loopback port that refuses: head and operator are one machine here, so a port that is
+    free would be the tunnel's own, too."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def options(**more: object) -> dashboard.DashboardOptions:
+    known = {"run": None, "runs_dir": Path("runs"), "inventory": None, "ssh_key": None}
+    return dashboard.DashboardOptions(**{**known, "open": False, **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.sshd
+def test_a_port_of_the_head_comes_here_whole_and_for_several_at_once(
+    start_sshd: StartSshd, login: Login
+) -> None:
+    head = start_sshd("node-0", "127.0.0.2")
+    with (
+        page("/a") as there,
+        Cluster(make_cluster(head.node), login=login, env={}, deadlines=SHORT) as cluster,
+        closed() as nobody,
+        forwarded(cluster.connect(head.node), [there, nobody]) as (here, dead),
+    ):
+        assert here != there  # taken by the page itself, as all is one machine
+        answers: list[bytes] = []
+
+        def fetch() -> None:
+            with urllib.request.urlopen(f"http://127.0.0.1:{here}/a", timeout=30) as answer:
+                answers.append(answer.read())
+
+        threads = [threading.Thread(target=fetch) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert answers == [BIG] * 4
+        with pytest.raises(OSError):  # reset or closed: nobody is there
+            urllib.request.urlopen(f"http://127.0.0.1:{dead}/a", timeout=30)
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{here}/a", timeout=30)
+
+
+@pytest.mark.sshd
+def test_a_head_s_pages_are_named_and_one_without_any_is_told(
+    start_sshd: StartSshd, login: Login, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = start_sshd("node-0", "127.0.0.2")
+    inventory, chosen = make_cluster(head.node), options(run="mine", ssh_key=login.key)
+    with page("/api/health") as grafana, page("/-/ready") as prometheus:
+        monkeypatch.setattr(dashboard, "GRAFANA_PORT", grafana)
+        monkeypatch.setattr(dashboard, "PROMETHEUS_PORT", prometheus)
+        with dashboard._cluster_pages(inventory, chosen, os.environ) as pages:
+            assert len(pages) == 2
+            assert pages[0].endswith("/d/tileforge-run?var-run=mine")
+            assert pages[1].endswith("/alerts")
+    with closed() as nobody, closed() as neither:
+        monkeypatch.setattr(dashboard, "GRAFANA_PORT", nobody)
+        monkeypatch.setattr(dashboard, "PROMETHEUS_PORT", neither)
+        with (
+            pytest.raises(PreflightError, match="neither Grafana nor Prometheus"),
+            dashboard._cluster_pages(inventory, chosen, os.environ),
+        ):
+            pass
+
+
+def test_without_prometheus_the_command_says_what_to_install(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run")
+    access = LocalAccess({"PATH": str(tmp_path)})
+    with (
+        pytest.raises(PreflightError, match="apt-get install prometheus"),
+        dashboard.local_stack(paths, access=access, say=lambda _: None),
+    ):
+        pass
+
+
+def test_a_program_that_does_not_come_up_is_named_with_its_last_words(tmp_path: Path) -> None:
+    program = tmp_path / "prometheus"
+    program.write_text("#!/bin/sh\necho 'no such flag' >&2; exit 2\n", encoding="ascii")
+    program.chmod(0o755)
+    paths = plan_stand_in(tmp_path / "run")
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin"}
+    with (
+        pytest.raises(PreflightError, match=r"Prometheus does not answer.*no such flag"),
+        dashboard.local_stack(paths, access=LocalAccess(env), say=lambda _: None),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_ends_all_that_it_started(
+    tmp_path: Path, promtool: str, number: signal.Signals
+) -> None:
+    paths = plan_stand_in(tmp_path / "runs" / "one")
+    command = [sys.executable, "-m", "payload.orchestrate", "dashboard", "one"]
+    process = subprocess.Popen(
+        [*command, "--runs-dir", str(paths.root.parent)],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()
+    assert address.startswith("http://127.0.0.1:")
+    mine = children(process.pid)
+    assert len(mine) >= 2
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in mine), "their ends")
+
+
+def children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+    return [int(each) for each in found.split()]
+
+
+def test_a_run_on_this_machine_is_found_by_its_own_inventory(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "runs" / "one")
+    inventory, found = dashboard._what(options(runs_dir=paths.root.parent), {})
+    assert inventory.access.shares_folder and found == RunPaths(paths.root)

@@ -1,0 +1,25 @@
+"""Tests that need Prometheus are known by their fixtures, and left out where it is missing."""
+
+from __future__ import annotations
+
+from shutil import which
+
+import pytest
+
+from tests.support.left_out import leave_out
+
+PROGRAMS = ("prometheus", "promtool", "prometheus-node-exporter")
+_FIXTURES = {"watched", "promtool"}
+
+
+def leave_out_without_prometheus(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs Prometheus where it is not installed, and say so."""
+    missing = [name for name in PROGRAMS if which(name) is None]
+    if missing:
+        leave_out(
+            config,
+            items,
+            [item for item in items if _FIXTURES & {*getattr(item, "fixturenames", ())}],
+            folder="tests/monitoring",
+            why=f"that need {', '.join(missing)} (as root on Debian: make test-packages).",
+        )
