@@ -27,7 +27,7 @@ STATE_FILE = "/var/lib/tileforge/bootstrap.json"
 NODE_USER = "trainer"
 VENV = "/opt/tileforge/venv"
 GRAFANA_VERSION = "12.4.0"
-"""Of Grafana's own repository, apt.grafana.com, which keeps older versions."""
+"""The pinned version; Grafana's own repository, apt.grafana.com, keeps older ones."""
 MONITORING_DIR = PurePosixPath("/etc/tileforge/monitoring")
 MAX_BYTES = 256 * 1024
 """Longest metadata value of Compute Engine."""
@@ -92,7 +92,7 @@ class BootstrapFiles:
     install_payload: bytes
     lock: bytes
     monitoring: Mapping[str, bytes]
-    """What Prometheus and Grafana read, by the path below `bootstrap/monitoring`."""
+    """The files of Prometheus and Grafana, by their path below `bootstrap/monitoring`."""
 
     @classmethod
     def load(cls, folder: Path) -> BootstrapFiles:
