@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _MISSED = 1
-"""What a benchmark exits with that has measured, but not what it should."""
+"""Exit status of a benchmark whose measurement misses its bound."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -181,7 +181,7 @@ class Comparison:
     params: int
     torch_params: int
     flops: int
-    """Of a token, forward and backward."""
+    """FLOPs of a token, forward and backward."""
     torch_flops: float
 
 

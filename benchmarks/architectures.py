@@ -25,9 +25,9 @@ from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
 
 DIFFERENCE_BOUND = 1e-4
-"""Of logits, of gradients over their norm, and of logits with the cache from those without."""
+"""Bound of the differences of logits, of gradients over their norm, and with the cache."""
 FLOPS_BOUND = 1e-3
-"""Of FLOPs from torch's count; parameters are exact."""
+"""Bound of the difference of FLOPs from torch's count; parameters are exact."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What a checkpoint costs the training that goes on meanwhile.
+"""The cost of a checkpoint for the training that goes on meanwhile.
 
     python -m benchmarks.checkpoint [--preset gpt2] [--micro-batch-size 1] [--rounds 3] [--dir DIR]
 

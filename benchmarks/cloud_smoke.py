@@ -50,7 +50,7 @@ class Step:
 
     @property
     def is_good(self) -> bool:
-        """Whether it ended as it should."""
+        """Return True if it ended as it should."""
         return self.status in self.expected
 
 
@@ -68,7 +68,7 @@ class Orchestrator:
         ).returncode
 
     def read(self, *words: str) -> str:
-        """What a command prints on stdout."""
+        """Return a command's stdout."""
         return subprocess.run(
             self._argv(words), env=self.env, stdout=subprocess.PIPE, text=True, check=False
         ).stdout

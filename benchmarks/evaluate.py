@@ -52,9 +52,9 @@ class Round:
 
     step_s: float
     data_s: float
-    """Of the step."""
+    """The data's part of the step."""
     check_s: float
-    """Of that, the comparison with meta.json's hashes."""
+    """The part of that for the comparison with meta.json's hashes."""
     eval_s: float
 
 
@@ -126,7 +126,7 @@ def _measurement(arguments: argparse.Namespace) -> Callable[[int], Round]:
 
 
 def summarise(rounds: Sequence[Round], arguments: argparse.Namespace) -> dict[str, object]:
-    """What is printed."""
+    """Return the printed result."""
     length = PRESETS[arguments.model].sequence_length
     tokens = arguments.micro_batch_size * length
     step_s = statistics.median(each.step_s for each in rounds)

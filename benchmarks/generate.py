@@ -30,7 +30,7 @@ from payload.models.gpt2 import PRESETS, Gpt2Spec
 from payload.train.models.gpt2 import GPT
 
 RATIO_BOUND = 3.0
-"""What the ratio is to reach for 200 tokens of gpt2; the exit status says whether it did."""
+"""Bound of the ratio for 200 tokens of gpt2; the exit status tells if it is reached."""
 SEQUENCE_LENGTH = 1024
 PROMPT = (50256,)
 

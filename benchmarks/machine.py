@@ -1,4 +1,4 @@
-"""What a result says of the machine it was measured on."""
+"""A result's description of the machine that it was measured on."""
 
 from __future__ import annotations
 

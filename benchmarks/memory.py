@@ -39,7 +39,7 @@ from payload.run_config import RunConfig, parse_run_config
 ESTIMATE_BOUND = 0.15
 """Share of the measured peak by which the estimate may be off, either way."""
 PEER_BOUND = 0.5
-"""Of nanoGPT's peak, from this micro-batch on."""
+"""Bound of the share of nanoGPT's peak, from this micro-batch on."""
 PEER_BOUND_FROM = 8
 STEPS = 2
 SEQUENCE_LENGTH = 1024
@@ -47,7 +47,7 @@ SEQUENCE_LENGTH = 1024
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What to train."""
+    """A model and micro-batch to train."""
 
     model: str
     micro_batch_size: int
@@ -176,7 +176,7 @@ def _peak_of_run(config: RunConfig, *, ranks: int, threads: int | None) -> int:
 
 
 def summarise(peaks: Sequence[Peak], *, accumulation: int) -> dict[str, Any]:
-    """What is printed, with both bounds judged; None for a bound that nothing was measured for."""
+    """Return the printed result with both bounds judged; None for one that was not measured."""
     rows = []
     for peak in peaks:
         error = peak.estimate_error()

@@ -109,7 +109,7 @@ def nanogpt_state(model: GPT) -> dict[str, torch.Tensor]:
 
 
 def _fresh_optimizer_state(model: GPT) -> dict[str, Any]:
-    """What torch's AdamW says of itself before its first step, with nanoGPT's two groups."""
+    """Return the state of torch's AdamW before its first step, with nanoGPT's two groups."""
     parameters = list(model.parameters())
     groups = [[p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]]
     return torch.optim.AdamW(

@@ -55,11 +55,11 @@ SETTING: dict[str, Any] = {
     "train.sync_check_every": 0,
     "precision.dtype": "bf16",
 }
-"""What all runs share."""
+"""Settings of all runs."""
 STEPS = 128
 """AdamW's N."""
 SHARE = 0.75
-"""Of them, what Muon has."""
+"""Muon's share of them."""
 WARM_UP = 0.1
 """Share of a run's steps."""
 LAST_LR = 0.1
@@ -131,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What came of one trial."""
+    """The result of one trial."""
 
     loss: float
     """Validation loss at the end."""
@@ -207,7 +207,7 @@ def _in_turn(lists: Iterable[list[Trial]]) -> list[Trial]:
 
 
 def _grid(name: Name, steps: int, done: Mapping[Trial, Trained]) -> list[Trial]:
-    """What was tried with the first seed, by rising learning rate."""
+    """Return the first seed's trials, by rising learning rate."""
     alike = [each for each in done if (each.name, each.seed, each.steps) == (name, SEEDS[0], steps)]
     return sorted(alike, key=lambda trial: trial.lr)
 
@@ -222,7 +222,7 @@ class Compared:
     """The best learning rate with every seed."""
 
     def best(self) -> Trial:
-        """Of the grid."""
+        """Return the best of the grid."""
         return min(self.grid, key=lambda trial: self.grid[trial].loss)
 
 
@@ -235,7 +235,7 @@ def compared(name: Name, steps: int, done: Mapping[Trial, Trained]) -> Compared:
 
 
 def summarise(found: Mapping[Name, Compared]) -> dict[str, object]:
-    """What is printed; `reached` compares the means over the seeds."""
+    """Return the printed result; `reached` compares the means over the seeds."""
     losses = {name: [run.loss for run in each.seeds.values()] for name, each in found.items()}
     mean = {name: statistics.mean(each) for name, each in losses.items()}
     best = {name: each.best() for name, each in found.items()}

@@ -44,7 +44,7 @@ from payload.data_folder import TRAIN_NAME, VAL_NAME, token_dtype
 SEED = 2357
 DTYPE = token_dtype(VOCAB_SIZE)
 RATIO_BOUND = 5
-"""What `ratio_whole` is to reach; the exit status says whether it did."""
+"""Bound of `ratio_whole`; the exit status tells if it is reached."""
 _REPO = Path(__file__).parent.parent
 
 
@@ -174,7 +174,7 @@ def stdlib_texts() -> list[bytes]:
 
 
 def _same(folder: Path, documents: list[list[int]]) -> bool:
-    """Whether both files hold these documents' tokens, each with its end."""
+    """Return True if both files hold these documents' tokens, each with its end."""
     split = choose_split(documents=len(documents), val_fraction=STDLIB_VAL_FRACTION, seed=SEED)
     is_val = split.val_mask(np.arange(len(documents)))
     for name, wanted in ((TRAIN_NAME, ~is_val), (VAL_NAME, is_val)):

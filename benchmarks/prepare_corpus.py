@@ -63,10 +63,10 @@ class _Done:
     wall_s: float
     cpu_s: float
     peak_bytes: int
-    """Of the largest of its processes."""
+    """Peak of the largest of its processes."""
 
     def tokens(self) -> int:
-        """Of both splits, by this project's report."""
+        """Return the tokens of both splits, by this project's report."""
         return int(self.report["train_tokens"] + self.report["val_tokens"])
 
 

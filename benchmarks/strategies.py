@@ -37,7 +37,7 @@ from payload.step_time import sent_bytes
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What to train, and how it lives on the ranks."""
+    """A model to train, and its layout on the ranks."""
 
     model: str
     ranks: int

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TextIO
 
 _LEAST_WIDTH = 11
-"""Of a column: a number of seven digits with its commas, and the gap."""
+"""Least width of a column: a number of seven digits with its commas, and the gap."""
 _GAP = 2
 
 

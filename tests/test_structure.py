@@ -73,7 +73,14 @@ def test_no_further_function_takes_what_argparse_has_parsed() -> None:
 
 
 _FRAGMENTS = ("What ", "Whether ", "Of ", "That ")
-_WORDED = ("bootstrap", "infra", "payload/launch", "payload/supervise")
+_WORDED = (
+    "benchmarks",
+    "bootstrap",
+    "infra",
+    "payload/data",
+    "payload/launch",
+    "payload/supervise",
+)
 
 
 @pytest.mark.parametrize("folder", _WORDED)

@@ -16,7 +16,7 @@ Record = Mapping[str, Any]
 PREDICTED_NODES = (3, 16, 64)
 PREDICTED_GBIT_PER_S = (10.0, 16.0, 23.0, 32.0)
 PREDICTED_DELAY_S = 1e-4
-"""Of a message on its way; namespaces have none to speak of, a cloud's network has."""
+"""Delay of a message on its way; namespaces have hardly any, a cloud's network has."""
 PREDICTED_SPEEDS = (1, 10, 30)
 """How many times as fast as here a rank computes."""
 
@@ -26,14 +26,14 @@ _MOST_OF_LOOPBACK = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What is fitted."""
+    """The fitted constants."""
 
     link_share: float
-    """Of a cable's rate, what gradients get."""
+    """The share of a cable's rate that gradients get."""
     latency_s: float
-    """Of one of a ring's rounds."""
+    """Latency of one of a ring's rounds."""
     loopback_bytes_per_s: float
-    """What a rank sends on one machine while it receives as much: the work of one core."""
+    """Rate of a rank that sends and receives on one machine: the work of one core."""
     hosts_bytes_per_s: float
     """The same between hosts whose cable is not the limit: packets are smaller there."""
     busy_s_per_byte: float
@@ -251,7 +251,7 @@ def _step(
 
 
 def _tokens(record: Record) -> int:
-    """Of a pass, on all ranks."""
+    """Return the tokens of a pass, on all ranks."""
     return int(record["ranks"] * record["micro_batch_size"] * record["sequence_length"])
 
 
@@ -282,7 +282,7 @@ def _took_s(record: Record) -> float:
 
 
 def _rate(record: Record) -> float:
-    """Of the cable, in bytes a second."""
+    """Return the cable's rate in bytes a second."""
     return float(record["gbit_per_s"]) * 1e9 / 8
 
 
@@ -305,7 +305,7 @@ def _sent_bytes(record: Record) -> float:
 
 
 def _rounds(record: Record) -> int:
-    """Of the ring, over all buckets."""
+    """Return the ring's rounds, over all buckets."""
     return int(record["buckets"]) * 2 * (int(record["ranks"]) - 1)
 
 

@@ -58,7 +58,7 @@ class Hosts(Whole):
             link.limit(self._gbit_per_s * 1e3)
 
     def enter(self, index: int) -> list[str]:
-        """What makes a command run on the host with this index, before its words."""
+        """Return the words before a command that run it on the host with this index."""
         return ["ip", "netns", "exec", f"{self.name}-{self.addresses[index]}"]
 
     def write_ssh(self, path: Path) -> Path:

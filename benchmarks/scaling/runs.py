@@ -1,4 +1,4 @@
-"""What `benchmarks.scaling` starts: trainers and exchanges under mpirun, each rank on one core."""
+"""Processes of `benchmarks.scaling`: trainers and exchanges under mpirun, each rank on one core."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PORT_OF_HOSTS = 29400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What each rank trains."""
+    """The work of each rank."""
 
     model: str
     data: str
@@ -86,7 +86,7 @@ class Arrangement:
     name: str
     ranks: int
     gbit_per_s: float | None
-    """Of each host's cable, each way; None = one machine."""
+    """Rate of each host's cable, each way; None = one machine."""
     exchanges_only: bool = False
 
     @classmethod
@@ -265,7 +265,7 @@ def _free_port(access: LocalAccess) -> int:
 
 
 def _finish(process: subprocess.Popen[str]) -> str:
-    """What it printed. Raises SystemExit with its end when it failed."""
+    """Return its output. Raises SystemExit with the last lines when it failed."""
     said, _ = process.communicate(timeout=_TIMEOUT_S)
     if process.returncode:
         tail = "\n".join(said.splitlines()[-15:])

@@ -1,4 +1,4 @@
-"""What sources hand on: batches of documents as UTF-8 bytes, and where to go on from.
+"""Batches of documents as UTF-8 bytes, with the cursor to go on from; sources yield them.
 
 A document's number is its place in the source, counted from 0. A document that is left out as bad
 keeps its number, so that the split does not shift.
@@ -36,7 +36,7 @@ class Batch:
     numbers: list[int] = field(default_factory=list)
     """The document's number of each piece."""
     ends: list[bool] = field(default_factory=list)
-    """Whether the piece is the last of its document."""
+    """True for the last piece of a document."""
     skipped: list[tuple[int, int, str]] = field(default_factory=list)
     """Number of the first bad document, how many they are, and the complaint."""
     cursor: Cursor = field(default_factory=dict)
@@ -50,10 +50,10 @@ class Survey:
 
     documents: int | None
     text_bytes: int | None
-    """Of the text itself, or near it."""
+    """Size of the text itself, exact or close."""
     bytes_are_exact: bool = False
     note: str | None = None
-    """What the user should know of how the documents were found."""
+    """A note for the user on how the documents were found."""
 
 
 class Source(Protocol):
@@ -69,7 +69,7 @@ class Source(Protocol):
 
     @property
     def revision(self) -> str | None:
-        """What `identity` pins, if it has a name. Known after `identity`."""
+        """Return the name of the revision that `identity` pins, if any. Known after `identity`."""
 
     def identity(self) -> list[Any]:
         """JSON that changes when the source's documents do. Raises DataError when it is absent."""
@@ -90,7 +90,7 @@ class Batcher:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is time to `take`."""
+        """Return True when it is time to `take`."""
         batch = self._batch
         return (
             batch.text_bytes >= BATCH_BYTES

@@ -1,4 +1,4 @@
-"""What a run would do, decided before it does it: settings, limits, estimates, the folder."""
+"""The plan of a run, made before it starts: settings, limits, estimates, the folder."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class PrepareSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a run would do, from the source's size and its first batch."""
+    """Estimate of a run, from the source's size and its first batch."""
 
     documents: int | None
     text_bytes: int | None
@@ -122,7 +122,7 @@ def limit(batches: Iterator[Batch], max_documents: int | None) -> Iterator[Batch
 
 
 def limited(survey: Survey, max_documents: int | None) -> Survey:
-    """What `limit` leaves of a source."""
+    """Return a source's survey, cut off at `max_documents`."""
     if max_documents is None or (survey.documents or max_documents) <= max_documents:
         if survey.documents is not None or max_documents is None:
             return survey
@@ -136,7 +136,7 @@ def limited(survey: Survey, max_documents: int | None) -> Survey:
 def expected_tokens(
     survey: Survey, batch: Batch, encoded: Encoded, tokenizer: TextTokenizer
 ) -> int | None:
-    """Of the whole source, at the first batch's rate; None where its size is not known."""
+    """Return the whole source's tokens at the first batch's rate; None for an unknown size."""
     around = len(tokenizer.begin) + len(tokenizer.end)
     in_batch = len(encoded.tokens) + sum(batch.ends) * around
     if survey.text_bytes is not None and batch.text_bytes:
@@ -216,7 +216,7 @@ def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta
 def _fingerprints_of_same(
     meta: DataMeta, settings: PrepareSettings, identity: Sequence[Any]
 ) -> set[str]:
-    """Of `settings`, and of those that differ in how the share for validation was asked for."""
+    """Return the fingerprints of `settings` in all spellings of the validation share."""
     asked, used = settings.val_fraction, meta.split.val_fraction
     shares = {asked}
     if asked == used:

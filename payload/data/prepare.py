@@ -36,7 +36,7 @@ _FEW_VAL_DOCUMENTS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a run."""
+    """The outcome of a run."""
 
     meta: DataMeta
     was_ready: bool

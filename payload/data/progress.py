@@ -1,4 +1,4 @@
-"""What a person sees while data is prepared: a bar on a terminal, else a line now and then."""
+"""Progress of the preparation: a bar on a terminal, else a line now and then."""
 
 from __future__ import annotations
 

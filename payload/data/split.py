@@ -19,7 +19,7 @@ PERMUTATION_LIMIT = 50_000_000
 """Above it a permutation of all numbers would take more than 0.4 GB."""
 
 NANOGPT_VAL_FRACTION = 0.0005
-"""Of openwebtext's 8 million documents these are 4,007."""
+"""For openwebtext's 8 million documents: 4,007."""
 _SMALL_VAL_FRACTION = 0.1
 _VAL_DOCUMENTS = 100
 

@@ -36,7 +36,7 @@ LOCK_NAME = ".prepare.lock"
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """What the output holds so far."""
+    """The output's contents so far."""
 
     train_tokens: int = 0
     val_tokens: int = 0
@@ -66,7 +66,7 @@ class _Shard:
     files: dict[str, DataFile]
     is_complete: bool
     in_document: bool = False
-    """Whether the next text goes on with a document that has begun."""
+    """True if the next text continues a document."""
 
 
 class Store:
@@ -78,11 +78,11 @@ class Store:
         self.cursor: Cursor = {}
         self.is_complete = False
         self.in_document = False
-        """Whether the next text goes on with a document that has begun."""
+        """Return True if the next text continues a document."""
         self.has_shards = False
-        """Whether a later run could go on from what is on the disk."""
+        """Return True if a later run can go on from what is on the disk."""
         self.encoder = encoder
-        """What makes the tokens; a resumed run keeps to `tiktoken` once it had to fall back."""
+        """Return the encoder; a resumed run keeps to `tiktoken` once it had to fall back."""
         self._fingerprint = fingerprint
         self._files: dict[str, _GrowingFile] = {}
         self._journal: BinaryIO | None = None
@@ -281,7 +281,7 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def unfinished_fingerprint(folder: Path) -> str | None:
-    """Of the unfinished run that `folder` holds, or None where no shard was finished."""
+    """Return the fingerprint of the unfinished run in `folder`; None if it finished no shard."""
     lines = _read_journal(folder / JOURNAL_NAME)
     return lines[0].get("fingerprint") if len(lines) > 1 else None
 

@@ -19,7 +19,7 @@ from payload.data.sources.sections import Division, divide
 from payload.errors import DataError
 
 STDLIB_VAL_FRACTION = 0.02
-"""Of about 1,800 files these are 36 with 117,000 tokens."""
+"""For about 1,800 files: 36 with 117,000 tokens."""
 
 
 def find_files(given: Sequence[Path], *, glob: str) -> list[Path]:
@@ -69,7 +69,7 @@ def file_identity(files: Sequence[Path]) -> list[Any]:
 
 
 class ColumnFiles:
-    """What sources share whose files hold documents in a column, under `text_column`."""
+    """Base of the sources whose files hold documents in the column `text_column`."""
 
     default_val_fraction: float | None = None
     revision: str | None = None

@@ -94,7 +94,7 @@ class HubSource:
                 yield from self._stream(cursor)
 
     def _stream(self, cursor: Cursor) -> Iterator[Batch]:
-        """What is not parquet, through `datasets`; the cursor carries its state."""
+        """Yield files other than parquet, through `datasets`; the cursor carries its state."""
         column = self._request.column()
         rows = self._open_rows()
         if "state" in cursor:
@@ -212,7 +212,7 @@ def _load_builder(dataset: str, *, subset: str | None, revision: str | None) -> 
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Whether a connection failed, anywhere in the chain of causes."""
+    """Return True if a connection failed, anywhere in the chain of causes."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, (ConnectionError, TimeoutError)):

@@ -110,7 +110,7 @@ class DamagedFileError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class LostRows:
-    """What is left of a row group behind a damaged page."""
+    """The rest of a row group behind a damaged page."""
 
     count: int
     reason: str
