@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.support.data_folders import make_data_folder
 from tests.support.groups import GroupScheduling, place_of
 from tests.support.launching import TINY_RUN
 from tests.support.left_out import leave_out, notes
+from tests.support.memory_folder import use_memory
 from tests.support.prometheus import leave_out_without_prometheus
 from tests.support.small_disk import SmallDisk
 
@@ -43,6 +45,13 @@ def promtool() -> str:
     return found
 
 
+@pytest.fixture(scope="module")
+def large_folder() -> Iterator[Path]:
+    """A folder on the disk, for gigabytes: `tmp_path` may be in memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
     """A file system of some megabytes, for a test to fill."""
@@ -63,7 +72,11 @@ def no_collection() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """Ctrl-C is Ctrl-C: a shell has what it starts in the background ignore it, children too."""
+    """Make temporary folders in memory, and let Ctrl-C interrupt.
+
+    What a shell starts in the background ignores it, and so do the children of that.
+    """
+    use_memory()
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -83,8 +83,8 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def merged(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("docstrings") / "merged"
+def merged(trained: Path, large_folder: Path) -> Path:
+    out = large_folder / "merged"
     arguments = ["--checkpoint", str(trained), "--merge", "--dtype", "fp32", "--out", str(out)]
     assert export(arguments) == ExitCode.OK
     return out

@@ -98,9 +98,9 @@ def data(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(model: Path, data: Path, large_folder: Path) -> Path:
     """A run of thirty small steps from the model's weights."""
-    folder = tmp_path_factory.mktemp("real") / "run"
+    folder = large_folder / "run"
     config = folder.with_suffix(".toml")
     config.write_text(
         f"""

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from payload.launch.exports.base import MOUNT
 from payload.orchestrate.node.look import numa_domains, physical_cores
 from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
+from tests.launch.exports.jobs import DATA
 from tests.orchestrate.operator import Operator
 from tests.rig import prepared
 from tests.rig.host import missing
@@ -17,7 +19,10 @@ from tests.rig.leftovers import CANARIES
 from tests.rig.machine import Machine
 from tests.rig.prepared import node_user_data
 from tests.rig.rig import Rig
+from tests.rig.slurm_cluster import SHARED, SlurmCluster, slurm_cluster
 from tests.rig.wheelhouse import WHEELHOUSE_ON_MACHINE
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import TINY_RUN, losses, train
 from tests.support.left_out import leave_out
 
 
@@ -81,3 +86,31 @@ def operator(from_nothing: Rig, operator_folder: Path, operator_key: Path) -> Op
         around=from_nothing.operator_argv,
         secrets=CANARIES,
     )
+
+
+TINY_STEPS = 40
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Three machines with Slurm, and the storage of other engines, with a run of `TINY_RUN`."""
+    folder = tmp_path_factory.mktemp("shared")
+    storage = folder / "storage"
+    for each in (storage, storage / "runs"):
+        each.mkdir()
+        each.chmod(0o777)
+    make_data_folder(storage / DATA, num_train_tokens=4000, num_val_tokens=200, vocab_size=512)
+    text = TINY_RUN.format(data=f"{SHARED}/storage/{DATA}")
+    (folder / "run.toml").write_text(text, encoding="utf-8")
+    with slurm_cluster(folder, shared={storage: MOUNT}) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def one_process(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Return the losses of `TINY_STEPS` steps of that run in one process on this host."""
+    folder = tmp_path_factory.mktemp("one")
+    config, data = folder / "run.toml", cluster.folder / "storage" / DATA
+    config.write_text(TINY_RUN.format(data=data), encoding="utf-8")
+    train(folder / "run", config, f"train.steps={TINY_STEPS}", "train.checkpoint_every=0")
+    return losses(folder / "run")

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,28 @@ class Machine:
                 f"{(done.stderr + done.stdout)[-2000:].strip()}"
             )
         return done
+
+    def start_service(
+        self, name: str, argv: Sequence[str], *, env: Mapping[str, str]
+    ) -> subprocess.Popen[str]:
+        """Start a command that ends with all its processes, as a container does.
+
+        It runs as root with no environment but `env`; its output is the returned process's.
+        """
+        service = ["systemd-run", "--quiet", "--pipe", "--wait", "--collect", f"--unit={name}"]
+        service += [f"--setenv={key}={value}" for key, value in env.items()]
+        return subprocess.Popen(
+            [*self._enter(), *service, "--", *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+
+    def kill_service(self, name: str) -> None:
+        """Kill all processes of a service, if it runs."""
+        self.exec(["systemctl", "kill", "--signal=KILL", name], check=False)
 
     def host_keys(self) -> tuple[str, ...]:
         """Its public host keys, each as `type base64`."""

@@ -1,10 +1,13 @@
-"""A small Slurm cluster on machines of the rig: a login node with the controller, and two nodes."""
+"""A small Slurm cluster on machines of the rig: a login node with the controller, and two nodes.
+
+The three share a folder. Engines other than Slurm are imitated on the same machines.
+"""
 
 from __future__ import annotations
 
 import shlex
-import sysconfig
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +17,16 @@ from tests.rig.rig import ROOT, Rig
 from tests.rig.slurm_layer import slurm_layer
 
 SHARED = "/shared"
-_CODE, _PACKAGES = "/srv/tileforge", "/srv/site"
+CODE, VENV = "/srv/tileforge", "/srv/venv"
+"""This checkout, and the environment that runs the tests; machines only read them."""
+PACKAGES = f"{VENV}/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+IMAGE_ENV = {
+    "PATH": f"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{VENV}/bin",
+    "PYTHONPATH": f"{CODE}:{PACKAGES}",
+    "HOME": "/root",
+    "OMP_NUM_THREADS": "1",
+}
+"""What an image with the payload sets: Debian's Python, and Intel MPI from the environment."""
 _USER_DATA = "#cloud-config\n{}\n"
 # No control groups of Slurm's own, and two cores a node whatever this host has.
 _CONF = """\
@@ -77,25 +89,32 @@ class SlurmCluster:
 
         `before` are words in front of it.
         """
-        words = self._words([*before, "python3", "-m", "payload.orchestrate", *arguments])
+        words = [*before, "python3", "-m", "payload.orchestrate", *arguments]
+        return self.type(words, timeout_s=timeout_s)
+
+    def type(
+        self, command: Sequence[str], *, folder: str = SHARED, timeout_s: float = 200
+    ) -> tuple[int, str]:
+        """Type any command in `folder`; return its exit code and all that it said."""
+        env = ["HOME=/home/trainer", f"PYTHONPATH={CODE}:{PACKAGES}", "TERM=dumb"]
+        shell = ["sh", "-c", f"cd {folder} && exec {shlex.join(command)}"]
+        words = ["runuser", "-u", "trainer", "--", "env", *env, *shell]
         done = self.login.exec(words, check=False, timeout_s=timeout_s)
         return done.returncode, done.stdout + done.stderr
 
-    def _words(self, command: Sequence[str]) -> list[str]:
-        line = shlex.join(command)
-        env = ["HOME=/home/trainer", f"PYTHONPATH={_CODE}:{_PACKAGES}", "TERM=dumb"]
-        shell = ["sh", "-c", f"cd {SHARED} && exec {line}"]
-        return ["runuser", "-u", "trainer", "--", "env", *env, *shell]
-
 
 @contextmanager
-def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """Three machines with Slurm that share `folder`."""
-    folder.chmod(0o777)
-    binds = [f"{ROOT}:{_CODE}", f"{sysconfig.get_path('purelib')}:{_PACKAGES}"]
-    shared = [f"{folder}:{SHARED}"]
+def slurm_cluster(folder: Path, *, shared: Mapping[Path, str]) -> Iterator[SlurmCluster]:
+    """Three machines with Slurm that share `folder`, and what `shared` places elsewhere."""
+    places = {folder: SHARED, **shared}
+    for each in places:
+        each.chmod(0o777)
     with Rig(
-        [_USER_DATA] * 3, layers=[slurm_layer()], wheels=False, binds=binds, shared=shared
+        [_USER_DATA] * 3,
+        layers=[slurm_layer()],
+        wheels=False,
+        binds=[f"{ROOT}:{CODE}", f"{sys.prefix}:{VENV}"],
+        shared=[f"{here}:{there}" for here, there in places.items()],
     ) as rig:
         cluster = SlurmCluster(rig, folder)
         cluster.boot()

@@ -11,40 +11,17 @@ import yaml
 
 from payload.errors import ExitCode, UsageError
 from payload.launch.exports import kubernetes
-from payload.launch.exports.base import Engine, ExportJob
-from payload.launch.exports.registry import ENGINES, export_job
+from payload.launch.exports.base import Engine
+from payload.launch.exports.registry import ENGINES
 from payload.launch.exports.yaml_text import Value, render
 from payload.orchestrate.__main__ import main
 from payload.run_config import parse_run_config
 from tests.launch.exports.engines import parse
+from tests.launch.exports.jobs import job_for
 from tests.launch.exports.kubelet import expand
-from tests.launch.inventories import make_inventory
 from tests.support.golden_files import assert_golden
-from tests.support.launching import TINY_RUN
 
-IMAGE = "registry.example/tileforge:1"
-STORAGE = {"skypilot": "gs://acme-runs", "dstack": "/mnt/nfs"}
-CONFIG = parse_run_config(TINY_RUN.format(data="data/tiny"), where="test")
 HOSTILE = 'it\'s "$(touch owned)" `id` ${{ env.X }} \\ %s \u00e9 #: - END_OF_RUN_TOML'
-
-
-def job_for(engine: Engine, *, run_id: str = "tiny-1", name: str = "run") -> ExportJob:
-    """Two nodes with two ranks each."""
-    config = replace(
-        CONFIG,
-        run=replace(CONFIG.run, name=name),
-        launch=replace(CONFIG.launch, ranks_per_node=2, threads_per_rank=1),
-    )
-    return export_job(
-        config,
-        run_id=run_id,
-        spec=config.model.spec(sequence_length=32, vocab_size=1000),
-        inventory=make_inventory(),
-        domains={},
-        nodes=2,
-        image=IMAGE if engine.takes_image else None,
-        storage=STORAGE.get(engine.name),
-    )
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)

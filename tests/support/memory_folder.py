@@ -1,0 +1,31 @@
+"""Temporary folders in memory: a disk takes milliseconds for each file that is written again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import psutil
+
+_MEMORY = Path("/dev/shm")
+_ROOM_BYTES = 8 * 2**30
+"""A session writes less than 2 GiB there; the rest is for the ranks of the tests, and for a rig."""
+# pytest's own setting; it keeps unique names, and the removal of what older sessions left.
+_ROOT = "PYTEST_DEBUG_TEMPROOT"
+
+
+def use_memory() -> None:
+    """Let pytest make `tmp_path` and its like in memory, where that has room enough.
+
+    A setting of the user's own stays (`PYTEST_DEBUG_TEMPROOT`, --basetemp).
+    """
+    if _ROOT not in os.environ and _has_room():
+        os.environ[_ROOT] = str(_MEMORY)
+
+
+def _has_room() -> bool:
+    if not os.access(_MEMORY, os.W_OK):
+        return False
+    free_bytes = shutil.disk_usage(_MEMORY).free
+    return min(free_bytes, psutil.virtual_memory().available) > _ROOM_BYTES
