@@ -1,4 +1,4 @@
-"""What a step pays for being watched: metrics, signs of life, a tracker and the exporter together.
+"""The cost of watching a step: metrics, signs of life, a tracker and the exporter together.
 
     python -m benchmarks.overhead [--preset gpt2] [--sequence-length 256] [--pairs 30] [--block 2]
 
@@ -54,7 +54,7 @@ from payload.train.step_clock import StepClock
 from payload.train.world import World
 
 GOAL = 0.005
-"""Of the step's time."""
+"""Share of the step's time."""
 _SCRAPE_S = 1.0
 
 
