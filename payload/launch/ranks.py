@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from payload.errors import ConfigError
 from payload.inventory import ClusterInventory, Node
+from payload.machine import Domain
 from payload.run_config import LaunchSection
 from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
 
@@ -17,16 +18,6 @@ SCHEMA_VERSION = 1
 _FIX = "Start the run again."
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Domain:
-    """One NUMA domain of a node, with the physical cores that may be used."""
-
-    id: int
-    """The operating system's number of it."""
-    cores: tuple[int, ...]
-    """One logical CPU for each physical core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

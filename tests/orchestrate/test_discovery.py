@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from payload.launch.ranks import Domain
-from payload.orchestrate.sites.local import (
+from payload.machine import (
+    Domain,
     Machine,
     cpu_quota,
     discover,

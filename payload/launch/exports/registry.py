@@ -11,7 +11,8 @@ from payload.launch.arithmetic import work_out
 from payload.launch.environment import malloc_environment, spin_environment
 from payload.launch.exports import dstack, mpijob, sbatch, skypilot, trainjob
 from payload.launch.exports.base import Engine, ExportJob
-from payload.launch.ranks import Domain, place_ranks
+from payload.launch.ranks import place_ranks
+from payload.machine import Domain
 from payload.models.spec import ModelSpec
 from payload.run_config import RunConfig
 from payload.step_time import LOOPBACK_BYTES_PER_S

@@ -18,6 +18,7 @@ import payload
 from payload.errors import ConfigError, SshAuthError, TileforgeError
 from payload.inventory import RANK_PORTS, ClusterInventory, Node
 from payload.launch.launchers.registry import AUTO
+from payload.machine import discover
 from payload.orchestrate.node.look import probe
 from payload.orchestrate.planning import choose_launcher
 from payload.orchestrate.preflight import findings as find
@@ -33,7 +34,7 @@ from payload.orchestrate.preflight.findings import (
 from payload.orchestrate.preflight.report import Patience, Report, try_here, try_there
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.sites.choose import load_cluster, require_placeable
-from payload.orchestrate.sites.local import LocalAccess, discover
+from payload.orchestrate.sites.local import LocalAccess
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.keys import (
     make_operator_key,

@@ -29,11 +29,11 @@ from payload.launch.environment import launcher_environment
 from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, STEP
 from payload.launch.plan import auto_batch_size
-from payload.launch.ranks import Domain
+from payload.machine import Domain, discover
 from payload.orchestrate.node import control
 from payload.orchestrate.planning import plan_run
 from payload.orchestrate.sites.choose import Chosen, check_data
-from payload.orchestrate.sites.local import LOOPBACK, LocalAccess, discover
+from payload.orchestrate.sites.local import LOOPBACK, LocalAccess
 from payload.results import DEFAULT_GRACE_S, RunJob, RunPaths, last_record, write_json
 from payload.run_config import load_run_config
 from payload.run_repair import known_summary, make_room

@@ -16,13 +16,13 @@ from payload.errors import ConfigError, DataError
 from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.launchers.registry import candidates
-from payload.launch.ranks import Domain, Placement, place_ranks
+from payload.launch.ranks import Placement, place_ranks
+from payload.machine import Domain, discover
 from payload.mesh import require_tensor_ranks_on_a_node
 from payload.orchestrate import sites
 from payload.orchestrate.cloud.pulumi import Pulumi
 from payload.orchestrate.cloud.stack import StackOutputs, default_stack, load_stack, read_outputs
 from payload.orchestrate.run.console import text_console
-from payload.orchestrate.sites.local import discover
 from payload.results import RunJob, RunPaths, StopWish, last_record
 from payload.run_config import RunConfig
 from payload.run_lock import FORCE_SIGNAL

@@ -12,148 +12,24 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from shutil import which
 
 import payload
 from payload.errors import PreflightError, UsageError
-from payload.inventory import RANK_PORTS, Access, ClusterInventory, Node
+from payload.inventory import RANK_PORTS, ClusterInventory
 from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import rank_program
-from payload.launch.ranks import Domain
+from payload.machine import free_memory_bytes
 from payload.orchestrate.node import control
 from payload.results import RunPaths, StopWish
 from payload.run_config import DtypeChoice
 from payload.step_time import LOOPBACK_BYTES_PER_S
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """This machine, as far as this process may use it."""
-
-    name: str
-    domains: tuple[Domain, ...]
-    memory_bytes: int
-
-    def num_cores(self) -> int:
-        """Physical cores that may be used."""
-        return sum(len(domain.cores) for domain in self.domains)
-
-    def inventory(self) -> ClusterInventory:
-        """The cluster of this one node."""
-        node = Node(
-            name=self.name,
-            address="127.0.0.1",
-            physical_cores=self.num_cores(),
-            numa_domains=len(self.domains),
-            memory_gib=round(self.memory_bytes / 2**30, 1),
-        )
-        return ClusterInventory(
-            cluster="local",
-            source="local",
-            ssh_user="",
-            access=Access(kind="local"),
-            bucket=None,
-            nodes=(node,),
-        )
-
-
-def discover(*, sys_root: Path = Path("/sys")) -> Machine:
-    """Look at this machine."""
-    name = socket.gethostname().partition(".")[0] or platform.node() or "localhost"
-    if not hasattr(os, "sched_getaffinity"):
-        cores = tuple(range(os.cpu_count() or 1))
-        domains: tuple[Domain, ...] = (Domain(id=0, cores=cores),)
-    else:
-        domains = read_domains(
-            sys_root, allowed=os.sched_getaffinity(0), quota=cpu_quota(sys_root / "fs/cgroup")
-        )
-    return Machine(name=name, domains=domains, memory_bytes=memory_limit(sys_root / "fs/cgroup"))
-
-
-def read_domains(
-    sys_root: Path, *, allowed: Collection[int], quota: float | None = None
-) -> tuple[Domain, ...]:
-    """NUMA domains with one logical CPU for each physical core in `allowed`.
-
-    `quota` is the number of CPUs that a container may use at a time; more cores than that are not
-    planned for. A domain without usable cores is left out.
-    """
-    cpus = sys_root / "devices/system/cpu"
-    cores = sorted({min(_siblings(cpus, cpu, allowed)) for cpu in allowed})
-    if quota is not None:
-        cores = cores[: max(1, int(quota))]
-    found = []
-    for folder in sorted((sys_root / "devices/system/node").glob("node[0-9]*")):
-        members = set(parse_cpu_list((folder / "cpulist").read_text(encoding="ascii")))
-        mine = tuple(core for core in cores if core in members)
-        if mine:
-            found.append(Domain(id=int(folder.name.removeprefix("node")), cores=mine))
-    found.sort(key=lambda domain: domain.id)
-    return tuple(found) or (Domain(id=0, cores=tuple(cores)),)
-
-
-def parse_cpu_list(text: str) -> list[int]:
-    """The numbers in the kernel's `0-3,8,10-11`."""
-    numbers: list[int] = []
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first:
-            numbers += range(int(first), int(last or first) + 1)
-    return numbers
-
-
-def cpu_quota(cgroup: Path) -> float | None:
-    """CPUs' worth of time that a container's cgroup allows, or None without a limit."""
-    try:
-        quota, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        try:
-            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text(encoding="ascii").strip()
-            period = (cgroup / "cpu/cpu.cfs_period_us").read_text(encoding="ascii").strip()
-        except OSError:
-            return None
-    return None if quota in ("max", "-1") else int(quota) / int(period)
-
-
-def memory_limit(cgroup: Path) -> int:
-    """Bytes of memory: the machine's, or the container's where that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            total = min(total, int((cgroup / name).read_text(encoding="ascii")))
-        except (OSError, ValueError):
-            # Absent, or `max`.
-            continue
-    return total
-
-
-def free_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Memory that programs can have now without swapping, or None where the kernel does not say."""
-    try:
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
-
-
-def _siblings(cpus: Path, cpu: int, allowed: Collection[int]) -> list[int]:
-    """The logical CPUs of one physical core that may be used; at least `cpu` itself."""
-    topology = cpus / f"cpu{cpu}" / "topology"
-    for name in ("core_cpus_list", "thread_siblings_list"):
-        try:
-            text = (topology / name).read_text(encoding="ascii")
-        except OSError:
-            continue
-        return [other for other in parse_cpu_list(text) if other in allowed] or [cpu]
-    return [cpu]
-
 
 _TCMALLOC = ("tcmalloc", "tcmalloc_minimal")
 _KILL_S = 10.0
