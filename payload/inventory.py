@@ -80,6 +80,11 @@ class Access:
     """Google Cloud project, for `iap`."""
 
     @property
+    def is_this_machine(self) -> bool:
+        """Return whether the only node is the machine that the commands run on."""
+        return self.kind == "local"
+
+    @property
     def shares_folder(self) -> bool:
         """Return whether the run's folder here is the one that the ranks write to, not a copy."""
         return self.kind in ("local", "slurm")

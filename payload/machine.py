@@ -124,7 +124,7 @@ def memory_limit(cgroup: Path) -> int:
 
 
 def free_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the memory that programs can have now without swapping, or None where the kernel does not say."""
+    """Return the bytes that programs can have without swapping; None where that is not known."""
     try:
         lines = meminfo.read_text(encoding="ascii").splitlines()
     except OSError:

@@ -86,7 +86,7 @@ def test_the_contracts_import_without_any_installed_package() -> None:
             "def f():\n    from google.cloud import compute_v1\n",
         ),
         ("payload/orchestrate/cloud/sweep.py", "import google.auth"),
-        ("payload/orchestrate/sites/start.py", "import huggingface_hub"),
+        ("payload/orchestrate/sites/ssh.py", "import huggingface_hub"),
         ("infra/nodes.py", "import google.cloud.storage"),
         ("payload/orchestrate/ssh/connection.py", "from torch import nn"),
         ("payload/orchestrate/commands/run.py", "from payload.train.world import World"),

@@ -6,22 +6,25 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import payload
 from payload.errors import INTERRUPTED, ExitCode, TileforgeError, UsageError
 from payload.hints import command
 from payload.launch.exports.registry import ENGINES
 from payload.orchestrate.commands import run, status
-from payload.orchestrate.commands.cloud import add_cloud_commands
-from payload.orchestrate.commands.status import remove
+from payload.orchestrate.commands.cloud import add_cloud_commands, typed
 from payload.orchestrate.planning import plan_export
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.store import check_named_id, check_new_id
 from payload.orchestrate.sites.choose import load_cluster, site_names
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import DEFAULT_GRACE_S, DEFAULT_RUNS_DIR, write_whole
+
+_T = TypeVar("_T")
 
 _QUICKSTART = "payload/configs/quickstart.toml"
 _EXAMPLES = {
@@ -62,6 +65,16 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | N
     except KeyboardInterrupt:
         text_console(stderr=True).print("interrupted")
         return INTERRUPTED
+
+
+def _typed(
+    kind: type[_T],
+    command: Callable[[_T, LocalAccess], int],
+    arguments: argparse.Namespace,
+    access: LocalAccess,
+) -> int:
+    """Carry out a command with its own options."""
+    return command(typed(kind, arguments), access)
 
 
 def _resolved(runs_dir: Path) -> Path:
@@ -137,7 +150,7 @@ def _plan(arguments: argparse.Namespace, access: LocalAccess) -> int:
         for option in ("out", "image", "nodes", "storage"):
             if getattr(arguments, option) is not None:
                 raise UsageError(f"--{option} is for a file. Name its engine with --export.")
-        return run.plan(arguments, access)
+        return run.plan(typed(run.PlanOptions, arguments), access)
     return _export(arguments, access)
 
 
@@ -147,7 +160,7 @@ def _export(arguments: argparse.Namespace, access: LocalAccess) -> int:
     chosen = load_cluster(arguments.inventory, env=access.environment())
     talk.print(chosen.headline())
     job, notes = plan_export(
-        run.config_of(arguments),
+        typed(run.ConfigOptions, arguments).load(),
         run_id=arguments.run_id,
         chosen=chosen,
         nodes=arguments.nodes,
@@ -201,9 +214,18 @@ def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _preflight(arguments: argparse.Namespace, access: LocalAccess) -> int:
     # paramiko takes half a second to import, which no other command needs.
-    from payload.orchestrate.preflight.checks import preflight
+    from payload.orchestrate.preflight.checks import PreflightOptions, preflight
 
-    return preflight(arguments, access, config_of=lambda: run.config_of(arguments))
+    options = PreflightOptions(
+        inventory=arguments.inventory,
+        ssh_key=arguments.ssh_key,
+        config=typed(run.ConfigOptions, arguments).load(),
+        is_configured=arguments.config is not None or bool(arguments.overrides),
+        quick=arguments.quick,
+        wait=arguments.wait,
+        json=arguments.json,
+    )
+    return preflight(options, access)
 
 
 def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -214,7 +236,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "checkpoint and stops, and a second one stops at once. On a cluster it detaches, and a "
         "second one within 3 s saves a checkpoint and stops.",
     )
-    parser.set_defaults(command=run.run)
+    parser.set_defaults(command=partial(_typed, run.RunOptions, run.run))
     _add_what(parser)
     parser.add_argument(
         "--site",
@@ -253,14 +275,14 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("status", help="show a run and its ranks")
-    parser.set_defaults(command=status.status)
+    parser.set_defaults(command=partial(_typed, status.StatusOptions, status.status))
     _add_which(parser)
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
 def _add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("logs", help="print what a rank or the launcher printed")
-    parser.set_defaults(command=status.logs)
+    parser.set_defaults(command=partial(_typed, status.LogsOptions, status.logs))
     _add_which(parser)
     parser.add_argument(
         "--rank", type=int, default=0, metavar="N", help="whose log (default: %(default)s)"
@@ -271,7 +293,7 @@ def _add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _add_list(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("list", help="show all runs, the newest first")
-    parser.set_defaults(command=status.list_runs)
+    parser.set_defaults(command=partial(_typed, status.ListOptions, status.list_runs))
     _add_runs_dir(parser)
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
@@ -283,7 +305,7 @@ def _add_stop(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description="Stop a run with a checkpoint; with --inventory also one that another machine "
         "started on that cluster.",
     )
-    parser.set_defaults(command=status.stop)
+    parser.set_defaults(command=partial(_typed, status.StopOptions, status.stop))
     _add_inventory(parser)
     _add_ssh_key(parser)
     _add_which(parser)
@@ -304,17 +326,11 @@ def _add_attach(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Follow a run on a cluster to its end, from any terminal; with --inventory "
         "also one that another machine started. Ctrl-C detaches.",
     )
-    parser.set_defaults(command=_attach)
+    parser.set_defaults(command=partial(_typed, status.AttachOptions, status.attach))
     _add_inventory(parser)
     _add_ssh_key(parser)
     _add_which(parser)
     parser.add_argument("--json", action="store_true", help="print summary.json at the end")
-
-
-def _attach(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    from payload.orchestrate.commands.attach import attach
-
-    return attach(arguments, access.environment())
 
 
 def _add_dashboard(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -343,14 +359,8 @@ def _add_collect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = commands.add_parser(
         "collect", help="bring a cluster run's logs, metrics and newest checkpoint here"
     )
-    parser.set_defaults(command=_collect)
+    parser.set_defaults(command=partial(_typed, status.CollectOptions, status.collect))
     _add_which(parser)
-
-
-def _collect(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    from payload.orchestrate.commands.attach import collect
-
-    return collect(arguments, access.environment())
 
 
 def _add_remove(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -360,7 +370,7 @@ def _add_remove(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Remove runs with all their checkpoints. One that is running stays, and one on "
         "a cluster that was not collected.",
     )
-    parser.set_defaults(command=remove)
+    parser.set_defaults(command=partial(_typed, status.RemoveOptions, status.remove))
     parser.add_argument("runs", nargs="*", metavar="RUN", help="ids of the runs to remove")
     parser.add_argument("--keep", type=int, metavar="N", help="remove all but the newest N instead")
     parser.add_argument("--dry-run", action="store_true", help="say what would be removed")

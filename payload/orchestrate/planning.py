@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -39,9 +40,11 @@ from payload.models.fit import require_fit, require_weights
 from payload.models.hub import HubName, require_weights_on_hub
 from payload.models.source import SCRATCH, find_source, pinned, spec_on_hub
 from payload.models.spec import Dtype, ModelSpec
+from payload.orchestrate.run.store import Order
 from payload.orchestrate.sites.choose import (
     Chosen,
-    Order,
+    Site,
+    SiteRun,
     check_data,
     memory_warning,
     rate_warning,
@@ -51,6 +54,7 @@ from payload.results import RunPaths, new_run_id, write_whole
 from payload.run_config import AUTO as AUTO_SIZE
 from payload.run_config import DtypeChoice, RunConfig
 from payload.tokenizer_identity import TOKENIZER_FILE, require_same_tokenizer
+from payload.tracking import missing_notes
 
 
 class Access(Protocol):
@@ -91,6 +95,21 @@ class Access(Protocol):
 
     def free_memory_bytes(self) -> int | None:
         """Of the node with the least, or None when it is not known."""
+
+
+class InventorySite(Site):
+    """A site that an inventory is of, so that a run can be planned before it is started."""
+
+    @abstractmethod
+    def plan(self, paths: RunPaths, config: RunConfig, *, vocab_size: int | None) -> PlannedRun:
+        """Return the plan of a run that is not started. Raises ConfigError and PreflightError."""
+
+    @abstractmethod
+    def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:
+        """Return a run that is there, whoever started it; without an id, the one under way.
+
+        `verb` is the command, for messages. Raises UsageError.
+        """
 
 
 def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpec, str | None]:
@@ -199,8 +218,12 @@ class PlannedRun:
     base: ModelSpec | None = None
     """The model below an adapter, before its task is put on it."""
 
+    def notes(self) -> list[str]:
+        """Return what the operator should know before the start, a line each."""
+        return [*(f"note: {note}" for note in self.plan.notes), *missing_notes(self.config)]
+
     def hosts(self) -> str:
-        """The hosts file's text."""
+        """Return the hosts file's text."""
         return render_hosts(self.inventory)
 
     def accelerate(self, node_rank: int) -> str:

@@ -20,7 +20,8 @@ from rich.console import Console
 from payload.metrics_log import StepMetrics, to_json_line
 from payload.orchestrate.run import follow
 from payload.orchestrate.run.console import LiveLine
-from payload.orchestrate.run.follow import Tail, follow_run, show_steps
+from payload.orchestrate.run.follow import Tail, Tails, show, show_steps
+from payload.orchestrate.sites.local import LocalAccess, LocalRun
 from payload.results import RunPaths, write_whole
 from payload.run_config import TrainSection
 
@@ -128,14 +129,13 @@ def test_a_run_that_restarted_while_nobody_read_is_followed_on(tmp_path: Path, h
     supervisor = subprocess.Popen(command)
     supervisor.wait()
     out = io.StringIO()
-    follow_run(
-        paths,
-        supervisor,
-        console=Console(file=out, force_terminal=True, width=200),
+    tails = Tails(paths)
+    tails.metrics = tail
+    show(
+        LocalRun(paths, access=LocalAccess({}), supervisor=supervisor),
+        talk=Console(file=out, force_terminal=True, width=200),
         train=TrainSection(steps=31),
-        nodes=1,
-        log_tail=Tail(paths.rank_log(0)),
-        metrics_tail=tail,
+        tails=tails,
     )
     assert "step 31/31" in out.getvalue()
 
@@ -152,14 +152,12 @@ def test_trackers_are_started_once_and_end_before_ctrl_c_ends_the_command(
 
     monkeypatch.setattr(follow, "tracked", watched)
     before = signal.getsignal(signal.SIGINT)
-    follow_run(
-        RunPaths(tmp_path),
-        subprocess.Popen(["true"]),
-        console=Console(file=io.StringIO()),
+    paths = RunPaths(tmp_path)
+    show(
+        LocalRun(paths, access=LocalAccess({}), supervisor=subprocess.Popen(["true"])),
+        talk=Console(file=io.StringIO()),
         train=TrainSection(),
-        nodes=1,
-        log_tail=Tail(tmp_path / "log"),
-        metrics_tail=Tail(tmp_path / "metrics.jsonl"),
+        tails=Tails(paths),
     )
     assert len(handlers) == 1 and handlers[0] is not before
     assert signal.getsignal(signal.SIGINT) is before

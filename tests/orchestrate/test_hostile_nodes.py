@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -15,11 +14,12 @@ import pytest
 
 from payload.errors import AnswerError, ConfigError, PreflightError, TileforgeError
 from payload.inventory import ClusterInventory
-from payload.orchestrate.commands import attach
+from payload.orchestrate.commands.status import AttachOptions, attach
 from payload.orchestrate.preflight.findings import NodeFacts
 from payload.orchestrate.preflight.trial_findings import MARK, Outcome, Result
 from payload.orchestrate.run.mirror import merge, note_seen, wanted_of
 from payload.orchestrate.run.there import RemoteRun, planned_run_dir
+from payload.orchestrate.sites.local import LocalAccess
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import RunsThere, RunThere, look, runs_on, this_code
 from payload.orchestrate.ssh.keys import _Claimed as Claimed
@@ -300,11 +300,11 @@ def test_the_run_that_a_head_names_never_leads_out_of_the_runs_folder(
     before = files_below(folder)
     hostile = str(keys) if running == "/var/op/.ssh" else running
     lie(head, look={**LOOK, "running": hostile, "missing": None}, control={"whole": {}})
-    arguments = argparse.Namespace(
+    options = AttachOptions(
         inventory=str(inventory), ssh_key=login.key, run=None, runs_dir=folder / "runs", json=False
     )
     with pytest.raises(TileforgeError) as raised:
-        attach.attach(arguments, dict(os.environ))
+        attach(options, LocalAccess(dict(os.environ)))
     assert isinstance(raised.value, AnswerError), raised.value
     assert "\n" not in str(raised.value) and printable(str(raised.value)) == str(raised.value)
     assert files_below(folder) == before
@@ -333,7 +333,7 @@ def test_the_run_that_a_head_names_is_no_other_run_of_the_operator_s(
     monkeypatch.chdir(folder)
     before = files_below(folder)
     lie(head, look={**LOOK, "running": "mine", "missing": None})
-    arguments = argparse.Namespace(
+    options = AttachOptions(
         inventory="inventory.json",
         ssh_key=login.key,
         run=None,
@@ -341,7 +341,7 @@ def test_the_run_that_a_head_names_is_no_other_run_of_the_operator_s(
         json=False,
     )
     with pytest.raises(ConfigError, match=r"is no copy of a run on test, and stays as it is"):
-        attach.attach(arguments, dict(os.environ))
+        attach(options, LocalAccess(dict(os.environ)))
     assert files_below(folder) == before
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from payload.errors import AnswerError, ConfigError
 from payload.inventory import Access
-from payload.orchestrate.commands.attach import is_copy
 from payload.orchestrate.node.control import read, send
 from payload.orchestrate.run.mirror import (
     Mirrored,
@@ -21,6 +20,7 @@ from payload.orchestrate.run.mirror import (
     wanted_of,
     write_mirrored,
 )
+from payload.orchestrate.sites.cluster_run import is_copy_of
 from payload.orchestrate.ssh.streams import Part, Piece, parse_answer
 from payload.results import RunPaths, write_json, write_whole
 from tests.launch.inventories import make_inventory
@@ -159,8 +159,8 @@ def test_a_copy_without_a_sound_mirror_json_is_a_copy_still_and_attach_makes_it_
     here.plan.write_text("{}")
     if text is not None:
         (here.root / "mirror.json").write_text(text)
-    assert is_copy(here, inventory)
-    assert not is_copy(here, replace(inventory, cluster="another"))
+    assert is_copy_of(here, inventory)
+    assert not is_copy_of(here, replace(inventory, cluster="another"))
     note_seen(here, alive=False, ssh_key=Path("key"))
     mirrored = read_mirrored(here)
     assert mirrored is not None and mirrored.collected is None

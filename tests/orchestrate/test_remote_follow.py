@@ -12,12 +12,12 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from payload.errors import SshUnreachableError
-from payload.orchestrate.commands import attach
-from payload.orchestrate.commands.attach import ClusterRun, Watch, patiently
 from payload.orchestrate.run.console import LiveLine, text_console
 from payload.orchestrate.run.follow import ask_to_stop
 from payload.orchestrate.run.mirror import read_mirrored
 from payload.orchestrate.run.there import RemoteRun
+from payload.orchestrate.sites import cluster_run
+from payload.orchestrate.sites.cluster_run import ClusterRun, Watch, patiently
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Login
 from payload.results import RunPaths, StopWish, read_json
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.sshd
 
 @pytest.fixture
 def head(start_sshd: StartSshd, monkeypatch: pytest.MonkeyPatch) -> Sshd:
-    monkeypatch.setattr(attach, "_RETRY_S", 0.1)
-    monkeypatch.setattr(attach, "_RECONNECT_S", 1.0)
+    monkeypatch.setattr(cluster_run, "_RETRY_S", 0.1)
+    monkeypatch.setattr(cluster_run, "_RECONNECT_S", 1.0)
     return start_sshd("node-0", "127.0.0.2")
 
 
@@ -80,7 +80,7 @@ def test_the_operator_need_not_wait_for_a_connection(
     run: RemoteRun, head: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head.stop()
-    monkeypatch.setattr(attach, "_RECONNECT_S", 1e6)
+    monkeypatch.setattr(cluster_run, "_RECONNECT_S", 1e6)
     with (
         LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live,
         pytest.raises(SshUnreachableError, match="attach one"),

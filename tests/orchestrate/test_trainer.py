@@ -174,7 +174,7 @@ def test_a_resume_on_a_full_disk_is_refused_in_one_line(
 ) -> None:
     """By the check of the room for checkpoints, or when the first file does not fit."""
     if not found_before:
-        monkeypatch.setattr("payload.orchestrate.commands.run._require_room", lambda _planned: None)
+        monkeypatch.setattr("payload.orchestrate.sites.local.require_disk", lambda _planned: None)
     data = make_data_folder(tmp_path / "data", num_train_tokens=4000, num_val_tokens=200)
     settings = (*SETTINGS, f"data.dir={data}", "train.steps=3")
     text = parse_run_config("", overrides=settings, where="test").to_toml()

@@ -9,7 +9,8 @@ from pathlib import Path
 from signal import Signals
 
 from payload.orchestrate.planning import plan_order
-from payload.orchestrate.sites.choose import Order, Seen, Site, SiteRun, load_cluster
+from payload.orchestrate.run.store import Order
+from payload.orchestrate.sites.choose import Home, Seen, Site, SiteRun, load_cluster
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import RunJob, RunPaths, StopWish, write_json
 from payload.run_lock import is_supervised
@@ -20,10 +21,8 @@ class ToyRun(SiteRun):
 
     def __init__(self, paths: RunPaths, env: Mapping[str, str]) -> None:
         self.paths, self.nodes, self.where = paths, 1, "elsewhere"
-        self.there, self.access = (
-            RunPaths(Path("elsewhere", paths.run_id).resolve()),
-            LocalAccess(env),
-        )
+        self.there = RunPaths(Path("elsewhere", paths.run_id).resolve())
+        self.access = LocalAccess(env)
 
     def look(self, *, say: Callable[[str], None] = print, interrupted: object = None) -> Seen:
         alive = is_supervised(self.there)
@@ -33,15 +32,16 @@ class ToyRun(SiteRun):
     def signal(self, number: Signals, wish: StopWish) -> bool:
         return self.access.signal_supervisor(self.there, [number], wish=wish)
 
-    def bring_home(self) -> bool:
-        return self.look().alive
+    def bring_home(self, *, at_once: bool = False) -> Home:
+        return Home(alive=self.look().alive)
 
 
 class Toy(Site):
     """Copies what it is given to the folder `elsewhere`, and starts it there."""
 
     def start(self, order: Order) -> ToyRun:
-        write_json(order.paths.job, RunJob(site=self.name, job_id=str(os.getpid())))
+        with order.folder() as paths:
+            write_json(paths.job, RunJob(site=self.name, job_id=str(os.getpid())))
         run = ToyRun(order.paths, order.env)
         shutil.copytree(order.paths.root, run.there.root)
         with run.access.reserve_port() as socket:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,9 +34,11 @@ from payload.orchestrate.cloud.sweep import (
     look,
     project_of,
 )
+from payload.orchestrate.commands.status import CollectOptions, collect
 from payload.orchestrate.run.console import confirm, confirm_by_name, text_console
 from payload.orchestrate.run.mirror import Mirrored, read_mirrored
 from payload.orchestrate.run.store import all_runs
+from payload.orchestrate.sites.local import LocalAccess
 from payload.orchestrate.ssh.keys import operator_key_path
 from payload.results import RunPaths, Summary, read_json
 from payload.untrusted import read_bytes
@@ -291,11 +292,9 @@ def _sha256(path: Path) -> str | None:
 
 
 def _collect(paths: RunPaths, env: Mapping[str, str], *, kept: str, force: str) -> None:
-    # paramiko takes half a second to import.
-    from payload.orchestrate.commands.attach import collect
-
+    options = CollectOptions(runs_dir=paths.root.parent, run=paths.run_id)
     try:
-        collect(argparse.Namespace(runs_dir=paths.root.parent, run=paths.run_id), env)
+        collect(options, LocalAccess(env))
     except TileforgeError as error:
         why = str(error).rstrip(".")
         again = TileforgeError(

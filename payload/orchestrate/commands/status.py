@@ -1,31 +1,42 @@
-"""Commands that look at runs, stop them, and remove old ones from the disk."""
+"""Commands on runs: show them, follow, stop and collect one, and remove old ones from the disk."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from payload.checkpoint_files import newest_sound
-from payload.errors import ConfigError, ExitCode, RankLostError, TileforgeError, UsageError
-from payload.hints import run_command
+from payload.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.launch.ranks import load_ranks
+from payload.orchestrate.commands.run import site_of
 from payload.orchestrate.run.console import text_console
-from payload.orchestrate.run.follow import StopWait, Tail, follow_log, say_run_end
+from payload.orchestrate.run.follow import (
+    EndOptions,
+    StopWait,
+    Tail,
+    follow,
+    follow_log,
+    say_run_end,
+)
 from payload.orchestrate.run.mirror import Mirrored, read_mirrored
 from payload.orchestrate.run.report import list_lines, ranks_lines, status_lines
 from payload.orchestrate.run.store import all_runs, find_run, is_copy, view_run
-from payload.orchestrate.sites.choose import SiteRun, run_at_site
-from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.sites.choose import (
+    SiteRun,
+    how_to_attach,
+    load_cluster,
+    looks_alive,
+    run_at_site,
+)
+from payload.orchestrate.sites.local import LocalAccess, LocalRun
 from payload.results import (
     LATEST,
     RankProgress,
@@ -34,26 +45,81 @@ from payload.results import (
     StopWish,
     point_latest_at,
     read_json,
-    write_json,
 )
 from payload.run_config import load_run_config
 from payload.run_lock import FORCE_SIGNAL, RunLock, is_supervised, starting
-from payload.run_repair import has_own_record, known_state
-
-_LOOK_S = 0.1
-# A supervisor that is told to end at once kills for at most ten seconds.
-_FORCE_S = 15.0
+from payload.run_repair import has_own_record
 
 
-def status(arguments: argparse.Namespace, access: LocalAccess) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListOptions:
+    """How `list` prints the runs."""
+
+    runs_dir: Path
+    json: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusOptions:
+    """Which run `status` shows, and how."""
+
+    run: str | None
+    runs_dir: Path
+    json: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogsOptions:
+    """Which log `logs` prints."""
+
+    run: str | None
+    runs_dir: Path
+    rank: int
+    launcher: bool
+    follow: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachOptions:
+    """Which run `attach` follows: by its folder here, or on the cluster of an inventory."""
+
+    run: str | None
+    runs_dir: Path
+    inventory: str | None
+    ssh_key: Path | None
+    json: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopOptions:
+    """Which run `stop` ends, as in AttachOptions, and how."""
+
+    run: str | None
+    runs_dir: Path
+    inventory: str | None
+    ssh_key: Path | None
+    force: bool
+    grace: float | None
+    """Seconds to save a checkpoint; None for what `run` was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectOptions:
+    """Which run `collect` brings here."""
+
+    run: str | None
+    runs_dir: Path
+
+
+def status(options: StatusOptions, access: LocalAccess) -> int:
     """Show one run and its ranks."""
-    paths = find_run(arguments.runs_dir, arguments.run)
-    elsewhere = run_at_site(paths, access.environment())
-    with _watched(paths, access) as look:
+    paths = find_run(options.runs_dir, options.run)
+    run = site_run(paths, access)
+    with closing(run), run.watched() as look:
         alive = look()
-    view = view_run(paths, now_unix=time.time(), alive=None if elsewhere is None else alive)
+    view = view_run(paths, now_unix=time.time(), alive=alive if run.has_job else None)
     out = text_console(stderr=False)
-    if arguments.json:
+    if options.json:
         out.print(json.dumps(asdict(view), indent=2))
         return ExitCode.OK
     lines = [*status_lines(view, width=out.width), "", *ranks_lines(view, width=out.width)]
@@ -61,58 +127,105 @@ def status(arguments: argparse.Namespace, access: LocalAccess) -> int:
     return ExitCode.OK
 
 
-def list_runs(arguments: argparse.Namespace, access: LocalAccess) -> int:
+def site_run(paths: RunPaths, access: LocalAccess) -> SiteRun:
+    """Return the run of a folder here, wherever it lives. Raises ConfigError."""
+    env = access.environment()
+    at_site = run_at_site(paths, env)
+    if at_site is not None:
+        return at_site
+    mirrored = read_mirrored(paths)
+    if mirrored is None:
+        return LocalRun(paths, access=access)
+    # paramiko takes half a second to import, which a local run does not need.
+    from payload.orchestrate.sites.cluster_run import run_of_copy
+
+    return run_of_copy(paths, mirrored, env=env, talk=text_console(stderr=True))
+
+
+def _run_of(options: AttachOptions | StopOptions, access: LocalAccess, *, verb: str) -> SiteRun:
+    """Return the run of a folder here, or one that the cluster of `--inventory` has."""
+    if options.inventory is None:
+        return site_run(find_run(options.runs_dir, options.run), access)
+    chosen = load_cluster(options.inventory, env=access.environment())
+    talk = text_console(stderr=True)
+    site = site_of(chosen, access, talk=talk, argument=options.inventory, ssh_key=options.ssh_key)
+    return site.find_run(options.run, runs_dir=options.runs_dir, verb=verb)
+
+
+def attach(options: AttachOptions, access: LocalAccess) -> int:
+    """Follow a run that is not of this machine to its end, whoever started it."""
+    run = _run_of(options, access, verb="attach")
+    if not (run.has_job or run.is_copied):
+        raise _is_here(run.paths)
+    end = EndOptions(json=options.json, inventory=options.inventory)
+    with closing(run):
+        return follow(run, options=end, talk=text_console(stderr=True))
+
+
+def _is_here(paths: RunPaths) -> UsageError:
+    return UsageError(
+        f"run {paths.run_id} is on this machine: look with status and logs -f. For one on a "
+        "cluster, name it with --inventory FILE."
+    )
+
+
+def collect(options: CollectOptions, access: LocalAccess) -> int:
+    """Bring logs, metrics, summary and the newest checkpoint of a run here."""
+    run, talk = site_run(find_run(options.runs_dir, options.run), access), text_console(stderr=True)
+    if not run.is_copied:
+        raise _is_here(run.paths)
+    with closing(run):
+        home = run.bring_home()
+    if home.checkpoint is not None:
+        with suppress(OSError):  # the link is a convenience
+            point_latest_at(run.paths)
+    talk.print(f"checkpoint: {home.checkpoint or 'none yet'}")
+    talk.print(f"everything in {run.paths.root}" + ("; the run goes on" if home.alive else ""))
+    return ExitCode.OK
+
+
+def list_runs(options: ListOptions, access: LocalAccess) -> int:
     """Show all runs, the newest first."""
     views = []
-    for paths in all_runs(arguments.runs_dir):
+    for paths in all_runs(options.runs_dir):
         try:
             alive = _alive_at_site(paths, access)
             views.append(view_run(paths, now_unix=time.time(), alive=alive))
         except ConfigError as error:
             text_console(stderr=True).print(f"note: run {paths.run_id} left out: {error}")
     out = text_console(stderr=False)
-    if arguments.json:
+    if options.json:
         out.print(json.dumps([asdict(view) for view in views], indent=2))
     elif views:
         out.print("\n".join(list_lines(views, width=out.width)))
     else:
-        text_console(stderr=True).print(f"no run in {arguments.runs_dir}")
+        text_console(stderr=True).print(f"no run in {options.runs_dir}")
     return ExitCode.OK
 
 
 def _alive_at_site(paths: RunPaths, access: LocalAccess) -> bool | None:
-    """Return whether a site has the run; None where none does, or the site does not answer."""
+    """Return whether a run's job goes on; None where it has none, or its site does not answer."""
     try:
-        elsewhere = run_at_site(paths, access.environment())
-        return None if elsewhere is None else _alive(elsewhere, set())
+        at_site = run_at_site(paths, access.environment())
+        return None if at_site is None else looks_alive(at_site, set())
     except TileforgeError:
         return None
 
 
-def _alive(run: SiteRun, said: set[str]) -> bool:
-    """Return whether a site has the run; say once where it could not be asked."""
-    seen = run.look()
-    for sentence in seen.news:
-        if sentence.startswith("warning: ") and sentence not in said:
-            said.add(sentence)
-            text_console(stderr=True).print(f"{sentence} (run {run.paths.run_id})")
-    return seen.alive
-
-
-def logs(arguments: argparse.Namespace, access: LocalAccess) -> int:
+def logs(options: LogsOptions, access: LocalAccess) -> int:
     """Print a rank's log or the launcher's."""
-    paths = find_run(arguments.runs_dir, arguments.run)
-    rank = 0 if arguments.launcher else arguments.rank
+    paths = find_run(options.runs_dir, options.run)
+    rank = 0 if options.launcher else options.rank
     node = _node_of(paths, rank)
-    path = paths.launcher_log if arguments.launcher else paths.rank_log(rank)
-    out = text_console(stderr=False)
-    with _watched(paths, access, node=node) as alive:
+    path = paths.launcher_log if options.launcher else paths.rank_log(rank)
+    out, run = text_console(stderr=False), site_run(paths, access)
+    with closing(run), run.watched(node) as alive:
         if not alive() and not path.exists():
             raise UsageError(f"{path} does not exist: the run ended before it wrote one.")
         follow_log(
             Tail(path),
             show=out.print,
-            alive=lambda: bool(arguments.follow) and not out.is_closed and alive(),
+            alive=lambda: options.follow and not out.is_closed and alive(),
         )
     return ExitCode.OK
 
@@ -128,109 +241,55 @@ def _node_of(paths: RunPaths, rank: int) -> str | None:
     return ranks[rank].node
 
 
-def stop(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    """Stop a run with a checkpoint, or at once."""
-    if arguments.inventory is not None:
-        from payload.orchestrate.commands.attach import stop_on_cluster
-
-        return stop_on_cluster(arguments, access.environment())
-    paths = find_run(arguments.runs_dir, arguments.run)
-    mirrored = read_mirrored(paths)
-    if mirrored is not None:
-        from payload.orchestrate.commands import attach
-
-        return attach.stop(paths, mirrored, arguments=arguments, env=access.environment())
+def stop(options: StopOptions, access: LocalAccess) -> int:
+    """Stop a run with a checkpoint or at once, and see that no process of it is left."""
     talk = text_console(stderr=True)
-    elsewhere = run_at_site(paths, access.environment())
-    if elsewhere is not None:
-        return _stop_at_site(elsewhere, arguments, talk=talk)
-    number = FORCE_SIGNAL if arguments.force else signal.SIGTERM
-    wish = StopWish(grace_s=arguments.grace)
-    if not access.signal_supervisor(paths, [number], wish=wish):
-        view = view_run(paths, now_unix=time.time())
-        talk.print(f"run {paths.run_id} is not running: {view.status} after step {view.step}")
-        return ExitCode.OK
-    talk.print(
-        f"run {paths.run_id}: " + ("stopping at once" if arguments.force else "saving and stopping")
-    )
-    if arguments.force:
-        _end_by_force(paths, access, talk)
-    wait = StopWait(paths, wish)
-    while is_supervised(paths):
-        if wait.is_over():
-            raise RankLostError(
-                f"run {paths.run_id} has not ended within {wait.waited_s():.0f} s. End it at once, "
-                f"without a checkpoint: {run_command('stop', paths, '--force')}"
-            )
-        time.sleep(_LOOK_S)
-    view = view_run(paths, now_unix=time.time())
-    talk.print(f"{view.status} after step {view.step}" + (f": {view.error}" if view.error else ""))
-    return ExitCode.OK
+    run = _run_of(options, access, verb="stop")
+    with closing(run):
+        return _stop(run, options, talk=talk)
 
 
-def _stop_at_site(run: SiteRun, arguments: argparse.Namespace, *, talk: Console) -> int:
-    """Let a run save and stop, or end at once; one that does not end is given up."""
-    wish = StopWish(grace_s=arguments.grace)
+def _stop(run: SiteRun, options: StopOptions, *, talk: Console) -> int:
+    number = FORCE_SIGNAL if options.force else signal.SIGTERM
+    wish = StopWish(grace_s=options.grace)
     run_id = run.paths.run_id
-    if not run.signal(FORCE_SIGNAL if arguments.force else signal.SIGTERM, wish):
-        talk.print(f"run {run_id} is not running: {run.where} has ended")
+    if run.signal(number, wish):
+        how = "stopping at once" if options.force else "saving and stopping"
+        talk.print(f"run {run_id}: {how}")
+        wait = StopWait(run.paths, wish)
+        while run.look().alive:
+            if wait.is_over() or (options.force and wait.waited_s() > run.force_s):
+                run.overdue(wait.waited_s(), force=options.force, talk=talk)
+            time.sleep(run.every_s)
+    else:
+        talk.print(f"run {run_id} is not running{run.ended_as()}")
+        if not run.is_copied:
+            return ExitCode.OK
+    home = run.bring_home(at_once=options.force)
+    if home.alive:
+        talk.print(f"it has ended and was started again; {how_to_attach(run.paths)}")
         return ExitCode.OK
-    talk.print(
-        f"run {run_id}: " + ("stopping at once" if arguments.force else "saving and stopping")
-    )
-    wait = StopWait(run.paths, wish)
-    while run.look().alive:
-        if wait.is_over():
-            waited = f"run {run_id} has not ended within {wait.waited_s():.0f} s"
-            raise RankLostError(f"{waited}: {run.abandon()}.")
-        time.sleep(run.every_s)
-    run.bring_home()
-    arguments.json = False
-    say_run_end(run, arguments=arguments, talk=talk)
+    line = run.result_line()
+    if line is not None:
+        talk.print(line)
+    else:
+        say_run_end(run, options=EndOptions(inventory=options.inventory), talk=talk)
+    if home.left is not None:
+        raise home.left
     return ExitCode.OK
 
 
-def _end_by_force(paths: RunPaths, access: LocalAccess, talk: Console) -> None:
-    """Kill the run's processes where its supervisor does not do so: it may be frozen itself."""
-    ends = time.monotonic() + _FORCE_S
-    while is_supervised(paths) and time.monotonic() < ends:
-        time.sleep(_LOOK_S)
-    if not is_supervised(paths):
-        return
-    talk.print("its supervisor does not answer: killing it and the run's processes")
-    access.end_at_once(paths)
-    if is_supervised(paths):
-        raise RankLostError(
-            f"run {paths.run_id} cannot be ended: its supervisor is no process that this user can "
-            "see here. Stop it where and as whom it was started."
-        )
-    before = known_state(paths)
-    if before is not None:
-        error = "killed by force, its supervisor did not answer; the last checkpoint is as it was"
-        ended = replace(before, status="stopped", exit_class=ExitCode.OK.label, error=error)
-        write_json(paths.state, ended)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveOptions:
+    """Which runs `remove` takes from the disk."""
 
-
-@contextmanager
-def _watched(
-    paths: RunPaths, access: LocalAccess, *, node: str | None = None
-) -> Iterator[Callable[[], bool]]:
-    """What says whether the run is alive; of one on a cluster, it brings the copy up to date.
-
-    `node` is the one besides the head whose part is wanted; None is every one.
-    """
-    elsewhere = run_at_site(paths, access.environment())
-    if elsewhere is not None:
-        yield partial(_alive, elsewhere, set())
-        return
-    if read_mirrored(paths) is None:
-        yield lambda: is_supervised(paths)
-        return
-    # paramiko takes half a second to import, which a local run does not need.
-    from payload.orchestrate.commands.attach import watched
-
-    with watched(paths, env=access.environment(), node=node) as look:
-        yield look
+    runs: Sequence[str]
+    keep: int | None
+    """Remove all but so many of the newest, in place of `runs`."""
+    dry_run: bool
+    force: bool
+    """Also runs that were not collected."""
+    runs_dir: Path
 
 
 _REMOVED_PREFIX = ".removed-"
@@ -238,35 +297,35 @@ _REMOVED_PREFIX = ".removed-"
 _ALIVE_S = 60.0
 
 
-def remove(arguments: argparse.Namespace, access: LocalAccess) -> int:
+def remove(options: RemoveOptions, access: LocalAccess) -> int:
     """Remove the named runs, or all but the newest; never one that is running."""
-    runs_dir: Path = arguments.runs_dir
+    runs_dir = options.runs_dir
     talk, out = text_console(stderr=True), text_console(stderr=False)
-    if bool(arguments.runs) == (arguments.keep is not None):
+    if bool(options.runs) == (options.keep is not None):
         raise UsageError("name the runs to remove, or say how many to keep with --keep N.")
-    if arguments.keep is not None and arguments.keep < 0:
-        raise UsageError(f"--keep {arguments.keep}: must be 0 or more.")
+    if options.keep is not None and options.keep < 0:
+        raise UsageError(f"--keep {options.keep}: must be 0 or more.")
     refused: TileforgeError | None = None
-    for paths in _chosen(runs_dir, arguments.runs, keep=arguments.keep):
+    for paths in _chosen(runs_dir, options.runs, keep=options.keep):
         size = _size_bytes(paths.root) / 1e9
         try:
             if _alive_at_site(paths, access):
                 raise UsageError(f"run {paths.run_id} has a job that has not ended. Stop it first.")
-            _refuse_to_remove(paths, all_runs(runs_dir), force=arguments.force)
-            if not arguments.dry_run:
+            _refuse_to_remove(paths, all_runs(runs_dir), force=options.force)
+            if not options.dry_run:
                 _remove(paths)
         except TileforgeError as error:
             refused = error
             talk.print(f"kept: {error}")
             continue
-        verb = "would remove" if arguments.dry_run else "removed"
+        verb = "would remove" if options.dry_run else "removed"
         out.print(f"{verb} {paths.run_id} ({size:,.2f} GB)")
-    if not arguments.dry_run:
+    if not options.dry_run:
         for left in runs_dir.glob(f"{_REMOVED_PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)
         _mend_latest(runs_dir)
     # What --keep passes over is no failure: it was not asked for by name.
-    return refused.exit_code if refused is not None and arguments.runs else ExitCode.OK
+    return refused.exit_code if refused is not None and options.runs else ExitCode.OK
 
 
 def _chosen(runs_dir: Path, names: Sequence[str], *, keep: int | None) -> list[RunPaths]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,43 +62,55 @@ _PORT_RANGES = (RANK_PORTS, range(33_000, 60_000))
 _LOCAL_CHECKS = ("cpu", "memory", "disk", "name")
 
 
-def preflight(
-    arguments: argparse.Namespace,
-    access: LocalAccess,
-    *,
-    config_of: Callable[[], RunConfig],
-) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightOptions:
+    """Which cluster `preflight` checks, how, and for which run."""
+
+    inventory: str | None
+    ssh_key: Path | None
+    config: RunConfig
+    is_configured: bool
+    """Whether the config is the operator's, so that its ranks have to fit."""
+    quick: bool
+    """Start and measure nothing."""
+    wait: float
+    """Minutes to ask again while machines boot."""
+    json: bool
+
+
+def preflight(options: PreflightOptions, access: LocalAccess) -> int:
     """Check the cluster that `--inventory` names, print a table, and return the exit code."""
     out, talk = text_console(stderr=False), text_console(stderr=True)
-    config, env = config_of(), access.environment()
-    patience = Patience(60 * arguments.wait, talk.print)
-    chosen = patience.until_found(lambda: load_cluster(arguments.inventory, env=env))
+    config, env = options.config, access.environment()
+    patience = Patience(60 * options.wait, talk.print)
+    chosen = patience.until_found(lambda: load_cluster(options.inventory, env=env))
     inventory = chosen.inventory
     talk.print(chosen.headline())
-    if arguments.config is not None or arguments.overrides:
+    if options.is_configured:
         require_placeable(config, chosen)
     began = time.monotonic()
-    if inventory.access.kind == "local" and len(inventory.nodes) > 1:
+    is_here = inventory.access.is_this_machine
+    if is_here and len(inventory.nodes) > 1:
         raise ConfigError(
-            f"inventory {arguments.inventory}: access kind 'local' with {len(inventory.nodes)} "
+            f"inventory {options.inventory}: access kind 'local' with {len(inventory.nodes)} "
             "nodes; it means this machine alone. Use 'direct' or 'iap'."
         )
-    if inventory.access.kind == "local":
+    if is_here:
         report = check_this_machine(inventory, access)
-        if not arguments.quick:
+        if not options.quick:
             report = try_here(report, chosen, access, config)
     else:
-        login = Login(user=inventory.ssh_user, key=operator_key(inventory, given=arguments.ssh_key))
+        login = Login(user=inventory.ssh_user, key=operator_key(inventory, given=options.ssh_key))
 
         def check() -> Report:
             with Cluster(inventory, login=login, env=env) as cluster:
                 report = check_cluster(inventory, cluster, lock_sha=lock_sha())
                 if not report.exit_code:
                     report = _without_dead_keys(report, inventory, cluster)
-                return report if arguments.quick else try_there(report, chosen, cluster, config)
+                return report if options.quick else try_there(report, chosen, cluster, config)
 
         report = patience.until_ready(check)
-    if arguments.json:
+    if options.json:
         out.print(report.to_json())
     else:
         out.width = max(out.width, _TABLE_WIDTH)  # a narrow terminal wraps; nothing is cut off

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import stat
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,12 +16,12 @@ from typing import Any, BinaryIO
 from rich.console import Console
 
 from payload.checkpoint_watch import CheckpointWatch
-from payload.errors import INTERRUPTED, ConfigError, ExitCode
+from payload.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError
 from payload.hints import run_command
 from payload.metrics_log import StepMetrics
 from payload.orchestrate.run.console import LiveLine, text_console
 from payload.orchestrate.run.report import failure_lines, result_lines, straggler_line
-from payload.orchestrate.sites.choose import Seen, SiteRun
+from payload.orchestrate.sites.choose import SiteRun, how_to_attach
 from payload.results import (
     DEFAULT_GRACE_S,
     RankProgress,
@@ -36,7 +34,6 @@ from payload.results import (
     point_latest_at,
     read_json,
     to_json,
-    write_json,
 )
 from payload.run_config import TrainSection
 from payload.run_lock import FORCE_SIGNAL
@@ -47,18 +44,25 @@ from payload.untrusted import build, parse_json, printable
 from payload.write_report import write_report
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndOptions:
+    """How a command prints a run's end."""
+
+    json: bool = False
+    """Print summary.json in place of the table."""
+    open: bool = False
+    """Show the report in the browser."""
+    inventory: str | None = None
+    """`--inventory` as it was given, for the command that resumes the run."""
+
+
 def say_end(
-    paths: RunPaths,
-    *,
-    summary: Summary,
-    state: RunState,
-    arguments: argparse.Namespace,
-    talk: Console,
+    paths: RunPaths, *, summary: Summary, state: RunState, options: EndOptions, talk: Console
 ) -> None:
-    """Print what came of a run, how to go on where it is not finished, and where its report is."""
+    """Print the result of a run, how to go on where it is not finished, and where its report is."""
     checkpoint = paths.newest_checkpoint()
     out = text_console(stderr=False)
-    if arguments.json:
+    if options.json:
         out.print(to_json(summary), end="")
     else:
         out.print("\n".join(result_lines(summary, checkpoint=checkpoint, width=out.width)))
@@ -70,12 +74,11 @@ def say_end(
     elif summary.error:
         talk.print(f"note: {summary.error}")
     if summary.status != "finished" and checkpoint is not None:
-        given = getattr(arguments, "inventory", None)
-        more = ["--inventory", str(given)] if given else []
+        more = ["--inventory", options.inventory] if options.inventory else []
         job = last_record(RunJob, paths.job)
         more = ["--site", job.site] if job is not None else more
         talk.print(f"continue with: {run_command('run --resume', paths, *more)}")
-    problem = write_report(paths, show=getattr(arguments, "open", False))
+    problem = write_report(paths, show=options.open)
     for note in hand_over(paths, known_config(paths)):
         talk.print(note)
     talk.print(f"note: no report was written: {problem}" if problem else f"report: {paths.report}")
@@ -129,7 +132,7 @@ _END_BYTES = 256
 _LINE_BYTES = 2**20
 """Longer than any line that is meant for a person; a file without line ends must not pile up."""
 _SHOWN_STEPS = 100
-_ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Tail:
@@ -187,15 +190,15 @@ class Tail:
         return file.read(len(self._end)) == self._end
 
 
-class Asks:
+class Interrupts:
     """Counts Ctrl-C, SIGTERM and SIGHUP while it is entered."""
 
     def __init__(self) -> None:
         self.count = 0
         self._before: dict[signal.Signals, object] = {}
 
-    def __enter__(self) -> Asks:
-        for number in _ASKS:
+    def __enter__(self) -> Interrupts:
+        for number in _SIGNALS:
             # What was ignored stays so: nohup means that a hangup is no wish to stop.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
@@ -213,131 +216,83 @@ class Asks:
         self.count += 1
 
 
-def follow_run(
-    paths: RunPaths,
-    supervisor: subprocess.Popen[bytes],
-    *,
-    console: Console,
-    train: TrainSection,
-    nodes: int,
-    log_tail: Tail,
-    metrics_tail: Tail,
-) -> None:
-    """Show the run until its supervisor has ended.
-
-    The first Ctrl-C asks for a checkpoint and an end, the second for an end at once.
-    """
-    run = _Here(paths, supervisor, nodes=nodes)
-    _show(run, talk=console, train=train, log=log_tail, metrics=metrics_tail)
-
-
-class _Here(SiteRun):
-    """A run whose supervisor this command has started, and which ends with it."""
-
-    outlives_us = False
-    every_s = _TICK_S
-
-    def __init__(self, paths: RunPaths, supervisor: subprocess.Popen[bytes], *, nodes: int) -> None:
-        self.paths, self.nodes, self.where = paths, nodes, "on this machine"
-        self._supervisor = supervisor
-
-    def look(
-        self,
-        *,
-        say: Callable[[str], None] = lambda _: None,
-        interrupted: Callable[[], bool] = lambda: False,
-    ) -> Seen:
-        """Return whether the supervisor lives; the run's files are here."""
-        return Seen(alive=self._supervisor.poll() is None)
-
-    def signal(self, number: signal.Signals, wish: StopWish) -> bool:
-        """Signal the supervisor, with the wish that says who asks."""
-        with suppress(OSError):
-            write_json(self.paths.stop_wish, replace(wish, pids=(self._supervisor.pid,)))
-        self._supervisor.send_signal(number)
-        return self._supervisor.poll() is None
-
-    def bring_home(self) -> bool:
-        """Return that it does not go on: all of it is here."""
-        return False
-
-
 _PAUSE_TICK_S = 0.1
 _SECOND_ASK_S = 3.0
 
 
-def follow(run: SiteRun, *, arguments: argparse.Namespace, talk: Console) -> int:
+class Tails:
+    """What rank 0 prints and measures, from the moment that this is made."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.log = Tail(paths.rank_log(0), from_end=True)
+        self.metrics = Tail(paths.metrics, from_end=True)
+
+
+def follow(run: SiteRun, *, options: EndOptions, talk: Console, tails: Tails | None = None) -> int:
     """Show a run until it has ended, bring its results home, and return its exit code.
 
     Of one that outlives us the first Ctrl-C detaches: the run goes on. A second one soon after
-    stops it with a checkpoint, a third one at once.
+    stops it with a checkpoint, a third one at once. Of others the first one asks for a checkpoint
+    and an end, the second for an end at once. `tails` were made before the run was started.
     """
     paths = run.paths
-    seen_to_its_end = _show(
-        run,
-        talk=talk,
-        train=known_config(paths).train,
-        log=Tail(paths.rank_log(0), from_end=True),
-        metrics=Tail(paths.metrics, from_end=True),
-    )
-    if not seen_to_its_end:
+    train = known_config(paths).train
+    if not show(run, talk=talk, train=train, tails=tails or Tails(paths)):
         return INTERRUPTED
-    if run.bring_home():
+    try:
+        goes_on = run.bring_home().alive
+    except TileforgeError as error:
+        # A head that is gone must not hide how the run ended.
+        talk.print(f"warning: {error}")
+        goes_on = False
+    if goes_on:
         talk.print(f"it has ended and was started again; {how_to_attach(run.paths)}")
         return ExitCode.OK
-    status = say_run_end(run, arguments=arguments, talk=talk)
+    status = say_run_end(run, options=options, talk=talk)
     summary = last_record(Summary, paths.summary)
     unfinished = summary is None or summary.status != "finished"
     # Whoever stopped it: what a script would do with a finished run must not be done.
     return INTERRUPTED if status == ExitCode.OK and unfinished else status
 
 
-def _show(run: SiteRun, *, talk: Console, train: TrainSection, log: Tail, metrics: Tail) -> bool:
+def show(run: SiteRun, *, talk: Console, train: TrainSection, tails: Tails) -> bool:
     """Show a run until it has ended; return False where the operator has detached before."""
     paths = run.paths
     heeded, is_latest, alive = 0, not run.outlives_us, True
     stale, watch = read_progress(paths), StragglerWatch()
     with (
-        Asks() as asks,
-        # Within `Asks`: Ctrl-C while the trackers end is no end of this command.
+        Interrupts() as interrupts,
+        # Within `Interrupts`: Ctrl-C while the trackers end is no end of this command.
         tracked(paths, known_config(paths)),
         LiveLine(talk, train=train, nodes=run.nodes) as live,
     ):
         while alive:
-            seen = run.look(say=live.say, interrupted=partial(asks.exceed, heeded))
+            seen = run.look(say=live.say, interrupted=partial(interrupts.exceed, heeded))
             alive = seen.alive
             for sentence in seen.news:
                 live.news(sentence)
-            for line in log.lines():
+            for line in tails.log.lines():
                 live.log(line)
-            show_stragglers(show_steps(metrics, live), live, paths=paths, watch=watch)
+            show_stragglers(show_steps(tails.metrics, live), live, paths=paths, watch=watch)
             show_progress(paths, live, stale=stale)
             if live.has_stepped and not is_latest:
                 is_latest = True
                 with suppress(OSError):  # the link is a convenience
                     point_latest_at(paths)
             show_state(paths, live, stopping=heeded > 0)
-            _pause(asks, heeded=heeded, seconds=run.every_s if alive else 0.0)
-            if asks.count > heeded and alive:
-                if heeded == 0 and run.outlives_us and not _asks_again(asks, live):
+            _pause(interrupts, heeded=heeded, seconds=run.every_s if alive else 0.0)
+            if interrupts.count > heeded and alive:
+                if heeded == 0 and run.outlives_us and not _asks_again(interrupts, live):
                     live.say(f"detached; {how_to_attach(paths)}")
                     return False
                 heeded = ask_to_stop(run, live, heeded=heeded)
-        if log.rest():
-            live.log(log.rest())
+        if tails.log.rest():
+            live.log(tails.log.rest())
         live.say_kept(unless=final_error(paths))
     return True
 
 
-def how_to_attach(paths: RunPaths) -> str:
-    """Return the commands that follow and end a run which nobody follows now."""
-    return (
-        f"run {paths.run_id} goes on. Follow it with: {run_command('attach', paths)}; end it with: "
-        f"{run_command('stop', paths)}"
-    )
-
-
-def say_run_end(run: SiteRun, *, arguments: argparse.Namespace, talk: Console) -> int:
+def say_run_end(run: SiteRun, *, options: EndOptions, talk: Console) -> int:
     """Print the end as the run folder here has it; return the run's exit code."""
     without = run.end_without_record()
     if without is not None:
@@ -352,24 +307,24 @@ def say_run_end(run: SiteRun, *, arguments: argparse.Namespace, talk: Console) -
             f"{run.paths.supervisor_log}"
         )
         return ExitCode.RANK_LOST
-    say_end(run.paths, summary=summary, state=state, arguments=arguments, talk=talk)
-    if arguments.json:
+    say_end(run.paths, summary=summary, state=state, options=options, talk=talk)
+    if options.json and run.outlives_us:
         text_console(stderr=True).print(f"everything in {run.paths.root}")
     known = {code.label: code for code in ExitCode}
     return known.get(state.exit_class, ExitCode.TRAINING)
 
 
-def _pause(asks: Asks, *, heeded: int, seconds: float) -> None:
+def _pause(interrupts: Interrupts, *, heeded: int, seconds: float) -> None:
     """Wait, but not when the operator asks something."""
     ends = time.monotonic() + seconds
-    while asks.count == heeded and time.monotonic() < ends:
+    while interrupts.count == heeded and time.monotonic() < ends:
         time.sleep(_PAUSE_TICK_S)
 
 
-def _asks_again(asks: Asks, live: LiveLine) -> bool:
+def _asks_again(interrupts: Interrupts, live: LiveLine) -> bool:
     live.say(f"detaching; Ctrl-C again within {_SECOND_ASK_S:g} s stops the run with a checkpoint")
-    _pause(asks, heeded=1, seconds=_SECOND_ASK_S)
-    return asks.count > 1
+    _pause(interrupts, heeded=1, seconds=_SECOND_ASK_S)
+    return interrupts.count > 1
 
 
 def ask_to_stop(run: SiteRun, live: LiveLine, *, heeded: int) -> int:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from payload.errors import ConfigError, ExitCode, PreflightError, UsageError
+from rich.console import Console
+
+from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
 from payload.hints import command
 from payload.inventory import ClusterInventory
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan import LaunchPlan, auto_batch_size
 from payload.launch.ranks import Rank, load_ranks
 from payload.metrics_log import read_metrics
 from payload.orchestrate.run.mirror import read_mirrored
@@ -27,10 +30,11 @@ from payload.results import (
     Summary,
     last_record,
     read_json,
+    write_whole,
 )
-from payload.run_config import load_run_config
-from payload.run_lock import is_supervised
-from payload.run_repair import known_config, known_state
+from payload.run_config import RunConfig, load_run_config
+from payload.run_lock import is_supervised, starting
+from payload.run_repair import known_config, known_state, make_room
 from payload.untrusted import RUN_ID
 
 # A supervisor takes its lock this soon after the plan was written.
@@ -94,22 +98,32 @@ def check_named_id(run_id: str) -> None:
         )
 
 
+def require_new(paths: RunPaths) -> None:
+    """Raise ConfigError for a run that exists."""
+    if paths.root.exists():
+        raise _taken(paths)
+
+
+def _taken(paths: RunPaths) -> ConfigError:
+    return ConfigError(
+        f"run {paths.run_id} exists in {paths.root.parent}. Continue it with --resume "
+        f"{paths.run_id}, or choose another --run-id."
+    )
+
+
 def create_run(runs_dir: Path, run_id: str) -> RunPaths:
     """Make a new, empty run folder. Raises ConfigError."""
     check_new_id(run_id)
-    root = runs_dir / run_id
+    paths = RunPaths(runs_dir / run_id)
     try:
-        root.mkdir(parents=True)
+        paths.root.mkdir(parents=True)
     except FileExistsError:
-        raise ConfigError(
-            f"run {run_id} exists in {runs_dir}. Continue it with --resume {run_id}, or choose "
-            "another --run-id."
-        ) from None
+        raise _taken(paths) from None
     except OSError as error:
         raise ConfigError(
-            f"{root}: {error.strerror}. Name a folder you can write to with --runs-dir."
+            f"{paths.root}: {error.strerror}. Name a folder you can write to with --runs-dir."
         ) from None
-    return RunPaths(root)
+    return paths
 
 
 @contextmanager
@@ -123,6 +137,64 @@ def room_for(paths: RunPaths) -> Iterator[None]:
             f"{paths.root} cannot be written: {error.strerror}{where}. Free disk space or name "
             "another folder with --runs-dir, and start the run again."
         ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A run that a command starts or resumes at a site."""
+
+    paths: RunPaths
+    """Its folder here, which is not there yet for a new run; see `folder`."""
+    config: RunConfig
+    vocab_size: int
+    resumes: bool
+    detach: bool
+    """Whether the run has to outlive the command."""
+    grace_s: float
+    env: Mapping[str, str]
+    talk: Console
+    held: ExitStack
+    """Closed when the command no longer needs to keep others from starting the run."""
+
+    def auto_size(self) -> int | None:
+        """Return the micro-batch that the last plan chose for `auto`; None for a new run."""
+        return auto_batch_size(self.paths.plan)
+
+    @contextmanager
+    def folder(self) -> Iterator[RunPaths]:
+        """Make the run's folder and write run.toml; the block writes what else it needs.
+
+        A TileforgeError in the block removes a new run's folder, and restores run.toml of a resumed
+        one. Raises ConfigError and PreflightError.
+        """
+        paths, is_made = self.paths, False
+        with room_for(paths):
+            if not self.resumes:
+                create_run(paths.root.parent, paths.run_id)
+                is_made = True
+                self.held.enter_context(starting(paths))
+            for sentence in make_room(paths):
+                self.talk.print(f"warning: {sentence}")
+            paths.logs.mkdir(exist_ok=True)
+            before = None if is_made else _text_of(paths.config)
+            write_whole(paths.config, self.config.to_toml())
+        try:
+            with room_for(paths):
+                yield paths
+        except TileforgeError:
+            if is_made:
+                shutil.rmtree(paths.root, ignore_errors=True)  # it was never a run
+            elif before is not None:
+                write_whole(paths.config, before)  # what was refused is no setting of the run
+            raise
+
+
+def _text_of(path: Path) -> str | None:
+    """Return a file's text; None where it cannot be read, so that nothing is lost with it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def all_runs(runs_dir: Path) -> list[RunPaths]:

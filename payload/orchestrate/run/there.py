@@ -7,12 +7,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path, PurePosixPath
 from signal import Signals
 from typing import Any, TypeVar
-
-from rich.console import Console
 
 from payload.checkpoint_files import FOLDER_NAME, MANIFEST_FILE, checkpoint_step
 from payload.checkpoint_watch import Farewell
@@ -22,20 +19,16 @@ from payload.errors import (
     ConfigError,
     NodesError,
     RankLostError,
-    SshUnreachableError,
     TileforgeError,
 )
-from payload.hints import run_command
 from payload.inventory import ClusterInventory, Node
 from payload.launch.environment import RUN_DIR
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
-from payload.orchestrate.run.follow import Asks
 from payload.orchestrate.run.mirror import (
     Wanted,
     alone,
     merge,
-    note_collected,
     note_seen,
     wanted_of,
 )
@@ -81,7 +74,8 @@ class RemoteRun:
         """`connect` makes the connections, again after they broke."""
         self.paths = paths
         self.inventory = inventory
-        self._run_dir = run_dir
+        self.run_dir = run_dir
+        """On the nodes."""
         self._key = key.absolute()
         self._connect = connect
         self._cluster: Cluster | None = None
@@ -102,7 +96,7 @@ class RemoteRun:
     def start(self, *, grace_s: float, name: str) -> Begun:
         """Start the supervisor on the head, which `name` has claimed; see node/control.py."""
         plan = LaunchPlan.load(self.paths.plan)
-        argv = [plan.program[0], "-m", "payload.supervise", "--run-dir", str(self._run_dir)]
+        argv = [plan.program[0], "-m", "payload.supervise", "--run-dir", str(self.run_dir)]
         return self._act(
             self.inventory.head,
             Begun,
@@ -243,7 +237,7 @@ class RemoteRun:
     def _checkpoints_there(self) -> list[PurePosixPath]:
         """List the head's checkpoints that have a manifest, oldest first."""
         head = self.cluster.connect(self.inventory.head)
-        folder = self._run_dir / "checkpoints"
+        folder = self.run_dir / "checkpoints"
         pattern = f"*/{MANIFEST_FILE}"
         argv = ["find", str(folder), "-maxdepth", "2", "-path", pattern, "-printf", "%h\n"]
         lines = head.run(argv, timeout_s=_ACTION_S).stdout.decode(errors="replace").splitlines()
@@ -261,12 +255,12 @@ class RemoteRun:
         staging = RunPaths(Path(tempfile.mkdtemp(prefix=f".{run_id}.", dir=runs_dir)))
         try:
             for path in (staging.config, staging.hosts, staging.ranks, staging.plan):
-                get(head, str(self._run_dir / path.name), path, timeout_s=_ACTION_S)
+                get(head, str(self.run_dir / path.name), path, timeout_s=_ACTION_S)
             staging.inventory.write_text(self.inventory.to_json(), encoding="utf-8")
             load_run_config(staging.config)
             load_ranks(staging.ranks)
             plan = LaunchPlan.load(staging.plan)
-            if (plan.run_id, plan.environment.get(RUN_DIR)) != (run_id, str(self._run_dir)):
+            if (plan.run_id, plan.environment.get(RUN_DIR)) != (run_id, str(self.run_dir)):
                 raise AnswerError(f"{head.node.name}: its plan.json is of another run.")
             note_seen(staging, alive=True, ssh_key=self._key)
             staging.root.chmod(0o755)
@@ -336,7 +330,7 @@ class RemoteRun:
             self.cluster.connect(node),
             "control.py",
             answer,
-            {**arguments, "run_dir": str(self._run_dir)},
+            {**arguments, "run_dir": str(self.run_dir)},
             timeout_s=timeout_s,
         )
 
@@ -350,89 +344,3 @@ def planned_run_dir(paths: RunPaths) -> PurePosixPath:
             "another run."
         )
     return PurePosixPath(found)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
-    """What came of it."""
-
-    alive: bool
-    """Whether the run goes on, or was started again: its processes and its key stay."""
-    checkpoint: Path | None
-    """The newest, here; None when there is none yet."""
-    left: RankLostError | None
-    """Processes that do not end."""
-
-
-def bring_home(run: RemoteRun, *, talk: Console, at_once: bool = False) -> Home:
-    """Every node's logs and the newest checkpoint; of an ended run, also its key taken away.
-
-    Ranks whose supervisor died may save first, but not with `at_once`. What a worker keeps from us
-    is said, and hides nothing of the others'. Raises what the head's part ends with.
-    """
-    try:
-        # First what is soon done: the rest may take long enough for someone to start the run again.
-        alive, failed = _end_for_good(run, talk=talk, at_once=at_once)
-        missed, unfit = _bring_records(run, talk=talk)
-        checkpoint = run.collect_checkpoint(say=talk.print)
-        if unfit is not None:
-            talk.print(f"checkpoint: {checkpoint or 'none yet'}")
-            raise unfit
-        if not missed and not failed:
-            note_collected(run.paths, checkpoint)
-    except SshUnreachableError as error:
-        raise SshUnreachableError(f"{error} {_how_to_go_on(run)}") from None
-    except KeyboardInterrupt:
-        talk.print(_how_to_go_on(run))
-        raise
-    if failed or missed:
-        talk.print(f"once it is fixed: {run_command('collect', run.paths)}")
-    left = [error for error in failed if isinstance(error, RankLostError)]
-    return Home(alive=alive, checkpoint=checkpoint, left=left[0] if left else None)
-
-
-def _bring_records(
-    run: RemoteRun, *, talk: Console
-) -> tuple[Mapping[str, TileforgeError], ConfigError | None]:
-    """Bring logs and records here; return why some node's are not, and why the copy takes none.
-
-    A copy that cannot be written keeps no checkpoint from coming.
-    """
-    try:
-        look = run.look_at_all()
-    except ConfigError as unfit:
-        return {}, unfit
-    for error in look.missed.values():
-        talk.print(f"warning: not all is here: {error}")
-    for problem in look.damaged:
-        talk.print(f"warning: {problem}")
-    return look.missed, None
-
-
-def _end_for_good(
-    run: RemoteRun, *, talk: Console, at_once: bool
-) -> tuple[bool, list[TileforgeError]]:
-    """Unless the run is alive, end its processes and remove its key; whether it is, what failed.
-
-    Ctrl-C waits for it: whoever does not come back would leave the key behind.
-    """
-    failed: list[TileforgeError] = []
-    with Asks() as asks:
-        for act in (partial(run.end_leftovers, at_once=at_once, say=talk.print), run.remove_key):
-            # Asked before each, as a run that was started again needs both.
-            if run.is_alive():
-                return True, failed
-            try:
-                act()
-            except TileforgeError as error:
-                failed.append(error)
-                talk.print(f"warning: {error}")
-    if not failed:
-        talk.print("no process of it is left on any node, nor its key")
-    if asks.count:
-        raise KeyboardInterrupt
-    return False, failed
-
-
-def _how_to_go_on(run: RemoteRun) -> str:
-    return f"What is here stays: {run_command('collect', run.paths)} again goes on from there."

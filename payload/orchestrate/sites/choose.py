@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from typing import ClassVar
 
+from rich.console import Console
+
 from payload.data_folder import TRAIN_NAME, load_meta, require_prepared_length, require_task
-from payload.errors import ConfigError, DataError
+from payload.errors import ConfigError, DataError, RankLostError
+from payload.hints import run_command
 from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.launchers.registry import candidates
@@ -23,9 +28,10 @@ from payload.orchestrate import sites
 from payload.orchestrate.cloud.pulumi import Pulumi
 from payload.orchestrate.cloud.stack import StackOutputs, default_stack, load_stack, read_outputs
 from payload.orchestrate.run.console import text_console
+from payload.orchestrate.run.store import Order, is_copy, room_for
 from payload.results import RunJob, RunPaths, StopWish, last_record
 from payload.run_config import RunConfig
-from payload.run_lock import FORCE_SIGNAL
+from payload.run_lock import FORCE_SIGNAL, is_supervised, starting
 from payload.tasks import TaskKind
 
 
@@ -52,17 +58,6 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """A run that a command wants to begin, or to go on with; its folder and run.toml are there."""
-
-    paths: RunPaths
-    config: RunConfig
-    vocab_size: int
-    grace_s: float
-    env: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """What one look at a run has shown; what is new of its files is in the run folder here."""
 
@@ -70,6 +65,18 @@ class Seen:
     """Whether the run goes on, or waits for its nodes."""
     news: Sequence[str] = ()
     """What the operator should know, a sentence each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """The outcome of bringing a run's results here."""
+
+    alive: bool
+    """Whether the run goes on, or was started again: its processes stay."""
+    checkpoint: Path | None = None
+    """The newest one that was brought; None where there is none yet, or nothing to bring."""
+    left: RankLostError | None = None
+    """Processes that do not end."""
 
 
 class SiteRun(ABC):
@@ -83,8 +90,14 @@ class SiteRun(ABC):
     """For messages, such as `job 12 on 2 node(s)`."""
     every_s: ClassVar[float] = 1.0
     """Time between two looks."""
-    outlives_us: ClassVar[bool] = True
+    outlives_us: bool = True
     """Whether it goes on when nobody follows it, so that Ctrl-C detaches first."""
+    has_job: ClassVar[bool] = True
+    """Whether a scheduler knows better than the run's files whether it goes on."""
+    is_copied: ClassVar[bool] = False
+    """Whether its folder here is a copy, so that even an ended run has results to bring."""
+    force_s: ClassVar[float] = math.inf
+    """Time that a stop at once may take before the run is `overdue`."""
 
     @abstractmethod
     def look(
@@ -100,8 +113,33 @@ class SiteRun(ABC):
         """Ask for a stop, by SIGTERM or at once by FORCE_SIGNAL; return whether the run lives."""
 
     @abstractmethod
-    def bring_home(self) -> bool:
-        """Collect results and end what is left of the run; return whether it goes on after all."""
+    def bring_home(self, *, at_once: bool = False) -> Home:
+        """Collect results and end what is left of the run; with `at_once`, let no rank save."""
+
+    def start_line(self) -> str | None:
+        """Return what `run` prints once the run is started; None where the site has said it."""
+        return f"run {self.paths.run_id}: {self.where}; everything in {self.paths.root}"
+
+    def detached(self) -> str | None:
+        """Return words for a command that leaves the run; None where it has ended already."""
+        return f"detached; {how_to_attach(self.paths)}"
+
+    @contextmanager
+    def watched(self, node: str | None = None) -> Iterator[Callable[[], bool]]:
+        """Yield a function that brings what is new here and returns whether the run goes on.
+
+        `node` is the one besides the head whose files are wanted; None stands for all nodes.
+        """
+        said: set[str] = set()
+        yield lambda: looks_alive(self, said)
+
+    def ended_as(self) -> str:
+        """Return words to follow `run ID is not running`."""
+        return f": {self.where} has ended"
+
+    def result_line(self) -> str | None:
+        """Return a stopped run's result as one line; None for all that `run` prints at an end."""
+        return None
 
     def end_without_record(self) -> tuple[int, str] | None:
         """Return exit code and words of a run that ended before it could leave its own, or None."""
@@ -112,12 +150,43 @@ class SiteRun(ABC):
         self.signal(FORCE_SIGNAL, StopWish())
         return "it was told to end at once"
 
+    def overdue(self, waited_s: float, *, force: bool, talk: Console) -> None:
+        """End a run that has not stopped in its time, or raise RankLostError with what to do."""
+        waited = f"run {self.paths.run_id} has not ended within {waited_s:.0f} s"
+        raise RankLostError(f"{waited}: {self.abandon()}.")
+
+    def close(self) -> None:
+        """Let go of connections and locks; the run goes on."""
+        return
+
+
+def how_to_attach(paths: RunPaths) -> str:
+    """Return the commands that follow and end a run which nobody follows now."""
+    return (
+        f"run {paths.run_id} goes on. Follow it with: {run_command('attach', paths)}; end it with: "
+        f"{run_command('stop', paths)}"
+    )
+
+
+def looks_alive(run: SiteRun, said: set[str]) -> bool:
+    """Return whether a run goes on; print each warning that is not in `said`, once."""
+    seen = run.look()
+    for sentence in seen.news:
+        if sentence.startswith("warning: ") and sentence not in said:
+            said.add(sentence)
+            text_console(stderr=True).print(f"{sentence} (run {run.paths.run_id})")
+    return seen.alive
+
 
 class Site(ABC):
-    """A place where runs live: one file of this package with a class below and its object, `SITE`.
+    """A place where runs live: one file of this package with a class below.
 
-    A run there has a record, job.json, with the site's name and its number there.
+    A site that `--site` names has its object there, `SITE`, and a run of it has a record, job.json,
+    with the site's name and its number there. The others are what an inventory is of.
     """
+
+    uses_this_environment: ClassVar[bool] = False
+    """Whether ranks use the packages and the model cache of this process."""
 
     @property
     def name(self) -> str:
@@ -128,16 +197,47 @@ class Site(ABC):
         """Raise ConfigError or PreflightError for what would fail there later."""
         return
 
+    def hold_to_resume(
+        self, paths: RunPaths, env: Mapping[str, str], held: ExitStack, talk: Console
+    ) -> None:
+        """Keep other commands from starting the run until `held` is closed.
+
+        Raises ConfigError where one has, and where the run lives elsewhere.
+        """
+        _refuse_to_resume(paths, env)
+        with room_for(paths):
+            held.enter_context(starting(paths))
+        _refuse_to_resume(paths, env)  # by now another command may have started it
+
     @abstractmethod
     def start(self, order: Order) -> SiteRun:
         """Bring what the run needs there, and start it or have it started."""
 
-    @abstractmethod
     def run_of(self, paths: RunPaths, job: RunJob, env: Mapping[str, str]) -> SiteRun:
         """Return the run that a record is of."""
+        raise NotImplementedError(self.name)
 
 
-_NOT_SITES = ("allocation", "choose", "cluster", "local", "start")
+def _refuse_to_resume(paths: RunPaths, env: Mapping[str, str]) -> None:
+    """Raise ConfigError for a run that goes on, or is on a cluster."""
+    if is_copy(paths):
+        raise ConfigError(
+            f"run {paths.run_id} is on a cluster, this is its copy. Name the cluster with "
+            "--inventory FILE."
+        )
+    if is_supervised(paths):
+        raise ConfigError(
+            f"run {paths.run_id} is running. Look at it with: " + run_command("status", paths)
+        )
+    under_way = run_at_site(paths, env)
+    if under_way is not None and under_way.look().alive:
+        raise ConfigError(
+            f"run {paths.run_id} has not ended: {under_way.where}. Follow it with: "
+            + run_command("attach", paths)
+        )
+
+
+_NOT_SITES = ("allocation", "choose", "cluster", "cluster_run", "local", "ssh")
 """This machine and clusters over SSH are what an inventory says, not `--site`."""
 
 
@@ -162,13 +262,12 @@ def run_at_site(paths: RunPaths, env: Mapping[str, str]) -> SiteRun | None:
 
 
 def require_one_machine(chosen: Chosen) -> None:
-    """Raises ConfigError when the inventory is not of one node of access kind `local`."""
+    """Raise ConfigError for nodes that are neither this machine alone nor a Slurm job's."""
     inventory = chosen.inventory
-    if inventory.source == "slurm":
-        return
-    if inventory.access.kind != "local" or len(inventory.nodes) > 1:
+    access = inventory.access
+    if not access.shares_folder or (access.is_this_machine and len(inventory.nodes) > 1):
         raise ConfigError(
-            f"inventory ({chosen.why}): access kind {inventory.access.kind!r} with "
+            f"inventory ({chosen.why}): access kind {access.kind!r} with "
             f"{len(inventory.nodes)} node(s); 'local' is for one node, this machine. Use 'direct' "
             "or 'iap' for others."
         )

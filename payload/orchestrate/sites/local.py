@@ -1,4 +1,4 @@
-"""A cluster that is this machine: what it has, its supervisor's start, signals to it."""
+"""This machine as a site: what planning asks of it, and the runs whose supervisor is here."""
 
 from __future__ import annotations
 
@@ -12,27 +12,46 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import which
 
+from rich.console import Console
+
 import payload
-from payload.errors import PreflightError, UsageError
+from payload.checkpoint_files import require_room
+from payload.engines import require_packages_here
+from payload.errors import ExitCode, PreflightError, RankLostError, UsageError
+from payload.hints import run_command
 from payload.inventory import RANK_PORTS, ClusterInventory
 from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
-from payload.launch.plan import rank_program
+from payload.launch.plan import auto_batch_size, rank_program
 from payload.machine import free_memory_bytes
 from payload.orchestrate.node import control
-from payload.results import RunPaths, StopWish
-from payload.run_config import DtypeChoice
+from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
+from payload.orchestrate.run.report import log_tail
+from payload.orchestrate.run.store import Order, running_here, view_run
+from payload.orchestrate.sites.choose import (
+    Chosen,
+    Home,
+    Seen,
+    SiteRun,
+    require_one_machine,
+)
+from payload.results import RunPaths, RunState, StopWish, Summary, last_record, write_json
+from payload.run_config import DtypeChoice, RunConfig
+from payload.run_lock import is_supervised
+from payload.run_repair import known_state
 from payload.step_time import LOOPBACK_BYTES_PER_S
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 _TCMALLOC = ("tcmalloc", "tcmalloc_minimal")
 _KILL_S = 10.0
+_START_S = 30.0
 
 
 class LocalAccess:
@@ -202,3 +221,212 @@ def _try_port(port: int) -> socket.socket | None:
     # bind as well, see payload.supervise.supervisor.hold_port.
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return holder
+
+
+def require_disk(planned: PlannedRun) -> None:
+    """Raise ConfigError where the disk has no room for the run's checkpoints."""
+    size = planned.plan.arithmetic.checkpoint_bytes
+    require_room(planned.config.train, checkpoint_bytes=size, run=planned.paths.root)
+
+
+class Local(InventorySite):
+    """The machine that the command runs on, or the Slurm job that it is in."""
+
+    uses_this_environment = True
+
+    def __init__(self, chosen: Chosen, access: LocalAccess, *, argument: str | None = None) -> None:
+        """Raise ConfigError for an inventory of several machines.
+
+        `argument` is `--inventory` as it was given, for messages.
+        """
+        require_one_machine(chosen)
+        self._argument = argument
+        self._chosen = chosen
+        self._access = access
+
+    def check(self, config: RunConfig, env: Mapping[str, str]) -> None:
+        """Raise ConfigError for a setting whose packages are not installed here."""
+        require_packages_here(config.engine, config.distributed, quantize=config.model.quantize)
+
+    def plan(self, paths: RunPaths, config: RunConfig, *, vocab_size: int | None) -> PlannedRun:
+        """Return the plan of a run that is not started."""
+        with self._access.reserve_port() as holder:
+            return self._plan(paths, config, vocab_size=vocab_size, port=port_of(holder))
+
+    def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:
+        """Raise UsageError: runs of this machine are found by their folders."""
+        raise UsageError(
+            f"--inventory {self._argument}: that is this machine. Leave it out for a run here."
+        )
+
+    def start(self, order: Order) -> SiteRun:
+        """Plan the run, write its folder and start its supervisor."""
+        paths, talk = order.paths, order.talk
+        others = running_here(paths.root.parent)
+        if others:
+            talk.print(f"note: {', '.join(others)} is running here too and shares the cores")
+        port = port_of(order.held.enter_context(self._access.reserve_port()))
+        planned = self._plan(paths, order.config, vocab_size=order.vocab_size, port=port)
+        require_disk(planned)
+        for note in planned.notes():
+            talk.print(note)
+        with order.folder():
+            # A site's job has ended; from here on it is a run here.
+            paths.job.unlink(missing_ok=True)
+            planned.write(paths)
+        talk.print(
+            f"run {paths.run_id}: {planned.plan.world_size} rank(s) through "
+            f"{planned.plan.launcher}; everything in {paths.root}"
+        )
+        supervisor = self._access.start_supervisor(
+            paths, detached=order.detach, grace_s=order.grace_s
+        )
+        run = LocalRun(paths, access=self._access, supervisor=supervisor, nodes=planned.plan.nodes)
+        run.held = order.held.pop_all()
+        return run
+
+    def _plan(
+        self, paths: RunPaths, config: RunConfig, *, vocab_size: int | None, port: int
+    ) -> PlannedRun:
+        return plan_run(
+            paths,
+            config=config,
+            chosen=self._chosen,
+            access=self._access,
+            vocab_size=vocab_size,
+            work_dir=Path.cwd(),
+            port=port,
+            auto_size=auto_batch_size(paths.plan),
+        )
+
+
+def port_of(holder: socket.socket) -> int:
+    """Return the port that a socket is bound to."""
+    return int(holder.getsockname()[1])
+
+
+class LocalRun(SiteRun):
+    """A run whose supervisor is on this machine, perhaps a child of this process."""
+
+    every_s = 0.2
+    has_job = False
+    # A supervisor that is told to end at once kills for at most ten seconds.
+    force_s = 15.0
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        *,
+        access: LocalAccess,
+        supervisor: subprocess.Popen[bytes] | None = None,
+        nodes: int = 1,
+    ) -> None:
+        """`supervisor` is the one that this command has started, so that the run ends with it."""
+        self.paths, self.nodes, self.where = paths, nodes, "on this machine"
+        self.outlives_us = supervisor is None
+        self.held = ExitStack()
+        self._access = access
+        self._supervisor = supervisor
+
+    def look(
+        self,
+        *,
+        say: Callable[[str], None] = lambda _: None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> Seen:
+        """Return whether the supervisor lives; the run's files are here."""
+        if self._supervisor is None:
+            return Seen(alive=is_supervised(self.paths))
+        return Seen(alive=self._supervisor.poll() is None)
+
+    def signal(self, number: signal.Signals, wish: StopWish) -> bool:
+        """Signal the supervisor, with the wish that says who asks."""
+        if self._supervisor is None:
+            return self._access.signal_supervisor(self.paths, [number], wish=wish)
+        with suppress(OSError):
+            write_json(self.paths.stop_wish, replace(wish, pids=(self._supervisor.pid,)))
+        self._supervisor.send_signal(number)
+        return self._supervisor.poll() is None
+
+    def bring_home(self, *, at_once: bool = False) -> Home:
+        """Return that it does not go on: all of it is here."""
+        return Home(alive=False)
+
+    def start_line(self) -> str | None:
+        """Return None: the start has printed more than is known here."""
+        return None
+
+    def detached(self) -> str | None:
+        """Return words once the supervisor is at work; None where it has ended before."""
+        supervisor, deadline = self._supervisor, time.monotonic() + _START_S
+        assert supervisor is not None, "a run that was started here"
+        while time.monotonic() < deadline and supervisor.poll() is None:
+            state = last_record(RunState, self.paths.state)
+            if state is not None and state.supervisor_pid == supervisor.pid:
+                # It outlives this process on purpose; nobody will wait for it here.
+                supervisor.returncode = 0
+                look = run_command("status", self.paths)
+                return f"detached. Look with: {look}; also: logs -f, stop"
+            time.sleep(0.05)
+        return None
+
+    def ended_as(self) -> str:
+        """Return the run's status and step."""
+        view = view_run(self.paths, now_unix=time.time())
+        return f": {view.status} after step {view.step}"
+
+    def result_line(self) -> str | None:
+        """Return the run's status, its step and its error."""
+        view = view_run(self.paths, now_unix=time.time())
+        return f"{view.status} after step {view.step}" + (f": {view.error}" if view.error else "")
+
+    def end_without_record(self) -> tuple[int, str] | None:
+        """Return how the supervisor ended where it could not say so in the run folder."""
+        if self._supervisor is None:
+            return None
+        paths, status = self.paths, self._supervisor.wait()
+        if not paths.root.is_dir():
+            return (status if status > 0 else ExitCode.TRAINING), (
+                f"error: {paths.root} was removed while the run went on, with all that it had "
+                "saved. Start a new run."
+            )
+        if status < 0:
+            return ExitCode.RANK_LOST, (
+                f"error: the supervisor was killed by signal {-status} "
+                f"({signal.Signals(-status).name}); the ranks save and stop"
+            )
+        state = last_record(RunState, paths.state)
+        # Without a state of its own, what lies there is the last attempt's.
+        began = state is not None and state.supervisor_pid == self._supervisor.pid
+        if began and last_record(Summary, paths.summary) is not None:
+            return None
+        said = log_tail(paths.supervisor_log)
+        words = said[-1] if said else f"error: the supervisor ended with {status}"
+        return status or ExitCode.TRAINING, f"{words}\nlog: {paths.supervisor_log}"
+
+    def overdue(self, waited_s: float, *, force: bool, talk: Console) -> None:
+        """Kill the run's processes where the stop is at once: its supervisor may be frozen."""
+        paths = self.paths
+        if not force:
+            raise RankLostError(
+                f"run {paths.run_id} has not ended within {waited_s:.0f} s. End it at once, "
+                f"without a checkpoint: {run_command('stop', paths, '--force')}"
+            )
+        talk.print("its supervisor does not answer: killing it and the run's processes")
+        self._access.end_at_once(paths)
+        if is_supervised(paths):
+            raise RankLostError(
+                f"run {paths.run_id} cannot be ended: its supervisor is no process that this user "
+                "can see here. Stop it where and as whom it was started."
+            )
+        before = known_state(paths)
+        if before is not None:
+            error = (
+                "killed by force, its supervisor did not answer; the last checkpoint is as it was"
+            )
+            ended = replace(before, status="stopped", exit_class=ExitCode.OK.label, error=error)
+            write_json(paths.state, ended)
+
+    def close(self) -> None:
+        """Let other commands start the run, and the port go."""
+        self.held.close()

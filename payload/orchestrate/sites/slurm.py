@@ -16,8 +16,9 @@ from pathlib import Path
 from payload.errors import INTERRUPTED, ConfigError, ExitCode, PreflightError
 from payload.launch.launchers.registry import AUTO
 from payload.orchestrate.run.report import log_tail
+from payload.orchestrate.run.store import Order
 from payload.orchestrate.sites.allocation import SlurmError, ask, fields, require_program
-from payload.orchestrate.sites.choose import Order, Seen, Site, SiteRun
+from payload.orchestrate.sites.choose import Home, Seen, Site, SiteRun
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import (
     RunJob,
@@ -79,13 +80,14 @@ class Slurm(Site):
 
     def start(self, order: Order) -> SlurmRun:
         """Submit a job whose program plans the run on the nodes that the job gets."""
-        script = order.paths.root / "job.sbatch"
         access = LocalAccess(order.env)
-        text = render_script(order.paths, order.config, access=access, grace_s=order.grace_s)
-        write_whole(script, text)
-        job = RunJob(site=self.name, job_id=submit(script, order.config, order.env))
-        write_json(order.paths.job, job)
-        return self.run_of(order.paths, job, order.env)
+        with order.folder() as paths:
+            script = paths.root / "job.sbatch"
+            text = render_script(paths, order.config, access=access, grace_s=order.grace_s)
+            write_whole(script, text)
+            job = RunJob(site=self.name, job_id=submit(script, order.config, order.env))
+            write_json(paths.job, job)
+        return self.run_of(paths, job, order.env)
 
     def run_of(self, paths: RunPaths, job: RunJob, env: Mapping[str, str]) -> SlurmRun:
         """Return the run in that job."""
@@ -251,12 +253,12 @@ class SlurmRun(SiteRun):
         self._asked_s = float("-inf")
         return f"job {self.job_id} was cancelled; the last checkpoint is as it was"
 
-    def bring_home(self) -> bool:
+    def bring_home(self, *, at_once: bool = False) -> Home:
         """Return whether the job goes on; its files are here."""
         try:
-            return self.job().alive
+            return Home(alive=self.job().alive)
         except PreflightError:
-            return False  # `look` has seen its end
+            return Home(alive=False)  # `look` has seen its end
 
     def _has_left_its_word(self) -> bool:
         """Return whether the job's supervisor has ended the run, so that Slurm need not say so.

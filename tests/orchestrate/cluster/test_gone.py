@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +15,11 @@ import pytest
 
 from payload.errors import ExitCode, NodesError
 from payload.launch.environment import RUN_DIR
-from payload.orchestrate.commands.attach import opened
 from payload.orchestrate.run import there
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.mirror import Mirrored, write_mirrored
-from payload.orchestrate.run.there import RemoteRun, bring_home, planned_run_dir
+from payload.orchestrate.run.there import RemoteRun, planned_run_dir
+from payload.orchestrate.sites.cluster_run import bring_home, remote_run
 from payload.results import RunPaths
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.cluster.test_run import as_stack
@@ -60,7 +61,7 @@ def run(
     paths: RunPaths, mirrored: Mirrored, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RemoteRun]:
     monkeypatch.setattr(there, "_LEAVE_S", 0.0)
-    with opened(paths, mirrored, env=os.environ) as run:
+    with closing(remote_run(paths, mirrored, env=os.environ)) as run:
         yield run
 
 

@@ -1,0 +1,400 @@
+"""Clusters over SSH as a site: a run is checked, brought to the nodes and started on the head."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from rich.console import Console
+
+from payload.engines import require_known_backend
+from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
+from payload.hints import run_command
+from payload.inventory import ClusterInventory, Node
+from payload.launch.budget import time_limit
+from payload.launch.launchers.registry import candidates
+from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
+from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operator_key
+from payload.orchestrate.preflight.report import Report, try_if_new
+from payload.orchestrate.run.store import Order, is_copy, require_new, room_for
+from payload.orchestrate.run.there import RemoteRun
+from payload.orchestrate.sites.choose import (
+    Chosen,
+    SiteRun,
+    how_to_attach,
+    require_placeable,
+)
+from payload.orchestrate.sites.cluster import (
+    VENV,
+    Answers,
+    ClusterAccess,
+    Weights,
+    ask_nodes,
+    bring_code,
+    bring_data,
+    bring_weights,
+    local_weights,
+    plan_elsewhere,
+    programs_of,
+)
+from payload.orchestrate.sites.cluster_run import ClusterRun, adopted, is_copy_of
+from payload.orchestrate.ssh.connection import Cluster
+from payload.orchestrate.ssh.files import Code, archive, look, make_room_for, this_code, unpack
+from payload.orchestrate.ssh.keys import (
+    RunKey,
+    claimed,
+    install_run_key,
+    remove_dead_keys,
+    remove_run_key,
+)
+from payload.orchestrate.ssh.streams import (
+    NODE_FOLDER,
+    Begun,
+    Login,
+    NodeLook,
+    all_or_raise,
+    on_every_node,
+)
+from payload.results import RunPaths
+from payload.run_config import LimitsSection, RunConfig
+
+# A machine of ours lives for 30 days at most; on others a run that has no limit may go on for
+# longer, and needs the key again only to bring a lost rank back.
+_KEY_LASTS_S = 30 * 86_400.0
+# The budget counts what the run has used; between its parts may be waits for a node.
+_KEY_MARGIN_S = 86_400.0
+
+
+class ClusterNotReadyError(TileforgeError):
+    """A run was not started; the exit code is that of the check or program that failed."""
+
+    def __init__(self, cause: str, code: int) -> None:
+        super().__init__(cause)
+        self.exit_code = ExitCode(code)
+
+
+class Ssh(InventorySite):
+    """The cluster of an inventory, whose head and workers are reached over SSH."""
+
+    def __init__(
+        self,
+        chosen: Chosen,
+        *,
+        env: Mapping[str, str],
+        talk: Console,
+        argument: str | None = None,
+        ssh_key: Path | None = None,
+        quick: bool = False,
+    ) -> None:
+        """`argument` is `--inventory` as it was given, for messages.
+
+        `quick` leaves out the trial of nodes that were not tried yet.
+        """
+        self._chosen = chosen
+        self._argument = argument or "stack"
+        self._inventory = chosen.inventory
+        self._env = env
+        self._talk = talk
+        self._ssh_key = ssh_key
+        self._quick = quick
+
+    def check(self, config: RunConfig, env: Mapping[str, str]) -> None:
+        """Raise ConfigError for what would fail on the cluster."""
+        require_placeable(config, self._chosen)
+        time_limit(config.limits, self._inventory)
+        require_known_backend(config.distributed)
+
+    def hold_to_resume(
+        self, paths: RunPaths, env: Mapping[str, str], held: ExitStack, talk: Console
+    ) -> None:
+        """Raise ConfigError for another cluster's run; the head keeps others from starting it."""
+        _refuse_another_place(paths, self._inventory, talk=talk)
+
+    def plan(self, paths: RunPaths, config: RunConfig, *, vocab_size: int | None) -> PlannedRun:
+        """Return the plan of a run that is not started; no node is asked."""
+        return plan_elsewhere(
+            paths.run_id,
+            config,
+            self._chosen,
+            vocab_size=vocab_size,
+            root=Path.cwd(),
+            now_unix=time.time(),
+        )
+
+    def start(self, order: Order) -> SiteRun:
+        """Check the cluster, bring what it lacks, and start the supervisor on its head.
+
+        Returns the run that is on the cluster already where there is one.
+        """
+        inventory, talk = self._inventory, self._talk
+        staged = _Staged(
+            data=Path(order.config.data.dir),
+            weights=_weights(order.config.model.init, resumes=order.resumes),
+        )
+        key = self._key()
+        with self._connect(key) as cluster:
+            report = self._require_fit(cluster, order.config)
+            answers = ask_nodes(
+                inventory,
+                cluster,
+                code=this_code(),
+                programs=programs_of(candidates(order.config.launch.launcher)[0]),
+                data=staged.data,
+                weights=staged.weights,
+            )
+            home = PurePosixPath(answers[inventory.head.name].home)
+            found = _other_run(answers[inventory.head.name], order)
+            if found is None:
+                run = RemoteRun(
+                    order.paths,
+                    inventory,
+                    run_dir=home / NODE_FOLDER / "runs" / order.paths.run_id,
+                    key=key,
+                    connect=lambda: self._connect(key),
+                )
+                # Before anything is written or installed: two who resume one run must not mix.
+                with claimed(cluster, inventory, run_dir=run.run_dir, say=talk.print) as claim:
+                    found = claim.running
+                    if found is None:
+                        self._prepare(order, staged, run, cluster, report, answers, claim.name)
+                        _start(run, cluster, order, name=claim.name, talk=talk)
+                        return ClusterRun(run, talk=talk)
+        theirs = RunPaths(order.paths.root.parent / found)
+        if not is_copy_of(theirs, inventory):
+            raise ConfigError(
+                f"run {found} is on this cluster, and was not started from here, so nothing was "
+                f"started. Follow it with: {self._how_to_attach(theirs)}"
+            )
+        talk.print(f"run {found} is on this cluster, so nothing was started; following that one")
+        return self._adopted(theirs, home=home, key=key)
+
+    def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:
+        """Ask the head for a run; without an id, for the one under way. Raises UsageError."""
+        key = self._key()
+        with self._connect(key) as cluster:
+            answer = look(cluster.connect(self._inventory.head), this_code(), venv=VENV)
+        run_id = run_id or answer.running
+        if run_id is None:
+            raise UsageError(
+                f"no run is under way on {self._inventory.cluster}. Name one: {verb} RUN."
+            )
+        return self._adopted(RunPaths(runs_dir / run_id), home=PurePosixPath(answer.home), key=key)
+
+    def _key(self) -> Path:
+        return operator_key(self._inventory, given=self._ssh_key)
+
+    def _connect(self, key: Path) -> Cluster:
+        login = Login(user=self._inventory.ssh_user, key=key)
+        return Cluster(self._inventory, login=login, env=self._env)
+
+    def _adopted(self, paths: RunPaths, *, home: PurePosixPath, key: Path) -> ClusterRun:
+        return adopted(
+            paths,
+            self._inventory,
+            home=home,
+            key=key,
+            connect=lambda: self._connect(key),
+            talk=self._talk,
+        )
+
+    def _how_to_attach(self, paths: RunPaths) -> str:
+        return run_command("attach", paths, "--inventory", self._argument)
+
+    def _require_fit(self, cluster: Cluster, config: RunConfig) -> Report:
+        """Return what the nodes are. Raises ClusterNotReadyError where one is not fit."""
+        report = check_cluster(self._inventory, cluster, lock_sha=lock_sha())
+        if not self._quick:
+            report = try_if_new(report, self._chosen, cluster, config)
+        for line in report.lines():
+            self._talk.print(line)
+        if report.exit_code:
+            names = ", ".join(report.failing_nodes())
+            raise ClusterNotReadyError(f"nothing was started: {names} not fit", report.exit_code)
+        return report
+
+    def _prepare(
+        self,
+        order: Order,
+        staged: _Staged,
+        run: RemoteRun,
+        cluster: Cluster,
+        report: Report,
+        answers: Answers,
+        name: str,
+    ) -> None:
+        """Bring code, data, key and run folder to every node; nothing runs yet.
+
+        `name` is the attempt's, which has the claim on the head.
+        """
+        inventory, talk, code = self._inventory, self._talk, this_code()
+        bring_code(inventory, cluster, answers, code=code, talk=talk)
+        there = bring_data(inventory, cluster, answers, source=staged.data, talk=talk)
+        config = replace(order.config, data=replace(order.config.data, dir=str(there)))
+        if staged.weights is not None:
+            init = bring_weights(inventory, cluster, answers, weights=staged.weights, talk=talk)
+            config = replace(config, model=replace(config.model, init=str(init)))
+        for dead in remove_dead_keys(cluster, inventory):
+            talk.print(f"note: the key {dead} was left on the nodes; it is gone now")
+        try:
+            lasts_s = _key_lasts_s(order.config.limits, inventory)
+            run_key = install_run_key(cluster, inventory, name=name, lasts_s=lasts_s)
+            planned = self._plan(order, report, answers, code=code, run_key=run_key)
+            with order.folder():
+                for stale in _stale(order.paths):
+                    stale.unlink(missing_ok=True)
+                planned.write(order.paths)
+            _write_there(planned, cluster, config=config, talk=talk)
+            with room_for(run.paths):
+                run.note(alive=True)
+        except BaseException:
+            # Also at Ctrl-C: nothing else would ever remove it.
+            _remove_key(cluster, inventory, name, talk)
+            raise
+        for note in planned.notes():
+            talk.print(note)
+        talk.print(
+            f"run {order.paths.run_id}: {planned.plan.world_size} rank(s) on "
+            f"{len(inventory.nodes)} node(s) through {planned.plan.launcher}; a copy of "
+            f"everything in {order.paths.root}"
+        )
+
+    def _plan(
+        self, order: Order, report: Report, answers: Answers, *, code: Code, run_key: RunKey
+    ) -> PlannedRun:
+        """Return the plan as it holds on the nodes."""
+        head = self._inventory.head.name
+        home = PurePosixPath(answers[head].home)
+        root = home / NODE_FOLDER
+        libraries = {answer.tcmalloc for answer in answers.values()}
+        port = answers[head].port
+        if port is None:
+            raise PreflightError(
+                f"{head}: it has no free port for the ranks. Stop what holds them."
+            )
+        return plan_run(
+            RunPaths(Path(root / "runs" / order.paths.run_id)),
+            config=order.config,
+            chosen=self._chosen,
+            access=ClusterAccess(
+                interface_of={name: facts.interface for name, facts in report.facts.items()},
+                memory_bytes=report.least_memory_bytes(),
+                head=head,
+                code=root / f"payload-{code.digest}",
+                ssh_config=run_key.config,
+                tcmalloc_library=libraries.pop() if len(libraries) == 1 else None,
+                measured=report.measured,
+            ),
+            vocab_size=order.vocab_size,
+            work_dir=Path(home),
+            port=port,
+            auto_size=order.auto_size(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Staged:
+    """Files here that the nodes need."""
+
+    data: Path
+    weights: Weights | None
+    """What the model starts from, if that is a folder here."""
+
+
+def _stale(paths: RunPaths) -> Iterator[Path]:
+    """Yield records of an earlier attempt, which the copy must not show as this one's."""
+    yield paths.summary
+    yield paths.state
+    yield from paths.root.glob("exits/*.json")
+
+
+def _weights(init: str, *, resumes: bool) -> Weights | None:
+    """Return the weights here; a resumed run starts from its checkpoint, so they may be gone."""
+    return None if resumes and not Path(init).exists() else local_weights(init)
+
+
+def _refuse_another_place(paths: RunPaths, inventory: ClusterInventory, *, talk: Console) -> None:
+    try:
+        was = ClusterInventory.load(paths.inventory)
+    except ConfigError as error:
+        if not is_copy(paths):
+            raise
+        talk.print(f"warning: {error} The run is taken for one of {inventory.cluster}.")
+        return
+    if was.access.is_this_machine or was.cluster != inventory.cluster:
+        raise ConfigError(
+            f"run {paths.run_id} was on {was.cluster}, and its checkpoints are not on "
+            f"{inventory.cluster}. Resume it where it was."
+        )
+
+
+def _other_run(answer: NodeLook, order: Order) -> str | None:
+    """Return the run that the head is busy with. Raises ConfigError for an id that is taken."""
+    if answer.running is None and not order.resumes:
+        require_new(order.paths)
+    return answer.running
+
+
+def _key_lasts_s(limits: LimitsSection, inventory: ClusterInventory) -> float:
+    """How long the nodes trust the run's key, also if nobody ever removes it."""
+    limit = time_limit(limits, inventory)
+    return _KEY_LASTS_S if limit is None else min(_KEY_LASTS_S, limit.seconds + _KEY_MARGIN_S)
+
+
+def _write_there(
+    planned: PlannedRun, cluster: Cluster, *, config: RunConfig, talk: Console
+) -> None:
+    """Write the run folder on every node; what lies in a file's place is set aside.
+
+    `config` has the nodes' own paths.
+    """
+    decided = planned.config
+    there = replace(config, batch=decided.batch, memory=decided.memory)
+    files = replace(planned, config=there).files()
+    content = archive({name: text.encode() for name, text in files.items()})
+    run_dir = PurePosixPath(planned.paths.root)
+    python, python_path = planned.plan.program[0], planned.plan.environment["PYTHONPATH"]
+
+    def bring(node: Node) -> list[str]:
+        connection = cluster.connect(node)
+        moved = make_room_for(connection, run_dir, python=python, python_path=python_path)
+        unpack(connection, content, run_dir)
+        return moved
+
+    outcomes = on_every_node(planned.inventory.nodes, bring)
+    for name, sentences in all_or_raise(outcomes, what="writing the run folder").items():
+        for sentence in sentences:
+            talk.print(f"warning: {name}: {sentence}")
+
+
+def _start(run: RemoteRun, cluster: Cluster, order: Order, *, name: str, talk: Console) -> None:
+    """Start the supervisor. Raises ClusterNotReadyError where it has not begun."""
+    try:
+        begun = run.start(grace_s=order.grace_s, name=name)
+    except (KeyboardInterrupt, TileforgeError):
+        # It has a session of its own there, and may begin although nobody waits for it here.
+        talk.print(f"whether the run has begun is not known; if so, {how_to_attach(run.paths)}")
+        run.close()
+        raise
+    if begun.pid is not None:
+        return
+    words = begun.said or f"run {begun.running} was started in between"
+    _remove_key(cluster, run.inventory, name, talk)
+    run.close()
+    raise ClusterNotReadyError(f"the supervisor did not start: {words}", _failure_code(begun))
+
+
+def _failure_code(begun: Begun) -> int:
+    """Return how the supervisor ended; a signal has no exit code, and 0 would be no failure."""
+    known = [int(code) for code in ExitCode if code != ExitCode.OK]
+    return next((code for code in known if code == begun.status), ExitCode.PREFLIGHT)
+
+
+def _remove_key(cluster: Cluster, inventory: ClusterInventory, name: str, talk: Console) -> None:
+    """Take an attempt's key back; a failure to is said, and does not hide why it is taken back."""
+    try:
+        remove_run_key(cluster, inventory, name)
+    except TileforgeError as error:
+        talk.print(f"warning: {error}")
