@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -70,6 +70,11 @@ class Node:
     instance_id: str | None = checked(None, pattern=_WORD, wanted="the cloud's number of a machine")
     """The cloud's number of the machine: another one under the same name has another."""
 
+    @property
+    def outside_address(self) -> str:
+        """Return the address that the operator's machine connects to."""
+        return self.external_address or self.address
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
@@ -111,9 +116,8 @@ class ClusterInventory:
         return self.nodes[0]
 
     def hourly_usd(self) -> float | None:
-        """Price of all nodes together, or None when one node's price is not known."""
-        prices = [node.hourly_usd for node in self.nodes]
-        return None if None in prices else sum(price for price in prices if price is not None)
+        """Return the price of all nodes together; None when one node's price is not known."""
+        return total_hourly_usd(self.nodes)
 
     def to_json(self) -> str:
         """The text of inventory.json."""
@@ -143,6 +147,12 @@ class ClusterInventory:
                 f"inventory {path}: {error.strerror}. Name an existing file."
             ) from None
         return cls.from_json(text, where=str(path))
+
+
+def total_hourly_usd(nodes: Sequence[Node]) -> float | None:
+    """Return the price of these nodes together; None when one node's price is not known."""
+    prices = [node.hourly_usd for node in nodes]
+    return None if None in prices else sum(price for price in prices if price is not None)
 
 
 def _problems(inventory: ClusterInventory) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from tests.support.import_graph import cycles, import_graph
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_FILES = {"payload/orchestrate": 47, "payload/supervise": 14}
-MOST_NAMESPACES = 39
+MOST_INVENTORY_FILES = 15
+MOST_TOY_LINES = 59
 MOST_ENTRIES = {"payload/orchestrate": 10}
 
 
@@ -58,18 +60,57 @@ def calls_in(folder: Path) -> Iterator[tuple[Path, ast.Call]]:
                 yield path, node
 
 
-def test_no_further_function_takes_what_argparse_has_parsed() -> None:
-    """Typed options are what functions below a command line take; these are left over."""
-    takers = {
-        f"{path.relative_to(ROOT)}:{node.name}"
-        for path in sorted((ROOT / "payload" / "orchestrate").rglob("*.py"))
-        if path.name not in ("__main__.py", "arguments.py")
+def takers_of(*kinds: str, within: str) -> set[tuple[str, str]]:
+    """File and name of every function below `within` that takes a parameter of such a type."""
+    return {
+        (path.relative_to(ROOT).as_posix(), node.name)
+        for path in sorted((ROOT / within).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef)
         for each in [*node.args.args, *node.args.kwonlyargs]
-        if each.annotation is not None and "Namespace" in ast.unparse(each.annotation)
+        if each.annotation is not None
+        and set(kinds) & set(re.findall(r"\w+", ast.unparse(each.annotation)))
     }
-    assert len(takers) <= MOST_NAMESPACES, sorted(takers)
+
+
+def test_only_a_command_line_s_own_files_take_what_argparse_has_parsed() -> None:
+    """Everything below takes the command's typed options."""
+    found = {path for path, _ in takers_of("Namespace", within="payload/orchestrate")}
+    parsers = {"payload/orchestrate/__main__.py", "payload/orchestrate/commands/cloud.py"}
+    assert found == parsers
+
+
+def test_an_inventory_passes_few_files_on_its_way_to_the_launcher() -> None:
+    """Files that need less take nodes, ranks or routes. Those of cloud/ make the inventory."""
+    found = {
+        path
+        for within in ("payload/orchestrate", "payload/launch")
+        for path, _ in takers_of("ClusterInventory", "Chosen", within=within)
+        if "/cloud/" not in path
+    }
+    assert len(found) <= MOST_INVENTORY_FILES, sorted(found)
+    assert not {path for path in found if path.startswith("payload/launch/launchers/")}
+
+
+def test_only_the_inventory_and_the_route_know_what_an_access_kind_means() -> None:
+    homes = {"payload/inventory.py", "payload/orchestrate/ssh/streams.py"}
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for top in ("payload", "infra")
+        for path in sorted((ROOT / top).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Compare)
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute) and each.attr == "kind"
+        if "access" in ast.unparse(each.value) or path.name == "inventory.py"
+    }
+    assert found == homes
+
+
+@pytest.mark.parametrize("toy", ["launch/toy_launcher.py", "orchestrate/toy_site.py"])
+def test_a_new_launcher_and_a_new_site_are_one_short_file(toy: str) -> None:
+    lines = (ROOT / "tests" / toy).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MOST_TOY_LINES
 
 
 _FRAGMENTS = ("What ", "Whether ", "Of ", "That ")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from payload.errors import ConfigError, ExitCode
-from payload.inventory import ClusterInventory
+from payload.inventory import Node, total_hourly_usd
 from payload.launch.outcome import Verdict
 from payload.run_config import LimitsSection
 
@@ -32,16 +33,19 @@ class TimeLimit:
         )
 
 
-def time_limit(limits: LimitsSection, inventory: ClusterInventory) -> TimeLimit | None:
-    """None without limits. Raises ConfigError when a price is missing that a limit needs."""
+def time_limit(limits: LimitsSection, nodes: Sequence[Node]) -> TimeLimit | None:
+    """Return the stricter limit; None without limits.
+
+    Raises ConfigError when a price is missing that a limit needs.
+    """
     found = []
     if limits.max_hours is not None:
         hours = limits.max_hours
         found.append(TimeLimit(seconds=3600 * hours, key="max_hours", value=hours))
     if limits.max_usd is not None:
-        hourly_usd = inventory.hourly_usd()
+        hourly_usd = total_hourly_usd(nodes)
         if hourly_usd is None or hourly_usd <= 0:
-            unknown = [node.name for node in inventory.nodes if not node.hourly_usd]
+            unknown = [node.name for node in nodes if not node.hourly_usd]
             raise ConfigError(
                 f"limits.max_usd = {limits.max_usd:g}, but the inventory has no hourly_usd for "
                 f"{', '.join(unknown)}. Add the price, or use limits.max_hours."
@@ -85,7 +89,7 @@ def limited(verdict: Verdict, limit: TimeLimit | JobTime, *, spent_s: float) -> 
     return replace(verdict, exit_code=ExitCode.BUDGET, error=error)
 
 
-def cost_usd(inventory: ClusterInventory, *, spent_s: float) -> float | None:
+def cost_usd(nodes: Sequence[Node], *, spent_s: float) -> float | None:
     """Return the nodes' cost so far, or None when a price is not known."""
-    hourly_usd = inventory.hourly_usd()
+    hourly_usd = total_hourly_usd(nodes)
     return None if hourly_usd is None else hourly_usd * spent_s / 3600

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from payload.inventory import ClusterInventory
+from payload.inventory import Node
 from payload.launch.ranks import Placement
 from payload.run_config import PrecisionSection
 
 
-def render_hosts(inventory: ClusterInventory) -> str:
-    """The text that `mpirun -f` reads: one address a line, the head first."""
-    return "".join(f"{node.address}\n" for node in inventory.nodes)
+def render_hosts(nodes: Sequence[Node]) -> str:
+    """Return the text that `mpirun -f` reads: one address a line, the head first."""
+    return "".join(f"{node.address}\n" for node in nodes)
 
 
 def render_accelerate(
-    inventory: ClusterInventory,
+    nodes: Sequence[Node],
     placement: Placement,
     *,
     node_rank: int,
@@ -24,7 +25,7 @@ def render_accelerate(
     master_port: int,
     precision: PrecisionSection,
 ) -> str:
-    """The config for `accelerate launch --config_file`, for one node.
+    """Return the config for `accelerate launch --config_file`, for one node.
 
     The head's names the hosts file: with it, `accelerate launch` starts all ranks through mpirun.
     Without it, accelerate 1.15 starts a single process for MULTI_CPU and says nothing. The other
@@ -43,11 +44,11 @@ def render_accelerate(
         "downcast_bf16": False,
         "enable_cpu_affinity": False,
         "machine_rank": node_rank,
-        "main_process_ip": inventory.head.address,
+        "main_process_ip": nodes[0].address,
         "main_process_port": master_port,
         "main_training_function": "main",
         "mixed_precision": "no" if precision.dtype == "fp32" else "bf16",
-        "num_machines": len(inventory.nodes),
+        "num_machines": len(nodes),
         "num_processes": placement.world_size,
         "rdzv_backend": "static",
         "same_network": True,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from payload.errors import ConfigError
-from payload.inventory import ClusterInventory, Node
+from payload.inventory import Node
 from payload.machine import Domain
 from payload.run_config import LaunchSection
 from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
@@ -73,7 +73,7 @@ def default_domains(node: Node) -> tuple[Domain, ...]:
 
 
 def place_ranks(
-    inventory: ClusterInventory,
+    nodes: Sequence[Node],
     settings: LaunchSection,
     *,
     domains: Mapping[str, tuple[Domain, ...]] | None = None,
@@ -84,10 +84,10 @@ def place_ranks(
     is one number, so all nodes run equally many ranks. Raises ConfigError.
     """
     known = domains or {}
-    of_node = {node.name: known.get(node.name) or default_domains(node) for node in inventory.nodes}
-    ranks_per_node = settings.ranks_per_node or _domains_of_all(inventory, of_node)
+    of_node = {node.name: known.get(node.name) or default_domains(node) for node in nodes}
+    ranks_per_node = settings.ranks_per_node or _domains_of_all(of_node)
     ranks: list[Rank] = []
-    for node_rank, node in enumerate(inventory.nodes):
+    for node_rank, node in enumerate(nodes):
         ranks += _place_on_node(
             node.name,
             of_node[node.name],
@@ -126,16 +126,16 @@ def load_ranks(path: Path) -> tuple[Rank, ...]:
     return parse_ranks(text, where=str(path))
 
 
-def _domains_of_all(inventory: ClusterInventory, of_node: Mapping[str, tuple[Domain, ...]]) -> int:
-    """The number of NUMA domains, if all nodes have the same."""
-    counts = {node.name: len(of_node[node.name]) for node in inventory.nodes}
+def _domains_of_all(of_node: Mapping[str, tuple[Domain, ...]]) -> int:
+    """Return the number of NUMA domains of each node. Raises ConfigError where nodes differ."""
+    counts = {name: len(domains) for name, domains in of_node.items()}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise ConfigError(
             f"the nodes differ in NUMA domains ({listed}), and every node runs equally many ranks. "
             f"Set launch.ranks_per_node, for example to {min(counts.values())}."
         )
-    return counts[inventory.head.name]
+    return next(iter(counts.values()))
 
 
 def _place_on_node(

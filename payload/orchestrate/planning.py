@@ -23,7 +23,7 @@ from payload.errors import (
     PreflightError,
     UsageError,
 )
-from payload.inventory import ClusterInventory
+from payload.inventory import ClusterInventory, Node
 from payload.launch.arithmetic import work_out
 from payload.launch.budget import time_limit
 from payload.launch.compare import Compared, compare_strategies
@@ -34,7 +34,7 @@ from payload.launch.files import render_accelerate, render_hosts
 from payload.launch.launchers.base import Job, Launcher, Reach
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.plan import LaunchPlan, auto_batch_size, rank_words
-from payload.launch.ranks import Placement, place_ranks, render_ranks
+from payload.launch.ranks import Placement, render_ranks
 from payload.mesh import require_tensor_ranks_on_a_node
 from payload.models.fit import require_fit, require_weights
 from payload.models.hub import HubName, require_weights_on_hub
@@ -75,8 +75,8 @@ class Access(Protocol):
     def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
         """Matrix products of all nodes together, or None when they were not measured."""
 
-    def interfaces(self, inventory: ClusterInventory) -> Mapping[str, str]:
-        """The network interface between the ranks, by node."""
+    def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
+        """Return the network interface between the ranks, by node."""
 
     def program(self, paths: RunPaths) -> tuple[str, ...]:
         """What each rank runs."""
@@ -224,12 +224,12 @@ class PlannedRun:
 
     def hosts(self) -> str:
         """Return the hosts file's text."""
-        return render_hosts(self.inventory)
+        return render_hosts(self.inventory.nodes)
 
     def accelerate(self, node_rank: int) -> str:
         """One node's Accelerate config."""
         return render_accelerate(
-            self.inventory,
+            self.inventory.nodes,
             self.placement,
             node_rank=node_rank,
             hosts=self.paths.hosts,
@@ -270,16 +270,17 @@ def plan_run(
     work_dir: Path,
     port: int,
     auto_size: int | None = None,
+    placement: Placement | None = None,
 ) -> PlannedRun:
     """Decide everything about a run; nothing is written or started.
 
     `auto_size` is what its last plan made of a micro-batch of `auto`; it stays where the ranks can
-    share the batch with it, so that a resume computes the same bits. Raises ConfigError and
-    PreflightError.
+    share the batch with it, so that a resume computes the same bits. `placement` is where the ranks
+    go, if they were placed before. Raises ConfigError and PreflightError.
     """
     inventory = chosen.inventory
-    time_limit(config.limits, inventory)
-    placement = place_ranks(inventory, config.launch, domains=chosen.domains)
+    time_limit(config.limits, inventory.nodes)
+    placement = placement or chosen.place(config.launch)
     require_tensor_ranks_on_a_node(
         config.distributed.tensor_parallel, ranks_per_node=placement.ranks_per_node
     )
@@ -310,7 +311,7 @@ def plan_run(
     rendezvous = Rendezvous(
         address=inventory.head.address,
         port=port,
-        interfaces=access.interfaces(inventory),
+        interfaces=access.interfaces(inventory.nodes),
     )
     reach = access.reach()
     environment = _environment(

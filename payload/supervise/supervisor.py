@@ -82,7 +82,7 @@ class Supervisor:
         """Return the last supervisor's state, if it died without a word."""
         self._spent_before_s = previous.spent_s if previous else 0.0
         self._began_s = self._told_s = time.monotonic()
-        self._limit = time_limit(self._config.limits, self._inventory)
+        self._limit = time_limit(self._config.limits, self._inventory.nodes)
         left_s = self._left_s(grace_s=grace_s)
         self._job: JobTime | None = None
         """The job's time, where that is over before the run's own."""
@@ -329,7 +329,7 @@ class Supervisor:
             error=verdict.error if verdict else None,
             failed_rank=verdict.rank if verdict else None,
             spent_s=self._spent_s(),
-            cost_usd=cost_usd(self._inventory, spent_s=self._spent_s()),
+            cost_usd=cost_usd(self._inventory.nodes, spent_s=self._spent_s()),
             grace_s=self._stopping.grace_s,
             updated_unix=time.time(),
         )

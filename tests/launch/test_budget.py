@@ -29,14 +29,14 @@ def priced(*hourly_usd: float | None) -> ClusterInventory:
 
 
 def test_without_limits_there_is_none() -> None:
-    assert time_limit(LimitsSection(), priced(None)) is None
+    assert time_limit(LimitsSection(), priced(None).nodes) is None
 
 
 def test_the_stricter_limit_counts() -> None:
     limits = LimitsSection(max_hours=2.0, max_usd=3.0)
-    by_price = time_limit(limits, priced(1.0, 2.0))
+    by_price = time_limit(limits, priced(1.0, 2.0).nodes)
     assert by_price is not None and (by_price.seconds, by_price.key) == (3600.0, "max_usd")
-    by_time = time_limit(limits, priced(0.5, 0.5))
+    by_time = time_limit(limits, priced(0.5, 0.5).nodes)
     assert by_time is not None and (by_time.seconds, by_time.key) == (7200.0, "max_hours")
 
 
@@ -44,7 +44,7 @@ def test_the_stricter_limit_counts() -> None:
 def test_a_missing_price_is_named(prices: tuple[float | None, ...], named: str) -> None:
     match = rf"limits\.max_usd = 3, but .* no hourly_usd for {named}\."
     with pytest.raises(ConfigError, match=match):
-        time_limit(LimitsSection(max_usd=3.0), priced(*prices))
+        time_limit(LimitsSection(max_usd=3.0), priced(*prices).nodes)
 
 
 def test_a_run_is_asked_to_stop_before_its_limit() -> None:
@@ -67,5 +67,5 @@ def test_a_run_that_finished_all_the_same_is_finished() -> None:
 
 
 def test_cost_is_that_of_all_nodes_for_the_time() -> None:
-    assert cost_usd(priced(1.0, 2.0), spent_s=1800.0) == pytest.approx(1.5)
-    assert cost_usd(priced(1.0, None), spent_s=1800.0) is None
+    assert cost_usd(priced(1.0, 2.0).nodes, spent_s=1800.0) == pytest.approx(1.5)
+    assert cost_usd(priced(1.0, None).nodes, spent_s=1800.0) is None

@@ -60,7 +60,7 @@ def test_threads_spin_briefly_so_that_a_busy_machine_does_not_wait_for_them() ->
 
 def test_each_rank_gets_its_threads_and_its_nodes_interface() -> None:
     inventory = make_inventory(num_nodes=2, physical_cores=4, numa_domains=2)
-    ranks = place_ranks(inventory, LaunchSection()).ranks
+    ranks = place_ranks(inventory.nodes, LaunchSection()).ranks
     interfaces = {"node-0": "ens4", "node-1": "eth0"}
     variables = rank_environment(ranks[3], world_size=4, ranks_per_node=2, interfaces=interfaces)
     assert variables == {

@@ -25,7 +25,7 @@ from tests.support.golden_files import assert_golden
 
 RUN = Path("/runs/a run")
 INVENTORY = make_inventory(num_nodes=2, physical_cores=4, numa_domains=2)
-PLACEMENT = place_ranks(INVENTORY, LaunchSection())
+PLACEMENT = place_ranks(INVENTORY.nodes, LaunchSection())
 RENDEZVOUS = Rendezvous(address="10.0.0.2", port=29400, interfaces={})
 ENVIRONMENT = common_environment(
     run_id="a",
@@ -53,13 +53,13 @@ MPIRUN = find("mpirun").argv(JOB)
 
 
 def test_hosts_file_lists_the_head_first() -> None:
-    assert_golden("hosts.2x2", render_hosts(INVENTORY))
+    assert_golden("hosts.2x2", render_hosts(INVENTORY.nodes))
 
 
 @pytest.mark.parametrize("node_rank", [0, 1])
 def test_accelerate_config_of_each_node(node_rank: int) -> None:
     text = render_accelerate(
-        INVENTORY,
+        INVENTORY.nodes,
         PLACEMENT,
         node_rank=node_rank,
         hosts=RUN / "hosts",
@@ -75,7 +75,7 @@ def test_accelerate_config_of_each_node(node_rank: int) -> None:
 @pytest.mark.parametrize("name", ["it's", 'a "b"', "x: y # z", "$HOME", "\u00fc", "\U0001f600"])
 def test_accelerate_config_quotes_hostile_paths(name: str) -> None:
     text = render_accelerate(
-        INVENTORY,
+        INVENTORY.nodes,
         PLACEMENT,
         node_rank=0,
         hosts=Path("/runs") / name / "hosts",

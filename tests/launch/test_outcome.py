@@ -14,7 +14,7 @@ from payload.results import RankExit
 from payload.run_config import LaunchSection
 from tests.launch.inventories import make_inventory
 
-RANKS = place_ranks(make_inventory(), LaunchSection(ranks_per_node=3)).ranks
+RANKS = place_ranks(make_inventory().nodes, LaunchSection(ranks_per_node=3)).ranks
 CLEAN = Evidence(
     ranks=RANKS,
     exits={},

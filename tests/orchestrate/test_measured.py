@@ -173,26 +173,26 @@ def make_cluster() -> ClusterInventory:
 def test_a_trial_is_known_for_the_same_nodes_alone_and_fresh_for_a_day(tmp_path: Path) -> None:
     inventory = make_cluster()
     path = record_path(tmp_path, cluster="mine")
-    assert known_trial(inventory, tmp_path) is None
+    assert known_trial(inventory.cluster, inventory.nodes, tmp_path) is None
     record = Record(
-        nodes_sha=nodes_sha(inventory),
+        nodes_sha=nodes_sha(inventory.nodes),
         code=this_code().digest,
         time_unix=1000.0,
         interfaces={"node-0": "ens4"},
         measured=make_measured(),
     )
     record.write(path)
-    assert known_trial(inventory, tmp_path) == record
+    assert known_trial(inventory.cluster, inventory.nodes, tmp_path) == record
     head, *others = inventory.nodes
     anew = replace(inventory, nodes=(replace(head, host_keys=("ssh-ed25519 B",)), *others))
-    assert known_trial(anew, tmp_path) is None
+    assert known_trial(anew.cluster, anew.nodes, tmp_path) is None
     assert is_fresh(record, now_unix=1000.0 + FRESH_S - 1)
     assert not is_fresh(record, now_unix=1000.0 + FRESH_S)
     assert not is_fresh(record, now_unix=0.0)
     assert not is_fresh(replace(record, code="other"), now_unix=1001.0)
     for damage in ("", "[]", "{}", '{"schema_version": 2}', path.read_text("utf-8")[:-40]):
         path.write_text(damage, encoding="utf-8")
-        assert known_trial(inventory, tmp_path) is None
+        assert known_trial(inventory.cluster, inventory.nodes, tmp_path) is None
 
 
 def test_run_takes_a_fresh_trial_s_figures_and_asks_no_node(
@@ -204,7 +204,7 @@ def test_run_takes_a_fresh_trial_s_figures_and_asks_no_node(
     unasked = Cluster(inventory, login=Login(user="nobody", key=tmp_path / "none"), env={})
     chosen = Chosen(inventory=inventory, why="test", domains={})
     record = Record(
-        nodes_sha=nodes_sha(inventory),
+        nodes_sha=nodes_sha(inventory.nodes),
         code=this_code().digest,
         time_unix=time.time(),
         interfaces={},

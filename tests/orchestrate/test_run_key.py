@@ -158,7 +158,7 @@ def test_a_key_that_lasts_ends_by_itself_and_the_next_action_clears_it_away(
 def mpirun(key: RunKey, inventory: ClusterInventory, tmp_path: Path) -> CompletedProcess[str]:
     """`echo` on every node, started by mpirun as on the head."""
     hosts = tmp_path / "hosts"
-    hosts.write_text(render_hosts(inventory), encoding="ascii")
+    hosts.write_text(render_hosts(inventory.nodes), encoding="ascii")
     reach = Reach(interface="lo", ssh=("-F", str(key.config)))
     settings = find("mpirun").settings(reach)
     number = str(len(inventory.nodes))

@@ -286,7 +286,7 @@ def test_missing_data_and_short_data_are_named(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_needs_more_memory_than_is_free_is_warned_of() -> None:
-    placement = place_ranks(make_inventory(), LaunchSection(ranks_per_node=2))
+    placement = place_ranks(make_inventory().nodes, LaunchSection(ranks_per_node=2))
     config = parse_run_config("", where="test")
     numbers = work_out(config, spec=PRESETS["gpt2"], world_size=2, link_bytes_per_s=1e9)
     warning = memory_warning(numbers, placement, free_bytes=2**30)

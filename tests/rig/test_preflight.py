@@ -170,7 +170,7 @@ def test_mpirun_crosses_machines_with_the_run_s_key(rig: Rig, login: Login, tmp_
         argv = ["env", f"PATH={VENV}:/usr/bin:/bin", *words, f"{VENV}/mpirun"]
         argv += ["-f", "hosts", "-n", "2", "-ppn", "1", "hostname"]
         hosts = tmp_path / "hosts"
-        hosts.write_text(render_hosts(inventory), encoding="ascii")
+        hosts.write_text(render_hosts(inventory.nodes), encoding="ascii")
         head = cluster.connect(inventory.head)
         put(head, hosts, "hosts", timeout_s=20)
         said = head.check_run(argv, timeout_s=60)

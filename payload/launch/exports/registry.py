@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from payload.errors import ConfigError
 from payload.inventory import ClusterInventory
@@ -42,7 +41,7 @@ def export_job(
             "launch.malloc = 'tcmalloc': the library's path on another engine's machines is not "
             "known. Use 'tuned' or 'default'."
         )
-    alike = replace(inventory, nodes=inventory.nodes if nodes is None else inventory.nodes[:1])
+    alike = inventory.nodes if nodes is None else inventory.nodes[:1]
     placement = place_ranks(alike, config.launch, domains=domains)
     num_nodes = nodes or len(inventory.nodes)
     arithmetic = work_out(

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from payload.errors import ExitCode, TileforgeError, most_telling
 from payload.inventory import ClusterInventory, Node
+from payload.launch.ranks import Placement
 from payload.models.spec import ModelSpec, typical_mfu
 from payload.orchestrate.planning import initial_spec
 from payload.orchestrate.preflight.findings import (
@@ -350,25 +351,35 @@ FRESH_S = 24 * 3600.0
 """How long `run` trusts a trial of the same payload on the same nodes."""
 
 
-def try_there(report: Report, chosen: Chosen, cluster: Cluster, config: RunConfig) -> Report:
+def try_there(
+    report: Report,
+    chosen: Chosen,
+    cluster: Cluster,
+    config: RunConfig,
+    placement: Placement | None = None,
+) -> Report:
     """The report on a cluster with a trial, which is kept if it went well."""
     talk = text_console(stderr=True)
     report = with_trial(
         report,
         chosen.inventory,
         config,
-        lambda: try_cluster(chosen, cluster, report.facts, config=config, talk=talk),
+        lambda: try_cluster(
+            chosen, cluster, report.facts, config=config, talk=talk, placement=placement
+        ),
     )
     keep(report, chosen.inventory, Path.cwd(), now_unix=time.time())
     return report
 
 
-def try_if_new(report: Report, chosen: Chosen, cluster: Cluster, config: RunConfig) -> Report:
+def try_if_new(
+    report: Report, chosen: Chosen, cluster: Cluster, config: RunConfig, placement: Placement
+) -> Report:
     """The same before a run, which trusts a trial of this payload on these nodes for a day."""
-    record = known_trial(chosen.inventory, Path.cwd())
+    record = known_trial(chosen.inventory.cluster, chosen.inventory.nodes, Path.cwd())
     if record is not None and is_fresh(record, now_unix=time.time()):
         return replace(report, measured=record.measured)
-    return try_there(report, chosen, cluster, config)
+    return try_there(report, chosen, cluster, config, placement)
 
 
 def try_here(report: Report, chosen: Chosen, access: LocalAccess, config: RunConfig) -> Report:
@@ -427,7 +438,7 @@ def keep(report: Report, inventory: ClusterInventory, root: Path, *, now_unix: f
         return
     interfaces = {name: facts.interface for name, facts in report.facts.items()}
     Record(
-        nodes_sha=nodes_sha(inventory),
+        nodes_sha=nodes_sha(inventory.nodes),
         code=this_code().digest,
         time_unix=now_unix,
         interfaces={name: found for name, found in interfaces.items() if found},

@@ -18,7 +18,7 @@ from payload.launch.environment import FOREIGN_PREFIXES, Rendezvous, common_envi
 from payload.launch.files import render_hosts
 from payload.launch.launchers.base import Job, Launcher, Reach
 from payload.launch.launchers.registry import AUTO, candidates
-from payload.launch.ranks import Placement, place_ranks
+from payload.launch.ranks import Placement
 from payload.orchestrate.node.mesh import trial
 from payload.orchestrate.planning import choose_launcher
 from payload.orchestrate.preflight import findings as find
@@ -94,7 +94,7 @@ class Setting:
             "ssh": self.reach.ssh,
             "workers": {node.name: node.address for node in inventory.nodes[1:]},
             "hosts_file": str(self.folder / "hosts"),
-            "hosts": render_hosts(inventory),
+            "hosts": render_hosts(inventory.nodes),
             "argv": argv,
             "environment": {**self.launcher.settings(self.reach), **environment},
             # mpirun calls mpiexec.hydra, which lies beside it, by its bare name.
@@ -147,13 +147,16 @@ def try_cluster(
     *,
     config: RunConfig,
     talk: Console,
+    placement: Placement | None = None,
 ) -> Trial:
     """Start the program on nodes that have passed the other checks.
 
     The key by which the head reaches the others is made for this, and removed whatever happens.
+    `placement` is where a run's ranks go, if they were placed before.
     """
     inventory, code = chosen.inventory, this_code()
     launcher = candidates(config.launch.launcher)[0]
+    placement = placement or _placement(chosen, config)
     outcomes = on_every_node(
         inventory.nodes,
         lambda node: look(cluster.connect(node), code, venv=VENV, programs=programs_of(launcher)),
@@ -174,7 +177,7 @@ def try_cluster(
             bring_code(inventory, cluster, answers, code=code, talk=talk)
             try:
                 outcome, folder = _start(
-                    chosen, cluster, facts, head, code, config, launcher, name=claim.name
+                    inventory, cluster, facts, head, code, placement, launcher, name=claim.name
                 )
                 if outcome.status != 0:
                     _end_leftovers(inventory, cluster, folder)
@@ -201,11 +204,11 @@ def try_this_machine(chosen: Chosen, access: LocalAccess, folder: Path) -> Trial
     """The same on this machine, without ssh; `folder` is an empty one."""
     inventory = chosen.inventory
     choice = choose_launcher(AUTO, access)
-    placement = place_ranks(inventory, LaunchSection(), domains=chosen.domains)
+    placement = chosen.place(LaunchSection())
     with access.reserve_port() as holder:
         setting = Setting(
             placement=placement,
-            interfaces=access.interfaces(inventory),
+            interfaces=access.interfaces(inventory.nodes),
             address=inventory.head.address,
             port=int(holder.getsockname()[1]),
             folder=folder,
@@ -221,25 +224,24 @@ def try_this_machine(chosen: Chosen, access: LocalAccess, folder: Path) -> Trial
 
 
 def _start(
-    chosen: Chosen,
+    inventory: ClusterInventory,
     cluster: Cluster,
     facts: Mapping[str, NodeFacts],
     head: NodeLook,
     code: Code,
-    config: RunConfig,
+    placement: Placement,
     launcher: Launcher,
     *,
     name: str,
 ) -> tuple[Outcome, PurePosixPath]:
-    """How it went, and the folder that marks the processes."""
-    inventory = chosen.inventory
+    """Return the program's outcome, and the folder that marks the processes."""
     if head.port is None:
         raise PreflightError(f"{inventory.head.name}: it has no free port for the ranks.")
     key = install_run_key(cluster, inventory, name=name, lasts_s=_KEY_LASTS_S)
     alone = len(inventory.nodes) == 1
     interfaces = {node.name: facts[node.name].interface or LOOPBACK for node in inventory.nodes}
     setting = Setting(
-        placement=_placement(chosen, config),
+        placement=placement,
         interfaces=interfaces,
         address=inventory.head.address,
         port=head.port,
@@ -260,12 +262,11 @@ def _start(
 
 
 def _placement(chosen: Chosen, config: RunConfig) -> Placement:
-    """As the run would place its ranks; one a node where that is not to be had."""
+    """Return where a run's ranks would go; one a node where they cannot be placed."""
     try:
-        return place_ranks(chosen.inventory, config.launch, domains=chosen.domains)
+        return chosen.place(config.launch)
     except ConfigError:
-        alone = LaunchSection(ranks_per_node=1)
-        return place_ranks(chosen.inventory, alone, domains=chosen.domains)
+        return chosen.place(LaunchSection(ranks_per_node=1))
 
 
 def _judged(

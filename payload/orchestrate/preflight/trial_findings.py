@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from payload.errors import ConfigError
-from payload.inventory import ClusterInventory, Node
+from payload.inventory import Node
 from payload.launch.launchers.base import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
 from payload.orchestrate.preflight.findings import Finding
 from payload.results import write_whole
@@ -312,9 +312,9 @@ class Record:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
 
-    def is_of(self, inventory: ClusterInventory) -> bool:
-        """Whether these are the nodes that were tried."""
-        return self.nodes_sha == nodes_sha(inventory)
+    def is_of(self, nodes: Sequence[Node]) -> bool:
+        """Return whether these are the nodes that were tried."""
+        return self.nodes_sha == nodes_sha(nodes)
 
 
 def record_path(root: Path, *, cluster: str) -> Path:
@@ -332,16 +332,16 @@ def read_record(path: Path) -> Record | None:
         return None
 
 
-def known_trial(inventory: ClusterInventory, root: Path) -> Record | None:
-    """The newest trial that these nodes have passed."""
-    record = read_record(record_path(root, cluster=inventory.cluster))
-    return record if record is not None and record.is_of(inventory) else None
+def known_trial(cluster: str, nodes: Sequence[Node], root: Path) -> Record | None:
+    """Return the newest trial that these nodes have passed."""
+    record = read_record(record_path(root, cluster=cluster))
+    return record if record is not None and record.is_of(nodes) else None
 
 
-def nodes_sha(inventory: ClusterInventory) -> str:
-    """Equal for the same machines: made anew, they have other host keys."""
-    nodes = [
+def nodes_sha(nodes: Sequence[Node]) -> str:
+    """Return a digest of these machines; a rebuilt one has other host keys."""
+    known = [
         [node.name, node.address, node.host_keys, node.machine_type, node.physical_cores]
-        for node in inventory.nodes
+        for node in nodes
     ]
-    return hashlib.sha256(json.dumps(nodes, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()

@@ -74,11 +74,9 @@ class SlurmAccess(LocalAccess):
         super().__init__(env)
         self._sights = sights
 
-    def interfaces(self, inventory: ClusterInventory) -> Mapping[str, str]:
+    def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
         """Return each node's interface on the way to the others."""
-        return {
-            node.name: self._sights[node.name].interface or LOOPBACK for node in inventory.nodes
-        }
+        return {node.name: self._sights[node.name].interface or LOOPBACK for node in nodes}
 
     def free_memory_bytes(self) -> int | None:
         """Return the memory of the node with the least."""

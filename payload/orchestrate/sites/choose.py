@@ -30,7 +30,7 @@ from payload.orchestrate.cloud.stack import StackOutputs, default_stack, load_st
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.store import Order, is_copy, room_for
 from payload.results import RunJob, RunPaths, StopWish, last_record
-from payload.run_config import RunConfig
+from payload.run_config import LaunchSection, RunConfig
 from payload.run_lock import FORCE_SIGNAL, is_supervised, starting
 from payload.tasks import TaskKind
 
@@ -43,6 +43,10 @@ class Chosen:
     why: str
     domains: dict[str, tuple[Domain, ...]]
     """By node; empty for nodes whose cores are simply 0 to n-1."""
+
+    def place(self, launch: LaunchSection) -> Placement:
+        """Return where a run's ranks go. Raises ConfigError."""
+        return place_ranks(self.inventory.nodes, launch, domains=self.domains)
 
     def headline(self) -> str:
         """The first line that a command prints."""
@@ -358,17 +362,19 @@ def require_launcher(config: RunConfig, inventory: ClusterInventory) -> None:
         )
 
 
-def require_placeable(config: RunConfig, chosen: Chosen) -> None:
-    """Raise ConfigError for an unknown launcher, and for ranks that cannot be placed.
+def require_placeable(config: RunConfig, chosen: Chosen) -> Placement:
+    """Return where the ranks go.
 
-    The same holds for ranks that would share the batch unevenly, or not record what is wanted.
+    Raises ConfigError for an unknown launcher, and for ranks that cannot be placed, would share the
+    batch unevenly, or would not record what is wanted.
     """
     require_launcher(config, chosen.inventory)
-    placement = place_ranks(chosen.inventory, config.launch, domains=chosen.domains)
+    placement = chosen.place(config.launch)
     require_tensor_ranks_on_a_node(
         config.distributed.tensor_parallel, ranks_per_node=placement.ranks_per_node
     )
     config.require_even(placement.world_size)
+    return placement
 
 
 def memory_warning(

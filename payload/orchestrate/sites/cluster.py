@@ -153,9 +153,9 @@ class ClusterAccess:
         """As it was measured."""
         return self.measured.peak_flops_per_s(choice) if self.measured else None
 
-    def interfaces(self, inventory: ClusterInventory) -> Mapping[str, str]:
-        """Each node's interface on the way to the head; the head's to the first worker."""
-        return {node.name: self.interface_of[node.name] or LOOPBACK for node in inventory.nodes}
+    def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
+        """Return each node's interface on the way to the head; the head's to the first worker."""
+        return {node.name: self.interface_of[node.name] or LOOPBACK for node in nodes}
 
     def program(self, paths: RunPaths) -> tuple[str, ...]:
         """The trainer."""
@@ -341,7 +341,7 @@ def plan_elsewhere(
     inventory = chosen.inventory
     require_launcher(config, inventory)
     home = assumed_home(inventory)
-    record = known_trial(inventory, root)
+    record = known_trial(inventory.cluster, inventory.nodes, root)
     planned = plan_run(
         RunPaths(Path(home / NODE_FOLDER / "runs" / run_id)),
         config=config,

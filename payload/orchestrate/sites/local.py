@@ -25,7 +25,7 @@ from payload.checkpoint_files import require_room
 from payload.engines import require_packages_here
 from payload.errors import ExitCode, PreflightError, RankLostError, UsageError
 from payload.hints import run_command
-from payload.inventory import RANK_PORTS, ClusterInventory
+from payload.inventory import RANK_PORTS, Node
 from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import auto_batch_size, rank_program
@@ -68,9 +68,9 @@ class LocalAccess:
         """The operator's own environment, for programs that run on this machine."""
         return dict(self._env)
 
-    def interfaces(self, inventory: ClusterInventory) -> Mapping[str, str]:
-        """Loopback."""
-        return {node.name: LOOPBACK for node in inventory.nodes}
+    def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
+        """Return loopback for every node."""
+        return {node.name: LOOPBACK for node in nodes}
 
     def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
         """Not kept: the trainer measures it at its start."""

@@ -16,6 +16,7 @@ from payload.hints import run_command
 from payload.inventory import ClusterInventory, Node
 from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
+from payload.launch.ranks import Placement
 from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
 from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operator_key
 from payload.orchestrate.preflight.report import Report, try_if_new
@@ -100,11 +101,12 @@ class Ssh(InventorySite):
         self._talk = talk
         self._ssh_key = ssh_key
         self._quick = quick
+        self._placement: Placement | None = None
 
     def check(self, config: RunConfig, env: Mapping[str, str]) -> None:
         """Raise ConfigError for what would fail on the cluster."""
-        require_placeable(config, self._chosen)
-        time_limit(config.limits, self._inventory)
+        self._placement = require_placeable(config, self._chosen)
+        time_limit(config.limits, self._inventory.nodes)
         require_known_backend(config.distributed)
 
     def hold_to_resume(
@@ -207,7 +209,8 @@ class Ssh(InventorySite):
         """Return what the nodes are. Raises ClusterNotReadyError where one is not fit."""
         report = check_cluster(self._inventory, cluster, lock_sha=lock_sha())
         if not self._quick:
-            report = try_if_new(report, self._chosen, cluster, config)
+            assert self._placement is not None, "`check` comes before `start`"
+            report = try_if_new(report, self._chosen, cluster, config, self._placement)
         for line in report.lines():
             self._talk.print(line)
         if report.exit_code:
@@ -291,6 +294,7 @@ class Ssh(InventorySite):
             work_dir=Path(home),
             port=port,
             auto_size=order.auto_size(),
+            placement=self._placement,
         )
 
 
@@ -339,7 +343,7 @@ def _other_run(answer: NodeLook, order: Order) -> str | None:
 
 def _key_lasts_s(limits: LimitsSection, inventory: ClusterInventory) -> float:
     """How long the nodes trust the run's key, also if nobody ever removes it."""
-    limit = time_limit(limits, inventory)
+    limit = time_limit(limits, inventory.nodes)
     return _KEY_LASTS_S if limit is None else min(_KEY_LASTS_S, limit.seconds + _KEY_MARGIN_S)
 
 

@@ -39,9 +39,9 @@ from payload.orchestrate.ssh.streams import (
     Deadlines,
     Login,
     ProxyProcess,
-    iap_argv,
     open_tcp,
     os_login_command,
+    route_to,
 )
 from payload.untrusted import MAX_FILE_BYTES, printable
 
@@ -89,7 +89,7 @@ def dial(
     if not node.host_keys:
         raise HostKeyError(
             f"{node.name}: the inventory has no host key of it, and none is accepted unseen",
-            fix="Write the inventory anew, or add the node's own: cat "
+            fix="Write the inventory again, or add the node's own: cat "
             "/etc/ssh/ssh_host_ed25519_key.pub",
         )
     logging.getLogger("paramiko").addHandler(logging.NullHandler())  # else it prints tracebacks
@@ -370,7 +370,7 @@ def _host_keys(node: Node) -> Iterator[tuple[str, paramiko.PKey]]:
         if entry is None or entry.key is None:
             raise HostKeyError(
                 f"{node.name}: the inventory's host key {line[:40]!r}... is none that can be read",
-                fix="Write the inventory anew.",
+                fix="Write the inventory again.",
             )
         yield line.split()[0], entry.key
 
@@ -457,16 +457,16 @@ class Cluster:
 
     def _open_stream(self, node: Node) -> Stream:
         timeout_s = self._deadlines.connect_s
-        head, access = self._inventory.head, self._inventory.access
-        if node.name != head.name:
+        route = route_to(node, head=self._inventory.head, access=self._inventory.access)
+        if route.jump is not None:
             try:
-                through = self.connect(head)
+                through = self.connect(self._inventory.head)
             except TileforgeError:
                 raise SshUnreachableError(
-                    f"{node.name}: not tried, as the way to it is through {head.name}, which "
+                    f"{node.name}: not tried, as the way to it is through {route.jump}, which "
                     "cannot be used."
                 ) from None
             return through.open_channel_to(node, timeout_s=timeout_s)
-        if access.kind == "iap":
-            return ProxyProcess(iap_argv(node, access), node=node.name, env=self._env)
+        if route.proxy:
+            return ProxyProcess(route.proxy, node=node.name, env=self._env)
         return open_tcp(node, timeout_s=timeout_s)

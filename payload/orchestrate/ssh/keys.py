@@ -26,11 +26,11 @@ from payload.orchestrate.ssh.streams import (
     Nothing,
     all_or_raise,
     ask,
-    iap_argv,
     on_every_node,
     parse_answer,
     remote_argv,
     remote_stdin,
+    route_to,
 )
 from payload.results import write_whole
 from payload.untrusted import RUN_ID, build, checked, parse_json
@@ -117,19 +117,18 @@ def write_ssh_files(folder: Path, inventory: ClusterInventory, *, key: Path) -> 
 
 
 def _host_block(inventory: ClusterInventory, node: Node, *, on_head: bool) -> list[str]:
-    is_head = node.name == inventory.head.name
-    from_outside = is_head and not on_head
+    route = route_to(node, head=inventory.head, access=inventory.access, on_head=on_head)
     block = [
         f"Host {node.name} {node.address}",
-        f"  HostName {(node.external_address if from_outside else None) or node.address}",
+        f"  HostName {route.host}",
         f"  Port {node.ssh_port}",
         f"  HostKeyAlias {node.name}",
     ]
-    if from_outside and inventory.access.kind == "iap":
-        text = shell_text(iap_argv(node, inventory.access))
+    if route.proxy:
+        text = shell_text(route.proxy)
         block.append(f"  ProxyCommand {text.replace('%', '%%')}")
-    elif not is_head and not on_head:
-        block.append(f"  ProxyJump {inventory.head.name}")
+    elif route.jump is not None:
+        block.append(f"  ProxyJump {route.jump}")
     return block
 
 

@@ -59,8 +59,8 @@ _TAIL_LINES = 3
 
 
 def open_tcp(node: Node, *, timeout_s: float) -> socket.socket:
-    """A connection to the node's SSH port. Raises SshUnreachableError."""
-    address = (node.external_address or node.address, node.ssh_port)
+    """Return a connection to the node's SSH port. Raises SshUnreachableError."""
+    address = (node.outside_address, node.ssh_port)
     where = f"{node.name}: {address[0]} port {address[1]}"
     try:
         return socket.create_connection(address, timeout=timeout_s)
@@ -86,6 +86,32 @@ def open_tcp(node: Node, *, timeout_s: float) -> socket.socket:
         ) from None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The way of an SSH connection to one node."""
+
+    host: str
+    """The address or name to connect to."""
+    proxy: tuple[str, ...] = ()
+    """A program that carries the connection, if there is one."""
+    jump: str | None = None
+    """The node that the connection goes through; None for a direct one."""
+
+
+def route_to(node: Node, *, head: Node, access: Access, on_head: bool = False) -> Route:
+    """Return the way to a node, from the operator's machine or from the head.
+
+    The one place that knows what `access.kind` means for SSH. Raises ConfigError when the inventory
+    does not say where the head is.
+    """
+    if on_head:
+        return Route(host=node.address)
+    if node.name != head.name:
+        return Route(host=node.address, jump=head.name)
+    proxy = tuple(iap_argv(node, access)) if access.kind == "iap" else ()
+    return Route(host=node.outside_address, proxy=proxy)
+
+
 def iap_argv(node: Node, access: Access) -> list[str]:
     """The command that carries SSH to `node` through Google's Identity-Aware Proxy.
 
@@ -94,7 +120,7 @@ def iap_argv(node: Node, access: Access) -> list[str]:
     if not access.project or not node.zone:
         missing = "access.project" if not access.project else f"the zone of {node.name}"
         raise ConfigError(
-            f"inventory: access kind 'iap' needs {missing}. Write the inventory anew."
+            f"inventory: access kind 'iap' needs {missing}. Write the inventory again."
         )
     return [
         "gcloud",
