@@ -21,12 +21,13 @@ class ToyRun(SiteRun):
 
     def __init__(self, paths: RunPaths, env: Mapping[str, str]) -> None:
         self.paths, self.nodes, self.where = paths, 1, "elsewhere"
-        self.there = RunPaths(Path("elsewhere", paths.run_id).resolve())
+        self.there = RunPaths(Path(self.where, paths.run_id).resolve())
         self.access = LocalAccess(env)
 
     def look(self, *, say: Callable[[str], None] = print, interrupted: object = None) -> Seen:
         alive = is_supervised(self.there)
-        shutil.copytree(self.there.root, self.paths.root, dirs_exist_ok=True)
+        ignore = shutil.ignore_patterns("*.partial")
+        shutil.copytree(self.there.root, self.paths.root, ignore=ignore, dirs_exist_ok=True)
         return Seen(alive=alive)
 
     def signal(self, number: Signals, wish: StopWish) -> bool:
@@ -40,11 +41,10 @@ class Toy(Site):
     """Copies what it is given to the folder `elsewhere`, and starts it there."""
 
     def start(self, order: Order) -> ToyRun:
-        with order.folder() as paths:
-            write_json(paths.job, RunJob(site=self.name, job_id=str(os.getpid())))
         run = ToyRun(order.paths, order.env)
-        shutil.copytree(order.paths.root, run.there.root)
-        with run.access.reserve_port() as socket:
+        with order.folder() as paths, run.access.reserve_port() as socket:
+            write_json(paths.job, RunJob(site=self.name, job_id=str(os.getpid())))
+            shutil.copytree(paths.root, run.there.root)
             chosen, port = load_cluster("local", env=order.env), socket.getsockname()[1]
             plan_order(run.there, order, chosen=chosen, access=run.access, port=port)
         supervisor = run.access.start_supervisor(run.there, detached=True, grace_s=order.grace_s)
