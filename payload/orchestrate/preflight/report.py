@@ -373,7 +373,11 @@ def try_there(
 
 
 def try_if_new(
-    report: Report, chosen: Chosen, cluster: Cluster, config: RunConfig, placement: Placement
+    report: Report,
+    chosen: Chosen,
+    cluster: Cluster,
+    config: RunConfig,
+    placement: Placement | None = None,
 ) -> Report:
     """The same before a run, which trusts a trial of this payload on these nodes for a day."""
     record = known_trial(chosen.inventory.cluster, chosen.inventory.nodes, Path.cwd())

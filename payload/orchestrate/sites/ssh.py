@@ -209,7 +209,6 @@ class Ssh(InventorySite):
         """Return what the nodes are. Raises ClusterNotReadyError where one is not fit."""
         report = check_cluster(self._inventory, cluster, lock_sha=lock_sha())
         if not self._quick:
-            assert self._placement is not None, "`check` comes before `start`"
             report = try_if_new(report, self._chosen, cluster, config, self._placement)
         for line in report.lines():
             self._talk.print(line)
