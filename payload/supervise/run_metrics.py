@@ -299,5 +299,5 @@ def _nodes_of_ranks(paths: RunPaths) -> dict[int, str]:
 
 def _limit(paths: RunPaths, limits: Any) -> TimeLimit | None:
     with contextlib.suppress(ConfigError):
-        return time_limit(limits, ClusterInventory.load(paths.inventory))
+        return time_limit(limits, ClusterInventory.load(paths.inventory).nodes)
     return None
