@@ -116,7 +116,7 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """What was left out, at the end, where it is seen."""
+    """Print what was left out, at the end, where it is seen."""
     for folder, note in sorted(notes(config).items()):
         terminalreporter.section(folder, yellow=True, bold=True)
         terminalreporter.write_line(note, yellow=True, bold=True)

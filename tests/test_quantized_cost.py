@@ -1,4 +1,4 @@
-"""What a plan says of a base of 4 bits: memory saved, time lost, and which base to take."""
+"""The plan of a base of 4 bits: memory saved, time lost, and the better base."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def commands(page: Path) -> list[str]:
 
 @functools.cache
 def help_of(*program: str) -> str:
-    """What `python -m PROGRAM... --help` prints."""
+    """Return the output of `python -m PROGRAM... --help`."""
     done = subprocess.run(
         [sys.executable, "-m", *program, "--help"],
         cwd=ROOT,
@@ -71,7 +71,7 @@ def problem_with(command: str) -> str | None:
 
 
 def _problem_with_benchmark(words: list[str]) -> str | None:
-    """Of `make bench BENCH=NAME ARGS="..."`."""
+    """Return the problem with `make bench BENCH=NAME ARGS="..."`, or None."""
     given = dict(word.split("=", 1) for word in words if "=" in word)
     if "BENCH" not in given:
         return None
@@ -181,7 +181,7 @@ def test_the_config_for_fine_tuning_goes_with_most_clusters() -> None:
 
 @functools.cache
 def headings(page: Path) -> set[str]:
-    """What a link within a page may point at."""
+    """Return the targets that a link within a page may have."""
     lines = page.read_text(encoding="utf-8").splitlines()
     return {
         re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")

@@ -47,7 +47,7 @@ def steps(arrangement: str, *times_s: float, sync_s: float = 0.0, **more: Any) -
 
 
 def exchange(*, ranks: int = 2, gbit: float | None = None, known: Constants = KNOWN) -> Any:
-    """What would be measured if the model with these constants were the truth."""
+    """Return the measurement that would come from a model with these constants."""
     network = known.network(ranks=ranks, gbit_per_s=gbit)
     took_s = sum(network.all_reduce_s(4 * bucket.numbers) for bucket in TINY)
     sent = 4 * NUMBERS * 2 * (ranks - 1) / ranks

@@ -121,6 +121,7 @@ _WORDED = (
     "payload/data",
     "payload/launch",
     "payload/supervise",
+    "tests",
 )
 
 

@@ -1,4 +1,4 @@
-"""What other processes wrote is refused in one line, whatever it is."""
+"""Files of other processes are refused in one line, whatever they hold."""
 
 from __future__ import annotations
 

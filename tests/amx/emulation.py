@@ -82,7 +82,7 @@ def prepare(folder: Path) -> Emulation:
 
 
 def read_counts(path: Path) -> Counter[str]:
-    """What all processes executed, by kind of instruction; `multiplications` of single numbers."""
+    """Return how many instructions all processes executed, by kind, scalar products too."""
     total: Counter[str] = Counter()
     if path.exists():
         for line in path.read_text(encoding="ascii").splitlines():

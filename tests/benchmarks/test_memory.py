@@ -1,4 +1,4 @@
-"""What the memory command makes of its measurements."""
+"""The memory command's verdicts on its measurements."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def stdlib_texts(*, min_bytes: int) -> list[str]:
 
 
 def reference_tokens(texts: Sequence[str]) -> npt.NDArray[np.uint16]:
-    """What nanoGPT would write for `texts`, in their order."""
+    """Return the tokens that nanoGPT would write for `texts`, in their order."""
     encoding = gpt2_encoding()
     tokens: list[int] = []
     for text in texts:

@@ -97,7 +97,7 @@ def test_a_sequence_longer_than_the_text_is_refused(tmp_path: Path) -> None:
 
 
 def _pages_in_memory(blocks: TokenBlocks) -> list[bool]:
-    """Of the whole file, page by page, without touching it."""
+    """Return for each page of the file whether it is in memory, without touching it."""
     size = blocks.tokens.nbytes
     found = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
     address = ctypes.c_void_p(blocks.tokens.ctypes.data)

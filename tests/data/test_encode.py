@@ -93,7 +93,7 @@ def test_memory_is_given_back_by_a_new_tokenizer(monkeypatch: pytest.MonkeyPatch
 
 
 class _Layout:
-    """What gigatoken gives back, as far as it is used."""
+    """The part of gigatoken's result that is used."""
 
     def __init__(self, rows: list[list[int]]) -> None:
         self.layout = self

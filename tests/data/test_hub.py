@@ -41,7 +41,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def all_tokens(folder: Path) -> list[int]:
-    """Of both files, in any order."""
+    """Return the tokens of both files, in any order."""
     parts = [read_bin(folder / name) for name in ("train.bin", "val.bin")]
     return sorted(np.concatenate(parts).tolist())
 

@@ -37,7 +37,7 @@ def flipped(path: Path, bit: int, target: Path) -> Path:
 
 
 def outcome(reader: ParquetReader, place: Path) -> str:
-    """What surveying and reading a file ends with; any other exception is the test's failure."""
+    """Survey and read a file; return the outcome. Any other exception fails the test."""
     try:
         rows, size = reader.survey(str(place))
         assert rows >= 0 and size >= 0

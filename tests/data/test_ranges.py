@@ -28,7 +28,7 @@ BLOCKS_A_RANGE = RANGE_BYTES // (2 * LENGTH)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of four ranges, the last one short."""
+    """A folder of four ranges, the last one short."""
     made = make_data_folder(tmp_path / "data", num_train_tokens=450_000, vocab_size=512)
     assert len(load_meta(made).files["train.bin"].range_sha256) == 4
     return made

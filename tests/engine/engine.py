@@ -144,7 +144,7 @@ class Engine:
             time.sleep(0.005)
 
     def left(self) -> dict[str, list[str]]:
-        """What is in the cloud, but for what was there before."""
+        """Return the cloud's resources, but for those of before."""
         with self.cloud.quiet():
             found = {
                 kind: [each["name"] for each in items]

@@ -23,7 +23,7 @@ Document = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def default(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """What the program asks for by default, with two nodes."""
+    """The program's default resources, with two nodes."""
     folder = tmp_path_factory.mktemp("stack")
     return deploy({"project": PROJECT, "nodeCount": 2}, folder=folder)
 

@@ -1,4 +1,4 @@
-"""What payload.finetune chooses from numbers alone."""
+"""The choices of payload.finetune from numbers alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Pulumi prints, and what is kept of a cluster in Google Cloud."""
+"""Pulumi's output, and the files kept for a cluster in Google Cloud."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def run_formats(folder: Path, config: Path) -> Iterator[Format]:
 
 
 def input_formats(folder: Path, data: Path) -> Iterator[Format]:
-    """What a user or another machine hands in: inventories, data folders, measurements."""
+    """Yield the formats from users and other machines: inventories, data folders, measurements."""
     folder.mkdir()
     inventory = folder / "inventory.json"
     inventory.write_text(INVENTORY.to_json(), encoding="utf-8")

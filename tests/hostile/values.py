@@ -1,4 +1,4 @@
-"""What is written into a field, and into a file's bytes, to see what its reader does."""
+"""Hostile values for a field, and damage to a file's bytes, to test their reader."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ CASES: dict[str, Plain] = {
 
 @dataclass
 class Recorded:
-    """What the program asked Pulumi for."""
+    """The resources that the program asked Pulumi for."""
 
     resources: list[Plain] = field(default_factory=list)
     """Each: type, name, parent, inputs, options; in an order that does not change."""

@@ -180,7 +180,7 @@ def test_without_nat_googles_names_lead_to_its_restricted_addresses() -> None:
 
 
 def triggers(tmp_path: Path, **settings: object) -> set[str]:
-    """What the nodes' replacement hangs on; all have the same."""
+    """Return the triggers of the nodes' replacement; all nodes have the same."""
     resources = deploy(settings, folder=tmp_path).resources
     instances = [r for r in resources if r["type"].endswith(":Instance")]
     return {instance["options"]["replacementTrigger"] for instance in instances}

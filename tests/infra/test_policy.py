@@ -44,7 +44,7 @@ def analyzer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def violations(analyzer: Any, resources: list[Plain]) -> dict[str, list[str]]:
-    """What the pack says of these resources, by policy."""
+    """Return the pack's violations for these resources, by policy."""
     answers = []
     sent = [
         {

@@ -1,4 +1,4 @@
-"""What a plan says of a run whose ranks hold a part of the model each."""
+"""The plan of a run whose ranks hold a part of the model each."""
 
 from __future__ import annotations
 

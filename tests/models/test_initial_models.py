@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def settings(model: Path, tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What the run needs on top of the tiny one: data of the model's tokenizer, and its sizes."""
+    """Return the settings beyond the tiny run's: data of the model's tokenizer, and its sizes."""
     data = make_data_folder(
         tmp_path_factory.mktemp("initial") / "data",
         vocab_size=VOCAB,

@@ -1,4 +1,4 @@
-"""What cannot be trained is refused in one line, with exit code 10, before anything is written."""
+"""A model that cannot be trained is refused in one line, with exit code 10, before any write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests ask a Prometheus, the files that it reads, and the panels' queries."""
+"""Helpers of the tests: a Prometheus, the files that it reads, and the panels' queries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Watched:
     url: str
     paths: RunPaths
     pids: Sequence[int]
-    """Of the ranks' trainers."""
+    """Process ids of the ranks' trainers."""
 
     def ask(self, path: str, **parameters: str | float) -> Any:
         """Return the data of an answer of Prometheus's HTTP API."""

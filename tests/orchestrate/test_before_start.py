@@ -1,4 +1,4 @@
-"""What `run` and `plan` find out before anything starts, and what a run that fails leaves."""
+"""Checks of `run` and `plan` before anything starts, and the remains of a run that fails."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_a_bug_is_not_taken_for_a_node_s_failure() -> None:
 
 
 def main_thread_waits() -> bool:
-    """Whether `on_every_node` has started all, and is past that."""
+    """Return True once `on_every_node` has started all, and is past that."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     while frame.f_back and frame.f_back.f_code is not on_every_node.__code__:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""What preflight makes of facts: every finding, and the silence when nothing is wrong."""
+"""Preflight's findings from facts: every one, and none when nothing is wrong."""
 
 from __future__ import annotations
 

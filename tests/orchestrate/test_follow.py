@@ -164,7 +164,7 @@ def test_trackers_are_started_once_and_end_before_ctrl_c_ends_the_command(
 
 
 def lines_that_are_no_step() -> list[str]:
-    """What a damaged or hostile metrics.jsonl may hold."""
+    """Return lines that a damaged or hostile metrics.jsonl may hold."""
     row = asdict(STEP)
     steps: list[Any] = ["7", None, 7.5, -1, True, [], {}, 10**30]
     changes: list[dict[str, Any]] = [{"step": step} for step in steps]

@@ -159,7 +159,7 @@ def read(raw: dict[str, Any]) -> ClusterInventory | None:
 
 
 def ssh_says(config: Path, host: str) -> list[str]:
-    """What ssh understood, in lower case, as hosts are the same in either."""
+    """Return what ssh understood, in lower case, as hosts are the same in either."""
     done = subprocess.run(
         ["ssh", "-G", "-F", str(config), host],
         stdin=subprocess.DEVNULL,
@@ -174,7 +174,7 @@ def ssh_says(config: Path, host: str) -> list[str]:
 
 @cache
 def ssh_defaults() -> tuple[tuple[str, str], ...]:
-    """What ssh does without a config, by keyword."""
+    """Return ssh's defaults without a config, by keyword."""
     return tuple((words[0], words[2]) for words in map(_words, ssh_says(Path("/dev/null"), "host")))
 
 
@@ -192,7 +192,7 @@ def _words(line: str) -> tuple[str, str, str]:
 def intended(
     inventory: ClusterInventory, node: Node, host: str, *, on_head: bool, key: str, known: str
 ) -> list[str]:
-    """What ssh is to understand when it is asked for `host`, and nothing else."""
+    """Return what ssh is to understand when it is asked for `host`, and nothing else."""
     is_head = node is inventory.head
     from_outside = is_head and not on_head
     ours = {

@@ -1,4 +1,4 @@
-"""What a trial's figures mean: predictions, slow nodes, slow links; and how they are kept."""
+"""A trial's figures: predictions, slow nodes, slow links, and their record."""
 
 from __future__ import annotations
 

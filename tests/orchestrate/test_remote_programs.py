@@ -34,7 +34,7 @@ FOLDER = Path(__file__).parents[2] / "payload" / "orchestrate" / "node"
 
 
 def run_remote(program: str, arguments: dict[str, Any], *, home: Path | None = None) -> Any:
-    """What the program answers. -S leaves out every installed package, as on a bare node."""
+    """Return the program's answer. -S leaves out every installed package, as on a bare node."""
     argv = remote_argv(program)
     env = dict(os.environ) | ({"HOME": str(home)} if home else {})
     done = subprocess.run(

@@ -56,7 +56,7 @@ def cluster_of(inventory: ClusterInventory, login: Login) -> Cluster:
 
 
 def ssh_from_head(key: RunKey, node: Node, argv: Sequence[str]) -> CompletedProcess[str]:
-    """What mpirun on the head does to reach a node."""
+    """Reach a node as mpirun on the head does."""
     return subprocess.run(
         ["ssh", "-F", str(key.config), node.address, *argv],
         capture_output=True,
@@ -241,7 +241,7 @@ def test_a_run_id_that_is_no_plain_name_is_refused(
 
 
 def enter(cluster: Cluster, inventory: ClusterInventory, *, run_dir: PurePosixPath) -> Claim:
-    """What one gets who claims the head now."""
+    """Claim the head now; return the claim."""
     with claimed(cluster, inventory, run_dir=run_dir, say=print, patience_s=0) as claim:
         return claim
 

@@ -1,4 +1,4 @@
-"""What Slurm's commands may answer, by stand-ins for them: what the commands here make of it."""
+"""Answers of Slurm's commands, by stand-ins for them, and our commands' reactions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator sees: on terminals of several widths, and when nobody reads any more."""
+"""The operator's terminal: several widths, and one that nobody reads any more."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_run_goes_on_while_its_disk_is_full_and_says_so_when_it_must_save(
 
 
 def shown_step(paths: RunPaths) -> int:
-    """Of rank 0's sign of life."""
+    """Return the step of rank 0's sign of life."""
     shown = read_json(RankProgress, paths.rank_progress(0))
     assert shown is not None
     return shown.step

@@ -1,4 +1,4 @@
-"""What a trial of mpirun and gloo is understood to say, in the words that both really use."""
+"""Findings from the output of a trial, in the words that mpirun and gloo really use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run's rows become on a page, without a browser."""
+"""A page's series from a run's rows, without a browser."""
 
 from __future__ import annotations
 

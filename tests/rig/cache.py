@@ -1,4 +1,4 @@
-"""What is made once and kept between runs: each thing a folder, whole or absent."""
+"""A cache of what is made once and kept between runs: each thing a folder, whole or absent."""
 
 from __future__ import annotations
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from payload.errors import ExitCode
 from payload.launch.exports.base import MOUNT
 from payload.orchestrate.node.look import numa_domains, physical_cores
 from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
+from payload.results import RunPaths
 from tests.launch.exports.jobs import DATA
 from tests.orchestrate.operator import Operator
 from tests.rig import prepared
@@ -37,7 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def operator_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the operator has on disk: the key of cluster `rig`, inventory, runs."""
+    """The operator's folder: the key of cluster `rig`, inventory, runs."""
     return tmp_path_factory.mktemp("operator")
 
 
@@ -88,7 +90,15 @@ def operator(from_nothing: Rig, operator_folder: Path, operator_key: Path) -> Op
     )
 
 
-TINY_STEPS = 40
+@pytest.fixture(scope="session")
+def trained_by_mpirun(operator: Operator, machines: list[Machine]) -> RunPaths:
+    """A run of `FEW_STEPS` steps by mpirun on the three machines."""
+    code, said = operator.do(*operator.run_words("far", f"train.steps={FEW_STEPS}"))
+    assert code == ExitCode.OK and "3 node(s) through mpirun" in said, said
+    return operator.paths("far")
+
+
+FEW_STEPS, TINY_STEPS = 6, 40
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What the rig asks of the machine that it runs on: root, programs, processes, control groups."""
+"""The rig's needs of its host: root, programs, processes, control groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RigError(Exception):
 
 
 def missing() -> str | None:
-    """Why no machine can be booted here, in one line, or None."""
+    """Return the reason why no machine can be booted here, in one line, or None."""
     if os.geteuid() != 0:
         return "booting machines needs root"
     absent = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -28,7 +28,7 @@ def missing() -> str | None:
 
 
 def run(argv: Sequence[str | Path], *, timeout_s: float = 60) -> str:
-    """Standard output of a command. Raises RigError with what it said if it fails."""
+    """Return the standard output of a command. Raises RigError with what it said if it fails."""
     done = subprocess.run(
         argv,
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""What a run may leave on machines: nothing."""
+"""Checks that a run leaves nothing on machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SERVICES = ("/lib/systemd/systemd --user", "(sd-pam)")
 
 
 def is_quiet(machine: Machine) -> bool:
-    """Whether the account has no process but those that it has anyway."""
+    """Return True if the account has no process but its own services."""
     mine = [process for process in processes_of(machine) if process.user == "trainer"]
     return all(process.command in _SERVICES for process in mine)
 

@@ -171,7 +171,7 @@ class Machine:
         return pids_in_network(self.link.machine)
 
     def bootstrap_state(self) -> dict[str, Any] | None:
-        """What its bootstrap last said, or None before it said anything."""
+        """Return its bootstrap's last state, or None before the first."""
         path = self.root / "var/lib/tileforge/bootstrap.json"
         if not path.exists():
             return None

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # 4 ms a file, minutes a machine.
 _PLENTY_MIB = 8192
 _FILLED_MIB = 2560
-"""What a machine writes: its environment takes 2 GB."""
+"""Memory for a machine's writes: its environment takes 2 GB."""
 _REMOVAL_S = 900
 
 
@@ -117,7 +117,7 @@ class Rig(Whole):
         return joined(self.name)
 
     def inventory(self, *, physical_cores: int = 1, memory_gib: float = 4.0) -> ClusterInventory:
-        """What the operator knows of the machines; host keys as they are now."""
+        """Return the machines' inventory, with their present host keys."""
         nodes = tuple(
             Node(
                 name=machine.name,

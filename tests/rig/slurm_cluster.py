@@ -26,7 +26,7 @@ IMAGE_ENV = {
     "HOME": "/root",
     "OMP_NUM_THREADS": "1",
 }
-"""What an image with the payload sets: Debian's Python, and Intel MPI from the environment."""
+"""The environment of an image with the payload: Debian's Python, and the venv's Intel MPI."""
 _USER_DATA = "#cloud-config\n{}\n"
 # No control groups of Slurm's own, and two cores a node whatever this host has.
 _CONF = """\

@@ -31,7 +31,7 @@ class Process:
 
 
 def key_needles(name: str, text: bytes) -> dict[str, bytes]:
-    """What gives an ed25519 key away: lines of its file, and its 32 bytes, plain and in hex."""
+    """Return the traces of an ed25519 key: lines of its file, its 32 bytes, plain and in hex."""
     key = load_ssh_private_key(text, password=None)
     assert isinstance(key, Ed25519PrivateKey)
     seed = key.private_bytes_raw()

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from payload.errors import INTERRUPTED, ExitCode
+from payload.results import RunPaths
 from tests.orchestrate.operator import Operator, finish
+from tests.rig.conftest import FEW_STEPS as STEPS
 from tests.rig.leftovers import CANARIES, HOME, assert_nothing_is_left, marked
 from tests.rig.machine import Machine
 from tests.rig.sweep import (
@@ -24,7 +26,6 @@ from tests.support.launching import losses, metrics, summary
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 
-STEPS = 6
 ENDLESS = ("train.steps=100000", "train.checkpoint_every=0")
 OPERATOR_KEY = ".cluster/rig/id_ed25519"
 HOST_KEYS = tuple(f"etc/ssh/ssh_host_{kind}_key" for kind in ("ecdsa", "ed25519"))
@@ -43,14 +44,15 @@ SWEPT = (
 
 
 def test_three_machines_from_nothing_train_what_one_machine_trains(
-    operator: Operator, machines: list[Machine], operator_key: Path
+    operator: Operator,
+    machines: list[Machine],
+    operator_key: Path,
+    trained_by_mpirun: RunPaths,
 ) -> None:
     assert [(m.bootstrap_state() or {})["ok"] for m in machines] == [True, True, True]
     code, said = operator.do(*operator.on_cluster("preflight"), "--json")
     assert code == ExitCode.OK, said
-    code, said = operator.do(*operator.run_words("far", f"train.steps={STEPS}"))
-    assert code == ExitCode.OK, said
-    far = operator.paths("far")
+    far = trained_by_mpirun
     result = summary(far.root)
     assert (result["world_size"], result["nodes"], result["status"]) == (3, 3, "finished")
     assert result["ranks_identical"] is True
@@ -124,7 +126,7 @@ def test_no_secret_is_anywhere_but_in_its_own_file_and_stop_leaves_no_process(
 
 
 def files_in_run_key(head: Machine) -> dict[str, Path]:
-    """What the head has of run `one`'s key."""
+    """Return the head's files of run `one`'s key."""
     (folder,) = (head.root / HOME / ".ssh/tileforge").glob("one.*")
     return {path.name: path for path in folder.iterdir()}
 

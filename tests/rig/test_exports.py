@@ -14,6 +14,7 @@ from payload.launch.exports.base import MASTER_PORT, ExportJob
 from payload.launch.exports.registry import ENGINES
 from tests.launch.exports.jobs import job_for
 from tests.launch.exports.kubelet import expand
+from tests.rig.conftest import FEW_STEPS as STEPS
 from tests.rig.conftest import TINY_STEPS
 from tests.rig.machine import Machine
 from tests.rig.slurm_cluster import CODE, IMAGE_ENV, PACKAGES, SHARED, SlurmCluster
@@ -22,7 +23,6 @@ from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(900)]
 
-STEPS = 6
 TIMEOUT_S = 180
 SERVICE = "container"
 CHECKOUT = "checkout"

@@ -1,4 +1,4 @@
-"""What becomes of runs and of preflight when a machine, or its link, is not what it was."""
+"""Runs and preflight after the failure of a machine or of its link."""
 
 from __future__ import annotations
 

@@ -49,12 +49,12 @@ def pair(operator_key: Path) -> Iterator[Rig]:
 
 
 def pings(machine: Machine, target: str) -> bool:
-    """Whether the target answers the machine within a second."""
+    """Return True if the target answers the machine within a second."""
     return machine.exec(["ping", "-c1", "-W1", target], check=False).returncode == 0
 
 
 def banner(address: str, *, timeout_s: float = 5) -> bytes:
-    """What sshd says first, from this thread's network."""
+    """Return sshd's first words, from this thread's network."""
     with socket.create_connection((address, 22), timeout=timeout_s) as connection:
         return connection.recv(4)
 

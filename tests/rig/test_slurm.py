@@ -80,6 +80,25 @@ def test_two_nodes_of_a_job_train_what_one_process_trains(
     assert losses(job.root) == pytest.approx(one_process[:6], rel=1e-6)
 
 
+def test_a_run_within_an_allocation_takes_its_nodes(
+    cluster: SlurmCluster, one_process: list[float]
+) -> None:
+    asked = ("salloc", "--quiet", "--nodes=2", "--exclusive", "--mem=0")
+    settings = words("train.steps=6", "launch.ranks_per_node=2")
+    code, said = cluster.do(
+        "run", "--inventory", "slurm", "--run-id", "within", *settings, before=asked
+    )
+    assert (
+        code == ExitCode.OK
+        and "4 rank(s) through srun" in said
+        and "--inventory slurm, job" in said
+    ), said
+    run = paths_of(cluster, "within").root
+    result = summary(run)
+    assert (result["world_size"], result["nodes"], result["ranks_identical"]) == (4, 2, True)
+    assert losses(run) == pytest.approx(one_process[:6], rel=1e-6)
+
+
 def test_a_job_that_is_cancelled_or_queued_again_saves_and_goes_on(cluster: SlurmCluster) -> None:
     long = [word for setting in LONG for word in ("--set", setting)]
     code, said = submit(cluster, "--run-id", "kept", "--detach", *long)

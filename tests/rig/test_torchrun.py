@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ExitCode
-from payload.results import RunState, read_json
+from payload.results import RunPaths, RunState, read_json
 from tests.orchestrate.operator import TIMEOUT_S, Operator
+from tests.rig.conftest import FEW_STEPS
 from tests.rig.leftovers import HOME, assert_nothing_is_left
 from tests.rig.machine import Machine
 from tests.rig.sweep import processes_of
@@ -18,25 +19,26 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(900)]
 
 TORCHRUN = "launch.launcher=torchrun"
-STEPS = 6
 LONG = 800
 HANG_S = 9.0
 
 
 def test_torchrun_on_three_machines_trains_what_mpirun_trains(
-    operator: Operator, machines: list[Machine], operator_key: Path
+    operator: Operator,
+    machines: list[Machine],
+    operator_key: Path,
+    trained_by_mpirun: RunPaths,
 ) -> None:
     code, said = operator.do(*operator.on_cluster("preflight"), *operator.set_words(TORCHRUN))
     assert code == ExitCode.OK, said
-    found = {}
-    for launcher in ("torchrun", "mpirun"):
-        words = operator.run_words(launcher, f"train.steps={STEPS}", f"launch.launcher={launcher}")
-        code, said = operator.do(*words)
-        assert code == ExitCode.OK and f"3 node(s) through {launcher}" in said, said
-        result = summary(operator.paths(launcher).root)
+    words = operator.run_words("torchrun", f"train.steps={FEW_STEPS}", TORCHRUN)
+    code, said = operator.do(*words)
+    assert code == ExitCode.OK and "3 node(s) through torchrun" in said, said
+    trained = operator.paths("torchrun").root
+    for root in (trained, trained_by_mpirun.root):
+        result = summary(root)
         assert (result["world_size"], result["ranks_identical"]) == (3, True)
-        found[launcher] = losses(operator.paths(launcher).root)
-    assert found["torchrun"] == pytest.approx(found["mpirun"], rel=1e-6)
+    assert losses(trained) == pytest.approx(losses(trained_by_mpirun.root), rel=1e-6)
     assert_nothing_is_left(machines, operator_key)
 
 

@@ -1,4 +1,4 @@
-"""What is built outside of the process: there as a whole, or removed."""
+"""Contexts for what is built outside of the process: there as a whole, or removed."""
 
 from __future__ import annotations
 

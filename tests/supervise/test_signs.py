@@ -1,4 +1,4 @@
-"""What the head makes of the workers' messages."""
+"""The head's signs of life from the workers' messages."""
 
 from __future__ import annotations
 

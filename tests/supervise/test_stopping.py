@@ -1,4 +1,4 @@
-"""What a stop waits for."""
+"""Stop requests, and the checkpoints that they wait for."""
 
 from __future__ import annotations
 

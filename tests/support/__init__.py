@@ -1,1 +1,1 @@
-"""What tests of several folders share: helpers, never tests."""
+"""Helpers for tests of several folders; never tests."""

@@ -18,7 +18,7 @@ def group_of(nodeid: str) -> str:
 
 
 def place_of(nodeid: str) -> int:
-    """What tests are sorted by."""
+    """Return the sort key of a test."""
     group = group_of(nodeid)
     return _FIRST.index(group) if group in _FIRST else len(_FIRST)
 

@@ -29,7 +29,7 @@ _HARMLESS_CALLS = frozenset({"logging.getLogger"})
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one area of the code may import."""
+    """The imports that one area of the code may have."""
 
     own: frozenset[str]
     """Parts of `payload`: packages' names, `contracts`, or whole module names."""
@@ -114,7 +114,7 @@ SSH_MODULE = PurePosixPath("payload/orchestrate/ssh/connection.py")
 
 
 def violations(path: PurePosixPath, source: str) -> list[str]:
-    """What `source`, the text of the file at `path` in the repository, does against the table."""
+    """Return the violations in `source`, the text of the file at `path` in the repository."""
     area = _area(path)
     if area is None:
         return []

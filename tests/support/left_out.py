@@ -27,5 +27,5 @@ def leave_out(
 
 
 def notes(config: pytest.Config) -> dict[str, str]:
-    """What was left out, by folder. Workers of pytest-xdist hand theirs to the one that prints."""
+    """Return what was left out, by folder. Workers of pytest-xdist send theirs over."""
     return config.stash.setdefault(_NOTES, {})

@@ -39,7 +39,7 @@ def alone() -> Iterator[None]:
 def gradients(
     model: GPT, kernels: Kernels | None, *, dtype: str, exchange: GradientExchange | None = None
 ) -> dict[str, Tensor]:
-    """Of a mean over passes, each on its own tokens, as the trainer takes them."""
+    """Return the gradients of a mean over passes, each on its own tokens, as the trainer does."""
     model.kernels = kernels
     for index in range(PASSES):
         batch = tokens(3, 40).roll(index, dims=1)

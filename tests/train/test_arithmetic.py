@@ -1,4 +1,4 @@
-"""What the trainer says of a run before it starts."""
+"""The trainer's arithmetic of a run before it starts."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_a_checkpoint_with_any_damaged_file_does_not_exist_for_resume(tmp_path: 
 def test_a_file_that_cannot_be_read_is_a_problem_of_its_checkpoint_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of /proc/self/mem the first page is an I/O error, as of a disk that is broken there."""
+    """The first page of /proc/self/mem is an I/O error, as on a broken disk."""
     good, newer = save(tmp_path / "step_00000007"), save(tmp_path / "step_00000014")
     (newer / "trainer.json").unlink()
     (newer / "trainer.json").symlink_to("/proc/self/mem")

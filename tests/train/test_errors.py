@@ -1,4 +1,4 @@
-"""What a user's mistakes end in: one line, the designed exit code, no traceback."""
+"""A user's mistake ends in one line and the designed exit code, with no traceback."""
 
 from __future__ import annotations
 

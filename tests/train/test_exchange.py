@@ -1,4 +1,4 @@
-"""What ranks say to each other: JSON that is checked on arrival, and never code."""
+"""Messages between ranks: JSON that is checked on arrival, and never code."""
 
 from __future__ import annotations
 

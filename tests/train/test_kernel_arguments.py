@@ -1,4 +1,4 @@
-"""What kernels are called with: C++ checks nothing, so what does not fit is refused before."""
+"""Arguments of kernels: C++ checks nothing, so wrong ones are refused before."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def test_twenty_losses_are_those_of_trl(model: Path, config: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "phi3"])
 def test_loss_and_gradients_of_twenty_batches_are_those_of_trl(tmp_path: Path, case: str) -> None:
-    """Of weights that have left the reference, in every family, with the kernels and without."""
+    """With weights that have left the reference, in every family, with and without kernels."""
     base = make_model(tmp_path / "base", case, template=PLAIN_TEMPLATE)
     config = make_config(tmp_path, base)
     batches = visited(config)

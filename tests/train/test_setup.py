@@ -1,4 +1,4 @@
-"""What a start asks of the disk, and of the checkpoints on it."""
+"""A start's checks of the disk, and of the checkpoints on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is checked before a checkpoint: equal weights and optimizer state, and no NaN in them."""
+"""Checks before a checkpoint: equal weights and optimizer state, and no NaN in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop decides without training: samples, parameter groups, what is evaluated."""
+"""Decisions of the loop without training: samples, parameter groups, evaluation."""
 
 from __future__ import annotations
 

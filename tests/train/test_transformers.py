@@ -1,4 +1,4 @@
-"""What a run leaves loads in transformers as it is: weights, context and tokenizer, offline."""
+"""A run's checkpoint loads in transformers as it is: weights, context, tokenizer, offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Kubernetes does to a container's command before it starts it."""
+"""Kubernetes' expansion of a container's command."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ KEY = "AAAAC3NzaC1lZDI1NTE5AAAAIGhvc3Qga2V5IHRoYXQgdGhlIHRlc3RzIHBpbiwgMzJi"
 
 
 class Site:
-    """What an operator has: a project folder, `pulumi`, and a cloud."""
+    """An operator's project folder, `pulumi`, and cloud."""
 
     def __init__(self, folder: Path, cloud: CloudStandIn) -> None:
         self.folder = folder
@@ -37,7 +37,7 @@ class Site:
         return Google(PROJECT, endpoints=Endpoints.from_env(self.env), **values)
 
     def configure(self, **values: Any) -> None:
-        """What `pulumi config --json` prints from now on."""
+        """Set the output of `pulumi config --json`."""
         document = {
             f"tileforge:{key}": {"value": json.dumps(value), "objectValue": value}
             if isinstance(value, list)
@@ -47,7 +47,7 @@ class Site:
         self.pulumi.on("config", "--json", out=json.dumps(document))
 
     def build(self, *, cluster: str = "mine", nodes: int = 3, expires_in_s: float = 3600) -> None:
-        """What `pulumi up` leaves behind, in the cloud and as the stack's outputs."""
+        """Leave what `pulumi up` leaves, in the cloud and as the stack's outputs."""
         labels = {
             "tileforge-cluster": cluster,
             "tileforge-expires": str(int(time.time() + expires_in_s)),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ENGINE = Path(__file__).parent / "engine"
-"""What a real engine wrote; README.md there names each case."""
+"""Output of a real engine; README.md there names each case."""
 _URN = (
     "urn:pulumi:dev::tileforge::tileforge:infra:ClusterNodes$gcp:compute/instance:Instance::{name}"
 )
@@ -88,7 +88,7 @@ class FakePulumi:
         takes_s: float = 0.0,
         events: str | None = None,
     ) -> None:
-        """What the command that begins with `words` prints, before what was said earlier.
+        """Set the output of commands that begin with `words`; the latest setting wins.
 
         `events` is what the engine writes; without it, a failure is one error with the text of
         `out`, and `err` means that the engine has not started.
@@ -114,11 +114,11 @@ class FakePulumi:
         self.on(word, out=out, err=err, events=events, status=status, times=times)
 
     def outputs(self, **values: Any) -> None:
-        """What the stack exports from now on."""
+        """Set the stack's outputs."""
         self.on("stack", "output", "--json", out=json.dumps(values, indent=2) + "\n")
 
     def machines(self, *names: str, going: Sequence[str] = ()) -> None:
-        """What the state has from now on, and which of them the next preview ends."""
+        """Set the state's machines, and those that the next preview ends."""
         urns = {name: _URN.format(name=name) for name in names}
         others = ["urn:pulumi:dev::tileforge::gcp:compute/network:Network::net"] if names else []
         resources = [{"urn": urn, "type": urn.split("::")[2]} for urn in [*others, *urns.values()]]

@@ -1,4 +1,4 @@
-"""What tests of `up` and `down` share: a stack that comes and goes, and the copies of its runs."""
+"""Helpers for tests of `up` and `down`: a stack that comes and goes, and copies of its runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 class Answers(io.StringIO):
-    """What an operator types at a terminal."""
+    """An operator's answers at a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -42,7 +42,7 @@ def own_key(site: Site, cluster: str = "mine") -> None:
 
 
 def words(site: Site) -> list[str]:
-    """What Pulumi was told to do; config and state are only read."""
+    """Return the commands that Pulumi got; reads of config and state are left out."""
     told = [" ".join(word for word in call if word) for call in site.pulumi.calls()]
     return [each for each in told if not each.endswith(("config --json", "stack export"))]
 

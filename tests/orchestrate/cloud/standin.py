@@ -34,7 +34,7 @@ _LOST = 0
 
 @dataclass(kw_only=True)
 class Fault:
-    """What matching requests are answered with, the next `times` of them."""
+    """An answer to the next `times` matching requests."""
 
     path: str
     """A pattern that is looked for in the path."""
@@ -45,7 +45,7 @@ class Fault:
     times: int = 1
     method: str = "GET"
     after: bool = False
-    """Whether the request is carried out first, so that only its answer is lost."""
+    """True to carry the request out first, so that only its answer is lost."""
 
 
 class CloudStandIn(Compute):
@@ -60,7 +60,7 @@ class CloudStandIn(Compute):
         """By bucket: name, generation and size of each object, old versions included."""
         self.services = {"compute", "iap", "iam", "storage"}
         self.skus: list[Document] | None = None
-        """What the billing catalog lists; None: the project has its API off."""
+        """Entries of the billing catalog; None: the project has its API off."""
         self.policies: dict[str, bool] = {}
         """Organization policies that are enforced, by constraint."""
         self.rules: dict[str, list[Document]] = {}
@@ -70,13 +70,13 @@ class CloudStandIn(Compute):
         self.key_members: dict[str, list[str]] = {}
         """By Cloud KMS key: who may encrypt and decrypt with it."""
         self.key_grants = True
-        """Whether the operator may let others use a key."""
+        """True if the operator may let others use a key."""
         self.records: dict[str, list[tuple[str, str]]] = {}
         """By DNS zone: names and types of its records."""
         self.record_sets: dict[tuple[str, str, str], Document] = {}
         """By zone, name and type: what a record says, of those that were made by a request."""
         self.tamper: Callable[[str, Document], bytes | None] = lambda target, document: None
-        """What answers a path in place of this document; None leaves it as it is."""
+        """Answers a path in place of this document; None leaves it as it is."""
         self.faults: list[Fault] = []
         self.requests: list[str] = []
         """Method and path of everything that was asked."""
@@ -89,7 +89,7 @@ class CloudStandIn(Compute):
 
     @property
     def url(self) -> str:
-        """What TILEFORGE_API_ENDPOINT is to be."""
+        """Return the value for TILEFORGE_API_ENDPOINT."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def variables(self) -> dict[str, str]:

@@ -62,13 +62,13 @@ class Compute:
         self.guest_attributes: dict[str, dict[str, str]] = {}
         """By instance: its host keys by type. An instance without an entry has written none."""
         self.host_key: str | None = None
-        """What a machine that boots publishes as its ssh-ed25519 key; None: nothing."""
+        """The ssh-ed25519 key that a machine publishes when it boots; None: nothing."""
         self.regions: dict[str, dict[str, tuple[float, float]]] = {}
         """By region: limit and usage of each quota."""
         self.project_quotas: dict[str, tuple[float, float]] = {}
         self.project_metadata: dict[str, str] = {}
         self.sells_everything = False
-        """Whether each zone offers every machine and disk type, not only those that were added."""
+        """True if each zone offers every machine and disk type, not only those that were added."""
         self.stocked_out: set[str] = set()
         """Zones that have no machine free."""
         self.operation_s = 0.0

@@ -1,4 +1,4 @@
-"""What Compute Engine refuses, as far as the cluster program can meet it. Pure.
+"""Refusals of Compute Engine that the cluster program can meet. Pure.
 
 Families, placement, maintenance: GoogleCloudPlatform/cluster-toolkit, modules/compute/vm-instance;
 cloud.google.com/compute/docs/instances/limit-vm-runtime, .../spot and .../placement.
@@ -31,7 +31,7 @@ USED_BY: Collections = {
     "resourcePolicies": ("instances",),
     "disks": ("instances",),
 }
-"""What keeps a thing from being deleted while it names that."""
+"""Kinds that keep a resource from being deleted while they name it."""
 
 
 class RefusedError(Exception):

@@ -172,7 +172,7 @@ def test_an_interrupted_up_says_what_is_there_and_what_it_costs(dev: Site, capsy
 
 
 def add_orphans(site: Site) -> None:
-    """What the recorded kill has left in Google Cloud."""
+    """Add what the recorded kill has left in Google Cloud."""
     more: dict[str, Any] = {"labels": {}, "network": NETWORK, "description": mark(LABELS)}
     site.cloud.add("subnetworks", "dev-subnet", place=REGION, **more)
     site.cloud.add("routers", "dev-router", place=REGION, **more)

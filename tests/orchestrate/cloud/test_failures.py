@@ -1,4 +1,4 @@
-"""What Pulumi prints when the cloud refuses, and what it is taken for."""
+"""Pulumi's output when the cloud refuses, and the error that it becomes."""
 
 from __future__ import annotations
 

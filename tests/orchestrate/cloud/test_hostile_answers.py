@@ -119,7 +119,7 @@ def machine_gone(site: Site) -> list[str]:
 
 
 def listed(*names: str) -> Callable[[Site], object]:
-    """What reads these kinds, and says how to remove what there is."""
+    """Return a reader of resources of these kinds that prints how to remove them."""
 
     def read(site: Site) -> object:
         kinds = [kind for kind in KINDS if kind.name in names]
@@ -177,7 +177,7 @@ def full(site: Site) -> Site:
 
 
 def is_sound(read: Callable[[], object]) -> bool:
-    """Whether it was read; else it was refused as it should be."""
+    """Return True if it was read; else assert that it was refused properly."""
     try:
         read()
     except TileforgeError as error:
@@ -198,7 +198,7 @@ def places(document: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def answering(pattern: str, body: bytes) -> Callable[[str, dict[str, Any]], bytes | None]:
-    """What answers paths that match with these bytes."""
+    """Return a fault that answers matching paths with these bytes."""
     return lambda target, _: body if re.search(pattern, target) else None
 
 

@@ -32,7 +32,7 @@ def names(owned: dict[str, list[Resource]]) -> dict[str, list[str]]:
 
 
 def made(case: str) -> list[Resource]:
-    """What the cluster program makes without labels, as Google would list it."""
+    """Return what the cluster program makes without labels, as Google would list it."""
     graph = json.loads((GOLDEN / f"stack.{case}.json").read_text(encoding="utf-8"))
     return [
         Resource(

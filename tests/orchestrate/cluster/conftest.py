@@ -48,7 +48,7 @@ class Trained:
 
     operator: Operator
     said: str
-    """What the operator read meanwhile."""
+    """The command's output."""
 
     def on_head(self, name: str) -> Path:
         """A file of the run as the head has it."""

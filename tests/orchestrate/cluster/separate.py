@@ -71,7 +71,7 @@ class SeparateNodes(Whole):
         self.key = folder / "operator_key"
         self.home = folder / "home"
         self.inside: list[str] = []
-        """What a command that is to reach the nodes begins with."""
+        """First words of a command that is to reach the nodes."""
         self.links: list[Link] = []
         self._num_nodes = num_nodes
         self._linked = linked
@@ -102,7 +102,7 @@ class SeparateNodes(Whole):
         return self.folder / f"node-{i}" / "home"
 
     def log_of(self, i: int) -> str:
-        """What a node's sshd wrote."""
+        """Return the log of a node's sshd."""
         return (self.folder / f"node-{i}" / "sshd.log").read_text(encoding="utf-8")
 
     def processes(self) -> list[str]:

@@ -35,7 +35,7 @@ KEY = f"restrict ssh-ed25519 AAAA tileforge-run:{KEY_NAME}\n"
 
 @pytest.fixture
 def mirrored(trained: Trained) -> Mirrored:
-    """What the operator knew while it ran."""
+    """Return what the operator knew while it ran."""
     return Mirrored(alive=True, seen_unix=1.0, ssh_key=str(trained.operator.nodes.key))
 
 

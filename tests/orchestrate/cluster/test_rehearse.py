@@ -71,7 +71,7 @@ def test_a_rehearsal_goes_through_everything_and_leaves_nothing_but_a_page(tmp_p
         ups = 0
 
         def engine(method: str, target: str) -> None:
-            """What Pulumi does to the cloud: the first request after a command sees it."""
+            """Do what Pulumi does to the cloud; the first request after a command sees it."""
             nonlocal ups
             told = [str(call[1]) for call in pulumi.calls()]
             if "destroy" in told:

@@ -94,7 +94,7 @@ def held(lock: Path) -> Iterator[None]:
 
 
 def interrupt(process: subprocess.Popen[str]) -> None:
-    """What a terminal does at Ctrl-C."""
+    """Send what a terminal sends at Ctrl-C."""
     os.killpg(process.pid, signal.SIGINT)
 
 

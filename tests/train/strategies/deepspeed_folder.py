@@ -11,7 +11,7 @@ from filelock import FileLock
 
 _LISTED = Path(__file__).with_name("deepspeed.txt")
 _WHEELS = ("msgpack==1.2.4",)
-"""Of these each Python has its own, and installing a wheel runs none of its code."""
+"""Packages with a wheel for each Python; installing a wheel runs none of its code."""
 
 
 def deepspeed_folder() -> Path:

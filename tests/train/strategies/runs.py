@@ -1,4 +1,4 @@
-"""What tests of strategies read from a run."""
+"""Readers of a run's files, for tests of strategies."""
 
 from __future__ import annotations
 
