@@ -1,4 +1,4 @@
-"""A rank with a part of its cores' time is named while the run goes on, and at its end."""
+"""A rank with half its core is named while the run goes on, and at its end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,8 @@ SETTINGS = (
     *("train.steps=2000", "train.eval_every=0", "precision.dtype=fp32"),
     *("launch.ranks_per_node=2", "launch.threads_per_rank=1"),
 )
-_RUNS_S, _STANDS_S = 0.01, 0.03
-"""A rank that runs a quarter of the time is slow on a busy machine, too, where all ranks wait."""
+_STEPS = 20
+_PERIOD_S, _LOOK_S = 0.2, 0.005
 
 
 def step_of(paths: RunPaths) -> int:
@@ -51,18 +52,41 @@ def process_of(paths: RunPaths, *, rank: int) -> int:
     raise AssertionError(f"no process of rank {rank}")
 
 
+def cpu_s(process: int) -> float:
+    """Return the processor time that all threads of a process have had."""
+    spent_ns = 0
+    for thread in Path(f"/proc/{process}/task").glob("*/schedstat"):
+        with suppress(OSError):  # A thread may end meanwhile.
+            spent_ns += int(thread.read_text(encoding="ascii").split()[0])
+    return spent_ns / 1e9
+
+
+def share_of(paths: RunPaths, process: int, *, steps: int) -> float:
+    """Return the part of a core that a process has over so many steps."""
+    began, began_s, before_s = step_of(paths), time.monotonic(), cpu_s(process)
+    wait_for(lambda: step_of(paths) >= began + steps, "more steps", timeout_s=TIMEOUT_S)
+    return (cpu_s(process) - before_s) / (time.monotonic() - began_s)
+
+
 @contextmanager
-def slowed(process: int) -> Iterator[None]:
-    """Stop a process again and again, so that it runs a quarter of the time."""
+def limited(process: int, *, share: float) -> Iterator[None]:
+    """Let a process have at most this part of a core in each period, as cgroups' cpu.max does.
+
+    Of what it had before, so that it is half as fast on a busy machine, too.
+    """
     ended = threading.Event()
 
-    def turns() -> None:
-        while not ended.wait(_RUNS_S):
-            os.kill(process, signal.SIGSTOP)
-            ended.wait(_STANDS_S)
+    def watch() -> None:
+        while not ended.is_set():
+            ends_s, base_s = time.monotonic() + _PERIOD_S, cpu_s(process)
             os.kill(process, signal.SIGCONT)
+            while time.monotonic() < ends_s and not ended.wait(_LOOK_S):
+                if cpu_s(process) - base_s >= share * _PERIOD_S:
+                    os.kill(process, signal.SIGSTOP)
+                    ended.wait(max(0.0, ends_s - time.monotonic()))
+        os.kill(process, signal.SIGCONT)
 
-    thread = threading.Thread(target=turns)
+    thread = threading.Thread(target=watch)
     thread.start()
     try:
         yield
@@ -71,7 +95,7 @@ def slowed(process: int) -> Iterator[None]:
         thread.join()
 
 
-def test_a_rank_with_a_quarter_of_its_time_is_named_within_20_steps(tmp_path: Path) -> None:
+def test_a_rank_with_half_its_core_is_named_within_20_steps(tmp_path: Path) -> None:
     data = make_data_folder(tmp_path / "data", vocab_size=512)
     paths = RunPaths(tmp_path / "runs" / "one")
     words = [word for each in (*SETTINGS, f"data.dir={data}") for word in ("--set", each)]
@@ -95,18 +119,20 @@ def test_a_rank_with_a_quarter_of_its_time_is_named_within_20_steps(tmp_path: Pa
 
     try:
         wait_for(lambda: step_of(paths) >= 12, "12 steps", timeout_s=TIMEOUT_S)
+        process = process_of(paths, rank=1)
+        share = share_of(paths, process, steps=10)
         began = step_of(paths)
-        with slowed(process_of(paths, rank=1)):
+        with limited(process, share=share / 2):
             wait_for(lambda: bool(named()), "the slow rank's name", timeout_s=TIMEOUT_S)
             seen = step_of(paths)
     finally:
         run.send_signal(signal.SIGINT)
         run.wait(timeout=TIMEOUT_S)
         reader.join()
-    assert seen <= began + 20
+    assert seen <= began + _STEPS
     found = re.search(r"on (\S+) is slow since step (\d+): .* Look at its log: (.*)", named()[0])
     assert found is not None and found[1] == os.uname().nodename
-    assert began <= int(found[2]) <= began + 20
+    assert began <= int(found[2]) <= began + _STEPS
     assert " logs one " in found[3] and "--rank 1" in found[3]
     summary = read_json(Summary, paths.summary)
     assert summary is not None and 1 in {each.rank for each in summary.stragglers}
