@@ -159,7 +159,7 @@ def run(options: RunOptions, access: LocalAccess) -> int:
         line = started.start_line()
         if line is not None:
             talk.print(line)
-        if options.detach:
+        if options.detach and not started.was_under_way:
             words = started.detached()
             if words is not None:
                 talk.print(words)

@@ -96,6 +96,8 @@ class SiteRun(ABC):
     """Time between two looks."""
     outlives_us: bool = True
     """Whether it goes on when nobody follows it, so that Ctrl-C detaches first."""
+    was_under_way: bool = False
+    """Whether `start` has found it running, so that it is followed even by `run --detach`."""
     has_job: ClassVar[bool] = True
     """Whether a scheduler knows better than the run's files whether it goes on."""
     is_copied: ClassVar[bool] = False

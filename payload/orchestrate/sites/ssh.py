@@ -171,7 +171,9 @@ class Ssh(InventorySite):
                 f"started. Follow it with: {self._how_to_attach(theirs)}"
             )
         talk.print(f"run {found} is on this cluster, so nothing was started; following that one")
-        return self._adopted(theirs, home=home, key=key)
+        other = self._adopted(theirs, home=home, key=key)
+        other.was_under_way = True
+        return other
 
     def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:
         """Ask the head for a run; without an id, for the one under way. Raises UsageError."""
