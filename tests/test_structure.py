@@ -120,6 +120,7 @@ _WORDED = (
     "infra",
     "payload/data",
     "payload/launch",
+    "payload/orchestrate",
     "payload/supervise",
     "tests",
 )

@@ -45,7 +45,7 @@ _EXAMPLES = {
     "down": "--stack dev",
     "rehearse": "--budget-usd 1",
 }
-"""What follows each command in the example below its help."""
+"""Words after each command in the example below its help."""
 
 
 def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | None = None) -> int:

@@ -62,7 +62,7 @@ class Access(Protocol):
 
     @property
     def launcher(self) -> str:
-        """What `launch.launcher = "auto"` stands for: a launcher's name, or `auto`."""
+        """Return the meaning of `launch.launcher = "auto"`: a launcher's name, or `auto`."""
 
     @property
     def python(self) -> str:
@@ -70,7 +70,7 @@ class Access(Protocol):
 
     @property
     def link_bytes_per_s(self) -> float:
-        """What a gradient exchange is expected to reach."""
+        """Return the bandwidth that a gradient exchange is expected to reach."""
 
     def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
         """Matrix products of all nodes together, or None when they were not measured."""
@@ -79,7 +79,7 @@ class Access(Protocol):
         """Return the network interface between the ranks, by node."""
 
     def program(self, paths: RunPaths) -> tuple[str, ...]:
-        """What each rank runs."""
+        """Return the command line of each rank."""
 
     def executable(self, launcher: Launcher) -> str:
         """Return the launcher's path. Raises PreflightError that says why there is none."""
@@ -88,13 +88,13 @@ class Access(Protocol):
         """Return how a launcher on the head reaches the other nodes. Raises PreflightError."""
 
     def python_path(self) -> str | None:
-        """Where the payload package lies, or None when it is installed."""
+        """Return the payload package's parent folder, or None when it is installed."""
 
     def tcmalloc(self) -> str:
         """The tcmalloc library. Raises PreflightError with the line that installs it."""
 
     def free_memory_bytes(self) -> int | None:
-        """Of the node with the least, or None when it is not known."""
+        """Return the memory of the node with the least, or None when it is not known."""
 
 
 class InventorySite(Site):
@@ -212,9 +212,9 @@ class PlannedRun:
     placement: Placement
     plan: LaunchPlan
     strategies: tuple[Compared, ...] = ()
-    """What the run's ranks could do instead, the best first."""
+    """Other strategies for the run's ranks, the best first."""
     free_memory_bytes: int | None = None
-    """Of the node with the least."""
+    """Memory of the node with the least."""
     base: ModelSpec | None = None
     """The model below an adapter, before its task is put on it."""
 

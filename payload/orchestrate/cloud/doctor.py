@@ -200,7 +200,7 @@ _TELLING = (ExitCode.AUTH, ExitCode.QUOTA, ExitCode.CONFIG, ExitCode.PREFLIGHT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorOptions:
-    """What `doctor` looks for besides the stack's settings."""
+    """Options of `doctor`, in addition to the stack's settings."""
 
     stack: str | None
     project: str | None

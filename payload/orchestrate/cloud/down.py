@@ -58,16 +58,16 @@ class Head:
     machine: str | None = None
     """The cloud's number of it, where known."""
     is_gone: bool = False
-    """Whether the cloud has no such machine any more."""
+    """True if the cloud has no such machine any more."""
     running: str | None = None
     """The run that is going on, whoever started it."""
     runs: Sequence[RunThere] = ()
-    """What it has of every run, as far as it could be asked."""
+    """Its copy of every run, as far as it could be asked."""
     unasked: str | None = None
     """Why it could not be asked for one."""
 
     def has_lost(self, node: Node) -> bool:
-        """Whether what `node`, the head of some run, had on its disk went with its machine."""
+        """Return whether the disk of `node`, the head of some run, went with its machine."""
         if self.machine is None or node.instance_id is None:
             return self.is_gone
         return self.machine != node.instance_id
@@ -146,12 +146,12 @@ Copies = Sequence[tuple[RunPaths, Mirrored, ClusterInventory]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtStake:
-    """What the cluster's machines would take with them."""
+    """Results that would be lost with the cluster's machines."""
 
     copies: Copies
     head: Head
     ask: Callable[[], Head] | None
-    """Asks the head anew; None where there is none."""
+    """A function that asks the head again; None where there is none."""
 
     @property
     def missing(self) -> Sequence[RunPaths]:
@@ -259,7 +259,7 @@ def _copies(
 
 
 def _is_whole(paths: RunPaths, mirrored: Mirrored, there: RunThere | None) -> bool:
-    """Whether all of a run that has ended is here; `there` is what the head has of it now.
+    """Return whether all of a run that has ended is here; `there` is what the head has of it now.
 
     Somebody else may have resumed it since it was collected. Without the head's word the copy's has
     to do: the newest checkpoint of a run that failed may be older than its last step, or there is
@@ -324,7 +324,7 @@ _WORDS = {"kept": "nothing was destroyed", "force": "down --without-collect"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownOptions:
-    """What `down` removes, and what it does before."""
+    """Options of `down`."""
 
     stack: str | None
     cluster: str | None

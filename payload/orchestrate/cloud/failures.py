@@ -42,7 +42,7 @@ _MACHINE = re.compile(r"\bAn? ([a-z0-9]+-[a-z0-9-]+) VM instance")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockOut:
-    """What the cloud said about machines that it has not."""
+    """The cloud's words about machines that are out of stock."""
 
     machine_type: str | None
     full: Sequence[str]
@@ -51,7 +51,7 @@ class StockOut:
     """Zones that the error says have some."""
 
     def describe(self) -> str:
-        """What happened and the next command."""
+        """Return the cause and the next command."""
         machine = self.machine_type or "such machine"
         build = command("orchestrate", "up")
         tried = ", ".join(self.full) or "the zone that was tried"
@@ -300,7 +300,7 @@ class StackBusyError(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What the engine reported about one resource, without its wrappers."""
+    """The engine's report about one resource, without its wrappers."""
 
     urn: str
     """Empty for the whole operation."""

@@ -50,12 +50,12 @@ class _Export:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackState:
-    """What Pulumi has made for the stack. Equal ones: nobody has built or removed anything."""
+    """The resources that Pulumi has made for the stack; equal where none was built or removed."""
 
     machines: tuple[str, ...]
     """Their names."""
     parts: tuple[tuple[str, str | None], ...]
-    """URN and, where the cloud gave one, id of everything; a thing made anew has another id."""
+    """URN and, where the cloud gave one, id of everything; a rebuilt one has another id."""
 
 
 def stack_state(pulumi: Pulumi) -> StackState:
@@ -76,7 +76,7 @@ def inputs_in_state(pulumi: Pulumi, kind: str) -> list[Mapping[str, Any]]:
 
 
 def machines_that_go(preview: Update) -> list[str]:
-    """Return those that `pulumi up` would remove or make anew. Raises PulumiError.
+    """Return those that `pulumi up` would remove or rebuild. Raises PulumiError.
 
     An event that cannot be read may be the one that ends a machine.
     """
@@ -117,7 +117,7 @@ Traffic = frozenset[tuple[str, tuple[str, ...]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What a rule lets through, or keeps out."""
+    """The traffic that a firewall rule allows or denies."""
 
     direction: str
     priority: int
@@ -169,7 +169,7 @@ class _Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What differs from the cluster program."""
+    """Differences from the cluster program."""
 
     network: str
     differing: Mapping[str, str]

@@ -48,7 +48,7 @@ class Endpoints:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Endpoints:
-        """What TILEFORGE_API_ENDPOINT says. Raises ConfigError."""
+        """Return the endpoint in TILEFORGE_API_ENDPOINT. Raises ConfigError."""
         text, log = env.get(VARIABLE, "").rstrip("/"), env.get(REQUEST_LOG)
         request_log = Path(log) if log else None
         if not text:
@@ -65,7 +65,7 @@ class Endpoints:
         return self.template.replace(_SERVICE, service)
 
     def is_loopback(self) -> bool:
-        """Whether it is a program on this machine, which is sent no credentials."""
+        """Return whether it is a program on this machine, which is sent no credentials."""
         return self.template is not None and _is_loopback(urlsplit(self.template).hostname or "")
 
 
@@ -124,7 +124,7 @@ _PageT = TypeVar("_PageT", bound=Page)
 
 
 class CloudMissingError(CloudError):
-    """What was asked for does not exist."""
+    """The requested resource does not exist."""
 
 
 class UnreadableError(CloudError):
@@ -241,7 +241,7 @@ class Google:
         return self.ask(what, request)
 
     def ask(self, what: str, request: Callable[[], _T]) -> _T:
-        """What `request` returns; tried again while the cloud is busy or fails by itself.
+        """Return what `request` returns; retry while the cloud is busy or fails by itself.
 
         `what` begins the messages. Raises CloudMissingError, CloudAuthError and CloudError.
         """

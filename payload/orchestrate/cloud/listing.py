@@ -147,7 +147,7 @@ _WHOLE = ("", "NO_RESULTS_ON_PAGE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What was found, and where it was not possible to look."""
+    """The resources that were found, and the places that could not be listed."""
 
     resources: Sequence[Resource]
     blind: Sequence[str]

@@ -150,7 +150,7 @@ class _Row:
 
 @dataclass(slots=True)
 class Progress:
-    """What an operation has done so far."""
+    """Progress of an operation so far."""
 
     shown: str
     say: Callable[[str], object] | None = None

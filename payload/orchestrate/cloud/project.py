@@ -29,7 +29,7 @@ class Check:
     """With the numbers."""
     fix: str = ""
     exit_code: ExitCode = ExitCode.OK
-    """What an error ends the command with."""
+    """The exit code for an error."""
 
 
 def auth(name: str, found: str, fix: str) -> Check:

@@ -15,7 +15,7 @@ from payload.errors import ConfigError, ExitCode
 from payload.untrusted import NODE_NAME, build, check_type, checked, parse_json, printable, shown
 
 _MOST_EVENT_BYTES = 2**25
-"""Of one event, which holds a resource's state before and after: user-data is under 256 KiB."""
+"""Limit of an event, which has a resource's state before and after: user-data is under 256 KiB."""
 _T = TypeVar("_T")
 
 URN = re.compile(r"urn:pulumi:[^\s:]+::[^\s:]+::(?:[^\s:]|:(?!:))+::[ -~]+")
@@ -43,7 +43,7 @@ def name_of(urn: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnostic:
-    """What the engine, a provider or the cluster program says."""
+    """A message of the engine, a provider or the cluster program."""
 
     message: str = checked(max_chars=2**22)
     severity: str
@@ -83,7 +83,7 @@ class PolicyEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What the operation has done in all."""
+    """The totals of the operation."""
 
     changes: Mapping[str, int] | None = checked(None, key="resourceChanges")
     """Resources by operation."""
@@ -128,7 +128,7 @@ class Update:
 
     @property
     def diagnostics(self) -> Sequence[Diagnostic]:
-        """What was said, but for debugging."""
+        """Return the messages, without those for debugging."""
         found = [event.diagnostic for event in self.events if event.diagnostic is not None]
         return [each for each in found if each.severity in ("error", "warning", "info")]
 
@@ -324,7 +324,7 @@ class Pulumi:
         return [program, *words, *stack, "--non-interactive", "--color", "never"]
 
     def ask(self, *words: str, timeout_s: float | None = None) -> str:
-        """What the command printed. Raises PulumiError."""
+        """Return the command's output. Raises PulumiError."""
         argv = self.argv(*words)
         timeout_s = timeout_s or self._timeout_s
         shown = f"pulumi {' '.join(words)}"

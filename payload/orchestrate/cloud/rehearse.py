@@ -319,7 +319,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearseOptions:
-    """What `rehearse` builds and may spend."""
+    """Options of `rehearse`."""
 
     budget_usd: float
     project: str | None

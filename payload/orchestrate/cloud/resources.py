@@ -1,4 +1,4 @@
-"""What exists in a project and what a cluster needs of it; the command that removes each. Pure."""
+"""Resources of a project, a cluster's need of them, and the command that removes each. Pure."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Kind:
     singular: str
     """As the request classes are called: Instance, of DeleteInstanceRequest."""
     aggregated: bool
-    """Whether it is in zones or regions."""
+    """True if it is in zones or regions."""
     labelled: bool
-    """Whether it can have labels; else its description has what they would say."""
+    """True if it can have labels; else its description has what they would say."""
     gcloud: str
     """Its commands, after `gcloud compute`."""
 
@@ -161,7 +161,7 @@ class Resource:
     status: str | None = None
 
     def key(self) -> tuple[str, str, str]:
-        """What tells it from every other one."""
+        """Return the key that identifies it."""
         return (self.kind, self.location, self.name)
 
     def expires_unix(self) -> float | None:
@@ -203,7 +203,7 @@ class Resource:
 
 
 def is_zone(location: str) -> bool:
-    """Whether it is a zone; that is a region with a letter: us-central1-a."""
+    """Return whether it is a zone; that is a region with a letter: us-central1-a."""
     return location.count("-") == 2
 
 
@@ -315,7 +315,7 @@ class Need:
     spot: Spot = "false"
     disk_type: str = "pd-balanced"
     disk_gib: int = 300
-    """Of all nodes together."""
+    """The total of all nodes."""
     has_nat: bool = True
     has_public_head: bool = False
     uses_os_login: bool = False
@@ -328,7 +328,7 @@ class Need:
     kms_key: str = ""
     """Empty for Google's own keys."""
     grants_key: bool = True
-    """Whether `up` lets Google's services use the key."""
+    """True if `up` lets Google's services use the key."""
 
     @property
     def family(self) -> str:
@@ -391,7 +391,7 @@ class Need:
 
 
 def need_of(settings: Mapping[str, Any]) -> Need:
-    """What the stack's config asks for; a key that is not set has the config's default.
+    """Return the need by the stack's config; a key that is not set has the config's default.
 
     Raises ConfigError.
     """

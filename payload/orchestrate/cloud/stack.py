@@ -50,7 +50,7 @@ _MOST_CHARS, _MOST_KEYS = 4096, 16
 class _Reader:
     google: Google
     known: Mapping[str, Node]
-    """What was pinned before, by node."""
+    """Host keys that were pinned before, by node."""
     ends: float
     deadline_s: float
     say: Callable[[str], None]
@@ -274,7 +274,7 @@ _MOST_USD = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackOutputs:
-    """What the cluster program exports."""
+    """Outputs of the cluster program."""
 
     inventory: ClusterInventory
     """Without host keys; `project` is filled in."""
@@ -294,7 +294,7 @@ class StackOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remembered:
-    """What is known of a cluster after `pulumi destroy`, which takes the outputs with it."""
+    """Record of a cluster for the time after `pulumi destroy`, which removes the outputs."""
 
     cluster: str = checked(pattern=NODE_NAME)
     project: str = checked(pattern=CLOUD_NAME)
@@ -304,7 +304,7 @@ class Remembered:
 
     @property
     def came_up(self) -> bool:
-        """Whether the cluster has been seen up, and not only planned."""
+        """Return whether the cluster has been seen up, and not only planned."""
         return bool(self.node_usd)
 
 
@@ -413,7 +413,7 @@ def _keep(known: Remembered, *, folder: Path) -> None:
 
 
 def recall(folder: Path, cluster: str) -> Remembered | None:
-    """What was kept of a cluster, or None."""
+    """Return the record of a cluster, or None."""
     path = folder / ".cluster" / cluster / "stack.json"
     try:
         raw = parse_json(read_bytes(path), where=str(path))

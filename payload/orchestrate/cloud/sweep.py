@@ -50,14 +50,14 @@ _RUNNING = ("RUNNING", "STAGING", "PROVISIONING", "REPAIRING")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What a look at the project has shown."""
+    """Result of a search of the project."""
 
     project: str
     cluster: str | None
     left: Mapping[str, Sequence[Resource]]
     """By cluster: what should not be there."""
     kept: Sequence[Resource] = ()
-    """What stays on purpose: buckets."""
+    """Resources that stay on purpose: buckets."""
     living: Mapping[str, Sequence[Resource]] = field(default_factory=dict)
     """Clusters within their lifetime; only looked at when none was named."""
     blind: Sequence[str] = ()
@@ -75,8 +75,11 @@ class Sweep:
         return [*cluster, "--project", self.project]
 
     def may_live(self) -> bool:
-        """Whether what looks left may be in use: no cluster was named, and machines that would show
-        that theirs lives may be where it was not possible to look."""
+        """Return whether resources that look left may be in use.
+
+        No cluster was named, and machines that would show that theirs lives may be where it was not
+        possible to look.
+        """
         return self.cluster is None and bool(self.blind)
 
     def usd(self, resource: Resource) -> float | None:
@@ -86,7 +89,7 @@ class Sweep:
         return self.node_usd.get(resource.name)
 
     def table(self) -> Table:
-        """What is left, and what is kept or living."""
+        """Return a table of resources that are left, kept or in use."""
         table = Table(box=None, pad_edge=False)
         for name in ("cluster", "kind", "name", "where", "age", "$/h", "status"):
             table.add_column(name, no_wrap=True)
@@ -122,7 +125,7 @@ class Sweep:
         return f"expires in {age(expiry - self.now_unix)}"
 
     def to_json(self) -> str:
-        """The same for programs."""
+        """Return the same as JSON."""
         groups = {"left": self.left, "living": self.living}
         listed = {
             word: {c: [asdict(each) for each in found] for c, found in group.items()}
@@ -135,7 +138,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """What `sweep` looks for, and whether it removes it."""
+    """Options of `sweep`."""
 
     cluster: str | None
     project: str | None
@@ -162,7 +165,7 @@ def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
 
 
 def look(google: Google, cluster: str | None, *, folder: Path, keep_buckets: bool) -> Sweep:
-    """What is in the project of `cluster`, or of every cluster whose time is over."""
+    """Return the resources of `cluster` in the project, or of every expired cluster."""
     if cluster is not None:
         check_cluster_name(cluster)
     now_unix = time.time()

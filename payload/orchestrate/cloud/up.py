@@ -112,13 +112,13 @@ class Builder:
     google: Callable[[], Google]
     """Made when it is needed: its libraries take a second to import."""
     zones: Sequence[str]
-    """Of the config, to try in turn; empty without --next-zone."""
+    """The config's other zones, to try in turn; empty without --next-zone."""
     spot: bool
     there: Sequence[str]
     """Machines that were up before."""
     save: Saves
     full_zones: Path
-    """What keeps the zones that had no machine free."""
+    """The memory of zones that had no machine free."""
     now_unix: Callable[[], float] = time.time
     _left: list[str] = field(default_factory=list)
     _cleared: bool = False
@@ -302,7 +302,7 @@ _WORDS = {"kept": "nothing was built", "force": _FORCE}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpOptions:
-    """How `up` builds."""
+    """Options of `up`."""
 
     stack: str | None
     runs_dir: Path
@@ -421,7 +421,7 @@ def _how_to_remove() -> str:
 
 
 class _Results:
-    """What is on the machines of a cluster that is up, before some of them go."""
+    """Results on the machines of a cluster that is up, before some of them are removed."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""What the operator asks for: plan, run, status, attach, and the cloud's commands."""
+"""The operator's commands: plan, run, status, attach, dashboard, and those of the cloud."""

@@ -41,7 +41,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardOptions:
-    """What the command line says."""
+    """Options of `dashboard`."""
 
     run: str | None
     runs_dir: Path

@@ -65,7 +65,7 @@ class ConfigOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions(ConfigOptions):
-    """What `plan` prints, and of which run."""
+    """Options of `plan`."""
 
     run_id: str | None
     runs_dir: Path
@@ -75,7 +75,7 @@ class PlanOptions(ConfigOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(ConfigOptions):
-    """Which run `run` starts or resumes, where, and how it follows it."""
+    """Options of `run`."""
 
     run_id: str | None
     runs_dir: Path

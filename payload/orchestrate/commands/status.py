@@ -53,7 +53,7 @@ from payload.run_repair import has_own_record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListOptions:
-    """How `list` prints the runs."""
+    """Options of `list`."""
 
     runs_dir: Path
     json: bool
@@ -61,7 +61,7 @@ class ListOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusOptions:
-    """Which run `status` shows, and how."""
+    """Options of `status`."""
 
     run: str | None
     runs_dir: Path
@@ -70,7 +70,7 @@ class StatusOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogsOptions:
-    """Which log `logs` prints."""
+    """Options of `logs`."""
 
     run: str | None
     runs_dir: Path
@@ -105,7 +105,7 @@ class StopOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectOptions:
-    """Which run `collect` brings here."""
+    """Options of `collect`."""
 
     run: str | None
     runs_dir: Path
@@ -281,7 +281,7 @@ def _stop(run: SiteRun, options: StopOptions, *, talk: Console) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveOptions:
-    """Which runs `remove` takes from the disk."""
+    """Options of `remove`."""
 
     runs: Sequence[str]
     keep: int | None

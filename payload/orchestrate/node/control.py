@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""What a supervisor answers; it takes them once it is ready."""
+"""Signals that a supervisor handles; it unblocks them once it is ready."""
 
 _START_S = 30.0
 # A supervisor that has just begun has its lock before its command line is read, or has just ended.
@@ -181,7 +181,7 @@ def regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def new_bytes(file: BinaryIO, offset: int, end: bytes, *, most: int) -> tuple[int, bytes, int]:
-    """What follows `offset`, before which is `end`; else the file from its start. And its size."""
+    """Return the bytes after `offset`, before which is `end`; else the whole file. And its size."""
     size = os.fstat(file.fileno()).st_size
     file.seek(offset - len(end))
     if file.read(len(end)) != end:
@@ -289,7 +289,7 @@ def state(run_dir: Path) -> dict[str, Any]:
 
 
 def is_held(lock: Path) -> bool:
-    """Whether a living supervisor holds the lock."""
+    """Return whether a living supervisor holds the lock."""
     try:
         # Whatever lies there, opening it neither blocks nor fails for being no file.
         descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -61,7 +61,7 @@ def probe(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def hostname_addresses() -> list[str]:
-    """What this machine's own name resolves to; empty when it does not."""
+    """Return the addresses of this machine's own name; empty when it does not resolve."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -202,7 +202,7 @@ def code_folder(root: Path, digest: str, *, whole: bool) -> Path:
 
 
 def missing_files(root: Path, digest: str, files: dict[str, str]) -> list[str] | None:
-    """What must be sent; the rest is copied from the code of another run. Null: all is there."""
+    """Return the files to send; the rest is copied from another run's code. Null: all is there."""
     if code_folder(root, digest, whole=True).is_dir():
         return None
     partial = code_folder(root, digest, whole=False)
@@ -231,7 +231,7 @@ def finish(root: Path, digest: str, files: dict[str, str]) -> dict[str, Any]:
 
 
 def sha256_of(path: Path) -> str | None:
-    """Of the file's content; null when there is none."""
+    """Return the SHA-256 of the file's content; null when there is none."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
@@ -255,7 +255,7 @@ def running(runs: Path) -> str | None:
 
 
 def results(runs: Path) -> list[dict[str, Any]]:
-    """What each run has to lose: its newest whole checkpoint (or empty) and its state's sha256.
+    """Return each run's newest whole checkpoint (or empty) and its state's SHA-256.
 
     What people have put beside runs and checkpoints, under names of their own, is none of them.
     """

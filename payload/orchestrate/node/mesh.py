@@ -259,7 +259,7 @@ def _unreached(ssh: list[str], workers: dict[str, str]) -> dict[str, str]:
 
 
 def _try_ssh(ssh: list[str], address: str) -> str | None:
-    """What ssh complained of, or None."""
+    """Return the complaint of ssh, or None."""
     try:
         done = subprocess.run(
             ["ssh", *ssh, "-x", address, "true"],

@@ -129,7 +129,7 @@ def run_of(name: str) -> str:
 
 
 def is_held(lock: Path) -> bool:
-    """Whether a living process holds the lock."""
+    """Return whether a living process holds the lock."""
     try:
         # Whatever lies there, opening it neither blocks nor fails for being no file.
         descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -180,7 +180,7 @@ def name_of(line: str) -> str | None:
 
 
 def has_ended(line: str) -> bool:
-    """Whether this is a key of ours that sshd does not take any more."""
+    """Return whether this is a key of ours that sshd does not take any more."""
     found = _ENDS.match(line)
     return name_of(line) is not None and found is not None and found[1] <= time.strftime(_TIME)
 

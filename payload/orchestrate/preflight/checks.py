@@ -70,7 +70,7 @@ class PreflightOptions:
     ssh_key: Path | None
     config: RunConfig
     is_configured: bool
-    """Whether the config is the operator's, so that its ranks have to fit."""
+    """True if the config is the operator's, so that its ranks have to fit."""
     quick: bool
     """Start and measure nothing."""
     wait: float
@@ -160,7 +160,7 @@ def operator_key(inventory: ClusterInventory, *, given: Path | None) -> Path:
 
 
 def lock_sha() -> str | None:
-    """What node-setup.sh calls `sha`, of this checkout; None when this is an installed package."""
+    """Return the lock's SHA-256, `sha` in node-setup.sh; None for an installed package."""
     lock = Path(payload.__file__).parents[1] / "bootstrap" / "requirements.lock"
     return hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None
 

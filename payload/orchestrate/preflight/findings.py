@@ -1,4 +1,4 @@
-"""What is wrong with a cluster: facts to findings with cause, fix and exit code. Pure."""
+"""Faults of a cluster: from facts to findings with cause, fix and exit code. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from payload.orchestrate.ssh.streams import MeshAnswer, Pair
 from payload.untrusted import checked, printable, shown
 
 STRANGER = "operator"
-"""What this machine is called where it tries what is open to others."""
+"""The name of this machine in trials of ports that are open to others."""
 _PAUSE_S = 0.1
 
 STATE_FILE = "/var/lib/tileforge/bootstrap.json"
@@ -58,7 +58,7 @@ class NodeFacts:
     source_address: str | None = checked(max_chars=64)
     mtu: int | None = checked(low=1, high=2**31)
     resolver_answers: bool = True
-    """Whether asking for the name of another node's address comes to an end."""
+    """True if asking for the name of another node's address comes to an end."""
     clock_offset_s: float | None = None
     """The node's clock minus the operator's."""
 
@@ -74,7 +74,7 @@ def clock_offset_s(
 def reaches(
     node: Node, others: Collection[Node], *, port: int, trial: str, within_s: float
 ) -> bool:
-    """Whether this machine gets through to mesh.py on that port of `node`, and is no node itself.
+    """Return whether this machine, if it is no node, reaches mesh.py on that port of `node`.
 
     The answer has to be that program's: whatever else takes a connection there does not count.
     """
@@ -158,7 +158,7 @@ def from_error(node: Node, error: TileforgeError) -> Finding:
 
 
 def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Whether the node's bootstrap is done, and if not, where it is or broke off."""
+    """Return whether the node's bootstrap is done, and if not, where it is or broke off."""
     state = facts.bootstrap
     log = facts.bootstrap_log
     if state is None:
@@ -294,7 +294,7 @@ def name_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def route_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Whether the way between the nodes is known and leaves from the inventory's address."""
+    """Return whether the way between the nodes is known and leaves from the inventory's address."""
     if facts.interface is None:
         cause = "the interface on the way to the other nodes is not known (`ip route get` failed)"
         fix = "Install iproute2 there and see that it has a route to the head's address."
@@ -312,7 +312,7 @@ def route_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def exposure_finding(head: Node, *, port: int) -> Finding:
-    """What it means that the operator's machine, which is no node, reaches the ranks' ports."""
+    """Return a warning that the operator's machine, which is no node, reaches the ranks' ports."""
     address = head.external_address or head.address
     cause = (
         f"this machine is no node and reaches port {port} of {address}, so others may, too: the "
@@ -376,12 +376,12 @@ def _is_whole(state: Any) -> bool:
 
 
 def is_ready(state: Any) -> bool:
-    """Whether a node's bootstrap.json says that it is done."""
+    """Return whether a node's bootstrap.json says that it is done."""
     return _is_whole(state) and state["ok"] is True
 
 
 def has_failed(state: Any) -> bool:
-    """Whether it says that the bootstrap broke off; nobody but a person will mend that."""
+    """Return whether it says that the bootstrap broke off; nobody but a person will mend that."""
     return _is_whole(state) and state["ok"] is False
 
 

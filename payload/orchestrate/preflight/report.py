@@ -1,4 +1,4 @@
-"""What `preflight` prints: a table, findings with their fixes, the trial, and what figures mean."""
+"""The report of `preflight`: a table, findings with their fixes, the trial and its figures."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ class Report:
         return [node for node in self.checks if node in failing]
 
     def least_memory_bytes(self) -> int | None:
-        """Of the node with the least."""
+        """Return the memory of the node with the least."""
         sizes = [facts.memory_bytes for facts in self.facts.values()]
         return min((size for size in sizes if size is not None), default=None)
 
@@ -247,7 +247,7 @@ class Report:
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def to_json(self) -> str:
-        """The same for programs."""
+        """Return the same as JSON."""
         nodes = {
             node: {
                 "checks": {check: self.status(node, check) for check in checks()},
@@ -281,7 +281,7 @@ def _numbers(facts: NodeFacts | None) -> list[str]:
 
 
 def _speeds(measured: Measured | None, node: str) -> list[str]:
-    """Of the matrix products in each dtype, and of what the node receives from its neighbour."""
+    """Return the matmul rate in each dtype, and the rate at which the node receives."""
     if measured is None:
         return []
     speed = measured.nodes[node]
@@ -310,7 +310,7 @@ class Patience:
         self._said: str | None = None
 
     def until_found(self, look: Callable[[], _T]) -> _T:
-        """What `look` returns. Raises what it raises, unless a machine that boots explains it."""
+        """Return what `look` returns. Raises its errors, unless a booting machine explains them."""
         while True:
             try:
                 return look()
@@ -451,6 +451,6 @@ def keep(report: Report, inventory: ClusterInventory, root: Path, *, now_unix: f
 
 
 def is_fresh(record: Record, *, now_unix: float) -> bool:
-    """Whether `run` may go without another trial."""
+    """Return whether `run` may go without another trial."""
     age_s = now_unix - record.time_unix
     return record.code == this_code().digest and 0 <= age_s < FRESH_S

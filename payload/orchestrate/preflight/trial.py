@@ -130,7 +130,7 @@ _KEY_LASTS_S = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What came of it."""
+    """Result of a trial."""
 
     launcher: str = ""
     """The name of the one that was tried."""

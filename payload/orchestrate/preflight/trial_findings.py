@@ -29,7 +29,7 @@ _ALARM = 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpeed:
-    """What one rank's matrix products reached."""
+    """Matmul rates of one rank."""
 
     node: str = checked(pattern=NODE_NAME, wanted="a node name")
     bf16: float = checked(low=1, high=1e18)
@@ -38,7 +38,7 @@ class RankSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """What the ranks reached together."""
+    """Rates of an exchange between all ranks."""
 
     all_reduce_bytes_per_s: float = checked(low=1, high=1e15)
     latency_s: float = checked(low=0, high=1e4)
@@ -67,10 +67,10 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What node/mesh.py answered."""
+    """Answer of node/mesh.py."""
 
     unreached: Mapping[str, str]
-    """What ssh said, by worker that the head could not reach."""
+    """Output of ssh, by worker that the head could not reach."""
     status: int | None
     """The launcher's; None when it was not started or did not end in time."""
     late: bool
@@ -207,7 +207,7 @@ def _log(outcome: Outcome, launcher: Launcher) -> tuple[str, ...]:
 
 
 def _is_environment(text: str) -> bool:
-    """Whether a rank's error is about what is installed there."""
+    """Return whether a rank's error is about what is installed there."""
     kinds = ("ImportError", "ModuleNotFoundError", "OSError: ")
     return text.startswith(kinds) or MISSING_LIBRARY.search(text) is not None
 
@@ -254,7 +254,7 @@ class Measured:
     all_reduce_bytes_per_s: float | None = checked(low=1)
     """Gradient bytes that all ranks have summed in a second; None with one rank."""
     latency_s: float | None = checked(low=0)
-    """Of an all-reduce of 4 KiB."""
+    """Time of an all-reduce of 4 KiB."""
 
     @classmethod
     def from_result(cls, result: Result) -> Measured:
@@ -281,12 +281,12 @@ class Measured:
         )
 
     def link_bytes_per_s(self) -> float | None:
-        """What one rank sends in an all-reduce while it receives as much."""
+        """Return the rate at which one rank sends in an all-reduce while it receives as much."""
         speed = self.all_reduce_bytes_per_s
         return None if speed is None else speed * sends_per_byte(self.world_size)
 
     def peak_flops_per_s(self, choice: DtypeChoice) -> float:
-        """Of all nodes together, in the dtype that a run would choose."""
+        """Return the rate of all nodes together, in the dtype that a run would choose."""
         bf16 = sum(speed.bf16_flops_per_s for speed in self.nodes.values())
         fp32 = sum(speed.fp32_flops_per_s for speed in self.nodes.values())
         is_bf16 = bf16 >= BF16_MIN_GAIN * fp32 if choice == "auto" else choice == "bf16"
@@ -298,7 +298,7 @@ class Record:
     """A trial that a cluster has passed."""
 
     nodes_sha: str
-    """Of the nodes as the inventory had them."""
+    """Digest of the nodes as the inventory had them."""
     code: str
     """Digest of the payload that was tried."""
     time_unix: float

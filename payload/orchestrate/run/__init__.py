@@ -1,1 +1,1 @@
-"""What is known of runs: their folders and copies, following them, and printing."""
+"""Runs: their folders and copies, following them, and printing."""

@@ -1,4 +1,4 @@
-"""What commands print through: safe text, questions to the operator, and the live line.
+"""Output of commands: safe text, questions to the operator, and the live line.
 
 Text that others wrote cannot steer the terminal or end a run.
 """
@@ -267,7 +267,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What the live line shows at one moment."""
+    """Content of the live line at one moment."""
 
     steps: int
     nodes: int

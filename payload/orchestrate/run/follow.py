@@ -46,7 +46,7 @@ from payload.write_report import write_report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndOptions:
-    """How a command prints a run's end."""
+    """Options for the end of a run that a command has followed."""
 
     json: bool = False
     """Print summary.json in place of the table."""
@@ -111,14 +111,14 @@ class StopWait:
         self._ends_s = self._began_s + grace_s + _MARGIN_S
 
     def is_over(self) -> bool:
-        """Whether it has taken longer than it may. Ask often."""
+        """Return whether it has taken longer than it may. Ask often."""
         now = time.monotonic()
         if self._watch.gets_on():
             self._ends_s = max(self._ends_s, now + _MARGIN_S)
         return now > self._ends_s
 
     def waited_s(self) -> float:
-        """So far."""
+        """Return the time since the stop was asked for."""
         return time.monotonic() - self._began_s
 
 
@@ -209,7 +209,7 @@ class Interrupts:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def exceed(self, heeded: int) -> bool:
-        """Whether there are more of them than were heeded."""
+        """Return whether there are more of them than were handled."""
         return self.count > heeded
 
     def _note(self, _number: int, _frame: object) -> None:
@@ -221,7 +221,7 @@ _SECOND_ASK_S = 3.0
 
 
 class Tails:
-    """What rank 0 prints and measures, from the moment that this is made."""
+    """Rank 0's log and metrics, from the moment that this is made."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.log = Tail(paths.rank_log(0), from_end=True)
@@ -395,7 +395,7 @@ def final_error(paths: RunPaths) -> str:
 
 
 def show_state(paths: RunPaths, live: LiveLine, *, stopping: bool) -> None:
-    """What the run as a whole is doing, and what happened to it."""
+    """Show the state of the run as a whole, and the latest event."""
     try:
         state = read_json(RunState, paths.state)
     except ConfigError:

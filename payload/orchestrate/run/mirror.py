@@ -51,7 +51,7 @@ _RECORDS: Mapping[str, type[_Record]] = {
     "progress": RankProgress,
     "exits": RankExit,
 }
-"""What a small file is, by its folder or its name."""
+"""Type of a small file, by its folder or its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Mirrored:
     """mirror.json: what was known of the run when it was last reached."""
 
     alive: bool
-    """Whether a supervisor held it."""
+    """True if a supervisor held it."""
     seen_unix: float = checked(low=0, high=_MOST_UNIX)
     ssh_key: str = checked(pattern=_PATH, wanted="a path", max_chars=4096)
     """Path of the key that the nodes know."""
@@ -135,7 +135,7 @@ def alone(paths: RunPaths, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What one node is to tell of a run: the files that are its own to write."""
+    """Files of a run that one node owns and is asked for."""
 
     node: str
     is_head: bool
@@ -145,7 +145,7 @@ class Wanted:
     whole: tuple[str, ...]
     """Small files."""
     known: Mapping[str, tuple[int, str]]
-    """Of each growing file: how many bytes are here, and the last of them as base64."""
+    """Per growing file, the number of bytes here, and the last of them as base64."""
 
     def arguments(self) -> dict[str, object]:
         """Return what `read` of node/control.py takes."""

@@ -1,4 +1,4 @@
-"""What commands print about plans, runs and results, with a plan's disk and time."""
+"""Text about plans, runs and results, with a plan's disk space and time."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ _LOOKED_AT = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a run will take, before it has begun."""
+    """Time, disk space and cost of a run, before it has begun."""
 
     checkpoints: int
     """The most that are on disk at once."""
     checkpoint_bytes: int
-    """Of one."""
+    """Size of one checkpoint."""
     data_bytes: int
-    """Of the data folder, which is there already."""
+    """Size of the data folder, which is there already."""
     free_bytes: int | None
     """On the disk of the run's folder; None for nodes that were not asked."""
     seconds: float
-    """Of training and evaluating."""
+    """Time of training and evaluation."""
     basis: str
-    """What the time is concluded from."""
+    """Source of the time."""
     usd: float | None
-    """What the nodes cost in that time; None without prices."""
+    """Cost of the nodes in that time; None without prices."""
     quantized: QuantizedCost | None = None
-    """What a base of 4 bits saves and costs; None for a run that cannot have one."""
+    """Savings and cost of a base of 4 bits; None for a run that cannot have one."""
 
     def lines(self) -> list[str]:
         """Return disk and duration in words."""

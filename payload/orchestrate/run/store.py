@@ -64,7 +64,7 @@ class RunView:
     exit_class: str | None
     error: str | None
     note: str | None
-    """What happened last, while it goes on."""
+    """The latest event, while the run goes on."""
     failed_rank: int | None
     step: int
     steps: int
@@ -77,7 +77,7 @@ class RunView:
     started_unix: float
     ranks: tuple[RankView, ...]
     damaged: tuple[str, ...]
-    """What cannot be read of the run, one sentence each."""
+    """Records that cannot be read, one sentence each."""
 
 
 def check_new_id(run_id: str) -> None:
@@ -149,7 +149,7 @@ class Order:
     vocab_size: int
     resumes: bool
     detach: bool
-    """Whether the run has to outlive the command."""
+    """True if the run has to outlive the command."""
     grace_s: float
     env: Mapping[str, str]
     talk: Console

@@ -49,14 +49,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What came of bringing the local copy up to date; the head's part is here."""
+    """Result of an update of the local copy; the head's part is here."""
 
     alive: bool
-    """Whether a supervisor holds the run."""
+    """True if a supervisor holds the run."""
     missed: Mapping[str, TileforgeError]
     """Why some worker's part is not here, by node."""
     damaged: Sequence[str]
-    """What is there and of no use, one sentence each; the copy of it stayed as it was."""
+    """Damaged files there, one sentence each; their copies stayed as they were."""
 
 
 class RemoteRun:
@@ -152,7 +152,7 @@ class RemoteRun:
         return answer.alive
 
     def is_alive(self) -> bool:
-        """Whether a supervisor holds the run at this moment."""
+        """Return whether a supervisor holds the run at this moment."""
         return self.signal([])
 
     def end_leftovers(

@@ -52,7 +52,7 @@ _GETS_ADDRESS = 0x8915  # SIOCGIFADDR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSight:
-    """What a node says of itself, from within the job."""
+    """A node's report about itself, from within the job."""
 
     node: str = checked(pattern=NODE_NAME, wanted="a node name")
     domains: tuple[Domain, ...]

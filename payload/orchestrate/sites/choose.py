@@ -63,12 +63,12 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What one look at a run has shown; what is new of its files is in the run folder here."""
+    """Result of one look at a run, whose new data is then in the run folder here."""
 
     alive: bool
-    """Whether the run goes on, or waits for its nodes."""
+    """True if the run goes on, or waits for its nodes."""
     news: Sequence[str] = ()
-    """What the operator should know, a sentence each."""
+    """News for the operator, a sentence each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Home:
     """The outcome of bringing a run's results here."""
 
     alive: bool
-    """Whether the run goes on, or was started again: its processes stay."""
+    """True if the run goes on, or was started again: its processes stay."""
     checkpoint: Path | None = None
     """The newest one that was brought; None where there is none yet, or nothing to bring."""
     left: RankLostError | None = None
@@ -95,13 +95,13 @@ class SiteRun(ABC):
     every_s: ClassVar[float] = 1.0
     """Time between two looks."""
     outlives_us: bool = True
-    """Whether it goes on when nobody follows it, so that Ctrl-C detaches first."""
+    """True if it goes on when nobody follows it, so that Ctrl-C detaches first."""
     was_under_way: bool = False
-    """Whether `start` has found it running, so that it is followed even by `run --detach`."""
+    """True if `start` has found it running, so that it is followed even by `run --detach`."""
     has_job: ClassVar[bool] = True
-    """Whether a scheduler knows better than the run's files whether it goes on."""
+    """True if a scheduler knows better than the run's files whether it goes on."""
     is_copied: ClassVar[bool] = False
-    """Whether its folder here is a copy, so that even an ended run has results to bring."""
+    """True if its folder here is a copy, so that even an ended run has results to bring."""
     force_s: ClassVar[float] = math.inf
     """Time that a stop at once may take before the run is `overdue`."""
 
@@ -192,7 +192,7 @@ class Site(ABC):
     """
 
     uses_this_environment: ClassVar[bool] = False
-    """Whether ranks use the packages and the model cache of this process."""
+    """True if ranks use the packages and the model cache of this process."""
 
     @property
     def name(self) -> str:

@@ -53,12 +53,12 @@ class Weights:
         return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()[:16]
 
     def size_bytes(self) -> int:
-        """Of all files together."""
+        """Return the size of all files together."""
         return sum((self.folder / name).stat().st_size for name in self.files)
 
 
 def local_weights(init: str) -> Weights | None:
-    """What `model.init` names on this machine; None for `scratch` and for names on a hub.
+    """Return the weights of `model.init` here; None for `scratch` and for names on a hub.
 
     A run's folder stands for its newest checkpoint. Raises ConfigError when something lacks, or is
     not what a checkpoint's manifest says.
@@ -130,7 +130,7 @@ class ClusterAccess:
     interface_of: Mapping[str, str | None]
     """By node: towards the head; the head's towards the first worker."""
     memory_bytes: int | None
-    """Of the node with the least."""
+    """Memory of the node with the least."""
     head: str
     """The head's name."""
     code: PurePosixPath
@@ -145,12 +145,12 @@ class ClusterAccess:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """As it was measured, else a guess."""
+        """Return the measured bandwidth, else a guess."""
         known = self.measured.link_bytes_per_s() if self.measured else None
         return known or ASSUMED_LINK_BYTES_PER_S
 
     def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
-        """As it was measured."""
+        """Return the measured rate."""
         return self.measured.peak_flops_per_s(choice) if self.measured else None
 
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
@@ -356,7 +356,7 @@ def plan_elsewhere(
 
 
 def assumed_home(inventory: ClusterInventory) -> PurePosixPath:
-    """Where Linux has the login's files."""
+    """Return the login's home on Linux."""
     user = inventory.ssh_user
     return PurePosixPath("/root") if user == "root" else PurePosixPath("/home", user)
 
@@ -385,7 +385,7 @@ def assumed_access(
 def assumptions(
     inventory: ClusterInventory, record: Record | None, *, now_unix: float
 ) -> tuple[str, ...]:
-    """The same in words."""
+    """Return the assumptions in words."""
     asked = "no node was asked: "
     guesses = [f"home {assumed_home(inventory)}", f"port {_PORT}"]
     if record is None:

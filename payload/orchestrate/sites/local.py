@@ -77,11 +77,11 @@ class LocalAccess:
         return None
 
     def free_memory_bytes(self) -> int | None:
-        """What the system could give without swapping, or None where it does not say."""
+        """Return the memory that is free without swapping, or None where that is not known."""
         return free_memory_bytes()
 
     def program(self, paths: RunPaths) -> tuple[str, ...]:
-        """What each rank runs."""
+        """Return the command line of each rank."""
         return rank_program(python=self.python, run_dir=paths.root)
 
     def executable(self, launcher: Launcher) -> str:
@@ -117,7 +117,7 @@ class LocalAccess:
         return Reach(interface=LOOPBACK)
 
     def python_path(self) -> str | None:
-        """Where the payload package lies, or None when it is installed."""
+        """Return the payload package's parent folder, or None when it is installed."""
         root = Path(payload.__file__).parent.parent
         installed = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
         if root in installed:

@@ -305,7 +305,7 @@ class _Staged:
 
     data: Path
     weights: Weights | None
-    """What the model starts from, if that is a folder here."""
+    """Initial weights, if they are a folder here."""
 
 
 def _stale(paths: RunPaths) -> Iterator[Path]:
@@ -343,7 +343,7 @@ def _other_run(answer: NodeLook, order: Order) -> str | None:
 
 
 def _key_lasts_s(limits: LimitsSection, inventory: ClusterInventory) -> float:
-    """How long the nodes trust the run's key, also if nobody ever removes it."""
+    """Return the time for which the nodes trust the run's key, if nobody removes it."""
     limit = time_limit(limits, inventory.nodes)
     return _KEY_LASTS_S if limit is None else min(_KEY_LASTS_S, limit.seconds + _KEY_MARGIN_S)
 

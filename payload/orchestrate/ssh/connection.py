@@ -68,7 +68,7 @@ _BROKEN = (
 )
 
 Stream: TypeAlias = socket.socket | paramiko.Channel | ProxyProcess
-"""What a connection runs over: TCP, a channel through the head, or a proxy command."""
+"""The transport of a connection: TCP, a channel through the head, or a proxy command."""
 
 SFTPClient: TypeAlias = paramiko.SFTPClient
 Channel: TypeAlias = paramiko.Channel

@@ -191,7 +191,7 @@ def _equal_or_once_more(
     digest_of_copy: Callable[[], str],
     error: type[TileforgeError] = PreflightError,
 ) -> None:
-    """Copy on from what is there; if the whole then differs, it was of another file: copy anew."""
+    """Continue a copy; where the whole then differs, it was of another file: copy from scratch."""
     for resume in (True, False):
         copy(resume)
         if digest_of_copy() == digest:
@@ -322,18 +322,18 @@ def look(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunThere:
-    """What a node has of one run."""
+    """Files of one run on a node."""
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run's name")
     checkpoint: str = checked(pattern=_CHECKPOINT, wanted="a checkpoint's name, or empty")
     """The newest whole one; empty where there is none."""
     state: str | None = checked(pattern=_SHA256, wanted="a sha256")
-    """Of state.json; None for a run that has never begun."""
+    """SHA-256 of state.json; None for a run that has never begun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunsThere:
-    """What a node has of all runs."""
+    """Files of all runs on a node."""
 
     running: str | None = checked(pattern=RUN_ID, wanted="a run's name")
     """The run that is going on, whoever started it."""
@@ -341,7 +341,7 @@ class RunsThere:
 
 
 def runs_on(connection: Connection) -> RunsThere:
-    """What is going on on the node, and what its runs have. Raises PreflightError."""
+    """Return the run that is under way on the node, and its runs' files. Raises PreflightError."""
     return ask(connection, _PROGRAM, RunsThere, {"action": "running"}, timeout_s=_LOOK_S)
 
 

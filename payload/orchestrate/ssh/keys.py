@@ -180,7 +180,7 @@ class HeadBusyError(PreflightError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What came of claiming the head."""
+    """Result of a claim on the head."""
 
     name: str
     """The attempt's, which its key gets: nobody else's has it."""
@@ -202,7 +202,7 @@ class RunKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Claimed:
-    """What the head answers to a claim, see node/control.py."""
+    """The head's answer to a claim, see node/control.py."""
 
     claim: bool
     running: str | None = checked(pattern=RUN_ID, wanted="a run's name")

@@ -1,4 +1,4 @@
-"""What carries a connection to a node, programs sent through it, and one action on all nodes.
+"""Transports of connections to nodes, programs sent through them, one action on all nodes.
 
 A node can be hostile: each field of an answer is held to its form here, before anyone uses it.
 """
@@ -172,7 +172,7 @@ class ProxyProcess:
         return f"`{self._argv0}` said: {said}" if said else f"`{self._argv0}` said nothing"
 
     def ended(self) -> bool:
-        """Whether the program has ended."""
+        """Return whether the program has ended."""
         return self._process.poll() is not None
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLook:
-    """What a node has and lacks for a run: `look` of look.py."""
+    """Inventory of a node for a run: `look` of look.py."""
 
     home: str = checked(pattern=FOLDER, wanted="an absolute path of plain characters")
     lacking: tuple[str, ...] = checked(max_items=100)
@@ -222,7 +222,7 @@ class NodeLook:
     missing: tuple[str, ...] | None = checked(max_items=_MOST_FILES)
     """Files of the payload; None where all of it is there."""
     has: tuple[str, ...] = checked(max_items=_MOST_FILES)
-    """Of the files that were asked for."""
+    """Those of the requested files that are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,9 +256,9 @@ class Part:
     """`read` of control.py: what is new of a run on one node."""
 
     alive: bool
-    """Whether a supervisor holds the run there."""
+    """True if a supervisor holds the run there."""
     begun: bool
-    """Whether a rank or a supervisor has begun there: without, it cannot know how any ended."""
+    """True if a rank or a supervisor has begun there: without, it cannot know how any ended."""
     whole: Mapping[str, str] = checked(max_items=_MOST_FILES, max_chars=2**20)
     """The content of small files, by name."""
     more: Mapping[str, Piece] = checked(max_items=_MOST_FILES)
@@ -293,7 +293,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAnswer:
-    """What mesh.py found."""
+    """Answer of mesh.py."""
 
     bind_error: str | None
     port_taken: bool
@@ -307,7 +307,7 @@ class Nothing:
 
 
 class Asked(Protocol):
-    """What a program is sent through: a `Connection` to one node."""
+    """Target of a program: a `Connection` to one node."""
 
     @property
     def node(self) -> Node:
@@ -373,7 +373,7 @@ def require_known(names: Iterable[str], known: Iterable[str], *, node: str, what
 def on_every_node(
     nodes: Sequence[Node], action: Callable[[Node], _T], *, to_the_end: bool = False
 ) -> dict[str, _T | TileforgeError]:
-    """What `action` returned for each node by its name, or the error it ended with.
+    """Return the result of `action` on each node by its name, or the error it ended with.
 
     Waits for all of them: `action` has deadlines of its own. An error that is not ours is a bug and
     is raised once all have ended. After Ctrl-C they go on by themselves; `to_the_end` waits for
