@@ -52,7 +52,7 @@ _seconds = partial(checked, low=0, high=MAX_SECONDS)
 _SITE = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _JOB_ID = re.compile(r"[0-9]{1,20}")
 
-_T = TypeVar("_T", "Summary", "RunState", "StopWish", "RunJob", "RankProgress", "RankExit")
+_T = TypeVar("_T", "Summary", "RunState", "StopRequest", "RunJob", "RankProgress", "RankExit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class RunPaths:
         return self.root / "state.json"
 
     @property
-    def stop_wish(self) -> Path:
+    def stop_request(self) -> Path:
         """stop.json: that a command asks for a stop, and how."""
         return self.root / "stop.json"
 
@@ -292,7 +292,7 @@ class RunState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopWish:
+class StopRequest:
     """stop.json: lies there before a command signals the supervisor; the system leaves none."""
 
     pids: tuple[int, ...] = ()
@@ -371,7 +371,7 @@ def point_latest_at(paths: RunPaths) -> None:
 
 def write_json(
     path: Path,
-    value: Summary | RunState | StopWish | RunJob | RankProgress | RankExit,
+    value: Summary | RunState | StopRequest | RunJob | RankProgress | RankExit,
     *,
     durable: bool = True,
 ) -> None:
@@ -379,7 +379,7 @@ def write_json(
     write_whole(path, to_json(value), durable=durable)
 
 
-def to_json(value: Summary | RunState | StopWish | RunJob | RankProgress | RankExit) -> str:
+def to_json(value: Summary | RunState | StopRequest | RunJob | RankProgress | RankExit) -> str:
     """What `write_json` writes."""
     return json.dumps(asdict(value), indent=2) + "\n"
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
-from payload.results import RunPaths, StopWish, discard, last_record
+from payload.results import RunPaths, StopRequest, discard, last_record
 from payload.run_lock import FORCE_SIGNAL
 
 Stop = Literal["none", "graceful", "forced", "expired"]
@@ -80,7 +80,7 @@ class Stopping:
         self._paths = paths
         self._wakeups = wakeups
         self._told = 0
-        self._kept: StopWish | None = None
+        self._kept: StopRequest | None = None
         self._owner_pid = owner_pid
         self._deadline_s = 0.0
 
@@ -127,26 +127,26 @@ class Stopping:
 
     def _take_wish(self) -> bool:
         """Heed what a command left; during a stop, the time that it brings counts from now."""
-        wish = self._pull() or self._kept
+        request = self._pull() or self._kept
         self._kept = None
-        if wish is None:
+        if request is None:
             return False
-        if wish.grace_s is not None:
-            self.grace_s = wish.grace_s
+        if request.grace_s is not None:
+            self.grace_s = request.grace_s
             if self.kind == "graceful":
                 self._deadline_s = time.monotonic() + self.grace_s
         return True
 
-    def _pull(self) -> StopWish | None:
-        """Take the wish that is meant for this supervisor out of the run's folder.
+    def _pull(self) -> StopRequest | None:
+        """Take the request that is meant for this supervisor out of the run's folder.
 
         It is renamed before it is read: removed by its name after that, it might be a newer one.
         """
-        pulled = self._paths.stop_wish.with_suffix(".taken")
+        pulled = self._paths.stop_request.with_suffix(".taken")
         try:
-            self._paths.stop_wish.replace(pulled)
+            self._paths.stop_request.replace(pulled)
         except OSError:
             return None
-        wish = last_record(StopWish, pulled)
+        request = last_record(StopRequest, pulled)
         discard(pulled)
-        return wish if wish is not None and os.getpid() in wish.pids else None
+        return request if request is not None and os.getpid() in request.pids else None

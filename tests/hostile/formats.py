@@ -31,7 +31,7 @@ from payload.results import (
     RankProgress,
     RunPaths,
     RunState,
-    StopWish,
+    StopRequest,
     Summary,
     read_json,
     write_json,
@@ -97,14 +97,14 @@ def run_formats(folder: Path, config: Path) -> Iterator[Format]:
     shutil.copytree(trained.checkpoints, paths.checkpoints)
     write_json(paths.summary, _SUMMARY)
     write_json(paths.state, _STATE)
-    write_json(paths.stop_wish, StopWish(grace_s=60.0))
+    write_json(paths.stop_request, StopRequest(grace_s=60.0))
     write_json(paths.rank_progress(0), _PROGRESS)
     write_json(paths.rank_exit(0), _EXIT)
     write_mirrored(paths, Mirrored(alive=True, seen_unix=1.0, ssh_key="/home/trainer/.ssh/id"))
     record_classes: dict[Path, type[Any]] = {
         paths.summary: Summary,
         paths.state: RunState,
-        paths.stop_wish: StopWish,
+        paths.stop_request: StopRequest,
         paths.rank_progress(0): RankProgress,
         paths.rank_exit(0): RankExit,
     }

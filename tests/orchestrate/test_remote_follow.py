@@ -20,7 +20,7 @@ from payload.orchestrate.sites import cluster_run
 from payload.orchestrate.sites.cluster_run import ClusterRun, Watch, patiently
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Login
-from payload.results import RunPaths, StopWish, read_json
+from payload.results import RunPaths, StopRequest, read_json
 from payload.run_config import TrainSection
 from tests.orchestrate.conftest import SHORT, StartSshd
 from tests.orchestrate.run_copies import write_ranks
@@ -133,8 +133,8 @@ def test_a_stop_reaches_the_supervisor_over_a_new_connection_where_the_old_one_b
                 os.kill(process, signal.SIGKILL)
             assert ask_to_stop(there(run), live, heeded=0) == 2
             assert supervisor.stdout.readline() == "SIGTERM\n"
-            wish = read_json(StopWish, RunPaths(folder).stop_wish)
-            assert wish == StopWish(pids=(supervisor.pid,))
+            request = read_json(StopRequest, RunPaths(folder).stop_request)
+            assert request == StopRequest(pids=(supervisor.pid,))
         finally:
             supervisor.kill()
     run.close()

@@ -29,7 +29,7 @@ from payload.results import (
     RankProgress,
     RunPaths,
     RunState,
-    StopWish,
+    StopRequest,
     new_run_id,
     point_latest_at,
     write_json,
@@ -300,9 +300,9 @@ def test_who_asked_for_a_stop_waits_as_long_as_a_checkpoint_gets_on(
 ) -> None:
     monkeypatch.setattr(follow, "_MARGIN_S", 0.0)
     paths = plan_stand_in(tmp_path / "run", settings=("limits.hang_timeout_s=60",))
-    now = StopWish(grace_s=0.0)
+    now = StopRequest(grace_s=0.0)
     for phase, is_over in (("step", True), ("checkpoint", False), ("end", False), ("load", True)):
         sign = RankProgress(rank=0, node="a", pid=1, step=3, phase=phase, time_unix=1.0)
         write_json(paths.rank_progress(0), sign)
         assert follow.StopWait(paths, now).is_over() is is_over
-    assert not follow.StopWait(paths, StopWish()).is_over()
+    assert not follow.StopWait(paths, StopRequest()).is_over()

@@ -17,7 +17,7 @@ from payload.orchestrate.sites import allocation
 from payload.orchestrate.sites.allocation import SlurmAccess, ask
 from payload.orchestrate.sites.choose import find_site
 from payload.orchestrate.sites.slurm import SlurmRun
-from payload.results import RunJob, RunPaths, RunState, RunStatus, StopWish, write_json
+from payload.results import RunJob, RunPaths, RunState, RunStatus, StopRequest, write_json
 from payload.run_config import parse_run_config
 from payload.run_lock import RunLock, starting
 from tests.orchestrate.operator import SETTINGS
@@ -69,15 +69,15 @@ def test_a_controller_that_cannot_be_reached_ends_no_run(tmp_path: Path) -> None
     seen = run.look()
     assert seen.alive and "Unable to contact slurm controller" in seen.news[0]
     with pytest.raises(PreflightError, match="Unable to contact"):
-        run.signal(signal.SIGTERM, StopWish())
-    assert not run.bring_home()
+        run.signal(signal.SIGTERM, StopRequest())
+    assert not run.bring_home().alive
 
 
 def test_a_job_that_slurm_has_forgotten_has_ended(tmp_path: Path) -> None:
     paths = run_in_job(tmp_path, pid=7, status="running")
     run = SlurmRun(paths, "12", slurm(tmp_path / "bin", scontrol=FORGOTTEN))
     assert not run.look().alive
-    assert not run.signal(signal.SIGTERM, StopWish())
+    assert not run.signal(signal.SIGTERM, StopRequest())
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_where_there_is_no_slurm_an_ended_run_is_seen_to_have_ended(
     assert run.look().alive is alive
     if alive:
         with pytest.raises(PreflightError, match="no scontrol on PATH"):
-            run.signal(signal.SIGTERM, StopWish())
+            run.signal(signal.SIGTERM, StopRequest())
     else:
-        assert not run.signal(signal.SIGTERM, StopWish())
+        assert not run.signal(signal.SIGTERM, StopRequest())
 
 
 def test_status_says_that_slurm_does_not_answer(

@@ -12,7 +12,7 @@ from payload.orchestrate.planning import plan_order
 from payload.orchestrate.run.store import Order
 from payload.orchestrate.sites.choose import Home, Seen, Site, SiteRun, load_cluster
 from payload.orchestrate.sites.local import LocalAccess
-from payload.results import RunJob, RunPaths, StopWish, write_json
+from payload.results import RunJob, RunPaths, StopRequest, write_json
 from payload.run_lock import is_supervised
 
 
@@ -30,8 +30,8 @@ class ToyRun(SiteRun):
         shutil.copytree(self.there.root, self.paths.root, ignore=ignore, dirs_exist_ok=True)
         return Seen(alive=alive)
 
-    def signal(self, number: Signals, wish: StopWish) -> bool:
-        return self.access.signal_supervisor(self.there, [number], wish=wish)
+    def signal(self, number: Signals, request: StopRequest) -> bool:
+        return self.access.signal_supervisor(self.there, [number], request=request)
 
     def bring_home(self, *, at_once: bool = False) -> Home:
         return Home(alive=self.look().alive)

@@ -16,7 +16,7 @@ from payload.results import (
     RankProgress,
     RunPaths,
     RunState,
-    StopWish,
+    StopRequest,
     last_record,
     read_json,
     write_json,
@@ -98,7 +98,7 @@ def ask_to_stop(
     paths: RunPaths, supervisor: subprocess.Popen[bytes], *, grace_s: float | None = None
 ) -> None:
     """As a command does it."""
-    write_json(paths.stop_wish, StopWish(pids=(supervisor.pid,), grace_s=grace_s))
+    write_json(paths.stop_request, StopRequest(pids=(supervisor.pid,), grace_s=grace_s))
     supervisor.terminate()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.results import RunPaths, StopWish, last_record, write_json
+from payload.results import RunPaths, StopRequest, last_record, write_json
 from payload.supervise import stopping
 from payload.supervise.stopping import Stopping, Wakeups
 
@@ -41,18 +41,18 @@ def test_a_wish_that_comes_while_the_one_before_is_read_is_not_lost(
     tmp_path: Path, wakeups: Wakeups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = RunPaths(tmp_path)
-    first, second = (StopWish(pids=(os.getpid(),), grace_s=grace_s) for grace_s in (60.0, 0.5))
+    first, second = (StopRequest(pids=(os.getpid(),), grace_s=grace_s) for grace_s in (60.0, 0.5))
     newer = [second]
 
-    def read_and_wish(cls: type[StopWish], path: Path) -> StopWish | None:
-        wish = last_record(cls, path)
+    def read_and_wish(cls: type[StopRequest], path: Path) -> StopRequest | None:
+        request = last_record(cls, path)
         if newer:
-            write_json(paths.stop_wish, newer.pop())
-        return wish
+            write_json(paths.stop_request, newer.pop())
+        return request
 
     monkeypatch.setattr(stopping, "last_record", read_and_wish)
     asked = Stopping(paths, wakeups, owner_pid=None, grace_s=1000.0)
-    write_json(paths.stop_wish, first)
+    write_json(paths.stop_request, first)
     signal.raise_signal(signal.SIGTERM)
     assert (asked.heed(), asked.grace_s) == ("ask", 60.0)
     signal.raise_signal(signal.SIGTERM)
@@ -65,7 +65,7 @@ def test_a_wish_that_is_there_before_the_supervisor_looks_is_kept(
 ) -> None:
     paths = RunPaths(tmp_path)
     asked = Stopping(paths, wakeups, owner_pid=None, grace_s=1000.0)
-    write_json(paths.stop_wish, StopWish(pids=(os.getpid(),), grace_s=60.0))
+    write_json(paths.stop_request, StopRequest(pids=(os.getpid(),), grace_s=60.0))
     asked.forget_old_wish()
     signal.raise_signal(signal.SIGTERM)
     assert (asked.heed(), asked.by_system, asked.grace_s) == ("ask", False, 60.0)

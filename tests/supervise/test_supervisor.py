@@ -19,7 +19,7 @@ from payload.results import (
     RankExit,
     RankProgress,
     RunPaths,
-    StopWish,
+    StopRequest,
     Summary,
     read_json,
     write_json,
@@ -164,12 +164,12 @@ def test_a_supervisor_that_the_system_ends_saves_and_its_run_is_lost_and_no_resu
 ) -> None:
     """As when the head is preempted; what a command left for an earlier supervisor is no excuse."""
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_restarts=1",))
-    old = StopWish(pids=(os.getpid(),), grace_s=0.0)
-    write_json(paths.stop_wish, old)
+    old = StopRequest(pids=(os.getpid(),), grace_s=0.0)
+    write_json(paths.stop_request, old)
     supervisor = supervise(paths)
     wait_for_steps(paths)
-    assert not paths.stop_wish.exists()
-    write_json(paths.stop_wish, old)
+    assert not paths.stop_request.exists()
+    write_json(paths.stop_request, old)
     supervisor.send_signal(number)
     assert supervisor.wait(DEADLINE_S) == ExitCode.RANK_LOST
     state, summary = state_of(paths), _summary(paths)

@@ -42,7 +42,7 @@ from payload.results import (
     RankProgress,
     RunPaths,
     RunState,
-    StopWish,
+    StopRequest,
     point_latest_at,
     read_json,
 )
@@ -251,12 +251,12 @@ def stop(options: StopOptions, access: LocalAccess) -> int:
 
 def _stop(run: SiteRun, options: StopOptions, *, talk: Console) -> int:
     number = FORCE_SIGNAL if options.force else signal.SIGTERM
-    wish = StopWish(grace_s=options.grace)
+    request = StopRequest(grace_s=options.grace)
     run_id = run.paths.run_id
-    if run.signal(number, wish):
+    if run.signal(number, request):
         how = "stopping at once" if options.force else "saving and stopping"
         talk.print(f"run {run_id}: {how}")
-        wait = StopWait(run.paths, wish)
+        wait = StopWait(run.paths, request)
         while run.look().alive:
             if wait.is_over() or (options.force and wait.waited_s() > run.force_s):
                 run.overdue(wait.waited_s(), force=options.force, talk=talk)

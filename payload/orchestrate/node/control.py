@@ -45,7 +45,7 @@ def act(arguments: dict[str, Any]) -> dict[str, Any]:
     if action == "read":
         return read(run_dir, arguments["whole"], arguments["known"])
     if action == "signal":
-        return send(run_dir, arguments["signals"], arguments.get("wish"))
+        return send(run_dir, arguments["signals"], arguments.get("request"))
     return left(run_dir, kill=arguments["kill"])
 
 
@@ -190,8 +190,10 @@ def new_bytes(file: BinaryIO, offset: int, end: bytes, *, most: int) -> tuple[in
     return offset, file.read(most), size
 
 
-def send(run_dir: Path, signals: list[int], wish: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Signals to the run's supervisor if it lives; it finds `wish`, with its id, in stop.json."""
+def send(
+    run_dir: Path, signals: list[int], request: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Signal the run's supervisor if it lives; it finds `request`, with its id, in stop.json."""
     alive = is_held(run_dir / "supervisor.lock")
     if alive:
         ends = time.monotonic() + _FIND_S
@@ -199,11 +201,11 @@ def send(run_dir: Path, signals: list[int], wish: dict[str, Any] | None = None) 
             if time.monotonic() > ends:
                 break
             time.sleep(0.05)
-        if wish is not None:
+        if request is not None:
             # A disk that is full or read-only keeps no run from being stopped.
             with contextlib.suppress(OSError):
                 partial = run_dir / f".stop.json.{os.getpid()}.partial"
-                partial.write_text(json.dumps({**wish, "pids": found}), "utf-8")
+                partial.write_text(json.dumps({**request, "pids": found}), "utf-8")
                 partial.replace(run_dir / "stop.json")
         for pid in found:
             for number in signals:

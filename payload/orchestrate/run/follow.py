@@ -28,7 +28,7 @@ from payload.results import (
     RunJob,
     RunPaths,
     RunState,
-    StopWish,
+    StopRequest,
     Summary,
     last_record,
     point_latest_at,
@@ -102,9 +102,9 @@ _MARGIN_S = 20.0
 class StopWait:
     """Patience with a run that was asked to stop: its supervisor's, and a little more."""
 
-    def __init__(self, paths: RunPaths, wish: StopWish) -> None:
+    def __init__(self, paths: RunPaths, request: StopRequest) -> None:
         """The stop was asked for now."""
-        grace_s = _grace_s(paths) if wish.grace_s is None else wish.grace_s
+        grace_s = _grace_s(paths) if request.grace_s is None else request.grace_s
         patience_s = known_config(paths).limits.hang_timeout_s
         self._watch = CheckpointWatch(paths, patience_s=patience_s)
         self._began_s = time.monotonic()
@@ -331,10 +331,10 @@ def ask_to_stop(run: SiteRun, live: LiveLine, *, heeded: int) -> int:
     """Ask the run to stop; returns how many of the operator's asks that answers."""
     if heeded == 0:
         live.say("stopping: saving a checkpoint first (Ctrl-C again to stop at once)")
-        run.signal(signal.SIGTERM, StopWish())
+        run.signal(signal.SIGTERM, StopRequest())
         return 2 if run.outlives_us else 1
     live.say("stopping at once")
-    run.signal(FORCE_SIGNAL, StopWish())
+    run.signal(FORCE_SIGNAL, StopRequest())
     return heeded + 1
 
 

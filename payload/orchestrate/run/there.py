@@ -36,7 +36,7 @@ from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import fetch_checkpoint, get
 from payload.orchestrate.ssh.keys import remove_dead_keys
 from payload.orchestrate.ssh.streams import FOLDER, Begun, Left, Part, Signalled, ask, on_every_node
-from payload.results import RunPaths, RunState, StopWish, read_json
+from payload.results import RunPaths, RunState, StopRequest, read_json
 from payload.run_config import load_run_config
 from payload.untrusted import shown
 
@@ -140,14 +140,14 @@ class RemoteRun:
         """Write down that this is a cluster's run, and how to reach it."""
         note_seen(self.paths, alive=alive, ssh_key=self._key)
 
-    def signal(self, numbers: Sequence[Signals], *, wish: StopWish | None = None) -> bool:
-        """Send signals, and leave `wish` for the supervisor; says whether it lives."""
+    def signal(self, numbers: Sequence[Signals], *, request: StopRequest | None = None) -> bool:
+        """Send signals, and leave `request` for the supervisor; says whether it lives."""
         answer = self._act(
             self.inventory.head,
             Signalled,
             action="signal",
             signals=[int(number) for number in numbers],
-            wish=asdict(wish) if wish else None,
+            request=asdict(request) if request else None,
         )
         return answer.alive
 

@@ -29,7 +29,7 @@ from payload.orchestrate.cloud.pulumi import Pulumi
 from payload.orchestrate.cloud.stack import StackOutputs, default_stack, load_stack, read_outputs
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.store import Order, is_copy, room_for
-from payload.results import RunJob, RunPaths, StopWish, last_record
+from payload.results import RunJob, RunPaths, StopRequest, last_record
 from payload.run_config import LaunchSection, RunConfig
 from payload.run_lock import FORCE_SIGNAL, is_supervised, starting
 from payload.tasks import TaskKind
@@ -115,7 +115,7 @@ class SiteRun(ABC):
         """Bring what is new here; a site that must wait for a connection does until interrupted."""
 
     @abstractmethod
-    def signal(self, number: Signals, wish: StopWish) -> bool:
+    def signal(self, number: Signals, request: StopRequest) -> bool:
         """Ask for a stop, by SIGTERM or at once by FORCE_SIGNAL; return whether the run lives."""
 
     @abstractmethod
@@ -153,7 +153,7 @@ class SiteRun(ABC):
 
     def abandon(self) -> str:
         """End a run that does not stop when it is asked; return what was done about it."""
-        self.signal(FORCE_SIGNAL, StopWish())
+        self.signal(FORCE_SIGNAL, StopRequest())
         return "it was told to end at once"
 
     def overdue(self, waited_s: float, *, force: bool, talk: Console) -> None:

@@ -31,7 +31,7 @@ from payload.orchestrate.run.there import Look, RemoteRun, planned_run_dir
 from payload.orchestrate.sites.choose import Home, Seen, SiteRun, how_to_attach
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import NODE_FOLDER, Login
-from payload.results import RunPaths, StopWish
+from payload.results import RunPaths, StopRequest
 
 _POLL_S = 1.0
 _TICK_S = 0.1
@@ -61,14 +61,14 @@ class ClusterRun(SiteRun):
         look = patiently(self._run, say=say, interrupted=interrupted)
         return Seen(alive=look.alive, news=[f"warning: {problem}" for problem in look.damaged])
 
-    def signal(self, number: signal.Signals, wish: StopWish) -> bool:
+    def signal(self, number: signal.Signals, request: StopRequest) -> bool:
         """Signal the supervisor, which may be repeated; once more where a connection has broken."""
         try:
-            return self._run.signal([number], wish=wish)
+            return self._run.signal([number], request=request)
         except TileforgeError:
             self._run.close()
             try:
-                return self._run.signal([number], wish=wish)
+                return self._run.signal([number], request=request)
             except TileforgeError as error:
                 raise SshUnreachableError(
                     f"the stop was not delivered: {error} As far as is known, "

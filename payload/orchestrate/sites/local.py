@@ -41,7 +41,7 @@ from payload.orchestrate.sites.choose import (
     SiteRun,
     require_one_machine,
 )
-from payload.results import RunPaths, RunState, StopWish, Summary, last_record, write_json
+from payload.results import RunPaths, RunState, StopRequest, Summary, last_record, write_json
 from payload.run_config import DtypeChoice, RunConfig
 from payload.run_lock import is_supervised
 from payload.run_repair import known_state
@@ -184,14 +184,14 @@ class LocalAccess:
         paths: RunPaths,
         numbers: Sequence[signal.Signals],
         *,
-        wish: StopWish,
+        request: StopRequest,
     ) -> bool:
         """Send signals to the run's supervisor, with what it finds then; tell whether it lives.
 
         Raises UsageError when it is another user's.
         """
         try:
-            answer = control.send(paths.root, [int(number) for number in numbers], asdict(wish))
+            answer = control.send(paths.root, [int(number) for number in numbers], asdict(request))
         except PermissionError:
             raise UsageError(
                 f"run {paths.run_id} belongs to another user. Stop it as that user."
@@ -339,12 +339,12 @@ class LocalRun(SiteRun):
             return Seen(alive=is_supervised(self.paths))
         return Seen(alive=self._supervisor.poll() is None)
 
-    def signal(self, number: signal.Signals, wish: StopWish) -> bool:
-        """Signal the supervisor, with the wish that says who asks."""
+    def signal(self, number: signal.Signals, request: StopRequest) -> bool:
+        """Signal the supervisor, with the request that says who asks."""
         if self._supervisor is None:
-            return self._access.signal_supervisor(self.paths, [number], wish=wish)
+            return self._access.signal_supervisor(self.paths, [number], request=request)
         with suppress(OSError):
-            write_json(self.paths.stop_wish, replace(wish, pids=(self._supervisor.pid,)))
+            write_json(self.paths.stop_request, replace(request, pids=(self._supervisor.pid,)))
         self._supervisor.send_signal(number)
         return self._supervisor.poll() is None
 

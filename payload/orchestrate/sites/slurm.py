@@ -24,7 +24,7 @@ from payload.results import (
     RunJob,
     RunPaths,
     RunState,
-    StopWish,
+    StopRequest,
     last_record,
     write_json,
     write_whole,
@@ -227,7 +227,7 @@ class SlurmRun(SiteRun):
             return Seen(alive=True, news=[f"warning: {error} How the job is, is not known."])
         return Seen(alive=self._job.alive, news=_news(self.job_id, self._job))
 
-    def signal(self, number: signal.Signals, wish: StopWish) -> bool:
+    def signal(self, number: signal.Signals, request: StopRequest) -> bool:
         """Let the job's supervisor save and stop; a job that has not begun is cancelled."""
         try:
             job = self.job()
@@ -241,7 +241,9 @@ class SlurmRun(SiteRun):
         if job.state in _WAITING or record is None or record.pid is None:
             self.abandon()
             return True
-        write_json(self.paths.stop_wish, StopWish(pids=(record.pid,), grace_s=wish.grace_s))
+        write_json(
+            self.paths.stop_request, StopRequest(pids=(record.pid,), grace_s=request.grace_s)
+        )
         name = "TERM" if number == signal.SIGTERM else FORCE_SIGNAL.name.removeprefix("SIG")
         ask(["scancel", f"--signal={name}", "--batch", self.job_id], self._env)
         self._asked_s = float("-inf")
