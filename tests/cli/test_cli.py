@@ -144,37 +144,71 @@ def test_every_shell_gets_code_for_the_command(
     assert tileforge(bin_folder, "completion", "dash", cwd=tmp_path).returncode == 2
 
 
+_BEGIN = {
+    "bash": "export PATH={path} PS1='> '\nbind 'set enable-bracketed-paste off'\n"
+    'eval "$(tileforge completion bash)"\necho ready\n',
+    "zsh": "export PATH={path} PS1='> '\nautoload -Uz compinit && compinit -u\n"
+    'eval "$(tileforge completion zsh)"\necho ready\n',
+    "fish": "set -gx PATH (string split : {path})\n"
+    "tileforge completion fish | source\necho ready\n",
+}
+"""A shell's own start file with completion set up as the README says."""
+
+
 @pytest.fixture
-def bash(bin_folder: Path, tmp_path: Path) -> Iterator[Terminal]:
-    """An interactive bash in which completion is set up as the README says."""
-    rc = tmp_path / "bashrc"
-    rc.write_text(
-        f"export PATH={shlex.quote(str(bin_folder))}:/usr/bin:/bin PS1='> '\n"
-        "bind 'set enable-bracketed-paste off'\n"
-        'eval "$(tileforge completion bash)"\necho ready\n',
-        encoding="utf-8",
-    )
-    terminal = Terminal(
-        ["bash", "--noprofile", "--rcfile", str(rc), "-i"], columns=200, cwd=tmp_path
-    )
-    terminal.read_until(lambda text: "ready" in text)
-    yield terminal
-    terminal.close()
+def terminal(
+    request: pytest.FixtureRequest,
+    bin_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Terminal]:
+    """An interactive shell, the test's parameter, with completion."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("HOME", "ZDOTDIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(home))
+    rc = home / ".zshrc"
+    text = _BEGIN[request.param].format(path=shlex.quote(f"{bin_folder}:/usr/bin:/bin"))
+    rc.write_text(text, encoding="utf-8")
+    command = {
+        "bash": ["bash", "--noprofile", "--rcfile", str(rc), "-i"],
+        "zsh": ["zsh", "-i"],
+        "fish": ["fish", "--no-config", "-i", "-C", f"source {rc}"],
+    }[request.param]
+    opened = Terminal(command, columns=200, cwd=tmp_path)
+    opened.read_until(lambda text: "ready" in text)
+    yield opened
+    opened.close()
 
 
-@pytest.mark.parametrize(
-    ("typed", "completed"),
-    [
-        ("tileforge pref", "tileforge preflight "),
-        ("tileforge run --inv", "tileforge run --inventory "),
-        ("tileforge train --con", "tileforge train --config "),
-        ("tileforge prepare --sou", "tileforge prepare --source "),
-        ("tileforge prepare --source std", "tileforge prepare --source stdlib "),
-        ("tileforge data ver", "tileforge data verify "),
-        ("tileforge export --format g", "tileforge export --format gguf "),
-        ("tileforge completion f", "tileforge completion fish "),
-    ],
-)
-def test_the_tab_key_completes_in_bash(bash: Terminal, typed: str, completed: str) -> None:
-    bash.press(f"{typed}\t")
-    assert completed in bash.read_until(lambda text: completed in text)
+_COMPLETED = [
+    ("tileforge pref", "tileforge preflight "),
+    ("tileforge run --inv", "tileforge run --inventory "),
+    ("tileforge train --con", "tileforge train --config "),
+    ("tileforge prepare --sou", "tileforge prepare --source "),
+    ("tileforge prepare --source std", "tileforge prepare --source stdlib "),
+    ("tileforge data ver", "tileforge data verify "),
+    ("tileforge export --format g", "tileforge export --format gguf "),
+    ("tileforge completion f", "tileforge completion fish "),
+]
+
+
+@pytest.mark.parametrize(("typed", "completed"), _COMPLETED)
+@pytest.mark.parametrize("terminal", ["bash"], indirect=True)
+def test_the_tab_key_completes_in_bash(terminal: Terminal, typed: str, completed: str) -> None:
+    terminal.press(f"{typed}\t")
+    assert completed in terminal.read_until(lambda text: completed in text)
+
+
+@pytest.mark.parametrize("terminal", ["zsh", "fish"], indirect=True)
+def test_the_tab_key_completes_in_other_shells(terminal: Terminal) -> None:
+    for typed, completed in (
+        ("tileforge pref", "preflight"),
+        ("tileforge run --inv", "--inventory"),
+        ("tileforge prepare --source std", "stdlib"),
+    ):
+        before = len(terminal.raw())
+        terminal.press(f"{typed}\t")
+        # These shells draw the line again, with colours in it.
+        terminal.read_until(lambda text, word=completed, at=before: word in text[at:])  # type: ignore[misc]
+        terminal.press("\x15")  # Ctrl-U empties the line
