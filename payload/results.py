@@ -332,7 +332,7 @@ class RankProgress:
     """Forward and backward passes done of this step, or batches of this evaluation."""
     micro_steps: int | None = checked(None, low=0)
     """All of them."""
-    rss_bytes: int | None = checked(None, low=0)
+    rss_bytes: int | None = checked(None, low=0, high=2**63)
     """The process's memory in RAM."""
     monotonic_s: float = _seconds(default_factory=time.monotonic, low=-MAX_SECONDS)
     """By the node's monotonic clock: nobody sets it, so it orders what happened there."""

@@ -17,6 +17,7 @@ from payload.hints import command
 from payload.launch.exports.registry import ENGINES
 from payload.orchestrate.commands import run, status
 from payload.orchestrate.commands.cloud import add_cloud_commands, typed
+from payload.orchestrate.commands.dashboard import DashboardOptions, dashboard
 from payload.orchestrate.planning import plan_export
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.store import check_named_id, check_new_id
@@ -341,18 +342,11 @@ def _add_dashboard(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "a cluster with `monitoring: prometheus` they come through SSH. For a run on this machine "
         "Prometheus is started here, and Grafana where it is installed.",
     )
-    parser.set_defaults(command=_dashboard)
+    parser.set_defaults(command=partial(_typed, DashboardOptions, dashboard))
     _add_inventory(parser)
     _add_ssh_key(parser)
     _add_which(parser)
     parser.add_argument("--open", action="store_true", help="show it in the browser")
-
-
-def _dashboard(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    from payload.orchestrate.commands.dashboard import DashboardOptions, dashboard
-
-    names = ("run", "runs_dir", "inventory", "ssh_key", "open")
-    return dashboard(DashboardOptions(**{name: getattr(arguments, name) for name in names}), access)
 
 
 def _add_collect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -26,6 +26,8 @@ from payload.stragglers import StragglerWatch
 PREFIX = "tileforge_"
 _RECENT = 50
 _MOST_HISTORY = 5000
+_MOST = 1e18
+"""A worker may tell any integer, and one that no float holds would fail the whole scrape."""
 _REST = "optimizer"
 PHASES = (*TIMED_PARTS, _REST)
 """Parts of a step. `optimizer` is what the others leave of it: clipping, update, bookkeeping."""
@@ -165,7 +167,8 @@ class RunMetrics:
             for name, value in values.items()
             if value is not None
         ]
-        return [*found, *self._of_signs(now), *self._of_ranks(self._curve)]
+        found += [*self._of_signs(now), *self._of_ranks(self._curve)]
+        return [each for each in found if -_MOST <= each.value <= _MOST]
 
     def history(self) -> Iterator[Sample]:
         """Yield what rows of metrics.jsonl tell, with their times, the oldest first.

@@ -165,6 +165,20 @@ def test_a_damaged_record_leaves_its_own_metrics_out(tmp_path: Path, damaged: st
     assert ("tileforge_ranks", (("node", HERE), ("run", "run"))) in found
 
 
+def test_a_rank_that_tells_a_step_beyond_all_numbers_leaves_the_others_alone(
+    tmp_path: Path,
+) -> None:
+    paths = make_run(tmp_path / "run", [row(1)])
+    path = paths.rank_progress(1)
+    text = path.read_text(encoding="utf-8").replace('"step": 40', f'"step": {10**400}')
+    path.write_text(text, encoding="utf-8")
+    with serving(paths, port=0) as port:
+        ranks = [
+            dict(labels)["rank"] for name, labels in scrape(port) if name.endswith("rank_step")
+        ]
+    assert ranks == ["0"]
+
+
 def test_new_rows_count_and_a_resumed_run_s_file_is_read_again(tmp_path: Path) -> None:
     paths = make_run(tmp_path / "run", [row(1), row(2)])
     metrics = RunMetrics(paths)
