@@ -15,10 +15,14 @@ def node_bootstrap(
 ) -> NodeBootstrap:
     """Return the bootstrap values of the cluster's nodes."""
     is_monitored = config.monitoring == "prometheus"
+    extras = ["train"]
+    extras += ["monitor"] if is_monitored else []
+    # A run's results go to the cluster's bucket, which takes its client.
+    extras += ["storage"] if config.bucket != "none" else []
     return NodeBootstrap(
         authorized_keys=authorized_keys,
         version=version,
-        extras="train,monitor" if is_monitored else "train",
+        extras=",".join(extras),
         monitored=tuple(
             (node_name(config, index), node_address(index)) for index in range(config.node_count)
         )

@@ -136,6 +136,11 @@ def nat_price(*, nodes: int, region: str) -> float | None:
     return None if address is None else min(nodes * _NAT_PER_NODE, _NAT_MOST) + address
 
 
+def bucket_price(*, region: str) -> float | None:
+    """Return dollars a month of a GiB in a bucket of class Standard; None: not known."""
+    return _others().get(("bucket standard", region))
+
+
 def external_address_price(*, region: str) -> float | None:
     """Return dollars an hour of an external address in use, or None when it is not known."""
     return _others().get(("external address vm", region))

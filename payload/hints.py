@@ -19,6 +19,7 @@ _CONSOLE_WORDS = {
     "orchestrate": (),
     **{name: (name,) for name in ("data", "train", "finetune", "generate", "evaluate", "export")},
     "report": ("report",),
+    "storage": ("storage",),
 }
 """What stands for a program after `tileforge`."""
 

@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from payload.checkpoint_files import checkpoint_step
 from payload.errors import ConfigError
+from payload.store_state import StoreState
 from payload.stragglers import Straggler
 from payload.untrusted import (
     MAX_SECONDS,
@@ -52,7 +53,16 @@ _seconds = partial(checked, low=0, high=MAX_SECONDS)
 _SITE = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _JOB_ID = re.compile(r"[0-9]{1,20}")
 
-_T = TypeVar("_T", "Summary", "RunState", "StopRequest", "RunJob", "RankProgress", "RankExit")
+_T = TypeVar(
+    "_T",
+    "Summary",
+    "RunState",
+    "StopRequest",
+    "RunJob",
+    "StoreState",
+    "RankProgress",
+    "RankExit",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,11 @@ class RunPaths:
     def summary(self) -> Path:
         """summary.json: the run's result."""
         return self.root / "summary.json"
+
+    @property
+    def store_state(self) -> Path:
+        """storage.json: what of the run is in its store; absent without one."""
+        return self.root / "storage.json"
 
     @property
     def report(self) -> Path:
@@ -236,6 +251,8 @@ class Summary:
     cost_usd: float | None = None
     """Of the nodes, for as long as the run had them, over all attempts; None without prices."""
     usd_per_million_tokens: float | None = None
+    store: StoreState | None = None
+    """State of the run's store; None without one."""
     error: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -284,6 +301,8 @@ class RunState:
     """Time that a stop leaves the ranks to save, a checkpoint that gets on not counted."""
     events: tuple[RunEvent, ...] = checked((), max_items=MOST_EVENTS)
     """Over all attempts and resumes, the oldest first."""
+    store: StoreState | None = None
+    """State of the run's store; None without one."""
     schema_version: int = SCHEMA_VERSION
 
     def restarts(self) -> int:
@@ -357,6 +376,10 @@ class RankExit:
     schema_version: int = SCHEMA_VERSION
 
 
+Record: TypeAlias = Summary | RunState | StopRequest | RunJob | StoreState | RankProgress | RankExit
+"""The records that are one JSON file each of a run folder."""
+
+
 def point_latest_at(paths: RunPaths) -> None:
     """Make the link `latest` lead to this run, unless it leads to a newer one. Raises OSError."""
     link = paths.root.with_name(LATEST)
@@ -371,7 +394,7 @@ def point_latest_at(paths: RunPaths) -> None:
 
 def write_json(
     path: Path,
-    value: Summary | RunState | StopRequest | RunJob | RankProgress | RankExit,
+    value: Record,
     *,
     durable: bool = True,
 ) -> None:
@@ -379,8 +402,8 @@ def write_json(
     write_whole(path, to_json(value), durable=durable)
 
 
-def to_json(value: Summary | RunState | StopRequest | RunJob | RankProgress | RankExit) -> str:
-    """What `write_json` writes."""
+def to_json(value: Record) -> str:
+    """Return the text that `write_json` writes."""
     return json.dumps(asdict(value), indent=2) + "\n"
 
 

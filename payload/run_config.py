@@ -17,6 +17,8 @@ from payload.models.classifier import ClassifierSpec
 from payload.models.registry import from_scratch
 from payload.models.spec import Dtype, ModelSpec, RankSetting
 from payload.settings import parse_sections, render_sections, setting
+from payload.store_address import NONE as NO_STORE
+from payload.store_address import StoreAddress, parse_store_address
 from payload.tasks import TaskKind
 from payload.untrusted import read_bytes, shown
 
@@ -418,6 +420,24 @@ class LimitsSection:
     """The same in dollars; the inventory needs every node's hourly_usd."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageSection:
+    """[storage]; docs/storage.md"""
+
+    results: str = AUTO
+    """Where the head keeps checkpoints, metrics and logs besides its disk: `gs://BUCKET/PREFIX`, or
+    the absolute path of a mounted folder. Each run has a folder of its own there. `auto`: the
+    cluster's bucket, if it has one. `none`: nowhere."""
+    final_wait_s: float = setting(300.0, low=0.0, high=1e6)
+    """Longest wait for the store at a run's end; training itself never waits for it."""
+
+    def address(self) -> StoreAddress | None:
+        """Return where runs are kept; None where they are not. Raises ConfigError."""
+        if self.results in (AUTO, NO_STORE):
+            return None
+        return parse_store_address(self.results)
+
+
 _SLURM_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:+=-]{0,127}")
 _OWN_SBATCH_OPTIONS = (
     *("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--time", "-t", "--partition", "-p"),
@@ -489,6 +509,7 @@ class RunConfig:
     monitor: MonitorSection = field(default_factory=MonitorSection)
     launch: LaunchSection = field(default_factory=LaunchSection)
     limits: LimitsSection = field(default_factory=LimitsSection)
+    storage: StorageSection = field(default_factory=StorageSection)
     slurm: SlurmSection = field(default_factory=SlurmSection)
 
     def tokens_per_step(self) -> int:
@@ -631,6 +652,10 @@ def _contradictions(config: RunConfig) -> list[str]:
     found += _quantize_contradictions(config)
     found += strategy_contradictions(config)
     found += _slurm_problems(config.slurm)
+    try:
+        config.storage.address()
+    except ConfigError as error:
+        found.append(str(error))
     if config.device.kind == "cpu" and config.distributed.backend == "nccl":
         found.append(
             'distributed.backend = "nccl" moves GPU tensors only, but device.kind = "cpu". Use '

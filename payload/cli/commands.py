@@ -62,6 +62,12 @@ COMMANDS = (
         summary="compare several runs",
         words=("--compare",),
     ),
+    Command(
+        name="storage",
+        group="Runs",
+        package="storage",
+        summary="look into a run's store",
+    ),
     *_rows(
         "Google Cloud",
         "orchestrate",

@@ -26,6 +26,7 @@ _PARSERS = {
     "evaluate": "payload.evaluate.__main__",
     "export": "payload.export.arguments",
     "report": "payload.report.__main__",
+    "storage": "payload.storage.__main__",
 }
 """The module of each package whose `parser()` is its command line."""
 

@@ -49,6 +49,8 @@ class LaunchPlan:
     auto_batch_size: int | None = checked(None, low=1)
     """The value chosen for `batch.micro_batch_size = "auto"`; None where settings have a number.
     Other ranks may not be able to share the batch with it, and are given another."""
+    resumes: bool = False
+    """True for a run that goes on from its last checkpoint, here or in its store."""
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 

@@ -21,6 +21,7 @@ from payload.orchestrate.commands.dashboard import DashboardOptions, dashboard
 from payload.orchestrate.planning import plan_export
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.store import check_named_id, check_new_id
+from payload.orchestrate.run.stored import is_address, run_address
 from payload.orchestrate.sites.choose import load_cluster, site_names
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import DEFAULT_GRACE_S, DEFAULT_RUNS_DIR, write_whole
@@ -91,7 +92,12 @@ def _check_run_ids(arguments: argparse.Namespace) -> None:
     if (fresh := getattr(arguments, "run_id", None)) is not None:
         check_new_id(fresh)
     for option in ("run", "resume"):
-        if (named := getattr(arguments, option, None)) is not None:
+        named = getattr(arguments, option, None)
+        if named is None:
+            continue
+        if option in getattr(arguments, "takes_address", ()) and is_address(named):
+            run_address(named)
+        else:
             check_named_id(named)
     for named in getattr(arguments, "runs", ()):
         check_named_id(named)
@@ -237,7 +243,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "checkpoint and stops, and a second one stops at once. On a cluster it detaches, and a "
         "second one within 3 s saves a checkpoint and stops.",
     )
-    parser.set_defaults(command=partial(_typed, run.RunOptions, run.run))
+    parser.set_defaults(command=partial(_typed, run.RunOptions, run.run), takes_address=("resume",))
     _add_what(parser)
     parser.add_argument(
         "--site",
@@ -245,7 +251,12 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="where to run, if not where the inventory says: slurm submits a job from a login node",
     )
     _add_ssh_key(parser)
-    parser.add_argument("--resume", metavar="RUN", help="continue a stopped or failed run")
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="continue a stopped or failed run: its id, or its address in a store, "
+        "gs://BUCKET/PREFIX/RUN",
+    )
     parser.add_argument(
         "--quick", action="store_true", help="do not try mpirun and the network on new nodes first"
     )
@@ -353,7 +364,9 @@ def _add_collect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = commands.add_parser(
         "collect", help="bring a cluster run's logs, metrics and newest checkpoint here"
     )
-    parser.set_defaults(command=partial(_typed, status.CollectOptions, status.collect))
+    parser.set_defaults(
+        command=partial(_typed, status.CollectOptions, status.collect), takes_address=("run",)
+    )
     _add_which(parser)
 
 

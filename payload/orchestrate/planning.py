@@ -270,9 +270,10 @@ def plan_run(
     work_dir: Path,
     port: int,
     auto_size: int | None = None,
+    resumes: bool = False,
     placement: Placement | None = None,
 ) -> PlannedRun:
-    """Decide everything about a run; nothing is written or started.
+    """Decide everything about a run, or about one that `resumes`; nothing is written or started.
 
     `auto_size` is what its last plan made of a micro-batch of `auto`; it stays where the ranks can
     share the batch with it, so that a resume computes the same bits. `placement` is where the ranks
@@ -348,6 +349,7 @@ def plan_run(
         nodes=len(inventory.nodes),
         arithmetic=arithmetic,
         auto_batch_size=config.batch.sequences() if is_auto else None,
+        resumes=resumes,
         notes=(
             *choice.notes(),
             *placement.notes,

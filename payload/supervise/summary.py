@@ -37,7 +37,7 @@ def complete_summary(
     if written is None or written.status not in ("finished", "stopped"):
         summary = with_best(with_metrics(summary, paths), paths)
         summary = with_time(summary, paths, wall_s=wall_s)
-    summary = with_cost(summary, state.cost_usd)
+    summary = replace(with_cost(summary, state.cost_usd), store=state.store)
     if verdict.status == "failed":
         summary = replace(summary, ranks_identical=False)
     if summary != written:

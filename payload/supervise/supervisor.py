@@ -40,6 +40,7 @@ from payload.supervise.signs import Signs
 from payload.supervise.stopping import Stopping, Wakeups
 from payload.supervise.stream import NodeStream, close_all, wait_for_nodes
 from payload.supervise.summary import complete_summary
+from payload.supervise.uploading import Uploading
 
 _STATE_EVERY_S = 5.0
 _PAUSE_TICK_S = 0.5
@@ -111,6 +112,7 @@ class Supervisor:
             events=previous.events if previous else (),
         )
         self._note_event("resume" if previous else "start")
+        self._uploading = Uploading(paths, plan=self._plan, config=self._config, env=env)
         before = known_summary(paths)
         self._wall_before_s = before.wall_s if before else 0.0
 
@@ -123,11 +125,12 @@ class Supervisor:
             for stream in self._streams:
                 stream.start()
             try:
-                verdict = self._see_off_predecessor() or self._until_it_ends()
+                verdict = self._see_off_predecessor() or self._restored() or self._until_it_ends()
             except TileforgeError as error:
                 verdict = Verdict(status="failed", exit_code=error.exit_code, error=str(error))
             finally:
                 close_all(self._streams)
+        self._uploading.drain()
         limit = self._job or self._limit
         if self._stopping.limited and limit:
             verdict = limited(verdict, limit, spent_s=self._spent_s())
@@ -137,11 +140,12 @@ class Supervisor:
                 self._paths,
                 verdict,
                 plan=self._plan,
-                state=self._state,
+                state=replace(self._state, store=self._uploading.state()),
                 wall_s=self._wall_before_s + time.monotonic() - self._began_s,
             )
         self._note_event(_ENDS[verdict.status], verdict.error or "")
         self._tell(verdict.status, verdict=verdict)
+        self._uploading.end()
         return verdict.exit_code
 
     def _require_room(self) -> None:
@@ -181,6 +185,19 @@ class Supervisor:
                 return Verdict(status="failed", exit_code=ExitCode.RANK_LOST, error=error)
         if self._stopping.kind != "none":
             return self._stopped("stopped before it was started")
+        return None
+
+    def _restored(self) -> Verdict | None:
+        """Bring back what the run's store has alone, then begin to upload; else how it ends."""
+        before = self._uploading.restore(pause=self._pause)
+        if self._stopping.kind != "none":
+            return self._stopped("stopped before it was started")
+        if before is not None and self._state.attempt == 1:
+            # The disk knew nothing of the run: its time and money so far are the store's word.
+            self._spent_before_s = before.spent_s
+            events = (*before.events, *self._state.events)[-MOST_EVENTS:]
+            self._state = replace(self._state, attempt=before.attempt + 1, events=events)
+        self._uploading.begin()
         return None
 
     def _farewell(self) -> Farewell:
@@ -286,7 +303,17 @@ class Supervisor:
             self._is_latest = True
             with contextlib.suppress(OSError):
                 point_latest_at(self._paths)
+        self._look_at_store()
         self._tell_now_and_then()
+
+    def _look_at_store(self) -> None:
+        """Say once that the store fails, and once that it no longer does."""
+        if time.monotonic() - self._told_s <= _STATE_EVERY_S:
+            return
+        self._uploading.begin()
+        news = self._uploading.news()
+        if news is not None:
+            self._state = replace(self._state, note=news)
 
     def _worker_streams(self) -> list[NodeStream]:
         launcher, reaches = find(self._plan.launcher), self._plan.ssh or self._plan.node_command
@@ -331,6 +358,7 @@ class Supervisor:
             spent_s=self._spent_s(),
             cost_usd=cost_usd(self._inventory.nodes, spent_s=self._spent_s()),
             grace_s=self._stopping.grace_s,
+            store=self._uploading.state(),
             updated_unix=time.time(),
         )
         with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 PACKAGES = frozenset(
     {"models", "launch", "orchestrate", "supervise", "data", "train", "generate"}
-    | {"evaluate", "export", "cli", "finetune", "report"}
+    | {"evaluate", "export", "cli", "finetune", "report", "storage"}
 )
 CONTRACTS = "contracts"
 PULUMI = frozenset({"pulumi", "pulumi_gcp", "pulumi_command", "pulumi_random", "pulumi_tls"})
@@ -57,12 +57,16 @@ RULES = {
         frozenset({"paramiko", "torch", "subprocess"}) | PULUMI,
     ),
     "orchestrate": Rule(
-        frozenset({CONTRACTS, "models", "launch", "orchestrate"}),
+        frozenset({CONTRACTS, "models", "launch", "storage", "orchestrate"}),
         frozenset({"torch", "infra"}) | PULUMI,
     ),
     "supervise": Rule(
         frozenset({CONTRACTS, "launch", "supervise"}),
         frozenset({"torch", "paramiko", "infra"}) | PULUMI,
+    ),
+    "storage": Rule(
+        frozenset({CONTRACTS, "storage"}),
+        frozenset({"torch", "numpy", "paramiko", "infra"}) | PULUMI,
     ),
     # It loads the other packages' command lines and programs by their names.
     "cli": Rule(frozenset({CONTRACTS, "cli"}), frozenset({"torch", "numpy", "paramiko"}) | PULUMI),
@@ -94,7 +98,10 @@ RULES = {
         frozenset({"paramiko", "infra"}) | PULUMI,
     ),
 }
-GOOGLE_MODULE = PurePosixPath("payload/orchestrate/cloud/google.py")
+GOOGLE_MODULES = (
+    PurePosixPath("payload/orchestrate/cloud/google.py"),
+    PurePosixPath("payload/storage/bucket.py"),
+)
 HUB_MODULES = (PurePosixPath("payload/models/hub.py"),)
 REGISTRIES = frozenset(
     PurePosixPath(folder, "registry.py")
@@ -273,7 +280,7 @@ def _allowed(module: str, *, area: str, path: PurePosixPath) -> bool:
     if top == "prometheus_client":
         return path == EXPORTER_MODULE
     if top == "google":
-        return path == GOOGLE_MODULE
+        return path in GOOGLE_MODULES
     if top == "huggingface_hub" and area in ("models", "orchestrate"):
         return path in HUB_MODULES
     if rule.stdlib_only:

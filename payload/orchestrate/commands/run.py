@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from payload.orchestrate.planning import (
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.follow import EndOptions, Tails, follow
 from payload.orchestrate.run.report import Estimate, estimate, print_plan, strategy_table
-from payload.orchestrate.run.store import Order, all_runs, find_run
+from payload.orchestrate.run.store import Order, all_runs
+from payload.orchestrate.run.stored import resumable_run, settle_results
 from payload.orchestrate.sites.choose import Chosen, Site, check_data, find_site, load_cluster
 from payload.orchestrate.sites.local import Local, LocalAccess, require_disk
 from payload.results import RunPaths, new_run_id
@@ -98,7 +99,7 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     chosen, access = _chosen(options, access)
     talk.print(chosen.headline())
     site = site_of(chosen, access, talk=talk)
-    config = options.load()
+    config = settle_results(options.load(), bucket=chosen.inventory.bucket)
     try:
         vocab_size: int | None = _check_data(config)
     except DataError as error:
@@ -137,11 +138,12 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
 
 def run(options: RunOptions, access: LocalAccess) -> int:
     """Start a run, or continue one, and follow it to its end."""
-    talk = text_console(stderr=True)
+    talk, bucket = text_console(stderr=True), None
     if options.site is not None:
         site = find_site(options.site)
     else:
         chosen, access = _chosen(options, access)
+        bucket = chosen.inventory.bucket
         talk.print(chosen.headline())
         site = site_of(
             chosen,
@@ -152,7 +154,7 @@ def run(options: RunOptions, access: LocalAccess) -> int:
             quick=options.quick,
         )
     with ExitStack() as held:
-        order = _order(options, site, access.environment(), talk=talk, held=held)
+        order = _order(options, site, access.environment(), bucket=bucket, talk=talk, held=held)
         tails = Tails(order.paths)
         started = site.start(order)
     with closing(started):
@@ -209,16 +211,32 @@ def site_of(
 
 
 def _order(
-    options: RunOptions, site: Site, env: Mapping[str, str], *, talk: Console, held: ExitStack
+    options: RunOptions,
+    site: Site,
+    env: Mapping[str, str],
+    *,
+    bucket: str | None,
+    talk: Console,
+    held: ExitStack,
 ) -> Order:
     """Return what the site is to start, checked as far as that is possible before.
 
+    `bucket` is the cluster's own, or None.
     Raises ConfigError, and PreflightError for what would fail at the site.
     """
-    resumed = find_run(options.runs_dir, options.resume) if options.resume else None
-    if resumed is not None:
+    resumed = None
+    if options.resume:
+        resumed, overrides = resumable_run(
+            options.resume,
+            runs_dir=options.runs_dir,
+            overrides=options.overrides,
+            settings=lambda: settle_results(options.load(), bucket=bucket),
+            say=talk.print,
+        )
+        options = replace(options, overrides=overrides)
         site.hold_to_resume(resumed, env, held, talk)
     config, auto_size = options.load(resumed=resumed, say=talk.print), None
+    config = settle_results(config, bucket=bucket)
     if resumed is not None:
         _refuse_when_finished(resumed, config)
         auto_size = auto_batch_size(resumed.plan)

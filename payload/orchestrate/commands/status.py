@@ -14,7 +14,13 @@ from pathlib import Path
 from rich.console import Console
 
 from payload.checkpoint_files import newest_sound
-from payload.errors import ConfigError, ExitCode, TileforgeError, UsageError
+from payload.errors import (
+    ConfigError,
+    ExitCode,
+    SshUnreachableError,
+    TileforgeError,
+    UsageError,
+)
 from payload.launch.ranks import load_ranks
 from payload.orchestrate.commands.run import site_of
 from payload.orchestrate.run.console import text_console
@@ -29,6 +35,12 @@ from payload.orchestrate.run.follow import (
 from payload.orchestrate.run.mirror import Mirrored, read_mirrored
 from payload.orchestrate.run.report import list_lines, ranks_lines, status_lines
 from payload.orchestrate.run.store import all_runs, find_run, is_copy, view_run
+from payload.orchestrate.run.stored import (
+    collect_from_store,
+    is_address,
+    run_address,
+    store_of,
+)
 from payload.orchestrate.sites.choose import (
     SiteRun,
     how_to_attach,
@@ -49,6 +61,7 @@ from payload.results import (
 from payload.run_config import load_run_config
 from payload.run_lock import FORCE_SIGNAL, RunLock, is_supervised, starting
 from payload.run_repair import has_own_record
+from payload.storage.objects import ObjectStore, open_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,17 +183,41 @@ def _is_here(paths: RunPaths) -> UsageError:
 
 
 def collect(options: CollectOptions, access: LocalAccess) -> int:
-    """Bring logs, metrics, summary and the newest checkpoint of a run here."""
-    run, talk = site_run(find_run(options.runs_dir, options.run), access), text_console(stderr=True)
+    """Bring logs, metrics, summary and the newest checkpoint of a run here.
+
+    They come from the run's store where its address is given, and where no machine answers.
+    """
+    talk = text_console(stderr=True)
+    if options.run is not None and is_address(options.run):
+        address = run_address(options.run)
+        store = open_store(address)
+        return _collect_stored(store, RunPaths(options.runs_dir / address.last()), talk=talk)
+    run = site_run(find_run(options.runs_dir, options.run), access)
     if not run.is_copied:
         raise _is_here(run.paths)
-    with closing(run):
-        home = run.bring_home()
+    try:
+        with closing(run):
+            home = run.bring_home()
+    except SshUnreachableError as error:
+        kept = store_of(run.paths)
+        if kept is None:
+            raise
+        talk.print(f"warning: {error} What is in {kept.address} comes instead.")
+        return _collect_stored(kept, run.paths, talk=talk)
     if home.checkpoint is not None:
         with suppress(OSError):  # the link is a convenience
             point_latest_at(run.paths)
     talk.print(f"checkpoint: {home.checkpoint or 'none yet'}")
     talk.print(f"everything in {run.paths.root}" + ("; the run goes on" if home.alive else ""))
+    return ExitCode.OK
+
+
+def _collect_stored(store: ObjectStore, paths: RunPaths, *, talk: Console) -> int:
+    found = collect_from_store(store, paths, say=talk.print)
+    with suppress(OSError):  # the link is a convenience
+        point_latest_at(paths)
+    talk.print(f"checkpoint: {found or 'none yet'}")
+    talk.print(f"everything in {paths.root}; it comes from {store.address}")
     return ExitCode.OK
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from payload.batch_size import USED
 from payload.checkpoint_files import free_bytes, most_checkpoints
+from payload.cloud_prices import bucket_price
 from payload.data_folder import load_meta
 from payload.errors import ConfigError, DataError
 from payload.hints import run_command
@@ -56,6 +57,12 @@ class Estimate:
     """Source of the time."""
     usd: float | None
     """Cost of the nodes in that time; None without prices."""
+    store: str | None = None
+    """Address of the run's results besides its folder; None without one."""
+    store_checkpoints: int = 0
+    """Kept there."""
+    store_usd_per_month: float | None = None
+    """Price of keeping them; None for a folder, and where the region's price is not known."""
     quantized: QuantizedCost | None = None
     """Savings and cost of a base of 4 bits; None for a run that cannot have one."""
 
@@ -71,8 +78,18 @@ class Estimate:
             if self.data_bytes
             else "data             not there yet",
             f"duration         about {duration(self.seconds)}{cost}, {self.basis}",
+            *([f"store            {self._store_words()}"] if self.store else []),
             *([f"base of 4 bits   {self.quantized.sentence()}"] if self.quantized else []),
         ]
+
+    def _store_words(self) -> str:
+        kept = self.store_checkpoints * self.checkpoint_bytes
+        usd = self.store_usd_per_month
+        cost = "" if usd is None else f", ${usd:,.2f} a month"
+        return (
+            f"about {kept / 1e9:,.2f} GB in {self.store}: {self.store_checkpoints} checkpoints "
+            f"kept{cost}"
+        )
 
 
 def estimate(
@@ -106,6 +123,8 @@ def estimate(
     flops += evaluations * evaluated * flops_per_token * _EVALUATION_SHARE
     seconds = flops / flops_per_s
     hourly_usd = planned.inventory.hourly_usd()
+    address = planned.config.storage.address()
+    kept = train.keep_checkpoints + 1  # the best one besides
     return Estimate(
         checkpoints=most_checkpoints(train),
         checkpoint_bytes=numbers.checkpoint_bytes,
@@ -114,8 +133,23 @@ def estimate(
         seconds=seconds,
         basis=basis,
         usd=None if not hourly_usd else hourly_usd * seconds / 3600,
+        store=None if address is None else str(address),
+        store_checkpoints=kept,
+        store_usd_per_month=_store_usd(planned, kept * numbers.checkpoint_bytes),
         quantized=_quantized(planned, earlier if is_local else ()),
     )
+
+
+def _store_usd(planned: PlannedRun, size: int) -> float | None:
+    """Return what a bucket beside the nodes costs a month for so many bytes, if that is known.
+
+    Another bucket than the cluster's may be in any region.
+    """
+    address, head = planned.config.storage.address(), planned.inventory.head
+    if address is None or address.bucket is None or address.bucket != planned.inventory.bucket:
+        return None
+    price = bucket_price(region=(head.zone or "").rpartition("-")[0])
+    return None if price is None else price * size / 2**30
 
 
 def _quantized(planned: PlannedRun, earlier: Sequence[RunPaths]) -> QuantizedCost | None:
@@ -300,6 +334,9 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
         ("wall time", duration(summary.wall_s)),
         ("checkpoint", str(checkpoint) if checkpoint else "none"),
     ]
+    if summary.store:
+        drained = "" if summary.store.is_drained else "; not all that there was"
+        rows.append(("store", f"{summary.store.words()}{drained}"))
     if summary.missing_metrics:
         rows.insert(4, ("metrics lost", f"steps {describe_missing(summary.missing_metrics)}"))
     if summary.resumes:
@@ -352,6 +389,10 @@ def status_lines(view: RunView, *, width: int) -> list[str]:
         ("tokens/s", _number(view.tokens_per_s, ",.0f")),
         ("last sign of life", _age(view.age_s)),
     ]
+    if view.store:
+        rows.append(("store", view.store.words()))
+        if view.store.problem:
+            rows.append(("store fails", view.store.problem))
     rows += [("damaged", problem) for problem in view.damaged]
     if view.error:
         rows.append(("error", view.error))

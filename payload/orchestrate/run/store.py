@@ -35,6 +35,7 @@ from payload.results import (
 from payload.run_config import RunConfig, load_run_config
 from payload.run_lock import is_supervised, starting
 from payload.run_repair import known_config, known_state, make_room
+from payload.store_state import StoreState
 from payload.untrusted import RUN_ID
 
 # A supervisor takes its lock this soon after the plan was written.
@@ -74,6 +75,8 @@ class RunView:
     tokens_per_s: float | None
     age_s: float | None
     """Since rank 0's last sign of life."""
+    store: StoreState | None
+    """State of the run's store; None without one."""
     started_unix: float
     ranks: tuple[RankView, ...]
     damaged: tuple[str, ...]
@@ -254,6 +257,7 @@ def view_run(paths: RunPaths, *, now_unix: float, alive: bool | None = None) -> 
         val_loss=evaluated[-1] if evaluated else None,
         tokens_per_s=trained.get("tokens_per_s"),
         age_s=ranks[0].age_s if ranks else None,
+        store=state.store if state else None,
         started_unix=state.started_unix if state else _begun_unix(paths),
         ranks=ranks,
         damaged=tuple(_damaged(paths)),

@@ -379,6 +379,7 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
             work_dir=Path.cwd(),
             port=int(holder.getsockname()[1]),
             auto_size=auto_batch_size(paths.plan),
+            resumes=paths.state.exists(),
         )
     for sentence in make_room(paths):
         sys.stderr.write(f"warning: {sentence}\n")

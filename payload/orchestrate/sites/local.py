@@ -34,6 +34,7 @@ from payload.orchestrate.node import control
 from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
 from payload.orchestrate.run.report import log_tail
 from payload.orchestrate.run.store import Order, running_here, view_run
+from payload.orchestrate.run.stored import require_new_in_store
 from payload.orchestrate.sites.choose import (
     Chosen,
     Home,
@@ -266,8 +267,12 @@ class Local(InventorySite):
         if others:
             talk.print(f"note: {', '.join(others)} is running here too and shares the cores")
         port = port_of(order.held.enter_context(self._access.reserve_port()))
-        planned = self._plan(paths, order.config, vocab_size=order.vocab_size, port=port)
+        planned = self._plan(
+            paths, order.config, vocab_size=order.vocab_size, port=port, resumes=order.resumes
+        )
         require_disk(planned)
+        if not order.resumes:
+            require_new_in_store(order.config, paths.run_id)
         for note in planned.notes():
             talk.print(note)
         with order.folder():
@@ -286,7 +291,13 @@ class Local(InventorySite):
         return run
 
     def _plan(
-        self, paths: RunPaths, config: RunConfig, *, vocab_size: int | None, port: int
+        self,
+        paths: RunPaths,
+        config: RunConfig,
+        *,
+        vocab_size: int | None,
+        port: int,
+        resumes: bool = False,
     ) -> PlannedRun:
         return plan_run(
             paths,
@@ -297,6 +308,7 @@ class Local(InventorySite):
             work_dir=Path.cwd(),
             port=port,
             auto_size=auto_batch_size(paths.plan),
+            resumes=resumes,
         )
 
 

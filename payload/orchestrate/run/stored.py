@@ -1,0 +1,133 @@
+"""Runs that a store has: found by name or address when no machine has them any more."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from payload.errors import ConfigError, UsageError
+from payload.hints import command
+from payload.orchestrate.run.store import find_run
+from payload.results import LATEST, RunPaths
+from payload.run_config import RunConfig, load_run_config
+from payload.storage.checkpoints import fetch_newest
+from payload.storage.objects import ObjectStore, check_store, open_store
+from payload.storage.records import fetch_records
+from payload.storage.restore import fetch_run, has_run, require_absent
+from payload.store_address import StoreAddress, parse_store_address, settled_results
+from payload.untrusted import RUN_ID, shown
+
+
+def is_address(text: str | None) -> bool:
+    """Say whether a run is named by its address in a store: no run's id has a slash."""
+    return text is not None and "/" in text
+
+
+def run_address(text: str) -> StoreAddress:
+    """Read the address of one run. Raises UsageError and ConfigError."""
+    address = parse_store_address(text, setting="RUN")
+    if not RUN_ID.fullmatch(address.last()):
+        raise UsageError(
+            f"run {shown(text)}: its last part is no run's id. See what a store has: "
+            + command("storage", "list", "gs://BUCKET/PREFIX")
+        )
+    return address
+
+
+def settle_results(config: RunConfig, *, bucket: str | None) -> RunConfig:
+    """Return the config with what `storage.results = "auto"` stands for with this bucket."""
+    results = settled_results(config.storage.results, bucket=bucket)
+    return replace(config, storage=replace(config.storage, results=results))
+
+
+def resumable_run(
+    named: str,
+    *,
+    runs_dir: Path,
+    overrides: Sequence[str],
+    settings: Callable[[], RunConfig],
+    say: Callable[[str], None],
+) -> tuple[RunPaths, Sequence[str]]:
+    """Return the run that `--resume` names, in the runs folder or brought from its store.
+
+    Also the overrides, by which a run that is named by its address stays in that store.
+    `settings` are what the command knows without the run. Raises UsageError and ConfigError.
+    """
+    if is_address(named):
+        address = run_address(named)
+        overrides = [f"storage.results={address.parent()}", *overrides]
+    elif named == LATEST or (runs_dir / named).exists():
+        return find_run(runs_dir, named), overrides
+    else:
+        results = settings().storage.address()
+        if results is None:
+            return find_run(runs_dir, named), overrides  # which says that there is none
+        address = results.under(named)
+    paths = RunPaths(runs_dir / address.last())
+    if not paths.root.exists():
+        _fetch_whole(open_store(address), paths)
+        say(f"run {paths.run_id} comes from {address}")
+    return paths, overrides
+
+
+def require_new_in_store(config: RunConfig, run_id: str) -> None:
+    """Try the run's store from this machine, and refuse a run that it has already.
+
+    Raises ConfigError for a store that cannot be used, and StoreError for one that does not answer.
+    """
+    results = config.storage.address()
+    if results is not None:
+        check_store(results)
+        require_absent(results.under(run_id))
+
+
+def collect_from_store(
+    store: ObjectStore, paths: RunPaths, *, say: Callable[[str], None]
+) -> Path | None:
+    """Bring a run's records and newest sound checkpoint here; return where that is, if any.
+
+    Raises ConfigError where the store has no such run, and StoreError.
+    """
+    if not paths.root.exists():
+        _fetch_whole(store, paths)
+    elif not has_run(store):
+        raise ConfigError(f"{store.address}: there is no run.")
+    gone = ("inventory.json", "hosts", "ranks.json")
+    names = [each.name for each in store.entries() if each.name not in gone]
+    fetch_records(store, paths.root, names=names)
+    found = fetch_newest(
+        store,
+        paths.checkpoints,
+        passed_over=lambda name, why: say(f"warning: {name} in the store is passed over: {why}"),
+    )
+    return found
+
+
+def store_of(paths: RunPaths) -> ObjectStore | None:
+    """Return the store that a run's settings name; None where they name none."""
+    with suppress(ConfigError):
+        address = load_run_config(paths.config).storage.address()
+        return None if address is None else open_store(address.under(paths.run_id))
+    return None
+
+
+def _fetch_whole(store: ObjectStore, paths: RunPaths) -> None:
+    """Make the run's folder with the records that a resume reads: whole, or absent."""
+    runs_dir = paths.root.parent
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{paths.run_id}.", dir=runs_dir))
+    except OSError as error:
+        raise ConfigError(
+            f"{runs_dir}: {error.strerror}. Name a folder you can write to with --runs-dir."
+        ) from None
+    try:
+        fetch_run(store, RunPaths(staging))
+        staging.chmod(0o755)
+        staging.rename(paths.root)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

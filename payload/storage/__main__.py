@@ -1,0 +1,123 @@
+"""`python -m payload.storage`: a run's results in a bucket or a mounted folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from payload.errors import ExitCode, TileforgeError, UsageError
+from payload.hints import command
+from payload.results import RunPaths
+from payload.run_config import load_run_config
+from payload.storage.checkpoints import whole_checkpoints
+from payload.storage.objects import check_store, open_store
+from payload.storage.restore import has_run, require_absent, restore
+from payload.storage.uploader import Uploader
+from payload.store_address import StoreAddress, parse_store_address
+from payload.untrusted import printable
+
+_NICE = 10
+"""The ranks have the processors first."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Carry out one command and return its exit code."""
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.command(arguments))
+    except TileforgeError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    address = parse_store_address(arguments.address, setting="ADDRESS")
+    check_store(address)
+    if arguments.new is not None:
+        require_absent(address.under(arguments.new))
+    print(f"{address} can be written and read")
+    return ExitCode.OK
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    store = open_store(parse_store_address(arguments.address, setting="ADDRESS"))
+    if not has_run(store):
+        print("\n".join(store.groups()))
+        return ExitCode.OK
+    for name in whole_checkpoints(store):
+        size = sum(each.bytes for each in store.entries(f"checkpoints/{name}/"))
+        print(f"{name}  {size / 1e6:,.1f} MB")
+    return ExitCode.OK
+
+
+def _upload(arguments: argparse.Namespace) -> int:
+    paths, address = _run_of(arguments)
+    config = load_run_config(paths.config)
+    os.nice(_NICE)
+    Uploader(
+        paths,
+        open_store(address),
+        keep=config.train.keep_checkpoints,
+        final_wait_s=config.storage.final_wait_s,
+        is_new=arguments.new,
+        say=_say,
+    ).run(sys.stdin)
+    return ExitCode.OK
+
+
+def _restore(arguments: argparse.Namespace) -> int:
+    paths, address = _run_of(arguments)
+    found = restore(open_store(address), paths, say=_say)
+    print(found.name if found else "")
+    return ExitCode.OK
+
+
+def _run_of(arguments: argparse.Namespace) -> tuple[RunPaths, StoreAddress]:
+    """Return the run's folder and its address in the store."""
+    paths = RunPaths(arguments.run_dir.resolve())
+    results = load_run_config(paths.config).storage.address()
+    if results is None:
+        raise UsageError(f'{paths.config}: storage.results = "none". Set it to an address.')
+    return paths, results.under(paths.run_id)
+
+
+def _say(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    made = argparse.ArgumentParser(
+        prog=command("storage"),
+        description="A run's results in a bucket (gs://BUCKET/PREFIX) or a mounted folder.",
+        epilog="Example: " + command("storage", "list", "gs://BUCKET/PREFIX"),
+    )
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
+    for verb, act, words in (
+        ("check", _check, "write, read and remove a small object"),
+        ("list", _list, "list the runs at an address, or the checkpoints of a run"),
+    ):
+        at = commands.add_parser(verb, help=words)
+        at.set_defaults(command=act)
+        if verb == "check":
+            at.add_argument("--new", metavar="RUN", help="fail where it has a run of this id")
+        at.add_argument("address", metavar="ADDRESS", help="gs://BUCKET/PREFIX or a folder")
+    for verb, act, words in (
+        ("upload", _upload, "bring a run's results to its store until stdin ends"),
+        ("restore", _restore, "bring the newest checkpoint from the store, if it is newer"),
+    ):
+        of = commands.add_parser(verb, help=words)
+        of.set_defaults(command=act, new=False)
+        of.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
+        if verb == "upload":
+            of.add_argument("--new", action="store_true", help="the store has no such run yet")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,268 @@
+"""A store in a bucket of Google Cloud Storage: the one file that imports its client."""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+from payload.storage.objects import (
+    SMALL_BYTES,
+    ConflictError,
+    MissingObjectError,
+    StoredObject,
+    StoreError,
+    StoreRefusedError,
+)
+from payload.store_address import StoreAddress
+from payload.untrusted import one_line
+
+_CONNECT_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 16.0
+_PART_BYTES = 32 * 2**20
+"""Bytes of one request of a resumable upload or a download: the most that a broken one costs."""
+_LOG_IN = "Log in with gcloud auth application-default login, or use the node's service account"
+
+
+class BucketStore:
+    """Objects in a bucket below a prefix. Threads may share it: each gets its own connection."""
+
+    def __init__(self, address: StoreAddress, *, timeout_s: float, retry_s: float) -> None:
+        """Raises StoreRefusedError where the client is not installed."""
+        self.address = address
+        self._prefix = f"{address.path}/" if address.path else ""
+        self._timeout = (_CONNECT_S, timeout_s)
+        self._retry_s = retry_s
+        self._local = threading.local()
+        _libraries()
+
+    def entries(self, prefix: str = "") -> list[StoredObject]:
+        """List the objects whose names begin with `prefix`."""
+        with self._plainly(f"listing {self.address}"):
+            listed = self._client().list_blobs(
+                self.address.bucket,
+                prefix=f"{self._prefix}{prefix}",
+                timeout=self._timeout,
+                retry=self._retry(),
+            )
+            return [self._stored(blob) for blob in listed]
+
+    def groups(self) -> list[str]:
+        """List the first parts of names that have more parts."""
+        with self._plainly(f"listing {self.address}"):
+            listed = self._client().list_blobs(
+                self.address.bucket,
+                prefix=self._prefix,
+                delimiter="/",
+                timeout=self._timeout,
+                retry=self._retry(),
+            )
+            for _ in listed:  # the prefixes are known when all pages are read
+                continue
+            return sorted(each[len(self._prefix) :].rstrip("/") for each in listed.prefixes)
+
+    def put(
+        self, name: str, content: BinaryIO, *, size: int, generation: int | None = None
+    ) -> StoredObject:
+        """Write `size` bytes of `content`; what the store has then is compared by checksum."""
+        blob = self._blob(name)
+        content.seek(0)
+        with self._plainly(f"writing {self.address.under(name)}"):
+            blob.upload_from_file(
+                content,
+                size=size,
+                if_generation_match=generation,
+                timeout=self._timeout,
+                retry=self._retry(),
+                checksum="crc32c",
+            )
+        stored = self._stored(blob)
+        if stored.bytes != size or blob.crc32c != _crc32c(content):
+            # Not every server compares the checksum that it is sent; ours must not stay wrong.
+            self.remove(name, generation=stored.generation)
+            raise StoreError(f"writing {self.address.under(name)}: the store got other bytes")
+        return stored
+
+    def read(self, name: str) -> tuple[bytes, int]:
+        """Return a small object's content and generation."""
+        blob = self._blob(name)
+        with self._plainly(f"reading {self.address.under(name)}"):
+            blob.reload(timeout=self._timeout, retry=self._retry())
+            if blob.size > SMALL_BYTES:
+                raise StoreError(f"{self.address.under(name)}: {blob.size} bytes are too many")
+            content = io.BytesIO()
+            blob.download_to_file(
+                content,
+                if_generation_match=blob.generation,
+                timeout=self._timeout,
+                retry=self._retry(),
+                checksum="crc32c",
+                raw_download=True,
+            )
+            return content.getvalue(), int(blob.generation)
+
+    def fetch(self, name: str, into: BinaryIO, *, progressed: Callable[[], None]) -> None:
+        """Write a whole object to `into`, part by part."""
+        blob = self._blob(name)
+        with self._plainly(f"reading {self.address.under(name)}"):
+            blob.reload(timeout=self._timeout, retry=self._retry())
+            size, generation = int(blob.size), blob.generation
+            for start in range(0, size, _PART_BYTES):
+                end = min(size, start + _PART_BYTES)
+                # A part at a time into memory, so that a retry never leaves half of one behind.
+                part = blob.download_as_bytes(
+                    start=start,
+                    end=end - 1,
+                    if_generation_match=generation,
+                    timeout=self._timeout,
+                    retry=self._retry(),
+                    raw_download=True,
+                    checksum=None,  # of a part the store has none; the caller compares hashes
+                )
+                if len(part) != end - start:
+                    raise StoreError(
+                        f"reading {self.address.under(name)}: {len(part)} bytes came of "
+                        f"{end - start}"
+                    )
+                into.write(part)
+                progressed()
+
+    def remove(self, name: str, *, generation: int | None = None) -> None:
+        """Remove an object; one that is gone already is no error."""
+        try:
+            with self._plainly(f"removing {self.address.under(name)}"):
+                self._blob(name).delete(
+                    if_generation_match=generation, timeout=self._timeout, retry=self._retry()
+                )
+        except MissingObjectError:
+            return
+
+    def _client(self) -> Any:
+        # requests' sessions are not for several threads at once.
+        if not hasattr(self._local, "client"):
+            storage, auth = _libraries().storage, _libraries().auth_errors
+            try:
+                # Objects belong to a bucket; the client asks for a project all the same.
+                self._local.client = storage.Client(project="unused")
+            except auth.GoogleAuthError as error:
+                raise StoreRefusedError(
+                    f"{self.address}: no credentials for Google ({one_line(error)}). {_LOG_IN}."
+                ) from None
+        return self._local.client
+
+    def _blob(self, name: str) -> Any:
+        bucket = self._client().bucket(self.address.bucket)
+        return bucket.blob(f"{self._prefix}{name}", chunk_size=_PART_BYTES)
+
+    def _stored(self, blob: Any) -> StoredObject:
+        return StoredObject(
+            name=blob.name[len(self._prefix) :],
+            bytes=int(blob.size),
+            generation=int(blob.generation),
+            changed_unix=blob.updated.timestamp() if blob.updated else 0.0,
+        )
+
+    def _retry(self) -> Any:
+        """Return the client's own policy for what may pass: 429, 5xx, broken connections."""
+        return (
+            _libraries()
+            .retry.with_timeout(self._retry_s)
+            .with_delay(initial=min(_FIRST_PAUSE_S, self._retry_s / 8), maximum=_LONGEST_PAUSE_S)
+        )
+
+    @contextmanager
+    def _plainly(self, what: str) -> Iterator[None]:
+        """Turn the client's errors into ours, in one line."""
+        libraries = _libraries()
+        try:
+            yield
+        except libraries.errors.PreconditionFailed:
+            raise ConflictError(f"{what}: somebody else wrote it meanwhile") from None
+        except libraries.errors.NotFound as error:
+            # Who lists or writes can miss nothing but the bucket.
+            is_bucket = what.startswith(("listing", "writing"))
+            if is_bucket or "bucket does not exist" in str(error):
+                raise StoreRefusedError(
+                    f"{what}: there is no bucket {self.address.bucket!r}. Make it with bucket: "
+                    "create in the cluster's settings, or name another in storage.results."
+                ) from None
+            raise MissingObjectError(f"{what}: there is no such object") from None
+        except (libraries.errors.Forbidden, libraries.errors.Unauthorized) as error:
+            raise StoreRefusedError(
+                f"{what}: Google refuses it ({_words(error)}). Give the account "
+                f"roles/storage.objectUser on the bucket {self.address.bucket}."
+            ) from None
+        except libraries.auth_errors.DefaultCredentialsError:
+            raise StoreRefusedError(f"{what}: no credentials for Google. {_LOG_IN}.") from None
+        except StoreError:
+            raise
+        except libraries.all as error:
+            raise StoreError(f"{what}: {_words(error)}") from None
+
+
+def _crc32c(content: BinaryIO) -> str:
+    """Return the checksum of a whole file as the store writes it."""
+    content.seek(0)
+    checksum = _libraries().crc32c.Checksum()
+    while part := content.read(_PART_BYTES):
+        checksum.update(part)
+    return base64.b64encode(checksum.digest()).decode()
+
+
+def _words(error: Exception) -> str:
+    """Return an error in one short line: the client puts request and answer into its text."""
+    cause: BaseException = getattr(error, "cause", None) or error.__cause__ or error
+    return one_line(f"{type(cause).__name__}: {cause}")
+
+
+class _Libraries:
+    """The parts of the client that are used, once it is imported."""
+
+    def __init__(self) -> None:
+        with warnings.catch_warnings():
+            # That Google will stop supporting a Python in some years is not for a run's log.
+            warnings.simplefilter("ignore", FutureWarning)
+            import google.auth.exceptions as auth_errors
+            import google_crc32c
+            import requests
+            import urllib3
+            from google.api_core import exceptions as errors
+            from google.cloud import storage  # type: ignore[import-untyped]
+            from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
+            from google.cloud.storage.retry import DEFAULT_RETRY
+        self.storage, self.errors, self.auth_errors = storage, errors, auth_errors
+        self.retry, self.crc32c = DEFAULT_RETRY, google_crc32c
+        self.all = (
+            errors.GoogleAPIError,
+            auth_errors.GoogleAuthError,
+            requests.RequestException,
+            urllib3.exceptions.HTTPError,
+            DataCorruption,
+            InvalidResponse,
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        )
+        """Also what the client raises when an answer is not what it expects."""
+
+
+_loaded: list[_Libraries] = []
+
+
+def _libraries() -> _Libraries:
+    """Import the client at its first use. Raises StoreRefusedError where it is not installed."""
+    if not _loaded:
+        try:
+            _loaded.append(_Libraries())
+        except ImportError as error:
+            raise StoreRefusedError(
+                f"a gs:// address needs Google's client, which is not installed here ({error}). "
+                "Install the extra: pip install 'tileforge[storage]', or "
+                "bootstrap/install-payload.sh --extras storage."
+            ) from None
+    return _loaded[0]

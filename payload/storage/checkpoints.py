@@ -1,0 +1,257 @@
+"""Checkpoints in a store: whole or absent, as on a disk.
+
+The manifest is the last object of a checkpoint to be written and the first to be removed, and is
+written only where there is none. A reader takes a checkpoint whose manifest is there and whose
+files have the manifest's sizes and hashes, and no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from payload.checkpoint_files import (
+    FOLDER_NAME,
+    MANIFEST_FILE,
+    PARTIAL_SUFFIX,
+    Manifest,
+    checkpoint_step,
+    load_manifest,
+    manifest_problems,
+    sha256_of,
+)
+from payload.errors import CheckpointError, PreflightError
+from payload.results import fsync_folder
+from payload.storage.objects import (
+    ABSENT,
+    ConflictError,
+    MissingObjectError,
+    ObjectStore,
+    StoredObject,
+)
+from payload.untrusted import no_follow
+
+FOLDER = "checkpoints"
+_FETCHES = 3
+"""Tries for a file whose hash is not the manifest's: the network may have changed it."""
+
+
+class Upload:
+    """One checkpoint on its way to the store; `send` may be called again after an error.
+
+    Its files stay open, so that the trainer may remove the folder meanwhile.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError for a checkpoint that is not sound, or gone."""
+        self.name = folder.name
+        self.sent_bytes = 0
+        self._sent: dict[str, int] = {}
+        """Generations of the objects that were written by this upload."""
+        self._open = ExitStack()
+        try:
+            with ExitStack() as opened:
+                self._manifest = load_manifest(folder)
+                self._files = {
+                    name: opened.enter_context(open(folder / name, "rb", opener=no_follow))
+                    for name in (*self._manifest.files, MANIFEST_FILE)
+                }
+                self._open = opened.pop_all()
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from None
+        self.manifest_sha256 = hashlib.sha256(_whole(self._files[MANIFEST_FILE])).hexdigest()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._open.close()
+
+    def total_bytes(self) -> int:
+        """Return the size of all its files but the manifest."""
+        return sum(entry.bytes for entry in self._manifest.files.values())
+
+    def send(self, store: ObjectStore, *, may_write: Callable[[], None]) -> None:
+        """Write all files that are not there yet, then the manifest.
+
+        `may_write` is called before anything is written or removed, and raises to refuse. Raises
+        StoreError, and CheckpointError when the files here are not the manifest's.
+        """
+        prefix = f"{FOLDER}/{self.name}/"
+        there = {entry.name: entry for entry in store.entries(prefix)}
+        manifest = f"{prefix}{MANIFEST_FILE}"
+        content = _whole(self._files[MANIFEST_FILE])
+        if manifest in there:
+            text, generation = store.read(manifest)
+            if text == content and self._is_complete(there, prefix):
+                return
+            may_write()
+            store.remove(manifest, generation=generation)
+        for name, entry in self._manifest.files.items():
+            place = there.get(f"{prefix}{name}")
+            if place is not None and self._sent.get(name) == place.generation:
+                continue
+            file = self._files[name]
+            self._require_unchanged(name)
+            may_write()
+            put = store.put(f"{prefix}{name}", file, size=entry.bytes)
+            self._sent[name] = put.generation
+            self.sent_bytes += entry.bytes
+        for name in there.keys() - {f"{prefix}{name}" for name in self._manifest.files}:
+            if name != manifest:
+                store.remove(name)
+        may_write()
+        self._put_manifest(store, manifest, content)
+        self.sent_bytes += len(content)
+
+    def _put_manifest(self, store: ObjectStore, name: str, content: bytes) -> None:
+        """Write it where there is none; an answer that was lost may have left ours there."""
+        try:
+            store.put(name, io.BytesIO(content), size=len(content), generation=ABSENT)
+        except ConflictError:
+            if store.read(name)[0] != content:
+                raise
+
+    def _is_complete(self, there: Mapping[str, StoredObject], prefix: str) -> bool:
+        return all(
+            (place := there.get(f"{prefix}{name}")) is not None and place.bytes == entry.bytes
+            for name, entry in self._manifest.files.items()
+        )
+
+    def _require_unchanged(self, name: str) -> None:
+        """A damaged file must not become a checkpoint that only a reader finds out about."""
+        file = self._files[name]
+        # By the open file, as the folder may be gone by now.
+        if sha256_of(Path(f"/dev/fd/{file.fileno()}")) != self._manifest.files[name].sha256:
+            raise CheckpointError(f"{self.name}/{name}: its sha256 is not the manifest's")
+
+
+def whole_checkpoints(store: ObjectStore) -> list[str]:
+    """List the names of the checkpoints that have a manifest, oldest first."""
+    names = {
+        path.parent.name
+        for path in (PurePosixPath(entry.name) for entry in store.entries(f"{FOLDER}/"))
+        if path.name == MANIFEST_FILE and FOLDER_NAME.fullmatch(path.parent.name)
+    }
+    return sorted(names, key=lambda name: checkpoint_step(PurePosixPath(name)))
+
+
+def stored_manifests(store: ObjectStore) -> dict[str, str]:
+    """Return the sha256 of every checkpoint's manifest by the checkpoint's name."""
+    found = {}
+    for name in whole_checkpoints(store):
+        with suppress(MissingObjectError):
+            content, _ = store.read(f"{FOLDER}/{name}/{MANIFEST_FILE}")
+            found[name] = hashlib.sha256(content).hexdigest()
+    return found
+
+
+def remove_checkpoints(
+    store: ObjectStore, *, keep: Collection[str], may_write: Callable[[], None]
+) -> None:
+    """Remove every checkpoint but `keep`, and what interrupted uploads left: manifests first."""
+    found: dict[str, list[str]] = {}
+    for entry in store.entries(f"{FOLDER}/"):
+        path = PurePosixPath(entry.name)
+        found.setdefault(path.parent.name, []).append(entry.name)
+    for name, objects in found.items():
+        if name in keep or not FOLDER_NAME.fullmatch(name):
+            continue
+        # False sorts before True: the manifest is first.
+        for each in sorted(objects, key=lambda each: not each.endswith(f"/{MANIFEST_FILE}")):
+            may_write()
+            store.remove(each)
+
+
+def fetch_newest(
+    store: ObjectStore,
+    checkpoints: Path,
+    *,
+    passed_over: Callable[[str, str], None],
+    progressed: Callable[[], None] = lambda: None,
+) -> Path | None:
+    """Bring the newest sound checkpoint to the folder `checkpoints`, and return where it is.
+
+    `passed_over` is told of each that is not sound, and why. None when the store has none.
+    """
+    for name in reversed(whole_checkpoints(store)):
+        try:
+            return fetch_checkpoint(store, name, checkpoints, progressed=progressed)
+        except (CheckpointError, MissingObjectError) as error:
+            passed_over(name, str(error))
+    return None
+
+
+def fetch_checkpoint(
+    store: ObjectStore,
+    name: str,
+    checkpoints: Path,
+    *,
+    progressed: Callable[[], None] = lambda: None,
+) -> Path:
+    """Bring one checkpoint to the folder `checkpoints`: beside, verified, then renamed.
+
+    Raises CheckpointError for one that is not sound, and PreflightError on a full disk.
+    """
+    target, partial = checkpoints / name, checkpoints / f"{name}{PARTIAL_SUFFIX}"
+    prefix = f"{FOLDER}/{name}/"
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            (partial / MANIFEST_FILE).write_bytes(store.read(f"{prefix}{MANIFEST_FILE}")[0])
+            manifest = load_manifest(partial)
+            _require_sizes(store, manifest, prefix)
+            for file in manifest.files:
+                _fetch_file(store, f"{prefix}{file}", partial / file, manifest, progressed)
+            problems = manifest_problems(partial)
+            if problems:
+                raise CheckpointError(f"{store.address.under(prefix + name)}: {problems[0]}")
+            if target.exists():
+                shutil.rmtree(target)
+            partial.rename(target)
+            fsync_folder(checkpoints)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise PreflightError(
+            f"{checkpoints}: cannot be written ({error.strerror}). Free disk space, and try again."
+        ) from None
+    return target
+
+
+def _require_sizes(store: ObjectStore, manifest: Manifest, prefix: str) -> None:
+    """Before anything large is fetched."""
+    there = {entry.name: entry.bytes for entry in store.entries(prefix)}
+    for name, entry in manifest.files.items():
+        size = there.get(f"{prefix}{name}")
+        if size != entry.bytes:
+            found = "missing" if size is None else f"{size} bytes"
+            raise CheckpointError(f"{name}: {found}, the manifest says {entry.bytes} bytes")
+
+
+def _fetch_file(
+    store: ObjectStore,
+    name: str,
+    path: Path,
+    manifest: Manifest,
+    progressed: Callable[[], None],
+) -> None:
+    for _ in range(_FETCHES):
+        with path.open("wb") as file:
+            store.fetch(name, file, progressed=progressed)
+            file.flush()
+            os.fsync(file.fileno())
+        if sha256_of(path) == manifest.files[path.name].sha256:
+            return
+    raise CheckpointError(f"{path.name}: its sha256 is not the manifest's")
+
+
+def _whole(file: BinaryIO) -> bytes:
+    file.seek(0)
+    return file.read()

@@ -1,0 +1,112 @@
+"""The seam to a store: named objects with generations, and the errors that it may raise."""
+
+from __future__ import annotations
+
+import io
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol
+
+from payload.errors import ConfigError, ExitCode, TileforgeError
+from payload.store_address import StoreAddress
+
+ABSENT = 0
+"""The generation of an object that does not exist."""
+SMALL_BYTES = 64 * 2**20
+"""Most that `read` takes into memory: the largest JSON file that the project reads."""
+
+
+_CHECK_S = 15.0
+
+
+class StoreError(TileforgeError):
+    """The store fails or cannot be reached; the same request may work later."""
+
+    exit_code = ExitCode.PREFLIGHT
+
+
+class StoreRefusedError(ConfigError):
+    """The store cannot be used as it is set up: no such bucket, no permission, no client."""
+
+
+class ConflictError(StoreError):
+    """An object is not at the generation that was asked for: somebody else wrote it."""
+
+
+class MissingObjectError(StoreError):
+    """There is no such object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredObject:
+    """One object as the store lists it."""
+
+    name: str
+    """Below the store's address."""
+    bytes: int
+    generation: int
+    """A number that is new with every write of the object."""
+    changed_unix: float = 0.0
+
+
+class ObjectStore(Protocol):
+    """Named objects below one address. Every method may raise StoreError or StoreRefusedError.
+
+    A write is whole or absent: no reader ever sees a part of an object.
+    """
+
+    address: StoreAddress
+
+    def entries(self, prefix: str = "") -> list[StoredObject]:
+        """List the objects whose names begin with `prefix`."""
+
+    def groups(self) -> list[str]:
+        """List the first parts of names that have more parts, which are runs' ids."""
+
+    def put(
+        self, name: str, content: BinaryIO, *, size: int, generation: int | None = None
+    ) -> StoredObject:
+        """Write `size` bytes of `content` from its start.
+
+        With `generation` only over that generation of the object (`ABSENT`: where there is none);
+        else raises ConflictError.
+        """
+
+    def read(self, name: str) -> tuple[bytes, int]:
+        """Return a small object's content and generation. Raises MissingObjectError."""
+
+    def fetch(self, name: str, into: BinaryIO, *, progressed: Callable[[], None]) -> None:
+        """Write a whole object to `into`, a file at its start. Raises MissingObjectError."""
+
+    def remove(self, name: str, *, generation: int | None = None) -> None:
+        """Remove an object; one that is gone already is no error. Raises ConflictError."""
+
+
+def open_store(
+    address: StoreAddress, *, timeout_s: float = 60.0, retry_s: float = 60.0
+) -> ObjectStore:
+    """Return the store at an address; nothing is asked of it yet.
+
+    `timeout_s` ends one request that gets no answer, `retry_s` the attempts at one request.
+    Raises StoreRefusedError where the client is not installed.
+    """
+    if address.bucket is None:
+        from payload.storage.folder import FolderStore
+
+        return FolderStore(address)
+    from payload.storage.bucket import BucketStore
+
+    return BucketStore(address, timeout_s=timeout_s, retry_s=retry_s)
+
+
+def check_store(address: StoreAddress, *, timeout_s: float = _CHECK_S) -> None:
+    """Write, read and remove a small object. Raises StoreRefusedError and StoreError."""
+    store = open_store(address, timeout_s=timeout_s, retry_s=timeout_s)
+    name, content = f"tileforge-check-{secrets.token_hex(4)}", secrets.token_bytes(64)
+    written = store.put(name, io.BytesIO(content), size=len(content), generation=0)
+    try:
+        if store.read(name)[0] != content:
+            raise StoreError(f"{address}: what was written came back as something else")
+    finally:
+        store.remove(name, generation=written.generation)

@@ -1,0 +1,103 @@
+"""A run's files besides its checkpoints: what is uploaded, and what comes back."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+from payload.errors import PreflightError
+from payload.results import RunPaths, write_whole
+from payload.storage.objects import MissingObjectError, ObjectStore
+from payload.untrusted import no_follow
+
+EVERY_S = 30.0
+BYTES_PER_TURN = 8 * 2**20
+"""A file that is larger is uploaded the more rarely, as objects cannot grow: see `Records`."""
+_MOST_BYTES = 2**30
+
+
+class Records:
+    """Uploads settings, metrics and logs whenever they have changed."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._sent: dict[str, tuple[int, int]] = {}
+        """Size and time of change of what the store has."""
+        self._sent_s: dict[str, float] = {}
+
+    def send(self, store: ObjectStore, *, all_of_them: bool = False) -> int:
+        """Upload the files whose turn it is, or all that have changed; return the bytes sent."""
+        total = 0
+        for path in _files(self._paths):
+            total += self._send_file(store, path, at_once=all_of_them)
+        return total
+
+    def _send_file(self, store: ObjectStore, path: Path, *, at_once: bool) -> int:
+        name = path.relative_to(self._paths.root).as_posix()
+        with suppress(OSError), open(path, "rb", opener=no_follow) as file:
+            stat = os.fstat(file.fileno())
+            mark = (stat.st_size, stat.st_mtime_ns)
+            pause_s = EVERY_S * (1 + stat.st_size // BYTES_PER_TURN)
+            waited_s = time.monotonic() - self._sent_s.get(name, -pause_s)
+            if mark == self._sent.get(name) or (not at_once and waited_s < pause_s):
+                return 0
+            if stat.st_size > _MOST_BYTES:
+                return 0
+            # No more than there is now: the file may grow while it is sent.
+            content = io.BytesIO(file.read(stat.st_size))
+            store.put(name, content, size=len(content.getbuffer()))
+            self._sent[name], self._sent_s[name] = mark, time.monotonic()
+            return stat.st_size
+        return 0
+
+
+def fetch_records(store: ObjectStore, root: Path, *, names: Sequence[str] = ()) -> list[str]:
+    """Bring the run's records, or those of `names`, to the folder `root`; return their names.
+
+    Raises PreflightError where they cannot be written.
+    """
+    brought = []
+    for entry in store.entries():
+        if not _is_record(entry.name) or (names and entry.name not in names):
+            continue
+        with suppress(MissingObjectError):
+            try:
+                _fetch(store, entry.name, root / entry.name)
+            except OSError as error:
+                raise PreflightError(
+                    f"{root / entry.name}: cannot be written ({error.strerror}). Free disk space."
+                ) from None
+            brought.append(entry.name)
+    return brought
+
+
+def _fetch(store: ObjectStore, name: str, path: Path) -> None:
+    content = io.BytesIO()
+    store.fetch(name, content, progressed=lambda: None)
+    write_whole(path, content.getvalue())
+
+
+def _files(paths: RunPaths) -> Iterator[Path]:
+    """Yield the files that are there; metrics before what is said about them."""
+    root = paths.root
+    yield from (paths.config, paths.inventory, paths.hosts, paths.ranks, paths.plan)
+    yield from (paths.metrics, paths.deepspeed_config, paths.report)
+    if paths.logs.is_dir():
+        yield from sorted(paths.logs.glob("*.log"))
+    if paths.profile.is_dir():
+        yield from sorted(path for path in paths.profile.iterdir() if path.is_file())
+    yield from (root / "samples.json", paths.summary, paths.state)
+
+
+def _is_record(name: str) -> bool:
+    """Say whether an object is one that `_files` may have been."""
+    parts = PurePosixPath(name).parts
+    if any(part.startswith(".") for part in parts):
+        return False
+    if len(parts) == 2:
+        return parts[0] in ("logs", "profile")
+    return len(parts) == 1 and name not in ("owner.json", "storage.json")

@@ -1,0 +1,121 @@
+"""The way back: a run's records and its newest sound checkpoint, from the store to a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from payload.checkpoint_files import checkpoint_step, newest_sound
+from payload.errors import ConfigError
+from payload.metrics_log import read_metrics, read_val_losses
+from payload.results import RunPaths, last_record, write_json
+from payload.storage.checkpoints import fetch_checkpoint, fetch_newest, whole_checkpoints
+from payload.storage.objects import ObjectStore, open_store
+from payload.storage.owner import OWNER
+from payload.storage.records import fetch_records
+from payload.store_address import StoreAddress
+from payload.store_state import StoreState
+
+_TRY_S = 15.0
+RESTORED = "restored"
+"""Folder in the run's, with the records of the place that had the run before."""
+TO_RESUME = ("run.toml", "plan.json", "metrics.jsonl", "state.json", "summary.json")
+"""Records that a resume reads. The inventory is that of the new place."""
+
+
+def has_run(store: ObjectStore) -> bool:
+    """Say whether the store has a run at its address."""
+    return any(entry.name in (OWNER, "run.toml") for entry in store.entries())
+
+
+def require_absent(address: StoreAddress) -> None:
+    """Raise ConfigError for the address of a new run that the store has already."""
+    if has_run(open_store(address, timeout_s=_TRY_S, retry_s=_TRY_S)):
+        raise ConfigError(
+            f"{address}: the store has a run of this id. Continue it with --resume {address}, or "
+            "choose another --run-id."
+        )
+
+
+def fetch_run(store: ObjectStore, paths: RunPaths) -> None:
+    """Make the folder of a run that is known to the store alone, for a resume to read.
+
+    Raises ConfigError where the store has no such run.
+    """
+    if not has_run(store):
+        found = ", ".join(_siblings(store)) or "no run"
+        raise ConfigError(f"{store.address}: there is no run. The store has: {found}.")
+    fetch_records(store, paths.root, names=TO_RESUME)
+
+
+def restore(store: ObjectStore, paths: RunPaths, *, say: Callable[[str], None]) -> Path | None:
+    """Bring the newest checkpoint here, if the store has a newer one; return where it is.
+
+    Also metrics up to it, and the records of before in the folder `restored`. None where the
+    checkpoints here are as new. Raises StoreError.
+    """
+    here = newest_sound(paths.checkpoints)
+    step_here = checkpoint_step(here) if here else -1
+    names = whole_checkpoints(store)
+    if not names or checkpoint_step(Path(names[-1])) <= step_here:
+        return None
+    found = fetch_newest(
+        store,
+        paths.checkpoints,
+        passed_over=lambda name, why: say(f"warning: {name} in the store is passed over: {why}"),
+    )
+    if found is None or checkpoint_step(found) <= step_here:
+        return None
+    fetch_records(store, paths.root / RESTORED)
+    _take_metrics(paths)
+    _fetch_best(store, paths, newest=found, say=say)
+    return found
+
+
+def note_resumed(store: ObjectStore, paths: RunPaths) -> None:
+    """Let the uploader know that the run in this folder is the store's."""
+    state = last_record(StoreState, paths.store_state) or StoreState(address=str(store.address))
+    with suppress(OSError):
+        write_json(paths.store_state, state)
+
+
+def _take_metrics(paths: RunPaths) -> None:
+    """Take the store's rows where they go further than those here."""
+    there = paths.root / RESTORED / paths.metrics.name
+    if there.is_file() and _last_step(there) > _last_step(paths.metrics):
+        there.replace(paths.metrics)
+
+
+def _last_step(metrics: Path) -> int:
+    with suppress(OSError):
+        return max((int(row["step"]) for row in read_metrics(metrics)), default=-1)
+    return -1
+
+
+def _fetch_best(
+    store: ObjectStore, paths: RunPaths, *, newest: Path, say: Callable[[str], None]
+) -> None:
+    """Bring the checkpoint with the lowest validation loss, too: it is kept to the end."""
+    losses = read_val_losses(paths.metrics)
+    rated = [
+        name
+        for name in whole_checkpoints(store)
+        if checkpoint_step(Path(name)) in losses
+        and checkpoint_step(Path(name)) < checkpoint_step(newest)
+    ]
+    if not rated:
+        return
+    best = min(rated, key=lambda name: losses[checkpoint_step(Path(name))])
+    if losses[checkpoint_step(Path(best))] >= losses.get(checkpoint_step(newest), float("inf")):
+        return
+    if (paths.checkpoints / best).is_dir():
+        return
+    try:
+        fetch_checkpoint(store, best, paths.checkpoints)
+    except ConfigError as error:
+        say(f"warning: the best checkpoint, {best}, is passed over: {error}")
+
+
+def _siblings(store: ObjectStore) -> list[str]:
+    return open_store(store.address.parent()).groups()[:10]

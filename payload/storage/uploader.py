@@ -1,0 +1,274 @@
+"""The process that brings a run's results to the store while the run goes on.
+
+Training never waits for it: the ranks write to the head's disk, this process reads there. A store
+that fails is tried again with longer and longer pauses, and said once.
+"""
+
+from __future__ import annotations
+
+import random
+import select
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+from payload.checkpoint_files import (
+    MANIFEST_FILE,
+    best_checkpoints,
+    checkpoint_folders,
+    checkpoint_step,
+    sha256_of,
+)
+from payload.errors import CheckpointError, ConfigError
+from payload.metrics_log import read_val_losses
+from payload.results import RunPaths, last_record, write_json
+from payload.storage.checkpoints import Upload, remove_checkpoints, stored_manifests
+from payload.storage.objects import ObjectStore, StoreError, StoreRefusedError
+from payload.storage.owner import LostOwnershipError, claim, require_owner
+from payload.storage.records import Records
+from payload.store_state import StoreState
+
+DRAIN = "drain\n"
+"""The supervisor's command when the ranks have ended: bring what there is to the store."""
+_LOOK_S = 0.5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_OWNER_EVERY_S = 20.0
+"""Time between two looks at whether another place has resumed the run."""
+
+
+class Uploader:
+    """Make one, call `run` once."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        store: ObjectStore,
+        *,
+        keep: int,
+        final_wait_s: float,
+        is_new: bool,
+        say: Callable[[str], None],
+        first_pause_s: float = _FIRST_PAUSE_S,
+    ) -> None:
+        """`keep` checkpoints stay in the store besides the best; `say` gets a line for people."""
+        self._paths = paths
+        self._store = store
+        self._keep = keep
+        self._final_wait_s = final_wait_s
+        self._say = say
+        self._first_pause_s = first_pause_s
+        before = last_record(StoreState, paths.store_state)
+        is_ours = before is not None and before.address == str(store.address)
+        self._is_new = is_new and not (is_ours and before is not None and before.token)
+        self._state = StoreState(
+            address=str(store.address), checkpoint=before.checkpoint if is_ours and before else None
+        )
+        self._records = Records(paths)
+        self._upload: Upload | None = None
+        self._refused: set[str] = set()
+        """Checkpoints that are damaged here."""
+        self._in_store: dict[str, str] = {}
+        """The sha256 of each manifest there, as far as this process knows: a step that is trained
+        again is another checkpoint of the same name."""
+        self._owner_seen_s = float("-inf")
+        self._has_old = False
+        """True while the store may have more than is kept."""
+
+    def run(self, commands: TextIO) -> None:
+        """Upload until `commands` says to drain, then all that is left; end with its end.
+
+        The supervisor lets the process drain, completes the summary, and closes `commands`: the
+        last records follow. Without a supervisor, what is there is brought to the store.
+        """
+        self._tell()
+        pause_s, next_s, ends_s = 0.0, 0.0, float("inf")
+        draining = closed = False
+        while not (self._state.lost or time.monotonic() > ends_s):
+            if time.monotonic() >= next_s:
+                done = self._pass(all_of_them=draining)
+                if done and draining:
+                    self._tell(is_drained=True)
+                    if closed:
+                        break
+                # The last wait is short: many attempts are worth more than a store's rest.
+                most_s = self._final_wait_s / 20 if draining else _LONGEST_PAUSE_S
+                pause_s = 0.0 if done else self._longer(pause_s, most_s=most_s)
+                next_s = time.monotonic() + pause_s
+            if not closed and select.select([commands], [], [], _LOOK_S)[0]:
+                line = commands.readline()
+                closed = not line
+                if not draining:
+                    ends_s = time.monotonic() + self._final_wait_s
+                draining, next_s = True, 0.0
+            elif closed:
+                time.sleep(min(_LOOK_S, max(0.0, next_s - time.monotonic())))
+        self._let_go()
+
+    def _longer(self, pause_s: float, *, most_s: float) -> float:
+        """Return the next pause: twice as long, and not the same for all runs of a cluster."""
+        doubled = min(_LONGEST_PAUSE_S, most_s, max(self._first_pause_s, 2 * pause_s))
+        return doubled * random.uniform(0.75, 1.0)
+
+    def _pass(self, *, all_of_them: bool) -> bool:
+        """Bring over what is new; say whether the store took it."""
+        try:
+            self._claim()
+            self._send_checkpoints()
+            sent = self._records.send(self._store, all_of_them=all_of_them)
+            self._add(sent)
+        except LostOwnershipError as error:
+            self._say(f"warning: {error}")
+            self._tell(lost=True, problem=str(error))
+            return False
+        except (StoreError, StoreRefusedError, ConfigError) as error:
+            self._failed(str(error))
+            return False
+        if self._state.problem is not None:
+            self._say(f"note: {self._store.address} takes results again")
+            self._tell(problem=None, failing_since_unix=None)
+        return True
+
+    def _claim(self) -> None:
+        if self._state.token is None:
+            token = claim(self._store, is_new=self._is_new, host=socket.gethostname())
+            self._in_store = stored_manifests(self._store)
+            self._owner_seen_s = time.monotonic()
+            self._tell(token=token, checkpoint=max(self._in_store, key=_step, default=None))
+        elif time.monotonic() - self._owner_seen_s > _OWNER_EVERY_S:
+            self._require_owner()
+
+    def _require_owner(self) -> None:
+        assert self._state.token is not None
+        require_owner(self._store, self._state.token)
+        self._owner_seen_s = time.monotonic()
+
+    def _send_checkpoints(self) -> None:
+        """The newest first; the others only as long as they are not replaced here."""
+        while (folder := self._next()) is not None:
+            if self._upload is None or self._upload.name != folder.name:
+                self._let_go()
+                try:
+                    self._upload = Upload(folder)
+                except CheckpointError as error:
+                    if folder.is_dir():
+                        self._pass_over(folder.name, error)
+                    continue  # else the trainer has removed it meanwhile
+            upload = self._upload
+            before = upload.sent_bytes
+            # The rows up to a checkpoint's step are there before it.
+            self._add(self._records.send(self._store))
+            try:
+                upload.send(self._store, may_write=self._require_owner_now_and_then)
+            except CheckpointError as error:
+                self._let_go()
+                self._pass_over(folder.name, error)
+                continue
+            finally:
+                self._add(upload.sent_bytes - before)
+            self._let_go()
+            self._in_store[folder.name] = upload.manifest_sha256
+            newest = max(self._going_on(folder.name), key=_step)
+            self._tell(checkpoint=newest)
+            self._say(f"checkpoint {folder.name} is in {self._store.address}")
+            self._has_old = True
+        if self._has_old and self._state.checkpoint is not None:
+            self._remove_old(self._state.checkpoint)
+            self._has_old = False
+
+    def _pass_over(self, name: str, error: CheckpointError) -> None:
+        self._refused.add(name)
+        self._say(f"warning: {name} is not uploaded: {error}")
+
+    def _require_owner_now_and_then(self) -> None:
+        if time.monotonic() - self._owner_seen_s > _OWNER_EVERY_S / 4:
+            self._require_owner()
+
+    def _going_on(self, name: str) -> set[str]:
+        """Return the checkpoints up to this one, of those in the store: later ones were given up.
+
+        But for those that this run has written since: they are on the disk here.
+        """
+        here = {folder.name for folder in self._whole_here()}
+        return {each for each in self._in_store if _step(each) <= _step(name) or each in here}
+
+    def _next(self) -> Path | None:
+        """Return the newest checkpoint here that is not in the store, the best one last."""
+        waiting = [
+            folder
+            for folder in self._whole_here()
+            if self._in_store.get(folder.name) != manifest_sha256(folder)
+            and folder.name not in self._refused
+        ]
+        sizes = [_bytes_of(folder) for folder in waiting]
+        if (len(waiting), sum(sizes)) != (
+            self._state.waiting_checkpoints,
+            self._state.waiting_bytes,
+        ):
+            self._tell(waiting_checkpoints=len(waiting), waiting_bytes=sum(sizes))
+        return waiting[-1] if waiting else None
+
+    def _whole_here(self) -> list[Path]:
+        folders = checkpoint_folders(self._paths.checkpoints)
+        return [folder for folder in folders if (folder / MANIFEST_FILE).is_file()]
+
+    def _remove_old(self, newest: str) -> None:
+        """Keep what the disk keeps: the newest ones up to this one, and the best."""
+        here = {folder.name for folder in self._whole_here()}
+        going_on = sorted(self._going_on(newest), key=_step)
+        keep = {*going_on[-self._keep :], *(here & self._in_store.keys()), *self._best(going_on)}
+        remove_checkpoints(self._store, keep=keep, may_write=self._require_owner_now_and_then)
+        self._in_store = {name: sha for name, sha in self._in_store.items() if name in keep}
+
+    def _best(self, names: list[str]) -> set[str]:
+        """Return the checkpoint with the lowest validation loss, of those in the store."""
+        losses = read_val_losses(self._paths.metrics)
+        rated = [name for name in names if _step(name) in losses]
+        best = {min(rated, key=lambda name: losses[_step(name)])} if rated else set()
+        return best | {each.name for each in best_checkpoints(self._paths.checkpoints, losses)}
+
+    def _failed(self, problem: str) -> None:
+        if self._state.problem is None:
+            self._say(
+                f"warning: results are not in {self._store.address} yet: {problem}. Training goes "
+                "on; this is tried again"
+            )
+        since = self._state.failing_since_unix or time.time()
+        self._tell(problem=problem, failing_since_unix=since, failures=self._state.failures + 1)
+
+    def _add(self, sent_bytes: int) -> None:
+        if sent_bytes:
+            self._tell(sent_bytes=self._state.sent_bytes + sent_bytes)
+
+    def _let_go(self) -> None:
+        if self._upload is not None:
+            self._upload.close()
+            self._upload = None
+
+    def _tell(self, **changes: object) -> None:
+        """Replace storage.json, unless the run's folder is gone."""
+        changed = replace(self._state, **changes)  # type: ignore[arg-type]
+        self._state = replace(changed, updated_unix=time.time())
+        with suppress(OSError):
+            if self._paths.root.is_dir():
+                write_json(self._paths.store_state, self._state, durable=False)
+
+
+def manifest_sha256(folder: Path) -> str | None:
+    """Return the hash of a checkpoint's manifest; None where it is gone."""
+    with suppress(OSError):
+        return sha256_of(folder / MANIFEST_FILE)
+    return None
+
+
+def _step(name: str) -> int:
+    return checkpoint_step(Path(name))
+
+
+def _bytes_of(folder: Path) -> int:
+    with suppress(OSError):
+        return sum(path.stat().st_size for path in folder.iterdir())
+    return 0

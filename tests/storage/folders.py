@@ -1,0 +1,33 @@
+"""Checkpoint folders in the project's format, small and without tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+from payload.checkpoint_files import MANIFEST_FILE, MODEL_FILES, NEEDED_FILES
+
+FILES = (*MODEL_FILES, *NEEDED_FILES)
+
+
+def write_checkpoint(checkpoints: Path, step: int, *, seed: int, most_bytes: int = 20_000) -> Path:
+    """Write a sound checkpoint of random bytes, as the trainer does: beside, then renamed."""
+    draw = random.Random(f"{seed} {step}")
+    folder = checkpoints / f"step_{step:08d}"
+    partial = folder.with_name(folder.name + ".partial")
+    partial.mkdir(parents=True)
+    files = {}
+    for name in FILES:
+        content = draw.randbytes(draw.randrange(1, most_bytes))
+        (partial / name).write_bytes(content)
+        files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (partial / MANIFEST_FILE).write_text(json.dumps({"schema_version": 1, "files": files}))
+    partial.rename(folder)
+    return folder
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    """Return every file's bytes by its name."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

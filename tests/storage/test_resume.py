@@ -1,0 +1,181 @@
+"""The head's machine is gone at a random moment: the run goes on from its store, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from payload.checkpoint_files import manifest_problems
+from payload.errors import ExitCode
+from payload.results import RunPaths, RunState, Summary, last_record, read_json
+from payload.store_state import StoreState
+from payload.supervise.processes import processes_of
+from tests.storage.server import BUCKET, Faults, FaultyProxy
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import REPO
+from tests.support.waiting import wait_until
+
+RESULTS = f"gs://{BUCKET}/runs"
+STEPS, EVERY = 240, 12
+SETTINGS = (
+    "data.sequence_length=16",
+    "model.preset=tiny",
+    "model.n_layer=1",
+    "model.n_head=2",
+    "model.n_embd=16",
+    "batch.global_batch_size=8",
+    "batch.micro_batch_size=1",
+    "precision.dtype=fp32",
+    f"train.steps={STEPS}",
+    f"train.checkpoint_every={EVERY}",
+    "train.eval_every=48",
+    "train.eval_tokens=64",
+    "launch.ranks_per_node=2",
+    "launch.threads_per_rank=1",
+    "track.to=none",
+)
+
+
+class Place:
+    """A machine with a runs folder of its own, that finds the store at `store_url`."""
+
+    def __init__(self, folder: Path, data: Path, store_url: str) -> None:
+        self.runs = folder / "runs"
+        self._data = data
+        self._env = {**os.environ, "STORAGE_EMULATOR_HOST": store_url, "PYTHONPATH": str(REPO)}
+        folder.mkdir()
+
+    def start(self, *words: str, results: str = RESULTS) -> subprocess.Popen[str]:
+        settings = [*SETTINGS, f"data.dir={self._data}", f"storage.results={results}"]
+        return self.command(
+            *("run", "--inventory", "local", *words),
+            *(word for each in settings for word in ("--set", each)),
+        )
+
+    def command(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "payload.orchestrate", *words, "--runs-dir", str(self.runs)],
+            cwd=REPO,
+            env=self._env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *words: str, results: str = RESULTS) -> tuple[int, str, str]:
+        return ended(self.start(*words, results=results))
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, talk = process.communicate(timeout=120)
+    return process.returncode, out, talk
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "tokens"
+    return make_data_folder(folder, num_train_tokens=9000, num_val_tokens=200, vocab_size=512)
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[FaultyProxy]:
+    with FaultyProxy(Faults(seed=4)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    data: Path, proxy: FaultyProxy, tmp_path_factory: pytest.TempPathFactory
+) -> RunPaths:
+    place = Place(tmp_path_factory.mktemp("whole") / "here", data, proxy.url)
+    code, _, talk = place.run("--run-id", "whole", results="none")
+    assert code == ExitCode.OK, talk
+    return RunPaths(place.runs / "whole")
+
+
+def kill_machine(place: Place, command: subprocess.Popen[str], run_id: str) -> None:
+    """End every process of a run and of its store at once, and remove the disk."""
+    paths = RunPaths(place.runs / run_id)
+    state = read_json(RunState, paths.state)
+    assert state is not None and state.supervisor_pid is not None
+    uploaders = children_of(state.supervisor_pid)
+    for pid in (command.pid, state.supervisor_pid, *uploaders):
+        with_no_mercy(pid)
+    while left := processes_of(paths.root):
+        for pid in left:
+            with_no_mercy(pid)
+    command.communicate()
+    shutil.rmtree(place.runs)
+
+
+def children_of(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
+    return [int(word) for word in listed.split()]
+
+
+def with_no_mercy(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def losses(paths: RunPaths) -> dict[int, float]:
+    rows = (json.loads(line) for line in paths.metrics.read_text().splitlines())
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def assert_same_end(one: RunPaths, other: RunPaths) -> None:
+    assert losses(one) == losses(other)
+    last = [paths.checkpoint(STEPS) for paths in (one, other)]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_run_whose_machine_is_gone_goes_on_from_the_bucket_and_ends_bitwise_equal(
+    tmp_path: Path, data: Path, proxy: FaultyProxy, uninterrupted: RunPaths, seed: int
+) -> None:
+    draw, run_id = random.Random(seed), f"lost-{seed}"
+    here, there = (Place(tmp_path / name, data, proxy.url) for name in ("here", "there"))
+    command = here.start("--run-id", run_id)
+    paths = RunPaths(here.runs / run_id)
+
+    def is_stored() -> bool:
+        assert command.poll() is None, command.communicate()
+        state = last_record(StoreState, paths.store_state)
+        return state is not None and state.checkpoint is not None
+
+    wait_until(is_stored, what="a checkpoint in the bucket", timeout_s=90.0)
+    proxy.faults.share = 0.1
+    time.sleep(draw.uniform(0, 1.5))
+    kill_machine(here, command, run_id)
+
+    code, _, talk = there.run("--resume", f"{RESULTS}/{run_id}")
+    proxy.faults.share = 0.0
+    assert code == ExitCode.OK, talk
+    resumed = RunPaths(there.runs / run_id)
+    assert_same_end(uninterrupted, resumed)
+    summary = read_json(Summary, resumed.summary)
+    assert summary is not None and summary.status == "finished"
+    assert summary.store is not None and summary.store.is_drained
+    assert summary.store.checkpoint == f"step_{STEPS:08d}"
+    # The store has the end, too: the summary, and the checkpoints that the disk keeps.
+    third_place = Place(tmp_path / "third", data, proxy.url)
+    code, _, talk = ended(third_place.command("collect", f"{RESULTS}/{run_id}"))
+    assert code == ExitCode.OK, talk
+    third = RunPaths(tmp_path / "third" / "runs" / run_id)
+    assert_same_end(uninterrupted, third)
+    assert manifest_problems(third.checkpoint(STEPS)) == []
+    assert read_json(Summary, third.summary) == summary
