@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,6 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from payload.errors import PreflightError
 from payload.metrics_log import EvalMetrics, RankTimes, StepMetrics, to_json_line
 from payload.results import RankProgress, RunPaths, RunState, write_json
+from payload.run_config import MonitorSection
+from payload.supervise import exporter
 from payload.supervise.exporter import serving
 from payload.supervise.run_metrics import METRICS, PHASES, RunMetrics
 from tests.supervise.planned import (
@@ -202,6 +205,24 @@ def test_history_tells_each_row_with_its_time(tmp_path: Path) -> None:
     losses = [each for each in RunMetrics(paths).history() if each.name == "tileforge_loss"]
     assert [each.time_unix for each in losses] == [1_000_000.0 + step for step in range(1, 6)]
     assert losses[0].value == pytest.approx(4.99)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "is_set_up", "expected"),
+    [("auto", True, True), ("auto", False, False), ("on", False, True), ("off", True, False)],
+)
+def test_by_default_a_run_is_served_where_the_node_was_set_up_for_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    enabled: Literal["auto", "on", "off"],
+    is_set_up: bool,
+    expected: bool,
+) -> None:
+    place = tmp_path / "monitoring"
+    if is_set_up:
+        place.mkdir()
+    monkeypatch.setattr(exporter, "SET_UP", place)
+    assert exporter.wanted(MonitorSection(enabled=enabled)) is expected
 
 
 def test_the_server_listens_on_loopback_alone_and_ends(tmp_path: Path) -> None:
