@@ -1,38 +1,48 @@
 """A step's time and a rank's memory under each strategy, beside the plan's figures.
 
     python -m benchmarks.strategies --data data/stdlib --cases gpt2:2:replicate gpt2:2:shard
-    python -m benchmarks.strategies --data data/stdlib --cases gpt2-medium:4:shard --dtype fp32
+    python -m benchmarks.strategies --cases gpt2:2:replicate gpt2:2:pipeline2 --network hosts:1
+    python -m benchmarks.strategies --cases gpt2-medium:4:shard --dtype fp32 --steps 2
 
-A case is a preset, a number of ranks on this machine, and a strategy; `gpt2:4:shard:2` is in groups
-of two. Each is a run of the trainer. The step is the median after the first one, the peak that of
-the largest process (resident set, high-water mark); the bytes sent and the estimate of the peak are
-the plan's. A table goes to stderr, one JSON object to stdout.
+A case is a preset, a number of ranks, and a mesh: `replicate`, `shard`, `shard2` (groups of two),
+`zero3`, `tensor2`, `pipeline2`, or some joined by `+`. Each is a run of the trainer under mpirun,
+ended after its steps; all have the same global batch: a case's passes are twice as many where two
+ranks make one together. With `--network hosts:GBIT` each of two ranks is on a host of its own, a
+network namespace whose cable has that rate (root alone).
+
+The step is the median after the first one. Its prediction has the computing time of the first case
+of as many ranks (`replicate`: its step less its wait) and the all-reduce between as many ranks that
+is measured before. The peak is that of the largest rank (resident set, high-water mark), the
+estimate of it the plan's. States are what a rank has when an update begins, less what it had before
+there was a model: weights, gradients, optimizer state. A table goes to stderr, one JSON object to
+stdout.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import REPO
 from benchmarks.machine import describe_machine
+from benchmarks.meshes import mesh_settings
+from benchmarks.scaling.runs import Arrangement, Work, measure
 from benchmarks.tables import Table
-from payload.launch.environment import malloc_environment
-from payload.metrics_log import read_metrics
 from payload.models.gpt2 import PRESETS
-from payload.models.spec import Dtype
-from payload.results import RunPaths
+from payload.models.spec import Dtype, typical_mfu
 from payload.run_config import RunConfig, parse_run_config
-from payload.step_time import sent_bytes
+from payload.step_time import Network, run_step_time, sends_per_byte, sent_bytes
+
+_FIRST_WORD = "--as-rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,54 +51,61 @@ class Case:
 
     model: str
     ranks: int
-    strategy: str
-    shard_size: int | None
+    mesh: str
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """From `gpt2:2:shard` or `gpt2:4:shard:2`. Raises argparse.ArgumentTypeError."""
+        """From `gpt2:2:shard` or `gpt2:4:pipeline2+shard`. Raises argparse.ArgumentTypeError."""
         model, *words = text.split(":")
-        if model not in PRESETS or len(words) not in (2, 3) or not words[0].isdecimal():
-            raise argparse.ArgumentTypeError(f"{text!r} is not MODEL:RANKS:STRATEGY[:SHARD_SIZE]")
-        shard_size = int(words[2]) if len(words) == 3 else None
-        return cls(model, int(words[0]), words[1], shard_size)
-
-    def name(self) -> str:
-        """Return the strategy in words."""
-        return self.strategy if self.shard_size is None else f"{self.strategy} of {self.shard_size}"
+        if model not in PRESETS or len(words) != 2 or not words[0].isdecimal():
+            raise argparse.ArgumentTypeError(f"{text!r} is not MODEL:RANKS:MESH")
+        mesh_settings(words[1])
+        return cls(model, int(words[0]), words[1])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure all cases and print."""
+    """Measure all cases and print, or be one of the ranks."""
+    if argv and argv[0] == _FIRST_WORD:
+        return _train_as_rank(argv[1:])
     arguments = _parser().parse_args(argv)
     table = Table(
-        *("ranks", "strategy", "step s", "waiting s", "sent MB", "peak GB", "estimate off by"),
+        *("ranks", "mesh", "step s", "waiting s", "predicted s", "off by"),
+        *("sent MB", "peak GB", "estimate", "states GB"),
         labels=[each.model for each in arguments.cases],
     )
+    rates: dict[int, float] = {}
+    computing: dict[int, float] = {}
     found = []
     for case in arguments.cases:
-        config = _run_config(case, arguments)
-        row = {"case": case.name(), "model": case.model, "ranks": case.ranks}
-        row |= _measure(config, case, threads=arguments.threads)
-        row |= _predicted(config, case)
-        found.append(row)
+        if case.ranks not in rates:
+            rates[case.ranks] = _rate(case, arguments)
+        row = _measure(case, arguments)
+        computing.setdefault(case.ranks, row["step_s"] - row["sync_s"])
+        row |= _predicted(
+            case, arguments, compute_s=computing[case.ranks], bytes_per_s=rates[case.ranks]
+        )
+        found.append({"model": case.model, "ranks": case.ranks, "mesh": case.mesh, **row})
         table.row(
             case.model,
             str(case.ranks),
-            case.name(),
-            f"{row['step_s']:.3f}",
-            f"{row['sync_s']:.3f}",
+            case.mesh,
+            f"{row['step_s']:.2f}",
+            f"{row['sync_s']:.2f}",
+            f"{row['predicted_s']:.2f}",
+            f"{row['predicted_s'] / row['step_s'] - 1:+.0%}",
             f"{row['sent_bytes'] / 1e6:.0f}",
             f"{row['peak_bytes'] / 1e9:.2f}",
             f"{row['estimated_bytes'] / row['peak_bytes'] - 1:+.0%}",
+            f"{row['states_bytes'] / 1e9:.2f}",
         )
-    settings = {key: getattr(arguments, key) for key in ("micro_batch_size", "sequence_length")}
+    keys = ("micro_batch_size", "accumulation", "sequence_length", "dtype", "network")
+    settings = {key: getattr(arguments, key) for key in keys}
     print(
         json.dumps(
             {
                 "benchmark": "strategies",
                 **settings,
-                "dtype": arguments.dtype,
+                "bytes_per_s": rates,
                 "machine": describe_machine(),
                 "cases": found,
             }
@@ -97,61 +114,110 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _run_config(case: Case, arguments: argparse.Namespace) -> RunConfig:
-    settings = {
-        "data.dir": arguments.data.resolve(),
-        "data.sequence_length": arguments.sequence_length,
-        "model.preset": case.model,
-        "batch.micro_batch_size": arguments.micro_batch_size,
-        "batch.global_batch_size": arguments.micro_batch_size * case.ranks,
-        "train.steps": arguments.steps,
-        "train.eval_tokens": arguments.sequence_length,
-        "train.sync_check_every": 0,
-        "precision.dtype": arguments.dtype,
-        "memory.activation_checkpointing": "off",
-        "distributed.strategy": case.strategy,
-        "distributed.shard_size": "none" if case.shard_size is None else case.shard_size,
-    }
-    words = [f"{key}={value}" for key, value in settings.items()]
-    return parse_run_config("", overrides=words, where="benchmark")
+def _work(case: Case, arguments: argparse.Namespace) -> Work:
+    paths = [str(REPO)]
+    if case.mesh == "zero3" and not importlib.util.find_spec("deepspeed"):
+        from tests.train.strategies.deepspeed_folder import deepspeed_folder
+
+        paths.append(str(deepspeed_folder()))
+    return Work(
+        model=case.model,
+        data=str(arguments.data.resolve()),
+        micro_batch_size=arguments.micro_batch_size,
+        accumulation=arguments.accumulation,
+        sequence_length=arguments.sequence_length,
+        dtype=arguments.dtype,
+        grad_dtype="fp32",
+        connections=1,
+        steps=arguments.steps,
+        mesh=case.mesh,
+        python_path=os.pathsep.join(paths),
+    )
 
 
-def _measure(config: RunConfig, case: Case, *, threads: int | None) -> dict[str, Any]:
-    """Run the trainer; return its median step and wait, and the largest process's peak."""
-    starts = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks), "-m"]
-    threads = threads or max(1, (os.cpu_count() or 1) // case.ranks)
+def _arrangement(case: Case, network: str) -> Arrangement:
+    arrangement = Arrangement.parse(f"loopback:{case.ranks}" if network == "loopback" else network)
+    if arrangement.ranks != case.ranks:
+        raise SystemExit(f"error: --network {network} has 2 ranks, not {case.ranks}.")
+    return arrangement
+
+
+def _rate(case: Case, arguments: argparse.Namespace) -> float:
+    """Return the bytes per second that a rank sends in an all-reduce of the model's gradients."""
+    gbit = arguments.network.partition(":")[2]
+    name = f"exchange:{case.ranks}" + (f":{gbit}" if gbit else "")
+    work = replace(_work(case, arguments), steps=3, mesh="replicate")
+    record = measure(Arrangement.parse(name), work)
+    sent = sends_per_byte(case.ranks) * 4 * record["numbers"]
+    return float(sent / statistics.median(record["took_s"]))
+
+
+def _measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the median step and wait, the largest rank's peak, and its states."""
     with tempfile.TemporaryDirectory() as folder:
-        paths = RunPaths(Path(folder) / "run")
-        paths.root.mkdir()
-        paths.config.write_text(config.to_toml(), encoding="utf-8")
-        process = subprocess.Popen(
-            [sys.executable, "-m", *starts, "payload.train", "--run-dir", str(paths.root)],
-            cwd=REPO,
-            env=os.environ
-            | malloc_environment(config.malloc())
-            | {"OMP_NUM_THREADS": str(threads)},
-            stdout=sys.stderr,
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            raise SystemExit(f"error: the run ended with status {process.returncode}.")
-        rows = [row for row in read_metrics(paths.metrics) if "loss" in row]
+        program = ("benchmarks.strategies", _FIRST_WORD, folder)
+        work = replace(_work(case, arguments), program=program)
+        record = measure(_arrangement(case, arguments.network), work)
+        files = Path(folder).glob("*.json")
+        states = [json.loads(each.read_text(encoding="utf-8")) for each in files]
     return {
-        "step_s": statistics.median(row["step_time_s"] for row in rows[1:]),
-        "sync_s": statistics.median(row["sync_time_s"] for row in rows[1:]),
-        "losses": [row["loss"] for row in rows],
-        "peak_bytes": usage.ru_maxrss * 1024,
+        "step_s": statistics.median(record["step_s"]),
+        "sync_s": statistics.median(record["sync_s"]),
+        "steps_s": record["step_s"],
+        "load_before": record["load_before"],
+        "peak_bytes": record["peak_bytes"],
+        "states_bytes": max(each["at_update"] - each["before"] for each in states),
     }
 
 
-def _predicted(config: RunConfig, case: Case) -> dict[str, Any]:
+def _train_as_rank(argv: Sequence[str]) -> int:
+    """Train as payload.train does; note the resident set before the model and at each update."""
+    import psutil
+
+    from payload.train import session
+    from payload.train.__main__ import main as train
+    from payload.train.saving import Saving
+
+    folder, *words = argv
+    process, before, find_start = psutil.Process(), [0], session.find_start
+    before_update = Saving.before_update
+
+    def at_start(*given: Any, **named: Any) -> Any:
+        before[0] = process.memory_info().rss
+        return find_start(*given, **named)
+
+    def at_update(saving: Saving) -> None:
+        found = {"before": before[0], "at_update": process.memory_info().rss}
+        path = Path(folder) / f"{os.getpid()}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(found), encoding="utf-8")
+        partial.rename(path)
+        before_update(saving)
+
+    vars(session)["find_start"] = at_start
+    Saving.before_update = at_update  # type: ignore[method-assign]
+    return train(words, os.environ)
+
+
+def _config(case: Case, arguments: argparse.Namespace) -> RunConfig:
+    return parse_run_config(_work(case, arguments).config(case.ranks), where="the benchmark")
+
+
+def _predicted(
+    case: Case, arguments: argparse.Namespace, *, compute_s: float, bytes_per_s: float
+) -> dict[str, Any]:
+    """Return the plan's figures, with the computing time of another mesh of as many ranks."""
+    config = _config(case, arguments)
     spec = PRESETS[case.model].with_sequence_length(config.data.sequence_length)
     dtype: Dtype = "fp32" if config.precision.dtype == "fp32" else "bf16"
-    sent = sent_bytes(config, spec, ranks=case.ranks)
+    # As in a plan: what runs without kernels reaches less of the peak.
+    compute_s *= typical_mfu(kernels=True) / typical_mfu(kernels=config.uses_kernels())
+    network = Network(ranks=case.ranks, bytes_per_s=bytes_per_s)
+    step = run_step_time(config, spec, compute_s=compute_s, network=network)
     return {
         "estimated_bytes": config.memory_bytes(spec, dtype=dtype, world_size=case.ranks),
-        "sent_bytes": sent.total(),
+        "sent_bytes": sent_bytes(config, spec, ranks=case.ranks).total(),
+        "predicted_s": step.total_s(),
     }
 
 
@@ -162,13 +228,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cases = [Case.parse(each) for each in ("tiny:2:replicate", "tiny:2:shard")]
-    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--data", type=Path, default=Path("data/stdlib"), metavar="FOLDER")
     parser.add_argument("--cases", type=Case.parse, nargs="+", default=cases, metavar="CASE")
-    parser.add_argument("--steps", type=int, default=6, metavar="STEPS")
-    parser.add_argument("--micro-batch-size", type=int, default=4, metavar="SEQUENCES")
-    parser.add_argument("--sequence-length", type=int, default=256, metavar="TOKENS")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--threads", type=int, metavar="THREADS", help="of each rank")
+    parser.add_argument("--network", default="loopback", metavar="loopback|hosts:GBIT")
+    parser.add_argument("--steps", type=int, default=3, metavar="STEPS", help="that count")
+    parser.add_argument("--micro-batch-size", type=int, default=2, metavar="SEQUENCES")
+    parser.add_argument("--accumulation", type=int, default=2, metavar="PASSES")
+    parser.add_argument("--sequence-length", type=int, default=128, metavar="TOKENS")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="fp32")
     return parser
 
 

@@ -786,10 +786,10 @@ def _split_contradictions(config: RunConfig) -> list[str]:
         if size > 1
     ]
     setting = " with ".join(names)
-    if distributed.strategy != "replicate":
+    if distributed.strategy == "zero3":
         found.append(
-            f'{setting} goes with distributed.strategy = "replicate" alone. Set it, or leave '
-            "the other out."
+            f'{setting} does not run with distributed.strategy = "zero3": DeepSpeed takes all '
+            'ranks for shards of a whole model. Use strategy = "shard" or "replicate" with it.'
         )
     if config.optimizer.name == "muon":
         found.append(

@@ -6,10 +6,11 @@ its terms, its fit to measurements and its errors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from payload.mesh import Mesh
 from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec
-from payload.models.stages import largest_stage, slowest_share
+from payload.models.stages import largest_stage, outer_weights, slowest_share, stage_weights
 from payload.run_config import DistributedSection, RunConfig
 
 # gloo's all-reduce of 32 MB of fp32 between two ranks over loopback: gradient bytes over time, on
@@ -193,29 +194,45 @@ def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
     all weights twice, and gloo's reduce-scatter, which it takes, is an all-reduce.
     """
     mesh = config.distributed.mesh(ranks)
-    shards, gradients = mesh.shard, gradient_bytes(spec, config.distributed)
+    gradients = gradient_bytes(spec, config.distributed)
     per_pass = config.batch.per_pass(mesh.data_ranks)
     passes = max(1, config.batch.global_batch_size // per_pass)
-    if shards == 1:
-        held = largest_stage(spec, mesh.pipeline) / mesh.tensor
-        tensor = passes * sends_per_byte(mesh.tensor) * _summed_bytes(config, spec)
-        return Sent(
-            replicate=sends_per_byte(mesh.replicate) * gradients * held,
-            shard=0.0,
-            tensor=tensor / mesh.pipeline,
-            pipeline=_passed_bytes(config, spec, passes=passes),
-        )
+    held = largest_stage(spec, mesh.pipeline) / mesh.tensor
+    sums = passes * sends_per_byte(mesh.tensor) * _summed_bytes(config, spec) / mesh.pipeline
+    sent = Sent(
+        replicate=sends_per_byte(mesh.replicate) * gradients * held,
+        shard=0.0,
+        tensor=sums,
+        pipeline=_passed_bytes(config, spec, passes=passes),
+    )
+    if mesh.shard == 1:
+        return sent
     setting = config.rank_setting(
         dtype="fp32" if config.precision.dtype == "fp32" else "bf16", world_size=ranks
     )
-    weights, outer = spec.weight_bytes(setting), spec.outer_elements() * BYTES_PER_WEIGHT
-    gathered = outer + 2 * max(0, weights - outer)
-    others = (shards - 1) / shards
+    weights, others = spec.weight_bytes(setting), (mesh.shard - 1) / mesh.shard
     if config.distributed.strategy == "zero3":
-        return Sent(replicate=0.0, shard=passes * others * 2 * (weights + gradients))
-    return Sent(
-        replicate=passes * sends_per_byte(ranks // shards) * gradients / shards,
-        shard=passes * others * (gathered + gradients),
+        return replace(sent, replicate=0.0, shard=passes * others * 2 * (weights + gradients))
+    return replace(
+        sent,
+        replicate=passes * sent.replicate / mesh.shard,
+        shard=passes * others * (_gathered_bytes(spec, weights, mesh=mesh) + gradients * held),
+    )
+
+
+def _gathered_bytes(spec: ModelSpec, weights: float, *, mesh: Mesh) -> float:
+    """Return the bytes of weights that shards of the largest stage gather in a pass.
+
+    Those of layers are gathered twice, and what belongs to no layer once.
+    """
+    each = zip(stage_weights(spec, mesh.pipeline), outer_weights(spec, mesh.pipeline), strict=True)
+    twice = weights / spec.num_params()
+    return (
+        max(
+            outer * BYTES_PER_WEIGHT + 2 * max(0.0, held * twice - outer * BYTES_PER_WEIGHT)
+            for held, outer in each
+        )
+        / mesh.tensor
     )
 
 

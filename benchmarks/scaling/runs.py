@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.meshes import mesh_settings
 from benchmarks.scaling.hosts import REPO, Hosts
 from benchmarks.scaling.watch import Watched, watch
 from payload.launch.environment import (
@@ -28,6 +29,7 @@ from payload.launch.ranks import Rank
 from payload.models.gpt2 import PRESETS
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import RunPaths
+from payload.run_config import parse_run_config
 from payload.step_time import buckets
 
 _TIMEOUT_S = 900
@@ -49,6 +51,11 @@ class Work:
     connections: int
     steps: int
     """Counted ones; one to warm up comes before."""
+    mesh: str = "replicate"
+    """As `benchmarks.meshes` has it."""
+    program: tuple[str, ...] = ("payload.train",)
+    """The module that a rank runs, and its first words."""
+    python_path: str = str(REPO)
 
     def config(self, ranks: int) -> str:
         """run.toml."""
@@ -58,7 +65,7 @@ class Work:
             "model": {"preset": self.model},
             "batch": {"global_batch_size": batch, "micro_batch_size": self.micro_batch_size},
             "precision": {"dtype": self.dtype},
-            "distributed": {"grad_dtype": self.grad_dtype},
+            "distributed": {"grad_dtype": self.grad_dtype, **self._mesh_settings()},
             "train": {
                 # Ended when its steps are there: its last checkpoint is no part of this.
                 "steps": _MANY_STEPS,
@@ -75,12 +82,17 @@ class Work:
             lines += [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
         return "\n".join(lines) + "\n"
 
+    def _mesh_settings(self) -> dict[str, object]:
+        found = mesh_settings(self.mesh)
+        return {key.removeprefix("distributed."): each for key, each in found.items()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
     """Where ranks run: `alone`, `side-by-side`, `loopback`, `hosts:GBIT`, `exchange:RANKS[:GBIT]`.
 
-    `side-by-side` is two runs of one rank each that have nothing to do with each other.
+    `loopback:RANKS` has more than two of them. `side-by-side` is two runs of one rank each that
+    have nothing to do with each other.
     """
 
     name: str
@@ -98,6 +110,8 @@ class Arrangement:
             return cls(name=name, ranks=int(numbers[0]), gbit_per_s=gbit, exchanges_only=True)
         if kind == "hosts" and len(numbers) == 1:
             return cls(name=name, ranks=2, gbit_per_s=float(numbers[0]))
+        if kind == "loopback" and len(numbers) == 1 and int(numbers[0]) > 1:
+            return cls(name=name, ranks=int(numbers[0]), gbit_per_s=None)
         ranks = {"alone": 1, "side-by-side": 1, "loopback": 2}
         if numbers or kind not in ranks:
             raise ValueError(name)
@@ -118,7 +132,7 @@ def measure(arrangement: Arrangement, work: Work) -> dict[str, Any]:
         elif arrangement.name == "side-by-side":
             found = _train(work, [[0], [1]], hosts=None, folder=Path(folder))
         else:
-            cores = [list(range(arrangement.ranks))]
+            cores = [_cores(arrangement.ranks)]
             found = _train(work, cores, hosts=hosts, folder=Path(folder))
     return {
         "arrangement": arrangement.name,
@@ -147,7 +161,7 @@ def _train(
                 run_dir = folder / f"run-{index}"
                 config = folder / f"run-{index}.toml"
                 config.write_text(work.config(len(cores)), encoding="utf-8")
-                words = ["-m", "payload.train", "--config", str(config), "--run-dir", str(run_dir)]
+                words = ["-m", *work.program, "--config", str(config), "--run-dir", str(run_dir)]
                 process = _start(
                     words, cores, run_dir=run_dir, work=work, hosts=hosts, folder=folder
                 )
@@ -169,7 +183,13 @@ def _train(
         "sync_s": [round(row["sync_time_s"], 4) for row in rows],
         "cpu_s": [round(seconds, 2) for seconds in cpu_s],
         "last_loss": rows[-1]["loss"],
+        "peak_bytes": max(run.peak_bytes for run in watched),
     }
+
+
+def _cores(ranks: int) -> list[int]:
+    """Return the core of each rank; they share some where there are fewer cores."""
+    return [rank % (os.cpu_count() or 1) for rank in range(ranks)]
 
 
 def _exchange(
@@ -179,7 +199,7 @@ def _exchange(
     numbers = [bucket.numbers for bucket in buckets(PRESETS[work.model])]
     asked = {"numbers": numbers, "dtype": work.grad_dtype, "rounds": work.steps}
     words = ["-m", "benchmarks.scaling.exchange", json.dumps(asked)]
-    cores = [rank % (os.cpu_count() or 1) for rank in range(arrangement.ranks)]
+    cores = _cores(arrangement.ranks)
     with _ended() as processes:
         process = _start(words, cores, run_dir=folder, work=work, hosts=hosts, folder=folder)
         processes.append(process)
@@ -211,10 +231,10 @@ def _start(
             port=_PORT_OF_HOSTS if hosts else _free_port(access),
             interfaces=several,
         ),
-        malloc="tuned",
+        malloc=parse_run_config(work.config(len(cores)), where="the benchmark").malloc(),
         tcmalloc=None,
-        oversubscribed=False,
-        python_path=str(REPO),
+        oversubscribed=len(cores) > len(set(cores)),
+        python_path=work.python_path,
     )
     launcher = find("mpirun")
     mpirun = access.executable(launcher)

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -32,6 +33,8 @@ class Watched:
     """Steps, from metrics.jsonl."""
     cpu_s: list[float] = field(default_factory=list)
     """Processor time of rank 0 and all its threads, from its start to the end of each step."""
+    peak_bytes: int = 0
+    """Largest resident set of a rank, as of `kill`."""
 
     def look(self) -> None:
         """Read what is new."""
@@ -48,12 +51,20 @@ class Watched:
         for rank in range(self.ranks):
             progress = read_json(RankProgress, self.paths.rank_progress(rank))
             if progress is not None:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                    self.peak_bytes = max(self.peak_bytes, _peak_bytes(progress.pid))
                     os.kill(progress.pid, signal.SIGKILL)
 
     def step_cpu_s(self) -> list[float]:
         """Processor time of each step but the first."""
         return [after - before for before, after in zip(self.cpu_s, self.cpu_s[1:], strict=False)]
+
+
+def _peak_bytes(pid: int) -> int:
+    """Return the high-water mark of a process's resident set."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    line = next(each for each in status.splitlines() if each.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 def watch(runs: Sequence[Watched], *, steps: int, timeout_s: float) -> bool:

@@ -104,7 +104,10 @@ def _candidates(
     for tensor in divisors(ranks_per_node):
         for stages in divisors(world_size // tensor if world_size % tensor == 0 else 1):
             if tensor * stages > 1 and world_size % (tensor * stages) == 0:
-                yield replace(plain, tensor_parallel=tensor, pipeline_parallel=stages)
+                parts = replace(plain, tensor_parallel=tensor, pipeline_parallel=stages)
+                yield parts
+                for size in divisors(world_size // (tensor * stages))[1:]:
+                    yield replace(parts, strategy="shard", shard_size=size)
 
 
 def _is_possible(config: RunConfig, spec: ModelSpec, world_size: int) -> bool:

@@ -168,15 +168,25 @@ class ModelSpec(ABC):
             return estimate(setting)
         whole = replace(setting, alone=False, accumulates=True)
         activations = estimate(whole) - estimate(replace(whole, micro_batch_size=0))
-        outer, trained = self.outer_elements(), self.num_trainable_params() == self.num_params()
-        layer = (self.num_params() - outer) // max(1, self.num_layers())
+        return PROCESS_BYTES + self._shard_bytes(setting, activations, outer=self.outer_elements())
+
+    def _shard_bytes(
+        self, setting: RankSetting, activations: float, *, outer: float, share: float = 1.0
+    ) -> int:
+        """Estimate what a rank with 1/N of `share` of the weights takes at its peak.
+
+        `outer` of these belong to no layer.
+        """
+        trained = self.num_trainable_params() == self.num_params()
+        layer = (self.num_params() - self.outer_elements()) / max(1, self.num_layers())
+        layer /= setting.tensor
         exchanged = 3 * BYTES_PER_WEIGHT if trained else 0
         inner = outer * (BYTES_PER_WEIGHT + BYTES_PER_WEIGHT * trained)
         inner += layer * (BYTES_PER_WEIGHT + exchanged) + activations
         last = outer * (BYTES_PER_WEIGHT + exchanged)
         state = self.weight_bytes(setting)
         state += self.num_trainable_params() * (BYTES_PER_WEIGHT + BYTES_PER_TRAINABLE)
-        return PROCESS_BYTES + state // setting.shards + max(inner, last)
+        return round(state * share / setting.shards + max(inner, last))
 
     def _part_memory_bytes(
         self, setting: RankSetting, estimate: Callable[[RankSetting], int]
@@ -184,10 +194,11 @@ class ModelSpec(ABC):
         """Estimate the peak of the largest rank, with a part of each layer, some layers, or both.
 
         Of a layer's activations, norms and the residual stream are whole on each tensor rank. A
-        stage keeps the activations of several passes; the last one has the logits.
+        stage keeps the activations of several passes; the last one has the logits. Shards have a
+        part of the state of these.
         """
         # Loaded where it is used: it is about specs.
-        from payload.models.stages import stage_layers, stage_weights
+        from payload.models.stages import outer_weights, stage_layers, stage_weights
 
         whole = replace(setting, tensor=1, stages=1, alone=False)
         empty = estimate(replace(whole, micro_batch_size=0))
@@ -196,15 +207,19 @@ class ModelSpec(ABC):
         layers *= WHOLE_ACTIVATIONS + (1 - WHOLE_ACTIVATIONS) / setting.tensor
         state = (empty - PROCESS_BYTES) / self.num_params() / setting.tensor
         here, weights = stage_layers(self, setting.stages), stage_weights(self, setting.stages)
-        found = []
+        outer = outer_weights(self, setting.stages)
+        found: list[float] = []
         for stage, (numbers, held) in enumerate(zip(here, weights, strict=True)):
             kept = max(1, setting.passes_kept - stage) if setting.stages > 1 else 1
-            is_last = stage == setting.stages - 1
-            found.append(
-                held * state
-                + len(numbers) * kept * layers
-                + (logits / setting.tensor if is_last else 0)
-            )
+            activations = len(numbers) * kept * layers
+            if stage == setting.stages - 1:
+                activations += logits / setting.tensor
+            if setting.shards == 1:
+                found.append(held * state + activations)
+                continue
+            share = held / self.num_params() / setting.tensor
+            here_outer = outer[stage] / setting.tensor
+            found.append(self._shard_bytes(setting, activations, outer=here_outer, share=share))
         return PROCESS_BYTES + round(max(found))
 
     def _logits_bytes(self, setting: RankSetting) -> int:

@@ -52,7 +52,15 @@ def stage_weights(spec: ModelSpec, stages: int) -> list[float]:
     if stages == 1:
         return [float(spec.num_params())]
     of_layer = (spec.num_params() - spec.outer_elements()) / spec.num_layers()
-    found = [len(each) * of_layer for each in stage_layers(spec, stages)]
+    layers, outer = stage_layers(spec, stages), outer_weights(spec, stages)
+    return [len(each) * of_layer + more for each, more in zip(layers, outer, strict=True)]
+
+
+def outer_weights(spec: ModelSpec, stages: int) -> list[float]:
+    """Return the number of each stage's weights that belong to no layer."""
+    if stages == 1:
+        return [float(spec.outer_elements())]
+    found = [0.0] * stages
     found[0] += spec.embedding_size()
     found[-1] += spec.head_rows() * spec.width()
     return found

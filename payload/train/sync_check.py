@@ -98,13 +98,26 @@ def inspect_each(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str | None
 
     Takes one tensor after the other and holds none of them.
     """
-    combined, not_finite = hashlib.sha256(), None
+    digests, not_finite = digest_each(tensors)
+    return digest_of(digests), not_finite
+
+
+def digest_each(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, str], str | None]:
+    """Return each tensor's sha256 by name, and the first name with a NaN or infinity.
+
+    Takes one tensor after the other and holds none of them.
+    """
+    digests, not_finite = {}, None
     with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="sync check") as pool:
         for name, tensor in tensors:
-            digest, bad = _inspect({name: tensor}, pool, hashes=True)
-            combined.update(digest.encode())
+            digests[name], bad = _inspect({name: tensor}, pool, hashes=True)
             not_finite = not_finite or bad
-    return combined.hexdigest(), not_finite
+    return digests, not_finite
+
+
+def digest_of(digests: Mapping[str, str]) -> str:
+    """Return one sha256 over those of several tensors."""
+    return _combined(digests, [digest.encode() for digest in digests.values()])
 
 
 def _difference(

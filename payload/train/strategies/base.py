@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -49,6 +49,21 @@ class Strategy(ABC):
     @abstractmethod
     def wrap(self, model: CausalLM) -> None:
         """Place the model on the ranks, before optimizers and kernels are made for it."""
+
+    def place(self, model: CausalLM) -> None:
+        """Leave this rank what it is to hold of a model that its data ranks have alike.
+
+        For a strategy within another one, in the place of `wrap`.
+        """
+        del model
+
+    def weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight as this rank computes with it, one at a time."""
+        return model.named_parameters()
+
+    def held(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return what this rank has of each weight, by name."""
+        return dict(model.named_parameters())
 
     def parts(self, model: CausalLM) -> dict[str, nn.Parameter] | None:
         """Return what this rank's optimizers train, by name; None = the model's own parameters."""

@@ -148,7 +148,7 @@ class MeshSnapshot(Snapshot):
     def _gather(self, each: _Pending) -> Tensor:
         """Return the whole tensor on rank 0, and send this rank's part of it elsewhere."""
         with torch.no_grad():
-            own = each.own if each.own is None else local(each.own)
+            own = each.own
             if self._rank:
                 if own is not None and own.numel() and self._sends(each.held):
                     dist.send(own.detach().contiguous(), dst=0, group=self._group)
@@ -181,17 +181,6 @@ class MeshSnapshot(Snapshot):
                 dist.recv(rows, src=source, group=self._group)
         if held.split is not None:
             held.split.put(part, whole, index=tensor, size=size)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, which may be FSDP2's."""
-    if type(tensor) in (Tensor, torch.nn.Parameter):
-        return tensor
-    # Loaded where it is used: it takes seconds to import.
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local()
 
 
 def _by_key(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

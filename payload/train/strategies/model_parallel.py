@@ -1,14 +1,15 @@
 """Several ranks make one pass together: each has a part of every layer, or some of the layers.
 
-What is left of the mesh is data parallel: ranks with the same part of the model exchange gradients.
+What is left of the mesh is data parallel: ranks with the same part of the model exchange its
+gradients (`replicate`), or share that part out among themselves (`shard`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -25,16 +26,25 @@ from payload.train.strategies.base import Strategy
 from payload.train.strategies.groups import group_along, group_of_ends
 from payload.train.strategies.mesh_snapshot import Layout, MeshSnapshot
 from payload.train.strategies.replicate import Replicate
-from payload.train.sync_check import RankState, inspect_each, require_equal, require_finite
+from payload.train.sync_check import (
+    RankState,
+    digest_each,
+    digest_of,
+    require_equal,
+    require_finite,
+)
 from payload.train.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MeshState:
-    """What one rank holds after a step."""
+    """What one rank holds after a step: digests of its weights and of its optimizer state.
+
+    The weights are those that the rank computes with; the state is of its shard of them.
+    """
 
     own: RankState
-    """All of it: equal on the ranks of its replicas."""
+    """All of it. Equal on the ranks of its replicas; of these, shards have equal weights."""
     whole: RankState
     """What is not split over tensor ranks: equal on these, too."""
     tied: RankState
@@ -42,15 +52,14 @@ class _MeshState:
 
 
 class ModelParallel(Strategy):
-    """Tensor ranks that compute each layer together, pipeline stages, and replicas of these."""
+    """Tensor ranks that compute each layer together, pipeline stages, and data ranks of these."""
 
     def __init__(self, settings: DistributedSection, world: World) -> None:
         super().__init__(settings, world)
         self._place = self.mesh.place(world.rank)
         timeout_s = settings.timeout_s
         here = (self.mesh, world.rank)
-        replicas = group_along(*here, "replicate", timeout_s=timeout_s)
-        self._data = Replicate(settings, world, group=replicas)
+        self._data = _data_strategy(settings, world)
         self._tensor = TensorRanks(
             group_along(*here, "tensor", timeout_s=timeout_s),
             index=self._place.tensor,
@@ -96,6 +105,7 @@ class ModelParallel(Strategy):
                 module.ranks = self._tensor
         if self.mesh.pipeline > 1:
             self._leave_to_others(model)
+        self._data.place(model)
 
     def _stages(self, model: CausalLM) -> dict[str, int]:
         """Return each parameter's pipeline stage, by its name, and note what is tied."""
@@ -218,40 +228,47 @@ class ModelParallel(Strategy):
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
         """Compare replicas of a part, and over tensor ranks what is not split."""
-        weights: list[tuple[str, Tensor]] = [*optimizers.model.named_parameters()]
-        state, split = optimizers.state_tensors(), self._splits.parts
-        whole = [(name, each) for name, each in weights if name not in split]
-        whole += [pair for pair in state.items() if pair[0].partition(".")[2] not in split]
-        tied = [pair for pair in [*weights, *state.items()] if self._is_tied(pair[0])]
+        weights, bad_weight = digest_each(self._data.weights(optimizers.model))
+        state, bad_state = digest_each(optimizers.state_tensors().items())
+        split = self._splits.parts
+
+        def of(is_wanted: Callable[[str], bool]) -> RankState:
+            chosen = {name: each for name, each in weights.items() if is_wanted(name)}
+            of_state = {name: each for name, each in state.items() if is_wanted(_parameter(name))}
+            return RankState(
+                weights=digest_of(chosen), optimizer=digest_of(of_state), not_finite=None
+            )
+
         found = _MeshState(
-            own=_state([*weights, *state.items()]), whole=_state(whole), tied=_state(tied)
+            own=replace(of(lambda _name: True), not_finite=bad_weight or bad_state),
+            whole=of(lambda name: name not in split),
+            tied=of(lambda name: name == self._tied),
         )
         states = self.world.gather(found, _MeshState)
         owns, wholes = [each.own for each in states], [each.whole for each in states]
         for rank in range(self.mesh.world_size):
-            replicas = self.mesh.along(rank, "replicate")
-            copies = self.mesh.along(rank, "replicate", "tensor")
-            require_equal(wholes, copies, step=step, passed_step=passed_step)
-            require_equal(owns, replicas, step=step, passed_step=passed_step)
             line = self.mesh.along(rank, "pipeline")
             ends = (line[0], line[-1]) if self._tied is not None else (rank,)
-            require_equal([each.tied for each in states], ends, step=step, passed_step=passed_step)
+            for held, peers in (
+                (_weights(wholes), self.mesh.along(rank, "replicate", "shard", "tensor")),
+                (_weights(owns), self.mesh.along(rank, "replicate", "shard")),
+                (wholes, self.mesh.along(rank, "replicate", "tensor")),
+                (owns, self.mesh.along(rank, "replicate")),
+                ([each.tied for each in states], ends),
+            ):
+                require_equal(held, peers, step=step, passed_step=passed_step)
         require_finite(owns, step=step, passed_step=passed_step)
 
     def snapshot(self, model: CausalLM, optimizers: Optimizers) -> MeshSnapshot:
         """Return the parts of a checkpoint's tensors."""
         return MeshSnapshot(
             self._layout,
-            dict(model.named_parameters()),
+            self._data.held(model),
             optimizers.state_tensors(),
             mesh=self.mesh,
             rank=self.world.rank,
             group=self._saving,
         )
-
-    def _is_tied(self, name: str) -> bool:
-        """Say whether a tensor is what is tied, or optimizer state of it."""
-        return self._tied is not None and self._tied in (name, name.partition(".")[2])
 
     def _add_tied(self) -> None:
         """Add up the gradients of the embedding and of the head that it is, on both stages."""
@@ -288,6 +305,24 @@ class ModelParallel(Strategy):
                 yield name, parameter.grad
 
 
-def _state(tensors: list[tuple[str, Tensor]]) -> RankState:
-    digest, not_finite = inspect_each(tensors)
-    return RankState(weights=digest, optimizer="", not_finite=not_finite)
+def _data_strategy(settings: DistributedSection, world: World) -> Strategy:
+    """Return how ranks that have the same part of the model train it."""
+    if settings.strategy == "shard":
+        # Loaded where it is used: FSDP2 takes a second to import.
+        from payload.train.strategies.shard import Shard
+
+        return Shard(settings, world)
+    timeout_s = settings.timeout_s
+    mesh = settings.mesh(world.world_size)
+    replicas = group_along(mesh, world.rank, "replicate", timeout_s=timeout_s)
+    return Replicate(settings, world, group=replicas)
+
+
+def _parameter(of_state: str) -> str:
+    """Return the name of the parameter that a tensor of optimizer state belongs to."""
+    return of_state.partition(".")[2]
+
+
+def _weights(states: Sequence[RankState]) -> list[RankState]:
+    """Return the states without what may differ between shards."""
+    return [replace(each, optimizer="", not_finite=None) for each in states]

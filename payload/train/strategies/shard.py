@@ -9,7 +9,7 @@ plain tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from payload.mesh import Mesh
 from payload.run_config import DistributedSection
 from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM, LayerModule, Placement, trainable
@@ -48,10 +49,10 @@ class Shard(Strategy):
 
     def __init__(self, settings: DistributedSection, world: World) -> None:
         super().__init__(settings, world)
-        self._shards = settings.shards(world.world_size)
-        self._mesh = _mesh(world, shards=self._shards)
+        self._shards = self.mesh.shard
+        self._mesh = _data_mesh(world, self.mesh)
         self._group = self._mesh.get_group("shard")
-        self._saving: dist.ProcessGroup = dist.new_group(list(range(self._shards)))
+        self._saving: dist.ProcessGroup | None = None
         self._waiting = Waiting()
         self._pairs: list[tuple[DTensor, nn.Parameter]] = []
         """Each trained parameter of the model, and this rank's part as the optimizers have it."""
@@ -61,24 +62,36 @@ class Shard(Strategy):
 
         Where all ranks have the weights' files, each reads its part, and nothing is sent.
         """
-        # Gradients that travel as bf16 are rounded for that alone; each rank adds them up in fp32.
-        reduced = torch.bfloat16 if self.settings.grad_dtype == "bf16" else None
-        policy = MixedPrecisionPolicy(reduce_dtype=reduced)
+        self._saving = dist.new_group(list(range(self._shards)))
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
         for module in (*model.layers(), model):
             for parameter in module.parameters():
                 if model.unread is None and not isinstance(parameter, DTensor):
                     dist.broadcast(parameter.detach(), src=0)
-            before, kind = _num_hooks(module), type(module)
-            fully_shard(module, mesh=self._mesh, mp_policy=policy)
-            if isinstance(module, LayerModule):
-                module.placement = Placement(kind, DTensor, _num_hooks(module) - before)
-                register_fsdp_forward_method(module, "computed_by")
-            self._set_collectives(cast(FSDPModule, module))
+            self._share_out(module)
         if model.unread is not None:
             model.load_tensors(LazyTensors(model.unread), where=str(model.unread))
             model.unread = None
+        self._enter_by_hooks(model)
+
+    def place(self, model: CausalLM) -> None:
+        """Leave this rank its part of the weights, which all of its group have alike."""
+        for module in (*model.layers(), model):
+            self._share_out(module)
+        self._enter_by_hooks(model)
+
+    def _share_out(self, module: nn.Module) -> None:
+        # Gradients that travel as bf16 are rounded for that alone; each rank adds them up in fp32.
+        reduced = torch.bfloat16 if self.settings.grad_dtype == "bf16" else None
+        before, kind = _num_hooks(module), type(module)
+        fully_shard(module, mesh=self._mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduced))
+        if isinstance(module, LayerModule):
+            module.placement = Placement(kind, DTensor, _num_hooks(module) - before)
+            register_fsdp_forward_method(module, "computed_by")
+        self._set_collectives(cast(FSDPModule, module))
+
+    def _enter_by_hooks(self, model: CausalLM) -> None:
         for name in _ENTRIES:
             if hasattr(model, name):
                 register_fsdp_forward_method(model, name)
@@ -136,12 +149,28 @@ class Shard(Strategy):
         """Say that all ranks make a pass together: they gather the weights from each other."""
         return True
 
+    def weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight whole, as the ranks of a group gather it, one at a time."""
+        # An evaluation leaves some whole.
+        cast(FSDPModule, model).reshard()
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            with torch.no_grad():
+                yield name, parameter.full_tensor()
+
+    def held(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return this rank's rows of each weight, by name."""
+        cast(FSDPModule, model).reshard()
+        parameters = cast(Iterable[tuple[str, DTensor]], model.named_parameters())
+        with torch.no_grad():
+            return {name: each.to_local() for name, each in parameters}
+
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
         """Compare the weights that each rank gathers, and the optimizer state of replicas.
 
         State that only one rank holds has nothing to be compared with.
         """
-        weights, bad_weight = inspect_each(_gathered(_resharded(optimizers.model)))
+        weights, bad_weight = inspect_each(self.weights(optimizers.model))
         state, bad_state = inspect_each(optimizers.state_tensors().items())
         own = RankState(weights=weights, optimizer=state, not_finite=bad_weight or bad_state)
         states = self.world.gather(own, RankState)
@@ -149,7 +178,8 @@ class Shard(Strategy):
 
     def snapshot(self, model: CausalLM, optimizers: Optimizers) -> ShardSnapshot:
         """Return the parts of a checkpoint's tensors."""
-        _resharded(model)
+        assert self._saving is not None, "wrap() comes first"
+        cast(FSDPModule, model).reshard()
         owners = {part: whole for whole, part in self._pairs}
         names = optimizers.trained()
         state = {
@@ -171,25 +201,17 @@ class Shard(Strategy):
         module.set_custom_reduce_scatter(SumOfParts(self._waiting))  # type: ignore[arg-type]
 
 
-def _mesh(world: World, *, shards: int) -> DeviceMesh:
-    kind, replicas = world.device.type, world.world_size // shards
-    if replicas == 1:
-        return init_device_mesh(kind, (shards,), mesh_dim_names=("shard",))
-    return init_device_mesh(kind, (replicas, shards), mesh_dim_names=("replicate", "shard"))
-
-
-def _resharded(model: nn.Module) -> nn.Module:
-    """Return the model with its parameters in parts: an evaluation leaves some whole."""
-    cast(FSDPModule, model).reshard()
-    return model
-
-
-def _gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter whole, one at a time."""
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
-        with torch.no_grad():
-            yield name, parameter.full_tensor()
+def _data_mesh(world: World, mesh: Mesh) -> DeviceMesh:
+    """Return torch's mesh of the ranks that have this rank's part of the model, or parts of it."""
+    sizes = {
+        "pipeline": mesh.pipeline,
+        "replicate": mesh.replicate,
+        "shard": mesh.shard,
+        "tensor": mesh.tensor,
+    }
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    whole = init_device_mesh(world.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    return whole[tuple(name for name in kept if name in ("replicate", "shard"))]
 
 
 def _as_part(value: Tensor, owner: DTensor) -> Tensor:

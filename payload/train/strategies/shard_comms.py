@@ -49,7 +49,7 @@ class Gather(_Comm):
         """Put the ranks' inputs behind each other into the output; wait for it."""
         del async_op
         began_s = time.perf_counter()
-        dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+        dist.all_gather_single(output_tensor, input_tensor, group=group)
         self._waiting.seconds += time.perf_counter() - began_s
 
 

@@ -152,7 +152,7 @@ class Zero3(Strategy):
             local = part.view(shape[0] // ranks, *shape[1:])
         else:
             whole = part.new_empty(ranks * part.numel())
-            dist.all_gather_into_tensor(whole, part)
+            dist.all_gather_single(whole, part)
             whole = whole[: shape.numel()].view(shape)
             local = rows_of(whole, rank=self.world.rank, ranks=ranks).clone()
         stride = torch.empty(shape, device="meta").stride()

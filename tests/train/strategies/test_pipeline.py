@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 from torch.testing import assert_close
 
 from benchmarks.architecture_cases import CASES, make_folder
 from payload.train.strategies.pipeline import order
-from tests.support.launching import (
-    evaluations,
-    losses,
-    mpirun,
-    rank_env,
-    run,
-    summary,
-    train,
-    train_program,
-)
+from tests.support.launching import losses, summary, train
 from tests.train.alone import train_alone
-from tests.train.strategies.runs import first_half, norms, tensors
+from tests.train.strategies.runs import (
+    SIZES,
+    error_of_spoiled,
+    first_half,
+    norms,
+    require_bitwise_resume,
+    require_equal_runs,
+    require_same_layout,
+    tensors,
+)
+from tests.train.strategies.runs import STEPS as BASE_STEPS
 
 pytestmark = pytest.mark.ranks
 
 PIPELINE = "distributed.pipeline_parallel=2"
-STEPS = ("schedule.warmup_steps=0", "train.steps=6", "train.checkpoint_every=3", "model.n_layer=3")
+STEPS = (*BASE_STEPS, "model.n_layer=3")
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +45,6 @@ def stages(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
     return folder
 
 
-def require_equal_runs(ours: Path, theirs: Path) -> None:
-    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-6)
-    assert evaluations(ours) == pytest.approx(evaluations(theirs), rel=1e-6)
-    assert norms(ours) == pytest.approx(norms(theirs), rel=1e-5)
-    assert summary(ours)["ranks_identical"] is True
-
-
 def test_two_stages_train_and_evaluate_as_one_rank_does(alone: Path, stages: Path) -> None:
     require_equal_runs(stages, alone)
 
@@ -68,11 +60,8 @@ def test_their_checkpoint_has_the_tensors_of_any_other(alone: Path, stages: Path
 def test_a_resume_on_the_same_stages_is_bitwise(
     tmp_path: Path, tiny_config: Path, stages: Path
 ) -> None:
-    half = first_half(stages, tmp_path / "half")
-    train(half, tiny_config, PIPELINE, *STEPS, num_ranks=2)
-    assert losses(half) == losses(stages)
-    ours, theirs = tensors(half, step=6), tensors(stages, step=6)
-    assert all(torch.equal(each, theirs[name]) for name, each in ours.items())
+    settings = (PIPELINE, *STEPS)
+    require_bitwise_resume(stages, tmp_path / "half", tiny_config, *settings, num_ranks=2)
 
 
 def test_one_rank_goes_on_from_their_checkpoint(
@@ -98,10 +87,7 @@ def test_stages_go_on_from_the_checkpoint_of_one_rank(
     half = first_half(alone, tmp_path / "half")
     train(half, tiny_config, *settings, *STEPS, num_ranks=ranks)
     require_equal_runs(half, alone)
-    ours, theirs = tensors(half, step=6), tensors(alone, step=6)
-    assert {name: each.shape for name, each in ours.items()} == {
-        name: each.shape for name, each in theirs.items()
-    }
+    require_same_layout(half, alone)
 
 
 def test_the_kernels_run_a_stages_layers(tmp_path: Path, tiny_config: Path) -> None:
@@ -124,8 +110,7 @@ def test_a_decoder_is_in_stages(
     tmp_path: Path, tiny_config: Path, name: str, extra: tuple[str, ...]
 ) -> None:
     make_folder({**CASES[name], "vocab_size": 600}, tmp_path / "base")
-    sizes = (f"model.{key}=none" for key in ("n_layer", "n_head", "n_embd"))
-    words = (*STEPS, *sizes, f"model.init={tmp_path / 'base'}", "optimizer.lr=1e-4", *extra)
+    words = (*STEPS, *SIZES, f"model.init={tmp_path / 'base'}", "optimizer.lr=1e-4", *extra)
     train_alone(tmp_path / "alone", tiny_config, *words)
     train(tmp_path / "two", tiny_config, PIPELINE, *words, num_ranks=2)
     close = 1e-4 if "precision.dtype=bf16" in extra else 1e-6
@@ -137,35 +122,9 @@ def test_a_decoder_is_in_stages(
 def test_a_head_that_is_not_the_embedding_any_more_stops_the_run(
     tmp_path: Path, tiny_config: Path
 ) -> None:
-    program = tmp_path / "spoil.py"
-    program.write_text(_SPOIL_RANK_1, encoding="utf-8")
-    words = train_program(tmp_path / "run", tiny_config, PIPELINE, *STEPS)[2:]
-    result = run(mpirun(2, str(program), *words), env=rank_env())
-    assert result.returncode == 40, result.stderr
-    record = json.loads((tmp_path / "run" / "exits" / "rank_0000.json").read_text())
-    assert "after step 3 the ranks do not hold one model" in record["error"]
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-# A bit flips in the head of the last stage, as broken RAM would do it.
-_SPOIL_RANK_1 = """
-import os, sys
-import torch
-from payload.train import trainer
-from payload.train.__main__ import main
-
-step = trainer.Trainer._train_step
-
-def spoiled(self):
-    stopping = step(self)
-    if self._parts.world.rank == 1 and self._step == 2:
-        with torch.no_grad():
-            self._parts.optimizers.trained()["wte.weight"][5, 5] += 1e-6
-    return stopping
-
-trainer.Trainer._train_step = spoiled
-sys.exit(main(sys.argv[1:], os.environ))
-"""
+    of_rank = {"num_ranks": 2, "rank": 1, "parameter": "wte.weight"}
+    error = error_of_spoiled(tmp_path, tiny_config, PIPELINE, *STEPS, **of_rank)  # type: ignore[arg-type]
+    assert "after step 3 the ranks do not hold one model" in error
 
 
 def test_1f1b_keeps_as_many_passes_as_stages_follow() -> None:

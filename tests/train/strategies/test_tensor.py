@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,26 +11,24 @@ from torch.testing import assert_close
 from benchmarks.architecture_cases import CASES, make_folder
 from payload.train.models.split import Split
 from payload.train.weights import save_hf
-from tests.support.launching import (
-    evaluations,
-    losses,
-    mpirun,
-    rank_env,
-    run,
-    summary,
-    train,
-    train_program,
-)
+from tests.support.launching import losses, summary, train
 from tests.train.alone import train_alone
-from tests.train.strategies.runs import first_half, norms, tensors
+from tests.train.strategies.runs import (
+    SIZES,
+    STEPS,
+    error_of_spoiled,
+    first_half,
+    norms,
+    require_bitwise_resume,
+    require_equal_runs,
+    tensors,
+)
 from tests.train.test_model import make_model
 
 pytestmark = pytest.mark.ranks
 
 TENSOR = "distributed.tensor_parallel=2"
-STEPS = ("schedule.warmup_steps=0", "train.steps=6", "train.checkpoint_every=3")
 WITH_REPLICAS = (TENSOR, "batch.micro_batch_size=1")
-SIZES = tuple(f"model.{name}=none" for name in ("n_layer", "n_head", "n_embd"))
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +62,7 @@ def halves(
 def test_two_halves_of_each_layer_train_and_evaluate_as_one_rank_does(
     alone: Path, halves: Path
 ) -> None:
-    assert losses(halves) == pytest.approx(losses(alone), rel=1e-6)
-    assert evaluations(halves) == pytest.approx(evaluations(alone), rel=1e-6)
-    assert norms(halves) == pytest.approx(norms(alone), rel=1e-5)
-    assert summary(halves)["ranks_identical"] is True
+    require_equal_runs(halves, alone)
 
 
 def test_their_checkpoint_has_the_tensors_of_any_other(alone: Path, halves: Path) -> None:
@@ -85,11 +79,8 @@ def test_their_checkpoint_has_the_tensors_of_any_other(alone: Path, halves: Path
 def test_a_resume_on_the_same_ranks_is_bitwise(
     tmp_path: Path, tiny_config: Path, settings: tuple[str, ...], halves: Path
 ) -> None:
-    half = first_half(halves, tmp_path / "half")
-    train(half, tiny_config, TENSOR, *settings, num_ranks=2)
-    assert losses(half) == losses(halves)
-    ours, theirs = tensors(half, step=6), tensors(halves, step=6)
-    assert all(torch.equal(each, theirs[name]) for name, each in ours.items())
+    words = (TENSOR, *settings)
+    require_bitwise_resume(halves, tmp_path / "half", tiny_config, *words, num_ranks=2)
 
 
 def test_one_rank_goes_on_from_their_checkpoint(
@@ -105,9 +96,7 @@ def test_two_pairs_go_on_from_the_checkpoint_of_one_rank(
 ) -> None:
     half = first_half(alone, tmp_path / "half")
     train(half, tiny_config, *WITH_REPLICAS, *settings, num_ranks=4)
-    assert losses(half) == pytest.approx(losses(alone), rel=1e-6)
-    assert norms(half) == pytest.approx(norms(alone), rel=1e-5)
-    assert summary(half)["ranks_identical"] is True
+    require_equal_runs(half, alone)
 
 
 def test_the_kernels_run_a_part_of_each_layer(
@@ -152,35 +141,9 @@ def test_dropout_masks_the_residual_stream_alike_on_both_ranks(
 
 
 def test_a_norm_that_differs_on_one_rank_stops_the_run(tmp_path: Path, tiny_config: Path) -> None:
-    program = tmp_path / "spoil.py"
-    program.write_text(_SPOIL_RANK_1, encoding="utf-8")
-    words = train_program(tmp_path / "run", tiny_config, TENSOR, *STEPS)[2:]
-    result = run(mpirun(2, str(program), *words), env=rank_env())
-    assert result.returncode == 40, result.stderr
-    record = json.loads((tmp_path / "run" / "exits" / "rank_0000.json").read_text())
-    assert "after step 3 the ranks do not hold one model" in record["error"]
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-# A bit flips in what both ranks hold, as broken RAM would do it.
-_SPOIL_RANK_1 = """
-import os, sys
-import torch
-from payload.train import trainer
-from payload.train.__main__ import main
-
-step = trainer.Trainer._train_step
-
-def spoiled(self):
-    stopping = step(self)
-    if self._parts.world.rank == 1 and self._step == 2:
-        with torch.no_grad():
-            self._parts.optimizers.trained()["h.0.ln_1.weight"][5] += 1e-6
-    return stopping
-
-trainer.Trainer._train_step = spoiled
-sys.exit(main(sys.argv[1:], os.environ))
-"""
+    of_rank = {"num_ranks": 2, "rank": 1, "parameter": "h.0.ln_1.weight"}
+    error = error_of_spoiled(tmp_path, tiny_config, TENSOR, *STEPS, **of_rank)  # type: ignore[arg-type]
+    assert "after step 3 the ranks do not hold one model" in error
 
 
 def test_parts_of_sections_come_together_again() -> None:

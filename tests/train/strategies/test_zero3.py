@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from torch import allclose, equal
+from torch import allclose
 
 from payload.engines import require_packages_here
 from payload.errors import ConfigError
@@ -18,51 +16,30 @@ from payload.results import RunPaths
 from payload.run_config import DistributedSection, EngineSection, parse_run_config
 from payload.train.engine import require_strategy
 from payload.train.weights import save_hf
-from tests.support.launching import (
-    REPO,
-    evaluations,
-    losses,
-    metrics,
-    mpirun,
-    rank_env,
-    run,
-    summary,
-    train,
-    train_program,
-)
+from tests.support.launching import losses, train
 from tests.train.alone import train_alone
-from tests.train.strategies.deepspeed_folder import deepspeed_folder
+from tests.train.strategies.runs import (
+    SIZES,
+    STEPS,
+    ZERO3,
+    first_half,
+    norms,
+    require_bitwise_resume,
+    require_equal_runs,
+    require_same_layout,
+    tensors,
+    train_ranks,
+)
 from tests.train.test_model import make_model
 
 ranks = pytest.mark.ranks
-
-ZERO3 = "distributed.strategy=zero3"
-STEPS = ("schedule.warmup_steps=0", "train.steps=6", "train.checkpoint_every=3")
-NAMES = ("model.safetensors", "optimizer.safetensors")
-
-
-def train_zero3(folder: Path, config: Path, *overrides: str, num_ranks: int = 2) -> str:
-    """Train and return what was said; DeepSpeed is not in the environment of the tests."""
-    path = os.pathsep.join((str(REPO), str(deepspeed_folder())))
-    program = train_program(folder, config, ZERO3, *overrides)
-    result = run(mpirun(num_ranks, *program), env=rank_env(PYTHONPATH=path))
-    assert result.returncode == 0, result.stderr + result.stdout
-    return result.stderr + result.stdout
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
-    """The run of one rank, which holds everything."""
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    train_alone(folder, tiny_config, *STEPS)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def zero3(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
     """The same by DeepSpeed on two ranks; not to be changed."""
     folder = tmp_path_factory.mktemp("zero3") / "run"
-    said = train_zero3(folder, tiny_config, *STEPS)
+    said = train_ranks(folder, tiny_config, ZERO3, *STEPS, num_ranks=2)
     assert "DeepSpeed gathers weights for modules alone" in said
     assert "Warning" not in said and "WARNING" not in said
     return folder
@@ -70,10 +47,7 @@ def zero3(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
 
 @ranks
 def test_two_halves_train_and_evaluate_as_one_rank_does(alone: Path, zero3: Path) -> None:
-    assert losses(zero3) == pytest.approx(losses(alone), rel=1e-6)
-    assert evaluations(zero3) == pytest.approx(evaluations(alone), rel=1e-6)
-    assert norms(zero3) == pytest.approx(norms(alone), rel=1e-6)
-    assert summary(zero3)["ranks_identical"] is True
+    require_equal_runs(zero3, alone)
     stage = json.loads((zero3 / "deepspeed.json").read_text())["zero_optimization"]["stage"]
     assert stage == 3
 
@@ -82,25 +56,19 @@ def test_two_halves_train_and_evaluate_as_one_rank_does(alone: Path, zero3: Path
 def test_a_checkpoint_has_the_layout_and_nearly_the_numbers_of_any_other(
     alone: Path, zero3: Path
 ) -> None:
-    for name in NAMES:
-        ours, theirs = (load_file(RunPaths(each).checkpoint(6) / name) for each in (zero3, alone))
-        assert {key: (each.shape, each.dtype) for key, each in ours.items()} == {
-            key: (each.shape, each.dtype) for key, each in theirs.items()
-        }
-        assert all(allclose(ours[key], theirs[key], atol=2e-5) for key in ours)
+    require_same_layout(zero3, alone)
+    theirs = tensors(alone, step=6)
+    assert all(
+        allclose(each, theirs[name], atol=2e-5) for name, each in tensors(zero3, step=6).items()
+    )
 
 
 @ranks
 def test_a_resume_on_the_same_ranks_is_bitwise(
     tmp_path: Path, tiny_config: Path, zero3: Path
 ) -> None:
-    half = first_half(zero3, tmp_path / "half")
-    train_zero3(half, tiny_config, *STEPS)
-    assert losses(half) == losses(zero3)
-    for name in NAMES:
-        ours, theirs = (load_file(RunPaths(each).checkpoint(6) / name) for each in (half, zero3))
-        assert ours.keys() == theirs.keys()
-        assert all(equal(ours[key], theirs[key]) for key in ours)
+    settings = (ZERO3, *STEPS)
+    require_bitwise_resume(zero3, tmp_path / "half", tiny_config, *settings, num_ranks=2)
 
 
 @ranks
@@ -119,7 +87,7 @@ def test_four_ranks_go_on_from_the_checkpoint_of_one(
     tmp_path: Path, tiny_config: Path, alone: Path
 ) -> None:
     half = first_half(alone, tmp_path / "half")
-    train_zero3(half, tiny_config, *STEPS, num_ranks=4)
+    train_ranks(half, tiny_config, ZERO3, *STEPS, num_ranks=4)
     assert losses(half) == pytest.approx(losses(alone), rel=1e-6)
 
 
@@ -132,12 +100,12 @@ def test_an_adapter_is_trained_beside_a_base_in_uneven_parts(
     settings = (
         *STEPS,
         f"model.init={tmp_path / 'base'}",
-        *(f"model.{name}=none" for name in ("n_layer", "n_head", "n_embd")),
+        *SIZES,
         *("adapter.kind=lora", "adapter.rank=4", "batch.global_batch_size=6"),
         "memory.activation_checkpointing=on",
     )
     train_alone(tmp_path / "alone", tiny_config, *settings)
-    train_zero3(tmp_path / "three", tiny_config, *settings, num_ranks=3)
+    train_ranks(tmp_path / "three", tiny_config, ZERO3, *settings, num_ranks=3)
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
     assert norms(tmp_path / "three") == pytest.approx(norms(tmp_path / "alone"), rel=1e-5)
     ours, theirs = (
@@ -152,7 +120,7 @@ def test_an_adapter_is_trained_beside_a_base_in_uneven_parts(
 def test_bf16_has_the_losses_of_shards_without_kernels(tmp_path: Path, tiny_config: Path) -> None:
     bf16 = (*STEPS, "precision.dtype=bf16", "train.steps=3", "engine.kernels=off")
     train(tmp_path / "shard", tiny_config, "distributed.strategy=shard", *bf16, num_ranks=2)
-    train_zero3(tmp_path / "zero3", tiny_config, *bf16)
+    train_ranks(tmp_path / "zero3", tiny_config, ZERO3, *bf16, num_ranks=2)
     assert losses(tmp_path / "zero3") == pytest.approx(losses(tmp_path / "shard"), rel=1e-6)
 
 
@@ -183,14 +151,3 @@ def test_without_the_package_the_line_that_installs_it_is_said(
     assert refused.value.exit_code == 10
     with pytest.raises(ConfigError, match="needs deepspeed"):
         require_packages_here(EngineSection(), settings, quantize="none")
-
-
-def norms(run_dir: Path) -> list[float]:
-    return [row["grad_norm"] for row in metrics(run_dir) if "loss" in row]
-
-
-def first_half(whole: Path, folder: Path) -> Path:
-    """A copy of the run that has only its checkpoint of step 3."""
-    shutil.copytree(whole, folder)
-    shutil.rmtree(RunPaths(folder).checkpoint(6))
-    return folder
