@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from payload.errors import ConfigError
-from payload.run_config import DistributedSection, EngineSection, Quantize
+from payload.run_config import DistributedSection, EngineSection, RunConfig
 
 IPEX_MODULE = "intel_extension_for_pytorch"
 IPEX_INSTALL = (
@@ -51,10 +51,14 @@ def require_compiler(settings: EngineSection) -> None:
         )
 
 
-def require_packages_here(
-    engine: EngineSection, distributed: DistributedSection, *, quantize: Quantize
-) -> None:
-    """Raise ConfigError, with what installs it, for a package that this environment lacks."""
+def require_means_here(config: RunConfig) -> None:
+    """Raise ConfigError, with what to do, for a package or device that this machine lacks."""
+    if config.device.kind == "cuda" and not has_nvidia_device():
+        raise ConfigError(
+            "device.kind = 'cuda': this machine has no CUDA device. Install its driver, or use "
+            "device.kind = 'cpu'."
+        )
+    engine, distributed, quantize = config.engine, config.distributed, config.model.quantize
     require_known_backend(distributed)
     require_compiler(engine)
     if engine.kind == "ipex" and importlib.util.find_spec(IPEX_MODULE) is None:

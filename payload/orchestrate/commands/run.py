@@ -105,9 +105,9 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     except DataError as error:
         vocab_size = None
         talk.print(f"note: a run would stop here: {error}")
+    if site.uses_this_environment:
+        site.check(config, access.environment())
     try:
-        if site.uses_this_environment:
-            site.check(config, access.environment())
         config = _settle(config, site, vocab_size=vocab_size, talk=talk)
     except ConfigError as error:
         require_known_sizes(config)

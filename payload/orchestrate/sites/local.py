@@ -22,7 +22,7 @@ from rich.console import Console
 
 import payload
 from payload.checkpoint_files import require_room
-from payload.engines import require_packages_here
+from payload.engines import require_means_here
 from payload.errors import ExitCode, PreflightError, RankLostError, UsageError
 from payload.hints import run_command
 from payload.inventory import RANK_PORTS, Node
@@ -246,8 +246,8 @@ class Local(InventorySite):
         self._access = access
 
     def check(self, config: RunConfig, env: Mapping[str, str]) -> None:
-        """Raise ConfigError for a setting whose packages are not installed here."""
-        require_packages_here(config.engine, config.distributed, quantize=config.model.quantize)
+        """Raise ConfigError for a setting whose packages or device this machine lacks."""
+        require_means_here(config)
 
     def plan(self, paths: RunPaths, config: RunConfig, *, vocab_size: int | None) -> PlannedRun:
         """Return the plan of a run that is not started."""

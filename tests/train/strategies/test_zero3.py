@@ -10,10 +10,10 @@ import pytest
 from safetensors.torch import load_file
 from torch import allclose
 
-from payload.engines import require_packages_here
+from payload.engines import require_means_here
 from payload.errors import ConfigError
 from payload.results import RunPaths
-from payload.run_config import DistributedSection, EngineSection, parse_run_config
+from payload.run_config import DistributedSection, RunConfig, parse_run_config
 from payload.train.engine import require_strategy
 from payload.train.weights import save_hf
 from tests.support.launching import losses, train
@@ -150,4 +150,4 @@ def test_without_the_package_the_line_that_installs_it_is_said(
         require_strategy(settings)
     assert refused.value.exit_code == 10
     with pytest.raises(ConfigError, match="needs deepspeed"):
-        require_packages_here(EngineSection(), settings, quantize="none")
+        require_means_here(RunConfig(distributed=settings))
