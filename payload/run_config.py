@@ -332,13 +332,14 @@ class DistributedSection:
     gradients and optimizer state, and a layer's weights are gathered for its passes (FSDP2).
     `zero3`: the same by DeepSpeed's ZeRO stage 3; needs the extra `deepspeed`."""
     shard_size: int | None = setting(None, low=1, high=2**20)
-    """shard: ranks that hold one model together; gradients are averaged over such groups. none =
-    all ranks."""
+    """shard: ranks that share out one model, or one part of it; gradients are averaged over such
+    groups. none = all that have it."""
     tensor_parallel: int = setting(1, low=1, high=2**10)
     """Ranks that compute each layer together, on the same data: each has a part of its heads, of
     its MLP and of the vocabulary. They share a node."""
     pipeline_parallel: int = setting(1, low=1, high=2**10)
-    """Stages, each with some of the layers. What is left of the ranks is data parallel."""
+    """Stages, each with some of the layers. What is left of the ranks is data parallel: replicas,
+    or shards with `strategy = "shard"`."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of a stage's passes. `1f1b`: backward passes begin early, and a stage keeps the
     activations of as many passes as stages follow. `gpipe`: all forward passes come first."""

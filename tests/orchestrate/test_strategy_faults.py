@@ -1,0 +1,87 @@
+"""Ranks that hold a model together, and one of them is killed or stopped, or all lose power."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from payload.checkpoint_files import checkpoint_folders, manifest_problems, partial_checkpoints
+from payload.errors import ExitCode
+from payload.orchestrate.__main__ import main
+from payload.results import RunPaths
+from payload.supervise.processes import processes_of
+from tests.orchestrate.test_trainer import TIMEOUT_S, start
+from tests.supervise.planned import wait_for_steps
+
+pytestmark = pytest.mark.ranks
+
+SHARD = ("distributed.strategy=shard",)
+PIPELINE = ("distributed.pipeline_parallel=2", "model.n_layer=2")
+ENDLESS = ("train.steps=100000", "train.checkpoint_every=0", "limits.max_restarts=0")
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "said"),
+    [
+        (signal.SIGKILL, ExitCode.RANK_LOST, "was killed by signal 9 (SIGKILL)"),
+        (signal.SIGSTOP, ExitCode.HANG, "stopped by a signal: rank 1 on"),
+    ],
+    ids=["killed", "stopped"],
+)
+@pytest.mark.parametrize("settings", [SHARD, PIPELINE], ids=["shard", "pipeline"])
+def test_a_rank_that_is_killed_or_stopped_is_named(
+    tmp_path: Path, settings: tuple[str, ...], fault: signal.Signals, code: ExitCode, said: str
+) -> None:
+    process = start(tmp_path, *settings, *ENDLESS, "limits.hang_timeout_s=3")
+    paths = RunPaths(tmp_path / "runs" / "one")
+    pids = wait_for_steps(paths, step=3, timeout_s=TIMEOUT_S)
+    os.kill(pids[1], fault)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == code, err
+    assert said in err
+    assert not processes_of(paths.root)
+
+
+@pytest.mark.parametrize("settings", [SHARD, PIPELINE], ids=["shard", "pipeline"])
+def test_ranks_that_die_while_they_write_a_checkpoint_go_on_bitwise_from_the_one_before(
+    tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    steps = ("train.steps=8", "train.checkpoint_every=2", "limits.max_restarts=0")
+    (tmp_path / "whole").mkdir()
+    whole = start(tmp_path / "whole", *settings, *steps)
+    assert whole.wait(TIMEOUT_S) == 0
+    process = start(tmp_path, *settings, *steps)
+    paths = RunPaths(tmp_path / "runs" / "one")
+    pids = wait_for_steps(paths, step=1, timeout_s=TIMEOUT_S)
+    written = _partial_beside_a_whole_one(paths)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == ExitCode.RANK_LOST, err
+    assert "was killed by signal 9 (SIGKILL)" in err
+    left = checkpoint_folders(paths.checkpoints)
+    assert left and written not in [each.name for each in left]
+    assert not any(map(manifest_problems, left))
+    words = ["run", "--resume", "one", "--inventory", "local", "--runs-dir", str(tmp_path / "runs")]
+    assert main(words, os.environ) == ExitCode.OK
+    ours, theirs = (
+        load_file(each.checkpoint(8) / "model.safetensors")
+        for each in (paths, RunPaths(tmp_path / "whole" / "runs" / "one"))
+    )
+    assert all(torch.equal(each, theirs[name]) for name, each in ours.items())
+
+
+def _partial_beside_a_whole_one(paths: RunPaths) -> str:
+    """Wait until a checkpoint is being written and there is one before it; return its name."""
+    ends_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < ends_s:
+        partial = partial_checkpoints(paths.checkpoints)
+        if partial and checkpoint_folders(paths.checkpoints):
+            return partial[0].name.partition(".")[0]
+    raise AssertionError("no checkpoint was seen while it was written")
