@@ -232,7 +232,9 @@ def _largest_difference(ours: Path, theirs: Path, key: str) -> float:
         [row[key] for row in read_metrics(RunPaths(each).metrics) if key in row]
         for each in (ours, theirs)
     )
-    return max(abs(one - other) / abs(other) for one, other in zip(found, wanted, strict=True))
+    return float(
+        max(abs(one - other) / abs(other) for one, other in zip(found, wanted, strict=True))
+    )
 
 
 def _print(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -11,11 +11,11 @@ ranks make one together. With `--network hosts:GBIT` each of two ranks is on a h
 network namespace whose cable has that rate (root alone).
 
 The step is the median after the first one. Its prediction has the computing time of the first case
-of as many ranks (`replicate`: its step less its wait) and the all-reduce between as many ranks that
-is measured before. The peak is that of the largest rank (resident set, high-water mark), the
-estimate of it the plan's. States are what a rank has when an update begins, less what it had before
-there was a model: weights, gradients, optimizer state. A table goes to stderr, one JSON object to
-stdout.
+of as many ranks (`replicate`: its step less its wait and its update) and the all-reduce between as
+many ranks that is measured before. The peak is that of the largest rank (resident set, high-water
+mark), the estimate of it the plan's. States are what a rank has when an update begins, less what it
+had before there was a model: weights, gradients, optimizer state. A table goes to stderr, one JSON
+object to stdout.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from benchmarks.tables import Table
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import Dtype, typical_mfu
 from payload.run_config import RunConfig, parse_run_config
-from payload.step_time import Network, run_step_time, sends_per_byte, sent_bytes
+from payload.step_time import Network, run_step_time, sends_per_byte, sent_bytes, update_s
 
 _FIRST_WORD = "--as-rank"
 
@@ -80,7 +80,9 @@ def main(argv: Sequence[str]) -> int:
         if case.ranks not in rates:
             rates[case.ranks] = _rate(case, arguments)
         row = _measure(case, arguments)
-        computing.setdefault(case.ranks, row["step_s"] - row["sync_s"])
+        if case.ranks not in computing:
+            spec, mesh = PRESETS[case.model], _config(case, arguments).distributed.mesh(case.ranks)
+            computing[case.ranks] = row["step_s"] - row["sync_s"] - update_s(spec, mesh)
         row |= _predicted(
             case, arguments, compute_s=computing[case.ranks], bytes_per_s=rates[case.ranks]
         )
@@ -177,9 +179,10 @@ def _train_as_rank(argv: Sequence[str]) -> int:
     from payload.train import session
     from payload.train.__main__ import main as train
     from payload.train.saving import Saving
+    from payload.train.setup import find_start
 
     folder, *words = argv
-    process, before, find_start = psutil.Process(), [0], session.find_start
+    process, before = psutil.Process(), [0]
     before_update = Saving.before_update
 
     def at_start(*given: Any, **named: Any) -> Any:
@@ -195,7 +198,7 @@ def _train_as_rank(argv: Sequence[str]) -> int:
         before_update(saving)
 
     vars(session)["find_start"] = at_start
-    Saving.before_update = at_update  # type: ignore[method-assign]
+    Saving.before_update = at_update  # type: ignore[method-assign, assignment]
     return train(words, os.environ)
 
 

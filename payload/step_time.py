@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from payload.mesh import Mesh
-from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec
+from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec, typical_mfu
 from payload.models.stages import largest_stage, outer_weights, slowest_share, stage_weights
 from payload.run_config import DistributedSection, RunConfig
 
 # gloo's all-reduce of 32 MB of fp32 between two ranks over loopback: gradient bytes over time, on
 # two busy cores of the development machine; torchft PR #199 has 15-19 Gbit/s for 4-40 MB.
 LOOPBACK_BYTES_PER_S = 1.5e9
+
+UPDATE_S_PER_WEIGHT = 2.4e-9
+"""AdamW's update by one rank, clipping included: it reads and writes 28 bytes for each weight."""
 
 BACKWARD_SHARE = 2 / 3
 """Of a pass: for every product of the forward pass, the backward pass has two."""
@@ -73,10 +76,12 @@ class StepTime:
     """What of it comes after the backward pass: the step waits for it."""
     busy_s: float
     """Computing that the exchange delays while it is hidden."""
+    update_s: float = 0.0
+    """The optimizer's update of what the rank holds, where it is counted apart."""
 
     def total_s(self) -> float:
         """The whole step."""
-        return self.compute_s + self.exposed_s + self.busy_s
+        return self.compute_s + self.exposed_s + self.busy_s + self.update_s
 
     def efficiency(self) -> float:
         """Of weak scaling: a rank's step without the others, over its step with them."""
@@ -275,13 +280,38 @@ def _waiting_step_time(
     exchange_s = (sent.replicate + sent.shard) / network.bytes_per_s
     exchange_s += sent.tensor / within_node + sent.pipeline / network.bytes_per_s
     mesh = config.distributed.mesh(network.ranks)
+    compute_s *= _share_of_computing(config, spec, mesh)
+    return StepTime(
+        compute_s=compute_s,
+        exchange_s=exchange_s,
+        exposed_s=exchange_s,
+        busy_s=0.0,
+        update_s=update_s(spec, mesh),
+    )
+
+
+def update_s(spec: ModelSpec, mesh: Mesh) -> float:
+    """Return how long the rank with the most weights updates them."""
+    held = largest_stage(spec, mesh.pipeline) / (mesh.tensor * mesh.shard)
+    return UPDATE_S_PER_WEIGHT * spec.num_trainable_params() * held
+
+
+def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float:
+    """Return the computing of the slowest rank, waits for others included, over an even share.
+
+    Tensor ranks run the head without kernels. The slowest stage sets the pace of a pipeline, and
+    each waits for it to fill and to empty.
+    """
+    found = 1.0
+    if mesh.tensor > 1 and config.uses_kernels():
+        head = 6 * spec.head_rows() * spec.width() / spec.flops_per_token()
+        found += head * (typical_mfu(kernels=True) / typical_mfu(kernels=False) - 1)
     if mesh.pipeline > 1:
         per_pass = config.batch.per_pass(mesh.data_ranks)
         passes = max(1, config.batch.global_batch_size // per_pass)
-        # The slowest stage sets the pace, and each waits for the pipeline to fill and to empty.
         slowest = slowest_share(spec, mesh.pipeline) * mesh.pipeline
-        compute_s *= slowest * (passes + mesh.pipeline - 1) / passes
-    return StepTime(compute_s=compute_s, exchange_s=exchange_s, exposed_s=exchange_s, busy_s=0.0)
+        found *= slowest * (passes + mesh.pipeline - 1) / passes
+    return found
 
 
 def run_step_time(
@@ -293,7 +323,7 @@ def run_step_time(
     per_pass = config.batch.per_pass(network.ranks)
     # A prediction, also for ranks that are not the run's: preflight's on this machine, or with the
     # defaults. Whether a batch divides is `grad_accum_steps`'s to say.
-    return step_time(
+    found = step_time(
         spec,
         compute_s=compute_s,
         accumulation=max(1, config.batch.global_batch_size // per_pass),
@@ -301,3 +331,4 @@ def run_step_time(
         network=network,
         tokens=per_pass * config.data.sequence_length if config.engine.wants_kernels() else None,
     )
+    return replace(found, update_s=update_s(spec, config.distributed.mesh(network.ranks)))

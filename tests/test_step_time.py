@@ -13,6 +13,7 @@ from payload.models.gpt2 import PRESETS, Gpt2Spec
 from payload.run_config import parse_run_config
 from payload.step_time import (
     BACKWARD_SHARE,
+    UPDATE_S_PER_WEIGHT,
     Network,
     StepTime,
     buckets,
@@ -125,9 +126,10 @@ def test_a_run_s_passes_are_those_of_its_batch_on_these_ranks() -> None:
         where="test",
     )
     network = Network(ranks=2, bytes_per_s=1.25e8)
-    assert run_step_time(config, GPT2, compute_s=12.0, network=network) == of_gpt2(
-        gbit_per_s=1.0, number=2, tokens=8 * 1024
-    )
+    found = run_step_time(config, GPT2, compute_s=12.0, network=network)
+    assert replace(found, update_s=0.0) == of_gpt2(gbit_per_s=1.0, number=2, tokens=8 * 1024)
+    assert found.update_s == pytest.approx(UPDATE_S_PER_WEIGHT * GPT2.num_params())
+    assert found.total_s() == pytest.approx(replace(found, update_s=0.0).total_s() + found.update_s)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "gpt2"])

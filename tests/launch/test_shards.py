@@ -11,6 +11,7 @@ from payload.launch.arithmetic import Arithmetic, work_out
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import PROCESS_BYTES
 from payload.run_config import RunConfig, parse_run_config
+from payload.step_time import UPDATE_S_PER_WEIGHT
 
 MEDIUM = replace(PRESETS["gpt2-medium"], sequence_length=64)
 WEIGHTS = 4 * MEDIUM.num_params()
@@ -52,7 +53,8 @@ def test_each_pass_gathers_layers_twice_and_sums_gradients() -> None:
     assert found.shard_bytes == round(2 * 3 / 4 * (OUTER + 2 * layers + WEIGHTS))
     assert found.replicate_bytes == 0
     assert found.sync_s == pytest.approx(found.shard_bytes / 1e9)
-    assert found.step_s == pytest.approx((found.compute_s or 0) + found.sync_s)
+    update_s = UPDATE_S_PER_WEIGHT * MEDIUM.num_params() / 4
+    assert found.step_s == pytest.approx((found.compute_s or 0) + found.sync_s + update_s)
 
 
 def test_groups_of_two_send_less_between_shards_and_a_half_between_groups() -> None:
@@ -85,3 +87,22 @@ def test_a_sharded_rank_gives_memory_back_at_once_unless_told_otherwise() -> Non
     assert config().malloc() == "tuned"
     assert config(SHARD).malloc() == "lean"
     assert config(SHARD, "launch.malloc=tcmalloc").malloc() == "tcmalloc"
+
+
+def test_shards_of_a_stage_gather_its_weights_and_hold_a_part_of_them() -> None:
+    stages = "distributed.pipeline_parallel=2"
+    found, plain = numbers(SHARD, stages), numbers(stages)
+    assert (found.pipeline, found.shards, found.replicas, found.grad_accum_steps) == (2, 2, 1, 4)
+    layers, head = WEIGHTS - OUTER, OUTER
+    # Of 24 layers the first stage has 14 or more, and each stage has the embedding.
+    assert 4 * (2 * layers / 2 + head) / 2 < found.shard_bytes < 4 * (3 * layers + 2 * head) / 2
+    assert found.pipeline_bytes == plain.pipeline_bytes and found.replicate_bytes == 0
+    assert found.memory_bytes_per_rank < 0.75 * plain.memory_bytes_per_rank
+
+
+def test_shards_of_tensor_ranks_have_a_quarter_of_the_state() -> None:
+    tensor = "distributed.tensor_parallel=2"
+    found, plain = numbers(SHARD, tensor), numbers(SHARD)
+    assert (found.tensor, found.shards) == (2, 2)
+    assert found.memory_bytes_per_rank < plain.memory_bytes_per_rank
+    assert found.tensor_bytes == numbers(tensor).tensor_bytes
