@@ -1,4 +1,4 @@
-"""What tests of strategies share: their runs, and what is compared between two of them."""
+"""Runs of strategies for tests, and comparisons of two of them."""
 
 from __future__ import annotations
 
