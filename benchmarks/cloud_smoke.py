@@ -31,8 +31,8 @@ from payload.orchestrate.cloud.listing import remove
 from payload.orchestrate.cloud.pulumi import Pulumi, settings
 from payload.orchestrate.cloud.resources import Resource
 from payload.orchestrate.cloud.stack import StackOutputs, read_outputs
-from payload.orchestrate.sites.choose import check_data
 from payload.run_config import load_run_config
+from payload.start_checks import check_data
 
 _WAIT = ("--wait", "20")  # minutes for machines to boot
 _STEPS_S = 900.0

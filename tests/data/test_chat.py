@@ -23,7 +23,7 @@ from payload.data.packing import best_fit
 from payload.data.show import read_samples
 from payload.data_folder import load_meta
 from payload.errors import ConfigError, DataError, ExitCode
-from payload.orchestrate.sites.choose import check_data
+from payload.start_checks import check_data
 from tests.support.chat_data import (
     END,
     MARKED_TEMPLATE,

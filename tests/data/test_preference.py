@@ -19,7 +19,7 @@ from payload.data.pairs import Pairs, open_pairs
 from payload.data.show import read_samples
 from payload.data_folder import load_meta
 from payload.errors import ConfigError, DataError, ExitCode
-from payload.orchestrate.sites.choose import check_data
+from payload.start_checks import check_data
 from tests.support.chat_data import MARKED_TEMPLATE, make_tokenizer, turn, write_rows
 from tests.support.preference_data import pairs, prepare
 

@@ -25,7 +25,6 @@ from payload.launch.ranks import load_ranks
 from payload.metrics_log import read_metrics
 from payload.orchestrate.preflight.trial_findings import Measured, NodeSpeed, Record, read_record
 from payload.orchestrate.run.mirror import Mirrored, read_mirrored, write_mirrored
-from payload.orchestrate.sites.choose import check_data
 from payload.results import (
     RankExit,
     RankProgress,
@@ -37,6 +36,7 @@ from payload.results import (
     write_json,
 )
 from payload.run_config import load_run_config
+from payload.start_checks import check_data
 from payload.supervise.heartbeat import signs
 from payload.supervise.stream import parse_message
 from payload.train.checkpoint import (

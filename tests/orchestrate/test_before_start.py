@@ -15,10 +15,10 @@ from payload.errors import ConfigError, ExitCode, UsageError
 from payload.launch.arithmetic import work_out
 from payload.models.gpt2 import Gpt2Spec
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.planning import settle_initial
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import RunPaths
 from payload.run_config import RunConfig, load_run_config, parse_run_config
+from payload.start_checks import settle_initial
 from tests.orchestrate.test_commands import ENDLESS, Workplace
 from tests.supervise.planned import (
     DEADLINE_S,

@@ -14,10 +14,10 @@ import pytest
 
 from payload.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.sites.choose import rate_warning
 from payload.results import RunPaths, write_json
 from payload.run_config import load_run_config, parse_run_config
 from payload.run_lock import is_supervised
+from payload.start_checks import rate_warning
 from payload.supervise.processes import processes_of
 from tests.orchestrate.test_runs import make_data
 from tests.supervise.planned import (

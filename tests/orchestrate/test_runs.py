@@ -19,12 +19,7 @@ from payload.launch.ranks import place_ranks
 from payload.models.gpt2 import PRESETS
 from payload.orchestrate.run import follow
 from payload.orchestrate.run.store import all_runs, create_run, find_run, view_run
-from payload.orchestrate.sites.choose import (
-    check_data,
-    load_cluster,
-    memory_warning,
-    require_one_machine,
-)
+from payload.orchestrate.sites.choose import load_cluster, memory_warning, require_one_machine
 from payload.results import (
     RankProgress,
     RunPaths,
@@ -36,6 +31,7 @@ from payload.results import (
 )
 from payload.run_config import LaunchSection, parse_run_config
 from payload.run_lock import RunLock, is_supervised
+from payload.start_checks import check_data
 from tests.launch.inventories import make_inventory
 from tests.supervise.planned import plan_stand_in
 from tests.support.data_folders import make_data_folder

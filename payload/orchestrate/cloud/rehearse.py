@@ -31,9 +31,9 @@ from payload.orchestrate.cloud.resources import Need, Resource, need_of
 from payload.orchestrate.cloud.stack import StackOutputs, cluster_folder, read_outputs
 from payload.orchestrate.cloud.sweep import project_of
 from payload.orchestrate.run.console import confirm, text_console
-from payload.orchestrate.sites.choose import check_data
 from payload.results import write_whole
 from payload.run_config import load_run_config
+from payload.start_checks import check_data
 from payload.untrusted import parse_json, printable, read_bytes
 
 REQUESTS = "requests.jsonl"

@@ -17,7 +17,6 @@ from payload.errors import ExitCode, TileforgeError, most_telling
 from payload.inventory import ClusterInventory, Node
 from payload.launch.ranks import Placement
 from payload.models.spec import ModelSpec, typical_mfu
-from payload.orchestrate.planning import initial_spec
 from payload.orchestrate.preflight.findings import (
     TRIED,
     Finding,
@@ -41,6 +40,7 @@ from payload.orchestrate.sites.local import LocalAccess
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import this_code
 from payload.run_config import RunConfig
+from payload.start_checks import initial_spec
 from payload.step_time import Network, run_step_time
 
 _SLOW_NODE_SHARE = 0.8

@@ -32,11 +32,12 @@ from payload.launch.plan import auto_batch_size
 from payload.machine import Domain, discover
 from payload.orchestrate.node import control
 from payload.orchestrate.planning import plan_run
-from payload.orchestrate.sites.choose import Chosen, check_data
+from payload.orchestrate.sites.choose import Chosen
 from payload.orchestrate.sites.local import LOOPBACK, LocalAccess
 from payload.results import DEFAULT_GRACE_S, RunJob, RunPaths, last_record, write_json
 from payload.run_config import load_run_config
 from payload.run_repair import known_summary, make_room
+from payload.start_checks import check_data
 from payload.untrusted import NODE_NAME, build, checked, parse_json, printable
 
 JOB_ID = "SLURM_JOB_ID"

@@ -15,8 +15,7 @@ from typing import ClassVar
 
 from rich.console import Console
 
-from payload.data_folder import TRAIN_NAME, load_meta, require_prepared_length, require_task
-from payload.errors import ConfigError, DataError, RankLostError
+from payload.errors import ConfigError, RankLostError
 from payload.hints import run_command
 from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import Arithmetic
@@ -32,7 +31,6 @@ from payload.orchestrate.run.store import Order, is_copy, room_for
 from payload.results import RunJob, RunPaths, StopRequest, last_record
 from payload.run_config import LaunchSection, RunConfig
 from payload.run_lock import FORCE_SIGNAL, is_supervised, starting
-from payload.tasks import TaskKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,26 +325,6 @@ def _of_stack(outputs: StackOutputs, env: Mapping[str, str], *, why: str) -> Cho
 
 
 _GIB = 2**30
-# nanoGPT's rate for GPT-2 from scratch, 6e-4, made GPT-2's own weights worse.
-_MOST_FINE_TUNING_RATE = 3e-4
-
-
-def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -> int:
-    """Return the vocabulary size of a data folder that is whole by its sizes.
-
-    Raises DataError that says how to make the folder, and ConfigError for one that was prepared
-    for another task or length.
-    """
-    meta = load_meta(folder)
-    require_task(folder, meta, task=task)
-    require_prepared_length(folder, meta, sequence_length=sequence_length)
-    # A block of text holds one token more than the sequence: the last one's target.
-    if meta.task == "text" and meta.train_tokens <= sequence_length:
-        raise DataError(
-            f"{folder / TRAIN_NAME} has {meta.train_tokens:,} tokens, too few for one sequence "
-            f"of data.sequence_length = {sequence_length}. Lower it, or prepare more text."
-        )
-    return meta.vocab_size
 
 
 def require_launcher(config: RunConfig, inventory: ClusterInventory) -> None:
@@ -390,15 +368,4 @@ def memory_warning(
         f"the ranks need about {need / _GIB:.1f} GiB ({placement.ranks_per_node} x "
         f"{arithmetic.memory_bytes_per_rank / _GIB:.1f}), {free_bytes / _GIB:.1f} GiB are free; "
         "lower batch.micro_batch_size or launch.ranks_per_node if ranks get killed"
-    )
-
-
-def rate_warning(config: RunConfig) -> str | None:
-    """A warning when weights that are trained already would be trained at a rate for new ones."""
-    rate, init = config.optimizer.lr, config.model.init
-    if init == "scratch" or rate <= _MOST_FINE_TUNING_RATE:
-        return None
-    return (
-        f"optimizer.lr = {rate:g} is a rate for training from scratch, and model.init = {init!r} "
-        "has weights that are trained already; fine-tuning wants about 3e-5"
     )
