@@ -22,7 +22,7 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.preflight import report as patience
 from payload.orchestrate.preflight.checks import check_cluster
 from payload.orchestrate.preflight.findings import PROBED, reaches
-from payload.orchestrate.preflight.report import Patience, Report
+from payload.orchestrate.preflight.report import BootWait, Report
 from payload.orchestrate.ssh import connection as ssh
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.keys import make_operator_key
@@ -217,7 +217,7 @@ def test_nodes_that_boot_are_asked_again_until_they_are_ready(
     monkeypatch.setattr(patience, "time", clock)
     inventory = make_cluster(nodes[0].node, nodes[1].node)
     said: list[str] = []
-    report = Patience(600.0, said.append).until_ready(lambda: check(inventory, login))
+    report = BootWait(600.0, said.append).until_ready(lambda: check(inventory, login))
     assert report.exit_code == ExitCode.OK and clock.now == 20.0
     refused, unfinished = said
     assert refused.startswith("waiting: node-1: ") and "refuses the key" in refused
@@ -233,7 +233,7 @@ def test_nobody_waits_for_a_bootstrap_that_has_failed(
     clock = Clock()
     monkeypatch.setattr(patience, "time", clock)
     inventory = make_cluster(nodes[0].node, nodes[1].node)
-    report = Patience(600.0, print).until_ready(lambda: check(inventory, login))
+    report = BootWait(600.0, print).until_ready(lambda: check(inventory, login))
     assert report.exit_code == ExitCode.BOOTSTRAP and clock.now == 0.0
 
 
@@ -270,13 +270,13 @@ def test_a_cluster_without_host_keys_is_waited_for_and_a_machine_that_is_gone_is
 
     late, gone = BootstrapError("node-0: no host keys"), RankLostError("node-0: gone")
     answers[:] = [late, "a cluster"]
-    assert Patience(10.0, print).until_found(look) == "a cluster"
+    assert BootWait(10.0, print).until_found(look) == "a cluster"
     answers[:] = [late, gone, "a cluster"]
     with pytest.raises(RankLostError):
-        Patience(60.0, print).until_found(look)
+        BootWait(60.0, print).until_found(look)
     answers[:] = [late, "a cluster"]
     with pytest.raises(BootstrapError):
-        Patience(5.0, print).until_found(look)
+        BootWait(5.0, print).until_found(look)
 
 
 @pytest.mark.sshd

@@ -30,7 +30,7 @@ from payload.orchestrate.preflight.findings import (
     clock_offset_s,
     reaches,
 )
-from payload.orchestrate.preflight.report import Patience, Report, try_here, try_there
+from payload.orchestrate.preflight.report import BootWait, Report, try_here, try_there
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.sites.choose import load_cluster, require_placeable
 from payload.orchestrate.sites.local import LocalAccess
@@ -82,8 +82,8 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
     """Check the cluster that `--inventory` names, print a table, and return the exit code."""
     out, talk = text_console(stderr=False), text_console(stderr=True)
     config, env = options.config, access.environment()
-    patience = Patience(60 * options.wait, talk.print)
-    chosen = patience.until_found(lambda: load_cluster(options.inventory, env=env))
+    boot_wait = BootWait(60 * options.wait, talk.print)
+    chosen = boot_wait.until_found(lambda: load_cluster(options.inventory, env=env))
     inventory = chosen.inventory
     talk.print(chosen.headline())
     if options.is_configured:
@@ -109,7 +109,7 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
                     report = _without_dead_keys(report, inventory, cluster)
                 return report if options.quick else try_there(report, chosen, cluster, config)
 
-        report = patience.until_ready(check)
+        report = boot_wait.until_ready(check)
     if options.json:
         out.print(report.to_json())
     else:

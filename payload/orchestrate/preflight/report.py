@@ -300,8 +300,8 @@ _NOT_YET = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.BOOTSTRAP)
 _PAUSE_S = 10.0
 
 
-class Patience:
-    """Tries again while there is time; says why, each reason once."""
+class BootWait:
+    """Retries while machines boot, within a time limit; prints each reason once."""
 
     def __init__(self, wait_s: float, say: Callable[[str], None]) -> None:
         """The time begins now."""
@@ -319,7 +319,7 @@ class Patience:
                     raise
 
     def until_ready(self, check: Callable[[], Report]) -> Report:
-        """The first report on nodes that have booted, ready or not; else the last one."""
+        """Return the first report on nodes that have booted, ready or not; else the last one."""
         while True:
             report = check()
             if not _is_booting(report) or not self._has_paused(_reason(report)):

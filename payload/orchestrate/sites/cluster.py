@@ -325,7 +325,7 @@ _PORT = RANK_PORTS.start  # the first of those that `run` chooses from
 _INTERFACE = "ens4"  # Compute Engine's
 
 
-def plan_elsewhere(
+def plan_dry_run(
     run_id: str,
     config: RunConfig,
     chosen: Chosen,
@@ -340,32 +340,32 @@ def plan_elsewhere(
     """
     inventory = chosen.inventory
     require_launcher(config, inventory)
-    home = assumed_home(inventory)
+    home = default_home(inventory)
     record = known_trial(inventory.cluster, inventory.nodes, root)
     planned = plan_run(
         RunPaths(Path(home / NODE_FOLDER / "runs" / run_id)),
         config=config,
         chosen=chosen,
-        access=assumed_access(inventory, record, run_id=run_id),
+        access=dry_run_access(inventory, record, run_id=run_id),
         vocab_size=vocab_size,
         work_dir=Path(home),
         port=_PORT,
     )
-    notes = assumptions(inventory, record, now_unix=now_unix)
+    notes = dry_run_notes(inventory, record, now_unix=now_unix)
     return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *notes)))
 
 
-def assumed_home(inventory: ClusterInventory) -> PurePosixPath:
+def default_home(inventory: ClusterInventory) -> PurePosixPath:
     """Return the login's home on Linux."""
     user = inventory.ssh_user
     return PurePosixPath("/root") if user == "root" else PurePosixPath("/home", user)
 
 
-def assumed_access(
+def dry_run_access(
     inventory: ClusterInventory, record: Record | None, *, run_id: str
 ) -> ClusterAccess:
     """The cluster as its inventory and its newest trial show it."""
-    home = assumed_home(inventory)
+    home = default_home(inventory)
     interfaces = record.interfaces if record else {}
     alone = len(inventory.nodes) == 1
     return ClusterAccess(
@@ -382,12 +382,12 @@ def assumed_access(
     )
 
 
-def assumptions(
+def dry_run_notes(
     inventory: ClusterInventory, record: Record | None, *, now_unix: float
 ) -> tuple[str, ...]:
     """Return the assumptions in words."""
     asked = "no node was asked: "
-    guesses = [f"home {assumed_home(inventory)}", f"port {_PORT}"]
+    guesses = [f"home {default_home(inventory)}", f"port {_PORT}"]
     if record is None:
         if len(inventory.nodes) > 1:
             speed = ASSUMED_LINK_BYTES_PER_S * 8 / 1e9

@@ -38,7 +38,7 @@ from payload.orchestrate.sites.cluster import (
     bring_data,
     bring_weights,
     local_weights,
-    plan_elsewhere,
+    plan_dry_run,
     programs_of,
 )
 from payload.orchestrate.sites.cluster_run import ClusterRun, adopted, is_copy_of
@@ -121,7 +121,7 @@ class Ssh(InventorySite):
 
     def plan(self, paths: RunPaths, config: RunConfig, *, vocab_size: int | None) -> PlannedRun:
         """Return the plan of a run that is not started; no node is asked."""
-        return plan_elsewhere(
+        return plan_dry_run(
             paths.run_id,
             config,
             self._chosen,
