@@ -172,19 +172,7 @@ def local_stack(
             address = f"{_LOOPBACK}:{free_port()}"
             programs.start([node_exporter, f"--web.listen-address={address}"], home / "node.log")
             _target(home, "machines", address, {"node": os.uname().nodename})
-        prometheus_url = f"http://{_LOOPBACK}:{free_port()}"
-        programs.start(
-            [
-                prometheus,
-                f"--config.file={home / 'prometheus.yml'}",
-                f"--storage.tsdb.path={home / 'data'}",
-                # Else the blocks of a run that is older than two weeks were removed.
-                "--storage.tsdb.retention.time=50y",
-                f"--web.listen-address={prometheus_url.removeprefix('http://')}",
-            ],
-            home / "prometheus.log",
-        )
-        programs.wait_for(f"{prometheus_url}/-/ready", "Prometheus", home / "prometheus.log")
+        prometheus_url = _start_prometheus(programs, home, prometheus)
         grafana_url = _start_grafana(programs, home, prometheus_url, path=path)
         pages = [_run_page(grafana_url, paths.run_id)] if grafana_url else []
         if not grafana_url:
@@ -224,6 +212,24 @@ def _backfill(exporter: Sequence[str], home: Path, *, env: Mapping[str, str], sa
     if written.returncode or made.returncode:
         said = one_line(made.stderr.strip().rpartition("\n")[2]) or "no reason given"
         say(f"note: the charts begin now: what the run told before cannot be shown ({said})")
+
+
+def _start_prometheus(programs: _Programs, home: Path, program: str) -> str:
+    """Start Prometheus on the files of `home`; return its address."""
+    url = f"http://{_LOOPBACK}:{free_port()}"
+    programs.start(
+        [
+            program,
+            f"--config.file={home / 'prometheus.yml'}",
+            f"--storage.tsdb.path={home / 'data'}",
+            # Else the blocks of a run that is older than two weeks were removed.
+            "--storage.tsdb.retention.time=50y",
+            f"--web.listen-address={url.removeprefix('http://')}",
+        ],
+        home / "prometheus.log",
+    )
+    programs.wait_for(f"{url}/-/ready", "Prometheus", home / "prometheus.log")
+    return url
 
 
 def _start_grafana(
