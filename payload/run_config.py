@@ -18,7 +18,7 @@ from payload.models.registry import from_scratch
 from payload.models.spec import Dtype, ModelSpec, RankSetting
 from payload.settings import parse_sections, render_sections, setting
 from payload.store_address import NONE as NO_STORE
-from payload.store_address import StoreAddress, parse_store_address
+from payload.store_address import StoreAddress, is_bucket_address, parse_store_address
 from payload.tasks import TaskKind
 from payload.untrusted import read_bytes, shown
 
@@ -73,9 +73,17 @@ class DataSection:
     """[data]"""
 
     dir: str = "data/openwebtext"
-    """Folder with train.bin, val.bin and meta.json, written by `python -m payload.data prepare`."""
+    """Folder with train.bin, val.bin and meta.json, written by `python -m payload.data prepare`; or
+    `gs://BUCKET/PREFIX` of such a folder, which is brought to a cache once."""
     sequence_length: int = setting(1024, low=1, high=2**20)
     """Tokens per sequence."""
+
+    def folder(self) -> Path:
+        """Return the data folder; of one in a bucket, the copy of it in this user's cache."""
+        if not is_bucket_address(self.dir):
+            return Path(self.dir)
+        address = parse_store_address(self.dir, setting="data.dir")
+        return Path.home() / ".cache" / "tileforge" / "data" / str(address.bucket) / address.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -655,6 +663,7 @@ def _contradictions(config: RunConfig) -> list[str]:
     found += _slurm_problems(config.slurm)
     try:
         config.storage.address()
+        config.data.folder()
     except ConfigError as error:
         found.append(str(error))
     if config.device.kind == "cpu" and config.distributed.backend == "nccl":

@@ -92,7 +92,7 @@ def settle_initial(
         init = pinned(source.name, setting="model.init")
         known = _spec_on_hub(init)
     if source.folder is not None and vocab_size is not None and _has_tokenizer(source.folder):
-        data = Path(config.data.dir)
+        data = config.data.folder()
         require_same_tokenizer(
             load_meta(data), data=data, folder=source.folder, init=source.name, error=ConfigError
         )

@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _samples(paths: RunPaths) -> list[Sample]:
     config = load_run_config(paths.config)
-    prompts = find_prompts(Path(config.data.dir))
+    prompts = find_prompts(config.data.folder())
     before = _continued(prompts, checkpoint=config.model.init)
     after = _continued(prompts, checkpoint=str(paths.root))
     return [

@@ -360,7 +360,7 @@ def plan_export(
     """
     if nodes is not None and nodes < 1:
         raise UsageError(f"--nodes {nodes}: must be 1 or more.")
-    data, notes = Path(config.data.dir), []
+    data, notes = config.data.folder(), []
     try:
         vocab_size: int | None = check_data(
             data, sequence_length=config.data.sequence_length, task=config.task.kind

@@ -106,7 +106,7 @@ class Run:
     def data_folder(self) -> Path:
         """Return where the data was: a relative path starts where the ranks ran."""
         work_dir = Path(self.plan.work_dir) if self.plan else Path()
-        return work_dir / self.config.data.dir
+        return work_dir / self.config.data.folder()
 
     @cached_property
     def data(self) -> DataMeta | None:

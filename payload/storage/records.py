@@ -31,10 +31,13 @@ class Records:
 
     def send(self, store: ObjectStore, *, all_of_them: bool = False) -> int:
         """Upload the files whose turn it is, or all that have changed; return the bytes sent."""
-        total = 0
-        for path in _files(self._paths):
-            total += self._send_file(store, path, at_once=all_of_them)
-        return total
+        files = list(_files(self._paths))
+        return sum(self._send_file(store, path, at_once=all_of_them) for path in files)
+
+    def send_for_checkpoint(self, store: ObjectStore) -> int:
+        """Upload what a resume from a checkpoint needs besides, if it has changed."""
+        files = (self._paths.config, self._paths.plan, self._paths.metrics, self._paths.state)
+        return sum(self._send_file(store, path, at_once=True) for path in files)
 
     def _send_file(self, store: ObjectStore, path: Path, *, at_once: bool) -> int:
         name = path.relative_to(self._paths.root).as_posix()

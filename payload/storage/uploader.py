@@ -160,7 +160,7 @@ class Uploader:
             upload = self._upload
             before = upload.sent_bytes
             # The rows up to a checkpoint's step are there before it.
-            self._add(self._records.send(self._store))
+            self._add(self._records.send_for_checkpoint(self._store))
             try:
                 upload.send(self._store, may_write=self._require_owner_now_and_then)
             except CheckpointError as error:

@@ -125,6 +125,8 @@ class FaultyProxy:
         self.requests = 0
         self.down = False
         """While true, every request is answered with 503."""
+        self.refuse = False
+        """While true, every request is answered with 403."""
         self.before: Callable[[str, str], None] = lambda method, path: None
         self._random = random.Random(faults.seed)
         self._lock = threading.Lock()
@@ -185,7 +187,8 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
             length = int(self.headers.get("Content-Length") or 0)
             body = self.rfile.read(length)
             kind = proxy.draw()
-            if kind in ("503", "429"):
+            kind = "403" if proxy.refuse else kind
+            if kind in ("403", "503", "429"):
                 self._answer(int(kind), {"Content-Type": "application/json"}, b'{"error":{}}')
                 return
             if kind == "reset":

@@ -179,3 +179,42 @@ def test_a_run_whose_machine_is_gone_goes_on_from_the_bucket_and_ends_bitwise_eq
     assert_same_end(uninterrupted, third)
     assert manifest_problems(third.checkpoint(STEPS)) == []
     assert read_json(Summary, third.summary) == summary
+
+
+@pytest.mark.ranks
+def test_a_store_that_fails_takes_nothing_from_a_run_but_the_final_wait(
+    tmp_path: Path, data: Path, uninterrupted: RunPaths
+) -> None:
+    with FaultyProxy(Faults(seed=5)) as own:
+        place = Place(tmp_path / "here", data, own.url)
+        command = place.start("--run-id", "alone", "--set", "storage.final_wait_s=3")
+        paths = RunPaths(place.runs / "alone")
+        wait_until(paths.plan.exists, what="the start", timeout_s=60.0)
+        own.down = True
+        code, _, talk = ended(command)
+    assert code == ExitCode.OK, talk
+    assert_same_end(uninterrupted, paths)
+    summary = read_json(Summary, paths.summary)
+    assert summary is not None and summary.store is not None
+    assert not summary.store.is_drained
+    assert summary.store.problem is not None and "503" in summary.store.problem
+    said = (paths.logs / "storage.log").read_text()
+    assert said.count("warning: results are not in") == 1
+
+
+@pytest.mark.parametrize("results", ["gs://no-such-bucket/x", "results", "s3://b/x"])
+def test_a_store_that_cannot_be_used_is_refused_before_anything_is_written(
+    tmp_path: Path, data: Path, proxy: FaultyProxy, results: str
+) -> None:
+    place = Place(tmp_path / "here", data, proxy.url)
+    code, _, talk = place.run("--run-id", "never", results=results)
+    assert code == ExitCode.CONFIG, talk
+    assert "error: " in talk.splitlines()[-1]
+    assert not (place.runs / "never").exists()
+
+
+def test_a_run_that_no_store_has_is_refused(tmp_path: Path, data: Path, proxy: FaultyProxy) -> None:
+    place = Place(tmp_path / "here", data, proxy.url)
+    code, _, talk = place.run("--resume", f"{RESULTS}/no-such-run")
+    assert code == ExitCode.CONFIG and "there is no run" in talk
+    assert not place.runs.exists() or not list(place.runs.iterdir())

@@ -20,7 +20,7 @@ from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.follow import EndOptions, Tails, follow
 from payload.orchestrate.run.report import Estimate, estimate, print_plan, strategy_table
 from payload.orchestrate.run.store import Order, all_runs
-from payload.orchestrate.run.stored import resumable_run, settle_results
+from payload.orchestrate.run.stored import bring_data_here, resumable_run, settle_results
 from payload.orchestrate.sites.choose import Chosen, Site, find_site, load_cluster
 from payload.orchestrate.sites.local import Local, LocalAccess, require_disk
 from payload.results import RunPaths, new_run_id
@@ -119,7 +119,7 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
         talk.print(note)
     estimated = estimate(
         planned,
-        data=Path(config.data.dir),
+        data=config.data.folder(),
         earlier=all_runs(options.runs_dir),
         is_local=site.uses_this_environment,
     )
@@ -237,6 +237,7 @@ def _order(
         _refuse_when_finished(resumed, config)
         auto_size = auto_batch_size(resumed.plan)
     site.check(left_open(config, auto_size=auto_size), env)
+    bring_data_here(config, say=talk.print)
     vocab_size = _check_data(config)
     if resumed is None:
         config = _settle(config, site, vocab_size=vocab_size, talk=talk)
@@ -264,7 +265,7 @@ def _refuse_when_finished(paths: RunPaths, config: RunConfig) -> None:
 
 def _check_data(config: RunConfig) -> int:
     return check_data(
-        Path(config.data.dir),
+        config.data.folder(),
         sequence_length=config.data.sequence_length,
         task=config.task.kind,
     )

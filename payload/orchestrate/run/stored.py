@@ -15,10 +15,16 @@ from payload.orchestrate.run.store import find_run
 from payload.results import LATEST, RunPaths
 from payload.run_config import RunConfig, load_run_config
 from payload.storage.checkpoints import fetch_newest
+from payload.storage.data import fetch_data
 from payload.storage.objects import ObjectStore, check_store, open_store
 from payload.storage.records import fetch_records
 from payload.storage.restore import fetch_run, has_run, require_absent
-from payload.store_address import StoreAddress, parse_store_address, settled_results
+from payload.store_address import (
+    StoreAddress,
+    is_bucket_address,
+    parse_store_address,
+    settled_results,
+)
 from payload.untrusted import RUN_ID, shown
 
 
@@ -83,6 +89,13 @@ def require_new_in_store(config: RunConfig, run_id: str) -> None:
     if results is not None:
         check_store(results)
         require_absent(results.under(run_id))
+
+
+def bring_data_here(config: RunConfig, *, say: Callable[[str], None]) -> None:
+    """Bring data that is in a bucket to this machine's cache. Raises DataError and StoreError."""
+    if is_bucket_address(config.data.dir):
+        address = parse_store_address(config.data.dir, setting="data.dir")
+        fetch_data(open_store(address), config.data.folder(), say=say)
 
 
 def collect_from_store(

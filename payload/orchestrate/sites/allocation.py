@@ -365,7 +365,7 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
     summary = known_summary(paths)
     if summary and summary.status == "finished" and summary.steps >= config.train.steps:
         return ExitCode.OK  # requeued after its end
-    data = Path(config.data.dir)
+    data = config.data.folder()
     found = allocation(env, why="run --site slurm", folders=(paths.root, data))
     vocab_size = check_data(
         data, sequence_length=config.data.sequence_length, task=config.task.kind

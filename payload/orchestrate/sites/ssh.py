@@ -137,7 +137,7 @@ class Ssh(InventorySite):
         """
         inventory, talk = self._inventory, self._talk
         staged = _Staged(
-            data=Path(order.config.data.dir),
+            data=order.config.data.folder(),
             weights=_weights(order.config.model.init, resumes=order.resumes),
         )
         key = self._key()

@@ -16,7 +16,7 @@ from payload.train.tasks.base import Batch, Samples, Task
 
 def open_task(config: RunConfig) -> Task:
     """Open the run's data folder. Raises DataError, ConfigError."""
-    folder, length = Path(config.data.dir), config.data.sequence_length
+    folder, length = config.data.folder(), config.data.sequence_length
     train = open_packed(folder, split="train", sequence_length=length)
     return Chat(folder, train, open_packed(folder, split="val", sequence_length=length))
 

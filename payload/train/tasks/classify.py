@@ -32,7 +32,7 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 def open_task(config: RunConfig) -> Task:
     """Open the run's data folder. Raises DataError, and ConfigError for wrong class weights."""
-    folder = Path(config.data.dir)
+    folder = config.data.folder()
     meta = load_meta(folder)
     require_task(folder, meta, task="classify")
     return Classify(

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 def open_task(config: RunConfig) -> Task:
     """Open the run's data folder. Raises DataError, ConfigError."""
-    folder, length = Path(config.data.dir), config.data.sequence_length
+    folder, length = config.data.folder(), config.data.sequence_length
     train, val = (
         open_pairs(folder, split="train", sequence_length=length),
         open_pairs(folder, split="val", sequence_length=length),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from payload.data.blocks import Indices, TokenBlocks, TokenData
 from payload.metrics_log import EvalMetrics
 from payload.run_config import RunConfig
@@ -14,7 +12,7 @@ from payload.train.tasks.base import Batch, Samples, Task
 
 def open_task(config: RunConfig) -> Task:
     """Open the run's data folder. Raises DataError."""
-    data = TokenData.open(Path(config.data.dir), sequence_length=config.data.sequence_length)
+    data = TokenData.open(config.data.folder(), sequence_length=config.data.sequence_length)
     return Text(data)
 
 

@@ -1,0 +1,98 @@
+"""A data folder in a bucket: brought here once, verified by the hashes in its meta.json."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from payload.checkpoint_files import sha256_of
+from payload.data_folder import META_NAME, load_meta
+from payload.errors import DataError
+from payload.storage.objects import MissingObjectError, ObjectStore
+from payload.untrusted import parse_json, read_bytes
+
+_TRIES = 3
+
+
+def fetch_data(store: ObjectStore, folder: Path, *, say: Callable[[str], None]) -> None:
+    """Bring the data at the store's address to `folder`, unless it is there already.
+
+    Raises DataError for data that is not there, or not what its meta.json says.
+    """
+    try:
+        meta, _ = store.read(META_NAME)
+    except MissingObjectError:
+        raise DataError(
+            f"data.dir = {store.address}: there is no {META_NAME}. Copy a prepared folder there: "
+            f"gcloud storage cp -r FOLDER/* {store.address}/"
+        ) from None
+    if _is_here(folder, meta):
+        return
+    say(f"data: {store.address} comes to {folder}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            (staging / META_NAME).write_bytes(meta)
+            for name in _file_names(meta, where=str(store.address.under(META_NAME))):
+                _fetch(store, name, staging / name)
+            _verify(store, staging)
+            shutil.rmtree(folder, ignore_errors=True)
+            staging.rename(folder)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot be written ({error.strerror}). Free disk space, and try again."
+        ) from None
+
+
+def _is_here(folder: Path, meta: bytes) -> bool:
+    """Say whether the folder is of this meta.json, with all files at their sizes."""
+    try:
+        if read_bytes(folder / META_NAME) != meta:
+            return False
+        load_meta(folder)
+    except (OSError, DataError):
+        return False
+    return True
+
+
+def _file_names(meta: bytes, *, where: str) -> list[str]:
+    """List the files that a meta.json names; the folder's own reader checks the rest of it."""
+    raw = parse_json(meta, where=where, error=DataError)
+    found = [raw.get(key) for key in ("files", "tokenizer_files")] if isinstance(raw, dict) else []
+    names = [name for each in found if isinstance(each, dict) for name in each]
+    odd = [name for name in names if Path(name).name != name or name.startswith(".")]
+    if odd:
+        raise DataError(f"{where}: {odd[0][:60]!r} is no file of a data folder.")
+    return names
+
+
+def _fetch(store: ObjectStore, name: str, path: Path) -> None:
+    try:
+        with path.open("wb") as file:
+            store.fetch(name, file, progressed=lambda: None)
+    except MissingObjectError:
+        raise DataError(f"data.dir = {store.address}: {name} is missing. Copy it there.") from None
+
+
+def _verify(store: ObjectStore, folder: Path) -> None:
+    """Compare sizes and hashes; a file that came over damaged is fetched again."""
+    for _ in range(_TRIES):
+        meta = load_meta(folder)
+        wrong = [
+            name
+            for name, entry in meta.all_files().items()
+            if sha256_of(folder / name) != entry.sha256
+        ]
+        if not wrong:
+            return
+        for name in wrong:
+            _fetch(store, name, folder / name)
+    raise DataError(
+        f"data.dir = {store.address}: the sha256 of {wrong[0]} is not that of {META_NAME}. Copy "
+        "the folder there again."
+    )

@@ -1,0 +1,221 @@
+"""A bucket and a mounted folder keep the same rules; what cannot be used is refused in one line."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ConfigError, DataError, ExitCode
+from payload.orchestrate.run.stored import bring_data_here
+from payload.run_config import parse_run_config
+from payload.storage.checkpoints import Upload, fetch_newest, remove_checkpoints, whole_checkpoints
+from payload.storage.objects import (
+    ABSENT,
+    ConflictError,
+    MissingObjectError,
+    ObjectStore,
+    StoreRefusedError,
+    check_store,
+    open_store,
+)
+from payload.storage.owner import LostOwnershipError, claim, require_owner
+from payload.store_address import parse_store_address, settled_results
+from tests.storage.folders import content_of, write_checkpoint
+from tests.storage.server import BUCKET, Faults, FaultyProxy
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import REPO
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[FaultyProxy]:
+    with FaultyProxy(Faults(seed=0)) as made:
+        yield made
+
+
+@pytest.fixture(params=["bucket", "folder"])
+def store(
+    request: pytest.FixtureRequest,
+    proxy: FaultyProxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> ObjectStore:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+    place = f"gs://{BUCKET}/{tmp_path.name}" if request.param == "bucket" else str(tmp_path / "s")
+    return open_store(parse_store_address(place))
+
+
+def put(store: ObjectStore, name: str, content: bytes, generation: int | None = None) -> int:
+    stored = store.put(name, io.BytesIO(content), size=len(content), generation=generation)
+    return stored.generation
+
+
+def test_a_write_and_a_removal_keep_to_their_generation(store: ObjectStore) -> None:
+    first = put(store, "a/b", b"one", ABSENT)
+    with pytest.raises(ConflictError):
+        put(store, "a/b", b"two", ABSENT)
+    second = put(store, "a/b", b"two", first)
+    assert second != first
+    assert store.read("a/b") == (b"two", second)
+    with pytest.raises(ConflictError):
+        put(store, "a/b", b"three", first)
+    with pytest.raises(ConflictError):
+        store.remove("a/b", generation=first)
+    store.remove("a/b", generation=second)
+    store.remove("a/b")
+    with pytest.raises(MissingObjectError):
+        store.read("a/b")
+    assert store.entries() == []
+
+
+def test_names_are_listed_by_their_beginning_and_their_first_part(store: ObjectStore) -> None:
+    for name in ("one/x", "one/y/z", "two/x", "three"):
+        put(store, name, name.encode())
+    assert [entry.name for entry in store.entries("one/")] == ["one/x", "one/y/z"]
+    assert [entry.bytes for entry in store.entries("t")] == [5, 5]
+    assert store.groups() == ["one", "two"]
+
+
+def test_a_large_object_comes_back_part_by_part(store: ObjectStore) -> None:
+    content, into = os.urandom(9_000_000), io.BytesIO()
+    put(store, "large", content)
+    store.fetch("large", into, progressed=lambda: None)
+    assert into.getvalue() == content
+
+
+def test_a_checkpoint_goes_there_and_back_and_its_manifest_goes_first(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [write_checkpoint(tmp_path / "here", step, seed=1) for step in (1, 2)]
+    for folder in folders:
+        upload = Upload(folder)
+        upload.send(store, may_write=lambda: None)
+        upload.close()
+    found = fetch_newest(store, tmp_path / "there", passed_over=lambda name, why: None)
+    assert found is not None and content_of(found) == content_of(folders[1])
+    removed: list[str] = []
+    remove = store.remove
+
+    def note(name: str, *, generation: int | None = None) -> None:
+        removed.append(name)
+        remove(name, generation=generation)
+
+    monkeypatch.setattr(store, "remove", note)
+    remove_checkpoints(store, keep={folders[1].name}, may_write=lambda: None)
+    assert removed[0] == f"checkpoints/{folders[0].name}/manifest.json"
+    assert len(removed) == 5
+    assert whole_checkpoints(store) == [folders[1].name]
+
+
+def test_who_resumed_a_run_last_owns_it_and_a_new_run_takes_no_id_that_is_there(
+    store: ObjectStore,
+) -> None:
+    token = claim(store, is_new=True, host="one")
+    require_owner(store, token)
+    with pytest.raises(ConfigError, match="--resume"):
+        claim(store, is_new=True, host="two")
+    other = claim(store, is_new=False, host="two")
+    require_owner(store, other)
+    with pytest.raises(LostOwnershipError, match="two has resumed"):
+        require_owner(store, token)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("s3://bucket/x", "only gs:// is known"),
+        ("results", "absolute path"),
+        ("gs://", "no bucket's name"),
+        ("gs://UPPER/x", "no bucket's name"),
+        ("gs://b-1/a//b", "no part of a prefix"),
+        ("gs://b-1/../x", "no part of a prefix"),
+        ("gs://b-1/a b", "no part of a prefix"),
+        ("gs://b-1/" + "/".join(["x" * 100] * 8), "too long"),
+    ],
+)
+def test_a_wrong_address_is_refused_with_the_setting_s_name(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=r"storage\.results") as caught:
+        parse_run_config("", overrides=[f"storage.results={text}"], where="test")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_auto_is_the_cluster_s_bucket_where_it_has_one() -> None:
+    assert settled_results("auto", bucket="b-1") == "gs://b-1/runs"
+    assert settled_results("auto", bucket=None) == "none"
+    assert settled_results("none", bucket="b-1") == "none"
+
+
+def test_a_bucket_that_is_missing_or_refuses_is_named_with_what_to_do(
+    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+    with pytest.raises(StoreRefusedError, match="there is no bucket 'no-such-bucket'"):
+        check_store(parse_store_address("gs://no-such-bucket/x"))
+    proxy.refuse = True
+    try:
+        with pytest.raises(StoreRefusedError, match=r"roles/storage\.objectUser"):
+            check_store(parse_store_address(f"gs://{BUCKET}/x"))
+    finally:
+        proxy.refuse = False
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreRefusedError, match=r"storage\.results"):
+        check_store(parse_store_address(str(tmp_path / "file" / "below")))
+
+
+def test_without_the_client_a_bucket_is_refused_and_a_folder_is_not(tmp_path: Path) -> None:
+    (tmp_path / "google").mkdir()
+    (tmp_path / "google" / "__init__.py").write_text("raise ImportError('blocked')\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}"}
+
+    def check(address: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "payload.storage", "check", address]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+    refused = check("gs://b-1/x")
+    assert refused.returncode == ExitCode.CONFIG
+    assert "tileforge[storage]" in refused.stderr and refused.stderr.count("\n") == 1
+    assert check(str(tmp_path / "there")).returncode == ExitCode.OK
+
+
+def test_data_in_a_bucket_is_brought_once_and_verified(
+    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    data = make_data_folder(
+        tmp_path / "data", num_train_tokens=4000, num_val_tokens=200, vocab_size=512
+    )
+    place = f"gs://{BUCKET}/{tmp_path.name}/data"
+    store = open_store(parse_store_address(place))
+    config = parse_run_config("", overrides=[f"data.dir={place}"], where="test")
+    said: list[str] = []
+    with pytest.raises(DataError, match=r"there is no meta\.json"):
+        bring_data_here(config, say=said.append)
+    for path in data.iterdir():
+        put(store, path.name, path.read_bytes())
+    bring_data_here(config, say=said.append)
+    bring_data_here(config, say=said.append)
+    assert len(said) == 1
+    here = config.data.folder()
+    assert here.is_relative_to(tmp_path / "home")
+    assert content_of(here) == content_of(data)
+
+    train = (data / "train.bin").read_bytes()
+    put(store, "train.bin", bytes([train[0] ^ 1]) + train[1:])
+    shutil.rmtree(here)
+    with pytest.raises(DataError, match=r"sha256 of train\.bin"):
+        bring_data_here(config, say=said.append)
+    assert not here.exists()
+    put(store, "meta.json", (data / "meta.json").read_bytes().replace(b'"train.bin"', b'"../x"'))
+    with pytest.raises(DataError, match="no file of a data folder"):
+        bring_data_here(config, say=said.append)
