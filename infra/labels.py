@@ -27,7 +27,7 @@ def cluster_labels(*, cluster: str, expires_unix: int, extra: dict[str, str]) ->
 def mark(labels: dict[str, str], text: str = "") -> str:
     """The description of what cannot have labels: `text`, then the same two of them.
 
-    Some kinds are made anew, network and machines with them, when their description changes, and
+    Some kinds are rebuilt, network and machines with them, when their description changes, and
     the expiry is another one each time that the program runs: so IGNORED goes with it.
     """
     own = " ".join(f"{name}={labels[name]}" for name in (CLUSTER, EXPIRES))

@@ -15,7 +15,7 @@ from infra.labels import EXPIRES, IGNORED, mark
 from infra.network import FIRST_HOST, SUBNET
 from infra.scheduling import scheduling
 
-# A change of these makes the nodes anew. In place, Google would stop a machine, which sets the
+# A change of these rebuilds the nodes. In place, Google would stop a machine, which sets the
 # clock of its run time back, and cloud-init would not run again.
 _MAKES_ANEW = (
     *("machine_type", "spot", "max_lifetime", "disk_type", "disk_gb", "head_disk_gb", "image"),
@@ -190,12 +190,12 @@ def node_name(config: ClusterConfig, index: int) -> str:
 
 
 def node_address(index: int) -> str:
-    """Its address within the network: known before it boots, and the same when it is made anew."""
+    """Address within the network: known before boot, and kept when the node is rebuilt."""
     return str(ipaddress.ip_network(SUBNET)[FIRST_HOST + index])
 
 
 def replacement_trigger(config: ClusterConfig, user_data: str) -> str:
-    """Changes when the nodes have to be made anew."""
+    """Digest that changes when the nodes have to be rebuilt."""
     values = [user_data, *(str(getattr(config, name)) for name in _MAKES_ANEW)]
     values.append(str(config.is_compact()))
     return hashlib.sha256("\0".join(values).encode()).hexdigest()
