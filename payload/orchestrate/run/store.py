@@ -188,7 +188,8 @@ class Order:
             if is_made:
                 shutil.rmtree(paths.root, ignore_errors=True)  # it was never a run
             elif before is not None:
-                write_whole(paths.config, before)  # what was refused is no setting of the run
+                with suppress(OSError):  # a full disk is what the error tells of
+                    write_whole(paths.config, before)  # a refused setting is none of the run's
             raise
 
 
