@@ -698,7 +698,7 @@ def _contradictions(config: RunConfig) -> list[str]:
     if size != AUTO and config.batch.global_batch_size % size:
         found.append(
             f"batch.global_batch_size = {config.batch.global_batch_size} is not a multiple of "
-            f"micro_batch_size = {size}."
+            f"micro_batch_size = {size}. Set micro_batch_size to a number that divides it."
         )
     if config.limits.hang_timeout_s > config.longest_wait_s():
         found.append(

@@ -1,21 +1,33 @@
-"""Thirty wrong inputs to fine-tuning: one line each and exit code 10, before anything runs."""
+"""Wrong inputs to fine-tuning: one line with cause and fix, exit code 10, nothing written."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from payload.checkpoint_files import weights_sha256
 from payload.data.__main__ import main as data
 from payload.errors import ExitCode
 from payload.finetune.__main__ import main as finetune
+from payload.hints import command
 from payload.orchestrate.__main__ import main as orchestrate
 from tests.support.chat_data import conversations, make_model, make_tokenizer, prepare, write_rows
+from tests.support.launching import mpirun, run
 
 USER = {"role": "user", "content": "what is red"}
 ANSWER = {"role": "assistant", "content": "a word"}
+OR_SKIP = "Correct it, or leave such rows out with --skip-bad."
+WRITE_LIST = f'Write [{{"role": ..., "content": ...}}, ...]. {OR_SKIP}'
+NO_TEMPLATE = (
+    "Use a model that was trained for chats, name a template with --chat-template (prepare), or "
+    "leave --chat out (generate)."
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,25 +42,49 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def one_line(capsys: pytest.CaptureFixture[str], status: int, problem: str) -> None:
+def require_refusal(capsys: pytest.CaptureFixture[str], status: int, sentence: str) -> None:
+    """Expect this error, word for word, and no other line of the kind."""
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert status == ExitCode.CONFIG, said
-    assert len(said) == 1 and problem in said[0]
+    assert said == [f"error: {sentence}"]
 
 
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"messages": [USER]}, "no message of the assistant"),
-        ({"messages": [{"role": "tool", "content": "x"}, ANSWER]}, "unknown role 'tool'"),
-        ({"messages": []}, "not a list of messages"),
-        ({"messages": "hello"}, "not a list of messages"),
-        ({"messages": [{"role": "user"}, ANSWER]}, "A message has 'role' and 'content'"),
-        ({"messages": [USER, {"role": "assistant", "content": 3}]}, "not text"),
-        ({"question": "a", "answer": "b"}, "no conversation among the columns"),
-        ({"prompt": "a", "completion": None}, "not a list of messages"),
-        ({"conversations": [{"from": "human", "value": "a"}]}, "no message of the assistant"),
-        ({"instruction": 3, "output": "b"}, "instruction is 3, not text"),
+        (
+            {"messages": [USER]},
+            f"no message of the assistant, so nothing to train on. Add its answer. {OR_SKIP}",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "x"}, ANSWER]},
+            f"messages[0]: unknown role 'tool'. Known: system, user, assistant. {OR_SKIP}",
+        ),
+        ({"messages": []}, f"messages is [], not a list of messages. {WRITE_LIST}"),
+        ({"messages": "hello"}, f"messages is 'hello', not a list of messages. {WRITE_LIST}"),
+        (
+            {"messages": [{"role": "user"}, ANSWER]},
+            "messages[0] is {'role': 'user'}. A message has 'role' and 'content'. " + OR_SKIP,
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": 3}]},
+            f"messages[1] content is 3, not text. {OR_SKIP}",
+        ),
+        (
+            {"question": "a", "answer": "b"},
+            "no conversation among the columns 'question', 'answer'. Known: messages; "
+            "conversations (ShareGPT); prompt, completion; instruction, output (Alpaca). "
+            + OR_SKIP,
+        ),
+        (
+            {"prompt": "a", "completion": None},
+            f"completion is None, not a list of messages. {WRITE_LIST}",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a"}]},
+            f"no message of the assistant, so nothing to train on. Add its answer. {OR_SKIP}",
+        ),
+        ({"instruction": 3, "output": "b"}, f"instruction is 3, not text. {OR_SKIP}"),
     ],
 )
 def test_a_conversation_that_is_none(
@@ -61,17 +97,38 @@ def test_a_conversation_that_is_none(
     source = write_rows(tmp_path / "x.jsonl", [row] * 12)
     words = ["prepare", "--task", "chat", "--source", "jsonl", "--input", str(source)]
     words += ["--tokenizer", str(place / "model"), "--out", str(tmp_path / "out")]
-    one_line(capsys, data(words), problem)
-    assert not (tmp_path / "out" / "meta.json").exists()
+    require_refusal(capsys, data(words), f"{source} line 1: {problem}")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("flags", "tokenizer", "problem"),
     [
-        ((), "no-template", "chat template"),
-        (("--sequence-length", "2"), "model", "token to train on"),
-        (("--chat-template", "nowhere.jinja"), "model", "nowhere.jinja"),
-        ((), "nowhere/", "no such folder"),
+        (
+            (),
+            "no-template",
+            "{place}/no-template: the model has no chat template (chat_template.jinja). "
+            + NO_TEMPLATE,
+        ),
+        (
+            ("--sequence-length", "2"),
+            "model",
+            "no conversation with a token to train on in jsonl: {place}/chats.jsonl: 40 rows, 0 "
+            "bad, 40 whose answers are empty or lie beyond --sequence-length. Check the columns, "
+            "or raise it.",
+        ),
+        (
+            ("--chat-template", "nowhere.jinja"),
+            "model",
+            "nowhere.jinja: cannot be read ([Errno 2] No such file or directory: "
+            "'nowhere.jinja'.) Name a Jinja file.",
+        ),
+        (
+            (),
+            "nowhere/",
+            "--tokenizer 'nowhere/': there is no such folder. Name a folder with tokenizer.json, "
+            "a run, a hub name (owner/name[@revision]) or gpt2.",
+        ),
     ],
 )
 def test_a_template_or_a_length_that_leaves_nothing_to_train_on(
@@ -85,23 +142,72 @@ def test_a_template_or_a_length_that_leaves_nothing_to_train_on(
     words = ["prepare", "--task", "chat", "--source", "jsonl"]
     words += ["--input", str(place / "chats.jsonl"), "--out", str(tmp_path / "out"), *flags]
     name = tokenizer if tokenizer.endswith("/") else str(place / tokenizer)
-    one_line(capsys, data([*words, "--tokenizer", name]), problem)
+    sentence = problem.replace("{place}", str(place))
+    require_refusal(capsys, data([*words, "--tokenizer", name]), sentence)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("table", "flags", "problem"),
     [
-        ("text,label\nred,a\nblue,a\n", (), "needs two or more"),
-        ("text,label\nred,a\nblue,a\nlist,b\n", (), "validation would lack it"),
-        ('text,label\n"red,a\nblue,b\n', (), "quote"),
-        ("text,label\nred,a,b\n", (), "3 fields, but 2 columns"),
-        ("text,text\nred,a\n", (), "different column names"),
-        ("text,stars\nred,1\n", (), "no column 'label'"),
-        ("review,label\nred,1\n", (), "no column 'text'"),
-        ("text,label\n,a\nblue,b\n", (), "is empty"),
-        ("text,label\nred,\nblue,b\n", (), "no name or number"),
-        ("text,label\nred,3\nblue,1\n", ("--label-map", "1=low"), "not in --label-map"),
-        ("", (), ""),
+        (
+            "text,label\nred,a\nblue,a\n",
+            (),
+            "csv: {csv}: every text has the label 'a'. A classifier needs two or more; check "
+            "--label-column and --label-map.",
+        ),
+        (
+            "text,label\nred,a\nblue,a\nlist,b\n",
+            (),
+            "csv: {csv}: label 'b' has a single text, which validation would lack. Add texts, or "
+            "merge labels with --label-map.",
+        ),
+        (
+            'text,label\n"red,a\nblue,b\n',
+            (),
+            "{csv} line 2: not CSV in UTF-8: unexpected end of data. Correct its quotes: a field "
+            'with commas or line ends stands in "...", with " inside as "".',
+        ),
+        (
+            "text,label\nred,a,b\n",
+            (),
+            f"{{csv}} line 2: 3 fields, but 2 columns (text, label). {OR_SKIP}",
+        ),
+        (
+            "text,text\nred,a\n",
+            (),
+            "{csv} line 1: 'text', 'text': a CSV file begins with a line of different column "
+            "names. Add it.",
+        ),
+        (
+            "text,stars\nred,1\n",
+            (),
+            "{csv} line 2: no column 'label'; columns there: 'text', 'stars'. Choose one with "
+            "--label-column.",
+        ),
+        (
+            "review,label\nred,1\n",
+            (),
+            "{csv} line 2: no column 'text'; columns there: 'review', 'label'. Choose one with "
+            "--text-column.",
+        ),
+        ("text,label\n,a\nblue,b\n", (), f"{{csv}} line 2: 'text' is empty. {OR_SKIP}"),
+        (
+            "text,label\nred,\nblue,b\n",
+            (),
+            f"{{csv}} line 2: 'label' is '': no name or number. {OR_SKIP}",
+        ),
+        (
+            "text,label\nred,3\nblue,1\n",
+            ("--label-map", "1=low"),
+            f"{{csv}} line 2: label '3' is not in --label-map. {OR_SKIP}",
+        ),
+        (
+            "",
+            (),
+            "no text with a label in csv: {csv}: 0 rows, 0 of them bad. Check --text-column and "
+            "--label-column.",
+        ),
     ],
 )
 def test_a_table_of_labels_that_cannot_be_learned(
@@ -112,28 +218,82 @@ def test_a_table_of_labels_that_cannot_be_learned(
     flags: tuple[str, ...],
     problem: str,
 ) -> None:
-    (tmp_path / "x.csv").write_text(table, encoding="utf-8")
-    words = ["prepare", "--task", "classify", "--source", "csv", "--input", str(tmp_path / "x.csv")]
+    source = tmp_path / "x.csv"
+    source.write_text(table, encoding="utf-8")
+    words = ["prepare", "--task", "classify", "--source", "csv", "--input", str(source)]
     words += ["--tokenizer", str(place / "model"), "--out", str(tmp_path / "out"), *flags]
-    one_line(capsys, data(words), problem)
+    require_refusal(capsys, data(words), problem.replace("{csv}", str(source)))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("settings", "problem"),
+    ("settings", "sentence"),
     [
-        (("adapter.kind=lora", "adapter.rank=4096"), "above the width of the linears"),
-        (("adapter.kind=lora", "adapter.target=c_fc"), "the model has no linear 'c_fc'"),
-        (("adapter.kind=lora", "adapter.target=q_proj,,"), "a name is empty"),
-        (("adapter.kind=lora", "model.init=scratch"), "has none. Name a model"),
-        (("adapter.kind=lora", "engine.compile=true"), "without engine.compile"),
-        (("model.quantize=nf4",), "weights of 4 bits cannot be trained"),
-        (("model.quantize=nf4", "adapter.kind=lora", "precision.dtype=fp32"), "computes in bf16"),
-        (("model.quantize=nf4", "adapter.kind=lora", "adapter.dora=true"), "adapter.dora"),
-        (("task.kind=classify",), "was prepared with --task chat"),
-        (("data.sequence_length=32",), "was packed into blocks of 64"),
-        (("batch.micro_batch_size=most",), '(or "auto")'),
-        (("batch.global_batch_size=7", "batch.micro_batch_size=2"), "not a multiple"),
-        (("model.init=nowhere/model",), "nowhere"),
+        (
+            ("adapter.kind=lora", "adapter.rank=4096"),
+            "adapter.rank = 4096 is above the width of the linears that it adapts, 64. Use 64 or "
+            "less.",
+        ),
+        (
+            ("adapter.kind=lora", "adapter.target=c_fc"),
+            "adapter.target = 'c_fc': the model has no linear 'c_fc'. Use 'all-linear' or some of "
+            "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj.",
+        ),
+        (
+            ("adapter.kind=lora", "adapter.target=q_proj,,"),
+            "adapter.target = 'q_proj,,': a name is empty. Use 'all-linear' or names of linears "
+            "with commas between, as in 'q_proj,v_proj'.",
+        ),
+        (
+            ("adapter.kind=lora", "model.init=scratch"),
+            'defaults: adapter.kind = "lora" trains beside weights that exist, but model.init = '
+            '"scratch" has none. Name a model.',
+        ),
+        (
+            ("adapter.kind=lora", "engine.compile=true"),
+            'defaults: adapter.kind = "lora" runs on engine.kind = "native" without '
+            "engine.compile alone. Leave them out.",
+        ),
+        (
+            ("model.quantize=nf4",),
+            'defaults: model.quantize = "nf4": weights of 4 bits cannot be trained. Set '
+            'adapter.kind = "lora", or model.quantize = "none" for full training.',
+        ),
+        (
+            ("model.quantize=nf4", "adapter.kind=lora", "precision.dtype=fp32"),
+            'defaults: model.quantize = "nf4" computes in bf16, but precision.dtype = "fp32". Set '
+            'it to "bf16" or "auto".',
+        ),
+        (
+            ("model.quantize=nf4", "adapter.kind=lora", "adapter.dora=true"),
+            'defaults: adapter.dora = true does not run with model.quantize = "nf4". Set '
+            'adapter.dora to false, or model.quantize to "none".',
+        ),
+        (
+            ("task.kind=classify",),
+            "task.kind = 'classify', but {place}/data was prepared with --task chat. Set "
+            "task.kind to 'chat', or prepare other data.",
+        ),
+        (
+            ("data.sequence_length=32",),
+            "data.sequence_length = 32, but {place}/data was packed into blocks of 64. Set it to "
+            "64, or prepare the data again with --sequence-length 32.",
+        ),
+        (
+            ("batch.micro_batch_size=most",),
+            "--set batch.micro_batch_size=most: batch.micro_batch_size = 'most': a whole number "
+            'is needed (or "auto").',
+        ),
+        (
+            ("batch.global_batch_size=7", "batch.micro_batch_size=2"),
+            "defaults: batch.global_batch_size = 7 is not a multiple of micro_batch_size = 2. Set "
+            "micro_batch_size to a number that divides it.",
+        ),
+        (
+            ("model.init={place}/nowhere",),
+            "model.init = '{place}/nowhere': there is no such folder here. Correct the path, or "
+            "name a run, a checkpoint, a folder in the Hugging Face layout or a model on the hub.",
+        ),
     ],
 )
 def test_settings_that_cannot_be(
@@ -141,18 +301,94 @@ def test_settings_that_cannot_be(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     settings: tuple[str, ...],
-    problem: str,
+    sentence: str,
 ) -> None:
     own = ("task.kind=chat", f"data.dir={place / 'data'}", f"model.init={place / 'model'}")
-    sets = [
-        word for each in (*own, "data.sequence_length=64", *settings) for word in ("--set", each)
-    ]
-    words = ["run", "--inventory", "local", "--runs-dir", str(tmp_path), *sets]
-    one_line(capsys, orchestrate(words, os.environ), problem)
+    given = [each.replace("{place}", str(place)) for each in settings]
+    words = ["run", "--inventory", "local", "--runs-dir", str(tmp_path)]
+    words += _sets(*own, "data.sequence_length=64", *given)
+    require_refusal(capsys, orchestrate(words, os.environ), sentence.replace("{place}", str(place)))
     assert list(tmp_path.iterdir()) == []
 
 
+def _sets(*settings: str) -> list[str]:
+    return [word for each in settings for word in ("--set", each)]
+
+
+@pytest.fixture(scope="module")
+def adapted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step with an adapter beside a copy of the model; not to be changed."""
+    folder = tmp_path_factory.mktemp("adapted")
+    shutil.copytree(place / "model", folder / "base")
+    done = _train(folder, place)
+    assert done.returncode == ExitCode.OK, done.stderr
+    return folder
+
+
+def _train(folder: Path, place: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    """Train an adapter beside the base in `folder`, in the run beside it."""
+    own = (
+        *("task.kind=chat", "data.sequence_length=64", "adapter.kind=lora", "adapter.rank=4"),
+        *("batch.global_batch_size=2", "batch.micro_batch_size=2", "schedule.warmup_steps=0"),
+        *("train.steps=1", "train.eval_every=0", "precision.dtype=fp32"),
+        *(f"data.dir={place / 'data'}", f"model.init={folder / 'base'}", *settings),
+    )
+    words = ["-m", "payload.train", "--run-dir", str(folder / "run")]
+    return run(mpirun(1, *words, *_sets(*own)))
+
+
+def _files(folder: Path) -> Mapping[str, bytes]:
+    """Return the content of every file below `folder`."""
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def require_refused_run(done: subprocess.CompletedProcess[str], sentence: str) -> None:
+    """Expect that a rank ended with this error as its last line."""
+    assert done.returncode == ExitCode.CONFIG, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == f"error: {sentence}"
+
+
+def test_a_resume_beside_another_base(place: Path, adapted: Path, tmp_path: Path) -> None:
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    shutil.copytree(adapted, copy)
+    make_model(other, "qwen3")
+    before = _files(copy / "run" / "checkpoints")
+    found, then = weights_sha256(other), weights_sha256(adapted / "base")
+    require_refused_run(
+        _train(copy, place, "train.steps=2", f"model.init={other}"),
+        f"model.init = '{other}': its weights are not those that the adapter was trained beside "
+        f"(sha256 {found[:12]}, then {then[:12]}). Restore them, or start a new run.",
+    )
+    assert _files(copy / "run" / "checkpoints") == before
+
+
+def test_a_resume_with_another_rank(place: Path, adapted: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(adapted, copy)
+    before = _files(copy / "run" / "checkpoints")
+    require_refused_run(
+        _train(copy, place, "train.steps=2", "adapter.rank=8"),
+        "adapter.rank = 8, but the run's checkpoint was trained with 4. Resume without changing "
+        "it, or start a new run with model.init set to the checkpoint.",
+    )
+    assert _files(copy / "run" / "checkpoints") == before
+
+
 def test_an_adapter_is_no_base_for_another_adapter(
+    place: Path, adapted: Path, tmp_path: Path
+) -> None:
+    init = adapted / "run"
+    require_refused_run(
+        _train(tmp_path, place, f"model.init={init}"),
+        f"model.init = '{init}': it is an adapter, and adapter.kind = 'lora' needs whole weights "
+        f"below. Merge it first with {command('export', '--checkpoint', str(init), '--merge')}.",
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_kind_of_adapter_that_is_not_lora(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {
@@ -162,26 +398,45 @@ def test_an_adapter_is_no_base_for_another_adapter(
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     own = ("task.kind=chat", f"data.dir={place / 'data'}", f"model.init={tmp_path / 'adapter'}")
-    sets = [word for each in (*own, "data.sequence_length=64") for word in ("--set", each)]
-    words = ["run", "--inventory", "local", "--runs-dir", str(tmp_path / "runs"), *sets]
-    one_line(capsys, orchestrate(words, os.environ), "peft_type = 'IA3', only LORA")
+    words = ["run", "--inventory", "local", "--runs-dir", str(tmp_path / "runs")]
+    words += _sets(*own, "data.sequence_length=64")
+    require_refusal(
+        capsys,
+        orchestrate(words, os.environ),
+        f"{tmp_path}/adapter/adapter_config.json: peft_type = 'IA3', only LORA can be loaded. "
+        "Name a folder with a LoRA adapter in PEFT's layout.",
+    )
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("x.json", "[]", ".json is not read"),
-        ("x.jsonl", '{"a": 1}', "none that is known"),
+        (
+            "x.json",
+            "[]",
+            ".json is not read. Write it as jsonl (a JSON object a line), csv, parquet or plain "
+            "text.",
+        ),
+        (
+            "x.jsonl",
+            '{"a": 1}',
+            "among the columns 'a' is none that is known; give --task, with --text-column and "
+            "--label-column for labels.",
+        ),
     ],
 )
 def test_data_that_finetune_does_not_understand(
     place: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     name: str,
     content: str,
     problem: str,
 ) -> None:
     (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
     words = ["--model", str(place / "model"), "--data", str(tmp_path / name), "--dry-run"]
-    one_line(capsys, finetune(words), problem)
+    require_refusal(capsys, finetune(words), f"--data {tmp_path / name}: {problem}")
+    assert [each.name for each in tmp_path.iterdir()] == [name]

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 TEMPLATE_FILE = "chat_template.jinja"
 _CONFIG_FILE = "tokenizer_config.json"
-_FIX = "Use a model that was trained for chats, or generate without --chat."
+_FIX = (
+    "Use a model that was trained for chats, name a template with --chat-template (prepare), or "
+    "leave --chat out (generate)."
+)
 # transformers writes 1e30 as an integer where a tokenizer has no limit: more than 64 bits.
 _NO_LIMIT = re.compile(rb'("model_max_length"\s*:\s*)[0-9]{20,40}(?![0-9])')
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")

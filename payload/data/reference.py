@@ -45,6 +45,8 @@ class ReferenceModel:
     revision: str | None = None
     sha256: str = checked(pattern=_SHA256, wanted="64 hexadecimal digits")
     """Over the files with the weights."""
+    config_sha256: str | None = checked(None, pattern=_SHA256, wanted="64 hexadecimal digits")
+    """Over what config.json says of the arithmetic; None in older records."""
     quantize: Literal["none", "nf4"] = "none"
 
     def name(self) -> str:
@@ -53,7 +55,9 @@ class ReferenceModel:
 
     def is_same(self, other: ReferenceModel) -> bool:
         """Say whether both compute the same, wherever their files are."""
-        return (self.sha256, self.quantize) == (other.sha256, other.quantize)
+        configs = {self.config_sha256, other.config_sha256} - {None}
+        same_weights = (self.sha256, self.quantize) == (other.sha256, other.quantize)
+        return same_weights and len(configs) <= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

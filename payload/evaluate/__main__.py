@@ -114,13 +114,13 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
     from payload.tokenizer_identity import require_same_tokenizer
     from payload.train.models.classifier import Classifier
     from payload.train.models.registry import load
-    from payload.train.weights import model_folder
+    from payload.train.weights import model_folder, tokenizer_folder
 
     folder = model_folder(arguments.checkpoint, setting="--checkpoint")
     require_same_tokenizer(
         load_meta(arguments.data),
         data=arguments.data,
-        folder=folder,
+        folder=tokenizer_folder(folder),
         init=arguments.checkpoint,
         settings=("--data", "--checkpoint"),
     )

@@ -5,26 +5,27 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from payload.adapter_files import base_quantization, has_adapter, read_adapter_config
+from payload.adapter_files import base_quantization, has_adapter
 from payload.errors import CheckpointError, ExitCode, TileforgeError, UsageError
 from payload.export.architectures import plan_gguf
 from payload.export.arguments import parser
 from payload.export.gguf_file import write_gguf
 from payload.export.hf_folder import write_hf
-from payload.export.merged import DequantizedWeights, MergedWeights, require_base
+from payload.export.merged import DequantizedWeights, MergedWeights
 from payload.export.tensors import WeightFiles
 from payload.export.vocabulary import read_vocabulary
-from payload.hf_folder import CONFIG_FILE
-from payload.hints import command
-from payload.tokenizer_identity import TOKENIZER_FILE
-from payload.train.weights import model_folder
-from payload.untrusted import parse_json, printable, read_bytes
+from payload.hf_folder import read_config
+from payload.train.weights import (
+    base_folder,
+    config_folder,
+    model_folder,
+    tokenizer_folder,
+)
+from payload.untrusted import printable
 
-_FIX = "Use another checkpoint."
 _GGUF_SUFFIX = ".gguf"
 
 
@@ -49,8 +50,8 @@ def _export(arguments: argparse.Namespace) -> Path:
         )
     folder = model_folder(arguments.checkpoint, setting="--checkpoint")
     weights_at = _weights_folder(folder, merges=arguments.merge)
-    config = _config_of(folder, weights_at)
-    tokenizer = folder if (folder / TOKENIZER_FILE).is_file() else weights_at
+    config = read_config(config_folder(folder))
+    tokenizer = tokenizer_folder(folder)
     name = _name_of(folder)
     out = _out_path(arguments.out, name=name, format_=arguments.format, dtype=arguments.dtype)
     if arguments.format == "gguf":
@@ -87,14 +88,7 @@ def _weights_folder(folder: Path, *, merges: bool) -> Path:
             f"{folder}: it is an adapter without its base's weights. Add --merge to write both as "
             "one model; PEFT and vLLM load the folder as it is."
         )
-    base = model_folder(read_adapter_config(folder).source(), setting=f"{folder}: base")
-    if has_adapter(base):
-        raise CheckpointError(
-            f"{folder}: its base {base} is an adapter itself. Merge that one first with "
-            f"{command('export', '--checkpoint', str(base), '--merge')}."
-        )
-    require_base(base, folder)
-    return base
+    return base_folder(folder)
 
 
 def _weights(folder: Path, weights_at: Path) -> WeightFiles:
@@ -104,22 +98,6 @@ def _weights(folder: Path, weights_at: Path) -> WeightFiles:
         return MergedWeights(weights_at, folder)
     print("note: the base was quantised; the merged weights are dequantised", file=sys.stderr)
     return DequantizedWeights(folder)
-
-
-def _config_of(folder: Path, weights_at: Path) -> Mapping[str, Any]:
-    """Return the config of what is written; a classifier's adapter has its own, with labels."""
-    return _read_config(folder if (folder / CONFIG_FILE).is_file() else weights_at)
-
-
-def _read_config(folder: Path) -> Mapping[str, Any]:
-    path = folder / CONFIG_FILE
-    try:
-        raw = parse_json(read_bytes(path), where=str(path), fix=_FIX, error=CheckpointError)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}. {_FIX}") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: expected an object. {_FIX}")
-    return raw
 
 
 def _name_of(folder: Path) -> str:

@@ -11,9 +11,7 @@ from payload.adapter_files import (
     ADAPTER_CONFIG_FILE,
     AdapterConfig,
     read_adapter_config,
-    recorded_base,
 )
-from payload.checkpoint_files import weights_sha256
 from payload.errors import CheckpointError
 from payload.export.tensors import WeightFiles
 from payload.models.adapter import scale
@@ -144,22 +142,6 @@ class DequantizedWeights(WeightFiles):
                 "checkpoint."
             )
         return value
-
-
-def require_base(base: Path, adapter: Path) -> None:
-    """Raise CheckpointError when `base` has other weights than the run of `adapter` began with.
-
-    Adapters of other programs do not say which they were.
-    """
-    wanted = recorded_base(adapter).get("sha256")
-    if not wanted:
-        return
-    found = weights_sha256(base)
-    if wanted != found:
-        raise CheckpointError(
-            f"{base}: its weights are not those that the adapter {adapter} was trained beside "
-            f"(sha256 {found[:12]}, then {str(wanted)[:12]}). Restore them, then merge."
-        )
 
 
 def _fan_in_fan_out(adapter: Path) -> bool:

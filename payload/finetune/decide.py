@@ -122,10 +122,7 @@ def decide(wanted: Wanted, ask: Ask) -> Decided:
         run=run,
         run_toml=text,
         config=config,
-        # An adapter would have to be merged first, into a whole model's file.
-        is_sampled=found.task in ("text", "chat")
-        and fitting.method == "full"
-        and spec.num_params() <= _SAMPLED_PARAMS,
+        is_sampled=found.task in ("text", "chat") and spec.num_params() <= _SAMPLED_PARAMS,
     )
 
 

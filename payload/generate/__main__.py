@@ -27,7 +27,7 @@ from payload.generate.prompts import batches, encode, read_prompts
 from payload.generate.sampling import Sampler, SamplingOptions
 from payload.train.models.base import CausalLM
 from payload.train.models.registry import load
-from payload.train.weights import model_folder
+from payload.train.weights import model_folder, tokenizer_folder
 from payload.untrusted import printable
 
 _DEFAULTS = SamplingOptions()
@@ -63,7 +63,7 @@ def _generate(arguments: Namespace) -> None:
     folder = model_folder(arguments.checkpoint, setting="--checkpoint")
     codec = find_codec(folder)
     if arguments.chat:
-        template = read_chat_template(folder)
+        template = read_chat_template(tokenizer_folder(folder))
     model = load(folder)
     refuse_classifier(model, folder=folder)
     _note_vocabulary(codec, model)

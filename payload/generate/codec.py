@@ -11,6 +11,7 @@ from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, read_config
 from payload.tokenizer_identity import GPT2_SHA256, folder_identity
+from payload.train.weights import config_folder, tokenizer_folder
 from payload.untrusted import one_line, parse_json, read_bytes
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -39,14 +40,16 @@ class Codec:
 def find_codec(folder: Path) -> Codec:
     """Return the tokenizer in the checkpoint's folder; a GPT-2 without one has GPT-2's.
 
-    Raises CheckpointError and DataError for one that is missing or damaged.
+    What an adapter's folder lacks is its base's. Raises CheckpointError and DataError for one that
+    is missing or damaged.
     """
-    config = read_config(folder)
+    model, tokenizer = config_folder(folder), tokenizer_folder(folder)
+    config = read_config(model)
     # A GPT-2 may be trained on another tokenizer's tokens, which its folder has then.
-    own = folder_identity(folder, error=CheckpointError)
+    own = folder_identity(tokenizer, error=CheckpointError)
     if config.get("model_type") == _GPT2 and own in (None, GPT2_SHA256):
         return _gpt2()
-    return _any(folder, stops=_named_stops(folder, config))
+    return _any(tokenizer, stops=_named_stops(model, config))
 
 
 def _gpt2() -> Codec:

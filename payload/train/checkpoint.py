@@ -52,6 +52,8 @@ class BaseModel:
     """Commit on the hub."""
     sha256: str = ""
     """Over the files with the weights."""
+    config_sha256: str | None = None
+    """Over what config.json says of the arithmetic; None in older records."""
     quantize: Quantize = "none"
     """What its linears were while the adapter was trained."""
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from payload.adapter_files import has_adapter, read_adapter_config
+from payload.adapter_files import has_adapter
 from payload.checkpoint_files import (
     checkpoint_folders,
     manifest_problems,
@@ -58,7 +58,7 @@ from payload.train.models.registry import build, load, require_enough
 from payload.train.optimizer import Optimizers
 from payload.train.strategies.base import Strategy
 from payload.train.tasks.base import Task
-from payload.train.weights import model_folder
+from payload.train.weights import base_folder, model_folder
 from payload.train.world import World
 
 log = logging.getLogger(__name__)
@@ -317,9 +317,7 @@ def _read_in_parts(config: RunConfig, folder: Path | None, *, world: World) -> P
 
 def _config_folder(folder: Path) -> Path:
     """Return the folder that has the model's config.json: an adapter's is its base's."""
-    if has_adapter(folder):
-        return model_folder(read_adapter_config(folder).source())
-    return folder
+    return base_folder(folder, verify=False) if has_adapter(folder) else folder
 
 
 def _require_same_run(state: TrainerState, config: RunConfig) -> None:

@@ -8,10 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from payload.adapter_files import has_adapter, read_adapter_config, recorded_base
+from payload.checkpoint_files import weights_sha256
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, WEIGHTS_FILE
+from payload.hints import command
 from payload.models.hub import HubName, fetch
 from payload.models.source import find_source
+from payload.tokenizer_identity import TOKENIZER_FILE
 from payload.train.gguf_folder import folder_of_gguf
 from payload.train.tensor_file import write_tensors
 
@@ -53,6 +57,51 @@ def model_folder(name: str, *, setting: str = "model.init") -> Path:
     if wanted is None:
         raise CheckpointError(f"{setting} = {name!r}: it has no weights. Name a checkpoint.")
     return fetch(wanted, setting=setting, say=log.info)
+
+
+def config_folder(folder: Path) -> Path:
+    """Return the folder with a checkpoint's config.json: a language model's adapter has its base's.
+
+    Raises CheckpointError.
+    """
+    is_whole = (folder / CONFIG_FILE).is_file() or not has_adapter(folder)
+    return folder if is_whole else base_folder(folder, verify=False)
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Return the folder with a checkpoint's tokenizer: an adapter without one has its base's.
+
+    Raises CheckpointError.
+    """
+    is_whole = (folder / TOKENIZER_FILE).is_file() or not has_adapter(folder)
+    return folder if is_whole else base_folder(folder, verify=False)
+
+
+def base_folder(adapter: Path, *, verify: bool = True) -> Path:
+    """Return the folder with the weights of an adapter's base, downloaded if it is on the hub.
+
+    With `verify` its weights have the hash that the adapter's run recorded; adapters of other
+    programs record none. Raises CheckpointError.
+    """
+    source = read_adapter_config(adapter).source()
+    if Path(source).is_absolute() and not Path(source).exists():
+        raise CheckpointError(
+            f"{adapter}: its base {source} is not there, and an adapter has no copy of it. Put the "
+            "base back in that place."
+        )
+    base = model_folder(source, setting=f"{adapter}: base")
+    if has_adapter(base):
+        raise CheckpointError(
+            f"{adapter}: its base {base} is an adapter itself. Merge that one first with "
+            f"{command('export', '--checkpoint', str(base), '--merge')}."
+        )
+    wanted = recorded_base(adapter).get("sha256") if verify else None
+    if wanted and wanted != (found := weights_sha256(base)):
+        raise CheckpointError(
+            f"{base}: its weights are not those that the adapter {adapter} was trained beside "
+            f"(sha256 {found[:12]}, then {str(wanted)[:12]}). Put those back in that place."
+        )
+    return base
 
 
 def warn_passed_over(folder: Path, problem: str) -> None:

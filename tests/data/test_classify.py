@@ -150,7 +150,7 @@ BAD: Mapping[str, tuple[Any, tuple[str, ...], str]] = {
     "missing in validation": (
         [*ROWS, ("text", "rare")],
         (),
-        "label 'rare' of 3 have a single text: validation would lack it",
+        "label 'rare' has a single text, which validation would lack.",
     ),
     "no label": ([*ROWS, ("text", "")], (), "'label' is '': no name or number"),
     "empty text": ([*ROWS, ("", "up")], (), "'text' is empty"),

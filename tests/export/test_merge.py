@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from payload.checkpoint_files import weights_sha256
 from payload.errors import ExitCode
+from payload.evaluate.__main__ import main as evaluate
 from payload.export.__main__ import main
+from payload.generate.__main__ import main as generate
 from payload.run_config import AdapterSection
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.classifier import Classifier
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.models.registry import load
 from tests.export.test_export import add_tokenizer, complaint, make
+from tests.support.chat_data import (
+    conversations,
+    make_model,
+    make_tokenizer,
+    prepare,
+    write_rows,
+)
 
 TOKENS = torch.tensor([[5, 9, 300, 41, 7, 80]])
 
@@ -85,6 +96,59 @@ def test_a_classifiers_adapter_becomes_a_whole_classifier(tmp_path: Path) -> Non
     torch.testing.assert_close(
         found.eval()(TOKENS).logits, model.class_logits(TOKENS), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("changes", [{}, {"dora": True}])
+def test_generate_and_evaluate_read_an_adapter_as_they_read_its_merged_weights(
+    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, folder, out = make_model(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged"
+    adapted(load(base), base, folder, **changes)
+    make_tokenizer(folder)
+    record = {"base": {"sha256": weights_sha256(base)}}
+    (folder / "trainer.json").write_text(json.dumps(record))
+    assert merge(folder, out, "--dtype", "fp32") == ExitCode.OK
+    rows = [{"messages": each} for each in conversations(20)]
+    chats = write_rows(tmp_path / "chats.jsonl", rows)
+    data = prepare(base, chats, tmp_path / "data", "--sequence-length", 64)
+    capsys.readouterr()
+    texts, losses = [], []
+    for each in (folder, out, base):
+        named = ["--checkpoint", str(each), "--json"]
+        greedy = ["--prompt", "what is red", "--temperature", "0", "--max-new-tokens", "24"]
+        assert generate([*named, *greedy]) == ExitCode.OK
+        texts.append(json.loads(capsys.readouterr().out)["samples"])
+        assert evaluate([*named, "--data", str(data)], {}) == ExitCode.OK
+        losses.append(json.loads(capsys.readouterr().out)["val_loss"])
+    assert texts[0] == texts[1] != texts[2]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0] != pytest.approx(losses[2], rel=1e-3)
+
+
+@pytest.mark.parametrize("program", ["generate", "evaluate"])
+def test_generate_and_evaluate_refuse_a_base_that_is_another_one_or_gone(
+    program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, folder = make_model(tmp_path / "base"), tmp_path / "adapter"
+    adapted(load(base), base, folder)
+    make_tokenizer(folder)
+    chats = write_rows(tmp_path / "chats.jsonl", [{"messages": each} for each in conversations(20)])
+    data = prepare(base, chats, tmp_path / "data", "--sequence-length", 64)
+
+    def run() -> str:
+        capsys.readouterr()
+        named = ["--checkpoint", str(folder)]
+        if program == "generate":
+            return complaint(generate([*named, "--prompt", "red"]), capsys)
+        return complaint(evaluate([*named, "--data", str(data)], {}), capsys)
+
+    (folder / "trainer.json").write_text('{"base": {"sha256": "0123456789abcdef"}}')
+    said = run()
+    assert "its weights are not those that the adapter" in said and "0123456789ab" in said
+    assert "Put those back in that place." in said
+    base.rename(tmp_path / "elsewhere")
+    said = run()
+    assert f"its base {base} is not there" in said and "Put the base back" in said
 
 
 def test_an_adapter_without_merge_says_what_to_do(

@@ -142,6 +142,21 @@ def test_a_run_keeps_the_micro_batch_that_it_was_planned_with(workplace: Workpla
 
 
 @pytest.mark.ranks
+def test_auto_given_at_the_resume_of_a_run_with_a_number_is_settled(workplace: Workplace) -> None:
+    status, _, err = workplace.call("run", "--run-id", "one", "--set", "batch.micro_batch_size=4")
+    assert status == 0, err
+    paths = workplace.run_paths("one")
+    steps = 2 * load_run_config(paths.config).train.steps
+    auto = ("--set", "batch.micro_batch_size=auto")
+    status, _, err = workplace.call(
+        "run", "--resume", "one", *auto, "--set", f"train.steps={steps}"
+    )
+    assert status == 0, err
+    assert 'batch.micro_batch_size = "auto": 16' in err
+    assert load_run_config(paths.config).batch.micro_batch_size == 16
+
+
+@pytest.mark.ranks
 def test_a_run_passes_rank_0s_lines_on_and_ends_with_a_table(workplace: Workplace) -> None:
     status, out, err = workplace.call("run", "--run-id", "one")
     assert status == 0, err

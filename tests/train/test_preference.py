@@ -367,6 +367,21 @@ def test_a_reference_of_another_model_is_refused_with_the_command_that_replaces_
         train_alone(tmp_path / "first", config, "train.steps=2")
 
 
+def test_a_reference_notices_another_config_json_beside_the_same_weights(
+    config: Path, model: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    mine = f"model.init={copy}"
+    train_alone(tmp_path / "first", config, mine, "train.steps=1")
+    written = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**written, "transformers_version": "6.0.0"}))
+    train_alone(tmp_path / "second", config, mine, "train.steps=1")
+    (copy / "config.json").write_text(json.dumps({**written, "rms_norm_eps": 0.01}))
+    with pytest.raises(CheckpointError, match=r"config\.json [0-9a-f]{12}\), and the run starts"):
+        train_alone(tmp_path / "third", config, mine, "train.steps=1")
+
+
 def test_a_resume_without_its_reference_is_refused(config: Path, tmp_path: Path) -> None:
     data = config.with_name("data")
     train_alone(tmp_path / "run", config, "train.steps=2")

@@ -214,10 +214,10 @@ class _Job:
             )
         alone = [label for label, count in counts.items() if count < 2]
         if alone:
-            more = f" and {len(alone) - 1:,} more labels" if len(alone) > 1 else ""
+            others = f" and {len(alone) - 1:,} more have" if len(alone) > 1 else " has"
             raise DataError(
-                f"{self.rows.label}: label {alone[0]!r}{more} of {len(counts):,} have a single "
-                "text: validation would lack it. Add texts, or merge labels with --label-map."
+                f"{self.rows.label}: label {alone[0]!r}{others} a single text, which validation "
+                "would lack. Add texts, or merge labels with --label-map."
             )
         if self._names is not None:
             return tuple(label for label in dict.fromkeys(self._names.values()) if label in counts)

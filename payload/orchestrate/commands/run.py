@@ -44,7 +44,8 @@ class ConfigOptions:
     ) -> RunConfig:
         """Return the config file's settings, the resumed run's, or all defaults; with --set on top.
 
-        A micro-batch of `auto` is what a resumed run has settled on. Raises ConfigError.
+        A micro-batch of `auto` is what a resumed run has settled on. Where that run's settings
+        named a number, `auto` is settled again. Raises ConfigError.
         """
         if self.config is not None:
             config = load_run_config(self.config, overrides=self.overrides)
@@ -54,7 +55,7 @@ class ConfigOptions:
                 say(f"warning: {warning}")
         else:
             return parse_run_config("", overrides=self.overrides, where="defaults")
-        if resumed is not None:
+        if resumed is not None and _left_size_open(resumed):
             with suppress(ConfigError):
                 config = as_recorded(config, config_to_resume(resumed, overrides=())[0])
         return config
@@ -252,6 +253,11 @@ def _order(
         talk=talk,
         held=held,
     )
+
+
+def _left_size_open(resumed: RunPaths) -> bool:
+    """Say if the run's plan chose its micro-batch; true as well where it has no plan here."""
+    return not resumed.plan.exists() or auto_batch_size(resumed.plan) is not None
 
 
 def _refuse_when_finished(paths: RunPaths, config: RunConfig) -> None:

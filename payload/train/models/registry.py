@@ -18,7 +18,6 @@ import payload.train.models as package
 from payload.adapter_files import base_quantization, has_adapter, read_adapter_config
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, read_config
-from payload.hints import command
 from payload.models.registry import ANY, read_spec
 from payload.models.spec import ModelSpec
 from payload.run_config import Quantize
@@ -37,7 +36,7 @@ from payload.train.models.lora import (
     quantize_base,
     read_adapter_tensors,
 )
-from payload.train.weights import model_folder
+from payload.train.weights import base_folder
 
 
 class Family(Protocol):
@@ -77,7 +76,7 @@ def load(folder: Path, *, dropout: float = 0.0, quantize: Quantize = "none") -> 
 
     With `quantize` each linear of the layers is quantised as it is read. An adapter's folder gives
     its base, dequantised if it was quantised, with the adapter merged. Raises CheckpointError when
-    it is absent, damaged or of no family that is known.
+    it is absent, damaged, of no family that is known, or the base is not the adapter's own.
     """
     if has_adapter(folder):
         return _load_merged(folder, dropout=dropout)
@@ -96,13 +95,7 @@ def load(folder: Path, *, dropout: float = 0.0, quantize: Quantize = "none") -> 
 
 def _load_merged(folder: Path, *, dropout: float) -> CausalLM:
     config = read_adapter_config(folder)
-    base = model_folder(config.source())
-    if has_adapter(base):
-        raise CheckpointError(
-            f"{folder}: its base {base} is an adapter itself. Merge that one first with "
-            f"{command('export', '--checkpoint', str(base), '--merge')}."
-        )
-    model = load(base, dropout=dropout, quantize=base_quantization(folder))
+    model = load(base_folder(folder), dropout=dropout, quantize=base_quantization(folder))
     tensors = read_adapter_tensors(folder)
     if config.modules_to_save and not isinstance(model, Classifier):
         model = _classifier(model, read_config(folder), where=str(folder / CONFIG_FILE))

@@ -199,7 +199,11 @@ def store(
 def reference_model(base: BaseModel) -> ReferenceModel:
     """Return the base of a run as reference.json has it."""
     return ReferenceModel(
-        source=base.source, revision=base.revision, sha256=base.sha256, quantize=base.quantize
+        source=base.source,
+        revision=base.revision,
+        sha256=base.sha256,
+        config_sha256=base.config_sha256,
+        quantize=base.quantize,
     )
 
 
@@ -223,4 +227,5 @@ def stored_reference(
 
 def _told(model: ReferenceModel) -> str:
     quantized = "" if model.quantize == "none" else f" in {model.quantize}"
-    return f"{model.name()}{quantized} (sha256 {model.sha256[:12]})"
+    config = f", config.json {model.config_sha256[:12]}" if model.config_sha256 else ""
+    return f"{model.name()}{quantized} (sha256 {model.sha256[:12]}{config})"
