@@ -15,10 +15,9 @@ from payload.checkpoint_files import weights_sha256
 from payload.data.__main__ import main as data
 from payload.errors import ExitCode
 from payload.finetune.__main__ import main as finetune
-from payload.hints import command
 from payload.orchestrate.__main__ import main as orchestrate
 from tests.support.chat_data import conversations, make_model, make_tokenizer, prepare, write_rows
-from tests.support.launching import mpirun, run
+from tests.support.launching import mpirun, run, train_program
 
 USER = {"role": "user", "content": "what is red"}
 ANSWER = {"role": "assistant", "content": "a word"}
@@ -39,6 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"messages": each} for each in conversations(40)]
     chats = write_rows(folder / "chats.jsonl", rows)
     prepare(folder / "model", chats, folder / "data", "--sequence-length", 64)
+    (folder / "defaults.toml").touch()
     return folder
 
 
@@ -333,8 +333,7 @@ def _train(folder: Path, place: Path, *settings: str) -> subprocess.CompletedPro
         *("train.steps=1", "train.eval_every=0", "precision.dtype=fp32"),
         *(f"data.dir={place / 'data'}", f"model.init={folder / 'base'}", *settings),
     )
-    words = ["-m", "payload.train", "--run-dir", str(folder / "run")]
-    return run(mpirun(1, *words, *_sets(*own)))
+    return run(mpirun(1, *train_program(folder / "run", place / "defaults.toml", *own)))
 
 
 def _files(folder: Path) -> Mapping[str, bytes]:
@@ -383,7 +382,7 @@ def test_an_adapter_is_no_base_for_another_adapter(
     require_refused_run(
         _train(tmp_path, place, f"model.init={init}"),
         f"model.init = '{init}': it is an adapter, and adapter.kind = 'lora' needs whole weights "
-        f"below. Merge it first with {command('export', '--checkpoint', str(init), '--merge')}.",
+        f"below. Merge it first with python -m payload.export --checkpoint {init} --merge.",
     )
     assert not (tmp_path / "run").exists()
 

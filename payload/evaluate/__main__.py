@@ -7,24 +7,19 @@ import hashlib
 import json
 import math
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from payload.errors import (
     CheckpointError,
     ConfigError,
     DataError,
-    ExitCode,
     RanksDifferError,
-    TileforgeError,
 )
 from payload.hints import command
-from payload.untrusted import printable
 
 if TYPE_CHECKING:
     from payload.data.blocks import Blocks
@@ -35,7 +30,6 @@ if TYPE_CHECKING:
 
 _SEQUENCE_LENGTH = 1024
 _PASS_TOKENS = 4096
-_PROGRESS_S = 10.0
 _COMPARED = 64
 """Elements of each parameter that the ranks compare."""
 
@@ -88,24 +82,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
     """Run the command; return its exit code."""
     arguments = parser().parse_args(argv)
-    from payload.train.world import World, as_rank_lost
+    # torch takes seconds to import; --help should not cost them.
+    from payload.train.rank_command import carry_out
 
-    world = None
-    try:
-        world = World.from_env(env)
-        _evaluate(arguments, world)
-    except TileforgeError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except RuntimeError as error:
-        lost = as_rank_lost(error, world=world) if world is not None else None
-        if lost is None:
-            raise
-        print(f"error: {printable(str(lost))}", file=sys.stderr)
-        return lost.exit_code
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return ExitCode.OK
+    return carry_out(lambda world: _evaluate(arguments, world), env)
 
 
 def _evaluate(arguments: argparse.Namespace, world: World) -> None:
@@ -171,6 +151,7 @@ def _evaluate_classifier(
     from payload.data_folder import VAL_NAME, load_meta
     from payload.evaluate.classify import as_json, as_text, measure, open_texts
     from payload.run_config import DistributedSection
+    from payload.train.rank_command import autocast, progress
 
     meta = load_meta(arguments.data)
     texts = open_texts(arguments.data, meta, model, sequence_length=arguments.sequence_length)
@@ -182,8 +163,8 @@ def _evaluate_classifier(
             texts,
             world,
             max_tokens=arguments.max_tokens,
-            autocast=_autocast(arguments.dtype),
-            progress=_progress(time.monotonic) if world.is_main else lambda _done, _all: False,
+            autocast=autocast(arguments.dtype),
+            progress=progress(world, clock=time.monotonic),
         )
     finally:
         world.leave()
@@ -204,6 +185,7 @@ def _evaluate_pairs(
     from payload.data_folder import VAL_NAME, load_meta
     from payload.evaluate.preference import as_json, as_text, beta_of, measure, open_both
     from payload.run_config import DistributedSection
+    from payload.train.rank_command import autocast, progress
 
     meta, beta = load_meta(arguments.data), beta_of(weights)
     pairs, values, reference = open_both(arguments.data, meta, model, dtype=arguments.dtype)
@@ -217,8 +199,8 @@ def _evaluate_pairs(
             world,
             beta=beta,
             max_tokens=arguments.max_tokens,
-            autocast=_autocast(arguments.dtype),
-            progress=_progress(time.monotonic) if world.is_main else lambda _done, _all: False,
+            autocast=autocast(arguments.dtype),
+            progress=progress(world, clock=time.monotonic),
         )
     finally:
         world.leave()
@@ -296,39 +278,19 @@ def _measure(
     model: CausalLM, blocks: Blocks, world: World, *, tokens: int, dtype: str
 ) -> EvalMetrics:
     from payload.train.evaluate import EvalPass, evaluate
+    from payload.train.rank_command import autocast, progress
 
     how = EvalPass(
         world=world,
         step=0,
         micro_batch_size=max(1, _PASS_TOKENS // blocks.sequence_length),
         max_tokens=tokens,
-        autocast=_autocast(dtype),
-        should_stop=_progress(time.monotonic) if world.is_main else lambda _done, _all: False,
+        autocast=autocast(dtype),
+        should_stop=progress(world, clock=time.monotonic),
     )
     result = evaluate(model, blocks, how)
     assert result is not None, "nobody asks this evaluation to stop"
     return result
-
-
-def _autocast(dtype: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes the context in which passes run."""
-    import torch
-
-    return lambda: torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bf16")
-
-
-def _progress(clock: Callable[[], float]) -> Callable[[int, int], bool]:
-    """Return what prints now and then how far the evaluation is; it never asks to stop."""
-    last_s = clock()
-
-    def tell(done: int, of: int) -> bool:
-        nonlocal last_s
-        if clock() - last_s >= _PROGRESS_S:
-            last_s = clock()
-            print(f"evaluated {done} of {of} passes", file=sys.stderr)
-        return False
-
-    return tell
 
 
 def _report(

@@ -52,17 +52,24 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "dora"), [("fp32", False), ("bf16", False), ("fp32", True)])
 def test_one_two_and_four_ranks_are_equal_and_exchange_the_adapter_alone(
-    base: Path, tmp_path: Path, tiny_config: Path, dtype: str
+    base: Path, tmp_path: Path, tiny_config: Path, dtype: str, dora: bool
 ) -> None:
     program = tmp_path / "counting.py"
     program.write_text(_COUNTING, encoding="utf-8")
-    settings = (f"model.init={base}", *SETTINGS, f"precision.dtype={dtype}")
+    settings = (
+        f"model.init={base}",
+        *SETTINGS,
+        f"precision.dtype={dtype}",
+        f"adapter.dora={dora}".lower(),
+    )
     train_alone(tmp_path / "1", tiny_config, *settings)
     alone = load_file(tmp_path / "1" / CHECKPOINT)
-    trained = AdaptedSpec.of(load(base).spec, rank=4, target="all-linear").num_trainable_params()
-    for ranks in (2, 4) if dtype == "fp32" else (2,):
+    spec = AdaptedSpec.of(load(base).spec, rank=4, target="all-linear", is_dora=dora)
+    trained = spec.num_trainable_params()
+    assert trained == sum(value.numel() for value in alone.values())
+    for ranks in (2, 4) if dtype == "fp32" and not dora else (2,):
         folder, sent = tmp_path / str(ranks), tmp_path / f"sent{ranks}"
         words = train_program(folder, tiny_config, "schedule.warmup_steps=0", *settings)[2:]
         done = run(mpirun(ranks, str(program), *words), env=rank_env(SENT=str(sent)))

@@ -56,21 +56,10 @@ class ChatTask(Task):
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
         """Return the source's label and what a run would do: all but writing is done for it."""
-        from payload.data.plan import Estimate, free_bytes
         from payload.data.tasks.chat_job import chat_job
+        from payload.data.tasks.folder import estimate_whole
 
-        job = chat_job(args)
-        job.rows.identity()
-        made = job.make()
-        tokens = made.fields["train_tokens"] + made.fields["val_tokens"]
-        return job.rows.label, Estimate(
-            documents=made.fields["train_documents"] + made.fields["val_documents"],
-            text_bytes=made.fields["text_bytes"],
-            tokens=tokens,
-            need_bytes=sum(values.nbytes for values in made.files.values()),
-            free_bytes=free_bytes(job.settings.out),
-            note=None,
-        )
+        return estimate_whole(chat_job(args))
 
     def prepare(self, args: argparse.Namespace) -> Outcome:
         """Make the data folder; a run that was stopped begins again."""

@@ -7,12 +7,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
 from payload.data.meta import write_meta, write_tokenizer
-from payload.data.plan import PrepareSettings, check_folder, fingerprint_of, new_folder
+from payload.data.plan import (
+    Estimate,
+    PrepareSettings,
+    check_folder,
+    fingerprint_of,
+    free_bytes,
+    new_folder,
+)
 from payload.data.prepare import Outcome, say_few
 from payload.data.progress import Reporter
 from payload.data.ranges import RangeHasher
@@ -38,6 +45,35 @@ class Made:
     """The encoder that made the tokens."""
     tokenizer_files: Mapping[str, bytes] | None = None
     """In place of the tokenizer's own, where the task changes one."""
+
+
+class WholeJob(Protocol):
+    """One prepare that makes all its arrays in memory."""
+
+    @property
+    def rows(self) -> Rows:
+        """The rows that it reads."""
+
+    @property
+    def settings(self) -> PrepareSettings:
+        """What the command line asks for."""
+
+    def make(self) -> Made:
+        """Return the folder's arrays and fields. Raises DataError."""
+
+
+def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
+    """Return the source's label and what a run would do: all but writing is done for it."""
+    job.rows.identity()
+    made = job.make()
+    return job.rows.label, Estimate(
+        documents=made.fields["train_documents"] + made.fields["val_documents"],
+        text_bytes=made.fields["text_bytes"],
+        tokens=made.fields["train_tokens"] + made.fields["val_tokens"],
+        need_bytes=sum(values.nbytes for values in made.files.values()),
+        free_bytes=free_bytes(job.settings.out),
+        note=None,
+    )
 
 
 def prepare_whole(

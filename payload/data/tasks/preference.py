@@ -26,20 +26,10 @@ class PreferenceTask(Task):
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
         """Return the source's label and what a run would do: all but writing is done for it."""
-        from payload.data.plan import Estimate, free_bytes
+        from payload.data.tasks.folder import estimate_whole
         from payload.data.tasks.preference_job import preference_job
 
-        job = preference_job(args)
-        job.rows.identity()
-        made = job.make()
-        return job.rows.label, Estimate(
-            documents=made.fields["train_documents"] + made.fields["val_documents"],
-            text_bytes=made.fields["text_bytes"],
-            tokens=made.fields["train_tokens"] + made.fields["val_tokens"],
-            need_bytes=sum(values.nbytes for values in made.files.values()),
-            free_bytes=free_bytes(job.settings.out),
-            note=None,
-        )
+        return estimate_whole(preference_job(args))
 
     def prepare(self, args: argparse.Namespace) -> Outcome:
         """Make the data folder; a run that was stopped begins again."""

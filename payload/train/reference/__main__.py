@@ -9,19 +9,17 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from payload.errors import ConfigError, ExitCode, TileforgeError
+from payload.errors import ConfigError
 from payload.hints import command
-from payload.untrusted import printable
 
 if TYPE_CHECKING:
     from payload.train.world import World
 
 _BATCH_PAIRS = 4
-_PROGRESS_S = 10.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,27 +53,13 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
     """Run the command; return its exit code."""
     arguments = parser().parse_args(argv)
-    from payload.train.world import World, as_rank_lost
+    # torch takes seconds to import; --help should not cost them.
+    from payload.train.rank_command import carry_out
 
-    world = None
-    try:
-        world = World.from_env(env)
-        _make(arguments, world)
-    except TileforgeError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except RuntimeError as error:
-        lost = as_rank_lost(error, world=world) if world is not None else None
-        if lost is None:
-            raise
-        print(f"error: {printable(str(lost))}", file=sys.stderr)
-        return lost.exit_code
-    return ExitCode.OK
+    return carry_out(lambda world: _make(arguments, world), env)
 
 
 def _make(arguments: argparse.Namespace, world: World) -> None:
-    import torch
-
     from payload.data.pairs import open_pairs
     from payload.data_folder import load_meta, require_task
     from payload.run_config import DistributedSection
@@ -86,6 +70,7 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     from payload.train.kernels.kernels import find_kernels
     from payload.train.models.classifier import Classifier
     from payload.train.models.registry import load
+    from payload.train.rank_command import autocast, progress
     from payload.train.tasks.preference import reference_model, store
     from payload.train.weights import model_folder
 
@@ -114,10 +99,8 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
         step=0,
         micro_batch_size=_BATCH_PAIRS,
         max_tokens=None,
-        autocast=lambda: torch.autocast(
-            "cpu", dtype=torch.bfloat16, enabled=arguments.dtype == "bf16"
-        ),
-        should_stop=_progress(time.monotonic) if world.is_main else lambda _done, _of: False,
+        autocast=autocast(arguments.dtype),
+        should_stop=progress(world, clock=time.monotonic),
     )
     world.join(DistributedSection())
     try:
@@ -131,20 +114,6 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
         print(
             f"{folder}: the reference of {len(found):,} pairs is {base.name()} in {arguments.dtype}"
         )
-
-
-def _progress(clock: Callable[[], float]) -> Callable[[int, int], bool]:
-    """Return what prints now and then how far it is; it never asks to stop."""
-    last_s = clock()
-
-    def tell(done: int, of: int) -> bool:
-        nonlocal last_s
-        if clock() - last_s >= _PROGRESS_S:
-            last_s = clock()
-            print(f"{done} of {of} passes", file=sys.stderr)
-        return False
-
-    return tell
 
 
 if __name__ == "__main__":
