@@ -56,7 +56,7 @@ class WholeJob(Protocol):
 
     @property
     def settings(self) -> PrepareSettings:
-        """What the command line asks for."""
+        """The settings of the command line."""
 
     def make(self) -> Made:
         """Return the folder's arrays and fields. Raises DataError."""
