@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -219,3 +220,24 @@ def test_data_in_a_bucket_is_brought_once_and_verified(
     put(store, "meta.json", (data / "meta.json").read_bytes().replace(b'"train.bin"', b'"../x"'))
     with pytest.raises(DataError, match="no file of a data folder"):
         bring_data_here(config, say=said.append)
+
+
+@pytest.mark.parametrize(
+    ("results", "code", "words"),
+    [
+        (f"gs://{BUCKET}/x", ExitCode.OK, "fit"),
+        ("gs://no-such-bucket/x", ExitCode.CONFIG, "no-such"),
+    ],
+)
+def test_preflight_tries_the_store_last(
+    proxy: FaultyProxy, results: str, code: ExitCode, words: str
+) -> None:
+    command = [sys.executable, "-m", "payload.orchestrate", "preflight", "--inventory", "local"]
+    command += ["--set", f"storage.results={results}", "--quick", "--json"]
+    env = {**os.environ, "STORAGE_EMULATOR_HOST": proxy.url}
+    done = subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True, check=False)
+    report = json.loads(done.stdout)
+    if any(each["severity"] == "error" for each in report["findings"] if each["check"] != "store"):
+        return  # a machine that is unfit otherwise is not asked for its store
+    assert done.returncode == code, done.stderr
+    assert words in done.stdout + done.stderr

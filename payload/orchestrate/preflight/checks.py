@@ -7,9 +7,10 @@ import hashlib
 import random
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from payload.orchestrate.preflight import findings as find
 from payload.orchestrate.preflight.findings import (
     LOGS,
     STATE_FILE,
+    STORE,
     STRANGER,
     Finding,
     NodeFacts,
@@ -33,8 +35,10 @@ from payload.orchestrate.preflight.findings import (
 from payload.orchestrate.preflight.report import BootWait, Report, try_here, try_there
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.sites.choose import load_cluster, require_placeable
+from payload.orchestrate.sites.cluster import VENV, try_store
 from payload.orchestrate.sites.local import LocalAccess
-from payload.orchestrate.ssh.connection import Cluster
+from payload.orchestrate.ssh.connection import Cluster, Connection
+from payload.orchestrate.ssh.files import look, this_code
 from payload.orchestrate.ssh.keys import (
     make_operator_key,
     operator_key_path,
@@ -51,6 +55,8 @@ from payload.orchestrate.ssh.streams import (
 )
 from payload.results import write_whole
 from payload.run_config import RunConfig
+from payload.storage.objects import check_store
+from payload.store_address import StoreAddress, settled_results
 from payload.untrusted import build
 
 _TABLE_WIDTH = 180
@@ -99,6 +105,7 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
         report = check_this_machine(inventory, access)
         if not options.quick:
             report = try_here(report, chosen, access, config)
+        report = _with_store(report, inventory, config, check_store)
     else:
         login = Login(user=inventory.ssh_user, key=operator_key(inventory, given=options.ssh_key))
 
@@ -107,7 +114,11 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
                 report = check_cluster(inventory, cluster, lock_sha=lock_sha())
                 if not report.exit_code:
                     report = _without_dead_keys(report, inventory, cluster)
-                return report if options.quick else try_there(report, chosen, cluster, config)
+                if options.quick:
+                    return report
+                report = try_there(report, chosen, cluster, config)
+                head = cluster.connect(inventory.head)
+                return _with_store(report, inventory, config, partial(_try_store_from, head))
 
         report = boot_wait.until_ready(check)
     if options.json:
@@ -127,6 +138,37 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
     else:
         talk.print(f"every node is fit for a run {took}")
     return report.exit_code
+
+
+def _with_store(
+    report: Report,
+    inventory: ClusterInventory,
+    config: RunConfig,
+    attempt: Callable[[StoreAddress], None],
+) -> Report:
+    """Return the report with what `attempt` finds at the store of runs, where all else is well."""
+    results = settled_results(config.storage.results, bucket=inventory.bucket)
+    address = replace(config.storage, results=results).address()
+    if address is None or report.exit_code:
+        return report
+    name = inventory.head.name
+    found = list(report.findings)
+    try:
+        attempt(address)
+    except TileforgeError as error:
+        cause = str(error).removeprefix(f"{name}: ").rstrip(".")
+        code = error.exit_code
+        found.append(
+            Finding(node=name, check=STORE, severity="error", cause=cause, fix="", exit_code=code)
+        )
+    checks = {**report.checks, name: [*report.checks[name], STORE]}
+    return replace(report, checks=checks, findings=found)
+
+
+def _try_store_from(head: Connection, address: StoreAddress) -> None:
+    """Try a store from the head, which has the code of the trial."""
+    code = this_code()
+    try_store(address, head, look(head, code, venv=VENV), code=code)
 
 
 def _without_dead_keys(report: Report, inventory: ClusterInventory, cluster: Cluster) -> Report:

@@ -101,6 +101,8 @@ Severity = Literal["error", "warning"]
 PROBED = ("ssh", "bootstrap", "payload", "cpu", "memory", "disk", "clock", "name", "route", "ports")
 TRIED = ("gloo", "speed")
 """Checks of the trial, once its launcher has started the ranks."""
+STORE = "store"
+"""Check of the head, last of all, where a run's results go to a store."""
 
 _GIB = 2**30
 _LINE_CHARS = 2000
@@ -117,7 +119,7 @@ _SSH_CODES = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.HOST_KEY)
 
 def checks() -> tuple[str, ...]:
     """Return every check's name, in the order in which they are made."""
-    return (*PROBED, *names(), *TRIED)
+    return (*PROBED, *names(), *TRIED, STORE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

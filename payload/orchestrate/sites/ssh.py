@@ -40,9 +40,10 @@ from payload.orchestrate.sites.cluster import (
     local_weights,
     plan_dry_run,
     programs_of,
+    try_store,
 )
 from payload.orchestrate.sites.cluster_run import ClusterRun, adopted, is_copy_of
-from payload.orchestrate.ssh.connection import Cluster, Connection
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import Code, archive, look, make_room_for, this_code, unpack
 from payload.orchestrate.ssh.keys import (
     RunKey,
@@ -62,14 +63,12 @@ from payload.orchestrate.ssh.streams import (
 from payload.results import RunPaths
 from payload.run_config import LimitsSection, RunConfig
 from payload.run_repair import known_config
-from payload.untrusted import one_line
 
 # A machine of ours lives for 30 days at most; on others a run that has no limit may go on for
 # longer, and needs the key again only to bring a lost rank back.
 _KEY_LASTS_S = 30 * 86_400.0
 # The budget counts what the run has used; between its parts may be waits for a node.
 _KEY_MARGIN_S = 86_400.0
-_STORE_S = 60.0
 
 
 class ClusterNotReadyError(TileforgeError):
@@ -239,7 +238,15 @@ class Ssh(InventorySite):
         """
         inventory, talk, code = self._inventory, self._talk, this_code()
         bring_code(inventory, cluster, answers, code=code, talk=talk)
-        _try_store(order, cluster.connect(inventory.head), answers[inventory.head.name], code=code)
+        address = order.config.storage.address()
+        if address is not None:
+            try_store(
+                address,
+                cluster.connect(inventory.head),
+                answers[inventory.head.name],
+                code=code,
+                new_run=None if order.resumes else order.paths.run_id,
+            )
         there = bring_data(inventory, cluster, answers, source=staged.data, talk=talk)
         config = replace(order.config, data=replace(order.config.data, dir=str(there)))
         if staged.weights is not None:
@@ -312,27 +319,6 @@ class _Staged:
     data: Path
     weights: Weights | None
     """Initial weights, if they are a folder here."""
-
-
-def _try_store(order: Order, head: Connection, answer: NodeLook, *, code: Code) -> None:
-    """Raise ConfigError or PreflightError where the head cannot write to the run's store.
-
-    The same holds for a new run whose id the store has already.
-    """
-    address = order.config.storage.address()
-    if address is None:
-        return
-    run = [] if order.resumes else ["--new", order.paths.run_id]
-    root = PurePosixPath(answer.home, NODE_FOLDER, f"payload-{code.digest}")
-    program = [str(VENV / "bin" / "python"), "-m", "payload.storage", "check", *run, str(address)]
-    done = head.run(["env", f"PYTHONPATH={root}", *program], timeout_s=_STORE_S)
-    if done.status == ExitCode.OK:
-        return
-    lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
-    words = f"{head.node.name}: {one_line(lines[-1].removeprefix('error: '))}"
-    if done.status == ExitCode.CONFIG:
-        raise ConfigError(words)
-    raise PreflightError(f'{words} Or run without it: --set storage.results="none".')
 
 
 def _stale(paths: RunPaths) -> Iterator[Path]:
