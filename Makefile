@@ -92,7 +92,7 @@ bench: setup data  ## measure the short set, in about two minutes; BENCH=NAME: o
 docs: setup  ## rewrite the tables in README.md and docs that follow from the code
 	$(PY) -m tests.support.config_reference
 
-lock: setup  ## pin all packages anew for pyproject.toml (UPGRADE=1: the newest allowed)
+lock: setup  ## pin all packages for pyproject.toml again (UPGRADE=1: the newest allowed)
 	$(PY) bootstrap/make_lock.py --uv $(VENV)/bin/uv $(if $(UPGRADE),--upgrade)
 
 setup:  ## make .venv from the lock, for running, testing and checking

@@ -4,7 +4,7 @@
 set -euo pipefail
 
 readonly EXIT_USAGE=2 EXIT_BOOTSTRAP=30 # payload.errors.ExitCode
-readonly STAMP_VERSION=1                # raise it when an old environment must be made anew
+readonly STAMP_VERSION=1                # raise it when an old environment must be rebuilt
 readonly CCL_INDEX=https://pytorch-extension.intel.com/release-whl/stable/cpu/us/
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -409,7 +409,7 @@ install_rest() {
         fail "pip could not install the packages of $lock; what it said is above."
 }
 
-# Where PYTHONDONTWRITEBYTECODE is set, as in many containers, every process would do it anew.
+# Where PYTHONDONTWRITEBYTECODE is set, as in many containers, every process would do it again.
 compile_imports() {
     quietly env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" - <<'PYTHON' || true
 import contextlib, importlib
@@ -443,7 +443,7 @@ PYTHON
 refuse_other_python() {
     [[ -n $named_python && -x $venv/bin/python ]] || return 0
     local old new
-    old=$("$venv/bin/python" --version 2>&1) || return 0 # broken; it is made anew
+    old=$("$venv/bin/python" --version 2>&1) || return 0 # broken; it is rebuilt
     new=$("$python" --version)
     [[ $old == "$new" ]] ||
         usage_error "$venv was made with $old, $(option python "$named_python") is $new. Remove it first (rm -r $venv), or choose another: $(option venv DIR)"

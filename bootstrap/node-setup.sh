@@ -194,7 +194,7 @@ targets() {
     printf ']\n'
 }
 
-# service NAME UNIT-LINE...: more settings of a package's service, and the service started anew.
+# service NAME UNIT-LINE...: more settings of a package's service, and the service restarted.
 service() {
     local name=$1
     shift

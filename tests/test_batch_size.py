@@ -148,7 +148,7 @@ def test_a_size_that_was_given_and_does_not_divide_is_refused(tmp_path: Path) ->
 
 
 def plan_again(paths: RunPaths, *, ranks: int, size: int | None) -> PlannedRun:
-    """Plan a run anew from its folder; `size` is what its last plan chose."""
+    """Plan a run again from its folder; `size` is what its last plan chose."""
     overrides = [f"launch.ranks_per_node={ranks}"]
     overrides += [] if size is None else [f"batch.micro_batch_size={size}"]
     return plan_run(

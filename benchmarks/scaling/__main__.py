@@ -22,7 +22,7 @@ counts the exchange's work and no waiting. Namespaces need root; no delay is add
 
 The constants of payload/step_time.py are fitted to the exchanges; the model's error is given for
 every measured point, and its predictions for more nodes. With `--runs`, every run is added to that
-file and all that is in it counts; `--rounds 0` then computes anew without running anything.
+file and all that is in it counts; `--rounds 0` then recomputes without running anything.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--force",
         "--restart",
         action="store_true",
-        help="begin anew and replace what DIR holds of an earlier run",
+        help="start from scratch and replace what DIR holds of an earlier run",
     )
     add("--wait", action="store_true", help="let another prepare that writes to DIR finish first")
     add(

@@ -38,7 +38,7 @@ _CLOSE_S = 5.0
 _LOOK_S = 0.5
 _RETURN_S = 60.0
 """A machine that restarts is back by then, or counts as gone."""
-# The nodes' sshd may answer late; what is silent for longer is given up and tried anew.
+# The nodes' sshd may answer late; what is silent for longer is given up and retried.
 _SSH_OPTIONS = ("-o", "ConnectTimeout=6", "-o", "ServerAliveInterval=5")
 
 

@@ -11,7 +11,7 @@
 enum { kRows = 16, kLeftStride = 80, kRightStride = 96, kSumStride = 112 };
 
 // gcc's header says of tile instructions only that they take an address: what is in memory has to
-// be there before, and is looked for anew after (gcc bug 114098).
+// be there before, and is looked for again after (gcc bug 114098).
 #define SEEN() __asm__ volatile("" ::: "memory")
 
 // `right_rows` is `pairs` where tiles fit each other.

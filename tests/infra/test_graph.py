@@ -112,7 +112,7 @@ def test_what_has_no_labels_says_the_same_in_its_description(case: str) -> None:
         ):
             assert (inputs.get("name") or inputs["accountId"]).startswith("dev-")
             assert inputs["description"].endswith(mark(labels))
-            # Else each run would have another expiry, and make network and machines anew.
+            # Else each run would have another expiry, and replace network and machines.
             assert resource["options"]["ignoreChanges"] == ["description"]
 
 

@@ -117,7 +117,7 @@ def test_the_whole_way_ends_with_a_page_and_nothing_left(stack: Site, capfd: Cap
     assert "3 x c3-highmem-8 in us-central1-a" in out and "NOT" not in out
     assert "--set batch.global_batch_size=24 " in err  # 8 does not go into passes of 3 x 2 x 4
     assert stack.cloud.count("^DELETE .*/instances/mine-2") == 1
-    # The node that came anew has keys of its own, and they were read.
+    # The replaced node has keys of its own, and they were read.
     assert "mine-2: it is another machine than last time" in err
 
 

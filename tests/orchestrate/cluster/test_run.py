@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 def as_stack(operator: Operator, *arguments: str) -> tuple[int, str, list[str]]:
     """`up` or `down`, as if the nodes were a Pulumi stack's: also what Pulumi was told to do.
 
-    Its previews make the head anew.
+    Its previews replace the head.
     """
     with CloudStandIn() as cloud:
         pulumi = FakePulumi(operator.folder / "stack")
