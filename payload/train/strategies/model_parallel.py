@@ -7,9 +7,8 @@ gradients (`replicate`), or share that part out among themselves (`shard`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -24,31 +23,10 @@ from payload.train.models.stage import Elsewhere, Stage
 from payload.train.optimizer import Optimizers
 from payload.train.strategies.base import Strategy
 from payload.train.strategies.groups import group_along, group_of_ends
+from payload.train.strategies.mesh_check import require_one_mesh
 from payload.train.strategies.mesh_snapshot import Layout, MeshSnapshot
 from payload.train.strategies.replicate import Replicate
-from payload.train.sync_check import (
-    RankState,
-    digest_each,
-    digest_of,
-    require_equal,
-    require_finite,
-)
 from payload.train.world import World
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MeshState:
-    """What one rank holds after a step: digests of its weights and of its optimizer state.
-
-    The weights are those that the rank computes with; the state is of its shard of them.
-    """
-
-    own: RankState
-    """All of it. Equal on the ranks of its replicas; of these, shards have equal weights."""
-    whole: RankState
-    """What is not split over tensor ranks: equal on these, too."""
-    tied: RankState
-    """The embedding that is the output head: equal on the first and the last pipeline stage."""
 
 
 class ModelParallel(Strategy):
@@ -227,37 +205,17 @@ class ModelParallel(Strategy):
         return True
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
-        """Compare replicas of a part, and over tensor ranks what is not split."""
-        weights, bad_weight = digest_each(self._data.weights(optimizers.model))
-        state, bad_state = digest_each(optimizers.state_tensors().items())
-        split = self._splits.parts
-
-        def of(is_wanted: Callable[[str], bool]) -> RankState:
-            chosen = {name: each for name, each in weights.items() if is_wanted(name)}
-            of_state = {name: each for name, each in state.items() if is_wanted(_parameter(name))}
-            return RankState(
-                weights=digest_of(chosen), optimizer=digest_of(of_state), not_finite=None
-            )
-
-        found = _MeshState(
-            own=replace(of(lambda _name: True), not_finite=bad_weight or bad_state),
-            whole=of(lambda name: name not in split),
-            tied=of(lambda name: name == self._tied),
+        """Compare replicas and shards of a part, and over tensor ranks what is not split."""
+        require_one_mesh(
+            self.world,
+            self.mesh,
+            weights=self._data.weights(optimizers.model),
+            state=optimizers.state_tensors(),
+            split=self._splits.parts,
+            tied=self._tied,
+            step=step,
+            passed_step=passed_step,
         )
-        states = self.world.gather(found, _MeshState)
-        owns, wholes = [each.own for each in states], [each.whole for each in states]
-        for rank in range(self.mesh.world_size):
-            line = self.mesh.along(rank, "pipeline")
-            ends = (line[0], line[-1]) if self._tied is not None else (rank,)
-            for held, peers in (
-                (_weights(wholes), self.mesh.along(rank, "replicate", "shard", "tensor")),
-                (_weights(owns), self.mesh.along(rank, "replicate", "shard")),
-                (wholes, self.mesh.along(rank, "replicate", "tensor")),
-                (owns, self.mesh.along(rank, "replicate")),
-                ([each.tied for each in states], ends),
-            ):
-                require_equal(held, peers, step=step, passed_step=passed_step)
-        require_finite(owns, step=step, passed_step=passed_step)
 
     def snapshot(self, model: CausalLM, optimizers: Optimizers) -> MeshSnapshot:
         """Return the parts of a checkpoint's tensors."""
@@ -316,13 +274,3 @@ def _data_strategy(settings: DistributedSection, world: World) -> Strategy:
     mesh = settings.mesh(world.world_size)
     replicas = group_along(mesh, world.rank, "replicate", timeout_s=timeout_s)
     return Replicate(settings, world, group=replicas)
-
-
-def _parameter(of_state: str) -> str:
-    """Return the name of the parameter that a tensor of optimizer state belongs to."""
-    return of_state.partition(".")[2]
-
-
-def _weights(states: Sequence[RankState]) -> list[RankState]:
-    """Return the states without what may differ between shards."""
-    return [replace(each, optimizer="", not_finite=None) for each in states]
