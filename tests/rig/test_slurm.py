@@ -179,7 +179,8 @@ def test_what_slurm_refuses_is_one_line_and_leaves_no_run(cluster: SlurmCluster)
 
 
 def test_a_job_that_waits_says_why_and_can_be_cancelled(cluster: SlurmCluster) -> None:
-    code, said = submit(cluster, "--run-id", "waits", "--detach", "--set", "slurm.nodes=4")
+    eight = ("--set", "slurm.nodes=4", "--set", "batch.micro_batch_size=1")
+    code, said = submit(cluster, "--run-id", "waits", "--detach", *eight)
     assert code == ExitCode.OK, said
     # Ctrl-C detaches.
     code, said = cluster.do(
