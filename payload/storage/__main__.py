@@ -21,6 +21,8 @@ from payload.untrusted import printable
 
 _NICE = 10
 """The ranks have the processors first."""
+_UPLOAD_RETRY_S = 8.0
+"""Retries of one request; the uploader's own follow, and the run says why."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,7 +63,7 @@ def _upload(arguments: argparse.Namespace) -> int:
     os.nice(_NICE)
     Uploader(
         paths,
-        open_store(address),
+        open_store(address, retry_s=_UPLOAD_RETRY_S),
         keep=config.train.keep_checkpoints,
         final_wait_s=config.storage.final_wait_s,
         is_new=arguments.new,

@@ -130,10 +130,10 @@ class Supervisor:
                 verdict = Verdict(status="failed", exit_code=error.exit_code, error=str(error))
             finally:
                 close_all(self._streams)
-        self._uploading.drain()
         limit = self._job or self._limit
         if self._stopping.limited and limit:
             verdict = limited(verdict, limit, spent_s=self._spent_s())
+        self._uploading.drain(pause=self._pause_for_store)
         self._tell(self._state.status)
         with contextlib.suppress(OSError):
             complete_summary(
@@ -145,7 +145,7 @@ class Supervisor:
             )
         self._note_event(_ENDS[verdict.status], verdict.error or "")
         self._tell(verdict.status, verdict=verdict)
-        self._uploading.end()
+        self._uploading.end(at_once=self._stopping.kind == "forced")
         return verdict.exit_code
 
     def _require_room(self) -> None:
@@ -275,6 +275,13 @@ class Supervisor:
         self._stopping.heed(saving=True)
         self._tell_now_and_then()
         return self._stopping.kind in ("none", "graceful")
+
+    def _pause_for_store(self, seconds: float) -> bool:
+        """Wait for the store; return False when somebody wants the end at once."""
+        self._wakeups.sleep(seconds)
+        self._stopping.heed(saving=True)
+        self._tell_now_and_then()
+        return self._stopping.kind != "forced"
 
     def _stopped(self, words: str) -> Verdict:
         """How a run ends that was stopped between two attempts."""

@@ -99,8 +99,11 @@ class Uploading:
             return "the store takes results again"
         return None
 
-    def drain(self) -> None:
-        """Wait until the store has all checkpoints, metrics and logs, but not for too long."""
+    def drain(self, *, pause: Callable[[float], bool]) -> None:
+        """Wait until the store has all checkpoints, metrics and logs, but not for too long.
+
+        `pause` sleeps, and says false when somebody wants the end at once.
+        """
         if self._process is None or self._process.stdin is None:
             return
         self._ends_s = time.monotonic() + self._final_wait_s
@@ -113,10 +116,11 @@ class Uploading:
             state = self.state()
             if state is not None and (state.is_drained or state.lost):
                 return
-            time.sleep(_LOOK_S)
+            if not pause(_LOOK_S):
+                return
 
-    def end(self) -> None:
-        """Let the last records follow, then end the uploader."""
+    def end(self, *, at_once: bool) -> None:
+        """Let the last records follow, then end the uploader; `at_once` kills it."""
         process = self._process
         if process is None:
             return
@@ -125,7 +129,7 @@ class Uploading:
                 process.stdin.close()
         ends_s = self._ends_s or time.monotonic() + min(_LAST_RECORDS_S, self._final_wait_s)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(max(_LOOK_S, ends_s - time.monotonic()))
+            process.wait(0.0 if at_once else max(_LOOK_S, ends_s - time.monotonic()))
             return
         process.kill()
         with suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel stays

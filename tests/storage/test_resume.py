@@ -187,7 +187,7 @@ def test_a_store_that_fails_takes_nothing_from_a_run_but_the_final_wait(
 ) -> None:
     with FaultyProxy(Faults(seed=5)) as own:
         place = Place(tmp_path / "here", data, own.url)
-        command = place.start("--run-id", "alone", "--set", "storage.final_wait_s=3")
+        command = place.start("--run-id", "alone", "--set", "storage.final_wait_s=15")
         paths = RunPaths(place.runs / "alone")
         wait_until(paths.plan.exists, what="the start", timeout_s=60.0)
         own.down = True
