@@ -1,6 +1,6 @@
 """A model that learns Debian's sections from package descriptions, against TF-IDF features.
 
-    python -m benchmarks.classify --model FOLDER [--steps 125]
+    python -m benchmarks.classify --model FOLDER [--steps 125] [--config TOML] [--set KEY=VALUE]
 
 The texts are the one-line descriptions in apt's lists, the labels the sections with the most
 packages. The peer is scikit-learn's logistic regression. Both read the same training texts and are
@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--labels", type=int, default=LABELS, metavar="COUNT")
     parser.add_argument("--texts", type=int, default=TEXTS, metavar="COUNT")
     parser.add_argument("--steps", type=int, default=125, metavar="COUNT")
+    parser.add_argument("--config", type=Path, default=CONFIG, metavar="TOML", help="the recipe")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
     parser.add_argument("--work", type=Path, metavar="DIR", help="folder to keep data and run in")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
@@ -54,7 +56,15 @@ def main(argv: Sequence[str]) -> int:
         write(work / "texts.csv", rows)
         _prepare(work, model=arguments.model)
         peer = _peer(work, model=arguments.model)
-        ours, took_s = _train(work, model=arguments.model, steps=arguments.steps)
+        ours, took_s = _train(
+            work,
+            config=arguments.config,
+            sets=[
+                f"model.init={arguments.model}",
+                f"train.steps={arguments.steps}",
+                *arguments.sets,
+            ],
+        )
     result = {
         "benchmark": "classify",
         "machine": describe_machine(),
@@ -115,18 +125,17 @@ def _prepare(work: Path, *, model: str) -> None:
     )
 
 
-def _train(work: Path, *, model: str, steps: int) -> tuple[dict[str, Any], float]:
+def _train(work: Path, *, config: Path, sets: Sequence[str]) -> tuple[dict[str, Any], float]:
     """Return the last evaluation, and the seconds that the run took."""
     run = work / "run"
-    sets = [f"data.dir={work / 'data'}", f"model.init={model}", f"train.steps={steps}"]
-    words = [word for each in sets for word in ("--set", each)]
+    words = [word for each in (f"data.dir={work / 'data'}", *sets) for word in ("--set", each)]
     began = time.perf_counter()
     command = [
         sys.executable,
         "-m",
         "payload.train",
         "--config",
-        str(CONFIG),
+        str(config),
         "--run-dir",
         str(run),
     ]
