@@ -18,7 +18,8 @@ from payload.run_config import DistributedSection, RunConfig
 LOOPBACK_BYTES_PER_S = 1.5e9
 
 UPDATE_S_PER_WEIGHT = 2.4e-9
-"""AdamW's update by one rank, clipping included: it reads and writes 28 bytes for each weight."""
+"""AdamW's update by one rank of one core, clipping included: it moves 28 bytes for each weight.
+Two cores took 0.15 s for GPT-2 124M (benchmarks/results/2026-11-22_step_epyc-2-cores.md)."""
 
 BACKWARD_SHARE = 2 / 3
 """Of a pass: for every product of the forward pass, the backward pass has two."""
