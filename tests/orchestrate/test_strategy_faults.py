@@ -81,7 +81,9 @@ def _partial_beside_a_whole_one(paths: RunPaths) -> str:
     """Wait until a checkpoint is being written and there is one before it; return its name."""
     ends_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < ends_s:
+        # In this order: what is whole by now is not the one that is seen while it is written.
+        whole = checkpoint_folders(paths.checkpoints)
         partial = partial_checkpoints(paths.checkpoints)
-        if partial and checkpoint_folders(paths.checkpoints):
+        if partial and whole:
             return partial[0].name.partition(".")[0]
     raise AssertionError("no checkpoint was seen while it was written")
