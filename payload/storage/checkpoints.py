@@ -195,10 +195,13 @@ def fetch_checkpoint(
 ) -> Path:
     """Bring one checkpoint to the folder `checkpoints`: beside, verified, then renamed.
 
+    One that is there and sound stays, and so does one that the trainer is writing.
     Raises CheckpointError for one that is not sound, and PreflightError on a full disk.
     """
-    target, partial = checkpoints / name, checkpoints / f"{name}{PARTIAL_SUFFIX}"
+    target, partial = checkpoints / name, checkpoints / f"{name}.fetch{PARTIAL_SUFFIX}"
     prefix = f"{FOLDER}/{name}/"
+    if target.is_dir() and not manifest_problems(target):
+        return target
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)

@@ -83,11 +83,12 @@ def note_resumed(store: ObjectStore, paths: RunPaths) -> None:
 def _take_metrics(paths: RunPaths) -> None:
     """Take the store's rows where they go further than those here."""
     there = paths.root / RESTORED / paths.metrics.name
-    if there.is_file() and _last_step(there) > _last_step(paths.metrics):
+    if there.is_file() and last_step(there) > last_step(paths.metrics):
         there.replace(paths.metrics)
 
 
-def _last_step(metrics: Path) -> int:
+def last_step(metrics: Path) -> int:
+    """Return the last step of a metrics file; -1 where it has none."""
     with suppress(OSError):
         return max((int(row["step"]) for row in read_metrics(metrics)), default=-1)
     return -1

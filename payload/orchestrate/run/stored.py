@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from payload.checkpoint_files import checkpoint_step, newest_sound
 from payload.errors import ConfigError, UsageError
 from payload.hints import command
-from payload.orchestrate.run.store import find_run
-from payload.results import LATEST, RunPaths
+from payload.orchestrate.run.mirror import alone, inside
+from payload.orchestrate.run.store import find_run, is_copy
+from payload.results import LATEST, RunPaths, RunState, last_record
 from payload.run_config import RunConfig, load_run_config
-from payload.storage.checkpoints import fetch_newest
+from payload.run_lock import is_supervised
+from payload.storage.checkpoints import fetch_newest, whole_checkpoints
 from payload.storage.data import fetch_data
 from payload.storage.objects import ObjectStore, check_store, open_store
 from payload.storage.records import fetch_records
-from payload.storage.restore import fetch_run, has_run, require_absent
+from payload.storage.restore import fetch_run, has_run, last_step, require_absent
 from payload.store_address import (
     StoreAddress,
     is_bucket_address,
@@ -103,21 +108,69 @@ def collect_from_store(
 ) -> Path | None:
     """Bring a run's records and newest sound checkpoint here; return where that is, if any.
 
-    Raises ConfigError where the store has no such run, and StoreError.
+    What is here stays, but for records of a run that has gone further in the store. Raises
+    ConfigError where the store has no such run, UsageError for a run of this machine, and
+    StoreError.
     """
     if not paths.root.exists():
         _fetch_whole(store, paths)
-    elif not has_run(store):
-        raise ConfigError(f"{store.address}: there is no run.")
+    else:
+        _require_copy(store, paths)
+        if not has_run(store):
+            raise ConfigError(f"{store.address}: there is no run.")
+    with alone(paths, "copy"):
+        _take_records(store, paths)
+    with alone(paths, "checkpoint"):
+        return _take_checkpoint(store, paths, say=say)
+
+
+def _require_copy(store: ObjectStore, paths: RunPaths) -> None:
+    """Raise UsageError for a run that is, or was, supervised on this machine."""
+    own = any(map(os.path.lexists, (paths.inventory, paths.lock, paths.job)))
+    if is_supervised(paths) or (own and not is_copy(paths)):
+        raise UsageError(
+            f"run {paths.run_id} in {paths.root.parent} is of this machine, so nothing of it is "
+            f"replaced. Bring {store.address} into another folder with --runs-dir DIR."
+        )
+
+
+def _take_records(store: ObjectStore, paths: RunPaths) -> None:
+    """Bring the records that are not here; all of them where the store's run is further."""
     gone = ("inventory.json", "hosts", "ranks.json")
     names = [each.name for each in store.entries() if each.name not in gone]
-    fetch_records(store, paths.root, names=names)
+    with TemporaryDirectory(prefix=".stored.", dir=paths.root) as folder:
+        staged = RunPaths(Path(folder))
+        fetch_records(store, staged.root, names=[paths.metrics.name, paths.state.name])
+        if _reach(staged) <= _reach(paths):
+            names = [name for name in names if not os.path.lexists(paths.root / name)]
+        for name in fetch_records(store, staged.root, names=names) if names else ():
+            (staged.root / name).replace(inside(paths, name))
+
+
+def _reach(paths: RunPaths) -> tuple[int, int, bool]:
+    """Return how far a run has got by its records: steps, attempts, and whether it has ended."""
+    state = last_record(RunState, paths.state)
+    if state is None:
+        return last_step(paths.metrics), 0, False
+    return last_step(paths.metrics), state.attempt, state.exit_class is not None
+
+
+def _take_checkpoint(
+    store: ObjectStore, paths: RunPaths, *, say: Callable[[str], None]
+) -> Path | None:
+    """Bring the newest checkpoint where it is newer; return the newest that is here then."""
+    stored = whole_checkpoints(store)
+    here = newest_sound(paths.checkpoints)
+    if here is not None and (
+        not stored or checkpoint_step(Path(stored[-1])) <= checkpoint_step(here)
+    ):
+        return here
     found = fetch_newest(
         store,
         paths.checkpoints,
         passed_over=lambda name, why: say(f"warning: {name} in the store is passed over: {why}"),
     )
-    return found
+    return max(filter(None, (here, found)), key=checkpoint_step, default=None)
 
 
 def store_of(paths: RunPaths) -> ObjectStore | None:

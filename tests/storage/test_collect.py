@@ -1,0 +1,117 @@
+"""`collect` of a run from its store: what is here and as good stays."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from payload.errors import UsageError
+from payload.metrics_log import EvalMetrics, to_json_line
+from payload.orchestrate.run.stored import collect_from_store
+from payload.results import RunPaths
+from payload.run_lock import RunLock
+from payload.storage.checkpoints import Upload
+from payload.storage.objects import ObjectStore, open_store
+from payload.store_address import parse_store_address
+from tests.storage.folders import content_of, write_checkpoint
+
+
+def rows(last: int) -> bytes:
+    steps = (EvalMetrics(step=step, val_loss=1.0, val_tokens=8) for step in range(1, last + 1))
+    return "".join(to_json_line(replace(row, time_unix=float(row.step))) for row in steps).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A run of two steps in a store, and the folder that `collect` brings it to."""
+
+    store: ObjectStore
+    paths: RunPaths
+    checkpoint: Path
+
+    def put(self, records: Mapping[str, bytes]) -> None:
+        for name, content in records.items():
+            self.store.put(name, io.BytesIO(content), size=len(content))
+
+    def collect(self) -> Path | None:
+        return collect_from_store(self.store, self.paths, say=lambda line: None)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Stored:
+    store = open_store(parse_store_address(str(tmp_path / "store")).under("r"))
+    checkpoint = write_checkpoint(tmp_path / "elsewhere", 2, seed=0)
+    upload = Upload(checkpoint)
+    upload.send(store, may_write=lambda: None)
+    upload.close()
+    made = Stored(store, RunPaths(tmp_path / "runs" / "r"), checkpoint)
+    made.put({"run.toml": b"", "metrics.jsonl": rows(2), "logs/rank_0000.log": b"two\n"})
+    return made
+
+
+def test_a_run_that_is_supervised_here_is_left_alone(stored: Stored) -> None:
+    paths = stored.paths
+    paths.root.mkdir(parents=True)
+    paths.metrics.write_bytes(rows(3))
+    partial = paths.checkpoints / "step_00000002.partial"
+    partial.mkdir(parents=True)
+    with RunLock(paths), pytest.raises(UsageError, match="--runs-dir"):
+        stored.collect()
+    # So too once it has ended.
+    with pytest.raises(UsageError, match="of this machine"):
+        stored.collect()
+    assert paths.metrics.read_bytes() == rows(3) and partial.is_dir()
+    assert not paths.logs.exists()
+
+
+def test_a_copy_that_is_further_keeps_its_records_and_gets_what_it_lacks(stored: Stored) -> None:
+    paths = stored.paths
+    partial = paths.checkpoints / "step_00000002.partial"
+    partial.mkdir(parents=True)
+    paths.metrics.write_bytes(rows(3))
+    newer = write_checkpoint(paths.checkpoints, 3, seed=9)
+    before = content_of(newer)
+    assert stored.collect() == newer
+    assert paths.metrics.read_bytes() == rows(3)
+    assert content_of(newer) == before and partial.is_dir()
+    assert paths.rank_log(0).read_text() == "two\n"
+    assert sorted(path.name for path in paths.root.iterdir() if path.is_dir()) == [
+        "checkpoints",
+        "logs",
+    ]
+
+
+def test_a_checkpoint_of_the_same_name_stays_where_it_is_sound(stored: Stored) -> None:
+    own = write_checkpoint(stored.paths.checkpoints, 2, seed=9)
+    before = content_of(own)
+    assert stored.collect() == own
+    assert content_of(own) == before
+    (own / "model.safetensors").write_bytes(b"damaged")
+    assert stored.collect() == own
+    assert content_of(own) == content_of(stored.checkpoint)
+
+
+def test_a_second_collect_brings_what_the_run_has_told_since(stored: Stored) -> None:
+    first = stored.collect()
+    assert first is not None and content_of(first) == content_of(stored.checkpoint)
+    stored.put({"metrics.jsonl": rows(5), "logs/rank_0000.log": b"two\nfive\n"})
+    assert stored.collect() == first
+    assert stored.paths.metrics.read_bytes() == rows(5)
+    assert stored.paths.rank_log(0).read_text() == "two\nfive\n"
+
+
+def test_a_run_that_has_ended_in_the_store_takes_the_place_of_one_that_goes_on(
+    stored: Stored,
+) -> None:
+    state = {"schema_version": 1, "run_id": "r", "status": "running", "started_unix": 1.0}
+    stored.put({"state.json": json.dumps(state | {"updated_unix": 2.0}).encode()})
+    stored.collect()
+    ended = state | {"status": "failed", "exit_class": "crash", "updated_unix": 3.0}
+    stored.put({"state.json": json.dumps(ended).encode()})
+    stored.collect()
+    assert json.loads(stored.paths.state.read_text()) == ended
