@@ -19,8 +19,9 @@ paused=()
 
 say() { printf '%s %s: %s\n' "$(date -u +%FT%TZ)" "$step" "$*"; }
 
+# On stderr: own_address and its like are called for what they print.
 fail() {
-    say "error: $*"
+    say "error: $*" >&2
     exit "$EXIT_BOOTSTRAP"
 }
 

@@ -103,6 +103,14 @@ def test_a_node_knows_its_own_address(here: str, own: str) -> None:
     assert own in said and ("is in NODES" in said) == (own == "error")
 
 
+def test_a_node_that_is_not_in_the_list_fails_with_the_reason() -> None:
+    said = in_script(
+        f'step=t; MONITORING=prometheus; NODES="{NODES}"; '
+        'hostname() { echo "10.60.0.1 "; }; step_monitoring'
+    )
+    assert "error: none of this node's addresses ( 10.60.0.1  ) is in NODES." in said
+
+
 def test_the_head_gets_prometheus_and_grafana_and_a_worker_its_exporter_alone() -> None:
     steps = (
         "say() { :; }; pause_apt_jobs() { :; }; resume_apt_jobs() { :; }; update_lists() { :; }\n"
