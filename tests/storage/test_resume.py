@@ -11,15 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from payload.checkpoint_files import manifest_problems
 from payload.errors import ExitCode
+from payload.inventory import Access
+from payload.orchestrate.run.mirror import note_seen, read_mirrored
 from payload.results import RunPaths, RunState, Summary, last_record, read_json
 from payload.store_state import StoreState
 from payload.supervise.processes import processes_of
+from tests.launch.inventories import make_inventory
 from tests.storage.server import BUCKET, Faults, FaultyProxy
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import REPO
@@ -179,6 +183,31 @@ def test_a_run_whose_machine_is_gone_goes_on_from_the_bucket_and_ends_bitwise_eq
     assert_same_end(uninterrupted, third)
     assert manifest_problems(third.checkpoint(STEPS)) == []
     assert read_json(Summary, third.summary) == summary
+
+
+@pytest.mark.ranks
+def test_the_machine_that_started_a_run_on_a_cluster_that_is_gone_takes_it_from_the_store(
+    tmp_path: Path, data: Path
+) -> None:
+    results = str(tmp_path / "results")
+    place = Place(tmp_path / "here", data, "")
+    code, _, talk = place.run("--run-id", "one", results=results)
+    assert code == ExitCode.OK, talk
+    # Its copy, as the cluster leaves it: no checkpoint was brought.
+    paths = RunPaths(place.runs / "one")
+    gone = replace(make_inventory(num_nodes=2), access=Access(kind="direct"))
+    paths.inventory.write_text(gone.to_json(), encoding="utf-8")
+    note_seen(paths, alive=False, ssh_key=Path("/key"))
+    shutil.rmtree(paths.checkpoints)
+
+    # The run's own settings with more steps: the place's words end with 240.
+    more = ("--set", f"train.steps={STEPS + 4}", "--resume", f"{results}/one")
+    code, _, talk = ended(place.command("run", "--inventory", "local", *more))
+    assert code == ExitCode.OK, talk
+    assert sorted(losses(paths)) == list(range(1, STEPS + 5))
+    assert read_mirrored(paths) is None  # it is this machine's now
+    code, out, talk = ended(place.command("status", "one"))
+    assert code == ExitCode.OK and "finished" in out, talk
 
 
 @pytest.mark.ranks

@@ -69,9 +69,14 @@ class Mirrored:
     schema_version: int = SCHEMA_VERSION
 
 
+def mirror_file(paths: RunPaths) -> Path:
+    """Return where a copy keeps what was known of its run."""
+    return paths.root / "mirror.json"
+
+
 def read_mirrored(paths: RunPaths) -> Mirrored | None:
     """Read mirror.json; None when the run is this machine's own. Raises ConfigError."""
-    path = paths.root / "mirror.json"
+    path = mirror_file(paths)
     again = run_command("attach", paths, "--inventory", "FILE")
     fix = f"Make it anew with: {again}"
     try:
@@ -86,7 +91,7 @@ def read_mirrored(paths: RunPaths) -> Mirrored | None:
 
 def write_mirrored(paths: RunPaths, mirrored: Mirrored) -> None:
     """Replace mirror.json."""
-    write_whole(paths.root / "mirror.json", json.dumps(asdict(mirrored), indent=2) + "\n")
+    write_whole(mirror_file(paths), json.dumps(asdict(mirrored), indent=2) + "\n")
 
 
 def note_seen(paths: RunPaths, *, alive: bool, ssh_key: Path) -> None:
@@ -96,7 +101,7 @@ def note_seen(paths: RunPaths, *, alive: bool, ssh_key: Path) -> None:
     """
     with alone(paths, "mirror"):
         before = None
-        if require_file(paths.root / "mirror.json") is None:
+        if require_file(mirror_file(paths)) is None:
             with suppress(ConfigError):
                 before = read_mirrored(paths)
         mirrored = Mirrored(

@@ -19,7 +19,7 @@ from payload.inventory import ClusterInventory
 from payload.launch.plan import LaunchPlan, auto_batch_size
 from payload.launch.ranks import Rank, load_ranks
 from payload.metrics_log import read_metrics
-from payload.orchestrate.run.mirror import read_mirrored
+from payload.orchestrate.run.mirror import mirror_file, read_mirrored
 from payload.results import (
     LATEST,
     RankExit,
@@ -274,7 +274,7 @@ def is_copy(paths: RunPaths) -> bool:
     """Tell whether a run is on a cluster, and the folder here only its copy."""
     with suppress(ConfigError):
         return not ClusterInventory.load(paths.inventory).access.shares_folder
-    return (paths.root / "mirror.json").exists()
+    return mirror_file(paths).exists()
 
 
 def _folders(runs_dir: Path) -> Iterator[RunPaths]:

@@ -27,10 +27,12 @@ from payload.orchestrate import sites
 from payload.orchestrate.cloud.pulumi import Pulumi
 from payload.orchestrate.cloud.stack import StackOutputs, default_stack, load_stack, read_outputs
 from payload.orchestrate.run.console import text_console
+from payload.orchestrate.run.mirror import mirror_file, read_mirrored
 from payload.orchestrate.run.store import Order, is_copy, room_for
 from payload.results import RunJob, RunPaths, StopRequest, last_record
 from payload.run_config import LaunchSection, RunConfig
 from payload.run_lock import FORCE_SIGNAL, is_supervised, starting
+from payload.run_repair import known_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,12 +225,19 @@ class Site(ABC):
 
 
 def _refuse_to_resume(paths: RunPaths, env: Mapping[str, str]) -> None:
-    """Raise ConfigError for a run that goes on, or is on a cluster."""
+    """Raise ConfigError for a run that goes on, or that only a cluster has."""
     if is_copy(paths):
-        raise ConfigError(
-            f"run {paths.run_id} is on a cluster, this is its copy. Name the cluster with "
-            "--inventory FILE."
-        )
+        if known_config(paths).storage.address() is None:
+            raise ConfigError(
+                f"run {paths.run_id} is on a cluster, this is its copy. Name the cluster with "
+                "--inventory FILE."
+            )
+        refuse_where_copied_alive(paths)
+    refuse_under_way(paths, env)
+
+
+def refuse_under_way(paths: RunPaths, env: Mapping[str, str]) -> None:
+    """Raise ConfigError for a run that goes on here or in a scheduler's job."""
     if is_supervised(paths):
         raise ConfigError(
             f"run {paths.run_id} is running. Look at it with: " + run_command("status", paths)
@@ -238,6 +247,17 @@ def _refuse_to_resume(paths: RunPaths, env: Mapping[str, str]) -> None:
         raise ConfigError(
             f"run {paths.run_id} has not ended: {under_way.where}. Follow it with: "
             + run_command("attach", paths)
+        )
+
+
+def refuse_where_copied_alive(paths: RunPaths) -> None:
+    """Raise ConfigError for a copy whose run went on when its cluster was last reached."""
+    mirrored = read_mirrored(paths)
+    if mirrored is not None and mirrored.alive:
+        raise ConfigError(
+            f"run {paths.run_id} went on on its cluster when that was last reached. Look again "
+            f"with: {run_command('status', paths)}. If the cluster is gone, remove "
+            f"{mirror_file(paths)}, and resume again."
         )
 
 

@@ -32,6 +32,7 @@ from payload.launch.plan import auto_batch_size, rank_program
 from payload.machine import free_memory_bytes
 from payload.orchestrate.node import control
 from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
+from payload.orchestrate.run.mirror import mirror_file
 from payload.orchestrate.run.report import log_tail
 from payload.orchestrate.run.store import Order, running_here, view_run
 from payload.orchestrate.run.stored import require_new_in_store
@@ -276,8 +277,9 @@ class Local(InventorySite):
         for note in planned.notes():
             talk.print(note)
         with order.folder():
-            # A site's job has ended; from here on it is a run here.
+            # A site's job has ended, a cluster's run comes from its store: it is a run here now.
             paths.job.unlink(missing_ok=True)
+            mirror_file(paths).unlink(missing_ok=True)
             planned.write(paths)
         talk.print(
             f"run {paths.run_id}: {planned.plan.world_size} rank(s) through "

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from payload.errors import INTERRUPTED, ConfigError, ExitCode, PreflightError
 from payload.launch.launchers.registry import AUTO
+from payload.orchestrate.run.mirror import mirror_file
 from payload.orchestrate.run.report import log_tail
 from payload.orchestrate.run.store import Order
 from payload.orchestrate.sites.allocation import SlurmError, ask, fields, require_program
@@ -87,6 +88,7 @@ class Slurm(Site):
             write_whole(script, text)
             job = RunJob(site=self.name, job_id=submit(script, order.config, order.env))
             write_json(paths.job, job)
+            mirror_file(paths).unlink(missing_ok=True)
         return self.run_of(paths, job, order.env)
 
     def run_of(self, paths: RunPaths, job: RunJob, env: Mapping[str, str]) -> SlurmRun:

@@ -26,6 +26,8 @@ from payload.orchestrate.sites.choose import (
     Chosen,
     SiteRun,
     how_to_attach,
+    refuse_under_way,
+    refuse_where_copied_alive,
     require_placeable,
 )
 from payload.orchestrate.sites.cluster import (
@@ -62,6 +64,7 @@ from payload.orchestrate.ssh.streams import (
 )
 from payload.results import RunPaths
 from payload.run_config import LimitsSection, RunConfig
+from payload.run_lock import starting
 from payload.run_repair import known_config
 
 # A machine of ours lives for 30 days at most; on others a run that has no limit may go on for
@@ -115,8 +118,9 @@ class Ssh(InventorySite):
         self, paths: RunPaths, env: Mapping[str, str], held: ExitStack, talk: Console
     ) -> None:
         """Raise ConfigError for another cluster's run; the head keeps others from starting it."""
-        if known_config(paths).storage.address() is None:
-            _refuse_another_place(paths, self._inventory, talk=talk)
+        with room_for(paths), starting(paths):  # the head knows nothing of a start here
+            refuse_under_way(paths, env)
+        _refuse_another_place(paths, self._inventory, talk=talk)
 
     def plan(self, paths: RunPaths, config: RunConfig, *, vocab_size: int | None) -> PlannedRun:
         """Return the plan of a run that is not started; no node is asked."""
@@ -325,6 +329,7 @@ def _stale(paths: RunPaths) -> Iterator[Path]:
     """Yield records of an earlier attempt, which the copy must not show as this one's."""
     yield paths.summary
     yield paths.state
+    yield paths.job
     yield from paths.root.glob("exits/*.json")
 
 
@@ -334,18 +339,24 @@ def _weights(init: str, *, resumes: bool) -> Weights | None:
 
 
 def _refuse_another_place(paths: RunPaths, inventory: ClusterInventory, *, talk: Console) -> None:
+    """Raise ConfigError for a run of another place, unless it has ended and is in a store."""
+    has_store = known_config(paths).storage.address() is not None
     try:
         was = ClusterInventory.load(paths.inventory)
     except ConfigError as error:
-        if not is_copy(paths):
+        if is_copy(paths):
+            talk.print(f"warning: {error} The run is taken for one of {inventory.cluster}.")
+        elif not has_store:
             raise
-        talk.print(f"warning: {error} The run is taken for one of {inventory.cluster}.")
         return
-    if was.access.is_this_machine or was.cluster != inventory.cluster:
+    if not was.access.is_this_machine and was.cluster == inventory.cluster:
+        return
+    if not has_store:
         raise ConfigError(
             f"run {paths.run_id} was on {was.cluster}, and its checkpoints are not on "
             f"{inventory.cluster}. Resume it where it was."
         )
+    refuse_where_copied_alive(paths)
 
 
 def _other_run(answer: NodeLook, order: Order) -> str | None:
