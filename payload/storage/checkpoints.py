@@ -172,15 +172,19 @@ def fetch_newest(
     checkpoints: Path,
     *,
     passed_over: Callable[[str, str], None],
-    progressed: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda line: None,
+    after_step: int = -1,
 ) -> Path | None:
     """Bring the newest sound checkpoint to the folder `checkpoints`, and return where it is.
 
-    `passed_over` is told of each that is not sound, and why. None when the store has none.
+    `passed_over` is told of each that is not sound, and why; `say` gets a line before each. None
+    when the store has none of a later step than `after_step`.
     """
     for name in reversed(whole_checkpoints(store)):
+        if checkpoint_step(PurePosixPath(name)) <= after_step:
+            return None
         try:
-            return fetch_checkpoint(store, name, checkpoints, progressed=progressed)
+            return fetch_checkpoint(store, name, checkpoints, say=say)
         except (CheckpointError, MissingObjectError) as error:
             passed_over(name, str(error))
     return None
@@ -191,7 +195,7 @@ def fetch_checkpoint(
     name: str,
     checkpoints: Path,
     *,
-    progressed: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Bring one checkpoint to the folder `checkpoints`: beside, verified, then renamed.
 
@@ -210,8 +214,10 @@ def fetch_checkpoint(
             (partial / MANIFEST_FILE).write_bytes(store.read(f"{prefix}{MANIFEST_FILE}")[0])
             manifest = load_manifest(partial)
             _require_sizes(store, manifest, prefix)
+            size = sum(entry.bytes for entry in manifest.files.values())
+            say(f"bringing {name} ({size / 1e9:.2f} GB) from {store.address}")
             for file in manifest.files:
-                _fetch_file(store, f"{prefix}{file}", partial / file, manifest, progressed)
+                _fetch_file(store, f"{prefix}{file}", partial / file, manifest)
             problems = manifest_problems(partial)
             if problems:
                 raise CheckpointError(f"{store.address.under(prefix + name)}: {problems[0]}")
@@ -238,16 +244,10 @@ def _require_sizes(store: ObjectStore, manifest: Manifest, prefix: str) -> None:
             raise CheckpointError(f"{name}: {found}, the manifest says {entry.bytes} bytes")
 
 
-def _fetch_file(
-    store: ObjectStore,
-    name: str,
-    path: Path,
-    manifest: Manifest,
-    progressed: Callable[[], None],
-) -> None:
+def _fetch_file(store: ObjectStore, name: str, path: Path, manifest: Manifest) -> None:
     for _ in range(_FETCHES):
         with path.open("wb") as file:
-            store.fetch(name, file, progressed=progressed)
+            store.fetch(name, file, progressed=lambda: None)
             file.flush()
             os.fsync(file.fileno())
         if sha256_of(path) == manifest.files[path.name].sha256:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from payload.checkpoint_files import checkpoint_step, newest_sound
 from payload.errors import ConfigError
 from payload.metrics_log import read_metrics, read_val_losses
-from payload.results import RunPaths, last_record, write_json
+from payload.results import RunPaths, last_record
 from payload.storage.checkpoints import fetch_checkpoint, fetch_newest, whole_checkpoints
-from payload.storage.objects import ObjectStore, open_store
+from payload.storage.objects import ObjectStore, StoreError, open_store
 from payload.storage.owner import OWNER
 from payload.storage.records import fetch_records
 from payload.store_address import StoreAddress
@@ -53,31 +53,57 @@ def restore(store: ObjectStore, paths: RunPaths, *, say: Callable[[str], None]) 
     """Bring the newest checkpoint here, if the store has a newer one; return where it is.
 
     Also metrics up to it, and the records of before in the folder `restored`. None where the
-    checkpoints here are as new. Raises StoreError.
+    checkpoints here are as new, and where neither has one yet. The last line for `say` is how it
+    ended. Raises StoreError, also where the run would begin anew although it had got further.
     """
     here = newest_sound(paths.checkpoints)
     step_here = checkpoint_step(here) if here else -1
-    names = whole_checkpoints(store)
-    if not names or checkpoint_step(Path(names[-1])) <= step_here:
-        return None
+    if not whole_checkpoints(store):
+        _require_same_store(store, paths, here=here)
+    damaged: list[str] = []
+
+    def pass_over(name: str, why: str) -> None:
+        damaged.append(name)
+        say(f"warning: {name} in the store is passed over: {why}")
+
     found = fetch_newest(
-        store,
-        paths.checkpoints,
-        passed_over=lambda name, why: say(f"warning: {name} in the store is passed over: {why}"),
+        store, paths.checkpoints, passed_over=pass_over, say=say, after_step=step_here
     )
-    if found is None or checkpoint_step(found) <= step_here:
+    if found is None and here is None and damaged:
+        raise StoreError(
+            f"{store.address}: every checkpoint is damaged, {damaged[0]} the newest. See "
+            "logs/storage.log for what is wrong with each."
+        )
+    if found is None and here is not None:
+        if damaged:
+            say(f"warning: the run goes on from {here.name} of the disk: {_are_damaged(damaged)}")
         return None
     fetch_records(store, paths.root / RESTORED)
+    if found is None:
+        say(f"note: {store.address} has no checkpoint yet, and neither has the disk")
+        return None
     _take_metrics(paths)
     _fetch_best(store, paths, newest=found, say=say)
+    words = f"; {_are_damaged(damaged)}" if damaged else ""
+    say(f"the run goes on from {found.name}, which came from {store.address}{words}")
     return found
 
 
-def note_resumed(store: ObjectStore, paths: RunPaths) -> None:
-    """Let the uploader know that the run in this folder is the store's."""
-    state = last_record(StoreState, paths.store_state) or StoreState(address=str(store.address))
-    with suppress(OSError):
-        write_json(paths.store_state, state)
+def _require_same_store(store: ObjectStore, paths: RunPaths, *, here: Path | None) -> None:
+    """Refuse a store without the run where it should have it: its folder may not be mounted."""
+    if has_run(store):
+        return
+    before = last_record(StoreState, paths.store_state)
+    had = before.checkpoint if before and before.address == str(store.address) else None
+    if here is None or had is not None:
+        raise StoreError(
+            f"{store.address}: there is no run{f', and it had {had}' if had else ''}. If it is in "
+            "a mounted folder, mount it."
+        )
+
+
+def _are_damaged(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} in the store cannot be used"
 
 
 def _take_metrics(paths: RunPaths) -> None:

@@ -74,7 +74,7 @@ class Stopping:
         """Return True if a limit of the run asked."""
         self.by_system = False
         """Return True for a signal that no command sent, as at a shutdown of the machine."""
-        self._limit_at_s = None if limit_s is None else time.monotonic() + limit_s
+        self._limit_at_s = float("inf") if limit_s is None else time.monotonic() + limit_s
         self.kind: Stop = "none"
         self.grace_s = grace_s
         self._paths = paths
@@ -105,7 +105,7 @@ class Stopping:
         if (told or orphaned) and self.kind == "none":
             self.ask()
             return "ask"
-        if self._limit_at_s is not None and self.kind == "none":
+        if self.kind == "none":
             self.limited = time.monotonic() > self._limit_at_s
             if self.limited:
                 self.ask()
@@ -115,6 +115,13 @@ class Stopping:
             self.kind = "expired"
             return "end"
         return None
+
+    def limit(self, limit_s: float) -> bool:
+        """Ask for a stop after so long; return False where an earlier limit stays."""
+        ends_s = time.monotonic() + limit_s
+        is_earlier = ends_s < self._limit_at_s
+        self._limit_at_s = min(self._limit_at_s, ends_s)
+        return is_earlier
 
     def ask(self) -> None:
         """Begin a stop that lets the ranks save first."""

@@ -81,6 +81,8 @@ class Supervisor:
         previous = known_state(paths)
         self._dead = previous if previous is not None and previous.exit_class is None else None
         """Return the last supervisor's state, if it died without a word."""
+        self._is_unknown = previous is None
+        """True where the disk has no word of the run."""
         self._spent_before_s = previous.spent_s if previous else 0.0
         self._began_s = self._told_s = time.monotonic()
         self._limit = time_limit(self._config.limits, self._inventory.nodes)
@@ -165,9 +167,9 @@ class Supervisor:
         """Until the run is asked to stop. Raises BudgetError when that is over already."""
         if self._limit is None:
             return None
-        left_s = self._limit.stop_at_s(grace_s=grace_s) - self._spent_before_s
+        left_s = self._limit.stop_at_s(grace_s=grace_s) - self._spent_s()
         if left_s <= 0:
-            raise BudgetError(f"{self._limit.words(spent_s=self._spent_before_s)}.")
+            raise BudgetError(f"{self._limit.words(spent_s=self._spent_s())}.")
         return left_s
 
     def _see_off_predecessor(self) -> Verdict | None:
@@ -189,16 +191,27 @@ class Supervisor:
 
     def _restored(self) -> Verdict | None:
         """Bring back what the run's store has alone, then begin to upload; else how it ends."""
-        before = self._uploading.restore(pause=self._pause)
+        before = self._uploading.restore(pause=self._pause, note=self._note)
         if self._stopping.kind != "none":
             return self._stopped("stopped before it was started")
-        if before is not None and self._state.attempt == 1:
-            # The disk knew nothing of the run: its time and money so far are the store's word.
-            self._spent_before_s = before.spent_s
-            events = (*before.events, *self._state.events)[-MOST_EVENTS:]
-            self._state = replace(self._state, attempt=before.attempt + 1, events=events)
+        if before is not None and self._is_unknown:
+            self._take_over(before)
         self._uploading.begin()
         return None
+
+    def _take_over(self, before: RunState) -> None:
+        """Go on from the store's word, as the disk knew nothing: attempts, time, money, limits."""
+        self._spent_before_s = self._wall_before_s = before.spent_s
+        self._state = replace(
+            self._state,
+            attempt=before.attempt + 1,
+            resumes=before.resumes + 1,
+            events=before.events,
+        )
+        self._note_event("resume")
+        left_s = self._left_s(grace_s=self._stopping.grace_s)
+        if left_s is not None and self._stopping.limit(left_s):
+            self._job = None
 
     def _farewell(self) -> Farewell:
         return Farewell(
@@ -348,6 +361,9 @@ class Supervisor:
         )
         events = (*self._state.events, event)[-MOST_EVENTS:]
         self._state = replace(self._state, events=events)
+
+    def _note(self, text: str) -> None:
+        self._state = replace(self._state, note=text)
 
     def _tell_now_and_then(self) -> None:
         if time.monotonic() - self._told_s > _STATE_EVERY_S:

@@ -6,6 +6,7 @@ not the supervisor's.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,7 +14,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import BinaryIO
 
-from payload.checkpoint_files import newest_sound
 from payload.errors import PreflightError
 from payload.launch.plan import LaunchPlan
 from payload.results import RunPaths, RunState, last_record
@@ -38,6 +38,7 @@ class Uploading:
     ) -> None:
         """Nothing is started; without a store nothing ever is."""
         self._paths = paths
+        self._log = paths.logs / "storage.log"
         self._plan = plan
         self._final_wait_s = config.storage.final_wait_s
         self._has_store = config.storage.address() is not None
@@ -47,30 +48,41 @@ class Uploading:
         self._ends_s: float | None = None
         self._problem: str | None = None
 
-    def restore(self, *, pause: Callable[[float], bool]) -> RunState | None:
+    def restore(
+        self, *, pause: Callable[[float], bool], note: Callable[[str], None]
+    ) -> RunState | None:
         """Bring back what the store has and the disk has not; return the state from before.
 
-        `pause` sleeps and says whether to go on. A store that cannot be read is no error where the
-        disk has a checkpoint. Raises PreflightError where training would begin anew.
+        `pause` sleeps and says whether to go on; `note` gets what happens, in one line. Raises
+        PreflightError where the store cannot be read: the run might begin anew, or further back.
         """
         if not self._has_store or not self._plan.resumes:
             return None
-        process = self._start("restore", stderr=subprocess.PIPE)
-        while process.poll() is None and pause(_LOOK_S):
-            continue
-        if process.poll() is None:
-            process.kill()
-        _, said = process.communicate()
-        if process.returncode == 0:
-            return last_record(RunState, self._paths.root / RESTORED / self._paths.state.name)
-        lines = said.strip().splitlines()
-        why = one_line(lines[-1].removeprefix("error: ") if lines else "no reason given")
-        if process.returncode > 0 and newest_sound(self._paths.checkpoints) is None:
+        try:
+            self._paths.logs.mkdir(exist_ok=True)
+            log = self._log.open("a+b")
+        except OSError as error:
+            raise PreflightError(f"{self._log}: {error.strerror}. Free disk space.") from None
+        with log:
+            begins = log.seek(0, os.SEEK_END)
+            process = self._start("restore", stderr=log)
+            while process.poll() is None and pause(_LOOK_S):
+                if said := _last_line(log, begins):
+                    note(said)
+            if process.poll() is None:  # somebody wants the run to stop
+                _kill(process)
+                return None
+            said = _last_line(log, begins)
+        if process.returncode != 0:
+            killed = f"the process was killed by signal {-process.returncode}"
+            why = one_line(killed if process.returncode < 0 else said.removeprefix("error: "))
             raise PreflightError(
-                f"there is no checkpoint on the disk, and none came from the store: {why} Without "
-                "it the run would begin anew."
+                f"the newest checkpoint could not be had from the store: {why} Nothing was "
+                "trained. Try again, or go on from the disk alone: --set storage.results=none"
             )
-        return None
+        if said:
+            note(said)
+        return last_record(RunState, self._paths.root / RESTORED / self._paths.state.name)
 
     def begin(self) -> None:
         """Start the uploader, or start it again where it has ended."""
@@ -81,7 +93,7 @@ class Uploading:
         new = [] if self._plan.resumes else ["--new"]
         with suppress(OSError):
             self._paths.logs.mkdir(exist_ok=True)
-            with (self._paths.logs / "storage.log").open("ab") as log:
+            with self._log.open("ab") as log:
                 self._process = self._start("upload", *new, stderr=log)
 
     def state(self) -> StoreState | None:
@@ -131,9 +143,7 @@ class Uploading:
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.0 if at_once else max(_LOOK_S, ends_s - time.monotonic()))
             return
-        process.kill()
-        with suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel stays
-            process.wait(_LOOK_S)
+        _kill(process)
 
     def _start(self, verb: str, *more: str, stderr: int | BinaryIO) -> subprocess.Popen[str]:
         program = [sys.executable, "-m", "payload.storage"]
@@ -146,3 +156,16 @@ class Uploading:
             text=True,
             start_new_session=True,
         )
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel stays
+        process.wait(_LOOK_S)
+
+
+def _last_line(log: BinaryIO, begins: int) -> str:
+    """Return the last line that was written to a log since it had `begins` bytes."""
+    log.seek(begins)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""

@@ -1,0 +1,206 @@
+"""A resume with a store: it goes on from the newest checkpoint of disk and store, or fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode, PreflightError
+from payload.launch.plan import LaunchPlan
+from payload.results import RunPaths, RunState, write_json
+from payload.run_config import load_run_config
+from payload.storage.checkpoints import Upload
+from payload.storage.objects import ObjectStore, open_store
+from payload.storage.records import Records
+from payload.store_address import parse_store_address
+from payload.store_state import StoreState
+from payload.supervise.uploading import Uploading
+from tests.storage.folders import write_checkpoint
+from tests.storage.server import BUCKET, Faults, FaultyProxy
+from tests.supervise.planned import DEADLINE_S, plan_stand_in, state_of, supervise
+
+
+@pytest.fixture
+def resumed(tmp_path: Path) -> RunPaths:
+    """The folder of a run that is resumed, and of which the disk has no checkpoint."""
+    return plan_resumed(tmp_path)
+
+
+def plan_resumed(tmp_path: Path, *options: str, settings: tuple[str, ...] = ()) -> RunPaths:
+    results = f"storage.results={tmp_path / 'store'}"
+    paths = plan_stand_in(tmp_path / "a-run", *options, settings=(results, *settings))
+    plan = json.loads(paths.plan.read_text())
+    paths.plan.write_text(json.dumps({**plan, "resumes": True}))
+    return paths
+
+
+def store_of(paths: RunPaths) -> ObjectStore:
+    return open_store(parse_store_address(str(paths.root.parent / "store" / paths.run_id)))
+
+
+def store_steps(paths: RunPaths, *steps: int) -> None:
+    """Put the run's records and checkpoints into its store."""
+    Records(paths).send(store_of(paths))
+    for step in steps:
+        upload = Upload(write_checkpoint(paths.root.parent / "elsewhere", step, seed=0))
+        upload.send(store_of(paths), may_write=lambda: None)
+        upload.close()
+
+
+def damage(paths: RunPaths, step: int) -> None:
+    folder = paths.root.parent / "store" / paths.run_id / paths.checkpoint(step).name
+    model = folder.parent / "checkpoints" / folder.name / "model.safetensors"
+    content = model.read_bytes()
+    model.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+
+
+def wait_a_little(seconds: float) -> bool:
+    time.sleep(seconds / 10)
+    return True
+
+
+def restore(
+    paths: RunPaths, notes: list[str] | None = None, *, pause: Callable[[float], bool] | None = None
+) -> RunState | None:
+    uploading = Uploading(
+        paths,
+        plan=LaunchPlan.load(paths.plan),
+        config=load_run_config(paths.config),
+        env=os.environ,
+    )
+    said = [] if notes is None else notes
+    return uploading.restore(pause=pause or wait_a_little, note=said.append)
+
+
+def test_the_newest_checkpoint_comes_from_the_store_and_the_run_says_so(resumed: RunPaths) -> None:
+    store_steps(resumed, 990, 1000)
+    write_checkpoint(resumed.checkpoints, 500, seed=3)
+    notes: list[str] = []
+    restore(resumed, notes)
+    assert resumed.checkpoint(1000).is_dir()
+    assert notes[-1].startswith("the run goes on from step_00001000, which came from /")
+    said = (resumed.logs / "storage.log").read_text().splitlines()
+    assert said[0].startswith("bringing step_00001000 (0.00 GB) from /")
+
+
+def test_a_restore_that_lasts_is_noted_meanwhile(
+    resumed: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, notes = resumed.logs / "storage.log", list[str]()
+
+    def start(verb: str, *, stderr: int) -> subprocess.Popen[str]:
+        shell = ["sh", "-c", "echo bringing it >&2; read line"]
+        return subprocess.Popen(shell, stdin=subprocess.PIPE, stderr=stderr, text=True)
+
+    monkeypatch.setattr(Uploading, "_start", lambda self, *words, **to: start(*words, **to))
+    deadline_s = time.monotonic() + DEADLINE_S
+
+    def until_noted(seconds: float) -> bool:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+        return not notes  # then somebody stops the run
+
+    assert restore(resumed, notes, pause=until_noted) is None
+    assert notes == ["bringing it"] == log.read_text().splitlines()
+
+
+def test_without_any_sound_checkpoint_in_the_store_nothing_begins_anew(resumed: RunPaths) -> None:
+    store_steps(resumed, 990, 1000)
+    damage(resumed, 990)
+    damage(resumed, 1000)
+    with pytest.raises(PreflightError, match="every checkpoint is damaged, step_00001000"):
+        restore(resumed)
+
+
+def test_a_restore_that_is_killed_is_no_reason_to_begin_anew(
+    resumed: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_steps(resumed, 1000)
+    start = Uploading._start
+
+    def kill(self: Uploading, *words: str, stderr: int) -> subprocess.Popen[str]:
+        process = start(self, *words, stderr=stderr)
+        os.kill(process.pid, signal.SIGKILL)
+        return process
+
+    monkeypatch.setattr(Uploading, "_start", kill)
+    with pytest.raises(PreflightError, match="killed by signal 9"):
+        restore(resumed)
+
+
+def test_a_store_that_cannot_be_read_may_have_a_newer_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = plan_resumed(tmp_path, settings=(f"storage.results=gs://{BUCKET}/runs",))
+    write_checkpoint(paths.checkpoints, 500, seed=3)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with FaultyProxy(Faults(seed=0)) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        proxy.refuse = True
+        with pytest.raises(PreflightError, match=r"Google refuses it.*go on from the disk alone"):
+            restore(paths)
+
+
+def test_an_older_checkpoint_of_the_disk_is_taken_with_a_word(resumed: RunPaths) -> None:
+    store_steps(resumed, 1000)
+    damage(resumed, 1000)
+    write_checkpoint(resumed.checkpoints, 500, seed=3)
+    notes: list[str] = []
+    restore(resumed, notes)
+    assert "goes on from step_00000500 of the disk: step_00001000 in the store" in notes[-1]
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_a_folder_that_is_not_mounted_is_not_an_empty_store(
+    resumed: RunPaths, on_disk: bool
+) -> None:
+    if on_disk:
+        write_checkpoint(resumed.checkpoints, 500, seed=3)
+        address = str(store_of(resumed).address)
+        write_json(resumed.store_state, StoreState(address=address, checkpoint="step_00001000"))
+    with pytest.raises(PreflightError, match=r"there is no run.*mount it"):
+        restore(resumed)
+
+
+def test_a_run_that_had_no_checkpoint_yet_begins_anew(resumed: RunPaths) -> None:
+    write_json(resumed.state, a_state(resumed, spent_s=12.0))
+    store_steps(resumed)
+    notes: list[str] = []
+    before = restore(resumed, notes)
+    assert before is not None and before.spent_s == 12.0
+    assert "has no checkpoint yet" in notes[-1]
+
+
+def a_state(paths: RunPaths, *, spent_s: float) -> RunState:
+    return RunState(
+        run_id=paths.run_id,
+        status="running",
+        started_unix=1.0,
+        updated_unix=2.0,
+        attempt=4,
+        resumes=1,
+        spent_s=spent_s,
+    )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("hours", "code"), [(1, ExitCode.BUDGET), (3, ExitCode.OK)])
+def test_new_machines_get_what_is_left_of_the_budget_and_count_as_a_resume(
+    tmp_path: Path, hours: int, code: ExitCode
+) -> None:
+    paths = plan_resumed(tmp_path, "--steps", "3", settings=(f"limits.max_hours={hours}",))
+    write_json(paths.state, a_state(paths, spent_s=7200.0))
+    store_steps(paths, 10)
+    paths.state.unlink()
+    assert supervise(paths).wait(DEADLINE_S) == code
+    state = state_of(paths)
+    assert (state.attempt, state.resumes, state.restarts()) == (5, 2, 2)
+    assert state.spent_s > 7200.0
+    assert state.events[0].kind == "resume"
