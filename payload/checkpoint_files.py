@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 import shutil
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from payload.errors import CheckpointError, ConfigError
-from payload.hf_folder import weight_files
+from payload.hf_folder import read_config, weight_files
 from payload.run_config import TrainSection
 from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
@@ -36,6 +37,8 @@ FOLDER_NAME = re.compile(r"step_(\d{8,18})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _BLOCK_BYTES = 512  # st_blocks', whatever the file system's are.
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
+"""Keys of config.json that change no result: weights are computed with in the run's own dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,12 +197,27 @@ def sha256_of(path: Path) -> str:
 def weights_sha256(folder: Path) -> str:
     """Return the hash over a model folder's files with weights: what an adapter's base is known by.
 
-    Raises OSError, and CheckpointError for a damaged index.
+    Raises CheckpointError for a damaged index, and for files that cannot be read.
     """
     digest = hashlib.sha256()
     for name in weight_files(folder):
-        digest.update(sha256_of(folder / name).encode())
+        try:
+            digest.update(sha256_of(folder / name).encode())
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder / name}: {error.strerror}. Put the weights back in that place."
+            ) from None
     return digest.hexdigest()
+
+
+def config_sha256(folder: Path) -> str:
+    """Return the hash of what a model folder's config.json says of the arithmetic.
+
+    Raises CheckpointError.
+    """
+    config = read_config(folder)
+    kept = {key: config[key] for key in config.keys() - _NOT_ARITHMETIC}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _bytes_of(folders: Iterable[Path]) -> int:

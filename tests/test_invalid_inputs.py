@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.checkpoint_files import weights_sha256
+from payload.checkpoint_files import config_sha256, weights_sha256
 from payload.data.__main__ import main as data
 from payload.errors import ExitCode
 from payload.finetune.__main__ import main as finetune
@@ -359,6 +359,21 @@ def test_a_resume_beside_another_base(place: Path, adapted: Path, tmp_path: Path
         _train(copy, place, "train.steps=2", f"model.init={other}"),
         f"model.init = '{other}': its weights are not those that the adapter was trained beside "
         f"(sha256 {found[:12]}, then {then[:12]}). Restore them, or start a new run.",
+    )
+    assert _files(copy / "run" / "checkpoints") == before
+
+
+def test_a_resume_beside_another_config_json(place: Path, adapted: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(adapted, copy)
+    path, then = copy / "base" / "config.json", config_sha256(adapted / "base")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 0.5}))
+    before = _files(copy / "run" / "checkpoints")
+    require_refused_run(
+        _train(copy, place, "train.steps=2"),
+        f"model.init = '{copy / 'base'}': its config.json is not the one that the adapter was "
+        f"trained beside (sha256 {config_sha256(copy / 'base')[:12]}, then {then[:12]}). Restore "
+        "it, or start a new run.",
     )
     assert _files(copy / "run" / "checkpoints") == before
 

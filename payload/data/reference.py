@@ -59,6 +59,10 @@ class ReferenceModel:
         same_weights = (self.sha256, self.quantize) == (other.sha256, other.quantize)
         return same_weights and len(configs) <= 1
 
+    def has_same_hashes(self, other: ReferenceModel) -> bool:
+        """Say whether both are known by the same hashes, that of config.json included."""
+        return self.is_same(other) and self.config_sha256 == other.config_sha256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
@@ -133,7 +137,9 @@ def write_reference(
     before: Reference | None = None
     with contextlib.suppress(DataError):  # What is damaged is replaced.
         before = read_reference(folder, meta)
-    kept = before.files if before is not None and before.model.is_same(model) else {}
+    # A record without the hash of config.json may be of another one than the new record names.
+    is_kept = before is not None and before.model.has_same_hashes(model)
+    kept = before.files if before is not None and is_kept else {}
     content = values.astype(_DTYPE).tobytes()
     name = VALUES_FILES[dtype]
     file = DataFile(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())

@@ -231,7 +231,7 @@ class _Libraries:
             import requests
             import urllib3
             from google.api_core import exceptions as errors
-            from google.cloud import storage  # type: ignore[import-untyped,unused-ignore]
+            from google.cloud import storage
             from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
             from google.cloud.storage.retry import DEFAULT_RETRY
         self.storage, self.errors, self.auth_errors = storage, errors, auth_errors

@@ -12,17 +12,13 @@ from payload.adapter_files import (
     has_adapter,
     read_adapter_config,
 )
-from payload.checkpoint_files import sha256_of, weights_sha256
+from payload.checkpoint_files import config_sha256, sha256_of, weights_sha256
 from payload.errors import CheckpointError
-from payload.hf_folder import read_config
 from payload.models.hub import HubName
 from payload.run_config import Quantize
 from payload.train.checkpoint import BaseModel
 from payload.train.weights import config_folder, model_folder
 from payload.untrusted import parse_json, read_bytes
-
-_NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
-"""Keys of config.json that change no result: weights are computed with in the run's own dtype."""
 
 
 def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
@@ -35,19 +31,9 @@ def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
         source=on_hub.name if on_hub else str(folder.resolve()),
         revision=on_hub.revision if on_hub else None,
         sha256=_sha256(folder),
-        config_sha256=_config_sha256(folder),
+        config_sha256=config_sha256(config_folder(folder)),
         quantize=quantize,
     )
-
-
-def _config_sha256(folder: Path) -> str:
-    """Return the hash of what the model's config.json says of its arithmetic.
-
-    Raises CheckpointError.
-    """
-    config = read_config(config_folder(folder))
-    kept = {key: config[key] for key in config.keys() - _NOT_ARITHMETIC}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(folder: Path) -> str:

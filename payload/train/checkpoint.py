@@ -57,6 +57,10 @@ class BaseModel:
     quantize: Quantize = "none"
     """What its linears were while the adapter was trained."""
 
+    def has_same_config(self, other: BaseModel) -> bool:
+        """Say whether both computed by one config.json, as far as both records have its hash."""
+        return len({self.config_sha256, other.config_sha256} - {None}) <= 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:

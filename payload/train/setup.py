@@ -252,6 +252,12 @@ def _adapters_base(folder: Path, config: RunConfig, state: TrainerState | None) 
             f"beside (sha256 {found.sha256[:12]}, then {before.sha256[:12]}). Restore them, or "
             "start a new run."
         )
+    if before is not None and not before.has_same_config(found):
+        raise CheckpointError(
+            f"model.init = {source!r}: its {CONFIG_FILE} is not the one that the adapter was "
+            f"trained beside (sha256 {str(found.config_sha256)[:12]}, then "
+            f"{str(before.config_sha256)[:12]}). Restore it, or start a new run."
+        )
     return found
 
 

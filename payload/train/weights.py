@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from payload.adapter_files import has_adapter, read_adapter_config, recorded_base
-from payload.checkpoint_files import weights_sha256
+from payload.checkpoint_files import config_sha256, weights_sha256
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, WEIGHTS_FILE
 from payload.hints import command
@@ -42,12 +42,13 @@ def save_hf_config(model: CausalLM, folder: Path) -> None:
     (folder / CONFIG_FILE).write_text(content, encoding="utf-8")
 
 
-def model_folder(name: str, *, setting: str = "model.init") -> Path:
+def model_folder(name: str, *, setting: str = "model.init", verify: bool = True) -> Path:
     """Return the folder with the weights that `name` stands for, downloaded if it is on the hub.
 
-    `setting` is what messages call it. Raises CheckpointError when there is nothing to load.
+    `setting` is what messages call it; `verify` is as `find_source` has it.
+    Raises CheckpointError when there is nothing to load.
     """
-    source = find_source(name, setting=setting, passed_over=warn_passed_over)
+    source = find_source(name, setting=setting, verify=verify, passed_over=warn_passed_over)
     if source.folder is not None:
         return source.folder
     if source.file is not None:
@@ -80,8 +81,8 @@ def tokenizer_folder(folder: Path) -> Path:
 def base_folder(adapter: Path, *, verify: bool = True) -> Path:
     """Return the folder with the weights of an adapter's base, downloaded if it is on the hub.
 
-    With `verify` its weights have the hash that the adapter's run recorded; adapters of other
-    programs record none. Raises CheckpointError.
+    With `verify` its weights and its config.json have the hashes that the adapter's run recorded;
+    adapters of other programs record none. Without, no weights are read. Raises CheckpointError.
     """
     source = read_adapter_config(adapter).source()
     if Path(source).is_absolute() and not Path(source).exists():
@@ -89,17 +90,25 @@ def base_folder(adapter: Path, *, verify: bool = True) -> Path:
             f"{adapter}: its base {source} is not there, and an adapter has no copy of it. Put the "
             "base back in that place."
         )
-    base = model_folder(source, setting=f"{adapter}: base")
+    recorded = recorded_base(adapter) if verify else {}
+    wanted = recorded.get("sha256")
+    # The recorded hash is of all weights, so that a manifest's would only read them once more.
+    base = model_folder(source, setting=f"{adapter}: base", verify=verify and not wanted)
     if has_adapter(base):
         raise CheckpointError(
             f"{adapter}: its base {base} is an adapter itself. Merge that one first with "
             f"{command('export', '--checkpoint', str(base), '--merge')}."
         )
-    wanted = recorded_base(adapter).get("sha256") if verify else None
     if wanted and wanted != (found := weights_sha256(base)):
         raise CheckpointError(
             f"{base}: its weights are not those that the adapter {adapter} was trained beside "
             f"(sha256 {found[:12]}, then {str(wanted)[:12]}). Put those back in that place."
+        )
+    config = recorded.get("config_sha256")
+    if config and config != (found := config_sha256(base)):
+        raise CheckpointError(
+            f"{base / CONFIG_FILE}: it is not the one that the adapter {adapter} was trained "
+            f"beside (sha256 {found[:12]}, then {str(config)[:12]}). Put that one back."
         )
     return base
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from payload.checkpoint_files import weights_sha256
+from payload import checkpoint_files
+from payload.checkpoint_files import config_sha256, sha256_of, weights_sha256
 from payload.errors import ExitCode
 from payload.evaluate.__main__ import main as evaluate
 from payload.export.__main__ import main
@@ -146,9 +147,46 @@ def test_generate_and_evaluate_refuse_a_base_that_is_another_one_or_gone(
     said = run()
     assert "its weights are not those that the adapter" in said and "0123456789ab" in said
     assert "Put those back in that place." in said
+    record = {"sha256": weights_sha256(base), "config_sha256": config_sha256(base)}
+    (folder / "trainer.json").write_text(json.dumps({"base": record}))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    said = run()
+    assert f"{base}/config.json: it is not the one that the adapter {folder} was trained" in said
+    (base / "config.json").write_text(json.dumps(config))
+    (base / "model.safetensors").rename(tmp_path / "weights")
+    assert run() == (
+        f"error: {base}/model.safetensors: No such file or directory. Put the weights back in that "
+        "place."
+    )
     base.rename(tmp_path / "elsewhere")
     said = run()
     assert f"its base {base} is not there" in said and "Put the base back" in said
+
+
+def test_an_adapters_base_is_read_once_for_its_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, folder = make_model(tmp_path / "base"), tmp_path / "adapter"
+    adapted(load(base), base, folder)
+    for name in ("optimizer.safetensors", "trainer.json"):
+        (base / name).write_text("{}")
+    entries = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in base.iterdir()
+    }
+    (base / "manifest.json").write_text(json.dumps({"schema_version": 1, "files": entries}))
+    record = {"base": {"sha256": weights_sha256(base)}}
+    (folder / "trainer.json").write_text(json.dumps(record))
+    hashed = []
+
+    def counted(path: Path) -> str:
+        hashed.append(path)
+        return sha256_of(path)
+
+    monkeypatch.setattr(checkpoint_files, "sha256_of", counted)
+    assert generate(["--checkpoint", str(folder), "--prompt", "red"]) == ExitCode.OK
+    assert hashed == [base / "model.safetensors"]
 
 
 def test_an_adapter_without_merge_says_what_to_do(

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from payload.data.blocks import BlockOrder
-from payload.data.reference import read_reference
+from payload.data.reference import read_reference, write_reference
 from payload.data_folder import load_meta
 from payload.errors import CheckpointError, ConfigError, DataError
 from payload.evaluate.__main__ import main as evaluate
@@ -28,7 +29,7 @@ from payload.train.kernels.kernels import find_kernels
 from payload.train.models.base import CausalLM
 from payload.train.models.registry import load
 from payload.train.reference.__main__ import main as reference
-from payload.train.tasks.preference import Preference
+from payload.train.tasks.preference import Preference, reference_model
 from payload.train.tasks.registry import open_task
 from tests.support.chat_data import PLAIN_TEMPLATE, make_model, write_rows
 from tests.support.launching import losses, metrics, mpirun, run, train
@@ -380,6 +381,22 @@ def test_a_reference_notices_another_config_json_beside_the_same_weights(
     (copy / "config.json").write_text(json.dumps({**written, "rms_norm_eps": 0.01}))
     with pytest.raises(CheckpointError, match=r"config\.json [0-9a-f]{12}\), and the run starts"):
         train_alone(tmp_path / "third", config, mine, "train.steps=1")
+
+
+def test_values_of_a_record_without_a_config_hash_are_not_kept_under_one_with_it(
+    config: Path, model: Path
+) -> None:
+    data = Path(load_run_config(config).data.dir)
+    meta, base = load_meta(data), reference_model(identify(str(model), model, quantize="none"))
+    values = np.zeros((meta.train_documents + meta.val_documents, 2))
+    for record, dtype, files in (
+        (replace(base, config_sha256=None), "bf16", {"reference.bf16.bin"}),
+        (base, "fp32", {"reference.fp32.bin"}),
+        (base, "bf16", {"reference.fp32.bin", "reference.bf16.bin"}),
+    ):
+        write_reference(data, meta, model=record, dtype=dtype, values=values)  # type: ignore[arg-type]
+        found = read_reference(data, meta)
+        assert found is not None and set(found.files) == files
 
 
 def test_a_resume_without_its_reference_is_refused(config: Path, tmp_path: Path) -> None:
