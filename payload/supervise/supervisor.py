@@ -45,6 +45,7 @@ from payload.supervise.uploading import Uploading
 _STATE_EVERY_S = 5.0
 _PAUSE_TICK_S = 0.5
 _LIFELINE_S = 60.0
+_JOB_MARGIN_S = 10.0
 _EVENT_CHARS = 1_000
 _ENDS: Mapping[RunStatus, EventKind] = {
     "finished": "finished",
@@ -87,6 +88,7 @@ class Supervisor:
         self._began_s = self._told_s = time.monotonic()
         self._limit = time_limit(self._config.limits, self._inventory.nodes)
         left_s = self._left_s(grace_s=grace_s)
+        self._job_ends_unix = job_ends_unix
         self._job: JobTime | None = None
         """The job's time, where that is over before the run's own."""
         if job_ends_unix is not None:
@@ -135,8 +137,19 @@ class Supervisor:
         limit = self._job or self._limit
         if self._stopping.limited and limit:
             verdict = limited(verdict, limit, spent_s=self._spent_s())
-        self._uploading.drain(pause=self._pause_for_store)
         self._tell(self._state.status)
+        self._note_event(_ENDS[verdict.status], verdict.error or "")
+        # First of all how it ended: a scheduler or a shutdown may not wait for the store.
+        self._record_end(verdict)
+        self._uploading.drain(
+            pause=lambda seconds: self._pause_for_store(seconds, verdict), most_s=self._job_left_s()
+        )
+        self._record_end(verdict)
+        self._uploading.end(at_once=self._stopping.kind == "forced")
+        return verdict.exit_code
+
+    def _record_end(self, verdict: Verdict) -> None:
+        """Complete the summary and state.json; once more changes what they say of the store."""
         with contextlib.suppress(OSError):
             complete_summary(
                 self._paths,
@@ -145,10 +158,13 @@ class Supervisor:
                 state=replace(self._state, store=self._uploading.state()),
                 wall_s=self._wall_before_s + time.monotonic() - self._began_s,
             )
-        self._note_event(_ENDS[verdict.status], verdict.error or "")
         self._tell(verdict.status, verdict=verdict)
-        self._uploading.end(at_once=self._stopping.kind == "forced")
-        return verdict.exit_code
+
+    def _job_left_s(self) -> float | None:
+        """Return how long the store may take before a scheduler kills the job; None without one."""
+        if self._job_ends_unix is None:
+            return None
+        return max(0.0, self._job_ends_unix - time.time() - _JOB_MARGIN_S)
 
     def _require_room(self) -> None:
         """state.json must be there from the start."""
@@ -289,11 +305,12 @@ class Supervisor:
         self._tell_now_and_then()
         return self._stopping.kind in ("none", "graceful")
 
-    def _pause_for_store(self, seconds: float) -> bool:
+    def _pause_for_store(self, seconds: float, verdict: Verdict) -> bool:
         """Wait for the store; return False when somebody wants the end at once."""
         self._wakeups.sleep(seconds)
         self._stopping.heed(saving=True)
-        self._tell_now_and_then()
+        if time.monotonic() - self._told_s > _STATE_EVERY_S:
+            self._tell(verdict.status, verdict=verdict)
         return self._stopping.kind != "forced"
 
     def _stopped(self, words: str) -> Verdict:

@@ -111,19 +111,21 @@ class Uploading:
             return "the store takes results again"
         return None
 
-    def drain(self, *, pause: Callable[[float], bool]) -> None:
+    def drain(self, *, pause: Callable[[float], bool], most_s: float | None = None) -> None:
         """Wait until the store has all checkpoints, metrics and logs, but not for too long.
 
-        `pause` sleeps, and says false when somebody wants the end at once.
+        `pause` sleeps, and says false when somebody wants the end at once. `most_s` is less than
+        what was agreed where nobody may wait so long.
         """
         if self._process is None or self._process.stdin is None:
             return
-        self._ends_s = time.monotonic() + self._final_wait_s
+        wait_s = self._final_wait_s if most_s is None else min(most_s, self._final_wait_s)
+        self._ends_s = time.monotonic() + wait_s
         with suppress(OSError):
             self._process.stdin.write(_DRAIN)
             self._process.stdin.flush()
         # The last records need some of the time, a short one shared evenly.
-        until_s = self._ends_s - min(_LAST_RECORDS_S, self._final_wait_s / 2)
+        until_s = self._ends_s - min(_LAST_RECORDS_S, wait_s / 2)
         while time.monotonic() < until_s and self._process.poll() is None:
             state = self.state()
             if state is not None and (state.is_drained or state.lost):

@@ -32,7 +32,9 @@ from payload.results import (
 from payload.run_config import LaunchSection, parse_run_config
 from payload.run_lock import RunLock, is_supervised
 from payload.start_checks import check_data
+from payload.untrusted import build, parse_json
 from tests.launch.inventories import make_inventory
+from tests.orchestrate.run_copies import state_text
 from tests.supervise.planned import plan_stand_in
 from tests.support.data_folders import make_data_folder
 
@@ -302,3 +304,16 @@ def test_who_asked_for_a_stop_waits_as_long_as_a_checkpoint_gets_on(
         write_json(paths.rank_progress(0), sign)
         assert follow.StopWait(paths, now).is_over() is is_over
     assert not follow.StopWait(paths, StopRequest()).is_over()
+
+
+@pytest.mark.parametrize(("results", "is_over"), [("none", True), ("/store", False)])
+def test_who_asked_for_a_stop_waits_for_the_store_of_a_run_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: str, is_over: bool
+) -> None:
+    monkeypatch.setattr(follow, "_MARGIN_S", 0.0)
+    paths = plan_stand_in(tmp_path / "run", settings=(f"storage.results={results}",))
+    wait = follow.StopWait(paths, StopRequest(grace_s=0.0))
+    assert wait.is_over()
+    state = parse_json(state_text("run"), where="test")
+    write_json(paths.state, build(RunState, state | {"exit_class": "ok"}, where="test"))
+    assert wait.is_over() is is_over

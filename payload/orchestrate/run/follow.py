@@ -105,8 +105,11 @@ class StopWait:
     def __init__(self, paths: RunPaths, request: StopRequest) -> None:
         """The stop was asked for now."""
         grace_s = _grace_s(paths) if request.grace_s is None else request.grace_s
-        patience_s = known_config(paths).limits.hang_timeout_s
-        self._watch = CheckpointWatch(paths, patience_s=patience_s)
+        config = known_config(paths)
+        self._paths = paths
+        self._watch = CheckpointWatch(paths, patience_s=config.limits.hang_timeout_s)
+        has_store = config.storage.address() is not None
+        self._final_wait_s = config.storage.final_wait_s if has_store else 0.0
         self._began_s = time.monotonic()
         self._ends_s = self._began_s + grace_s + _MARGIN_S
 
@@ -115,11 +118,20 @@ class StopWait:
         now = time.monotonic()
         if self._watch.gets_on():
             self._ends_s = max(self._ends_s, now + _MARGIN_S)
+        if now > self._ends_s and self._final_wait_s and _has_ended(self._paths):
+            # Its supervisor waits for the store alone.
+            self._ends_s, self._final_wait_s = now + self._final_wait_s, 0.0
         return now > self._ends_s
 
     def waited_s(self) -> float:
         """Return the time since the stop was asked for."""
         return time.monotonic() - self._began_s
+
+
+def _has_ended(paths: RunPaths) -> bool:
+    """Return whether the supervisor has written down how the run ended."""
+    state = known_state(paths)
+    return state is not None and state.exit_class is not None
 
 
 def _grace_s(paths: RunPaths) -> float:

@@ -319,8 +319,9 @@ def _status(
     """Status, exit class and error; a run whose supervisor is gone without a word has failed."""
     has_ended = state is not None and state.status not in ("starting", "running")
     if alive:
-        # A scheduler may have queued an ended run's job again.
-        return ("starting" if state is None or has_ended else state.status), None, None
+        # A scheduler may have queued an ended run's job again, or the store is waited for.
+        is_new = state is None or (has_ended and not is_supervised(paths))
+        return ("starting" if state is None or is_new else state.status), None, None
     if state is not None and has_ended:
         return state.status, state.exit_class, state.error
     mirrored = read_mirrored(paths)
