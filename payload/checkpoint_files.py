@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 
 from payload.errors import CheckpointError, ConfigError
 from payload.hf_folder import read_config, weight_files
-from payload.run_config import TrainSection
+from payload.run_config import RunConfig
 from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
 SCHEMA_VERSION = 1
@@ -110,28 +110,33 @@ def best_checkpoints(checkpoints: Path, val_losses: Mapping[int, float]) -> list
     return unrated if lowest is None else [*unrated, lowest]
 
 
-def require_room(train: TrainSection, *, checkpoint_bytes: int, run: Path) -> None:
+def require_room(config: RunConfig, *, checkpoint_bytes: int, run: Path) -> None:
     """Raise ConfigError when the checkpoints that a run keeps, and one more, do not fit its disk.
 
     It keeps the newest ones and the best. On a resume some of them are there, and what an
     interrupted write left is removed first.
     """
-    most = most_checkpoints(train)
+    train, most = config.train, most_checkpoints(config)
     to_come = most - min(most - 1, len(checkpoint_folders(run / "checkpoints")))
     needed = to_come * checkpoint_bytes
     free = free_bytes(run) + _bytes_of(partial_checkpoints(run / "checkpoints"))
     if free < needed:
+        uploaded = ", the one on its way to the store" if config.storage.address() else ""
         advice = "Free space or lower train.keep_checkpoints" if to_come > 1 else "Free space"
         raise ConfigError(
             f"{run}: {free / 1e9:.1f} GB free, but {to_come} more of {most} checkpoints "
-            f"(train.keep_checkpoints = {train.keep_checkpoints}, the best one, and the one being "
-            f"written) need {needed / 1e9:.1f} GB. {advice}."
+            f"(train.keep_checkpoints = {train.keep_checkpoints}, the best one{uploaded}, and "
+            f"the one being written) need {needed / 1e9:.1f} GB. {advice}."
         )
 
 
-def most_checkpoints(train: TrainSection) -> int:
-    """Return how many checkpoints of a run its disk has at once, at most."""
-    return train.keep_checkpoints + 2
+def most_checkpoints(config: RunConfig) -> int:
+    """Return how many checkpoints of a run its disk has at once, at most.
+
+    The uploader keeps one open, whose space a removal does not give back.
+    """
+    uploaded = 1 if config.storage.address() is not None else 0
+    return config.train.keep_checkpoints + 2 + uploaded
 
 
 def partial_checkpoints(checkpoints: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from payload.hints import command, run_command
 from payload.report.markup import Html, figure, join, plain, tag, text
 from payload.report.sections import section
 from payload.report.source import Run
+from payload.store_address import is_bucket_address
 from payload.untrusted import printable
 
 _NAMED = ("stdlib", "openwebtext")
@@ -54,8 +55,11 @@ def reproduce(run: Run) -> Html:
 def prepare_lines(meta: DataMeta, *, out: str) -> Sequence[str]:
     """Return the lines of a shell that prepare the data again, as far as its meta.json tells how.
 
-    meta.json has the source as people read it: of several inputs it may not have all.
+    meta.json has the source as people read it: of several inputs it may not have all. A run brings
+    data that is in a bucket by itself.
     """
+    if is_bucket_address(out):
+        return [printable(f"# The run brings its data from {out} by itself.")]
     kind, _, place = meta.source.partition(": ")
     source = _source_words(kind, place, revision=meta.revision)
     if source is None:

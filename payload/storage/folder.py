@@ -8,6 +8,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from payload.storage.objects import (
 from payload.store_address import StoreAddress
 
 _PART_BYTES = 2**20
+_LOCK_S = 30.0
+_LOOK_S = 0.02
 _HIDDEN = "."
 """Begins the names of files that are being written, and of the lock."""
 
@@ -154,7 +157,7 @@ class FolderStore:
         self._root.mkdir(parents=True, exist_ok=True)
         with (self._root / f"{_HIDDEN}lock").open("w") as lock:
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                _lock(lock.fileno(), root=self._root)
             yield
 
     @contextmanager
@@ -171,3 +174,15 @@ class FolderStore:
                     f"{words}. Name a folder in storage.results that this user can write."
                 ) from None
             raise StoreError(words) from None
+
+
+def _lock(descriptor: int, *, root: Path) -> None:
+    """Raises StoreError where another process keeps the lock: one that hangs would hang all."""
+    ends_s = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > ends_s:
+                raise StoreError(f"{root}: another process keeps its lock") from None
+        time.sleep(_LOOK_S)

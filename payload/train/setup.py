@@ -192,7 +192,7 @@ def restore_optimizer(optimizers: Optimizers, start: Start, *, strategy: Strateg
 def require_disk_space(config: RunConfig, spec: ModelSpec, *, paths: RunPaths) -> None:
     """Raise ConfigError when the run's checkpoints do not fit, after removing interrupted ones."""
     remove_partial_checkpoints(paths.checkpoints)
-    require_room(config.train, checkpoint_bytes=spec.checkpoint_bytes(), run=paths.root)
+    require_room(config, checkpoint_bytes=spec.checkpoint_bytes(), run=paths.root)
 
 
 def _checkpoint_to_resume(checkpoints: Path) -> Path | None:

@@ -218,11 +218,11 @@ def test_a_full_disk_is_found_before_the_start(
     monkeypatch.setattr(checkpoint_files, "free_bytes", lambda _: needed - 1)
     with pytest.raises(ConfigError, match="4 more of 4 checkpoints"):
         checkpoint_files.require_room(
-            config.train, checkpoint_bytes=shape.checkpoint_bytes(), run=workplace.runs / "x"
+            config, checkpoint_bytes=shape.checkpoint_bytes(), run=workplace.runs / "x"
         )
     monkeypatch.setattr(checkpoint_files, "free_bytes", lambda _: needed)
     checkpoint_files.require_room(
-        config.train, checkpoint_bytes=shape.checkpoint_bytes(), run=workplace.runs / "x"
+        config, checkpoint_bytes=shape.checkpoint_bytes(), run=workplace.runs / "x"
     )
     numbers = work_out(config, spec=shape, world_size=2, link_bytes_per_s=1e9)
     assert numbers.params == shape.num_params()
@@ -232,14 +232,14 @@ def test_the_room_of_an_interrupted_checkpoint_counts_as_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer removes what an interrupted write left before it writes anything."""
-    train = settings("train.keep_checkpoints=1").train
+    config = settings("train.keep_checkpoints=1")
     partial = tmp_path / "checkpoints" / "step_00000010.partial"
     partial.mkdir(parents=True)
     monkeypatch.setattr(checkpoint_files, "free_bytes", lambda _: 3 * 12 * 1000 - 8192)
     with pytest.raises(ConfigError, match="GB free"):
-        checkpoint_files.require_room(train, checkpoint_bytes=12_000, run=tmp_path)
+        checkpoint_files.require_room(config, checkpoint_bytes=12_000, run=tmp_path)
     (partial / "model.safetensors").write_bytes(b"x" * 8192)
-    checkpoint_files.require_room(train, checkpoint_bytes=12_000, run=tmp_path)
+    checkpoint_files.require_room(config, checkpoint_bytes=12_000, run=tmp_path)
 
 
 @pytest.mark.ranks

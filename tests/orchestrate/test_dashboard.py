@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import PreflightError
+from payload.errors import PreflightError, UsageError
 from payload.orchestrate.commands import dashboard
 from payload.orchestrate.sites.local import LocalAccess
 from payload.orchestrate.ssh.connection import Cluster
@@ -171,6 +171,16 @@ def test_the_command_ends_all_that_it_started(
 def children(pid: int) -> list[int]:
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
     return [int(each) for each in found.split()]
+
+
+def test_a_cluster_s_page_gets_a_run_s_id_and_no_other_name(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "runs" / "one")
+    here = {"runs_dir": paths.root.parent}
+    assert dashboard._run_id(options(run="latest", **here)) == "one"
+    assert dashboard._run_id(options(run="another-s", **here)) == "another-s"
+    assert dashboard._run_id(options(**here)) is None
+    with pytest.raises(UsageError, match="no run's id"):
+        dashboard._run_id(options(run="a&b=c", **here))
 
 
 def test_a_run_on_this_machine_is_found_by_its_own_inventory(tmp_path: Path) -> None:

@@ -28,6 +28,11 @@ CHAT = ChatRecord(
 )
 
 
+def test_data_in_a_bucket_is_not_prepared_again(meta: DataMeta) -> None:
+    (line,) = prepare_lines(meta, out="gs://bucket/data")
+    assert line.startswith("#") and "gs://bucket/data" in line
+
+
 @pytest.fixture
 def meta(tmp_path: Path) -> DataMeta:
     return load_meta(make_data_folder(tmp_path / "data"))

@@ -236,8 +236,9 @@ def test_preflight_tries_the_store_last(
     command += ["--set", f"storage.results={results}", "--quick", "--json"]
     env = {**os.environ, "STORAGE_EMULATOR_HOST": proxy.url}
     done = subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True, check=False)
-    report = json.loads(done.stdout)
-    if any(each["severity"] == "error" for each in report["findings"] if each["check"] != "store"):
-        return  # a machine that is unfit otherwise is not asked for its store
+    others = [each for each in json.loads(done.stdout)["findings"] if each["check"] != "store"]
+    errors = [each["cause"] for each in others if each["severity"] == "error"]
+    if errors:
+        pytest.skip(f"this machine is not asked for its store, as it is unfit: {errors[0]}")
     assert done.returncode == code, done.stderr
     assert words in done.stdout + done.stderr

@@ -53,6 +53,14 @@ def test_a_start_needs_room_for_the_checkpoints_that_are_not_there_yet(
             require_disk_space(KEEPS_TWO, shape, paths=paths)
 
 
+def test_a_run_with_a_store_needs_room_for_the_checkpoint_that_is_uploaded(tmp_path: Path) -> None:
+    with_store = ["train.keep_checkpoints=2", f"storage.results={tmp_path / 'store'}"]
+    config = parse_run_config("", overrides=with_store, where="test")
+    shape = shape_of_a_checkpoint(shutil.disk_usage(tmp_path).free / 4.5)
+    with pytest.raises(ConfigError, match=r"5 more of 5 checkpoints .*on its way to the store"):
+        require_disk_space(config, shape, paths=RunPaths(tmp_path))
+
+
 def test_what_an_interrupted_write_left_takes_no_room_from_a_resume(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.checkpoint(1).mkdir(parents=True)

@@ -332,7 +332,7 @@ def rehearse(options: RehearseOptions, env: Mapping[str, str]) -> int:
     """Ask, go through, take everything down, and print the page."""
     talk = text_console(stderr=True)
     data = load_run_config(options.config).data
-    check_data(Path(data.dir), sequence_length=data.sequence_length)
+    check_data(data.folder(), sequence_length=data.sequence_length)
     settings = _settings(options.settings)
     need = need_of({**settings, "zones": [settings["zone"]]})
     usd, minutes = _reckon(need, budget_usd=options.budget_usd)

@@ -11,23 +11,24 @@ import socket
 import subprocess
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
 import payload
-from payload.errors import ExitCode, PreflightError
+from payload.errors import ExitCode, PreflightError, UsageError
 from payload.inventory import ClusterInventory
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.store import find_run
 from payload.orchestrate.sites.choose import load_cluster
 from payload.orchestrate.sites.local import LocalAccess
-from payload.results import RunPaths
-from payload.untrusted import one_line
+from payload.results import LATEST, RunPaths
+from payload.untrusted import RUN_ID, one_line, shown
 
 FILES = Path(payload.__file__).parent.parent / "bootstrap" / "monitoring"
 GRAFANA_PORT, PROMETHEUS_PORT = 3000, 9090
@@ -54,13 +55,16 @@ def dashboard(options: DashboardOptions, access: LocalAccess) -> int:
     """Show the dashboards until Ctrl-C; return the exit code."""
     say = text_console(stderr=True).print
     inventory, paths = _what(options, access.environment())
+    run_id = paths.run_id if paths is not None else _run_id(options)
     try:
         with _ended_by_sigterm():
             if paths is not None and inventory.access.shares_folder:
                 with local_stack(paths, access=access, say=say) as pages:
                     _show(pages, options=options, say=say)
             else:
-                with _cluster_pages(inventory, options, access.environment()) as pages:
+                with _cluster_pages(
+                    inventory, replace(options, run=run_id), access.environment()
+                ) as pages:
                     _show(pages, options=options, say=say)
     except KeyboardInterrupt:
         say("ended")
@@ -77,6 +81,18 @@ def _what(
             return chosen, None
     paths = find_run(options.runs_dir, options.run)
     return ClusterInventory.load(paths.inventory), paths
+
+
+def _run_id(options: DashboardOptions) -> str | None:
+    """Return the id of the run that a cluster's page shows first. Raises UsageError.
+
+    The cluster may have runs that nobody has followed from here.
+    """
+    if options.run is None or options.run == LATEST:
+        return None if options.run is None else find_run(options.runs_dir, LATEST).run_id
+    if not RUN_ID.fullmatch(options.run):
+        raise UsageError(f"{shown(options.run)} is no run's id.")
+    return options.run
 
 
 def _show(pages: Sequence[str], *, options: DashboardOptions, say: Say) -> None:
@@ -136,8 +152,9 @@ def _cluster_pages(
         yield pages
 
 
-def _run_page(grafana: str, run: str | None) -> str:
-    return f"{grafana}/d/tileforge-run" + (f"?var-run={run}" if run else "")
+def _run_page(grafana: str, run_id: str | None) -> str:
+    chosen = f"?var-run={urllib.parse.quote(run_id, safe='')}" if run_id else ""
+    return f"{grafana}/d/tileforge-run{chosen}"
 
 
 @contextlib.contextmanager
@@ -162,11 +179,14 @@ def local_stack(
         home = Path(folder)
         _copy_files(files, home)
         exporter = [access.python, "-m", "payload.supervise.exporter", "--run-dir", str(paths.root)]
-        python_path = access.python_path()
-        extra = {"PYTHONPATH": python_path} if python_path else {}
-        _backfill(exporter, home, env=env | extra, say=say)
+        _backfill(exporter, home, env=access.code_environment(), say=say)
         # The same label as the history's, so that both are one curve.
-        _target(home, "run", programs.first_line(exporter, extra), {"instance": "run"})
+        _target(
+            home,
+            "run",
+            programs.first_line(exporter, access.code_environment()),
+            {"instance": "run"},
+        )
         node_exporter = shutil.which("prometheus-node-exporter", path=path)
         if node_exporter:
             address = f"{_LOOPBACK}:{free_port()}"

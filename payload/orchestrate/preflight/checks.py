@@ -34,6 +34,7 @@ from payload.orchestrate.preflight.findings import (
 )
 from payload.orchestrate.preflight.report import BootWait, Report, try_here, try_there
 from payload.orchestrate.run.console import text_console
+from payload.orchestrate.run.stored import try_store_here
 from payload.orchestrate.sites.choose import load_cluster, require_placeable
 from payload.orchestrate.sites.cluster import VENV, try_store
 from payload.orchestrate.sites.local import LocalAccess
@@ -55,7 +56,6 @@ from payload.orchestrate.ssh.streams import (
 )
 from payload.results import write_whole
 from payload.run_config import RunConfig
-from payload.storage.objects import check_store
 from payload.store_address import StoreAddress, settled_results
 from payload.untrusted import build
 
@@ -105,7 +105,8 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
         report = check_this_machine(inventory, access)
         if not options.quick:
             report = try_here(report, chosen, access, config)
-        report = _with_store(report, inventory, config, check_store)
+        try_it = partial(try_store_here, env=access.code_environment())
+        report = _with_store(report, inventory, config, try_it)
     else:
         login = Login(user=inventory.ssh_user, key=operator_key(inventory, given=options.ssh_key))
 

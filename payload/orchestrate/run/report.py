@@ -126,7 +126,7 @@ def estimate(
     address = planned.config.storage.address()
     kept = train.keep_checkpoints + 1  # the best one besides
     return Estimate(
-        checkpoints=most_checkpoints(train),
+        checkpoints=most_checkpoints(planned.config),
         checkpoint_bytes=numbers.checkpoint_bytes,
         data_bytes=sum(sizes.values()),
         free_bytes=free_bytes(planned.paths.root) if is_local else None,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from payload.checkpoint_files import checkpoint_step, newest_sound
-from payload.errors import ConfigError, UsageError
+from payload.errors import ConfigError, ExitCode, PreflightError, UsageError
 from payload.hints import command
 from payload.orchestrate.run.mirror import alone, inside
 from payload.orchestrate.run.store import find_run, is_copy
@@ -21,16 +23,21 @@ from payload.run_config import RunConfig, load_run_config
 from payload.run_lock import is_supervised
 from payload.storage.checkpoints import fetch_newest, whole_checkpoints
 from payload.storage.data import fetch_data
-from payload.storage.objects import ObjectStore, check_store, open_store
+from payload.storage.objects import ObjectStore, open_store
 from payload.storage.records import fetch_records
-from payload.storage.restore import fetch_run, has_run, last_step, require_absent
+from payload.storage.restore import fetch_run, has_run, last_step
 from payload.store_address import (
     StoreAddress,
     is_bucket_address,
     parse_store_address,
     settled_results,
 )
-from payload.untrusted import RUN_ID, shown
+from payload.untrusted import RUN_ID, one_line, shown
+
+TRY_STORE_S = 60.0
+"""Longest that an attempt at a store takes."""
+_END_S = 0.2
+_WITHOUT = 'Or run without it: --set storage.results="none".'
 
 
 def is_address(text: str | None) -> bool:
@@ -85,15 +92,58 @@ def resumable_run(
     return paths, overrides
 
 
-def require_new_in_store(config: RunConfig, run_id: str) -> None:
-    """Try the run's store from this machine, and refuse a run that it has already.
-
-    Raises ConfigError for a store that cannot be used, and StoreError for one that does not answer.
-    """
+def require_new_in_store(config: RunConfig, run_id: str, *, env: Mapping[str, str]) -> None:
+    """Try the run's store from this machine, as `try_store_here`, where it has one."""
     results = config.storage.address()
     if results is not None:
-        check_store(results)
-        require_absent(results.under(run_id))
+        try_store_here(results, env=env, new_run=run_id)
+
+
+def try_store_here(
+    address: StoreAddress,
+    *,
+    env: Mapping[str, str],
+    new_run: str | None = None,
+    timeout_s: float = TRY_STORE_S,
+) -> None:
+    """Raise ConfigError or PreflightError where this machine cannot write to a store.
+
+    The same holds for `new_run`, a run's id, that the store has already. The attempt is a process
+    of its own: one that touches a dead mount hangs, and cannot even be killed.
+    """
+    words = [sys.executable, *check_words(address, new_run=new_run)]
+    process = subprocess.Popen(
+        words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        _, said = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise PreflightError(
+            f"{address} did not answer within {timeout_s:.0f} s. Is it mounted, and does its "
+            f"server run? {_WITHOUT}"
+        ) from None
+    finally:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+    require_stored(process.returncode, said)
+
+
+def check_words(address: StoreAddress, *, new_run: str | None) -> list[str]:
+    """Return Python's arguments that try a store."""
+    run = [] if new_run is None else ["--new", new_run]
+    return ["-m", "payload.storage", "check", *run, str(address)]
+
+
+def require_stored(status: int, said: bytes, *, where: str = "") -> None:
+    """Raise ConfigError or PreflightError for the end of an attempt at a store, but for success."""
+    if status == ExitCode.OK:
+        return
+    lines = said.decode(errors="replace").strip().splitlines() or ["no reason given"]
+    words = where + one_line(lines[-1].removeprefix("error: "))
+    if status == ExitCode.CONFIG:
+        raise ConfigError(words)
+    raise PreflightError(f"{words} {_WITHOUT}")
 
 
 def bring_data_here(config: RunConfig, *, say: Callable[[str], None]) -> None:

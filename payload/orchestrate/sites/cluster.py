@@ -12,7 +12,7 @@ from rich.console import Console
 
 from payload.checkpoint_files import MANIFEST_FILE, load_manifest
 from payload.data_folder import META_NAME, load_meta
-from payload.errors import ConfigError, ExitCode, PreflightError
+from payload.errors import ConfigError, PreflightError
 from payload.hf_folder import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILES, weight_files
 from payload.inventory import RANK_PORTS, ClusterInventory, Node
 from payload.launch.launchers.base import Launcher, Reach
@@ -22,6 +22,7 @@ from payload.models.source import find_source
 from payload.orchestrate.planning import PlannedRun, plan_run
 from payload.orchestrate.preflight.trial_findings import Measured, Record, known_trial
 from payload.orchestrate.run.console import duration
+from payload.orchestrate.run.stored import TRY_STORE_S, check_words, require_stored
 from payload.orchestrate.sites.choose import Chosen, require_launcher
 from payload.orchestrate.sites.local import LOOPBACK
 from payload.orchestrate.ssh.connection import Cluster, Connection
@@ -37,7 +38,7 @@ from payload.orchestrate.ssh.streams import NODE_FOLDER, NodeLook, all_or_raise,
 from payload.results import RunPaths
 from payload.run_config import DtypeChoice, RunConfig
 from payload.store_address import StoreAddress
-from payload.untrusted import one_line, shown
+from payload.untrusted import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,6 @@ def _sha256(path: Path, *, init: str) -> str:
         ) from None
 
 
-_STORE_S = 60.0
 VENV = PurePosixPath("/opt/tileforge/venv")
 """The nodes' environment, which their bootstrap makes."""
 
@@ -277,17 +277,10 @@ def try_store(
 
     The same holds for `new_run`, a run's id, that the store has already.
     """
-    run = [] if new_run is None else ["--new", new_run]
     root = PurePosixPath(answer.home, NODE_FOLDER, f"payload-{code.digest}")
-    program = [str(VENV / "bin" / "python"), "-m", "payload.storage", "check", *run, str(address)]
-    done = head.run(["env", f"PYTHONPATH={root}", *program], timeout_s=_STORE_S)
-    if done.status == ExitCode.OK:
-        return
-    lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
-    words = f"{head.node.name}: {one_line(lines[-1].removeprefix('error: '))}"
-    if done.status == ExitCode.CONFIG:
-        raise ConfigError(words)
-    raise PreflightError(f'{words} Or run without it: --set storage.results="none".')
+    program = [str(VENV / "bin" / "python"), *check_words(address, new_run=new_run)]
+    done = head.run(["env", f"PYTHONPATH={root}", *program], timeout_s=TRY_STORE_S)
+    require_stored(done.status, done.stderr, where=f"{head.node.name}: ")
 
 
 def bring_data(

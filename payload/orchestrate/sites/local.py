@@ -70,6 +70,11 @@ class LocalAccess:
         """The operator's own environment, for programs that run on this machine."""
         return dict(self._env)
 
+    def code_environment(self) -> dict[str, str]:
+        """Return the same with this code on Python's path, for modules of it."""
+        python_path = self.python_path()
+        return self.environment() | ({"PYTHONPATH": python_path} if python_path else {})
+
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
         """Return loopback for every node."""
         return {node.name: LOOPBACK for node in nodes}
@@ -228,7 +233,7 @@ def _try_port(port: int) -> socket.socket | None:
 def require_disk(planned: PlannedRun) -> None:
     """Raise ConfigError where the disk has no room for the run's checkpoints."""
     size = planned.plan.arithmetic.checkpoint_bytes
-    require_room(planned.config.train, checkpoint_bytes=size, run=planned.paths.root)
+    require_room(planned.config, checkpoint_bytes=size, run=planned.paths.root)
 
 
 class Local(InventorySite):
@@ -273,7 +278,7 @@ class Local(InventorySite):
         )
         require_disk(planned)
         if not order.resumes:
-            require_new_in_store(order.config, paths.run_id)
+            require_new_in_store(order.config, paths.run_id, env=self._access.code_environment())
         for note in planned.notes():
             talk.print(note)
         with order.folder():

@@ -55,6 +55,17 @@ def test_it_asks_before_it_spends(
     assert words(rehearsal) == [] and rehearsal.cloud.requests == []
 
 
+def test_data_of_a_bucket_is_looked_for_in_the_cache(
+    rehearsal: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = rehearsal.folder / "home"
+    monkeypatch.setenv("HOME", str(home))
+    (rehearsal.folder / "tiny.toml").write_text(TINY_RUN.format(data="gs://b-1/tiny"))
+    assert main(argv(rehearsal), rehearsal.env) == ExitCode.CONFIG
+    make_data_folder(home / ".cache" / "tileforge" / "data" / "b-1" / "tiny", vocab_size=512)
+    assert main(argv(rehearsal), rehearsal.env) == ExitCode.USAGE
+
+
 @pytest.mark.parametrize(
     ("more", "code", "line"),
     [
