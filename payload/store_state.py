@@ -31,10 +31,12 @@ class StoreState:
     """Attempts that failed, each after retries of its own."""
     lost: bool = False
     """True once another place has resumed the run, so that this one uploads nothing any more."""
+    is_idle: bool = False
+    """True when the run has ended and all that can be sent is in the store."""
     is_drained: bool = False
-    """True when all that there was when the run ended is in the store."""
+    """True when that is all there was: no damaged checkpoint and no file that is too large."""
     token: str | None = checked(None, pattern=_TOKEN, wanted="32 hexadecimal digits")
-    """The token in the store's owner.json while this place may write there."""
+    """The token that this place writes to the store's owner.json, and by which it may write."""
     updated_unix: float = checked(0.0, low=0, high=MAX_SECONDS)
     schema_version: int = 1
 

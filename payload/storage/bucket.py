@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ _CONNECT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 16.0
 _PART_BYTES = 32 * 2**20
 """Bytes of one request of a resumable upload or a download: the most that a broken one costs."""
+_QUERY = re.compile(r"\?[^\s'\")>]+")
 _LOG_IN = "Log in with gcloud auth application-default login, or use the node's service account"
 
 
@@ -141,6 +143,9 @@ class BucketStore:
         except MissingObjectError:
             return
 
+    def tidy(self) -> None:
+        """Nothing: a bucket shows no part of an object, and lets go of it after a week."""
+
     def _client(self) -> Any:
         # requests' sessions are not for several threads at once.
         if not hasattr(self._local, "client"):
@@ -216,7 +221,8 @@ def _crc32c(content: BinaryIO) -> str:
 def _words(error: Exception) -> str:
     """Return an error in one short line: the client puts request and answer into its text."""
     cause: BaseException = getattr(error, "cause", None) or error.__cause__ or error
-    return one_line(f"{type(cause).__name__}: {cause}")
+    # Whoever has the query of an upload's URL may write.
+    return one_line(_QUERY.sub("?...", f"{type(cause).__name__}: {cause}"))
 
 
 class _Libraries:

@@ -98,12 +98,17 @@ class Upload:
             file = self._files[name]
             self._require_unchanged(name)
             may_write()
-            put = store.put(f"{prefix}{name}", file, size=entry.bytes)
+            put = store.put(
+                f"{prefix}{name}",
+                file,
+                size=entry.bytes,
+                generation=place.generation if place else ABSENT,
+            )
             self._sent[name] = put.generation
             self.sent_bytes += entry.bytes
         for name in there.keys() - {f"{prefix}{name}" for name in self._manifest.files}:
             if name != manifest:
-                store.remove(name)
+                store.remove(name, generation=there[name].generation)
         may_write()
         self._put_manifest(store, manifest, content)
         self.sent_bytes += len(content)
@@ -154,17 +159,17 @@ def remove_checkpoints(
     store: ObjectStore, *, keep: Collection[str], may_write: Callable[[], None]
 ) -> None:
     """Remove every checkpoint but `keep`, and what interrupted uploads left: manifests first."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[StoredObject]] = {}
     for entry in store.entries(f"{FOLDER}/"):
         path = PurePosixPath(entry.name)
-        found.setdefault(path.parent.name, []).append(entry.name)
+        found.setdefault(path.parent.name, []).append(entry)
     for name, objects in found.items():
         if name in keep or not FOLDER_NAME.fullmatch(name):
             continue
         # False sorts before True: the manifest is first.
-        for each in sorted(objects, key=lambda each: not each.endswith(f"/{MANIFEST_FILE}")):
+        for each in sorted(objects, key=lambda each: not each.name.endswith(f"/{MANIFEST_FILE}")):
             may_write()
-            store.remove(each)
+            store.remove(each.name, generation=each.generation)
 
 
 def fetch_newest(

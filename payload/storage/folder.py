@@ -31,6 +31,7 @@ _LOCK_S = 30.0
 _LOOK_S = 0.02
 _HIDDEN = "."
 """Begins the names of files that are being written, and of the lock."""
+_PARTIAL = ".partial"
 
 
 class FolderStore:
@@ -69,7 +70,7 @@ class FolderStore:
     ) -> StoredObject:
         """Write beside, flush to disk, then rename."""
         path = self._path(name)
-        partial = path.with_name(f"{_HIDDEN}{path.name}.{secrets.token_hex(4)}.partial")
+        partial = path.with_name(f"{_HIDDEN}{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
         content.seek(0)
         try:
             with self._plainly(f"writing {path}"):
@@ -126,6 +127,12 @@ class FolderStore:
                 if folder == self._root:
                     break
                 folder.rmdir()
+
+    def tidy(self) -> None:
+        """Remove the files of writes that never ended."""
+        with self._plainly("removing"):
+            for path in self._root.rglob(f"{_HIDDEN}*{_PARTIAL}"):
+                path.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         if any(part.startswith(_HIDDEN) for part in Path(name).parts) or Path(name).is_absolute():

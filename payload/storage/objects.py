@@ -82,6 +82,9 @@ class ObjectStore(Protocol):
     def remove(self, name: str, *, generation: int | None = None) -> None:
         """Remove an object; one that is gone already is no error. Raises ConflictError."""
 
+    def tidy(self) -> None:
+        """Remove what writes that were killed left, and what is being written now."""
+
 
 def open_store(
     address: StoreAddress, *, timeout_s: float = 60.0, retry_s: float = 60.0

@@ -30,17 +30,22 @@ class Owner:
     schema_version: int = 1
 
 
-def claim(store: ObjectStore, *, is_new: bool, host: str) -> str:
-    """Become the run's owner, and return the token.
+def new_token() -> str:
+    """Return a token for `claim`. Whoever claims keeps it first: an answer may get lost."""
+    return secrets.token_hex(16)
+
+
+def claim(store: ObjectStore, *, token: str, is_new: bool, host: str) -> None:
+    """Become the run's owner; to claim again with the same token changes nothing.
 
     Raises ConfigError for a new run whose id the store has already, and StoreError.
     """
-    owner = Owner(token=secrets.token_hex(16), host=host, since_unix=time.time())
+    owner = Owner(token=token, host=host, since_unix=time.time())
     content = (json.dumps(asdict(owner), indent=2) + "\n").encode()
     for _ in range(_TRIES):
         before, generation = _read(store)
         if before is not None and before.token == owner.token:
-            return owner.token  # written, and the answer was lost
+            return
         if is_new and generation != ABSENT:
             raise ConfigError(
                 f"{store.address}: the store has a run of this id already. Continue it with "
@@ -48,7 +53,7 @@ def claim(store: ObjectStore, *, is_new: bool, host: str) -> str:
             )
         try:
             store.put(OWNER, io.BytesIO(content), size=len(content), generation=generation)
-            return owner.token
+            return
         except ConflictError:
             continue
     raise ConflictError(f"{store.address.under(OWNER)}: others write it again and again")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from payload.errors import PreflightError
-from payload.results import RunPaths, write_whole
-from payload.storage.objects import MissingObjectError, ObjectStore
+from payload.results import RunPaths
+from payload.storage.objects import ABSENT, ConflictError, MissingObjectError, ObjectStore
 from payload.untrusted import no_follow
 
 EVERY_S = 30.0
@@ -23,8 +23,14 @@ _MOST_BYTES = 2**30
 class Records:
     """Uploads settings, metrics and logs whenever they have changed."""
 
-    def __init__(self, paths: RunPaths) -> None:
+    def __init__(self, paths: RunPaths, *, say: Callable[[str], None] = lambda line: None) -> None:
+        """`say` gets a line for people."""
+        self.too_large: set[str] = set()
+        """Names of the files that are left out."""
         self._paths = paths
+        self._say = say
+        self._generations: dict[str, int] | None = None
+        """Of the objects in the store; None when it has to be asked."""
         self._sent: dict[str, tuple[int, int]] = {}
         """Size and time of change of what the store has."""
         self._sent_s: dict[str, float] = {}
@@ -49,13 +55,29 @@ class Records:
             if mark == self._sent.get(name) or (not at_once and waited_s < pause_s):
                 return 0
             if stat.st_size > _MOST_BYTES:
+                if name not in self.too_large:
+                    self._say(f"warning: {name} is not uploaded any more: it is over 1 GiB")
+                self.too_large.add(name)
                 return 0
             # No more than there is now: the file may grow while it is sent.
             content = io.BytesIO(file.read(stat.st_size))
-            store.put(name, content, size=len(content.getbuffer()))
+            self._put(store, name, content)
             self._sent[name], self._sent_s[name] = mark, time.monotonic()
             return stat.st_size
         return 0
+
+    def _put(self, store: ObjectStore, name: str, content: io.BytesIO) -> None:
+        """Write over what this place knows of, and over nothing else."""
+        if self._generations is None:
+            self._generations = {each.name: each.generation for each in store.entries()}
+        generation = self._generations.get(name, ABSENT)
+        size = len(content.getbuffer())
+        try:
+            put = store.put(name, content, size=size, generation=generation)
+        except ConflictError:
+            self._generations = None  # another place's, or ours and its answer was lost
+            raise
+        self._generations[name] = put.generation
 
 
 def fetch_records(store: ObjectStore, root: Path, *, names: Sequence[str] = ()) -> list[str]:
@@ -79,9 +101,17 @@ def fetch_records(store: ObjectStore, root: Path, *, names: Sequence[str] = ()) 
 
 
 def _fetch(store: ObjectStore, name: str, path: Path) -> None:
-    content = io.BytesIO()
-    store.fetch(name, content, progressed=lambda: None)
-    write_whole(path, content.getvalue())
+    """Bring one file: beside, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb", opener=no_follow) as file:
+            store.fetch(name, file, progressed=lambda: None)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _files(paths: RunPaths) -> Iterator[Path]:

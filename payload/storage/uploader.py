@@ -27,8 +27,8 @@ from payload.errors import CheckpointError, ConfigError
 from payload.metrics_log import read_val_losses
 from payload.results import RunPaths, last_record, write_json
 from payload.storage.checkpoints import Upload, remove_checkpoints, stored_manifests
-from payload.storage.objects import ObjectStore, StoreError, StoreRefusedError
-from payload.storage.owner import LostOwnershipError, claim, require_owner
+from payload.storage.objects import ConflictError, ObjectStore, StoreError, StoreRefusedError
+from payload.storage.owner import LostOwnershipError, claim, new_token, require_owner
 from payload.storage.records import Records
 from payload.store_state import StoreState
 
@@ -62,15 +62,20 @@ class Uploader:
         self._say = say
         self._first_pause_s = first_pause_s
         before = last_record(StoreState, paths.store_state)
-        is_ours = before is not None and before.address == str(store.address)
-        self._is_new = is_new and not (is_ours and before is not None and before.token)
+        if before is None or before.address != str(store.address):
+            before = StoreState(address=str(store.address))
+        self._is_new = is_new
+        # That of a new run's earlier process may be in owner.json already. A resume has one of its
+        # own, so that what is left of the process before the resume loses the run.
+        token = before.token if is_new else None
         self._state = StoreState(
-            address=str(store.address), checkpoint=before.checkpoint if is_ours and before else None
+            address=before.address, checkpoint=before.checkpoint, token=token or new_token()
         )
-        self._records = Records(paths)
+        self._has_claimed = False
+        self._records = Records(paths, say=say)
         self._upload: Upload | None = None
-        self._refused: set[str] = set()
-        """Checkpoints that are damaged here."""
+        self._refused: set[tuple[str, str | None]] = set()
+        """Checkpoints that are damaged here, by name and manifest: see `_in_store`."""
         self._in_store: dict[str, str] = {}
         """The sha256 of each manifest there, as far as this process knows: a step that is trained
         again is another checkpoint of the same name."""
@@ -91,7 +96,7 @@ class Uploader:
             if time.monotonic() >= next_s:
                 done = self._pass(all_of_them=draining)
                 if done and draining:
-                    self._tell(is_drained=True)
+                    self._tell(is_idle=True, is_drained=not self._is_any_left_out())
                     if closed:
                         break
                 # The last wait is short: many attempts are worth more than a store's rest.
@@ -125,6 +130,8 @@ class Uploader:
             self._tell(lost=True, problem=str(error))
             return False
         except (StoreError, StoreRefusedError, ConfigError) as error:
+            if isinstance(error, ConflictError):
+                self._owner_seen_s = float("-inf")  # who else writes here?
             self._failed(str(error))
             return False
         if self._state.problem is not None:
@@ -133,11 +140,18 @@ class Uploader:
         return True
 
     def _claim(self) -> None:
-        if self._state.token is None:
-            token = claim(self._store, is_new=self._is_new, host=socket.gethostname())
+        assert self._state.token is not None
+        if not self._has_claimed:
+            claim(
+                self._store,
+                token=self._state.token,
+                is_new=self._is_new,
+                host=socket.gethostname(),
+            )
+            self._store.tidy()
             self._in_store = stored_manifests(self._store)
-            self._owner_seen_s = time.monotonic()
-            self._tell(token=token, checkpoint=max(self._in_store, key=_step, default=None))
+            self._owner_seen_s, self._has_claimed = time.monotonic(), True
+            self._tell(checkpoint=max(self._in_store, key=_step, default=None))
         elif time.monotonic() - self._owner_seen_s > _OWNER_EVERY_S:
             self._require_owner()
 
@@ -155,7 +169,7 @@ class Uploader:
                     self._upload = Upload(folder)
                 except CheckpointError as error:
                     if folder.is_dir():
-                        self._pass_over(folder.name, error)
+                        self._pass_over(folder, error)
                     continue  # else the trainer has removed it meanwhile
             upload = self._upload
             before = upload.sent_bytes
@@ -165,7 +179,7 @@ class Uploader:
                 upload.send(self._store, may_write=self._require_owner_now_and_then)
             except CheckpointError as error:
                 self._let_go()
-                self._pass_over(folder.name, error)
+                self._pass_over(folder, error)
                 continue
             finally:
                 self._add(upload.sent_bytes - before)
@@ -179,9 +193,14 @@ class Uploader:
             self._remove_old(self._state.checkpoint)
             self._has_old = False
 
-    def _pass_over(self, name: str, error: CheckpointError) -> None:
-        self._refused.add(name)
-        self._say(f"warning: {name} is not uploaded: {error}")
+    def _pass_over(self, folder: Path, error: CheckpointError) -> None:
+        self._refused.add((folder.name, manifest_sha256(folder)))
+        self._say(f"warning: {folder.name} is not uploaded: {error}")
+
+    def _is_any_left_out(self) -> bool:
+        """Say whether there is something here that will never be sent as it is."""
+        here = {(each.name, manifest_sha256(each)) for each in self._whole_here()}
+        return bool(self._records.too_large or here & self._refused)
 
     def _require_owner_now_and_then(self) -> None:
         if time.monotonic() - self._owner_seen_s > _OWNER_EVERY_S / 4:
@@ -197,12 +216,12 @@ class Uploader:
 
     def _next(self) -> Path | None:
         """Return the newest checkpoint here that is not in the store, the best one last."""
-        waiting = [
-            folder
-            for folder in self._whole_here()
-            if self._in_store.get(folder.name) != manifest_sha256(folder)
-            and folder.name not in self._refused
-        ]
+        waiting = []
+        for folder in self._whole_here():
+            sha256 = manifest_sha256(folder)
+            is_there = self._in_store.get(folder.name) == sha256
+            if not is_there and (folder.name, sha256) not in self._refused:
+                waiting.append(folder)
         sizes = [_bytes_of(folder) for folder in waiting]
         if (len(waiting), sum(sizes)) != (
             self._state.waiting_checkpoints,

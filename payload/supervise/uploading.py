@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from payload.errors import PreflightError
 from payload.launch.plan import LaunchPlan
-from payload.results import RunPaths, RunState, last_record
+from payload.results import RunPaths, RunState, last_record, write_json
 from payload.run_config import RunConfig
 from payload.store_state import StoreState
 from payload.untrusted import one_line
@@ -89,9 +89,17 @@ class Uploading:
         alive = self._process is not None and self._process.poll() is None
         if not self._has_store or alive or time.monotonic() - self._started_s < _RESTART_S:
             return
+        state = self.state()
+        if self._process is not None and state is not None and state.lost:
+            return  # another place has the run now
         self._started_s = time.monotonic()
         new = [] if self._plan.resumes else ["--new"]
         with suppress(OSError):
+            if state is not None:  # what an earlier process said is no word of this one
+                fresh = StoreState(
+                    address=state.address, checkpoint=state.checkpoint, token=state.token
+                )
+                write_json(self._paths.store_state, fresh)
             self._paths.logs.mkdir(exist_ok=True)
             with self._log.open("ab") as log:
                 self._process = self._start("upload", *new, stderr=log)
@@ -128,7 +136,7 @@ class Uploading:
         until_s = self._ends_s - min(_LAST_RECORDS_S, wait_s / 2)
         while time.monotonic() < until_s and self._process.poll() is None:
             state = self.state()
-            if state is not None and (state.is_drained or state.lost):
+            if state is not None and (state.is_idle or state.lost):
                 return
             if not pause(_LOOK_S):
                 return

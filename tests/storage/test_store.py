@@ -26,7 +26,7 @@ from payload.storage.objects import (
     check_store,
     open_store,
 )
-from payload.storage.owner import LostOwnershipError, claim, require_owner
+from payload.storage.owner import LostOwnershipError, claim, new_token, require_owner
 from payload.store_address import parse_store_address, settled_results
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.server import BUCKET, Faults, FaultyProxy
@@ -117,11 +117,13 @@ def test_a_checkpoint_goes_there_and_back_and_its_manifest_goes_first(
 def test_who_resumed_a_run_last_owns_it_and_a_new_run_takes_no_id_that_is_there(
     store: ObjectStore,
 ) -> None:
-    token = claim(store, is_new=True, host="one")
+    token, other = new_token(), new_token()
+    claim(store, token=token, is_new=True, host="one")
+    claim(store, token=token, is_new=True, host="one")
     require_owner(store, token)
     with pytest.raises(ConfigError, match="--resume"):
-        claim(store, is_new=True, host="two")
-    other = claim(store, is_new=False, host="two")
+        claim(store, token=other, is_new=True, host="two")
+    claim(store, token=other, is_new=False, host="two")
     require_owner(store, other)
     with pytest.raises(LostOwnershipError, match="two has resumed"):
         require_owner(store, token)

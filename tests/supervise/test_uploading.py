@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from payload.storage.objects import ObjectStore, open_store
 from payload.storage.records import Records
 from payload.store_address import parse_store_address
 from payload.store_state import StoreState
+from payload.supervise import uploading as module
 from payload.supervise.uploading import Uploading
 from tests.storage.folders import write_checkpoint
 from tests.storage.server import BUCKET, Faults, FaultyProxy
@@ -176,6 +178,38 @@ def test_a_run_that_had_no_checkpoint_yet_begins_anew(resumed: RunPaths) -> None
     before = restore(resumed, notes)
     assert before is not None and before.spent_s == 12.0
     assert "has no checkpoint yet" in notes[-1]
+
+
+def test_an_earlier_word_is_forgotten_and_a_lost_run_is_not_taken_back(
+    resumed: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: object, **more: object) -> subprocess.Popen[str]:
+        started.append(subprocess.Popen(["true"], stdin=subprocess.PIPE, text=True))
+        return started[-1]
+
+    monkeypatch.setattr(Uploading, "_start", start)
+    monkeypatch.setattr(module, "_RESTART_S", 0.0)
+    uploading = Uploading(
+        resumed,
+        plan=LaunchPlan.load(resumed.plan),
+        config=load_run_config(resumed.config),
+        env=os.environ,
+    )
+    kept = StoreState(
+        address=str(store_of(resumed).address), checkpoint="step_00000010", token="0" * 32
+    )
+    write_json(resumed.store_state, replace(kept, is_idle=True, is_drained=True, lost=True))
+    uploading.begin()
+    assert uploading.state() == kept
+    started[0].wait()
+    uploading.begin()
+    assert len(started) == 2
+    started[1].wait()
+    write_json(resumed.store_state, replace(kept, lost=True))
+    uploading.begin()
+    assert len(started) == 2
 
 
 def a_state(paths: RunPaths, *, spent_s: float) -> RunState:
