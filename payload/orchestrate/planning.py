@@ -284,6 +284,7 @@ def plan_order(
         work_dir=Path.cwd(),
         port=port,
         auto_size=auto_batch_size(order.paths.plan),
+        resumes=order.resumes,
     )
     planned.write(paths)
     return planned

@@ -76,6 +76,13 @@ def test_a_head_that_stays_away_leaves_word_how_to_attach(run: RemoteRun, head: 
     run.close()
 
 
+def test_a_run_that_has_started_is_left_without_a_connection(run: RemoteRun, head: Sshd) -> None:
+    head.stop()
+    words = ClusterRun(run, talk=text_console(stderr=True)).detached()
+    assert words is not None and "orchestrate attach one" in words
+    run.close()
+
+
 def test_the_operator_need_not_wait_for_a_connection(
     run: RemoteRun, head: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ConfigError, UsageError
+from payload.errors import ConfigError, ExitCode, UsageError
 from payload.inventory import Access, ClusterInventory
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.planning import plan_order
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.mirror import mirror_file, note_seen
+from payload.orchestrate.run.store import Order
 from payload.orchestrate.sites.choose import Chosen
 from payload.orchestrate.sites.local import Local, LocalAccess
 from payload.orchestrate.sites.ssh import Ssh
 from payload.results import RunPaths
+from payload.run_config import RunConfig, load_run_config, parse_run_config
 from payload.run_lock import RunLock, starting
 from tests.launch.inventories import make_inventory
 from tests.supervise.planned import plan_stand_in
@@ -89,3 +93,64 @@ def test_without_a_store_a_run_stays_where_it_was(tmp_path: Path) -> None:
         hold(paths, name="second")
     with pytest.raises(ConfigError, match="this is its copy"):
         hold(paths, name=None)
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_site_that_plans_an_order_tells_the_run_if_it_is_resumed(
+    tmp_path: Path, resumes: bool
+) -> None:
+    paths = make_run(tmp_path)
+    with ExitStack() as held:
+        order = Order(
+            paths=paths,
+            config=load_run_config(paths.config),
+            vocab_size=512,
+            resumes=resumes,
+            detach=False,
+            grace_s=1.0,
+            env=os.environ,
+            talk=text_console(stderr=True),
+            held=held,
+        )
+        access = LocalAccess(os.environ)
+        here = Chosen(inventory=make_inventory(), why="test", domains={})
+        planned = plan_order(paths, order, chosen=here, access=access, port=12345)
+    assert planned.plan.resumes is resumes
+
+
+def test_a_device_is_looked_for_on_the_nodes_not_here(tmp_path: Path) -> None:
+    overrides = ("distributed.backend=nccl", "device.kind=cuda", "batch.global_batch_size=8")
+    config = parse_run_config("", overrides=overrides, where="test")
+    chosen = Chosen(inventory=cluster("first"), why="test", domains={})
+    Ssh(chosen, env=os.environ, talk=text_console(stderr=True)).check(config, os.environ)
+
+
+def test_an_ended_run_whose_copy_is_damaged_is_still_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = make_run(tmp_path, store=False)
+    make_copy(paths, alive=False)
+    paths.inventory.write_text("{", encoding="utf-8")
+    paths.rank_log(0).parent.mkdir(exist_ok=True)
+    paths.rank_log(0).write_text("last words\n", encoding="utf-8")
+    runs = ("--runs-dir", str(paths.root.parent))
+    assert main(["status", "one", *runs], os.environ) == ExitCode.OK
+    assert "inventory.json" in capsys.readouterr().out
+    assert main(["logs", "one", *runs], os.environ) == ExitCode.OK
+    assert "last words" in capsys.readouterr().out
+    for verb in ("collect", "attach"):
+        assert main([verb, "one", *runs], os.environ) == ExitCode.CONFIG
+        assert "inventory.json" in capsys.readouterr().err
+
+
+def test_plan_refuses_for_a_cluster_what_run_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inventory = tmp_path / "inventory.json"
+    inventory.write_text(cluster("first").to_json(), encoding="utf-8")
+    asked: list[RunConfig] = []
+    monkeypatch.setattr(Ssh, "check", lambda site, config, env: asked.append(config))
+    words = ["plan", "--inventory", str(inventory), "--set", "model.preset=tiny"]
+    words += ["--set", f"data.dir={tmp_path / 'none'}", "--runs-dir", str(tmp_path / "runs")]
+    assert main(words, os.environ) == ExitCode.OK, capsys.readouterr().err
+    assert len(asked) == 1

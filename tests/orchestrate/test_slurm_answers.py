@@ -160,6 +160,19 @@ def resume(tmp_path: Path) -> list[str]:
     return ["run", "--site", "slurm", "--resume", "one", *runs, "--set", "slurm.partition=bad"]
 
 
+def test_a_store_that_cannot_be_used_is_refused_before_a_job_is_submitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, submitted = Workplace(tmp_path), tmp_path / "submitted"
+    (tmp_path / "results").write_text("no folder", encoding="utf-8")
+    env = slurm(tmp_path / "bin", sbatch=f"touch {submitted}; echo 12", scontrol=FORGOTTEN)
+    words = ["run", "--site", "slurm", "--run-id", "one", "--detach", *place.settings()]
+    words += ["--set", f"storage.results={tmp_path / 'results'}", "--runs-dir", str(place.runs)]
+    assert main(words, env) in (ExitCode.CONFIG, ExitCode.PREFLIGHT)
+    assert str(tmp_path / "results") in capsys.readouterr().err
+    assert not submitted.exists() and not (place.runs / "one").exists()
+
+
 def test_a_refused_resume_leaves_the_settings_as_they_were(
     tmp_path: Path, resume: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,8 +102,7 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     except DataError as error:
         vocab_size = None
         talk.print(f"note: a run would stop here: {error}")
-    if site.uses_this_environment:
-        site.check(config, access.environment())
+    site.check(config, access.environment())
     try:
         config = _settle(config, site, vocab_size=vocab_size, talk=talk)
     except ConfigError as error:

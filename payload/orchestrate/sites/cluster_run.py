@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -84,8 +84,9 @@ class ClusterRun(SiteRun):
         return None
 
     def detached(self) -> str | None:
-        """Bring the copy up to date, and return words for a command that leaves the run."""
-        self.look()
+        """Look once, so that the copy shows the start; return words for who leaves the run."""
+        with suppress(TileforgeError):  # it has started, and goes on without us
+            self._run.refresh()
         return super().detached()
 
     @contextmanager
@@ -115,6 +116,42 @@ class ClusterRun(SiteRun):
     def close(self) -> None:
         """Close the connections."""
         self._run.close()
+
+
+class EndedCopy(SiteRun):
+    """The copy of a run that has ended, too damaged to find the cluster by; good to be read."""
+
+    has_job = False
+    is_copied = True
+    nodes = 0
+    where = "on a cluster"
+
+    def __init__(self, paths: RunPaths, error: ConfigError) -> None:
+        """`error` is why its cluster cannot be reached."""
+        self.paths = paths
+        self._error = error
+
+    def look(
+        self,
+        *,
+        say: Callable[[str], None] = lambda _: None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> Seen:
+        """Raise ConfigError."""
+        raise self._error
+
+    def signal(self, number: signal.Signals, request: StopRequest) -> bool:
+        """Raise ConfigError."""
+        raise self._error
+
+    def bring_home(self, *, at_once: bool = False) -> Home:
+        """Raise ConfigError."""
+        raise self._error
+
+    @contextmanager
+    def watched(self, node: str | None = None) -> Iterator[Callable[[], bool]]:
+        """Yield a function that says that the run has ended."""
+        yield lambda: False
 
 
 def patiently(
@@ -148,9 +185,17 @@ def patiently(
 
 def run_of_copy(
     paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str], talk: Console
-) -> ClusterRun:
-    """Return the run whose copy is at `paths`; connections are made when they are needed."""
-    return ClusterRun(remote_run(paths, mirrored, env=env), talk=talk)
+) -> SiteRun:
+    """Return the run whose copy is at `paths`; connections are made when they are needed.
+
+    Raises ConfigError for a damaged copy of a run that was alive.
+    """
+    try:
+        return ClusterRun(remote_run(paths, mirrored, env=env), talk=talk)
+    except ConfigError as error:
+        if mirrored.alive:
+            raise
+        return EndedCopy(paths, error)
 
 
 def remote_run(paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str]) -> RemoteRun:

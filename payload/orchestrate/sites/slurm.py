@@ -18,6 +18,7 @@ from payload.launch.launchers.registry import AUTO
 from payload.orchestrate.run.mirror import mirror_file
 from payload.orchestrate.run.report import log_tail
 from payload.orchestrate.run.store import Order
+from payload.orchestrate.run.stored import require_new_in_store
 from payload.orchestrate.sites.allocation import SlurmError, ask, fields, require_program
 from payload.orchestrate.sites.choose import Home, Seen, Site, SiteRun
 from payload.orchestrate.sites.local import LocalAccess
@@ -82,6 +83,8 @@ class Slurm(Site):
     def start(self, order: Order) -> SlurmRun:
         """Submit a job whose program plans the run on the nodes that the job gets."""
         access = LocalAccess(order.env)
+        if not order.resumes:
+            require_new_in_store(order.config, order.paths.run_id)
         with order.folder() as paths:
             script = paths.root / "job.sbatch"
             text = render_script(paths, order.config, access=access, grace_s=order.grace_s)

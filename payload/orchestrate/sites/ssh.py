@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 
 from rich.console import Console
 
-from payload.engines import require_known_backend
 from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
 from payload.hints import run_command
 from payload.inventory import ClusterInventory, Node
@@ -109,10 +108,9 @@ class Ssh(InventorySite):
         self._placement: Placement | None = None
 
     def check(self, config: RunConfig, env: Mapping[str, str]) -> None:
-        """Raise ConfigError for what would fail on the cluster."""
+        """Raise ConfigError for what would fail on the cluster; devices are the nodes' to tell."""
         self._placement = require_placeable(config, self._chosen)
         time_limit(config.limits, self._inventory.nodes)
-        require_known_backend(config.distributed)
 
     def hold_to_resume(
         self, paths: RunPaths, env: Mapping[str, str], held: ExitStack, talk: Console
