@@ -18,8 +18,11 @@ from payload.run_config import DistributedSection, RunConfig
 LOOPBACK_BYTES_PER_S = 1.5e9
 
 UPDATE_S_PER_WEIGHT = 2.4e-9
-"""AdamW's update by one rank of one core, clipping included: it moves 28 bytes for each weight.
+"""AdamW's update by one core, clipping included: it moves 28 bytes for each weight.
 Two cores took 0.15 s for GPT-2 124M (benchmarks/results/2026-11-22_step_epyc-2-cores.md)."""
+_MOST_UPDATING_CORES = 16
+"""So many cores move 190 GB/s at that rate, about what a socket's memory gives: eight channels of
+DDR5-4800 have 307 GB/s by specification. More cores are not counted; no such rank was measured."""
 
 BACKWARD_SHARE = 2 / 3
 """Of a pass: for every product of the forward pass, the backward pass has two."""
@@ -70,7 +73,7 @@ class StepTime:
     """One step's parts, in seconds."""
 
     compute_s: float
-    """What the step takes a rank that exchanges nothing."""
+    """What the passes take a rank that exchanges nothing, and the update where `update_s` is 0."""
     exchange_s: float
     """All buckets' all-reduces, one after the other."""
     exposed_s: float
@@ -270,7 +273,7 @@ def _passed_bytes(config: RunConfig, spec: ModelSpec, *, passes: int) -> float:
 
 
 def _waiting_step_time(
-    config: RunConfig, spec: ModelSpec, *, compute_s: float, network: Network
+    config: RunConfig, spec: ModelSpec, *, compute_s: float, network: Network, threads: int
 ) -> StepTime:
     """Return the step time of ranks that wait for their collectives, one after the other.
 
@@ -287,14 +290,15 @@ def _waiting_step_time(
         exchange_s=exchange_s,
         exposed_s=exchange_s,
         busy_s=0.0,
-        update_s=update_s(spec, mesh),
+        update_s=update_s(spec, mesh, threads=threads),
     )
 
 
-def update_s(spec: ModelSpec, mesh: Mesh) -> float:
-    """Return how long the rank with the most weights updates them."""
+def update_s(spec: ModelSpec, mesh: Mesh, *, threads: int = 1) -> float:
+    """Return how long the rank with the most weights updates them with so many threads."""
     held = largest_stage(spec, mesh.pipeline) / (mesh.tensor * mesh.shard)
-    return UPDATE_S_PER_WEIGHT * spec.num_trainable_params() * held
+    seconds = UPDATE_S_PER_WEIGHT * spec.num_trainable_params() * held
+    return seconds / min(threads, _MOST_UPDATING_CORES)
 
 
 def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float:
@@ -316,11 +320,16 @@ def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float
 
 
 def run_step_time(
-    config: RunConfig, spec: ModelSpec, *, compute_s: float, network: Network
+    config: RunConfig, spec: ModelSpec, *, compute_s: float, network: Network, threads: int = 1
 ) -> StepTime:
-    """A step of the run `config`, which takes `compute_s` of computing on these ranks."""
+    """A step of the run `config`, whose passes take `compute_s` on these ranks.
+
+    The update is none of it; each rank makes it with `threads`.
+    """
     if config.distributed.shards(network.ranks) > 1 or config.distributed.splits_model():
-        return _waiting_step_time(config, spec, compute_s=compute_s, network=network)
+        return _waiting_step_time(
+            config, spec, compute_s=compute_s, network=network, threads=threads
+        )
     per_pass = config.batch.per_pass(network.ranks)
     # A prediction, also for ranks that are not the run's: preflight's on this machine, or with the
     # defaults. Whether a batch divides is `grad_accum_steps`'s to say.
@@ -332,4 +341,5 @@ def run_step_time(
         network=network,
         tokens=per_pass * config.data.sequence_length if config.engine.wants_kernels() else None,
     )
-    return replace(found, update_s=update_s(spec, config.distributed.mesh(network.ranks)))
+    mesh = config.distributed.mesh(network.ranks)
+    return replace(found, update_s=update_s(spec, mesh, threads=threads))

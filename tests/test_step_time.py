@@ -132,6 +132,19 @@ def test_a_run_s_passes_are_those_of_its_batch_on_these_ranks() -> None:
     assert found.total_s() == pytest.approx(replace(found, update_s=0.0).total_s() + found.update_s)
 
 
+def test_a_ranks_cores_share_the_update_until_memory_is_the_limit() -> None:
+    config = parse_run_config("", overrides=["distributed.strategy=shard"], where="test")
+    network = Network(ranks=4, bytes_per_s=1e9)
+    alone, few, many, most = (
+        run_step_time(config, GPT2, compute_s=12.0, network=network, threads=threads)
+        for threads in (1, 4, 16, 60)
+    )
+    assert alone.update_s == pytest.approx(UPDATE_S_PER_WEIGHT * GPT2.num_params() / 4)
+    assert few.update_s == pytest.approx(alone.update_s / 4)
+    assert few.total_s() == pytest.approx(alone.total_s() - alone.update_s * 3 / 4)
+    assert many.update_s == most.update_s == pytest.approx(alone.update_s / 16)
+
+
 @pytest.mark.parametrize("preset", ["tiny", "gpt2"])
 def test_buckets_hold_every_number_once_and_fill_in_order(preset: str) -> None:
     for bias, tokens in product((True, False), (None, 1024)):

@@ -46,13 +46,13 @@ class Arithmetic:
     sync_s: float
     """Predicted time of one step's gradient exchange if nothing of it overlapped."""
     compute_s: float | None = None
-    """Predicted time of one step's computing, at `mfu` of a peak that was measured; None without a
+    """Predicted time of one step's passes, at `mfu` of a peak that was measured; None without a
     measurement."""
     mfu: float | None = None
     """The share of the peak that `compute_s` assumes; None like that."""
     step_s: float | None = None
-    """Predicted time of a step, with what the backward pass does not hide of the exchange; None
-    like the one before."""
+    """Predicted time of a step, with what the backward pass does not hide of the exchange and with
+    the update; None like the one before."""
 
 
 def work_out(
@@ -62,12 +62,13 @@ def work_out(
     world_size: int,
     link_bytes_per_s: float,
     peak_flops_per_s: float | None = None,
+    threads: int = 1,
 ) -> Arithmetic:
     """The arithmetic of `config` with a model of this spec on `world_size` ranks.
 
     `link_bytes_per_s` is what one rank sends while it receives as much; `peak_flops_per_s` is of
-    all ranks together. Raises ConfigError when the batch does not divide, or
-    the ranks cannot share out the model.
+    all ranks together; `threads` are each rank's. Raises ConfigError when the batch does not
+    divide, or the ranks cannot share out the model.
     """
     tokens = config.tokens_per_step()
     require_split(spec, config)
@@ -79,7 +80,7 @@ def work_out(
     if peak_flops_per_s:
         compute_s = flops / (peak_flops_per_s * mfu) * config.recomputation()
     network = Network(ranks=world_size, bytes_per_s=link_bytes_per_s)
-    step = run_step_time(config, spec, compute_s=compute_s or 0.0, network=network)
+    step = run_step_time(config, spec, compute_s=compute_s or 0.0, network=network, threads=threads)
     sent = sent_bytes(config, spec, ranks=world_size)
     mesh = config.distributed.mesh(world_size)
     is_hidden = mesh.shard == 1 and not mesh.splits_model()

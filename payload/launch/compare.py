@@ -51,6 +51,7 @@ def compare_strategies(
     link_bytes_per_s: float,
     peak_flops_per_s: float | None,
     free_bytes: int | None,
+    threads: int = 1,
 ) -> tuple[Compared, ...]:
     """Return the possible strategies: those that fit first, each of them by its predicted step.
 
@@ -69,6 +70,7 @@ def compare_strategies(
             world_size=world_size,
             link_bytes_per_s=link_bytes_per_s,
             peak_flops_per_s=peak_flops_per_s,
+            threads=threads,
         )
         need = numbers.memory_bytes_per_rank * ranks_per_node
         found.append(

@@ -57,6 +57,10 @@ class Placement:
         """Number of ranks."""
         return len(self.ranks)
 
+    def threads(self) -> int:
+        """Return the threads of the rank with the fewest, for which the others wait."""
+        return min(rank.threads for rank in self.ranks)
+
 
 def default_domains(node: Node) -> tuple[Domain, ...]:
     """Cores 0 to n-1 shared out over the node's NUMA domains in order. Raises ConfigError."""

@@ -199,6 +199,7 @@ def plan_run(
         world_size=placement.world_size,
         link_bytes_per_s=access.link_bytes_per_s,
         peak_flops_per_s=access.peak_flops_per_s(config.precision.dtype),
+        threads=placement.threads(),
     )
     require_launcher(config, inventory)
     choice = choose_launcher(config.launch.launcher, access)
@@ -265,6 +266,7 @@ def plan_run(
             link_bytes_per_s=access.link_bytes_per_s,
             peak_flops_per_s=access.peak_flops_per_s(config.precision.dtype),
             free_bytes=access.free_memory_bytes(),
+            threads=placement.threads(),
         ),
         free_memory_bytes=access.free_memory_bytes(),
         base=base,

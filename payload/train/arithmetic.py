@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from payload.models.spec import ModelSpec, typical_mfu
 from payload.run_config import RunConfig
 from payload.step_time import Network, gradient_bytes, run_step_time, sends_per_byte
@@ -63,13 +65,15 @@ def _predictions(
     step_flops = tokens * spec.flops_per_token()
     mfu = typical_mfu(kernels=config.uses_kernels())
     compute_s = step_flops / (calibration.peak_flops_per_s * mfu) * config.recomputation()
-    speed, step_s = calibration.all_reduce_bytes_per_s, compute_s
+    speed = calibration.all_reduce_bytes_per_s
+    # One rank has no link.
+    link = 1.0 if speed is None else speed * sends_per_byte(world.world_size)
+    network = Network(ranks=world.world_size, bytes_per_s=link)
+    threads = torch.get_num_threads()
+    step = run_step_time(config, spec, compute_s=compute_s, network=network, threads=threads)
+    step_s = step.total_s()
     sync = "sync      nothing to exchange with one rank"
     if speed is not None:
-        link = speed * sends_per_byte(world.world_size)
-        network = Network(ranks=world.world_size, bytes_per_s=link)
-        step = run_step_time(config, spec, compute_s=compute_s, network=network)
-        step_s = step.total_s()
         megabytes = gradient_bytes(spec, config.distributed) / 1e6
         sync = (
             f"sync      {step.exchange_s:.2f} s a step: {megabytes:.0f} MB of gradients at "

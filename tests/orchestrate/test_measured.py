@@ -37,6 +37,7 @@ from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import this_code
 from payload.orchestrate.ssh.streams import Login
 from payload.run_config import parse_run_config
+from payload.step_time import UPDATE_S_PER_WEIGHT
 from payload.untrusted import build
 from tests.orchestrate.test_findings import make_facts, make_node
 
@@ -98,7 +99,11 @@ def test_a_prediction_is_the_plan_s_own_arithmetic() -> None:
     prediction = predict(CONFIG, GPT2, measured)
     assert prediction.sync_s == pytest.approx(0.337, abs=1e-3)
     # The last bucket, 22 MB, and the rows are not hidden.
-    assert prediction.step_s - prediction.compute_s == pytest.approx(0.020, abs=1e-3)
+    update_s = UPDATE_S_PER_WEIGHT * GPT2.num_params()
+    step_s = prediction.step_s - update_s
+    assert step_s - prediction.compute_s == pytest.approx(0.020, abs=1e-3)
+    of_four = predict(CONFIG, GPT2, measured, threads=4).step_s
+    assert of_four == pytest.approx(step_s + update_s / 4)
     flops = 32 * 1024 * GPT2.flops_per_token()
     assert prediction.compute_s == pytest.approx(flops / (12e12 * 0.5))
     half = parse_run_config("[distributed]\ngrad_dtype = 'bf16'", where="test")

@@ -1,4 +1,4 @@
-"""Ranks that hold a model together, and one of them is killed or stopped, or all lose power."""
+"""Ranks that hold a model together, and one of them is killed or stopped, or all are killed."""
 
 from __future__ import annotations
 

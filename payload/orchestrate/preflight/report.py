@@ -59,18 +59,20 @@ class Prediction:
     """If nothing of it overlapped; 0 with one rank."""
     compute_s: float
     step_s: float
-    """With what the backward pass does not hide of the synchronisation."""
+    """With what the backward pass does not hide of the synchronisation, and with the update."""
 
 
-def predict(config: RunConfig, spec: ModelSpec, measured: Measured) -> Prediction:
-    """Times of one step."""
+def predict(
+    config: RunConfig, spec: ModelSpec, measured: Measured, *, threads: int = 1
+) -> Prediction:
+    """Times of one step by ranks of so many threads."""
     link = measured.link_bytes_per_s()
     flops = config.tokens_per_step() * spec.flops_per_token()
     mfu = typical_mfu(kernels=config.uses_kernels())
     compute_s = flops / (measured.peak_flops_per_s(config.precision.dtype) * mfu)
     # One rank has no link.
     network = Network(ranks=measured.world_size, bytes_per_s=link or 1.0)
-    step = run_step_time(config, spec, compute_s=compute_s, network=network)
+    step = run_step_time(config, spec, compute_s=compute_s, network=network, threads=threads)
     return Prediction(
         what=f"{spec.num_params() / 1e6:.3g}M parameters, {config.batch.global_batch_size} "
         f"sequences of {config.data.sequence_length} tokens a step",
@@ -422,7 +424,10 @@ def with_trial(
         made = sorted({finding.check for finding in findings} & set(made), key=tried.index)
     else:
         spec, guess = initial_spec(config, vocab_size=None)
-        prediction = predict(config, config.adapted(spec), trial.measured)
+        ranks_per_node = trial.measured.world_size // len(inventory.nodes)
+        cores = min(node.physical_cores for node in inventory.nodes)
+        threads = config.launch.threads_per_rank or max(1, cores // ranks_per_node)
+        prediction = predict(config, config.adapted(spec), trial.measured, threads=threads)
         findings += speed_findings(inventory.nodes, trial.measured)
         findings += exchange_findings(inventory.nodes, trial.measured, prediction)
         notes += [summary(trial.measured, prediction), *([guess] if guess else [])]
