@@ -74,11 +74,12 @@ class Uploading:
                 return None
             said = _last_line(log, begins)
         if process.returncode != 0:
-            killed = f"the process was killed by signal {-process.returncode}"
-            why = one_line(killed if process.returncode < 0 else said.removeprefix("error: "))
+            why = said.removeprefix("error: ") or "no reason given"
+            if process.returncode < 0:
+                why = f"the process was killed by signal {-process.returncode}"
             raise PreflightError(
-                f"the newest checkpoint could not be had from the store: {why} Nothing was "
-                "trained. Try again, or go on from the disk alone: --set storage.results=none"
+                f"the newest checkpoint could not be had from the store: {one_line(why)} Nothing "
+                "was trained. Try again, or go on from the disk alone: --set storage.results=none"
             )
         if said:
             note(said)
