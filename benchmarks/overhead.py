@@ -254,7 +254,7 @@ class _Watchers:
 @contextmanager
 def _watchers(paths: RunPaths) -> Iterator[_Watchers]:
     commands = (
-        [sys.executable, "-m", "payload.supervise.exporter", "--run-dir", str(paths.root)],
+        [sys.executable, "-m", "payload.monitor.exporter", "--run-dir", str(paths.root)],
         [sys.executable, "-m", "payload.report", str(paths.root), "--track", "--live"],
     )
     processes = [

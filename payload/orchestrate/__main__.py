@@ -17,14 +17,13 @@ from payload.hints import command
 from payload.launch.exports.registry import ENGINES
 from payload.orchestrate.commands import run, status
 from payload.orchestrate.commands.cloud import add_cloud_commands, typed
-from payload.orchestrate.commands.dashboard import DashboardOptions, dashboard
 from payload.orchestrate.planning import plan_export
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.store import check_named_id, check_new_id
-from payload.orchestrate.run.stored import is_address, run_address
 from payload.orchestrate.sites.choose import load_cluster, site_names
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import DEFAULT_GRACE_S, DEFAULT_RUNS_DIR, write_whole
+from payload.storage.here import is_address, run_address
 
 _T = TypeVar("_T")
 
@@ -353,7 +352,7 @@ def _add_dashboard(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "a cluster with `monitoring: prometheus` they come through SSH. For a run on this machine "
         "Prometheus is started here, and Grafana where it is installed.",
     )
-    parser.set_defaults(command=partial(_typed, DashboardOptions, dashboard))
+    parser.set_defaults(command=partial(_typed, status.DashboardOptions, status.dashboard))
     _add_inventory(parser)
     _add_ssh_key(parser)
     _add_which(parser)

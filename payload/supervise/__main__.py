@@ -11,10 +11,10 @@ from pathlib import Path
 
 from payload.errors import ConfigError, PreflightError, TileforgeError
 from payload.hints import command
+from payload.monitor.exporter import monitored
 from payload.results import DEFAULT_GRACE_S, RunPaths
 from payload.run_lock import FORCE_SIGNAL, RunLock
 from payload.run_repair import known_config, make_room
-from payload.supervise.exporter import monitored
 from payload.supervise.processes import adopt_orphans
 from payload.supervise.stopping import Wakeups
 from payload.supervise.supervisor import Supervisor

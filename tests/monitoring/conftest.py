@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.orchestrate.commands.dashboard import local_stack
+from payload.monitor.local import local_stack
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import RunPaths
 from tests.monitoring.watched import Gpus, Watched, short_thresholds
@@ -42,7 +42,10 @@ def watched(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         with Gpus() as gpus:
             short_thresholds(files, gpus=gpus.address)
             access = LocalAccess(os.environ)
-            with local_stack(paths, access=access, say=lambda _: None, files=files) as pages:
+            env = access.code_environment()
+            with local_stack(
+                paths, python=access.python, env=env, say=lambda _: None, files=files
+            ) as pages:
                 yield Watched(url=pages[-1].removesuffix("/alerts"), paths=paths, pids=pids)
     finally:
         stop = [*orchestrate, "stop", "watched", "--force", *which]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from payload.orchestrate.commands.dashboard import FILES
+from payload.monitor.local import FILES
 from tests.monitoring.watched import Watched
 from tests.supervise.planned import wait_for
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from payload.supervise.run_metrics import METRICS
+from payload.monitor.run_metrics import METRICS
 from tests.monitoring.watched import DASHBOARDS, Watched, filled_in, load, panels
 from tests.supervise.planned import wait_for
 

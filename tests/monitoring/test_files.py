@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from payload.orchestrate.commands.dashboard import FILES, grafana_settings
-from payload.supervise.run_metrics import METRICS
+from payload.monitor.local import FILES, grafana_settings
+from payload.monitor.run_metrics import METRICS
 from tests.monitoring.watched import DASHBOARDS, load
 
 REPO = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import yaml
 
-from payload.orchestrate.commands.dashboard import FILES
+from payload.monitor.local import FILES
 from payload.results import RunPaths
 
 DASHBOARDS = sorted((FILES / "dashboards").glob("*.json"))

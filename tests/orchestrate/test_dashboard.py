@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from payload.errors import PreflightError, UsageError
-from payload.orchestrate.commands import dashboard
-from payload.orchestrate.sites.local import LocalAccess
+from payload.monitor.local import local_stack
+from payload.monitor.tunnel import forwarded
+from payload.orchestrate.commands import status
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Login
-from payload.orchestrate.ssh.tunnel import forwarded
 from payload.results import RunPaths
 from tests.orchestrate.conftest import SHORT, StartSshd
 from tests.orchestrate.sshd import make_cluster
@@ -63,9 +63,9 @@ def closed() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def options(**more: object) -> dashboard.DashboardOptions:
+def options(**more: object) -> status.DashboardOptions:
     known = {"run": None, "runs_dir": Path("runs"), "inventory": None, "ssh_key": None}
-    return dashboard.DashboardOptions(**{**known, "open": False, **more})  # type: ignore[arg-type]
+    return status.DashboardOptions(**{**known, "open": False, **more})  # type: ignore[arg-type]
 
 
 @pytest.mark.sshd
@@ -105,28 +105,28 @@ def test_a_head_s_pages_are_named_and_one_without_any_is_told(
     head = start_sshd("node-0", "127.0.0.2")
     inventory, chosen = make_cluster(head.node), options(run="mine", ssh_key=login.key)
     with page("/api/health") as grafana, page("/-/ready") as prometheus:
-        monkeypatch.setattr(dashboard, "GRAFANA_PORT", grafana)
-        monkeypatch.setattr(dashboard, "PROMETHEUS_PORT", prometheus)
-        with dashboard._cluster_pages(inventory, chosen, os.environ) as pages:
+        monkeypatch.setattr(status, "GRAFANA_PORT", grafana)
+        monkeypatch.setattr(status, "PROMETHEUS_PORT", prometheus)
+        with status._cluster_pages(inventory, chosen, os.environ) as pages:
             assert len(pages) == 2
             assert pages[0].endswith("/d/tileforge-run?var-run=mine")
             assert pages[1].endswith("/alerts")
     with closed() as nobody, closed() as neither:
-        monkeypatch.setattr(dashboard, "GRAFANA_PORT", nobody)
-        monkeypatch.setattr(dashboard, "PROMETHEUS_PORT", neither)
+        monkeypatch.setattr(status, "GRAFANA_PORT", nobody)
+        monkeypatch.setattr(status, "PROMETHEUS_PORT", neither)
         with (
             pytest.raises(PreflightError, match="neither Grafana nor Prometheus"),
-            dashboard._cluster_pages(inventory, chosen, os.environ),
+            status._cluster_pages(inventory, chosen, os.environ),
         ):
             pass
 
 
 def test_without_prometheus_the_command_says_what_to_install(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run")
-    access = LocalAccess({"PATH": str(tmp_path)})
+    env = {"PATH": str(tmp_path)}
     with (
         pytest.raises(PreflightError, match="apt-get install prometheus"),
-        dashboard.local_stack(paths, access=access, say=lambda _: None),
+        local_stack(paths, python=sys.executable, env=env, say=lambda _: None),
     ):
         pass
 
@@ -139,7 +139,7 @@ def test_a_program_that_does_not_come_up_is_named_with_its_last_words(tmp_path: 
     env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin"}
     with (
         pytest.raises(PreflightError, match=r"Prometheus does not answer.*no such flag"),
-        dashboard.local_stack(paths, access=LocalAccess(env), say=lambda _: None),
+        local_stack(paths, python=sys.executable, env=env, say=lambda _: None),
     ):
         pass
 
@@ -176,14 +176,14 @@ def children(pid: int) -> list[int]:
 def test_a_cluster_s_page_gets_a_run_s_id_and_no_other_name(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "runs" / "one")
     here = {"runs_dir": paths.root.parent}
-    assert dashboard._run_id(options(run="latest", **here)) == "one"
-    assert dashboard._run_id(options(run="another-s", **here)) == "another-s"
-    assert dashboard._run_id(options(**here)) is None
+    assert status._run_id(options(run="latest", **here)) == "one"
+    assert status._run_id(options(run="another-s", **here)) == "another-s"
+    assert status._run_id(options(**here)) is None
     with pytest.raises(UsageError, match="no run's id"):
-        dashboard._run_id(options(run="a&b=c", **here))
+        status._run_id(options(run="a&b=c", **here))
 
 
 def test_a_run_on_this_machine_is_found_by_its_own_inventory(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "runs" / "one")
-    inventory, found = dashboard._what(options(runs_dir=paths.root.parent), {})
+    inventory, found = status._what(options(runs_dir=paths.root.parent), {})
     assert inventory.access.shares_folder and found == RunPaths(paths.root)

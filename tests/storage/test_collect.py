@@ -12,7 +12,7 @@ import pytest
 
 from payload.errors import UsageError
 from payload.metrics_log import EvalMetrics, to_json_line
-from payload.orchestrate.run.stored import collect_from_store
+from payload.orchestrate.run.store import collect_from_store
 from payload.results import RunPaths
 from payload.run_lock import RunLock
 from payload.storage.checkpoints import Upload

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ConfigError, DataError, ExitCode
-from payload.orchestrate.run.stored import bring_data_here
 from payload.run_config import parse_run_config
 from payload.storage.checkpoints import Upload, fetch_newest, remove_checkpoints, whole_checkpoints
+from payload.storage.here import bring_data_here
 from payload.storage.objects import (
     ABSENT,
     ConflictError,

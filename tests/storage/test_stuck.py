@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from payload.errors import PreflightError
-from payload.orchestrate.run.stored import try_store_here
 from payload.storage import folder
+from payload.storage.here import try_store_here
 from payload.storage.objects import StoreError, open_store
 from payload.store_address import StoreAddress, parse_store_address
 from tests.support.launching import REPO

@@ -18,11 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from payload.errors import PreflightError
 from payload.metrics_log import EvalMetrics, RankTimes, StepMetrics, to_json_line
+from payload.monitor import exporter
+from payload.monitor.exporter import serving
+from payload.monitor.run_metrics import METRICS, PHASES, RunMetrics
 from payload.results import RankProgress, RunPaths, RunState, write_json
 from payload.run_config import MonitorSection
-from payload.supervise import exporter
-from payload.supervise.exporter import serving
-from payload.supervise.run_metrics import METRICS, PHASES, RunMetrics
 from tests.supervise.planned import (
     REPO,
     ask_to_stop,
@@ -285,7 +285,7 @@ def test_a_port_that_is_taken_ends_no_run(tmp_path: Path) -> None:
 
 def test_the_program_ends_with_its_input(tmp_path: Path) -> None:
     paths = make_run(tmp_path / "run", [row(1)])
-    words = [sys.executable, "-m", "payload.supervise.exporter", "--run-dir", str(paths.root)]
+    words = [sys.executable, "-m", "payload.monitor.exporter", "--run-dir", str(paths.root)]
     program = subprocess.Popen(
         words, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -299,7 +299,7 @@ def test_the_program_ends_with_its_input(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_the_program_without_a_traceback(tmp_path: Path) -> None:
     paths = make_run(tmp_path / "run", [row(1)])
-    words = [sys.executable, "-m", "payload.supervise.exporter", "--run-dir", str(paths.root)]
+    words = [sys.executable, "-m", "payload.monitor.exporter", "--run-dir", str(paths.root)]
     program = subprocess.Popen(
         words, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 PACKAGES = frozenset(
     {"models", "launch", "orchestrate", "supervise", "data", "train", "generate"}
-    | {"evaluate", "export", "cli", "finetune", "report", "storage"}
+    | {"evaluate", "export", "cli", "finetune", "report", "storage", "monitor"}
 )
 CONTRACTS = "contracts"
 PULUMI = frozenset({"pulumi", "pulumi_gcp", "pulumi_command", "pulumi_random", "pulumi_tls"})
@@ -57,12 +57,16 @@ RULES = {
         frozenset({"paramiko", "torch", "subprocess"}) | PULUMI,
     ),
     "orchestrate": Rule(
-        frozenset({CONTRACTS, "models", "launch", "storage", "orchestrate"}),
+        frozenset({CONTRACTS, "models", "launch", "storage", "monitor", "orchestrate"}),
         frozenset({"torch", "infra"}) | PULUMI,
     ),
     "supervise": Rule(
-        frozenset({CONTRACTS, "launch", "supervise"}),
+        frozenset({CONTRACTS, "launch", "monitor", "supervise"}),
         frozenset({"torch", "paramiko", "infra"}) | PULUMI,
+    ),
+    "monitor": Rule(
+        frozenset({CONTRACTS, "launch", "monitor"}),
+        frozenset({"torch", "numpy", "paramiko", "infra"}) | PULUMI,
     ),
     "storage": Rule(
         frozenset({CONTRACTS, "storage"}),
@@ -116,7 +120,7 @@ REGISTRIES = frozenset(
     PurePosixPath("payload/orchestrate/sites/choose.py"),
 }
 """They import the files of their package by names that they find there, or parsers by a table."""
-EXPORTER_MODULE = PurePosixPath("payload/supervise/exporter.py")
+EXPORTER_MODULE = PurePosixPath("payload/monitor/exporter.py")
 SSH_MODULE = PurePosixPath("payload/orchestrate/ssh/connection.py")
 
 

@@ -19,14 +19,14 @@ from payload.orchestrate.planning import InventorySite, PlannedRun
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.follow import EndOptions, Tails, follow
 from payload.orchestrate.run.report import Estimate, estimate, print_plan, strategy_table
-from payload.orchestrate.run.store import Order, all_runs
-from payload.orchestrate.run.stored import bring_data_here, resumable_run, settle_results
+from payload.orchestrate.run.store import Order, all_runs, resumable_run
 from payload.orchestrate.sites.choose import Chosen, Site, find_site, load_cluster
 from payload.orchestrate.sites.local import Local, LocalAccess, require_disk
 from payload.results import RunPaths, new_run_id
 from payload.run_config import RunConfig, load_run_config, parse_run_config
 from payload.run_repair import config_to_resume, known_summary
 from payload.start_checks import check_data, require_known_sizes, settle_initial
+from payload.storage.here import bring_data_here, settle_results
 from payload.untrusted import printable
 from payload.write_report import add_samples
 

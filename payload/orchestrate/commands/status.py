@@ -6,9 +6,9 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Sequence
-from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -17,11 +17,23 @@ from payload.checkpoint_files import newest_sound
 from payload.errors import (
     ConfigError,
     ExitCode,
+    PreflightError,
     SshUnreachableError,
     TileforgeError,
     UsageError,
 )
+from payload.inventory import ClusterInventory
 from payload.launch.ranks import load_ranks
+from payload.monitor.local import (
+    GRAFANA_PORT,
+    PROMETHEUS_PORT,
+    answers,
+    ended_by_sigterm,
+    local_stack,
+    run_page,
+    stay,
+)
+from payload.monitor.tunnel import forwarded
 from payload.orchestrate.commands.run import site_of
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.follow import (
@@ -34,12 +46,12 @@ from payload.orchestrate.run.follow import (
 )
 from payload.orchestrate.run.mirror import Mirrored, read_mirrored
 from payload.orchestrate.run.report import list_lines, ranks_lines, status_lines
-from payload.orchestrate.run.store import all_runs, find_run, is_copy, view_run
-from payload.orchestrate.run.stored import (
+from payload.orchestrate.run.store import (
+    all_runs,
     collect_from_store,
-    is_address,
-    run_address,
-    store_of,
+    find_run,
+    is_copy,
+    view_run,
 )
 from payload.orchestrate.sites.choose import (
     SiteRun,
@@ -61,7 +73,9 @@ from payload.results import (
 from payload.run_config import load_run_config
 from payload.run_lock import FORCE_SIGNAL, RunLock, is_supervised, starting
 from payload.run_repair import has_own_record
+from payload.storage.here import is_address, run_address, store_of
 from payload.storage.objects import ObjectStore, open_store
+from payload.untrusted import RUN_ID, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +136,17 @@ class CollectOptions:
 
     run: str | None
     runs_dir: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DashboardOptions:
+    """Options of `dashboard`."""
+
+    run: str | None
+    runs_dir: Path
+    inventory: str | None
+    ssh_key: Path | None
+    open: bool
 
 
 def status(options: StatusOptions, access: LocalAccess) -> int:
@@ -276,6 +301,82 @@ def _node_of(paths: RunPaths, rank: int) -> str | None:
     if not 0 <= rank < len(ranks):
         raise UsageError(f"--rank {rank}: run {paths.run_id} has ranks 0 to {len(ranks) - 1}.")
     return ranks[rank].node
+
+
+def dashboard(options: DashboardOptions, access: LocalAccess) -> int:
+    """Show the dashboards until Ctrl-C; return the exit code."""
+    show, say = text_console(stderr=False).print, text_console(stderr=True).print
+    inventory, paths = _what(options, access.environment())
+    run_id = paths.run_id if paths is not None else _run_id(options)
+    try:
+        with ended_by_sigterm():
+            if paths is not None and inventory.access.shares_folder:
+                with local_stack(
+                    paths, python=access.python, env=access.code_environment(), say=say
+                ) as pages:
+                    stay(pages, show=show, say=say, in_browser=options.open)
+            else:
+                with _cluster_pages(
+                    inventory, replace(options, run=run_id), access.environment()
+                ) as pages:
+                    stay(pages, show=show, say=say, in_browser=options.open)
+    except KeyboardInterrupt:
+        say("ended")
+    return ExitCode.OK
+
+
+def _what(
+    options: DashboardOptions, env: Mapping[str, str]
+) -> tuple[ClusterInventory, RunPaths | None]:
+    """Return the cluster, and the run where it is one of this machine. Raises UsageError."""
+    if options.inventory is not None:
+        chosen = load_cluster(options.inventory, env=env).inventory
+        if not chosen.access.shares_folder:
+            return chosen, None
+    paths = find_run(options.runs_dir, options.run)
+    return ClusterInventory.load(paths.inventory), paths
+
+
+def _run_id(options: DashboardOptions) -> str | None:
+    """Return the id of the run that a cluster's page shows first. Raises UsageError.
+
+    The cluster may have runs that nobody has followed from here.
+    """
+    if options.run is None or options.run == LATEST:
+        return None if options.run is None else find_run(options.runs_dir, LATEST).run_id
+    if not RUN_ID.fullmatch(options.run):
+        raise UsageError(f"{shown(options.run)} is no run's id.")
+    return options.run
+
+
+@contextmanager
+def _cluster_pages(
+    inventory: ClusterInventory, options: DashboardOptions, env: Mapping[str, str]
+) -> Iterator[list[str]]:
+    """Forward the head's Grafana and Prometheus to here. Raises PreflightError without them."""
+    # paramiko takes half a second to import.
+    from payload.orchestrate.preflight.checks import operator_key
+    from payload.orchestrate.ssh.connection import Cluster
+    from payload.orchestrate.ssh.streams import Login
+
+    key = operator_key(inventory, given=options.ssh_key)
+    login = Login(user=inventory.ssh_user, key=key)
+    with ExitStack() as stack:
+        cluster = stack.enter_context(Cluster(inventory, login=login, env=env))
+        head = cluster.connect(inventory.head)
+        ports = stack.enter_context(forwarded(head, (GRAFANA_PORT, PROMETHEUS_PORT)))
+        grafana, prometheus = (f"http://127.0.0.1:{port}" for port in ports)
+        pages = []
+        if answers(f"{grafana}/api/health"):
+            pages.append(run_page(grafana, options.run))
+        if answers(f"{prometheus}/-/ready"):
+            pages.append(f"{prometheus}/alerts")
+        if not pages:
+            raise PreflightError(
+                f"{inventory.head.name} has neither Grafana nor Prometheus. Build the cluster with "
+                "them: pulumi config set monitoring prometheus, then tileforge up"
+            )
+        yield pages
 
 
 def stop(options: StopOptions, access: LocalAccess) -> int:

@@ -34,7 +34,6 @@ from payload.orchestrate.preflight.findings import (
 )
 from payload.orchestrate.preflight.report import BootWait, Report, try_here, try_there
 from payload.orchestrate.run.console import text_console
-from payload.orchestrate.run.stored import try_store_here
 from payload.orchestrate.sites.choose import load_cluster, require_placeable
 from payload.orchestrate.sites.cluster import VENV, try_store
 from payload.orchestrate.sites.local import LocalAccess
@@ -56,6 +55,7 @@ from payload.orchestrate.ssh.streams import (
 )
 from payload.results import write_whole
 from payload.run_config import RunConfig
+from payload.storage.here import try_store_here
 from payload.store_address import StoreAddress, settled_results
 from payload.untrusted import build
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
 
+from payload.checkpoint_files import checkpoint_step, newest_sound
 from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
 from payload.hints import command
 from payload.inventory import ClusterInventory
 from payload.launch.plan import LaunchPlan, auto_batch_size
 from payload.launch.ranks import Rank, load_ranks
 from payload.metrics_log import read_metrics
-from payload.orchestrate.run.mirror import mirror_file, read_mirrored
+from payload.orchestrate.run.mirror import alone, inside, mirror_file, read_mirrored
 from payload.results import (
     LATEST,
     RankExit,
@@ -35,6 +37,11 @@ from payload.results import (
 from payload.run_config import RunConfig, load_run_config
 from payload.run_lock import is_supervised, starting
 from payload.run_repair import known_config, known_state, make_room
+from payload.storage.checkpoints import fetch_newest, whole_checkpoints
+from payload.storage.here import fetch_whole, is_address, run_address
+from payload.storage.objects import ObjectStore, open_store
+from payload.storage.records import fetch_records
+from payload.storage.restore import has_run, last_step
 from payload.store_state import StoreState
 from payload.untrusted import RUN_ID
 
@@ -354,3 +361,103 @@ def _view_ranks(paths: RunPaths, *, now_unix: float) -> Iterator[RankView]:
             age_s=max(0.0, now_unix - progress.time_unix) if progress else None,
             exit_code=ended.exit_code if ended else None,
         )
+
+
+def resumable_run(
+    named: str,
+    *,
+    runs_dir: Path,
+    overrides: Sequence[str],
+    settings: Callable[[], RunConfig],
+    say: Callable[[str], None],
+) -> tuple[RunPaths, Sequence[str]]:
+    """Return the run that `--resume` names, in the runs folder or brought from its store.
+
+    Also the overrides, by which a run that is named by its address stays in that store.
+    `settings` are what the command knows without the run. Raises UsageError and ConfigError.
+    """
+    if is_address(named):
+        address = run_address(named)
+        overrides = [f"storage.results={address.parent()}", *overrides]
+    elif named == LATEST or (runs_dir / named).exists():
+        return find_run(runs_dir, named), overrides
+    else:
+        results = settings().storage.address()
+        if results is None:
+            return find_run(runs_dir, named), overrides  # which says that there is none
+        address = results.under(named)
+    paths = RunPaths(runs_dir / address.last())
+    if not paths.root.exists():
+        fetch_whole(open_store(address), paths)
+        say(f"run {paths.run_id} comes from {address}")
+    return paths, overrides
+
+
+def collect_from_store(
+    store: ObjectStore, paths: RunPaths, *, say: Callable[[str], None]
+) -> Path | None:
+    """Bring a run's records and newest sound checkpoint here; return where that is, if any.
+
+    What is here stays, but for records of a run that has gone further in the store. Raises
+    ConfigError where the store has no such run, UsageError for a run of this machine, and
+    StoreError.
+    """
+    if not paths.root.exists():
+        fetch_whole(store, paths)
+    else:
+        _require_copy(store, paths)
+        if not has_run(store):
+            raise ConfigError(f"{store.address}: there is no run.")
+    with alone(paths, "copy"):
+        _take_records(store, paths)
+    with alone(paths, "checkpoint"):
+        return _take_checkpoint(store, paths, say=say)
+
+
+def _require_copy(store: ObjectStore, paths: RunPaths) -> None:
+    """Raise UsageError for a run that is, or was, supervised on this machine."""
+    own = any(map(os.path.lexists, (paths.inventory, paths.lock, paths.job)))
+    if is_supervised(paths) or (own and not is_copy(paths)):
+        raise UsageError(
+            f"run {paths.run_id} in {paths.root.parent} is of this machine, so nothing of it is "
+            f"replaced. Bring {store.address} into another folder with --runs-dir DIR."
+        )
+
+
+def _take_records(store: ObjectStore, paths: RunPaths) -> None:
+    """Bring the records that are not here; all of them where the store's run is further."""
+    gone = ("inventory.json", "hosts", "ranks.json")
+    names = [each.name for each in store.entries() if each.name not in gone]
+    with TemporaryDirectory(prefix=".stored.", dir=paths.root) as folder:
+        staged = RunPaths(Path(folder))
+        fetch_records(store, staged.root, names=[paths.metrics.name, paths.state.name])
+        if _reach(staged) <= _reach(paths):
+            names = [name for name in names if not os.path.lexists(paths.root / name)]
+        for name in fetch_records(store, staged.root, names=names) if names else ():
+            (staged.root / name).replace(inside(paths, name))
+
+
+def _reach(paths: RunPaths) -> tuple[int, int, bool]:
+    """Return how far a run has got by its records: steps, attempts, and whether it has ended."""
+    state = last_record(RunState, paths.state)
+    if state is None:
+        return last_step(paths.metrics), 0, False
+    return last_step(paths.metrics), state.attempt, state.exit_class is not None
+
+
+def _take_checkpoint(
+    store: ObjectStore, paths: RunPaths, *, say: Callable[[str], None]
+) -> Path | None:
+    """Bring the newest checkpoint where it is newer; return the newest that is here then."""
+    stored = whole_checkpoints(store)
+    here = newest_sound(paths.checkpoints)
+    if here is not None and (
+        not stored or checkpoint_step(Path(stored[-1])) <= checkpoint_step(here)
+    ):
+        return here
+    found = fetch_newest(
+        store,
+        paths.checkpoints,
+        passed_over=lambda name, why: say(f"warning: {name} in the store is passed over: {why}"),
+    )
+    return max(filter(None, (here, found)), key=checkpoint_step, default=None)

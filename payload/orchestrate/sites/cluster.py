@@ -22,7 +22,6 @@ from payload.models.source import find_source
 from payload.orchestrate.planning import PlannedRun, plan_run
 from payload.orchestrate.preflight.trial_findings import Measured, Record, known_trial
 from payload.orchestrate.run.console import duration
-from payload.orchestrate.run.stored import TRY_STORE_S, check_words, require_stored
 from payload.orchestrate.sites.choose import Chosen, require_launcher
 from payload.orchestrate.sites.local import LOOPBACK
 from payload.orchestrate.ssh.connection import Cluster, Connection
@@ -37,6 +36,7 @@ from payload.orchestrate.ssh.files import (
 from payload.orchestrate.ssh.streams import NODE_FOLDER, NodeLook, all_or_raise, on_every_node
 from payload.results import RunPaths
 from payload.run_config import DtypeChoice, RunConfig
+from payload.storage.here import TRY_STORE_S, check_words, require_stored
 from payload.store_address import StoreAddress
 from payload.untrusted import shown
 

@@ -35,7 +35,6 @@ from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
 from payload.orchestrate.run.mirror import mirror_file
 from payload.orchestrate.run.report import log_tail
 from payload.orchestrate.run.store import Order, running_here, view_run
-from payload.orchestrate.run.stored import require_new_in_store
 from payload.orchestrate.sites.choose import (
     Chosen,
     Home,
@@ -48,6 +47,7 @@ from payload.run_config import DtypeChoice, RunConfig
 from payload.run_lock import is_supervised
 from payload.run_repair import known_state
 from payload.step_time import LOOPBACK_BYTES_PER_S
+from payload.storage.here import require_new_in_store
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 

@@ -7,14 +7,37 @@ import selectors
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from payload.errors import TileforgeError
-from payload.orchestrate.ssh.connection import Channel, Connection
 
 _LOOPBACK = "127.0.0.1"
 _OPEN_S = 10.0
 _LOOK_S = 0.5
 _CHUNK_BYTES = 64 * 2**10
+
+
+class Channel(Protocol):
+    """Bytes both ways, as a socket."""
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+
+    def recv(self, most: int, /) -> bytes:
+        """Return what has come; nothing at the other side's end."""
+
+    def sendall(self, content: bytes, /) -> object:
+        """Send all of it."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class Connection(Protocol):
+    """A connection to a node, such as SSH's."""
+
+    def open_channel_here(self, port: int, *, timeout_s: float) -> Channel:
+        """Return a channel to a port of the node's loopback address. Raises TileforgeError."""
 
 
 @contextlib.contextmanager
@@ -73,7 +96,7 @@ def _carry(
                         return
 
 
-def _pass_on(source: socket.socket | Channel, to: socket.socket | Channel) -> bool:
+def _pass_on(source: Channel, to: Channel) -> bool:
     content = source.recv(_CHUNK_BYTES)
     to.sendall(content)
     return bool(content)

@@ -1,4 +1,4 @@
-"""`dashboard`: Grafana and Prometheus of a cluster through SSH, or of a run on this machine."""
+"""Grafana and Prometheus on this machine, for one run of it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,14 @@ import urllib.parse
 import urllib.request
 import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
 import payload
-from payload.errors import ExitCode, PreflightError, UsageError
-from payload.inventory import ClusterInventory
-from payload.orchestrate.run.console import text_console
-from payload.orchestrate.run.store import find_run
-from payload.orchestrate.sites.choose import load_cluster
-from payload.orchestrate.sites.local import LocalAccess
-from payload.results import LATEST, RunPaths
-from payload.untrusted import RUN_ID, one_line, shown
+from payload.errors import PreflightError
+from payload.results import RunPaths
+from payload.untrusted import one_line
 
 FILES = Path(payload.__file__).parent.parent / "bootstrap" / "monitoring"
 GRAFANA_PORT, PROMETHEUS_PORT = 3000, 9090
@@ -40,75 +34,20 @@ _LOOK_S = 0.2
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DashboardOptions:
-    """Options of `dashboard`."""
-
-    run: str | None
-    runs_dir: Path
-    inventory: str | None
-    ssh_key: Path | None
-    open: bool
-
-
-def dashboard(options: DashboardOptions, access: LocalAccess) -> int:
-    """Show the dashboards until Ctrl-C; return the exit code."""
-    say = text_console(stderr=True).print
-    inventory, paths = _what(options, access.environment())
-    run_id = paths.run_id if paths is not None else _run_id(options)
-    try:
-        with _ended_by_sigterm():
-            if paths is not None and inventory.access.shares_folder:
-                with local_stack(paths, access=access, say=say) as pages:
-                    _show(pages, options=options, say=say)
-            else:
-                with _cluster_pages(
-                    inventory, replace(options, run=run_id), access.environment()
-                ) as pages:
-                    _show(pages, options=options, say=say)
-    except KeyboardInterrupt:
-        say("ended")
-    return ExitCode.OK
-
-
-def _what(
-    options: DashboardOptions, env: Mapping[str, str]
-) -> tuple[ClusterInventory, RunPaths | None]:
-    """Return the cluster, and the run where it is one of this machine. Raises UsageError."""
-    if options.inventory is not None:
-        chosen = load_cluster(options.inventory, env=env).inventory
-        if not chosen.access.shares_folder:
-            return chosen, None
-    paths = find_run(options.runs_dir, options.run)
-    return ClusterInventory.load(paths.inventory), paths
-
-
-def _run_id(options: DashboardOptions) -> str | None:
-    """Return the id of the run that a cluster's page shows first. Raises UsageError.
-
-    The cluster may have runs that nobody has followed from here.
-    """
-    if options.run is None or options.run == LATEST:
-        return None if options.run is None else find_run(options.runs_dir, LATEST).run_id
-    if not RUN_ID.fullmatch(options.run):
-        raise UsageError(f"{shown(options.run)} is no run's id.")
-    return options.run
-
-
-def _show(pages: Sequence[str], *, options: DashboardOptions, say: Say) -> None:
-    """Print the addresses, the first of them for programs, and stay until Ctrl-C."""
-    text_console(stderr=False).print(pages[0])
+def stay(pages: Sequence[str], *, show: Say, say: Say, in_browser: bool) -> None:
+    """Tell the addresses, the first of them by `show`, for programs, and stay until Ctrl-C."""
+    show(pages[0])
     for page in pages[1:]:
         say(f"also: {page}")
     say("Ctrl-C ends this.")
-    if options.open:
+    if in_browser:
         webbrowser.open(pages[0])
     while True:
         time.sleep(_LOOK_S)
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def ended_by_sigterm() -> Iterator[None]:
     """Let SIGTERM end the block as Ctrl-C does, so that what was started is ended, too."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -121,53 +60,22 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextlib.contextmanager
-def _cluster_pages(
-    inventory: ClusterInventory, options: DashboardOptions, env: Mapping[str, str]
-) -> Iterator[list[str]]:
-    """Forward the head's Grafana and Prometheus to here. Raises PreflightError without them."""
-    # paramiko takes half a second to import.
-    from payload.orchestrate.preflight.checks import operator_key
-    from payload.orchestrate.ssh.connection import Cluster
-    from payload.orchestrate.ssh.streams import Login
-    from payload.orchestrate.ssh.tunnel import forwarded
-
-    key = operator_key(inventory, given=options.ssh_key)
-    login = Login(user=inventory.ssh_user, key=key)
-    with contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(inventory, login=login, env=env))
-        head = cluster.connect(inventory.head)
-        ports = stack.enter_context(forwarded(head, (GRAFANA_PORT, PROMETHEUS_PORT)))
-        grafana, prometheus = (f"http://{_LOOPBACK}:{port}" for port in ports)
-        pages = []
-        if _answers(f"{grafana}/api/health"):
-            pages.append(_run_page(grafana, options.run))
-        if _answers(f"{prometheus}/-/ready"):
-            pages.append(f"{prometheus}/alerts")
-        if not pages:
-            raise PreflightError(
-                f"{inventory.head.name} has neither Grafana nor Prometheus. Build the cluster with "
-                "them: pulumi config set monitoring prometheus, then tileforge up"
-            )
-        yield pages
-
-
-def _run_page(grafana: str, run_id: str | None) -> str:
+def run_page(grafana: str, run_id: str | None) -> str:
+    """Return the address of Grafana's page of a run, or of all."""
     chosen = f"?var-run={urllib.parse.quote(run_id, safe='')}" if run_id else ""
     return f"{grafana}/d/tileforge-run{chosen}"
 
 
 @contextlib.contextmanager
 def local_stack(
-    paths: RunPaths, *, access: LocalAccess, say: Say, files: Path = FILES
+    paths: RunPaths, *, python: str, env: Mapping[str, str], say: Say, files: Path = FILES
 ) -> Iterator[list[str]]:
     """Run Prometheus, and Grafana where it is installed, on this machine for one run.
 
     What the run has told so far is there at once; what it tells from now on is scraped. `files` are
-    what Prometheus and Grafana read. Yields the pages' addresses. Raises PreflightError without
-    Prometheus.
+    what Prometheus and Grafana read; `python`, with `env`, has this code. Yields the pages'
+    addresses. Raises PreflightError without Prometheus.
     """
-    env = access.environment()
     path = env.get("PATH", os.defpath)
     prometheus = shutil.which("prometheus", path=path)
     if prometheus is None:
@@ -178,13 +86,13 @@ def local_stack(
     with TemporaryDirectory(prefix="tileforge-dashboard-") as folder, _Programs(env) as programs:
         home = Path(folder)
         _copy_files(files, home)
-        exporter = [access.python, "-m", "payload.supervise.exporter", "--run-dir", str(paths.root)]
-        _backfill(exporter, home, env=access.code_environment(), say=say)
+        exporter = [python, "-m", "payload.monitor.exporter", "--run-dir", str(paths.root)]
+        _backfill(exporter, home, env=env, say=say)
         # The same label as the history's, so that both are one curve.
         _target(
             home,
             "run",
-            programs.first_line(exporter, access.code_environment()),
+            programs.first_line(exporter),
             {"instance": "run"},
         )
         node_exporter = shutil.which("prometheus-node-exporter", path=path)
@@ -194,7 +102,7 @@ def local_stack(
             _target(home, "machines", address, {"node": os.uname().nodename})
         prometheus_url = _start_prometheus(programs, home, prometheus)
         grafana_url = _start_grafana(programs, home, prometheus_url, path=path)
-        pages = [_run_page(grafana_url, paths.run_id)] if grafana_url else []
+        pages = [run_page(grafana_url, paths.run_id)] if grafana_url else []
         if not grafana_url:
             say(
                 "note: Grafana is not installed here, so there are Prometheus's own charts alone. "
@@ -338,11 +246,11 @@ class _Programs:
                 )
             )
 
-    def first_line(self, argv: Sequence[str], extra: Mapping[str, str]) -> str:
+    def first_line(self, argv: Sequence[str]) -> str:
         """Start a program that lives as long as its input; return its first line."""
         program = subprocess.Popen(
             argv,
-            env={**self._env, **extra},
+            env=self._env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -357,14 +265,15 @@ class _Programs:
     def wait_for(self, url: str, name: str, log: Path) -> None:
         """Return when the program that was started last answers. Raises PreflightError."""
         ends = time.monotonic() + _READY_S
-        while not _answers(url):
+        while not answers(url):
             if time.monotonic() > ends or self._started[-1].poll() is not None:
                 last = log.read_text(errors="replace").strip().rpartition("\n")[2]
                 raise PreflightError(f"{name} does not answer. Its last words: {one_line(last)}")
             time.sleep(_LOOK_S)
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Say whether something answers at an address of this machine, and is well."""
     # No proxy: the address is this machine's.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

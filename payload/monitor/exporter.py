@@ -1,4 +1,4 @@
-"""`python -m payload.supervise.exporter --run-dir RUN`: serve a run's metrics to Prometheus.
+"""`python -m payload.monitor.exporter --run-dir RUN`: serve a run's metrics to Prometheus.
 
 The supervisor does the same in a thread of its own, where the run's [monitor] section says so. It
 listens on 127.0.0.1 alone. No other module imports prometheus_client.
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, TextIO
 
 from payload.errors import PreflightError, TileforgeError
 from payload.hints import command
+from payload.monitor.run_metrics import RunMetrics, by_metric
 from payload.results import RunPaths
 from payload.run_config import MonitorSection
 from payload.run_repair import known_config
-from payload.supervise.run_metrics import RunMetrics, by_metric
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -143,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     made = argparse.ArgumentParser(
-        prog=command("supervise.exporter"),
+        prog=command("monitor.exporter"),
         description="Serve a run's metrics to Prometheus on 127.0.0.1 until the input ends. The "
         "address goes to stdout.",
     )

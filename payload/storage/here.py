@@ -1,31 +1,23 @@
-"""Runs that a store has: found by name or address when no machine has them any more."""
+"""A store from the machine that a command runs on: tried, and a run brought from it."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from payload.checkpoint_files import checkpoint_step, newest_sound
 from payload.errors import ConfigError, ExitCode, PreflightError, UsageError
 from payload.hints import command
-from payload.orchestrate.run.mirror import alone, inside
-from payload.orchestrate.run.store import find_run, is_copy
-from payload.results import LATEST, RunPaths, RunState, last_record
+from payload.results import RunPaths
 from payload.run_config import RunConfig, load_run_config
-from payload.run_lock import is_supervised
-from payload.storage.checkpoints import fetch_newest, whole_checkpoints
 from payload.storage.data import fetch_data
 from payload.storage.objects import ObjectStore, open_store
-from payload.storage.records import fetch_records
-from payload.storage.restore import fetch_run, has_run, last_step
+from payload.storage.restore import fetch_run
 from payload.store_address import (
     StoreAddress,
     is_bucket_address,
@@ -60,36 +52,6 @@ def settle_results(config: RunConfig, *, bucket: str | None) -> RunConfig:
     """Return the config with what `storage.results = "auto"` stands for with this bucket."""
     results = settled_results(config.storage.results, bucket=bucket)
     return replace(config, storage=replace(config.storage, results=results))
-
-
-def resumable_run(
-    named: str,
-    *,
-    runs_dir: Path,
-    overrides: Sequence[str],
-    settings: Callable[[], RunConfig],
-    say: Callable[[str], None],
-) -> tuple[RunPaths, Sequence[str]]:
-    """Return the run that `--resume` names, in the runs folder or brought from its store.
-
-    Also the overrides, by which a run that is named by its address stays in that store.
-    `settings` are what the command knows without the run. Raises UsageError and ConfigError.
-    """
-    if is_address(named):
-        address = run_address(named)
-        overrides = [f"storage.results={address.parent()}", *overrides]
-    elif named == LATEST or (runs_dir / named).exists():
-        return find_run(runs_dir, named), overrides
-    else:
-        results = settings().storage.address()
-        if results is None:
-            return find_run(runs_dir, named), overrides  # which says that there is none
-        address = results.under(named)
-    paths = RunPaths(runs_dir / address.last())
-    if not paths.root.exists():
-        _fetch_whole(open_store(address), paths)
-        say(f"run {paths.run_id} comes from {address}")
-    return paths, overrides
 
 
 def require_new_in_store(config: RunConfig, run_id: str, *, env: Mapping[str, str]) -> None:
@@ -153,76 +115,6 @@ def bring_data_here(config: RunConfig, *, say: Callable[[str], None]) -> None:
         fetch_data(open_store(address), config.data.folder(), say=say)
 
 
-def collect_from_store(
-    store: ObjectStore, paths: RunPaths, *, say: Callable[[str], None]
-) -> Path | None:
-    """Bring a run's records and newest sound checkpoint here; return where that is, if any.
-
-    What is here stays, but for records of a run that has gone further in the store. Raises
-    ConfigError where the store has no such run, UsageError for a run of this machine, and
-    StoreError.
-    """
-    if not paths.root.exists():
-        _fetch_whole(store, paths)
-    else:
-        _require_copy(store, paths)
-        if not has_run(store):
-            raise ConfigError(f"{store.address}: there is no run.")
-    with alone(paths, "copy"):
-        _take_records(store, paths)
-    with alone(paths, "checkpoint"):
-        return _take_checkpoint(store, paths, say=say)
-
-
-def _require_copy(store: ObjectStore, paths: RunPaths) -> None:
-    """Raise UsageError for a run that is, or was, supervised on this machine."""
-    own = any(map(os.path.lexists, (paths.inventory, paths.lock, paths.job)))
-    if is_supervised(paths) or (own and not is_copy(paths)):
-        raise UsageError(
-            f"run {paths.run_id} in {paths.root.parent} is of this machine, so nothing of it is "
-            f"replaced. Bring {store.address} into another folder with --runs-dir DIR."
-        )
-
-
-def _take_records(store: ObjectStore, paths: RunPaths) -> None:
-    """Bring the records that are not here; all of them where the store's run is further."""
-    gone = ("inventory.json", "hosts", "ranks.json")
-    names = [each.name for each in store.entries() if each.name not in gone]
-    with TemporaryDirectory(prefix=".stored.", dir=paths.root) as folder:
-        staged = RunPaths(Path(folder))
-        fetch_records(store, staged.root, names=[paths.metrics.name, paths.state.name])
-        if _reach(staged) <= _reach(paths):
-            names = [name for name in names if not os.path.lexists(paths.root / name)]
-        for name in fetch_records(store, staged.root, names=names) if names else ():
-            (staged.root / name).replace(inside(paths, name))
-
-
-def _reach(paths: RunPaths) -> tuple[int, int, bool]:
-    """Return how far a run has got by its records: steps, attempts, and whether it has ended."""
-    state = last_record(RunState, paths.state)
-    if state is None:
-        return last_step(paths.metrics), 0, False
-    return last_step(paths.metrics), state.attempt, state.exit_class is not None
-
-
-def _take_checkpoint(
-    store: ObjectStore, paths: RunPaths, *, say: Callable[[str], None]
-) -> Path | None:
-    """Bring the newest checkpoint where it is newer; return the newest that is here then."""
-    stored = whole_checkpoints(store)
-    here = newest_sound(paths.checkpoints)
-    if here is not None and (
-        not stored or checkpoint_step(Path(stored[-1])) <= checkpoint_step(here)
-    ):
-        return here
-    found = fetch_newest(
-        store,
-        paths.checkpoints,
-        passed_over=lambda name, why: say(f"warning: {name} in the store is passed over: {why}"),
-    )
-    return max(filter(None, (here, found)), key=checkpoint_step, default=None)
-
-
 def store_of(paths: RunPaths) -> ObjectStore | None:
     """Return the store that a run's settings name; None where they name none."""
     with suppress(ConfigError):
@@ -231,7 +123,7 @@ def store_of(paths: RunPaths) -> ObjectStore | None:
     return None
 
 
-def _fetch_whole(store: ObjectStore, paths: RunPaths) -> None:
+def fetch_whole(store: ObjectStore, paths: RunPaths) -> None:
     """Make the run's folder with the records that a resume reads: whole, or absent."""
     runs_dir = paths.root.parent
     try:

@@ -1,0 +1,1 @@
+"""A run's metrics for Prometheus, and dashboards on them."""
