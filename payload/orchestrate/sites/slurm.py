@@ -18,7 +18,6 @@ from payload.launch.launchers.registry import AUTO
 from payload.orchestrate.run.mirror import mirror_file
 from payload.orchestrate.run.report import log_tail
 from payload.orchestrate.run.store import Order
-from payload.orchestrate.run.stored import require_new_in_store
 from payload.orchestrate.sites.allocation import SlurmError, ask, fields, require_program
 from payload.orchestrate.sites.choose import Home, Seen, Site, SiteRun
 from payload.orchestrate.sites.local import LocalAccess
@@ -34,6 +33,7 @@ from payload.results import (
 from payload.run_config import RunConfig
 from payload.run_lock import FORCE_SIGNAL
 from payload.run_repair import known_config
+from payload.storage.here import require_new_in_store
 
 _ASK_EVERY_S = 3.0
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD")
@@ -84,7 +84,7 @@ class Slurm(Site):
         """Submit a job whose program plans the run on the nodes that the job gets."""
         access = LocalAccess(order.env)
         if not order.resumes:
-            require_new_in_store(order.config, order.paths.run_id)
+            require_new_in_store(order.config, order.paths.run_id, env=access.code_environment())
         with order.folder() as paths:
             script = paths.root / "job.sbatch"
             text = render_script(paths, order.config, access=access, grace_s=order.grace_s)
