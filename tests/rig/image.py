@@ -25,16 +25,25 @@ _CLOUD_CFG = """\
 datasource_list: [NoCloud, None]
 network: {config: disabled}
 """
+_ARCHIVE = "archive.list"
 _SOURCES = f"deb [trusted=yes] file:{PACKAGES_ON_MACHINE} ./\n"
 
 
 def root_image() -> Path:
-    """Folder with `root` and `packages`; the first call takes two minutes and the network."""
+    """Return the folder of `root`, `packages` and `archive.list`.
+
+    The first call takes two minutes and the network.
+    """
     wanted = NodeBootstrap(authorized_keys=(), version="").packages()
     # Of several names Debian's is the last.
     offered = tuple(names.rpartition("|")[2] for names in wanted)
-    recipe = (SUITE, *_BASE, *offered, _CLOUD_CFG, _SOURCES, "1")
+    recipe = (SUITE, *_BASE, *offered, _CLOUD_CFG, _SOURCES, "2")
     return cached("image", recipe=recipe, build=lambda folder: _build(folder, offered))
+
+
+def archive_sources() -> str:
+    """Return apt's line for Debian's archive, as debootstrap has written it."""
+    return (root_image() / _ARCHIVE).read_text(encoding="utf-8")
 
 
 def _build(folder: Path, offered: Sequence[str]) -> None:
@@ -47,7 +56,9 @@ def _build(folder: Path, offered: Sequence[str]) -> None:
     _apt_get(root, packages, "install", "cloud-init")
     _apt_get(root, packages, "install", "--download-only", *offered)
     write_package_index(packages)
-    (root / "etc/apt/sources.list").write_text(_SOURCES, encoding="utf-8")
+    sources = root / "etc/apt/sources.list"
+    sources.rename(folder / _ARCHIVE)
+    sources.write_text(_SOURCES, encoding="utf-8")
     (root / "etc/cloud/cloud.cfg.d/99-rig.cfg").write_text(_CLOUD_CFG, encoding="utf-8")
     (root / "etc/machine-id").write_text("", encoding="utf-8")
     # Each machine makes its own, and none knows the names of the host's network.

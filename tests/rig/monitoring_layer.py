@@ -11,10 +11,9 @@ from pathlib import Path
 from infra.cloud_init import GRAFANA_VERSION
 from tests.rig.cache import cached
 from tests.rig.host import run
-from tests.rig.image import root_image, write_package_index
+from tests.rig.image import archive_sources, root_image, write_package_index
 
 _PACKAGES = ("prometheus", "prometheus-node-exporter")
-_MIRROR = "deb http://deb.debian.org/debian bookworm main\n"
 _REPOSITORY = "srv/monitoring"
 _SERVICE = """\
 [Unit]
@@ -29,7 +28,7 @@ WantedBy=multi-user.target
 
 def monitoring_layer() -> Path:
     """Return the layer for `Rig(layers=[...])`; the first call takes seconds and the network."""
-    recipe = (root_image().name, *_PACKAGES, _MIRROR, GRAFANA_VERSION, _SERVICE, "1")
+    recipe = (root_image().name, *_PACKAGES, GRAFANA_VERSION, _SERVICE, "1")
     return cached("monitoring", recipe=recipe, build=_build)
 
 
@@ -38,7 +37,7 @@ def _build(folder: Path) -> None:
     packages.mkdir(parents=True)
     image = root_image() / "root"
     lists = folder.with_name("monitoring.list")
-    lists.write_text(_MIRROR, encoding="ascii")
+    lists.write_text(archive_sources(), encoding="utf-8")
     nspawn = ["systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--as-pid2", "--pipe"]
     # Nothing of the image changes: what the command writes there is in memory.
     nspawn += ["--volatile=overlay", "--resolv-conf=replace-host", f"--directory={image}"]

@@ -10,17 +10,16 @@ from pathlib import Path
 
 from tests.rig.cache import cached
 from tests.rig.host import run
-from tests.rig.image import root_image
+from tests.rig.image import archive_sources, root_image
 
 _PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
-_MIRROR = "deb http://deb.debian.org/debian bookworm main\n"
 # With this host's name server, which machines do not reach, each look-up of a name takes 10 s.
 _CHANGED = ("etc/apt/sources.list", "etc/resolv.conf")
 
 
 def slurm_layer() -> Path:
     """Return the layer for `Rig(layers=[...])`; the first call takes seconds and the network."""
-    recipe = (root_image().name, *_PACKAGES, _MIRROR, "3")
+    recipe = (root_image().name, *_PACKAGES, "3")
     return cached("slurm", recipe=recipe, build=_build)
 
 
@@ -33,7 +32,7 @@ def _build(folder: Path) -> None:
     options = f"lowerdir={image},upperdir={folder},workdir={work}"
     run(["mount", "-t", "overlay", "slurm-layer", "-o", options, root])
     try:
-        (root / "etc/apt/sources.list").write_text(_MIRROR, encoding="ascii")
+        (root / "etc/apt/sources.list").write_text(archive_sources(), encoding="utf-8")
         nspawn = ["systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--as-pid2"]
         nspawn += ["--pipe", "--resolv-conf=replace-host", "--suppress-sync=yes"]
         nspawn += [f"--directory={root}", "--setenv=DEBIAN_FRONTEND=noninteractive"]
