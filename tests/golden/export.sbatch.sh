@@ -110,6 +110,10 @@ timeout_s = 600.0
 [track]
 to = ["auto"]
 
+[monitor]
+enabled = "auto"
+port = 9464
+
 [launch]
 launcher = "auto"
 ranks_per_node = 2
@@ -121,6 +125,10 @@ hang_timeout_s = 120.0
 max_restarts = 3
 max_hours = "none"
 max_usd = "none"
+
+[storage]
+results = "auto"
+final_wait_s = 300.0
 
 [slurm]
 nodes = 1
