@@ -33,8 +33,8 @@ _WITHOUT = 'Or run without it: --set storage.results="none".'
 
 
 def is_address(text: str | None) -> bool:
-    """Say whether a run is named by its address in a store: no run's id has a slash."""
-    return text is not None and "/" in text
+    """Say whether a run is named by its address in a store: no run's id begins so."""
+    return text is not None and text.startswith(("gs://", "/"))
 
 
 def run_address(text: str) -> StoreAddress:
