@@ -242,9 +242,9 @@ class Summary:
     ranks_identical: bool = False
     """True only if the last check, after the last step, found all ranks' parameters equal."""
     restarts: int = checked(0, low=0)
-    """How often the supervisor started the ranks again after a failure."""
+    """Number of times the supervisor restarted the ranks after a failure."""
     resumes: int = checked(0, low=0)
-    """How often a command continued the run."""
+    """Number of times a command resumed the run."""
     stragglers: tuple[Straggler, ...] = ()
     """Ranks that the others waited for, in the order of time."""
     wall_s: float = _seconds(0.0)
@@ -290,7 +290,7 @@ class RunState:
     updated_unix: float = _seconds()
     attempt: int = checked(1, low=1)
     resumes: int = checked(0, low=0)
-    """How many of the attempts a command started by continuing the run."""
+    """Number of attempts that a command started by resuming the run."""
     note: str | None = None
     """What happened last to a run that goes on: why it was started again, and from where."""
     spent_s: float = _seconds(0.0)
@@ -306,7 +306,7 @@ class RunState:
     schema_version: int = SCHEMA_VERSION
 
     def restarts(self) -> int:
-        """Return how often the supervisor started the ranks again after a failure."""
+        """Return the number of restarts by the supervisor after a failure."""
         return max(0, self.attempt - 1 - self.resumes)
 
 

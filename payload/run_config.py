@@ -391,7 +391,7 @@ class MonitorSection:
     """Serve the run's metrics to Prometheus, on the head's loopback address alone. auto: on a head
     that `monitoring: prometheus` has set up. Needs the extra `monitor`."""
     port: int = setting(9464, low=1024, high=65535)
-    """Where on 127.0.0.1. A port that is taken is a note, and the run goes on without."""
+    """Port on 127.0.0.1. Where it is in use, the run reports that and continues without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,8 @@ def restore(store: ObjectStore, paths: RunPaths, *, say: Callable[[str], None]) 
 
     Also metrics up to it, and the records of before in the folder `restored`. None where the
     checkpoints here are as new, and where neither has one yet. The last line for `say` is how it
-    ended. Raises StoreError, also where the run would begin anew although it had got further.
+    ended. Raises StoreError, also where the run would start from scratch although it had got
+    further.
     """
     here = newest_sound(paths.checkpoints)
     step_here = checkpoint_step(here) if here else -1

@@ -54,7 +54,8 @@ class Uploading:
         """Bring back what the store has and the disk has not; return the state from before.
 
         `pause` sleeps and says whether to go on; `note` gets what happens, in one line. Raises
-        PreflightError where the store cannot be read: the run might begin anew, or further back.
+        PreflightError where the store cannot be read: the run might start from scratch, or from an
+        older checkpoint.
         """
         if not self._has_store or not self._plan.resumes:
             return None

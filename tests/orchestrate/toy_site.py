@@ -10,7 +10,7 @@ from signal import Signals
 
 from payload.orchestrate.planning import plan_order
 from payload.orchestrate.run.store import Order
-from payload.orchestrate.sites.choose import Home, Seen, Site, SiteRun, load_cluster
+from payload.orchestrate.sites.choose import Home, NamedSite, Seen, SiteRun, load_cluster
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import RunJob, RunPaths, StopRequest, write_json
 from payload.run_lock import is_supervised
@@ -37,7 +37,7 @@ class ToyRun(SiteRun):
         return Home(alive=self.look().alive)
 
 
-class Toy(Site):
+class Toy(NamedSite):
     """Copies what it is given to the folder `elsewhere`, and starts it there."""
 
     def start(self, order: Order) -> ToyRun:

@@ -135,6 +135,7 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
 def run(options: RunOptions, access: LocalAccess) -> int:
     """Start a run, or continue one, and follow it to its end."""
     talk, bucket = text_console(stderr=True), None
+    site: Site
     if options.site is not None:
         site = find_site(options.site)
     else:

@@ -383,7 +383,7 @@ def is_ready(state: Any) -> bool:
 
 
 def has_failed(state: Any) -> bool:
-    """Return whether it says that the bootstrap broke off; nobody but a person will mend that."""
+    """Return whether it says that the bootstrap failed, which only a person can fix."""
     return _is_whole(state) and state["ok"] is False
 
 

@@ -185,11 +185,7 @@ def looks_alive(run: SiteRun, said: set[str]) -> bool:
 
 
 class Site(ABC):
-    """A place where runs live: one file of this package with a class below.
-
-    A site that `--site` names has its object there, `SITE`, and a run of it has a record, job.json,
-    with the site's name and its number there. The others are what an inventory is of.
-    """
+    """A place where runs live: one file of this package with a class below."""
 
     uses_this_environment: ClassVar[bool] = False
     """True if ranks use the packages and the model cache of this process."""
@@ -219,9 +215,16 @@ class Site(ABC):
     def start(self, order: Order) -> SiteRun:
         """Bring what the run needs there, and start it or have it started."""
 
+
+class NamedSite(Site):
+    """A site that `--site` names, and no inventory is of. Its file has the object `SITE`.
+
+    Its run has a record, job.json, with the site's name and the run's number there.
+    """
+
+    @abstractmethod
     def run_of(self, paths: RunPaths, job: RunJob, env: Mapping[str, str]) -> SiteRun:
         """Return the run that a record is of."""
-        raise NotImplementedError(self.name)
 
 
 def _refuse_to_resume(paths: RunPaths, env: Mapping[str, str]) -> None:
@@ -271,11 +274,11 @@ def site_names() -> list[str]:
     return sorted(name for name in found if name not in _NOT_SITES)
 
 
-def find_site(name: str) -> Site:
+def find_site(name: str) -> NamedSite:
     """Return the site of that name. Raises ConfigError that lists those that there are."""
     if name not in site_names():
         raise ConfigError(f"site {name!r}: there is no such site. Use {', '.join(site_names())}.")
-    site: Site = importlib.import_module(f"{sites.__name__}.{name}").SITE
+    site: NamedSite = importlib.import_module(f"{sites.__name__}.{name}").SITE
     return site
 
 

@@ -300,8 +300,8 @@ class Watch:
 def bring_home(run: RemoteRun, *, talk: Console, at_once: bool = False) -> Home:
     """Bring every node's logs and the newest checkpoint; take an ended run's key away.
 
-    Ranks whose supervisor died may save first, but not with `at_once`. What a worker keeps from us
-    is said, and hides nothing of the others'. Raises what the head's part ends with.
+    Ranks whose supervisor died may save first, but not with `at_once`. A worker's failure
+    is reported and hides no other worker's results. Raises the head's own error.
     """
     try:
         # First what is soon done: the rest may take long enough for someone to start the run again.

@@ -19,7 +19,7 @@ from payload.orchestrate.run.mirror import mirror_file
 from payload.orchestrate.run.report import log_tail
 from payload.orchestrate.run.store import Order
 from payload.orchestrate.sites.allocation import SlurmError, ask, fields, require_program
-from payload.orchestrate.sites.choose import Home, Seen, Site, SiteRun
+from payload.orchestrate.sites.choose import Home, NamedSite, Seen, SiteRun
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import (
     RunJob,
@@ -66,7 +66,7 @@ class Job:
         return self.state in _WAITING or self.state in _GOING
 
 
-class Slurm(Site):
+class Slurm(NamedSite):
     """The cluster whose login node this is."""
 
     def check(self, config: RunConfig, env: Mapping[str, str]) -> None:

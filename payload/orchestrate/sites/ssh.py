@@ -420,7 +420,7 @@ def _failure_code(begun: Begun) -> int:
 
 
 def _remove_key(cluster: Cluster, inventory: ClusterInventory, name: str, talk: Console) -> None:
-    """Take an attempt's key back; a failure to is said, and does not hide why it is taken back."""
+    """Revoke an attempt's key; report a failure to do so without hiding the error before it."""
     try:
         remove_run_key(cluster, inventory, name)
     except TileforgeError as error:

@@ -87,13 +87,15 @@ def test_a_sharded_checkpoint_goes_on_under_other_strategies(
 
 def test_a_tied_head_unlike_its_embedding_stops_the_run(tmp_path: Path, tiny_config: Path) -> None:
     settings = (*STAGES, *STEPS)
-    of_rank = {"num_ranks": 4, "rank": 1, "parameter": "wte.weight"}
-    error = error_of_spoiled(tmp_path, tiny_config, *settings, **of_rank)  # type: ignore[arg-type]
+    error = error_of_spoiled(
+        tmp_path, tiny_config, *settings, num_ranks=4, rank=1, parameter="wte.weight"
+    )
     assert "after step 3 the ranks do not hold one model" in error
 
 
 def test_a_replica_of_a_stage_that_differs_stops_the_run(tmp_path: Path, tiny_config: Path) -> None:
     settings = (*STAGES, "distributed.shard_size=1", *STEPS)
-    of_rank = {"num_ranks": 4, "rank": 1, "parameter": "h.0.mlp.c_fc.weight"}
-    error = error_of_spoiled(tmp_path, tiny_config, *settings, **of_rank)  # type: ignore[arg-type]
+    error = error_of_spoiled(
+        tmp_path, tiny_config, *settings, num_ranks=4, rank=1, parameter="h.0.mlp.c_fc.weight"
+    )
     assert "after step 3 the ranks do not hold one model" in error

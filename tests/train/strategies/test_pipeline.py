@@ -122,8 +122,9 @@ def test_a_decoder_is_in_stages(
 def test_a_head_that_is_not_the_embedding_any_more_stops_the_run(
     tmp_path: Path, tiny_config: Path
 ) -> None:
-    of_rank = {"num_ranks": 2, "rank": 1, "parameter": "wte.weight"}
-    error = error_of_spoiled(tmp_path, tiny_config, PIPELINE, *STEPS, **of_rank)  # type: ignore[arg-type]
+    error = error_of_spoiled(
+        tmp_path, tiny_config, PIPELINE, *STEPS, num_ranks=2, rank=1, parameter="wte.weight"
+    )
     assert "after step 3 the ranks do not hold one model" in error
 
 

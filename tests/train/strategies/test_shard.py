@@ -91,7 +91,8 @@ def test_the_kernels_run_a_sharded_models_layers(tmp_path: Path, tiny_config: Pa
 
 
 def test_replicas_of_a_part_that_differ_stop_the_run(tmp_path: Path, tiny_config: Path) -> None:
-    of_rank = {"num_ranks": 4, "rank": 3, "parameter": "h.0.mlp.c_fc.weight"}
-    error = error_of_spoiled(tmp_path, tiny_config, *GROUPS, *STEPS, **of_rank)  # type: ignore[arg-type]
+    error = error_of_spoiled(
+        tmp_path, tiny_config, *GROUPS, *STEPS, num_ranks=4, rank=3, parameter="h.0.mlp.c_fc.weight"
+    )
     assert "after step 3 the ranks do not hold one model" in error
     assert "rank 1" in error and "rank 3" in error

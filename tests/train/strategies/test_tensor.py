@@ -141,8 +141,9 @@ def test_dropout_masks_the_residual_stream_alike_on_both_ranks(
 
 
 def test_a_norm_that_differs_on_one_rank_stops_the_run(tmp_path: Path, tiny_config: Path) -> None:
-    of_rank = {"num_ranks": 2, "rank": 1, "parameter": "h.0.ln_1.weight"}
-    error = error_of_spoiled(tmp_path, tiny_config, TENSOR, *STEPS, **of_rank)  # type: ignore[arg-type]
+    error = error_of_spoiled(
+        tmp_path, tiny_config, TENSOR, *STEPS, num_ranks=2, rank=1, parameter="h.0.ln_1.weight"
+    )
     assert "after step 3 the ranks do not hold one model" in error
 
 
