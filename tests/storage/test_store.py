@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -238,9 +237,5 @@ def test_preflight_tries_the_store_last(
     command += ["--set", f"storage.results={results}", "--quick", "--json"]
     env = {**os.environ, "STORAGE_EMULATOR_HOST": proxy.url}
     done = subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True, check=False)
-    others = [each for each in json.loads(done.stdout)["findings"] if each["check"] != "store"]
-    errors = [each["cause"] for each in others if each["severity"] == "error"]
-    if errors:
-        pytest.skip(f"this machine is not asked for its store, as it is unfit: {errors[0]}")
-    assert done.returncode == code, done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     assert words in done.stdout + done.stderr
