@@ -38,9 +38,10 @@ SHELL_FILES := bootstrap/tileforge bootstrap/install-payload.sh bootstrap/node-s
 OR_SAY = || { code=$$?; echo "make $@: exit code $$code (README.md, Exit codes)" >&2; exit $$code; }
 SHOWN = @printf '%s\n' '$(subst ','\'',$(1))'; $(1) $(OR_SAY)
 # What the tests marked `sshd` start, real servers on loopback addresses, and `rig`, machines; the
-# browser that tests/report open pages in; shells that tests/cli complete in.
+# browser that tests/report open pages in; shells that tests/cli complete in; the mount whose server
+# tests/storage stop.
 TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-container \
-	chromium chromium-driver fish zsh prometheus prometheus-node-exporter
+	chromium chromium-driver fish zsh prometheus prometheus-node-exporter sshfs
 
 .PHONY: help run data test test-packages test-engine test-ipex check fix dashboard bench docs lock setup setup-run setup-ipex clean
 

@@ -16,6 +16,7 @@ from payload.storage.checkpoints import whole_checkpoints
 from payload.storage.objects import check_store, open_store
 from payload.storage.restore import has_run, require_absent, restore
 from payload.storage.uploader import Uploader
+from payload.storage.watched import serve, watched_store
 from payload.store_address import StoreAddress, parse_store_address
 from payload.untrusted import printable
 
@@ -74,8 +75,15 @@ def _upload(arguments: argparse.Namespace) -> int:
 
 def _restore(arguments: argparse.Namespace) -> int:
     paths, address = _run_of(arguments)
-    found = restore(open_store(address), paths, say=_say)
+    with watched_store(address, env=os.environ, say=_say) as store:
+        found = restore(store, paths, say=_say)
     print(found.name if found else "")
+    return ExitCode.OK
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    address = parse_store_address(arguments.address, setting="ADDRESS")
+    serve(address, sys.stdin.buffer, sys.stdout.buffer)
     return ExitCode.OK
 
 
@@ -103,6 +111,7 @@ def parser() -> argparse.ArgumentParser:
     for verb, act, words in (
         ("check", _check, "write, read and remove a small object"),
         ("list", _list, "list the runs at an address, or the checkpoints of a run"),
+        ("serve", _serve, "answer the requests of another process about a store"),
     ):
         at = commands.add_parser(verb, help=words)
         at.set_defaults(command=act)

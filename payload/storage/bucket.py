@@ -67,6 +67,12 @@ class BucketStore:
                 continue
             return sorted(each[len(self._prefix) :].rstrip("/") for each in listed.prefixes)
 
+    def siblings(self) -> list[str]:
+        """List the groups of the address that this one lies in."""
+        return BucketStore(
+            self.address.parent(), timeout_s=self._timeout[1], retry_s=self._retry_s
+        ).groups()
+
     def put(
         self, name: str, content: BinaryIO, *, size: int, generation: int | None = None
     ) -> StoredObject:

@@ -34,6 +34,7 @@ from payload.storage.objects import (
     MissingObjectError,
     ObjectStore,
     StoredObject,
+    StoreReader,
 )
 from payload.untrusted import no_follow
 
@@ -135,7 +136,7 @@ class Upload:
             raise CheckpointError(f"{self.name}/{name}: its sha256 is not the manifest's")
 
 
-def whole_checkpoints(store: ObjectStore) -> list[str]:
+def whole_checkpoints(store: StoreReader) -> list[str]:
     """List the names of the checkpoints that have a manifest, oldest first."""
     names = {
         path.parent.name
@@ -173,7 +174,7 @@ def remove_checkpoints(
 
 
 def fetch_newest(
-    store: ObjectStore,
+    store: StoreReader,
     checkpoints: Path,
     *,
     passed_over: Callable[[str, str], None],
@@ -196,7 +197,7 @@ def fetch_newest(
 
 
 def fetch_checkpoint(
-    store: ObjectStore,
+    store: StoreReader,
     name: str,
     checkpoints: Path,
     *,
@@ -239,7 +240,7 @@ def fetch_checkpoint(
     return target
 
 
-def _require_sizes(store: ObjectStore, manifest: Manifest, prefix: str) -> None:
+def _require_sizes(store: StoreReader, manifest: Manifest, prefix: str) -> None:
     """Before anything large is fetched."""
     there = {entry.name: entry.bytes for entry in store.entries(prefix)}
     for name, entry in manifest.files.items():
@@ -249,7 +250,7 @@ def _require_sizes(store: ObjectStore, manifest: Manifest, prefix: str) -> None:
             raise CheckpointError(f"{name}: {found}, the manifest says {entry.bytes} bytes")
 
 
-def _fetch_file(store: ObjectStore, name: str, path: Path, manifest: Manifest) -> None:
+def _fetch_file(store: StoreReader, name: str, path: Path, manifest: Manifest) -> None:
     for _ in range(_FETCHES):
         with path.open("wb") as file:
             store.fetch(name, file, progressed=lambda: None)

@@ -10,13 +10,13 @@ from pathlib import Path
 from payload.checkpoint_files import sha256_of
 from payload.data_folder import META_NAME, load_meta
 from payload.errors import DataError
-from payload.storage.objects import MissingObjectError, ObjectStore
+from payload.storage.objects import MissingObjectError, StoreReader
 from payload.untrusted import parse_json, read_bytes
 
 _TRIES = 3
 
 
-def fetch_data(store: ObjectStore, folder: Path, *, say: Callable[[str], None]) -> None:
+def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) -> None:
     """Bring the data at the store's address to `folder`, unless it is there already.
 
     Raises DataError for data that is not there, or not what its meta.json says.
@@ -40,7 +40,11 @@ def fetch_data(store: ObjectStore, folder: Path, *, say: Callable[[str], None]) 
                 _fetch(store, name, staging / name)
             _verify(store, staging)
             shutil.rmtree(folder, ignore_errors=True)
-            staging.rename(folder)
+            try:
+                staging.rename(folder)
+            except OSError:
+                if not _is_here(folder, meta):  # else another command has brought it meanwhile
+                    raise
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
@@ -71,7 +75,7 @@ def _file_names(meta: bytes, *, where: str) -> list[str]:
     return names
 
 
-def _fetch(store: ObjectStore, name: str, path: Path) -> None:
+def _fetch(store: StoreReader, name: str, path: Path) -> None:
     try:
         with path.open("wb") as file:
             store.fetch(name, file, progressed=lambda: None)
@@ -79,7 +83,7 @@ def _fetch(store: ObjectStore, name: str, path: Path) -> None:
         raise DataError(f"data.dir = {store.address}: {name} is missing. Copy it there.") from None
 
 
-def _verify(store: ObjectStore, folder: Path) -> None:
+def _verify(store: StoreReader, folder: Path) -> None:
     """Compare sizes and hashes; a file that came over damaged is fetched again."""
     for _ in range(_TRIES):
         meta = load_meta(folder)

@@ -65,6 +65,10 @@ class FolderStore:
             folders = (path for path in self._root.iterdir() if path.is_dir())
             return sorted(path.name for path in folders if not path.name.startswith(_HIDDEN))
 
+    def siblings(self) -> list[str]:
+        """List the groups of the address that this one lies in."""
+        return FolderStore(self.address.parent()).groups()
+
     def put(
         self, name: str, content: BinaryIO, *, size: int, generation: int | None = None
     ) -> StoredObject:

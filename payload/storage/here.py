@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from payload.hints import command
 from payload.results import RunPaths
 from payload.run_config import RunConfig, load_run_config
 from payload.storage.data import fetch_data
-from payload.storage.objects import ObjectStore, open_store
+from payload.storage.objects import StoreReader
 from payload.storage.restore import fetch_run
+from payload.storage.watched import watched_store
 from payload.store_address import (
     StoreAddress,
     is_bucket_address,
@@ -108,23 +110,29 @@ def require_stored(status: int, said: bytes, *, where: str = "") -> None:
     raise PreflightError(f"{words} {_WITHOUT}")
 
 
-def bring_data_here(config: RunConfig, *, say: Callable[[str], None]) -> None:
+def bring_data_here(
+    config: RunConfig, *, env: Mapping[str, str], say: Callable[[str], None]
+) -> None:
     """Bring data that is in a bucket to this machine's cache. Raises DataError and StoreError."""
     if is_bucket_address(config.data.dir):
         address = parse_store_address(config.data.dir, setting="data.dir")
-        fetch_data(open_store(address), config.data.folder(), say=say)
+        with watched_store(address, env=env, say=say) as store:
+            fetch_data(store, config.data.folder(), say=say)
 
 
-def store_of(paths: RunPaths) -> ObjectStore | None:
-    """Return the store that a run's settings name; None where they name none."""
+def stored_at(paths: RunPaths) -> StoreAddress | None:
+    """Return where a run's settings say that its results are; None where they name no store."""
     with suppress(ConfigError):
         address = load_run_config(paths.config).storage.address()
-        return None if address is None else open_store(address.under(paths.run_id))
+        return None if address is None else address.under(paths.run_id)
     return None
 
 
-def fetch_whole(store: ObjectStore, paths: RunPaths) -> None:
-    """Make the run's folder with the records that a resume reads: whole, or absent."""
+def fetch_whole(store: StoreReader, paths: RunPaths) -> None:
+    """Make the run's folder with the records that a resume reads: whole, or absent.
+
+    A folder that another process has made meanwhile stays as it is.
+    """
     runs_dir = paths.root.parent
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
@@ -136,6 +144,10 @@ def fetch_whole(store: ObjectStore, paths: RunPaths) -> None:
     try:
         fetch_run(store, RunPaths(staging))
         staging.chmod(0o755)
-        staging.rename(paths.root)
+        try:
+            staging.rename(paths.root)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise ConfigError(f"{paths.root}: {error.strerror}.") from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)

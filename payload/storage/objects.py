@@ -50,11 +50,8 @@ class StoredObject:
     changed_unix: float = 0.0
 
 
-class ObjectStore(Protocol):
-    """Named objects below one address. Every method may raise StoreError or StoreRefusedError.
-
-    A write is whole or absent: no reader ever sees a part of an object.
-    """
+class StoreReader(Protocol):
+    """Named objects below one address. Every method may raise StoreError or StoreRefusedError."""
 
     address: StoreAddress
 
@@ -64,6 +61,22 @@ class ObjectStore(Protocol):
     def groups(self) -> list[str]:
         """List the first parts of names that have more parts, which are runs' ids."""
 
+    def siblings(self) -> list[str]:
+        """List the groups of the address that this one lies in."""
+
+    def read(self, name: str) -> tuple[bytes, int]:
+        """Return a small object's content and generation. Raises MissingObjectError."""
+
+    def fetch(self, name: str, into: BinaryIO, *, progressed: Callable[[], None]) -> None:
+        """Write a whole object to `into`, a file at its start. Raises MissingObjectError."""
+
+
+class ObjectStore(StoreReader, Protocol):
+    """A store that is written to as well.
+
+    A write is whole or absent: no reader ever sees a part of an object.
+    """
+
     def put(
         self, name: str, content: BinaryIO, *, size: int, generation: int | None = None
     ) -> StoredObject:
@@ -72,12 +85,6 @@ class ObjectStore(Protocol):
         With `generation` only over that generation of the object (`ABSENT`: where there is none);
         else raises ConflictError.
         """
-
-    def read(self, name: str) -> tuple[bytes, int]:
-        """Return a small object's content and generation. Raises MissingObjectError."""
-
-    def fetch(self, name: str, into: BinaryIO, *, progressed: Callable[[], None]) -> None:
-        """Write a whole object to `into`, a file at its start. Raises MissingObjectError."""
 
     def remove(self, name: str, *, generation: int | None = None) -> None:
         """Remove an object; one that is gone already is no error. Raises ConflictError."""

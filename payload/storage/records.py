@@ -11,7 +11,13 @@ from pathlib import Path, PurePosixPath
 
 from payload.errors import PreflightError
 from payload.results import RunPaths
-from payload.storage.objects import ABSENT, ConflictError, MissingObjectError, ObjectStore
+from payload.storage.objects import (
+    ABSENT,
+    ConflictError,
+    MissingObjectError,
+    ObjectStore,
+    StoreReader,
+)
 from payload.untrusted import no_follow
 
 EVERY_S = 30.0
@@ -80,7 +86,7 @@ class Records:
         self._generations[name] = put.generation
 
 
-def fetch_records(store: ObjectStore, root: Path, *, names: Sequence[str] = ()) -> list[str]:
+def fetch_records(store: StoreReader, root: Path, *, names: Sequence[str] = ()) -> list[str]:
     """Bring the run's records, or those of `names`, to the folder `root`; return their names.
 
     Raises PreflightError where they cannot be written.
@@ -100,7 +106,7 @@ def fetch_records(store: ObjectStore, root: Path, *, names: Sequence[str] = ()) 
     return brought
 
 
-def _fetch(store: ObjectStore, name: str, path: Path) -> None:
+def _fetch(store: StoreReader, name: str, path: Path) -> None:
     """Bring one file: beside, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -11,7 +11,7 @@ from payload.errors import ConfigError
 from payload.metrics_log import read_metrics, read_val_losses
 from payload.results import RunPaths, last_record
 from payload.storage.checkpoints import fetch_checkpoint, fetch_newest, whole_checkpoints
-from payload.storage.objects import ObjectStore, StoreError, open_store
+from payload.storage.objects import StoreError, StoreReader, open_store
 from payload.storage.owner import OWNER
 from payload.storage.records import fetch_records
 from payload.store_address import StoreAddress
@@ -24,7 +24,7 @@ TO_RESUME = ("run.toml", "plan.json", "metrics.jsonl", "state.json", "summary.js
 """Records that a resume reads. The inventory is that of the new place."""
 
 
-def has_run(store: ObjectStore) -> bool:
+def has_run(store: StoreReader) -> bool:
     """Say whether the store has a run at its address."""
     return any(entry.name in (OWNER, "run.toml") for entry in store.entries())
 
@@ -38,18 +38,18 @@ def require_absent(address: StoreAddress) -> None:
         )
 
 
-def fetch_run(store: ObjectStore, paths: RunPaths) -> None:
+def fetch_run(store: StoreReader, paths: RunPaths) -> None:
     """Make the folder of a run that is known to the store alone, for a resume to read.
 
     Raises ConfigError where the store has no such run.
     """
     if not has_run(store):
-        found = ", ".join(_siblings(store)) or "no run"
+        found = ", ".join(store.siblings()[:10]) or "no run"
         raise ConfigError(f"{store.address}: there is no run. The store has: {found}.")
     fetch_records(store, paths.root, names=TO_RESUME)
 
 
-def restore(store: ObjectStore, paths: RunPaths, *, say: Callable[[str], None]) -> Path | None:
+def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) -> Path | None:
     """Bring the newest checkpoint here, if the store has a newer one; return where it is.
 
     Also metrics up to it, and the records of before in the folder `restored`. None where the
@@ -90,7 +90,7 @@ def restore(store: ObjectStore, paths: RunPaths, *, say: Callable[[str], None]) 
     return found
 
 
-def _require_same_store(store: ObjectStore, paths: RunPaths, *, here: Path | None) -> None:
+def _require_same_store(store: StoreReader, paths: RunPaths, *, here: Path | None) -> None:
     """Refuse a store without the run where it should have it: its folder may not be mounted."""
     if has_run(store):
         return
@@ -122,7 +122,7 @@ def last_step(metrics: Path) -> int:
 
 
 def _fetch_best(
-    store: ObjectStore, paths: RunPaths, *, newest: Path, say: Callable[[str], None]
+    store: StoreReader, paths: RunPaths, *, newest: Path, say: Callable[[str], None]
 ) -> None:
     """Bring the checkpoint with the lowest validation loss, too: it is kept to the end."""
     losses = read_val_losses(paths.metrics)
@@ -143,7 +143,3 @@ def _fetch_best(
         fetch_checkpoint(store, best, paths.checkpoints)
     except ConfigError as error:
         say(f"warning: the best checkpoint, {best}, is passed over: {error}")
-
-
-def _siblings(store: ObjectStore) -> list[str]:
-    return open_store(store.address.parent()).groups()[:10]

@@ -36,13 +36,14 @@ def node_user_data(
     extra_packages: tuple[str, ...] = (),
     os_login_user: str = "",
     wheelhouse: str = "",
+    bucket: str = "none",
 ) -> str:
     """User-data that makes a machine of the rig ready for the owner of the key.
 
     With a key alone it is, word for word, what `pulumi up` gives the nodes of a stack with
     default settings.
     """
-    config = ClusterConfig(os_login_user=os_login_user, wheelhouse=wheelhouse)
+    config = ClusterConfig(os_login_user=os_login_user, wheelhouse=wheelhouse, bucket=bucket)
     keys = () if os_login_user else (public_key,)
     node = node_bootstrap(config, authorized_keys=keys, version=__version__)
     return render_user_data(replace(node, extra_packages=extra_packages), FILES)

@@ -21,7 +21,7 @@ from tests.rig.host import RigError, missing, wait_until
 from tests.rig.image import PACKAGES_ON_MACHINE, root_image
 from tests.rig.machine import Machine
 from tests.rig.network import Link, address_of, joined, make_operator_network
-from tests.rig.wheelhouse import PIP_CONF, WHEELHOUSE_ON_MACHINE, wheelhouse
+from tests.rig.wheelhouse import folder_on_machine, pip_conf, wheelhouse
 from tests.rig.whole import Whole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,12 +48,12 @@ class Rig(Whole):
         *,
         layers: Sequence[Path] = (),
         disk_mib: int | None = None,
-        wheels: bool = True,
+        wheels: Sequence[str] = ("train",),
         without_index: Collection[int] = (),
         binds: Sequence[str] = (),
         shared: Sequence[str] = (),
     ) -> None:
-        """`layers`: what lies over the image, as `prepared.layer()`; `wheels`: with wheelhouse.
+        """`layers`: what lies over the image, as `prepared.layer()`; `wheels`: of these extras.
 
         `disk_mib`: what each machine can write, in the host's memory; None is plenty, there if it
         has room, else on the host's disk.
@@ -80,8 +80,7 @@ class Rig(Whole):
         remove_leftovers()
         image = root_image()
         binds = [f"{image / 'packages'}:{PACKAGES_ON_MACHINE}", *self._binds]
-        if self._wheels:
-            binds.append(f"{wheelhouse()}:{WHEELHOUSE_ON_MACHINE}")
+        binds += [f"{wheelhouse(each)}:{folder_on_machine(each)}" for each in self._wheels]
         folder = self._start_reaper()
         make_operator_network(self.name)
         self._make_machines(folder, binds=tuple(binds))
@@ -90,7 +89,7 @@ class Rig(Whole):
             hosts = self._hosts()
             machine.mount(layers, user_data=user_data, hosts=hosts, disk_mib=self._disk_mib)
             if self._wheels and index not in self._without_index:
-                (machine.root / "etc/pip.conf").write_text(PIP_CONF, encoding="ascii")
+                (machine.root / "etc/pip.conf").write_text(pip_conf(self._wheels), encoding="ascii")
             machine.power_on()
         for machine in self.machines:
             machine.wait_for_systemd()

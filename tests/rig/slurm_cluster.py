@@ -112,7 +112,7 @@ def slurm_cluster(folder: Path, *, shared: Mapping[Path, str]) -> Iterator[Slurm
     with Rig(
         [_USER_DATA] * 3,
         layers=[slurm_layer()],
-        wheels=False,
+        wheels=(),
         binds=[f"{ROOT}:{CODE}", f"{sys.prefix}:{VENV}"],
         shared=[f"{here}:{there}" for here, there in places.items()],
     ) as rig:

@@ -213,7 +213,7 @@ def test_on_a_prepared_disk_a_machine_is_soon_ready_with_keys_of_its_own(
 ) -> None:
     text = node_user_data(public(operator_key))
     os_login = node_user_data("", os_login_user="ada_example_com")
-    with Rig([text, text, os_login], layers=[prepared.layer()], wheels=False) as rig:
+    with Rig([text, text, os_login], layers=[prepared.layer()], wheels=()) as rig:
         states = rig.wait_for_bootstrap(timeout_s=60)
         assert [state["ok"] for state in states.values()] == [True, True, True]
         assert rig.machines[0].host_keys() != rig.machines[1].host_keys()

@@ -27,7 +27,7 @@ PLAIN = "#cloud-config\nlocale: C.UTF-8\nssh_deletekeys: true\nssh_genkeytypes: 
 HOLDER = """\
 import time
 from tests.rig.rig import Rig
-with Rig(["#cloud-config\\n"], wheels=False) as rig:
+with Rig(["#cloud-config\\n"], wheels=()) as rig:
     print(rig.name, rig._reaper.pid, flush=True)
     time.sleep(600)
 """
@@ -42,7 +42,7 @@ def user_data(key: Path) -> str:
 
 @pytest.fixture(scope="module")
 def pair(operator_key: Path) -> Iterator[Rig]:
-    with Rig([user_data(operator_key)] * 2, wheels=False) as rig:
+    with Rig([user_data(operator_key)] * 2, wheels=()) as rig:
         for machine in rig.machines:
             machine.exec(["cloud-init", "status", "--wait"])
         yield rig
@@ -113,7 +113,7 @@ def test_two_machines_cut_from_each_other_still_reach_the_rest(pair: Rig) -> Non
 
 
 def test_a_small_disk_can_be_full() -> None:
-    with Rig([PLAIN], disk_mib=100, wheels=False) as rig:
+    with Rig([PLAIN], disk_mib=100, wheels=()) as rig:
         (machine,) = rig.machines
         done = machine.exec(["dd", "if=/dev/zero", "of=/var/big", "bs=1M"], check=False)
         assert "No space left on device" in done.stderr
@@ -175,7 +175,7 @@ def test_a_killed_machine_sends_no_farewell_and_starts_again(pair: Rig) -> None:
 
 
 def test_two_rigs_at_once_have_the_same_addresses_and_do_not_meet(pair: Rig) -> None:
-    with Rig([PLAIN], wheels=False) as other:
+    with Rig([PLAIN], wheels=()) as other:
         other.machines[0].exec(["cloud-init", "status", "--wait"])
         assert other.machines[0].address == pair.machines[0].address
         assert other.machines[0].host_keys() != pair.machines[0].host_keys()

@@ -14,8 +14,18 @@ from tests.rig.host import run
 
 LOCK = Path(__file__).resolve().parents[2] / "bootstrap" / "requirements.lock"
 WHEELHOUSE_ON_MACHINE = "/srv/wheelhouse"
-PIP_CONF = f"[install]\nno-index = true\nfind-links = {WHEELHOUSE_ON_MACHINE}\n"
-"""pip's settings on a machine that takes the folder for its package index."""
+
+
+def folder_on_machine(extra: str) -> str:
+    """Return where a machine has the wheels of an extra."""
+    return WHEELHOUSE_ON_MACHINE if extra == "train" else f"{WHEELHOUSE_ON_MACHINE}-{extra}"
+
+
+def pip_conf(extras: Sequence[str]) -> str:
+    """Return pip's settings on a machine that takes the extras' wheels for its package index."""
+    folders = "\n    ".join(map(folder_on_machine, extras))
+    return f"[install]\nno-index = true\nfind-links =\n    {folders}\n"
+
 
 _PYTHON = {"python_version": "3.11", "python_full_version": "3.11.2"}
 """Debian 12's."""

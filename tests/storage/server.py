@@ -83,6 +83,11 @@ class GcsServer:
         self._process.kill()
         self._process.wait()
 
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self._process.pid
+
     def _make_bucket(self) -> None:
         status, _ = self.request("POST", "/storage/v1/b?project=p", json.dumps({"name": BUCKET}))
         assert status in (200, 409), status
@@ -119,7 +124,8 @@ class Faults:
 class FaultyProxy:
     """Passes requests on, and spoils some of them; a context manager with a server of its own."""
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: Faults, *, host: str = "127.0.0.1") -> None:
+        """Listen on `host` of the network that the calling thread has now."""
         self.faults = faults
         self.injected: Counter[str] = Counter()
         self.requests = 0
@@ -130,9 +136,9 @@ class FaultyProxy:
         self.before: Callable[[str, str], None] = lambda method, path: None
         self._random = random.Random(faults.seed)
         self._lock = threading.Lock()
-        self._listener = _Listener(("127.0.0.1", 0), _handler(self))
+        self._listener = _Listener((host, 0), _handler(self))
         self.port = int(self._listener.server_address[1])
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
         self.server = GcsServer(public_url=self.url)
         self._thread = threading.Thread(
             target=lambda: self._listener.serve_forever(poll_interval=0.02), daemon=True

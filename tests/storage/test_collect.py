@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from payload.errors import UsageError
+from payload.errors import ExitCode, UsageError
 from payload.metrics_log import EvalMetrics, to_json_line
 from payload.orchestrate.run.store import collect_from_store
 from payload.results import RunPaths
 from payload.run_lock import RunLock
 from payload.storage.checkpoints import Upload
-from payload.storage.objects import ObjectStore, open_store
+from payload.storage.objects import ObjectStore, StoreReader, open_store
+from payload.storage.restore import fetch_run
 from payload.store_address import parse_store_address
 from tests.storage.folders import content_of, write_checkpoint
+from tests.support.launching import REPO
 
 
 def rows(last: int) -> bytes:
@@ -115,3 +120,41 @@ def test_a_run_that_has_ended_in_the_store_takes_the_place_of_one_that_goes_on(
     stored.put({"state.json": json.dumps(ended).encode()})
     stored.collect()
     assert json.loads(stored.paths.state.read_text()) == ended
+
+
+def test_two_first_collects_at_once_bring_one_whole_run(stored: Stored) -> None:
+    stored.put({f"logs/rank_{rank:04d}.log": rows(200) for rank in range(60)})
+    runs = stored.paths.root.parent
+    words = ["collect", str(stored.store.address), "--runs-dir", str(runs)]
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-m", "payload.orchestrate", *words],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for process in both:
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == ExitCode.OK, said
+    assert content_of(stored.paths.checkpoints / "step_00000002") == content_of(stored.checkpoint)
+    assert stored.paths.metrics.read_bytes() == rows(2)
+    assert len(list(stored.paths.logs.glob("rank_*.log"))) == 60
+    assert [path.name for path in runs.iterdir() if path.name not in ("r", "latest")] == []
+
+
+def test_a_run_that_another_collect_has_made_meanwhile_is_taken(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(store: StoreReader, paths: RunPaths) -> None:
+        fetch_run(store, paths)
+        monkeypatch.undo()
+        assert stored.collect() is not None  # the other one, while this one still fetches
+
+    monkeypatch.setattr("payload.storage.here.fetch_run", late)
+    found = stored.collect()
+    assert found is not None and content_of(found) == content_of(stored.checkpoint)
+    assert [path.name for path in stored.paths.root.parent.iterdir()] == ["r"]

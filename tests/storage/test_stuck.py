@@ -5,17 +5,32 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import shutil
+import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from payload.errors import PreflightError
+from payload.errors import ExitCode, PreflightError
+from payload.orchestrate.run.store import collect_from_store
+from payload.results import RunPaths
+from payload.run_config import parse_run_config
 from payload.storage import folder
-from payload.storage.here import try_store_here
-from payload.storage.objects import StoreError, open_store
+from payload.storage.checkpoints import Upload
+from payload.storage.here import bring_data_here, try_store_here
+from payload.storage.objects import ObjectStore, StoreError, open_store
+from payload.storage.restore import restore
+from payload.storage.watched import watched_store
 from payload.store_address import StoreAddress, parse_store_address
+from tests.storage.folders import content_of, write_checkpoint
+from tests.storage.server import BUCKET, GcsServer
 from tests.support.launching import REPO
+from tests.support.waiting import wait_until
+
+SFTP_SERVER = Path("/usr/lib/openssh/sftp-server")
 
 
 @pytest.fixture
@@ -38,3 +53,104 @@ def test_a_store_s_lock_is_not_waited_for_without_end(
     monkeypatch.setattr(folder, "_LOCK_S", 0.1)
     with pytest.raises(StoreError, match="keeps its lock"):
         open_store(stuck).put("a", io.BytesIO(b"x"), size=1)
+
+
+def fill(store: ObjectStore, folder: Path) -> Path:
+    """Put a run with one checkpoint there; return the checkpoint."""
+    checkpoint = write_checkpoint(folder, 2, seed=0)
+    upload = Upload(checkpoint)
+    upload.send(store, may_write=lambda: None)
+    upload.close()
+    store.put("run.toml", io.BytesIO(b""), size=0)
+    return checkpoint
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Let a process do nothing, as a machine that is frozen; its connections stay open."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_bucket_s_server_that_falls_silent_ends_a_collect_and_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with GcsServer() as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        address = parse_store_address(f"gs://{BUCKET}/runs/r")
+        checkpoint = fill(open_store(address), tmp_path / "elsewhere")
+        assert_silence_ends_it(address, server.pid, tmp_path, checkpoint)
+
+
+def test_data_whose_server_falls_silent_is_given_up_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("payload.storage.watched._BUCKET_S", 3.0)
+    monkeypatch.setattr("payload.storage.watched._NOTE_S", 0.5)
+    with GcsServer() as server, stopped(server.pid):
+        env = {**os.environ, "STORAGE_EMULATOR_HOST": server.url}
+        config = parse_run_config("", overrides=[f"data.dir=gs://{BUCKET}/d"], where="test")
+        with pytest.raises(StoreError, match=r"did not answer within 3 s"):
+            bring_data_here(config, env=env, say=lambda line: None)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """A folder mounted by sshfs from a file server of its own, and that server's process."""
+    if os.geteuid() != 0 or not shutil.which("sshfs") or not SFTP_SERVER.exists():
+        pytest.skip("needs root, sshfs and sftp-server; make test-packages installs them")
+    here, there = tmp_path / "mounted", tmp_path / "exported"
+    for each in (here, there):
+        each.mkdir()
+    # sshfs talks to what takes ssh's place.
+    as_ssh, pid_file = tmp_path / "as-ssh", tmp_path / "pid"
+    as_ssh.write_text(f"#!/bin/sh\necho $$ >{pid_file}\nexec {SFTP_SERVER}\n", encoding="ascii")
+    as_ssh.chmod(0o755)
+    options = f"ssh_command={as_ssh},dir_cache=no"
+    client = subprocess.Popen(["sshfs", "-f", "-o", options, f"nobody:{there}", here])
+    try:
+        wait_until(here.is_mount, what="the mount", timeout_s=10.0)
+        yield here, int(pid_file.read_text(encoding="ascii"))
+    finally:
+        subprocess.run(["umount", "--lazy", here], check=False)
+        client.kill()
+        client.wait()
+
+
+def test_a_mount_whose_server_falls_silent_ends_a_collect_and_a_resume(
+    tmp_path: Path, mounted: tuple[Path, int]
+) -> None:
+    folder, server_pid = mounted
+    address = parse_store_address(str(folder / "runs/r"))
+    checkpoint = fill(open_store(address), tmp_path / "elsewhere")
+    assert_silence_ends_it(address, server_pid, tmp_path, checkpoint)
+
+
+def assert_silence_ends_it(
+    address: StoreAddress, server_pid: int, tmp_path: Path, checkpoint: Path
+) -> None:
+    said: list[str] = []
+    paths = RunPaths(tmp_path / "runs" / "r")
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    with watched_store(address, env=env, say=said.append, most_s=4.0, note_s=2.0) as store:
+        with stopped(server_pid), pytest.raises(StoreError, match="did not answer within 4 s") as e:
+            collect_from_store(store, paths, say=said.append)
+        assert e.value.exit_code == ExitCode.PREFLIGHT and "\n" not in str(e.value)
+    assert [line for line in said if "no answer for 2 s" in line] == said and len(said) == 1
+    assert not paths.root.exists()
+    paths.root.mkdir(parents=True)
+    with (
+        watched_store(address, env=env, say=said.append, most_s=4.0, note_s=2.0) as store,
+        stopped(server_pid),
+        pytest.raises(StoreError, match="did not answer"),
+    ):
+        restore(store, paths, say=said.append)
+    # Nothing is left in the way of the next attempt, once the server answers again.
+    paths.root.rmdir()
+    with watched_store(address, env=env, say=said.append) as store:
+        found = collect_from_store(store, paths, say=said.append)
+    assert found is not None and content_of(found) == content_of(checkpoint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -151,7 +151,7 @@ def run(options: RunOptions, access: LocalAccess) -> int:
             quick=options.quick,
         )
     with ExitStack() as held:
-        order = _order(options, site, access.environment(), bucket=bucket, talk=talk, held=held)
+        order = _order(options, site, access, bucket=bucket, talk=talk, held=held)
         tails = Tails(order.paths)
         started = site.start(order)
     with closing(started):
@@ -210,7 +210,7 @@ def site_of(
 def _order(
     options: RunOptions,
     site: Site,
-    env: Mapping[str, str],
+    access: LocalAccess,
     *,
     bucket: str | None,
     talk: Console,
@@ -221,6 +221,7 @@ def _order(
     `bucket` is the cluster's own, or None.
     Raises ConfigError, and PreflightError for what would fail at the site.
     """
+    env, code_env = access.environment(), access.code_environment()
     resumed = None
     if options.resume:
         resumed, overrides = resumable_run(
@@ -228,6 +229,7 @@ def _order(
             runs_dir=options.runs_dir,
             overrides=options.overrides,
             settings=lambda: settle_results(options.load(), bucket=bucket),
+            env=code_env,
             say=talk.print,
         )
         options = replace(options, overrides=overrides)
@@ -238,7 +240,7 @@ def _order(
         _refuse_when_finished(resumed, config)
         auto_size = auto_batch_size(resumed.plan)
     site.check(left_open(config, auto_size=auto_size), env)
-    bring_data_here(config, say=talk.print)
+    bring_data_here(config, env=code_env, say=talk.print)
     vocab_size = _check_data(config)
     if resumed is None:
         config = _settle(config, site, vocab_size=vocab_size, talk=talk)

@@ -73,8 +73,9 @@ from payload.results import (
 from payload.run_config import load_run_config
 from payload.run_lock import FORCE_SIGNAL, RunLock, is_supervised, starting
 from payload.run_repair import has_own_record
-from payload.storage.here import is_address, run_address, store_of
-from payload.storage.objects import ObjectStore, open_store
+from payload.storage.here import is_address, run_address, stored_at
+from payload.storage.watched import watched_store
+from payload.store_address import StoreAddress
 from payload.untrusted import RUN_ID, shown
 
 
@@ -215,8 +216,8 @@ def collect(options: CollectOptions, access: LocalAccess) -> int:
     talk = text_console(stderr=True)
     if options.run is not None and is_address(options.run):
         address = run_address(options.run)
-        store = open_store(address)
-        return _collect_stored(store, RunPaths(options.runs_dir / address.last()), talk=talk)
+        paths = RunPaths(options.runs_dir / address.last())
+        return _collect_stored(address, paths, env=access.code_environment(), talk=talk)
     run = site_run(find_run(options.runs_dir, options.run), access)
     if not run.is_copied:
         raise _is_here(run.paths)
@@ -224,11 +225,11 @@ def collect(options: CollectOptions, access: LocalAccess) -> int:
         with closing(run):
             home = run.bring_home()
     except SshUnreachableError as error:
-        kept = store_of(run.paths)
+        kept = stored_at(run.paths)
         if kept is None:
             raise
-        talk.print(f"warning: {error} What is in {kept.address} comes instead.")
-        return _collect_stored(kept, run.paths, talk=talk)
+        talk.print(f"warning: {error} What is in {kept} comes instead.")
+        return _collect_stored(kept, run.paths, env=access.code_environment(), talk=talk)
     if home.checkpoint is not None:
         with suppress(OSError):  # the link is a convenience
             point_latest_at(run.paths)
@@ -237,12 +238,15 @@ def collect(options: CollectOptions, access: LocalAccess) -> int:
     return ExitCode.OK
 
 
-def _collect_stored(store: ObjectStore, paths: RunPaths, *, talk: Console) -> int:
-    found = collect_from_store(store, paths, say=talk.print)
+def _collect_stored(
+    address: StoreAddress, paths: RunPaths, *, env: Mapping[str, str], talk: Console
+) -> int:
+    with watched_store(address, env=env, say=talk.print) as store:
+        found = collect_from_store(store, paths, say=talk.print)
     with suppress(OSError):  # the link is a convenience
         point_latest_at(paths)
     talk.print(f"checkpoint: {found or 'none yet'}")
-    talk.print(f"everything in {paths.root}; it comes from {store.address}")
+    talk.print(f"everything in {paths.root}; it comes from {address}")
     return ExitCode.OK
 
 

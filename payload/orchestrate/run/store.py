@@ -39,9 +39,10 @@ from payload.run_lock import is_supervised, starting
 from payload.run_repair import known_config, known_state, make_room
 from payload.storage.checkpoints import fetch_newest, whole_checkpoints
 from payload.storage.here import fetch_whole, is_address, run_address
-from payload.storage.objects import ObjectStore, open_store
+from payload.storage.objects import StoreReader
 from payload.storage.records import fetch_records
 from payload.storage.restore import has_run, last_step
+from payload.storage.watched import watched_store
 from payload.store_state import StoreState
 from payload.untrusted import RUN_ID
 
@@ -369,6 +370,7 @@ def resumable_run(
     runs_dir: Path,
     overrides: Sequence[str],
     settings: Callable[[], RunConfig],
+    env: Mapping[str, str],
     say: Callable[[str], None],
 ) -> tuple[RunPaths, Sequence[str]]:
     """Return the run that `--resume` names, in the runs folder or brought from its store.
@@ -388,13 +390,14 @@ def resumable_run(
         address = results.under(named)
     paths = RunPaths(runs_dir / address.last())
     if not paths.root.exists():
-        fetch_whole(open_store(address), paths)
+        with watched_store(address, env=env, say=say) as store:
+            fetch_whole(store, paths)
         say(f"run {paths.run_id} comes from {address}")
     return paths, overrides
 
 
 def collect_from_store(
-    store: ObjectStore, paths: RunPaths, *, say: Callable[[str], None]
+    store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]
 ) -> Path | None:
     """Bring a run's records and newest sound checkpoint here; return where that is, if any.
 
@@ -404,17 +407,17 @@ def collect_from_store(
     """
     if not paths.root.exists():
         fetch_whole(store, paths)
-    else:
-        _require_copy(store, paths)
-        if not has_run(store):
-            raise ConfigError(f"{store.address}: there is no run.")
+    elif not has_run(store):
+        raise ConfigError(f"{store.address}: there is no run.")
+    # Also of a folder that was not there a moment ago: a run of that name may have begun.
+    _require_copy(store, paths)
     with alone(paths, "copy"):
         _take_records(store, paths)
     with alone(paths, "checkpoint"):
         return _take_checkpoint(store, paths, say=say)
 
 
-def _require_copy(store: ObjectStore, paths: RunPaths) -> None:
+def _require_copy(store: StoreReader, paths: RunPaths) -> None:
     """Raise UsageError for a run that is, or was, supervised on this machine."""
     own = any(map(os.path.lexists, (paths.inventory, paths.lock, paths.job)))
     if is_supervised(paths) or (own and not is_copy(paths)):
@@ -424,7 +427,7 @@ def _require_copy(store: ObjectStore, paths: RunPaths) -> None:
         )
 
 
-def _take_records(store: ObjectStore, paths: RunPaths) -> None:
+def _take_records(store: StoreReader, paths: RunPaths) -> None:
     """Bring the records that are not here; all of them where the store's run is further."""
     gone = ("inventory.json", "hosts", "ranks.json")
     names = [each.name for each in store.entries() if each.name not in gone]
@@ -446,7 +449,7 @@ def _reach(paths: RunPaths) -> tuple[int, int, bool]:
 
 
 def _take_checkpoint(
-    store: ObjectStore, paths: RunPaths, *, say: Callable[[str], None]
+    store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]
 ) -> Path | None:
     """Bring the newest checkpoint where it is newer; return the newest that is here then."""
     stored = whole_checkpoints(store)
