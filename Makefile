@@ -97,7 +97,7 @@ lock: setup  ## pin all packages for pyproject.toml again (UPGRADE=1: the newest
 	$(PY) bootstrap/make_lock.py --uv $(VENV)/bin/uv $(if $(UPGRADE),--upgrade)
 
 setup:  ## make .venv from the lock, for running, testing and checking
-	@$(INSTALL) --venv $(VENV) --extras train,quant,orchestrate,infra,monitor,dev $(OR_SAY)
+	@$(INSTALL) --venv $(VENV) --extras train,quant,fp8,orchestrate,infra,monitor,dev $(OR_SAY)
 	@$(LINK_COMMAND)
 
 setup-run:

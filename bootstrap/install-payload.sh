@@ -15,6 +15,7 @@ wheelhouse=
 python=
 torch_index=https://download.pytorch.org/whl/cpu
 cuda=
+gpu=
 from_make=
 writable=()
 scratch=
@@ -24,7 +25,7 @@ hush=
 usage() {
     cat <<USAGE
 usage: install-payload.sh [--venv DIR] [--extras LIST] [--lock FILE] [--wheelhouse DIR]
-                          [--python PYTHON] [--torch-index URL] [--torch-cuda]
+                          [--python PYTHON] [--torch-index URL] [--torch-cuda] [--torch-gpu]
 
 Makes a virtual environment with exactly the wheels in the lock file: pip refuses a file whose
 SHA-256 the lock does not have. A second run with the same lock and extras changes nothing and
@@ -39,6 +40,8 @@ returns at once.
   --torch-index URL  index of PyTorch's CPU builds, used on Linux when it can be reached
                      (default: https://download.pytorch.org/whl/cpu)
   --torch-cuda       take torch's CUDA build (about 3 GB) without asking, where no CPU build is
+  --torch-gpu        take torch's CUDA build, also where there is a CPU build: for a machine with
+                     an NVIDIA GPU
   --writable DIR     also check that this folder, if it is there, can be written; may be repeated
   --from-make        name make's variables in messages in place of these options
 
@@ -120,8 +123,12 @@ parse_arguments() {
             usage
             exit 0
             ;;
-        --torch-cuda | --from-make)
-            [[ $1 == --torch-cuda ]] && cuda=yes || from_make=yes
+        --torch-cuda | --torch-gpu | --from-make)
+            case $1 in
+            --torch-cuda) cuda=yes ;;
+            --torch-gpu) gpu=yes ;;
+            --from-make) from_make=yes ;;
+            esac
             shift
             ;;
         --venv | --extras | --lock | --wheelhouse | --python | --torch-index | --writable)
@@ -314,7 +321,8 @@ PYTHON
 }
 
 # torch==V is in the lock once for the plain index and once, as V+cpu, for PyTorch's. A CPU build
-# goes first wherever it is: pip itself would prefer an index that tells hashes beforehand.
+# goes first wherever it is, unless --torch-gpu asks for the plain index's, which is for CUDA: pip
+# itself would prefer an index that tells hashes beforehand.
 install_torch() {
     local torch=$1 cpu=$scratch/torch-cpu any=$scratch/torch source=() found
     "$venv/bin/python" -m pip freeze --disable-pip-version-check 2>/dev/null |
@@ -322,7 +330,7 @@ install_torch() {
     entries "$extras" | grep -F "$torch+cpu " >"$cpu" || true
     entries "$extras" | grep -E "^$torch( |$)" >"$any" || true
     [[ -z $wheelhouse ]] || source=(--no-index --find-links "$wheelhouse")
-    if [[ $(uname -s) == Linux && -s $cpu ]]; then
+    if [[ -z $gpu && $(uname -s) == Linux && -s $cpu ]]; then
         if [[ -z $wheelhouse ]] && reachable "$torch_index/torch/"; then
             say "installing $torch, CPU build, from $torch_index"
             pip_install "installing $torch" "$cpu" --retries 1 --index-url "$torch_index" && return
@@ -334,7 +342,8 @@ install_torch() {
         ! grep -q "DO NOT MATCH" "$scratch/said" || fail "$(cat "$scratch/said")"
     fi
     found=$(with_cuda_packages "$torch" "$any" ${source[@]+"${source[@]}"}) || exit
-    [[ -z $found || -n $wheelhouse ]] || announce_cuda "$torch" "$found"
+    [[ -z $gpu ]] || need_disk_gb 9 "for the CUDA build of torch"
+    [[ -z $found || -n $wheelhouse || -n $gpu ]] || announce_cuda "$torch" "$found"
     say "installing $torch${found:+, CUDA build}"
     pip_install "installing $torch" "$any" ${source[@]+"${source[@]}"} ||
         fail "pip could not install $torch; what it said is above."

@@ -27,7 +27,7 @@ from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "bootstrap" / "requirements.lock"
-TOGETHER = ("train", "orchestrate", "infra", "dev", "quant", "monitor", "storage")
+TOGETHER = ("train", "orchestrate", "infra", "dev", "quant", "fp8", "monitor", "storage")
 UNRESOLVED = ("ccl",)
 """On an index of its own and without dependencies: taken from pyproject.toml as it is."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"

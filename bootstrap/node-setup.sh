@@ -155,9 +155,32 @@ step_user() {
     [[ -e /var/lib/systemd/linger/$LOGIN_USER ]] || enable_linger
 }
 
+# The driver's modules are those that Canonical builds and signs for this very kernel: Secure Boot
+# loads no others. https://documentation.ubuntu.com/server/how-to/graphics/install-nvidia-drivers/
+# Held: an upgrade would take the library from under the module that is loaded.
+step_driver() {
+    [[ -n $NVIDIA_DRIVER ]] || return 0
+    local branch=$NVIDIA_DRIVER-server drivers
+    drivers=("linux-modules-nvidia-$branch-open-$(uname -r)" "nvidia-headless-no-dkms-$branch-open"
+        "nvidia-utils-$branch")
+    if ! has_package "${drivers[0]}" || ! has_package "${drivers[2]}"; then
+        pause_apt_jobs
+        update_lists
+        say "installing ${drivers[*]}"
+        apt_get install -y "${drivers[@]}" ||
+            fail "NVIDIA's driver could not be installed for kernel $(uname -r); what apt said is above."
+        resume_apt_jobs
+    fi
+    apt-mark hold "${drivers[@]}" >/dev/null
+    modprobe nvidia || fail "the kernel does not load NVIDIA's module; see dmesg."
+    nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader ||
+        fail "nvidia-smi shows no GPU; see dmesg."
+}
+
 step_payload() {
     # --torch-cuda: nobody is there to ask, and a node without torch is of no use.
     local options=(--venv "$VENV" --extras "$EXTRAS" --lock "$here/requirements.lock" --torch-cuda)
+    [[ -z $NVIDIA_DRIVER ]] || options+=(--torch-gpu)
     [[ -z $WHEELHOUSE ]] || options+=(--wheelhouse "$WHEELHOUSE")
     [[ -z $TORCH_INDEX ]] || options+=(--torch-index "$TORCH_INDEX")
     install -d -o "$NODE_USER" -g "$NODE_USER" -m 0755 "$(dirname "$VENV")"
@@ -220,7 +243,12 @@ monitor_machine() {
     service prometheus-node-exporter "[Unit]" "After=network-online.target" \
         "Wants=network-online.target" "StartLimitIntervalSec=0" "[Service]" "RestartSec=5"
     [[ -e /proc/driver/nvidia/version ]] || return 0
-    # From NVIDIA's repository, which an image with NVIDIA's driver has, with its key.
+    # From NVIDIA's repository, which an image of NVIDIA's has, with its key.
+    if ! has_package datacenter-gpu-manager-exporter &&
+        ! apt-cache show datacenter-gpu-manager-exporter >/dev/null 2>&1; then
+        say "no metrics of the GPUs: no package datacenter-gpu-manager-exporter is known here"
+        return 0
+    fi
     package datacenter-gpu-manager-exporter
     service nvidia-dcgm-exporter "[Service]" \
         "Environment=DCGM_EXPORTER_LISTEN=$address:$GPU_EXPORTER_PORT"
@@ -287,11 +315,11 @@ main() {
     mv "$LOG.new" "$LOG"
     exec 3>&1 >>"$LOG" 2>&1 </dev/null
     # shellcheck source=/dev/null # VERSION SHA NODE_USER LOGIN_USER PACKAGES VENV EXTRAS WHEELHOUSE
-    # TORCH_INDEX MONITORING NODES GRAFANA_VERSION
+    # TORCH_INDEX NVIDIA_DRIVER MONITORING NODES GRAFANA_VERSION
     . "$CONF"
     trap on_exit EXIT
     local name
-    for name in packages kernel sshd user payload monitoring; do
+    for name in packages kernel sshd user driver payload monitoring; do
         run_step "$name"
     done
     step="done"

@@ -28,6 +28,7 @@ def node_bootstrap(
         )
         if is_monitored
         else (),
+        has_gpus=config.machine().gpus is not None,
         wheelhouse=config.wheelhouse or None,
         os_login_user=config.os_login_user or None,
     )

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 
 import jinja2
 
+from payload.accelerators import NVIDIA_DRIVER_BRANCH
 from payload.errors import ConfigError
 
 STATE_FILE = "/var/lib/tileforge/bootstrap.json"
@@ -67,6 +68,8 @@ class NodeBootstrap:
     """Folder of wheels on the node, for nodes without internet; None takes them from the index."""
     torch_index: str | None = None
     """Index of PyTorch's CPU builds; None is install-payload.sh's own."""
+    has_gpus: bool = False
+    """True for NVIDIA's driver and torch's CUDA build."""
     monitored: tuple[tuple[str, str], ...] = ()
     """Name and address of every node of a cluster with Prometheus, the head first; else empty."""
     os_login_user: str | None = None
@@ -168,6 +171,7 @@ def _settings(node: NodeBootstrap, files: BootstrapFiles) -> dict[str, str]:
         "EXTRAS": node.extras,
         "WHEELHOUSE": node.wheelhouse or "",
         "TORCH_INDEX": node.torch_index or "",
+        "NVIDIA_DRIVER": NVIDIA_DRIVER_BRANCH if node.has_gpus else "",
         "MONITORING": "prometheus" if node.monitored else "none",
         "NODES": " ".join(f"{name}={address}" for name, address in node.monitored),
         "GRAFANA_VERSION": GRAFANA_VERSION,

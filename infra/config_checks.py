@@ -122,6 +122,12 @@ def _machine(config: ClusterConfig) -> Iterator[Problem]:
             f" = {config.spot!r}, and there are no spot machines of {machine.name}. "
             "pulumi config set spot false",
         )
+    if config.spot != "true" and not machine.has_on_demand:
+        yield (
+            "spot",
+            f" = {config.spot!r}, and {machine.name} is sold as spot alone. pulumi config set spot "
+            "true, or take a3-highgpu-8g.",
+        )
     if config.threads_per_core == 2 and not machine.has_smt:
         yield "threadsPerCore", f" = 2, and {machine.name} has one thread a core. Use 1."
     if config.compact_placement == "true" and not machine.compact:

@@ -10,6 +10,7 @@ from pulumi import Output
 from infra.cloud_init import NODE_USER
 from infra.config import ClusterConfig
 from infra.cost import Cost
+from infra.machines import MachineType
 from infra.nodes import ClusterNodes, node_address, node_name
 from infra.storage import ResultsBucket, bucket_output
 from payload.inventory import Access, ClusterInventory, Node
@@ -52,11 +53,24 @@ def inventory_of(
                 physical_cores=machine.physical_cores,
                 numa_domains=machine.numa_domains,
                 memory_gib=machine.memory_gib,
+                **_gpu_fields(machine),
                 hourly_usd=price,
             )
             for index, price in enumerate(cost.nodes)
         ),
     )
+
+
+def _gpu_fields(machine: MachineType) -> dict[str, Any]:
+    """Return the fields of a node with GPUs; a node without has their defaults."""
+    if machine.gpus is None:
+        return {}
+    gpu = machine.gpus.gpu
+    return {
+        "gpus": machine.gpus.count,
+        "gpu_memory_gib": round(gpu.memory_mib / 1024, 2),
+        "gpu_capability": ".".join(map(str, gpu.capability)),
+    }
 
 
 def as_plain(inventory: ClusterInventory) -> dict[str, Any]:

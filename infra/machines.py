@@ -1,15 +1,20 @@
-"""Google's machine types that have matrix tiles (AMX), and what each allows.
+"""Google's machine types that have matrix tiles (AMX) or GPUs, and what each allows.
 
 Source of shapes, bandwidth and NUMA domains: Cyclenerd/google-cloud-compute-machine-types,
 instances/series/{c3,c4,h3}.sql; GoogleCloudPlatform/cluster-toolkit at 10470803, util.py. Both
 read 2026-11-21. Of compact placement: the families that
 https://cloud.google.com/kubernetes-engine/docs/how-to/compact-placement lists, read 2026-11-22.
+
+GPU types (g2, a2, a3): shapes of payload/prices/machines.csv; the rest from
+https://cloud.google.com/compute/docs/accelerator-optimized-machines, which lists no NUMA domains:
+two are assumed from 96 vCPUs on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from payload.accelerators import Gpus, gpus_of
 from payload.errors import ConfigError
 
 
@@ -33,6 +38,10 @@ class MachineType:
     """True if a compact placement policy may hold it."""
     tier1: bool
     """True if it may have the higher bandwidth, Tier_1."""
+    has_on_demand: bool = True
+    """False if Google sells it as spot alone."""
+    gpus: Gpus | None = None
+    """None: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +97,40 @@ _FAMILIES = {
     ),
 }
 
+# vCPUs, GiB of memory, NUMA domains. A GPU machine never migrates.
+_GPU_TYPES = {
+    "g2-standard-4": (4, 16, 1),
+    "g2-standard-8": (8, 32, 1),
+    "g2-standard-12": (12, 48, 1),
+    "g2-standard-16": (16, 64, 1),
+    "g2-standard-24": (24, 96, 1),
+    "g2-standard-32": (32, 128, 1),
+    "g2-standard-48": (48, 192, 1),
+    "g2-standard-96": (96, 384, 2),
+    "a2-highgpu-1g": (12, 85, 1),
+    "a2-highgpu-2g": (24, 170, 1),
+    "a2-highgpu-4g": (48, 340, 1),
+    "a2-highgpu-8g": (96, 680, 2),
+    "a2-megagpu-16g": (96, 1360, 2),
+    "a2-ultragpu-1g": (12, 170, 1),
+    "a2-ultragpu-2g": (24, 340, 1),
+    "a2-ultragpu-4g": (48, 680, 1),
+    "a2-ultragpu-8g": (96, 1360, 2),
+    "a3-highgpu-1g": (26, 234, 1),
+    "a3-highgpu-2g": (52, 468, 1),
+    "a3-highgpu-4g": (104, 936, 1),
+    "a3-highgpu-8g": (208, 1872, 2),
+    "a3-megagpu-8g": (208, 1872, 2),
+}
+# "you must use Spot VMs or Flex-start VMs": accelerator-optimized-machines, "A3 High".
+_SPOT_ALONE = ("a3-highgpu-1g", "a3-highgpu-2g", "a3-highgpu-4g")
+_GPU_DISKS = {
+    "g2": ("pd-balanced", "pd-ssd", "hyperdisk-balanced"),
+    "a2": ("pd-balanced", "pd-ssd"),
+    "a3": ("pd-balanced", "pd-ssd", "hyperdisk-balanced"),
+}
+_FAMILY_NAMES = (*_FAMILIES, *_GPU_DISKS)
+
 _WITHOUT_AMX = {
     "c3d": "AMD EPYC Genoa",
     "c4d": "AMD EPYC Turin",
@@ -114,10 +157,12 @@ def machine_type(name: str) -> MachineType:
             f"family {family_name} runs on {_WITHOUT_AMX[family_name]}, which has no AMX. Use C3, "
             "C4, N4 or H3, such as c3-highmem-8."
         )
+    if family_name in _GPU_DISKS:
+        return _gpu_machine(name, family_name)
     family = _FAMILIES.get(family_name)
     if family is None:
         raise ConfigError(
-            f"family {family_name!r} is not known. Use one of: {', '.join(_FAMILIES)}."
+            f"family {family_name!r} is not known. Use one of: {', '.join(_FAMILY_NAMES)}."
         )
     shape, _, size = rest.partition("-")
     if shape not in family.gib_per_vcpu or size not in {str(vcpus) for vcpus in family.sizes}:
@@ -131,12 +176,13 @@ def machine_type(name: str) -> MachineType:
 
 def machine_types() -> tuple[MachineType, ...]:
     """Every machine type that may be asked for."""
-    return tuple(
+    on_cpus = (
         _machine(f"{name}-{shape}-{size}", name, family, shape, size)
         for name, family in _FAMILIES.items()
         for size in family.sizes
         for shape in family.gib_per_vcpu
     )
+    return (*on_cpus, *(_gpu_machine(name, name.partition("-")[0]) for name in _GPU_TYPES))
 
 
 def _machine(name: str, family_name: str, family: _Family, shape: str, vcpus: int) -> MachineType:
@@ -153,4 +199,27 @@ def _machine(name: str, family_name: str, family: _Family, shape: str, vcpus: in
         live_migrates=family.live_migrates,
         compact=family.compact,
         tier1=family.tier1_from is not None and vcpus >= family.tier1_from,
+    )
+
+
+def _gpu_machine(name: str, family_name: str) -> MachineType:
+    if name not in _GPU_TYPES:
+        sizes = ", ".join(each for each in _GPU_TYPES if each.startswith(f"{family_name}-"))
+        raise ConfigError(f"there is no such size here. {family_name} has {sizes}.")
+    vcpus, memory_gib, domains = _GPU_TYPES[name]
+    return MachineType(
+        name=name,
+        family=family_name,
+        vcpus=vcpus,
+        physical_cores=vcpus // 2,
+        memory_gib=memory_gib,
+        numa_domains=domains,
+        disk_types=_GPU_DISKS[family_name],
+        has_spot=True,
+        has_smt=True,
+        live_migrates=False,
+        compact=True,
+        tier1=False,
+        has_on_demand=name not in _SPOT_ALONE,
+        gpus=gpus_of(name),
     )

@@ -28,6 +28,8 @@ _LEFT_ALONE = (
     f'labels["{EXPIRES}"]',
     f'bootDisk.initializeParams.labels["{EXPIRES}"]',
 )
+# A3 and A2 Ultra come with local SSDs that nobody asks for.
+_LEFT_ALONE_WITH_GPUS = ("scratchDisks",)
 # Of a hyperdisk-balanced disk without surcharge; one that does not ask gets more and pays for it.
 FREE_IOPS, FREE_MIB_PER_S = 3_000, 140
 _BUCKET_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
@@ -136,7 +138,10 @@ class ClusterNodes(ComponentResource):
                 depends_on=self._args.after,
                 delete_before_replace=True,
                 replacement_trigger=trigger,
-                ignore_changes=list(_LEFT_ALONE),
+                ignore_changes=[
+                    *_LEFT_ALONE,
+                    *(_LEFT_ALONE_WITH_GPUS if config.machine().gpus else ()),
+                ],
             ),
         )
 

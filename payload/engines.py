@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from payload.errors import ConfigError
-from payload.run_config import DistributedSection, EngineSection, RunConfig
+from payload.run_config import DistributedSection, EngineSection, PrecisionSection, RunConfig
 
 IPEX_MODULE = "intel_extension_for_pytorch"
 IPEX_INSTALL = (
@@ -16,6 +16,9 @@ IPEX_INSTALL = (
 CCL_MODULE = "oneccl_bindings_for_pytorch"
 QUANTIZER_MODULE = "bitsandbytes"
 _QUANTIZER_INSTALL = "pip install 'bitsandbytes>=0.50,<0.51'"
+
+FP8_MODULE = "torchao"
+_FP8_INSTALL = "pip install torchao==0.18.0"
 
 DEEPSPEED_MODULE = "deepspeed"
 # It comes as source alone, whose set-up looks at torch: that is to be the torch that is there.
@@ -69,6 +72,16 @@ def require_means_here(config: RunConfig) -> None:
         raise deepspeed_missing("not installed")
     if quantize == "nf4" and importlib.util.find_spec(QUANTIZER_MODULE) is None:
         raise bitsandbytes_missing("not installed")
+    require_fp8_package(config.precision)
+
+
+def require_fp8_package(settings: PrecisionSection) -> None:
+    """Raise ConfigError, with what installs it, where precision.fp8 lacks its package."""
+    if settings.fp8 != "off" and importlib.util.find_spec(FP8_MODULE) is None:
+        raise ConfigError(
+            f"precision.fp8 = {settings.fp8!r} needs torchao (not installed). Install it with: "
+            f"{_FP8_INSTALL} (or use precision.fp8 = 'off')."
+        )
 
 
 def ipex_missing(reason: object) -> ConfigError:

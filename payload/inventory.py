@@ -36,6 +36,8 @@ _PROJECT = re.compile(r"[a-z0-9]([a-z0-9.:-]{0,61}[a-z0-9])?")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{0,220}[a-z0-9]")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
+_CAPABILITY = re.compile(r"[0-9]{1,2}\.[0-9]")
+
 _NAME_WORDS = "a name of letters, digits, dots, hyphens and underscores"
 _ADDRESS_WORDS = "an IP address or a host name"
 _MOST_NODES = 4096
@@ -65,6 +67,12 @@ class Node:
     physical_cores: int = checked(low=1, high=_MOST_CORES)
     numa_domains: int = checked(1, low=1, high=_MOST_CORES)
     memory_gib: float = checked(low=0, high=2**20)
+    gpus: int = checked(0, low=0, high=64)
+    """NVIDIA GPUs; each takes one rank."""
+    gpu_memory_gib: float | None = checked(None, low=0, high=2**14)
+    """Memory of each, or None when it is not known."""
+    gpu_capability: str | None = checked(None, pattern=_CAPABILITY, wanted="such as 8.9")
+    """Compute capability, or None when it is not known."""
     hourly_usd: float | None = checked(None, low=0, high=1e6)
     """Price of this node, or None when it is not known."""
     instance_id: str | None = checked(None, pattern=_WORD, wanted="the cloud's number of a machine")

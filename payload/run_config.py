@@ -41,6 +41,7 @@ _FIXED = (
     ("adapter", "rslora"),
     ("adapter", "dora"),
     ("optimizer", "name"),
+    ("precision", "fp8"),
 )
 
 _MAX_BYTES = 2**20
@@ -296,6 +297,10 @@ class PrecisionSection:
 
     dtype: DtypeChoice = "auto"
     """auto: bf16 where the calibration finds it faster, else fp32; which one is said."""
+    fp8: Literal["off", "on", "emulated"] = "off"
+    """on: the layers' linears multiply in 8-bit floats, all else in bf16. It needs the extra `fp8`
+    and a GPU of compute capability 8.9 or higher. emulated: the same rounding on any device, slower
+    than bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -533,8 +538,8 @@ class RunConfig:
         return self.used_engine().wants_kernels() and is_plain
 
     def used_engine(self) -> EngineSection:
-        """Return the engine that ranks run: under zero3 without kernels, by torch's modules."""
-        if self.distributed.strategy == "zero3":
+        """Return the engine that ranks run: zero3 and fp8 run torch's modules, without kernels."""
+        if self.distributed.strategy == "zero3" or self.precision.fp8 != "off":
             return replace(self.engine, kernels="off")
         return self.engine
 
@@ -659,6 +664,7 @@ def _contradictions(config: RunConfig) -> list[str]:
     found += _adapter_contradictions(config)
     found += _preference_contradictions(config)
     found += _quantize_contradictions(config)
+    found += _fp8_contradictions(config)
     found += strategy_contradictions(config)
     found += _slurm_problems(config.slurm)
     try:
@@ -854,6 +860,37 @@ def _quantize_contradictions(config: RunConfig) -> list[str]:
         found.append(
             f"{setting} does not run with distributed.strategy = "
             f'"{config.distributed.strategy}". Set it to "replicate".'
+        )
+    return found
+
+
+def _fp8_contradictions(config: RunConfig) -> list[str]:
+    if config.precision.fp8 == "off":
+        return []
+    found, setting = [], f'precision.fp8 = "{config.precision.fp8}"'
+    if config.precision.fp8 == "on" and config.device.kind == "cpu":
+        found.append(
+            f'{setting} needs a GPU, but device.kind = "cpu". Set it to "emulated" for the same '
+            'rounding, or "off".'
+        )
+    if config.precision.dtype == "fp32":
+        found.append(
+            f'{setting} computes all else in bf16, but precision.dtype = "fp32". Set it to "bf16" '
+            'or "auto".'
+        )
+    if config.adapter.is_on():
+        found.append(
+            f'{setting} is for full training, but adapter.kind = "{config.adapter.kind}". Set fp8 '
+            'to "off", or adapter.kind to "none".'
+        )
+    if config.engine.kind != "native":
+        found.append(
+            f'{setting} does not run on engine.kind = "{config.engine.kind}". Set it to "native".'
+        )
+    if config.distributed.strategy == "zero3" or config.distributed.splits_model():
+        found.append(
+            f'{setting} runs with distributed.strategy = "replicate" or "shard", without '
+            'tensor_parallel and pipeline_parallel. Set these, or fp8 to "off".'
         )
     return found
 

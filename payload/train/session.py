@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 from payload.batch_size import as_recorded, settle_batch, with_size
 from payload.deepspeed_config import render_deepspeed
+from payload.engines import require_fp8_package
 from payload.errors import ConfigError
 from payload.mesh import require_tensor_ranks_on_a_node
 from payload.metrics_log import read_metrics
@@ -24,6 +25,7 @@ from payload.train.calibration import Calibration, calibrate
 from payload.train.engine import engage, require_engine, require_strategy
 from payload.train.metrics import MetricsFile, SignOfLife
 from payload.train.models.base import CausalLM
+from payload.train.models.float8 import convert_linears
 from payload.train.models.lora import shrink_base
 from payload.train.parts import Parts
 from payload.train.setup import (
@@ -63,6 +65,9 @@ def train(
         sign_of_life.tell(step=0, phase="load")
         require_engine(config.engine)
         require_strategy(config.distributed)
+        require_fp8_package(config.precision)
+        if config.precision.fp8 == "on":
+            world.require_fp8()
         config.require_even(world.world_size)
         if config.distributed.splits_model() and not world.is_cpu:
             raise ConfigError(
@@ -110,8 +115,8 @@ def train(
 
 
 def _dtype_choice(config: RunConfig, start: Start) -> DtypeChoice:
-    """The config's, but a resumed run goes on in what `auto` chose for it; 4 bits want bf16."""
-    if config.model.quantize != "none":
+    """The config's, but a resumed run keeps what `auto` chose for it; 4 and 8 bits want bf16."""
+    if config.model.quantize != "none" or config.precision.fp8 != "off":
         return "bf16"
     if config.precision.dtype == "auto" and start.state is not None:
         return start.state.dtype
@@ -238,6 +243,8 @@ def _assemble(
         start.model.enable_checkpointing()
     if world.is_main and config.distributed.strategy == "zero3":
         write_whole(paths.deepspeed_config, render_deepspeed(config, dtype=calibration.dtype))
+    if config.precision.fp8 != "off":
+        log.info(f"fp8       {convert_linears(start.model, config.precision)}")
     strategy = choose_strategy(config.distributed, world)
     strategy.wrap(start.model)
     optimizers = strategy.optimizers(start.model, config, dtype=calibration.dtype)

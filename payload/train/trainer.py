@@ -381,7 +381,10 @@ class Trainer:
             micro_batch_size=self._batch.sequences(),
             max_tokens=max_tokens,
             autocast=parts.accelerator.autocast,
-            without_gradients=parts.strategy.without_gradients,
+            # torchao's 8-bit tensors have no conversion in inference mode.
+            without_gradients=torch.no_grad
+            if parts.config.precision.fp8 != "off"
+            else parts.strategy.without_gradients,
             computes_together=parts.strategy.computes_together(),
             share=(parts.strategy.data_rank, parts.strategy.mesh.data_ranks),
             has_results=parts.strategy.has_results(),

@@ -16,6 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from payload.accelerators import FP8_CAPABILITY
 from payload.engines import ccl_missing, require_known_backend
 from payload.errors import ConfigError, RankLostError, TrainingError
 from payload.hints import command
@@ -122,6 +123,19 @@ class World:
     def is_cpu(self) -> bool:
         """Whether this rank computes on the CPU, which the project's kernels are for."""
         return self.kind == "cpu"
+
+    def require_fp8(self) -> None:
+        """Raise ConfigError where this rank's device does not multiply 8-bit floats."""
+        fix = "Set precision.fp8 to 'emulated' for the same rounding, or to 'off'."
+        if self.is_cpu:
+            raise ConfigError(f"precision.fp8 = 'on': this rank computes on a CPU. {fix}")
+        found = torch.cuda.get_device_capability()
+        if found < FP8_CAPABILITY:
+            least, here = (".".join(map(str, each)) for each in (FP8_CAPABILITY, found))
+            raise ConfigError(
+                f"precision.fp8 = 'on': {torch.cuda.get_device_name()} has compute capability "
+                f"{here}, and {least} is needed. {fix}"
+            )
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was given; a CPU has."""

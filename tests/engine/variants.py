@@ -28,8 +28,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "small-packets": {"mtu": 1460, "flowLogs": False},
     "own-bucket": {"bucket": "acme-results", "cluster": "research"},
     "new-bucket": {"bucket": "create", "nodeCount": 2},
+    "l4": {"machineType": "g2-standard-8", "nodeCount": 2, **_ANY_PRICE},
+    "a100-spot": {"machineType": "a2-highgpu-1g", "spot": "true", **_ANY_PRICE},
+    "h100-spot": {"machineType": "a3-highgpu-2g", "spot": "true", "nodeCount": 2, **_ANY_PRICE},
+    "h100-mega": {"machineType": "a3-megagpu-8g", "nodeCount": 2, **_ANY_PRICE},
     "sixty-four-nodes": {"nodeCount": 64, **_ANY_PRICE},
 }
-"""Twenty-five, those whose graphs are golden files among them."""
+"""Twenty-nine, those whose graphs are golden files among them."""
 
 CRYPTO_KEY = str(CASES["bucket"]["kmsKey"])

@@ -48,6 +48,7 @@ RULES = {
                 "payload.errors",
                 "payload.untrusted",
                 "payload.cloud_prices",
+                "payload.accelerators",
             }
         ),
         frozenset({"paramiko", "torch"}),

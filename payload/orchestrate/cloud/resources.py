@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
+from payload.accelerators import gpus_of
 from payload.errors import ConfigError
 from payload.orchestrate.cloud.pulumi import text_list
 from payload.untrusted import printable, shown
@@ -382,12 +383,31 @@ class Need:
             ("region", ("INSTANCES",), float(self.node_count)),
             ("project", ("NETWORKS",), 1.0),
         ]
+        wanted += self._gpu_quotas()
         addresses = float(self.has_nat + self.has_public_head)
         if addresses:
             wanted.append(("region", ("IN_USE_ADDRESSES",), addresses))
         if self.has_nat:
             wanted.append(("project", ("ROUTERS",), 1.0))
         return wanted
+
+    def _gpu_quotas(self) -> list[tuple[Scope, tuple[str, ...], float]]:
+        """Return the quotas of GPUs, of which spot machines have their own.
+
+        https://cloud.google.com/compute/resource-usage#gpu_quota
+        """
+        gpus = gpus_of(self.machine_type)
+        if gpus is None:
+            return []
+        count, quota = float(self.node_count * gpus.count), gpus.gpu.quota
+        metrics = (
+            *((f"PREEMPTIBLE_{quota}",) if self.spot != "false" else ()),
+            *((quota,) if self.spot != "true" else ()),
+        )
+        own: list[tuple[Scope, tuple[str, ...], float]] = [
+            ("region", (metric,), count) for metric in metrics
+        ]
+        return [*own, ("project", ("GPUS_ALL_REGIONS",), count)]
 
 
 def need_of(settings: Mapping[str, Any]) -> Need:

@@ -17,8 +17,13 @@ _DISKS = {
     "c4": ("hyperdisk-balanced",),
     "n4": ("hyperdisk-balanced",),
     "h3": ("pd-balanced", "hyperdisk-balanced"),
+    "g2": ("pd-balanced", "pd-ssd", "hyperdisk-balanced"),
+    "a2": ("pd-balanced", "pd-ssd"),
+    "a3": ("pd-balanced", "pd-ssd", "hyperdisk-balanced"),
 }
-_COMPACT = ("c3", "h3")
+_COMPACT = ("c3", "h3", "g2", "a2", "a3")
+_WITH_GPUS = ("g2", "a2", "a3")
+_SPOT_ALONE = ("a3-highgpu-1g", "a3-highgpu-2g", "a3-highgpu-4g")
 _TIER_1_FROM = {"c3": 44, "c4": 48}
 _RUN_S = (30, 120 * 86_400)
 # What changes a running machine alone, and what needs a stopped one.
@@ -117,6 +122,10 @@ def _instance_problems(body: dict[str, Any], zone: str) -> Iterator[str]:
             yield f"Machine type {kind} is not available as a Spot VM."
         if migrates or restarts:
             yield "Scheduling must have onHostMaintenance TERMINATE and no restart when Spot."
+    if family in _WITH_GPUS and migrates:
+        yield "Instances with guest accelerators do not support live migration."
+    if kind in _SPOT_ALONE and scheduling.get("provisioningModel") != "SPOT":
+        yield f"Machine type {kind} is not available with provisioning model STANDARD."
     if family == "h3" and migrates:
         yield f"Machine type {kind} does not support live migration. Use TERMINATE."
     yield from _special_problems(body, kind, migrates=migrates)

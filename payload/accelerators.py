@@ -1,0 +1,75 @@
+"""CONTRACT: GPUs of Google's machine types, and what they can do.
+
+Sources: https://cloud.google.com/compute/docs/accelerator-optimized-machines (GPUs of a type),
+https://cloud.google.com/compute/resource-usage#gpu_quota (names of quotas),
+https://developer.nvidia.com/cuda-gpus (compute capability). Memory is what nvidia-smi shows.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+FP8_CAPABILITY = (8, 9)
+"""Least compute capability with 8-bit floating-point matmuls: Ada and Hopper."""
+NVIDIA_DRIVER_BRANCH = "580"
+"""Branch of NVIDIA's driver that nodes get."""
+LEAST_NVIDIA_DRIVER = (580, 65, 6)
+"""Least driver for CUDA 13.0, which torch 2.13's wheels are built with:
+https://docs.nvidia.com/cuda/cuda-toolkit-release-notes, table 3."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One model of GPU."""
+
+    name: str
+    memory_mib: int
+    capability: tuple[int, int]
+    """Compute capability."""
+    quota: str
+    """Regional quota on demand; PREEMPTIBLE_ goes before it for spot machines."""
+
+    def has_fp8(self) -> bool:
+        """Say whether it multiplies 8-bit floats."""
+        return self.capability >= FP8_CAPABILITY
+
+
+L4 = Gpu(name="L4", memory_mib=23_034, capability=(8, 9), quota="NVIDIA_L4_GPUS")
+A100 = Gpu(name="A100 40GB", memory_mib=40_960, capability=(8, 0), quota="NVIDIA_A100_GPUS")
+A100_80 = Gpu(name="A100 80GB", memory_mib=81_920, capability=(8, 0), quota="NVIDIA_A100_80GB_GPUS")
+H100 = Gpu(name="H100 80GB", memory_mib=81_559, capability=(9, 0), quota="NVIDIA_H100_GPUS")
+H100_MEGA = Gpu(
+    name="H100 80GB (Mega)", memory_mib=81_559, capability=(9, 0), quota="NVIDIA_H100_MEGA_GPUS"
+)
+
+_G2_GPUS = {4: 1, 8: 1, 12: 1, 16: 1, 24: 2, 32: 1, 48: 4, 96: 8}
+"""By vCPUs."""
+_BY_SHAPE = {
+    "a2-highgpu": A100,
+    "a2-megagpu": A100,
+    "a2-ultragpu": A100_80,
+    "a3-highgpu": H100,
+    "a3-megagpu": H100_MEGA,
+}
+_TYPE = re.compile(r"(?P<shape>a[23]-[a-z]+gpu)-(?P<count>[0-9]{1,2})g")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus:
+    """The GPUs of one machine."""
+
+    gpu: Gpu
+    count: int
+
+
+def gpus_of(machine_type: str | None) -> Gpus | None:
+    """Return the GPUs of a machine type of Google's; None for one without, or not known here."""
+    text = machine_type or ""
+    if text.startswith("g2-standard-"):
+        vcpus = text.removeprefix("g2-standard-")
+        count = _G2_GPUS.get(int(vcpus)) if vcpus.isdecimal() else None
+        return None if count is None else Gpus(gpu=L4, count=count)
+    found = _TYPE.fullmatch(text)
+    gpu = _BY_SHAPE.get(found["shape"]) if found else None
+    return None if found is None or gpu is None else Gpus(gpu=gpu, count=int(found["count"]))

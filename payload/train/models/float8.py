@@ -1,0 +1,68 @@
+"""Linears that multiply in 8-bit floats: torchao's, for the linears of a model's layers.
+
+Forward and backward matmuls take e4m3 inputs and weights and e5m2 gradients, each scaled by its
+tensor's largest value; sums, weights and gradients stay as they were. The head, the embeddings and
+the norms are left alone: https://arxiv.org/abs/2209.05433.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from payload.errors import ConfigError
+from payload.run_config import PrecisionSection
+from payload.train.models.base import CausalLM
+
+_MULTIPLE = 16
+"""Sizes of an 8-bit matmul are multiples of it: https://docs.nvidia.com/cuda/cublas, "FP8"."""
+
+
+def convert_linears(model: CausalLM, settings: PrecisionSection) -> str:
+    """Make the linears of the model's layers 8-bit ones, and return a sentence that says which.
+
+    Parameters stay the same tensors under the same names, so checkpoints are as before. Raises
+    ConfigError where no linear can be converted.
+    """
+    inside = {id(each) for layer in model.layers() for each in layer.modules()}
+    linears = [each for each in model.modules() if id(each) in inside and _is_linear(each)]
+    fitting = {id(each) for each in linears if _fits(each)}
+    if not fitting:
+        raise ConfigError(
+            f"precision.fp8 = {settings.fp8!r}: none of the model's {len(linears)} layer linears "
+            f"has sizes that are multiples of {_MULTIPLE}. Set it to 'off'."
+        )
+    library = _library()
+    library.convert_to_float8_training(
+        model,
+        module_filter_fn=lambda module, _name: id(module) in fitting,
+        config=library.Float8LinearConfig(emulate=settings.fp8 == "emulated"),
+    )
+    how = ", emulated in bf16" if settings.fp8 == "emulated" else ""
+    return (
+        f"{len(fitting)} of the layers' {len(linears)} linears multiply in 8-bit floats{how}; "
+        "head and embeddings do not"
+    )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _fits(module: nn.Module) -> bool:
+    assert isinstance(module, nn.Linear)
+    return module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
+
+
+def _library() -> Any:
+    """Return torchao.float8, whose import warns of libraries for other GPUs."""
+    logger = logging.getLogger("torchao")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        import torchao.float8
+    finally:
+        logger.setLevel(level)
+    return torchao.float8
