@@ -6,8 +6,7 @@ One process takes a training step again and again, in pairs of blocks whose orde
 the watched blocks it does what a rank does for its records (the clock around each part, the row of
 metrics.jsonl, the sign of life before a pass), the exporter is scraped, and a tracker follows the
 rows; both are real processes. In the other blocks nothing is written, both are stopped (SIGSTOP).
-A scrape comes every 5 s as from our Prometheus, the other blocks' time included: twice as often in
-watched time. Two figures come out:
+A scrape comes every 5 s of watched time, as from our Prometheus. Two figures come out:
 
 - paired: the median over the pairs of the watched block's time over the other's, less one;
 - spent: the time within those calls, plus all processor time of the two processes, over the time of
@@ -242,12 +241,16 @@ class _Watchers:
         return sum(each.user + each.system for each in times)
 
     def _scrape(self) -> None:
-        due_s = time.monotonic()
+        """Scrape at the start of the watched time, and after every so many seconds of it."""
+        left_s, last_s = 0.0, time.monotonic()
         while not self._ended.is_set():
-            if not self._working.wait(0.05) or time.monotonic() < due_s:
+            working = self._working.wait(0.01)
+            now_s = time.monotonic()
+            left_s, last_s = left_s - (now_s - last_s if working else 0.0), now_s
+            if not working or left_s > 0.0:
                 time.sleep(0.01)
                 continue
-            due_s = time.monotonic() + self._scrape_s
+            left_s += self._scrape_s
             # It may be stopped meanwhile, and answers when it goes on.
             with urllib.request.urlopen(self._url, timeout=60) as answer:
                 answer.read()
