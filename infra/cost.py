@@ -149,7 +149,7 @@ def describe(
         f"cost of {what}: ${cost.hourly_usd:.4f} an hour, of which NAT and addresses "
         f"${cost.shared:.4f}; traffic, flow logs and the bucket come on top",
         f"at most ${most:.2f} until each machine's limit of {config.max_lifetime} ends it; a "
-        "machine that is made again begins anew",
+        "machine that replaces another one has the whole limit again",
     ]
     if speed is not None:
         usd = usd_per_million_tokens(cost.hourly_usd, tokens_per_s=speed.tokens_per_s)

@@ -30,7 +30,7 @@ BEST_NAME = "best"
 """A link beside the checkpoints, to the one with the lowest validation loss."""
 
 PARTIAL_SUFFIX = ".partial"
-"""Of a checkpoint's folder while it is written or removed."""
+"""Suffix of a checkpoint's folder while it is written or removed."""
 
 FOLDER_NAME = re.compile(r"step_(\d{8,18})")
 """A checkpoint's folder, by the number of its step."""

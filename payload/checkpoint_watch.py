@@ -1,4 +1,4 @@
-"""Whether ranks are saving: time that nobody who ends a run may take from them."""
+"""The time that ranks take to save, which nobody who ends a run may take from them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import time
 from payload.results import RankProgress, RunPaths, last_record
 
 START_PHASES = ("load", "calibration", "start", "kernels", "weights")
-"""What a rank does before it trains, in this order."""
+"""Phases of a rank before it trains, in this order."""
 SAVING_PHASES = ("sync check", "checkpoint", "end")
-"""What a rank does from the last pass of a stop to its own end."""
+"""Phases of a rank from the last pass of a stop to its own end."""
 
 
 class CheckpointWatch:
@@ -23,7 +23,7 @@ class CheckpointWatch:
         self._changed_s = 0.0
 
     def gets_on(self) -> bool:
-        """Whether rank 0 is at its checkpoint and has shown something new in time. Ask often."""
+        """Return whether rank 0 is at its checkpoint and has shown something new; ask often."""
         seen = _rank_0(self._paths)
         if seen is None or seen.phase not in SAVING_PHASES:
             return False
@@ -44,7 +44,7 @@ class Farewell:
         self._ends_s = time.monotonic() + (grace_s if has_begun else 0.0)
 
     def is_over(self) -> bool:
-        """Whether they have had their time. Ask often."""
+        """Return whether they have had their time. Ask often."""
         gets_on = self._watch.gets_on()
         return time.monotonic() > self._ends_s and not gets_on
 

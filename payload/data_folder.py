@@ -32,7 +32,7 @@ SCHEMA_VERSION = 1
 RANGE_BYTES = 256 * 1024
 """A block of 1,024 tokens is 2 kB: hashing a range takes 0.2 ms, training on one block 200 ms."""
 HASH_DIGITS = 32
-"""Of the sha256's 64: half of meta.json, and 128 bits still cannot be forged."""
+"""Digits of the sha256's 64: half of meta.json, and 128 bits still cannot be forged."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
@@ -137,7 +137,7 @@ class DataMeta:
     end_of_text: int = checked(low=0)
     """Token that ends every document."""
     dtype: TokenDtype
-    """Of the .bin files, little endian."""
+    """Type of the tokens in the .bin files, little endian."""
     train_tokens: int = checked(low=0)
     val_tokens: int = checked(low=0)
     train_documents: int = checked(low=0)
@@ -156,7 +156,7 @@ class DataMeta:
     """sha256 over the source's files (name, size, time) and the settings that shape the output."""
     split: SplitRecord
     encoder: str
-    """What made the tokens, as in `gigatoken 0.10.0`; checked against tiktoken."""
+    """The program that made the tokens, as in `gigatoken 0.10.0`; checked against tiktoken."""
     files: dict[str, DataFile]
     task: TaskKind = "text"
     chat: ChatRecord | None = None

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a command's exit status means; README's table is this list."""
+    """Meaning of a command's exit status; README's table is this list."""
 
     OK = 0
     USAGE = 2

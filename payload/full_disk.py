@@ -25,7 +25,7 @@ def keep_room(path: Path) -> None:
 
 
 def give_room_back(path: Path) -> None:
-    """What `keep_room` kept and nobody needed."""
+    """Remove the room that `keep_room` kept and nobody needed."""
     _room(path).unlink(missing_ok=True)
 
 
@@ -63,7 +63,7 @@ def _open_here(path: str, flags: int) -> int:
 
 
 def _write_over(path: Path, content: bytes) -> bool:
-    """Whether there is a file with room enough."""
+    """Write over the file where it is; return whether it is there and has room enough."""
     try:
         file = FileIO(path, "r+", opener=_open_here)
     except OSError:

@@ -21,7 +21,7 @@ _CONSOLE_WORDS = {
     "report": ("report",),
     "storage": ("storage",),
 }
-"""What stands for a program after `tileforge`."""
+"""Names that stand for a program after `tileforge`."""
 
 
 def program_name() -> str:

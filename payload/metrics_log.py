@@ -62,7 +62,7 @@ class StepMetrics:
     grad_norm: float
     step_time_s: float = checked(low=0, high=1e9)
     tokens_per_s: float
-    """Of the whole job."""
+    """Tokens per second of the whole job."""
     mfu: float | None
     """Model FLOP/s over the peak measured on these nodes; None when that cannot be a peak."""
     data_time_s: float
@@ -72,7 +72,7 @@ class StepMetrics:
     time_unix: float = field(default_factory=time.time)
     """When the step was done, by rank 0's clock."""
     ranks: RankTimes | None = None
-    """Of every rank; with many ranks not in every row."""
+    """Waiting time of every rank; with many ranks not in every row."""
 
     def describe(self) -> str:
         """Return the task's own part of a step's line, or nothing."""
@@ -211,7 +211,7 @@ def describe_missing(missing: Iterable[tuple[int, int]]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """What a field of a row may hold."""
+    """The values that a field of a row may hold."""
 
     name: str
     kinds: tuple[type, ...]

@@ -35,7 +35,7 @@ class ProfileTable:
     step: int = checked(low=0)
     rank: int = checked(low=0)
     whole_s: float = checked(low=0)
-    """Of all operators together, of which there may be more than are listed."""
+    """Time of all operators together, of which there may be more than are listed."""
     trace: str
     """Name of the trace beside it, for https://ui.perfetto.dev or chrome://tracing."""
     operators: tuple[Operator, ...] = checked(max_items=1_000)

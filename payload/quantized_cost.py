@@ -25,11 +25,11 @@ class QuantizedCost:
     nf4_step_s: float
     """The same without them, and with the linears dequantised in every pass."""
     dequantize_s: float
-    """Of that, the dequantising."""
+    """Part of that for dequantising."""
     is_measured: bool
     """A run's calibration has measured the dequantising on this machine."""
     room_bytes: float | None
-    """What a rank may fill; None where that is not known."""
+    """Memory that a rank may fill; None where that is not known."""
 
     def recommended(self) -> Quantize:
         """Return bf16 where memory allows it, else 4 bits."""

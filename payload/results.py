@@ -158,12 +158,12 @@ class RunPaths:
 
     @property
     def launcher_log(self) -> Path:
-        """What mpirun or torchrun itself printed."""
+        """Output of mpirun or torchrun itself."""
         return self.logs / "launcher.log"
 
     @property
     def supervisor_log(self) -> Path:
-        """What the supervisor itself printed: nothing, unless it failed."""
+        """Output of the supervisor itself: nothing, unless it failed."""
         return self.logs / "supervisor.log"
 
     @property
@@ -177,7 +177,7 @@ class RunPaths:
 
     @property
     def deepspeed_config(self) -> Path:
-        """What DeepSpeed is told, in a run with `distributed.strategy = "zero3"`."""
+        """DeepSpeed's configuration, in a run with `distributed.strategy = "zero3"`."""
         return self.root / "deepspeed.json"
 
     def checkpoint(self, step: int) -> Path:
@@ -238,7 +238,7 @@ class Summary:
     ready_unix: float | None = _seconds(None)
     """When the last start came to its first step, or evaluation, by rank 0's clock."""
     start_s: dict[str, float] = field(default_factory=dict)
-    """What rank 0 did from its birth until then, and how long each part took."""
+    """Rank 0's work from its birth until then, and how long each part took."""
     ranks_identical: bool = False
     """True only if the last check, after the last step, found all ranks' parameters equal."""
     restarts: int = checked(0, low=0)
@@ -249,7 +249,7 @@ class Summary:
     """Ranks that the others waited for, in the order of time."""
     wall_s: float = _seconds(0.0)
     cost_usd: float | None = None
-    """Of the nodes, for as long as the run had them, over all attempts; None without prices."""
+    """Cost of the nodes while the run had them, over all attempts; None without prices."""
     usd_per_million_tokens: float | None = None
     store: StoreState | None = None
     """State of the run's store; None without one."""
@@ -292,11 +292,11 @@ class RunState:
     resumes: int = checked(0, low=0)
     """Number of attempts that a command started by resuming the run."""
     note: str | None = None
-    """What happened last to a run that goes on: why it was started again, and from where."""
+    """The last event of a run that goes on: why it was started again, and from where."""
     spent_s: float = _seconds(0.0)
     """Time that a supervisor had this run, over all attempts and resumes."""
     cost_usd: float | None = None
-    """What the nodes cost in that time; None without prices."""
+    """Cost of the nodes in that time; None without prices."""
     grace_s: float = checked(DEFAULT_GRACE_S, low=0)
     """Time that a stop leaves the ranks to save, a checkpoint that gets on not counted."""
     events: tuple[RunEvent, ...] = checked((), max_items=MOST_EVENTS)
@@ -343,7 +343,7 @@ class RankProgress:
     pid: int = checked(low=1)
     step: int = checked(low=0)
     phase: str = checked(pattern=_PHASE, wanted="a phase")
-    """What it was about to do: load, calibration, start, kernels (building them), weights
+    """The phase that it was in: load, calibration, start, kernels (building them), weights
     (to every rank), step, eval, sync check, checkpoint, end."""
     time_unix: float = _seconds()
     """For people."""

@@ -100,7 +100,7 @@ class ModelSection:
     `quant`."""
     dropout: float = setting(0.0, low=0.0, high=0.99)
     bias: bool = True
-    """Of a model from scratch, likewise."""
+    """Biases of a model from scratch."""
     n_layer: int | None = setting(None, low=1, high=1000)
     """Layers; none = the preset's. Likewise the next two."""
     n_head: int | None = setting(None, low=1, high=1000)
@@ -319,7 +319,7 @@ class EngineSection:
     bitwise anyway."""
 
     def wants_kernels(self) -> bool:
-        """Whether `kernels` applies to this engine."""
+        """Return whether `kernels` applies to this engine."""
         return self.kernels == "auto" and self.kind == "native" and not self.compile
 
 
@@ -339,7 +339,7 @@ class DistributedSection:
     backend: Literal["auto", "gloo", "ccl", "nccl"] = "auto"
     """auto: nccl between CUDA devices, else gloo. `ccl` needs the extra `ccl`, `nccl` CUDA."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
-    """What gradients travel as."""
+    """Type in which gradients travel."""
     strategy: Literal["replicate", "shard", "zero3"] = "replicate"
     """`replicate`: each rank holds the whole model. `shard`: each holds a part of the weights,
     gradients and optimizer state, and a layer's weights are gathered for its passes (FSDP2).
@@ -532,7 +532,7 @@ class RunConfig:
         return sequences * self.data.sequence_length
 
     def uses_kernels(self) -> bool:
-        """Whether the project's own kernels do the layers, where they can be built."""
+        """Return whether the project's own kernels do the layers, where they can be built."""
         is_plain = not self.model.dropout and self.model.quantize == "none"
         is_plain = is_plain and not (self.adapter.is_on() and self.adapter.dora)
         return self.used_engine().wants_kernels() and is_plain

@@ -76,7 +76,7 @@ def starting(paths: RunPaths) -> Iterator[None]:
 
 
 def is_supervised(paths: RunPaths) -> bool:
-    """Whether a living supervisor holds the run's lock; true for no moment after its death."""
+    """Return whether a living supervisor holds the run's lock; false from its death on."""
     try:
         descriptor = os.open(paths.lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

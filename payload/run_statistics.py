@@ -1,4 +1,4 @@
-"""What metrics.jsonl says about a whole run: for rank 0 at its end, or the supervisor after it."""
+"""A whole run's figures from metrics.jsonl: for rank 0 at its end, or the supervisor after it."""
 
 from __future__ import annotations
 

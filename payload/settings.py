@@ -240,7 +240,7 @@ def _words(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _problem_with(value: Any, hint: Any, limits: Mapping[str, Any]) -> str | None:
-    """What is wrong with `value` as a sentence that says what would be right, or None."""
+    """Return a sentence that says what would be right in place of `value`, or None if it is."""
     if _is_none(value, hint):
         return None
     optional = ' (or "none")' if type(None) in _alternatives(hint) else ""

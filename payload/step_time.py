@@ -25,10 +25,10 @@ _MOST_UPDATING_CORES = 16
 DDR5-4800 have 307 GB/s by specification. More cores are not counted; no such rank was measured."""
 
 BACKWARD_SHARE = 2 / 3
-"""Of a pass: for every product of the forward pass, the backward pass has two."""
+"""Share of a pass: for every product of the forward pass, the backward pass has two."""
 
 FIRST_BUCKET_BYTES = 2**20
-"""Of gradients, in fp32; small, so that the exchange begins early. Both are torch's DDP's sizes."""
+"""Gradients in fp32; small, so that the exchange begins early. Both are torch's DDP's sizes."""
 BUCKET_BYTES = 25 * 2**20
 """A bucket is closed with the parameter that takes it there."""
 
@@ -40,14 +40,14 @@ _DISTINCT_EXPONENT = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What the ranks exchange gradients over, in a ring."""
+    """The network over which ranks exchange gradients, in a ring."""
 
     ranks: int
     bytes_per_s: float
-    """What a rank sends while it receives as much; the slowest link's, since all wait for it."""
+    """Rate of sending while a rank receives as much, on the slowest link: all wait for it."""
     latency_s: float = 0.0
-    """Of one of a ring's rounds. 0 where `bytes_per_s` was measured on all-reduces of about a
-    bucket's size, since it is part of it then."""
+    """Latency of one of a ring's rounds. 0 where `bytes_per_s` was measured on all-reduces of
+    about a bucket's size, since it is part of it then."""
     busy_s_per_byte: float = 0.0
     """Computing time that a rank loses for each byte that it sends."""
     convert_s_per_number: float = 0.0
@@ -73,11 +73,11 @@ class StepTime:
     """One step's parts, in seconds."""
 
     compute_s: float
-    """What the passes take a rank that exchanges nothing, and the update where `update_s` is 0."""
+    """Time of the passes of a rank that exchanges nothing, and the update where `update_s` is 0."""
     exchange_s: float
     """All buckets' all-reduces, one after the other."""
     exposed_s: float
-    """What of it comes after the backward pass: the step waits for it."""
+    """The part of it after the backward pass: the step waits for it."""
     busy_s: float
     """Computing that the exchange delays while it is hidden."""
     update_s: float = 0.0
@@ -88,7 +88,7 @@ class StepTime:
         return self.compute_s + self.exposed_s + self.busy_s + self.update_s
 
     def efficiency(self) -> float:
-        """Of weak scaling: a rank's step without the others, over its step with them."""
+        """Return weak scaling's efficiency: a step without the others over one with them."""
         return self.compute_s / self.total_s()
 
 
@@ -98,12 +98,12 @@ def sends_per_byte(ranks: int) -> float:
 
 
 def gradient_bytes(spec: ModelSpec, settings: DistributedSection) -> int:
-    """What each rank gives into the exchange in a step."""
+    """Bytes that each rank gives into the exchange in a step."""
     return spec.num_trainable_params() * bytes_per_gradient(settings)
 
 
 def bytes_per_gradient(settings: DistributedSection) -> int:
-    """Of one number, as it travels."""
+    """Bytes of one element, as it travels."""
     return 2 if settings.grad_dtype == "bf16" else 4
 
 

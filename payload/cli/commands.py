@@ -19,7 +19,7 @@ class Command:
     summary: str
     """At most 26 characters: two columns have to fit on a screen."""
     words: tuple[str, ...] = ()
-    """What the package's own command line has before the user's words."""
+    """Words of the package's own command line before the user's."""
 
 
 def _rows(group: str, package: str, summaries: Mapping[str, str]) -> tuple[Command, ...]:

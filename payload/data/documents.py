@@ -108,7 +108,7 @@ class Batcher:
     def skip(self, complaint: str, *, number: int, documents: int = 1) -> None:
         """Count bad documents, or raise DataError where the user did not allow that."""
         if not self._skip_bad:
-            raise DataError(f"{complaint} Mend it, or leave such documents out with --skip-bad.")
+            raise DataError(f"{complaint} Fix it, or leave such documents out with --skip-bad.")
         # The journal and meta.json are UTF-8; a file's name need not be.
         written = complaint.encode("utf-8", "backslashreplace").decode("utf-8")
         self._batch.skipped.append((number, documents, written))

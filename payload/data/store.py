@@ -245,7 +245,7 @@ def writing_to(folder: Path) -> Iterator[None]:
         free_mib = shutil.disk_usage(folder).free / MIB
         raise DataError(
             f"{folder}: {error.strerror or error} while writing, {free_mib:,.1f} MiB free. "
-            "Mend that and run the same command again, without --force: it goes on from the last "
+            "Fix that and run the same command again, without --force: it goes on from the last "
             "finished shard."
         ) from None
 

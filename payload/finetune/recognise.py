@@ -1,4 +1,4 @@
-"""What a data file holds: its format, the task that it is for, and how long its texts are."""
+"""The content of a data file: its format, the task that it is for, and how long its texts are."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _COLUMNS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the command line says of the data; None = to be found out."""
+    """The command line's word on the data; None = to be found out."""
 
     task: TaskKind | None = None
     text_column: str | None = None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _PROMPTS = 2
 _NEW_TOKENS = 40
 _PROMPT_TOKENS = 24
-"""Of a document; a conversation's prompt is all that is before the first answer."""
+"""Tokens of a document; a conversation's prompt is all that is before the first answer."""
 _MOST_PROMPT_CHARS = 2000
 _SEARCHED_TOKENS = 1_000_000
 _LOOKED_AT = 20

@@ -28,7 +28,7 @@ class Conversation:
     num_forgotten: int = 0
     """Messages that no longer fit the model's context and are not shown to it."""
     num_tokens: int = 0
-    """Of the last answer."""
+    """Number of tokens of the last answer."""
     _reader: Reader | None = None
 
     def answer(self, question: str) -> Generator[str, None, None]:

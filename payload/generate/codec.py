@@ -34,7 +34,7 @@ class Codec:
     stop_tokens: frozenset[int]
     """Each ends a text."""
     begin_of_text: int
-    """What an empty prompt is."""
+    """Token that an empty prompt consists of."""
 
 
 def find_codec(folder: Path) -> Codec:

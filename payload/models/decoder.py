@@ -88,12 +88,12 @@ class DecoderSpec(ModelSpec):
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     hidden_act: Activation = "silu"
-    """Of the gate: SwiGLU, or GeGLU with one of the GELUs."""
+    """Activation of the gate: SwiGLU, or GeGLU with one of the GELUs."""
     tie_word_embeddings: bool = False
     """The head is the token embedding."""
     qkv_bias: bool = False
     output_bias: bool = False
-    """Of the attention's output projection."""
+    """Bias of the attention's output projection."""
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over each query and key head, before the rotary embedding."""
@@ -104,10 +104,10 @@ class DecoderSpec(ModelSpec):
     embedding_scale: float = 1.0
     """Gemma: what the embedded tokens are multiplied by; rounded to the weights' dtype first."""
     attention_scale: float
-    """What a query's and a key's dot product is multiplied by."""
+    """Factor of a query's and a key's dot product."""
     initializer_range: float = 0.02
     unsupported_features: tuple[str, ...] = ()
-    """What the config asks for that `train/models/decoder.py` does not compute."""
+    """Features that the config asks for and `train/models/decoder.py` does not compute."""
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """config.json as it was read; a checkpoint's is made from it."""
 

@@ -1,4 +1,4 @@
-"""What config.json says of a decoder of the Llama family, with each family's own defaults.
+"""The config.json of a decoder of the Llama family, with each family's own defaults.
 
 transformers leaves keys out of config.json that have its defaults, so a default decides sizes too.
 Source of each: transformers 5.23, models/<family>/configuration_<family>.py.
@@ -35,7 +35,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What differs between the layers of one model."""
+    """Differences between the layers of one model."""
 
     window: int | None
     """Tokens that a token attends to, itself included; None = all before it."""
@@ -59,7 +59,7 @@ _MOST_LAYERS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What one model_type has that its config.json need not say."""
+    """Features of one model_type that its config.json need not say."""
 
     kv_heads: int | None = None
     """None = as many as heads."""
@@ -115,7 +115,7 @@ class _RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """What of a config.json decides sizes and arithmetic; None = the family's default."""
+    """Fields of a config.json that decide sizes and arithmetic; None = the family's default."""
 
     model_type: str
     num_hidden_layers: int = checked(low=1, high=_MOST_LAYERS)

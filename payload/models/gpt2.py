@@ -202,7 +202,7 @@ PRESETS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """What of a GPT-2's config.json decides its sizes and its arithmetic."""
+    """Fields of a GPT-2's config.json that decide its sizes and its arithmetic."""
 
     model_type: str
     n_layer: int = checked(low=1, high=10_000)

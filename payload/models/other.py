@@ -61,7 +61,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """What any config.json may say of its sizes, under one of the names above."""
+    """Sizes that any config.json may have, under one of the names above."""
 
     vocab_size: int = checked(low=1, high=2**24)
     layers: int | None = checked(None, low=1, high=10_000)
@@ -79,7 +79,7 @@ class _Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What follows from names and shapes of a model's tensors."""
+    """Figures that follow from names and shapes of a model's tensors."""
 
     params: int
     multiplying: int
@@ -108,7 +108,7 @@ class OtherSpec(ModelSpec):
     experts: int
     """0 without experts."""
     active_share: float
-    """Of the experts, those that one token goes through; 1 without experts."""
+    """Share of the experts that one token goes through; 1 without experts."""
     tie_word_embeddings: bool | None
     """None = the config does not say; then a head of its own decides."""
     counts: Counts | None = field(default=None, repr=False)

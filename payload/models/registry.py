@@ -28,7 +28,7 @@ ANY = "*"
 
 
 class Family(Protocol):
-    """What a family's file has."""
+    """The members of a family's file."""
 
     MODEL_TYPES: tuple[str, ...]
 

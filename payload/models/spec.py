@@ -1,4 +1,4 @@
-"""What every model family says about a model: parameters, FLOPs, bytes. Pure arithmetic.
+"""A model's figures, for every family: parameters, FLOPs, bytes. Pure arithmetic.
 
 The launch plan, the trainer and the benchmarks all print these numbers, so one place counts them.
 """

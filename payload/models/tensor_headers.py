@@ -18,7 +18,7 @@ from payload.hf_folder import INDEX_FILE, WEIGHTS_FILE, weight_map
 from payload.untrusted import build, checked, open_regular, parse_json, shown
 
 PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
-"""What a folder has instead when its weights are in torch's own format, which can run code."""
+"""Files of a folder whose weights are in torch's own format, which can run code."""
 
 DTYPE_BYTES: Mapping[str, int] = {
     "F64": 8,
@@ -39,7 +39,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "F8_E8M0": 1,
 }
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-"""What a model's weights may be stored in here; smaller ones are quantised."""
+"""Types in which a model's weights may be stored here; smaller ones are quantised."""
 
 _MAX_HEADER_BYTES = 100 * 10**6  # The format's own limit.
 _MAX_TENSORS = 10**6

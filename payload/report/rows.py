@@ -1,4 +1,4 @@
-"""What runs are compared by, on the page and in the terminal."""
+"""The figures by which runs are compared, on the page and in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run folder holds, read for its report: whatever is missing or damaged is left out."""
+"""A run folder, read for its report: whatever is missing or damaged is left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came of a run, in a sentence or two, with every number from its file."""
+"""The outcome of a run, in a sentence or two, with every number from its file."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Records:
         self._paths = paths
         self._say = say
         self._generations: dict[str, int] | None = None
-        """Of the objects in the store; None when it has to be asked."""
+        """Generations of the objects in the store; None when it has to be asked."""
         self._sent: dict[str, tuple[int, int]] = {}
         """Size and time of change of what the store has."""
         self._sent_s: dict[str, float] = {}

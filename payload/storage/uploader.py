@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from payload.checkpoint_files import (
     MANIFEST_FILE,
@@ -267,9 +267,9 @@ class Uploader:
             self._upload.close()
             self._upload = None
 
-    def _tell(self, **changes: object) -> None:
+    def _tell(self, **changes: Any) -> None:
         """Replace storage.json, unless the run's folder is gone."""
-        changed = replace(self._state, **changes)  # type: ignore[arg-type]
+        changed = replace(self._state, **changes)
         self._state = replace(changed, updated_unix=time.time())
         with suppress(OSError):
             if self._paths.root.is_dir():

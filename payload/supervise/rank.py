@@ -90,7 +90,7 @@ def bind_to_cores(rank: Rank) -> None:
     except OSError as error:
         raise PreflightError(
             f"cores {list(rank.cores)} of node {rank.node} cannot be used: {error.strerror}. The "
-            "inventory does not fit this machine; write it anew."
+            "inventory does not fit this machine. Write a new one."
         ) from None
 
 

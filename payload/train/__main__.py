@@ -75,7 +75,7 @@ class StopSignal:
             signal.signal(number, self._remember)
 
     def requested(self) -> bool:
-        """Whether a signal came."""
+        """Return whether a signal came."""
         return self.number is not None
 
     def _remember(self, number: int, _frame: object) -> None:
@@ -174,7 +174,7 @@ def _load_config(arguments: argparse.Namespace) -> RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NewRun:
-    """What rank 0 tells the others of a run that was started without a folder."""
+    """Rank 0's message to the others about a run that was started without a folder."""
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
 

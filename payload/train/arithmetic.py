@@ -1,4 +1,4 @@
-"""What a run is going to cost, said before it starts: sizes, memory, time."""
+"""The cost of a run, printed before it starts: sizes, memory, time."""
 
 from __future__ import annotations
 

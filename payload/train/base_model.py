@@ -1,4 +1,4 @@
-"""What identifies the weights that a run starts from, wherever their files lie."""
+"""The identity of the weights that a run starts from, wherever their files lie."""
 
 from __future__ import annotations
 

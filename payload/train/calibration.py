@@ -1,4 +1,4 @@
-"""What this node can do: the GEMM peak that MFU is measured against, and the network's speed.
+"""Measurements of this node: the GEMM peak that MFU is measured against, and the network's speed.
 
 Measured by all ranks at the same time, each on its own cores, as they will train.
 """
@@ -42,7 +42,7 @@ class Calibration:
     """Measured over all ranks."""
 
     dtype: Dtype
-    """What the run computes in."""
+    """Type in which the run computes."""
     reason: str
     """Why that one, for people."""
     peak_flops_per_s: float
@@ -164,7 +164,7 @@ class Exchange:
     """The largest that was tried; the slower the network, the smaller."""
     took_s: float
     latency_s: float
-    """Of the smallest."""
+    """Time of the smallest."""
 
     def bytes_per_s(self) -> float:
         """Gradient bytes that all ranks have summed in a second."""
@@ -208,7 +208,7 @@ def _all_reduce_s(world: World, num_bytes: int) -> float:
 
 
 def receive_bytes_per_s(world: World, *, num_bytes: int) -> float:
-    """What this rank receives from the one before it, while all ranks send to the next."""
+    """Rate at which this rank receives from the one before it, while all ranks send to the next."""
     sent, received = torch.ones(num_bytes // 4), torch.empty(num_bytes // 4)
     world.barrier()
     before = time.perf_counter()

@@ -55,7 +55,7 @@ class BaseModel:
     config_sha256: str | None = None
     """Over what config.json says of the arithmetic; None in older records."""
     quantize: Quantize = "none"
-    """What its linears were while the adapter was trained."""
+    """Type of its linears while the adapter was trained."""
 
     def has_same_config(self, other: BaseModel) -> bool:
         """Say whether both computed by one config.json, as far as both records have its hash."""
@@ -74,7 +74,7 @@ class TrainerState:
     seed: int
     """Dropout masks are drawn from (seed, sample index); there is no generator state to keep."""
     dtype: Literal["bf16", "fp32"]
-    """What the run computes in; under `auto`, a resume keeps it."""
+    """Type in which the run computes; under `auto`, a resume keeps it."""
     train_sha256: str
     """Hash of the train.bin that the data position refers to."""
     wall_s: float = checked(0.0, low=0)

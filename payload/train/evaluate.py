@@ -36,7 +36,7 @@ class EvalPass:
     share: tuple[int, int] | None = None
     """Which part of the samples this rank evaluates, and of how many; None = one for each rank."""
     has_results: bool = True
-    """Of the ranks that evaluate the same samples, one adds its losses to the sum."""
+    """True on the one of the ranks with the same samples that adds its losses to the sum."""
 
     def part(self) -> tuple[int, int]:
         """Return which part of the samples this rank evaluates, and of how many."""

@@ -30,7 +30,7 @@ _LAST_WORDS_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """What one rank's matrix products reach, FLOP/s."""
+    """Speed of one rank's matmuls, FLOP/s."""
 
     node: str
     bf16: float

@@ -186,7 +186,7 @@ def write_rank_exit(paths: RunPaths, world: World, *, exit_code: ExitCode, error
 
 
 def versions() -> dict[str, str]:
-    """What the run was made with."""
+    """Return the versions that the run was made with."""
     found = {"tileforge": __version__, "python": platform.python_version()}
     for name in ("torch", "accelerate", "safetensors", "impi-rt", "intel-extension-for-pytorch"):
         try:

@@ -23,15 +23,15 @@ class Optimizers:
     model: nn.Module
     members: tuple[torch.optim.Optimizer, ...]
     kernels: Kernels | None = None
-    """What clips and does AdamW's update in one pass over memory; none = torch's own."""
+    """Kernels that clip and do AdamW's update in one pass over memory; none = torch's own."""
     parts: dict[str, nn.Parameter] | None = None
-    """What `members` train, by name, where it is a rank's parts of the model's parameters."""
+    """Parameters that `members` train, by name, where they are a rank's parts of the model's."""
     norm_over_ranks: Callable[[float], float] | None = None
     """Makes the norm of all gradients from that of this rank's parts."""
     counts: Callable[[str], bool] | None = None
     """Says whether a parameter's gradient is in that norm; None = all are."""
     _grad_scale: float = field(default=1.0, init=False)
-    """What the coming update has still to multiply gradients by."""
+    """Factor by which the coming update has still to multiply gradients."""
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return what `members` train, by name."""

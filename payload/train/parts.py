@@ -1,4 +1,4 @@
-"""What the training loop works with."""
+"""The parts that the training loop works with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from payload.train.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Of one rank; every rank has its own."""
+    """State of one rank; every rank has its own."""
 
     config: RunConfig
     world: World
@@ -44,4 +44,4 @@ class Parts:
     """On rank 0 only."""
     sign_of_life: SignOfLife
     stop_requested: Callable[[], bool]
-    """Whether this rank was asked to stop; one rank is enough, all stop together."""
+    """Says whether this rank was asked to stop; one rank is enough, all stop together."""

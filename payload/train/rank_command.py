@@ -1,4 +1,4 @@
-"""What the commands share that ranks carry out beside training: errors, progress and precision."""
+"""The parts that commands of many ranks share beside training: errors, progress and precision."""
 
 from __future__ import annotations
 

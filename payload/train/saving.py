@@ -121,11 +121,11 @@ class _Write:
             raise TrainingError(f"{_NO_THREAD} ({error}). {_FREE_MEMORY}") from None
 
     def is_read(self) -> bool:
-        """Whether the tensors are no longer needed, or the write has failed."""
+        """Return whether the tensors are no longer needed, or the write has failed."""
         return self._is_read or self._is_whole
 
     def is_whole(self) -> bool:
-        """Whether nothing is left to do, or the write has failed."""
+        """Return whether nothing is left to do, or the write has failed."""
         return self._is_whole
 
     def wait(self, is_done: Callable[[], bool], waiting: Callable[[], None]) -> None:

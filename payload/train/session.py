@@ -125,7 +125,7 @@ def _dtype_choice(config: RunConfig, start: Start) -> DtypeChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settled:
-    """What rank 0 tells the others of a micro-batch that was left to the run."""
+    """Rank 0's message to the others about a micro-batch that was left to the run."""
 
     size: int
     checkpointing: Literal["off", "auto", "on"]
@@ -310,7 +310,7 @@ def _checkpoints_layers(
 
 
 def _lacks_evaluation(config: RunConfig, paths: RunPaths, step: int) -> bool:
-    """Whether an evaluation is wanted at `step` and metrics.jsonl has none."""
+    """Return whether an evaluation is wanted at `step` and metrics.jsonl has none."""
     every = config.train.eval_every
     wanted = step in (0, config.train.steps) or (every > 0 and step % every == 0)
     rows = read_metrics(paths.metrics)

@@ -89,7 +89,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TensorForm:
-    """What a rank needs to receive one tensor."""
+    """Description that a rank needs to receive one tensor."""
 
     name: str
     size: tuple[int, ...]
@@ -202,7 +202,7 @@ def _checkpoint_to_resume(checkpoints: Path) -> Path | None:
     if newest is None and damaged:
         raise CheckpointError(
             f"{checkpoints}: not one of {len(damaged)} checkpoints is sound: {damaged[-1].name}: "
-            f"{manifest_problems(damaged[-1])[0]} Remove {checkpoints} to start the run anew."
+            f"{manifest_problems(damaged[-1])[0]} Remove {checkpoints} to start from scratch."
         )
     return newest
 
@@ -327,7 +327,7 @@ def _config_folder(folder: Path) -> Path:
 
 
 def _require_same_run(state: TrainerState, config: RunConfig) -> None:
-    """What a resume may not change: it would silently be another run."""
+    """Refuse changes that a resume may not make: it would silently be another run."""
     before = parse_run_config(state.config_toml, where="the checkpoint's config")
     for name, old, new in fixed_differences(before, config):
         raise CheckpointError(

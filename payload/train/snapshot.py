@@ -14,7 +14,7 @@ from payload.train.models.lora import adapter_tensors
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one checkpoint is written from; here of a rank that holds all of it."""
+    """The tensors that one checkpoint is written from; here of a rank that holds all of it."""
 
     weights: Mapping[str, Tensor]
     """The model's or its adapter's, under the names of the checkpoint's file."""

@@ -15,7 +15,7 @@ class StartClock:
         self._last_s = time.perf_counter() - process_age_s()
 
     def lap(self, part: str) -> None:
-        """What was done since the last lap was `part`."""
+        """Count the time since the last lap as `part`."""
         now_s = time.perf_counter()
         self.seconds[part] = self.seconds.get(part, 0.0) + now_s - self._last_s
         self._last_s = now_s

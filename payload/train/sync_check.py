@@ -22,7 +22,7 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """What one rank holds after a step."""
+    """State of one rank after a step."""
 
     weights: str
     """sha256 over all parameters; empty where there is nobody to compare with."""

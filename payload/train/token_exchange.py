@@ -90,7 +90,7 @@ class TokenExchange(TokenGradient):
             self._parts.append((indices, rows))
 
     def rows(self) -> Rows:
-        """What was kept, when the last pass is over."""
+        """Return what was kept, when the last pass is over."""
         assert self._was_read is not None, "begin() comes first"
         self._asked.wait()
         places = self._was_read.cumsum(0) - 1

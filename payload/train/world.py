@@ -61,7 +61,7 @@ class World:
     node: str
     """Name of the node, as the inventory has it."""
     kind: Literal["cpu", "cuda"] = "cpu"
-    """What this rank computes on."""
+    """The device that this rank computes on."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> World:
@@ -83,7 +83,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the run's files."""
+        """Return whether this rank writes the run's files."""
         return self.rank == 0
 
     def on(self, settings: DeviceSection, *, deterministic: bool = False) -> World:
@@ -121,7 +121,7 @@ class World:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether this rank computes on the CPU, which the project's kernels are for."""
+        """Return whether this rank computes on the CPU, which the project's kernels are for."""
         return self.kind == "cpu"
 
     def require_fp8(self) -> None:

@@ -176,7 +176,7 @@ def terminal(
         "fish": ["fish", "--no-config", "-i", "-C", f"source {rc}"],
     }[request.param]
     opened = Terminal(command, columns=200, cwd=tmp_path)
-    opened.read_until(lambda text: "ready" in text)
+    opened.read_until("ready")
     yield opened
     opened.close()
 
@@ -197,7 +197,7 @@ _COMPLETED = [
 @pytest.mark.parametrize("terminal", ["bash"], indirect=True)
 def test_the_tab_key_completes_in_bash(terminal: Terminal, typed: str, completed: str) -> None:
     terminal.press(f"{typed}\t")
-    assert completed in terminal.read_until(lambda text: completed in text)
+    assert completed in terminal.read_until(completed)
 
 
 @pytest.mark.parametrize("terminal", ["zsh", "fish"], indirect=True)
@@ -210,5 +210,5 @@ def test_the_tab_key_completes_in_other_shells(terminal: Terminal) -> None:
         before = len(terminal.raw())
         terminal.press(f"{typed}\t")
         # These shells draw the line again, with colours in it.
-        terminal.read_until(lambda text, word=completed, at=before: word in text[at:])  # type: ignore[misc]
+        terminal.read_until(completed, after=before)
         terminal.press("\x15")  # Ctrl-U empties the line

@@ -187,7 +187,7 @@ def triggers(tmp_path: Path, **settings: object) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "anew"),
+    ("settings", "replaced"),
     [
         ({"nodeCount": 5}, False),
         ({"maxHourlyUsd": "20"}, False),
@@ -201,12 +201,12 @@ def triggers(tmp_path: Path, **settings: object) -> set[str]:
         ({"mtu": 1460}, True),
     ],
 )
-def test_nodes_are_made_anew_only_for_what_cannot_change_in_place(
-    tmp_path: Path, settings: Plain, anew: bool
+def test_nodes_are_replaced_only_for_what_cannot_change_in_place(
+    tmp_path: Path, settings: Plain, replaced: bool
 ) -> None:
     (before,) = triggers(tmp_path)
     (after,) = triggers(tmp_path, **settings)
-    assert (before != after) is anew
+    assert (before != after) is replaced
 
 
 def test_another_operators_key_ends_no_machine(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,8 +65,8 @@ def closed() -> Iterator[int]:
 
 
 def options(**more: object) -> status.DashboardOptions:
-    known = {"run": None, "runs_dir": Path("runs"), "inventory": None, "ssh_key": None}
-    return status.DashboardOptions(**{**known, "open": False, **more})  # type: ignore[arg-type]
+    known: dict[str, Any] = {"run": None, "runs_dir": Path("runs"), "inventory": None}
+    return status.DashboardOptions(**{**known, "ssh_key": None, "open": False, **more})
 
 
 @pytest.mark.sshd

@@ -227,10 +227,10 @@ def test_a_node_that_cannot_listen_is_the_cause_and_not_those_who_call_it() -> N
 
 
 def test_a_node_that_could_not_be_asked_keeps_its_exit_code_and_its_fix() -> None:
-    error = HostKeyError("node-0: it shows another host key. Odd", fix="Write it anew.")
+    error = HostKeyError("node-0: it shows another host key. Hm", fix="Write a new one.")
     finding = find.from_error(make_node(), error)
     assert (finding.check, finding.exit_code) == ("ssh", ExitCode.HOST_KEY)
-    assert finding.line() == str(error) == "node-0: it shows another host key. Odd. Write it anew."
-    assert (finding.cause, finding.fix) == ("it shows another host key. Odd", "Write it anew.")
+    assert finding.line() == str(error) == "node-0: it shows another host key. Hm. Write a new one."
+    assert (finding.cause, finding.fix) == ("it shows another host key. Hm", "Write a new one.")
     assert find.from_error(make_node(), SshUnreachableError("node-0: gone")).cause == "gone"
     assert find.from_error(make_node(), PreflightError("node-0: no python3")).check == "bootstrap"

@@ -189,8 +189,8 @@ def test_a_trial_is_known_for_the_same_nodes_alone_and_fresh_for_a_day(tmp_path:
     record.write(path)
     assert known_trial(inventory.cluster, inventory.nodes, tmp_path) == record
     head, *others = inventory.nodes
-    anew = replace(inventory, nodes=(replace(head, host_keys=("ssh-ed25519 B",)), *others))
-    assert known_trial(anew.cluster, anew.nodes, tmp_path) is None
+    renewed = replace(inventory, nodes=(replace(head, host_keys=("ssh-ed25519 B",)), *others))
+    assert known_trial(renewed.cluster, renewed.nodes, tmp_path) is None
     assert is_fresh(record, now_unix=1000.0 + FRESH_S - 1)
     assert not is_fresh(record, now_unix=1000.0 + FRESH_S)
     assert not is_fresh(record, now_unix=0.0)

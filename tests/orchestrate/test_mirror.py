@@ -90,7 +90,7 @@ def test_only_new_bytes_travel_and_the_copy_is_equal(there: RunPaths, here: RunP
         assert copy.read_bytes() == path.read_bytes()
 
 
-def test_a_file_that_was_cut_and_grew_again_comes_anew(there: RunPaths, here: RunPaths) -> None:
+def test_a_file_that_was_cut_and_grew_again_comes_whole(there: RunPaths, here: RunPaths) -> None:
     # A resumed run removes the steps after its checkpoint and trains them again.
     there.metrics.write_text("".join(f'{{"step": {step}, "loss": 1}}\n' for step in range(9)))
     refresh(there, here)
@@ -131,7 +131,7 @@ def test_the_end_of_a_rank_that_was_started_again_is_taken_back(
     assert {rank for rank in range(3) if here.rank_exit(rank).exists()} == kept
 
 
-def test_a_node_that_was_made_anew_takes_nothing_back(there: RunPaths, here: RunPaths) -> None:
+def test_a_node_that_was_replaced_takes_nothing_back(there: RunPaths, here: RunPaths) -> None:
     write_json(here.rank_exit(0), end_of(0, node="node-0"))
     exchange(there, here)
     assert here.rank_exit(0).exists()
@@ -151,7 +151,7 @@ HOSTILE: dict[str, list[object]] = {
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", "\0"])
-def test_a_copy_without_a_sound_mirror_json_is_a_copy_still_and_attach_makes_it_anew(
+def test_a_copy_without_a_sound_mirror_json_is_a_copy_still_and_attach_writes_a_new_one(
     here: RunPaths, text: str | None
 ) -> None:
     inventory = replace(make_inventory(), ssh_user="trainer", access=Access(kind="direct"))

@@ -51,7 +51,7 @@ def run(head: Sshd, login: Login, tmp_path: Path) -> RemoteRun:
     return RemoteRun(here, inventory, run_dir=PurePosixPath(there), key=login.key, connect=connect)
 
 
-def test_a_broken_connection_is_made_anew(
+def test_a_broken_connection_is_opened_again(
     run: RemoteRun, head: Sshd, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run.refresh() is False

@@ -113,7 +113,9 @@ def test_a_restore_that_lasts_is_noted_meanwhile(
     assert notes == ["bringing it"] == log.read_text().splitlines()
 
 
-def test_without_any_sound_checkpoint_in_the_store_nothing_begins_anew(resumed: RunPaths) -> None:
+def test_without_a_sound_checkpoint_in_the_store_nothing_starts_from_scratch(
+    resumed: RunPaths,
+) -> None:
     store_steps(resumed, 990, 1000)
     damage(resumed, 990)
     damage(resumed, 1000)
@@ -121,7 +123,7 @@ def test_without_any_sound_checkpoint_in_the_store_nothing_begins_anew(resumed: 
         restore(resumed)
 
 
-def test_a_restore_that_is_killed_is_no_reason_to_begin_anew(
+def test_a_restore_that_is_killed_is_no_reason_to_start_from_scratch(
     resumed: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_steps(resumed, 1000)

@@ -1,4 +1,4 @@
-"""Rendered text against the files in tests/golden. TILEFORGE_WRITE_GOLDEN=1 writes them anew."""
+"""Rendered text against the files in tests/golden. TILEFORGE_WRITE_GOLDEN=1 writes new ones."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 DEADLINE_S = 90.0
@@ -42,13 +42,16 @@ class Terminal:
 
     def wait(self) -> int:
         """Read until the command has ended; return its exit code."""
-        self.read_until(lambda _: False)
+        self.read_until(None)
         return self.process.wait(timeout=DEADLINE_S)
 
-    def read_until(self, seen: Callable[[str], bool]) -> str:
-        """Read until `seen` holds for all that was printed so far, or the command has ended."""
+    def read_until(self, text: str | None, *, after: int = 0) -> str:
+        """Read until `text` was printed behind the first `after` characters, or the command ended.
+
+        With None, read to the end of the command. Returns all that was printed so far.
+        """
         ends = time.monotonic() + DEADLINE_S
-        while not seen(self.raw()):
+        while text is None or text not in self.raw()[after:]:
             assert time.monotonic() < ends, f"not within {DEADLINE_S:g} s; printed: {self.raw()!r}"
             if not select.select([self._ours], [], [], 0.1)[0]:
                 continue

@@ -93,5 +93,5 @@ def test_a_resume_passes_over_what_is_damaged_and_never_begins_at_zero_instead(
     assert found.state is not None and found.state.step == 1
     assert f"checkpoint {paths.checkpoint(2)} is passed over: model.safetensors: " in caplog.text
     damage(paths.checkpoint(1))
-    with pytest.raises(CheckpointError, match=r"not one of 2 .*_00000002: model.* to start .*anew"):
+    with pytest.raises(CheckpointError, match=r"not one of 2 .*_00000002: model.* from scratch"):
         start()

@@ -6,12 +6,11 @@ import math
 import re
 import shlex
 
+from payload.inventory import RANK_PORTS
 from payload.launch.exports.base import Engine, ExportJob, source_environment_lines, source_lines
 
 # Seconds before the job's end at which ranks are told to save; a checkpoint of GPT-2 takes 5.
 _NOTICE_S = 120
-# Below it are ports that services have, above 32767 those that the kernel gives to clients.
-_FIRST_PORT, _PORTS = 20000, 10000
 
 
 class Sbatch(Engine):
@@ -26,6 +25,7 @@ class Sbatch(Engine):
     def render(self, job: ExportJob) -> str:
         """Return the batch script."""
         venv, checkout = '"$checkout"/.venv', '"$checkout"'
+        port = f"{RANK_PORTS.start} + SLURM_JOB_ID % {len(RANK_PORTS)}"
         folder = "$SLURM_SUBMIT_DIR" if job.storage is None else job.storage
         exports = "".join(
             f"export {name}={shlex.quote(value)}\n" for name, value in job.environment.items()
@@ -42,7 +42,7 @@ class Sbatch(Engine):
             'mkdir -p "$run_dir"\n'
             f"{job.config_lines('$run_dir/run.toml')}"
             'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
-            f"export MASTER_ADDR MASTER_PORT=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))\n"
+            f"export MASTER_ADDR MASTER_PORT=$(({port}))\n"
             "# A run folder with a checkpoint in it is resumed.\n"
             f"srun --kill-on-bad-exit=1 --cpu-bind=cores --cpus-per-task={job.threads_per_rank} "
             'python3 -m payload.train --run-dir "$run_dir"\n' + _go_on(job)

@@ -135,7 +135,7 @@ class _Reader:
         if len(keys) > _MOST_KEYS:
             raise HostKeyError(
                 f"{node.name}: it has published {len(keys)} host keys, at most {_MOST_KEYS} are "
-                "taken. Make the machine anew."
+                "taken. Replace the machine."
             )
         return tuple(keys)
 
@@ -240,7 +240,7 @@ def _key(node: Node, kind: str, value: str) -> str:
     if not is_key or not _KIND.fullmatch(kind):
         raise HostKeyError(
             f"{node.name}: it has published a host key that is none: {shown(f'{kind} {text}')}. "
-            "Make the machine anew."
+            "Replace the machine."
         )
     return f"{kind} {text}"
 

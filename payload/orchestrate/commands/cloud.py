@@ -30,8 +30,8 @@ def _add_up(commands: Commands) -> None:
     parser = commands.add_parser(
         "up",
         help="build the cluster with Pulumi",
-        description="`pulumi preview` with its price, a question, `pulumi up`. Where that makes "
-        "machines anew or removes them, it first collects what is missing here of the cluster's "
+        description="`pulumi preview` with its price, a question, `pulumi up`. Where that replaces "
+        "or removes machines, it first collects what is missing here of the cluster's "
         "runs; nothing is built when a run cannot be collected, or the head says that one goes on. "
         "When it fails, the exit code says why: 11 quota, 12 no capacity, 13 credentials or "
         "permission; if there was no machine before, what it has built is removed again, or exit "
@@ -52,7 +52,7 @@ def _add_up(commands: Commands) -> None:
     parser.add_argument(
         "--without-collect",
         action="store_true",
-        help="make machines anew with results on them that are not here, too",
+        help="replace machines even if results on them are not here",
     )
     parser.add_argument("--dry-run", action="store_true", help="only the preview")
     _add_runs_dir(parser)

@@ -166,8 +166,6 @@ def route(address: str | None) -> dict[str, Any]:
     return {"interface": entry["dev"], "source_address": entry.get("prefsrc"), "mtu": mtu}
 
 
-# `payload.inventory.RANK_PORTS`, of which a node that has no code of ours knows nothing.
-_PORTS = range(20_000, 32_000)
 _RUN_ID = re.compile(r"(?!latest\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _CHECKPOINT = re.compile(r"step_([0-9]{8,20})")
 _TCMALLOC = ("tcmalloc", "tcmalloc_minimal")
@@ -177,7 +175,7 @@ def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
     """Carry out one action in the login's `home`."""
     if arguments["action"] == "probe":
         return probe(arguments)
-    root = home / "tileforge"
+    root = home / arguments["folder"]
     if arguments["action"] == "running":
         return {"running": running(root / "runs"), "runs": results(root / "runs")}
     if arguments["action"] == "finish":
@@ -189,7 +187,7 @@ def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
         "home": str(home),
         "lacking": [str(path) for path in programs if not os.access(path, os.X_OK)],
         "tcmalloc": next((name for name in libraries if name), None),
-        "port": free_port(),
+        "port": free_port(range(*arguments["ports"])),
         "running": running(root / "runs"),
         "missing": missing,
         "has": [name for name in arguments["wholes"] if (root / name).is_file()],
@@ -272,9 +270,9 @@ def results(runs: Path) -> list[dict[str, Any]]:
     return found
 
 
-def free_port() -> int | None:
-    """A port where the ranks can meet; the supervisor holds it from its start."""
-    for port in random.sample(_PORTS, k=100):
+def free_port(ports: range) -> int | None:
+    """Return one of `ports` where the ranks can meet; the supervisor holds it from its start."""
+    for port in random.sample(ports, k=100):
         with socket.socket() as probe:
             try:
                 probe.bind(("0.0.0.0", port))

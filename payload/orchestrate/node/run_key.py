@@ -43,7 +43,8 @@ def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
     if action == "names":
         return {"names": sorted(names(home))}
     if action == "dead":
-        return {"names": dead(home, arguments["names"])}
+        runs = home / arguments["folder"] / "runs"
+        return {"names": dead(runs, home=home, asked=arguments["names"])}
     forget(home, arguments["names"], keeps_names=arguments["keeps_names"])
     return {}
 
@@ -98,14 +99,13 @@ def names(home: Path) -> set[str]:
     return made | {name for line in lines if (name := name_of(line))}
 
 
-def dead(home: Path, asked: list[str]) -> list[str]:
-    """Those of the `asked` keys that nothing will ever use again; for the head.
+def dead(runs: Path, *, home: Path, asked: list[str]) -> list[str]:
+    """Return those of the `asked` keys that nothing will ever use again; for the head.
 
     An attempt is alive while it has the claim, and then while its run has a supervisor. It can be
     neither twice, so what is dead here stays so. Only the head that made a key knows of its
     attempt: trusting one, or having files of its run, makes no node its head.
     """
-    runs = home / "tileforge" / "runs"
     made = {path.name for path in folders(home).glob("*")}
     claimed = None
     with contextlib.suppress(OSError, ValueError):

@@ -168,7 +168,7 @@ def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         fix = "Wait if the machine has just booted; else see `cloud-init status --long` there."
     elif not _is_whole(state):
         cause = f"{STATE_FILE} is damaged: {shown(state)}"
-        fix = "Make the machine anew, or run its bootstrap again."
+        fix = "Replace the machine, or run its bootstrap again."
     elif state["ok"] is True:
         return
     elif state["ok"] is False:
@@ -176,7 +176,7 @@ def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         lines = str(state["reason"] or "").strip().splitlines()[-_LOG_LINES:]
         log = tuple(lines) or log
         cause = f"bootstrap failed in step {shown(state['step'])}: {_main_line(log)}"
-        fix = "Mend the cause and run the bootstrap again."
+        fix = "Remove the cause and run the bootstrap again."
     else:
         cause = f"bootstrap is not done yet, it is at step {shown(state['step'])}"
         fix = "Wait and try again."
@@ -291,7 +291,7 @@ def name_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         yield _warning(node, "name", cause, fix)
     if not facts.resolver_answers:
         cause = "its resolver does not answer when asked for another node's name"
-        fix = "mpirun and gloo ask and wait: add all nodes to /etc/hosts, or mend /etc/resolv.conf."
+        fix = "mpirun and gloo ask and wait: add all nodes to /etc/hosts, or fix /etc/resolv.conf."
         yield _warning(node, "name", cause, fix)
 
 

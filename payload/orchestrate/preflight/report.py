@@ -140,7 +140,7 @@ def exchange_findings(
             f"synchronisation a step beside {_seconds(prediction.compute_s)} of computing "
             f"({prediction.what})"
         )
-        fix = "Mend it; or raise batch.global_batch_size, or set distributed.grad_dtype = 'bf16'."
+        fix = "Fix that; or raise batch.global_batch_size, or set distributed.grad_dtype = 'bf16'."
         yield _warning(name, "gloo", cause, fix)
 
 

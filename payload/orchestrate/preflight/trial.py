@@ -334,7 +334,7 @@ def _of_error(head: Node, error: TileforgeError, launcher: Launcher) -> Finding:
         check=launcher.name,
         severity="error",
         cause=f"the trial could not be made: {first.rstrip('.:')}",
-        fix="Mend that and try again.",
+        fix="Fix that and try again.",
         exit_code=error.exit_code,
         log=tuple(line.strip() for line in rest),
     )

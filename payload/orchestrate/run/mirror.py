@@ -78,7 +78,7 @@ def read_mirrored(paths: RunPaths) -> Mirrored | None:
     """Read mirror.json; None when the run is this machine's own. Raises ConfigError."""
     path = mirror_file(paths)
     again = run_command("attach", paths, "--inventory", "FILE")
-    fix = f"Make it anew with: {again}"
+    fix = f"Write a new one with: {again}"
     try:
         raw = parse_json(read_bytes(path), where=str(path), fix=fix)
     except FileNotFoundError:

@@ -341,7 +341,7 @@ def _classify(node: Node, login: Login, error: Exception, deadlines: Deadlines) 
         return HostKeyError(
             f"{node.name}: it shows another host key than the inventory's: {_print(error.key)}, "
             f"not {_print(error.expected_key)}",
-            fix="Nothing was sent. If the machine was made anew, write the inventory anew; if not, "
+            fix="Nothing was sent. If the machine was replaced, write a new inventory; if not, "
             "someone may be in between.",
         )
     said = str(error)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from payload.errors import AnswerError, ConfigError, NodesError, SshUnreachableError, TileforgeError
-from payload.inventory import Access, Node
+from payload.inventory import RANK_PORTS, Access, Node
 from payload.untrusted import RUN_ID, build, checked, parse_json, shown
 
 
@@ -188,8 +188,7 @@ class ProxyProcess:
 
 
 NODE_FOLDER = "tileforge"
-"""Below the login's home on a node: code, data, weights and runs. The programs of node/, which
-import nothing of ours, have the same."""
+"""Below the login's home on a node: code, data, weights and runs."""
 
 FOLDER = re.compile(r"(?=.{2,1024}\Z)(?!.*/\.{1,2}(?:/|\Z))(?:/[A-Za-z0-9._@+,=~-]+)+")
 """An absolute path that is a plain word in a shell, in ssh_config and in mpirun's settings."""
@@ -203,6 +202,8 @@ _START = (
     "import sys; i = sys.stdin.buffer; "
     "exec(compile(i.read(int(i.readline())), sys.argv[1], 'exec'))"
 )
+
+_SHARED = {"folder": NODE_FOLDER, "ports": [RANK_PORTS.start, RANK_PORTS.stop]}
 
 _T = TypeVar("_T")
 
@@ -324,9 +325,12 @@ def remote_argv(program: str) -> list[str]:
 
 
 def remote_stdin(program: str, arguments: Mapping[str, Any]) -> bytes:
-    """Return what the command reads: the program, and its arguments as JSON."""
+    """Return what the command reads: the program, and its arguments as JSON.
+
+    With them go the constants that these programs, which import nothing of ours, share with us.
+    """
     text = (resources.files("payload.orchestrate.node") / program).read_bytes()
-    return b"%d\n" % len(text) + text + json.dumps(arguments).encode()
+    return b"%d\n" % len(text) + text + json.dumps({**_SHARED, **arguments}).encode()
 
 
 def ask(

@@ -28,7 +28,7 @@ class Tracker(Protocol):
     """One tracker of one run. Whatever it raises is said once, and it is asked no more."""
 
     starts_over: ClassVar[bool]
-    """Whether it forgets what it had and takes all rows again when a run is continued."""
+    """True if it forgets what it had and takes all rows again when a run is continued."""
 
     def start(self, about: About) -> None:
         """Open the run, or go on with it. Raises ImportError without the package."""

@@ -13,7 +13,7 @@ from payload.report.trackers.base import About, Row, Tracker
 
 
 class TensorboardTracker:
-    """Writes the run's event files anew: what a resume trained again must not be there twice."""
+    """Writes new event files: what a resume trained again must not be there twice."""
 
     starts_over: ClassVar[bool] = True
 

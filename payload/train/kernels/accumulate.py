@@ -29,9 +29,9 @@ class WeightGradients:
         """Where a weight's is made; an exchange between ranks puts its own here."""
 
     def add(self, weight: Tensor, grad: Tensor, x: Tensor) -> None:
-        """Of a product of x (N, C) with `weight` (R, C), from that of its result, `grad` (N, R).
+        """Add the gradient of `weight` (R, C) in x (N, C) @ weight.T, from `grad` (N, R).
 
-        Both are bf16.
+        `x` and `grad`, the result's gradient, are bf16.
         """
         total, adds = self._total(weight)
         self._library.weight_gradient(grad, x, total, add=adds)

@@ -94,7 +94,7 @@ def _compile(library: Path) -> None:
 
 
 def _fingerprint() -> str:
-    """Of all that the machine code depends on; home folders are shared by unlike machines."""
+    """Digest all that the machine code depends on: unlike machines may share a home folder."""
     digest = hashlib.sha256()
     for name in (*SOURCES, *_HEADERS):
         digest.update((Path(__file__).parent / name).read_bytes())

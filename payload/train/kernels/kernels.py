@@ -1,4 +1,4 @@
-"""What a model asks for: the parts of a pass that have a faster way than the reference."""
+"""The kernels that a model asks for: parts of a pass that run faster than the reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Kernels:
 
     @property
     def has_update(self) -> bool:
-        """Whether `norm` and `adamw` are there."""
+        """Return whether `norm` and `adamw` are there."""
         return self._library is not None
 
     def weights_changed(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -96,7 +96,7 @@ class Library:
             function.argtypes = types
             function.restype = _INT if name in _TAKES_MEMORY else None
         self.has_products: bool = bool(self._functions.tileforge_has_products())
-        """Whether this CPU multiplies bf16 blocks; else layers and their gradients are torch's."""
+        """True if this CPU multiplies bf16 blocks; else layers and their gradients are torch's."""
 
     def attention_forward(
         self, qkv: Tensor, *, starts: Tensor | None = None
@@ -204,7 +204,7 @@ class Library:
         return y
 
     def gelu_backward(self, x: Tensor, grad: Tensor) -> Tensor:
-        """The output anew; `grad`, of the output, becomes the gradient of `x` in its place."""
+        """Recompute the output; `grad`, of the output, becomes the gradient of `x` in place."""
         require_tensor("x", x, torch.bfloat16)
         require_tensor("grad", grad, torch.bfloat16, x.shape)
         y = torch.empty_like(x)

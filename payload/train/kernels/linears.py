@@ -19,14 +19,14 @@ from payload.train.kernels.low_precision import Bf16Copies
 
 Grads = tuple[Tensor | None, ...]
 Kept = tuple[Tensor | None, Tensor | None]
-"""What is between the low-rank matrices, (N, R), and the elements that dropout left, (A, N, I) bool
-for A adapters; None where there is no such thing."""
+"""Activations between the low-rank matrices, (N, R), and the elements that dropout left, (A, N, I)
+bool for A adapters; None where there is no such thing."""
 _NOTHING: Kept = (None, None)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """What the layers' functions need."""
+    """State that the layers' functions need."""
 
     library: Library
     copies: Bf16Copies
@@ -60,9 +60,9 @@ class Linears(ABC):
     """Linear layers that read the same input; their results lie side by side."""
 
     parameters: tuple[Tensor | None, ...]
-    """What autograd has to know of; `backward` returns a gradient, or None, for each."""
+    """Tensors that autograd has to know of; `backward` returns a gradient, or None, for each."""
     keeps_input: bool
-    """Whether `backward` needs the input."""
+    """True if `backward` needs the input."""
 
     @abstractmethod
     def forward(self, x: Tensor) -> tuple[Tensor, Kept]:

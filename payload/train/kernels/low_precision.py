@@ -37,6 +37,6 @@ class Bf16Copies:
         return self._copies.get(parameter)
 
     def drop(self, parameters: Iterable[Tensor]) -> None:
-        """These change: make them anew when they are next asked for."""
+        """Forget the copies of parameters that change; the next request makes new ones."""
         for parameter in parameters:
             self._copies.pop(parameter, None)

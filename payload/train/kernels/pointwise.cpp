@@ -118,7 +118,7 @@ void tileforge_gelu_forward(const bf16* x, bf16* y, int64_t count, int threads) 
   }
 }
 
-// grad, of the output, becomes that of the input; y is what the forward pass gave, made anew.
+// grad, of the output, becomes that of the input; y is the forward pass's output, recomputed.
 void tileforge_gelu_backward(const bf16* x, bf16* grad, bf16* y, int64_t count, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t first = 0; first < count; first += kPiece) {

@@ -1,4 +1,4 @@
-"""What training, generation and checkpoints ask of a model, whatever its family."""
+"""The interface of a model to training, generation and checkpoints, whatever its family."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from payload.train.models.stage import Stage
 
 
 class Cache(Protocol):
-    """What one layer keeps of the tokens seen so far."""
+    """Keys and values that one layer keeps of the tokens seen so far."""
 
     def num_tokens(self) -> int:
         """Return the number of tokens seen so far."""
@@ -39,14 +39,14 @@ class OuterModules:
     layers: str
     """The list of the layers."""
     first: tuple[str, ...]
-    """What comes before them; the token embedding is the first one."""
+    """Modules before them; the token embedding is the first one."""
     last: tuple[str, ...]
-    """What comes behind them, but for a head that is the token embedding."""
+    """Modules behind them, but for a head that is the token embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a strategy made of a layer when it placed its weights on the ranks."""
+    """The layer as a strategy made it when it placed its weights on the ranks."""
 
     built_as: type[nn.Module]
     """The layer's class, which the strategy derives another one from."""
@@ -57,7 +57,7 @@ class Placement:
 
 
 class Objective(Protocol):
-    """What a task makes of the losses of a batch's tokens, where that is not their mean."""
+    """A task's own reduction of the losses of a batch's tokens, where it is not their mean."""
 
     def __call__(self, losses: Tensor, *inputs: Tensor) -> Tensor:
         """Return the batch's loss, a scalar, of (B, T) losses and what else the batch holds."""
@@ -84,18 +84,18 @@ class CausalLM(SplitModule, ABC):
     """
 
     reads_parts = False
-    """Whether `load_tensors` sets parameters of which a rank holds a part."""
+    """True if `load_tensors` sets parameters of which a rank holds a part."""
 
     def __init__(self, spec: ModelSpec, *, dropout: float = 0.0) -> None:
         super().__init__()
         self.spec = spec
         self.dropout = dropout
         self.checkpoints_layers = False
-        """Whether `enable_checkpointing` was called."""
+        """True once `enable_checkpointing` was called."""
         self.unread: Path | None = None
         """The folder that a strategy has still to read this rank's part of the weights from."""
         self.chunks_loss = False
-        """Whether head and loss are computed in chunks of tokens, where there are no kernels."""
+        """True if head and loss are computed in chunks of tokens, where there are no kernels."""
         self.kernels: Kernels | None = None
         """Faster ways for a pass without caches; None = the plain modules, the reference."""
         self.stage: Stage | None = None
@@ -103,7 +103,7 @@ class CausalLM(SplitModule, ABC):
         self.adapter: AdapterSection | None = None
         """The adapter that is trained; `lora.add_adapter` sets it."""
         self.objective: Objective | None = None
-        """What `forward` returns; None = the mean loss of the targets."""
+        """The reduction that `forward` returns; None = the mean loss of the targets."""
 
     @abstractmethod
     def hidden(

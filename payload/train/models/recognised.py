@@ -1,4 +1,4 @@
-"""What the kernels take of a model's layers, and what they refuse.
+"""The layers that the kernels compute, and those that they refuse.
 
 The kernels compute from parameters alone. What a subclass, a hook, a wrapped parameter or another
 kind of adapter adds would be left out, so they take the modules that they know and no other.

@@ -40,7 +40,7 @@ from payload.train.weights import base_folder
 
 
 class Family(Protocol):
-    """What a family's file has."""
+    """The members of a family's file."""
 
     MODEL_TYPES: tuple[str, ...]
 

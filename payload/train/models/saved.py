@@ -1,4 +1,4 @@
-"""What families share that save and load under transformers' own names."""
+"""The base of families that save and load under transformers' own names."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Stage:
     ranks: tuple[int, ...]
     """The ranks that pass activations on, a stage each."""
     group: dist.ProcessGroup
-    """Of these."""
+    """Process group of these ranks."""
     width: int
     """C."""
     device: torch.device

@@ -41,7 +41,7 @@ _UNUSED = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 
 
 class ModelCache:
-    """What the layers keep of the tokens seen so far: one for the whole model.
+    """Cache of the layers for the tokens seen so far: one for the whole model.
 
     Without one of transformers' key-value caches it keeps the tokens, and every pass makes all of
     them.

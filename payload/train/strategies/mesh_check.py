@@ -20,7 +20,7 @@ from payload.train.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MeshState:
-    """What one rank holds after a step: digests of its weights and of its optimizer state.
+    """State of one rank after a step: digests of its weights and of its optimizer state.
 
     The weights are those that the rank computes with; the state is of its shard of them.
     """
@@ -28,7 +28,7 @@ class _MeshState:
     own: RankState
     """All of it. Equal on the ranks of its replicas; of these, shards have equal weights."""
     whole: RankState
-    """What is not split over tensor ranks: equal on these, too."""
+    """Digest of the parameters that tensor ranks do not split: equal on these, too."""
     tied: RankState
     """The embedding that is the output head: equal on the first and the last pipeline stage."""
 

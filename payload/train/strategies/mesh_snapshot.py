@@ -45,7 +45,7 @@ class Saved:
 
 
 class Layout:
-    """What the whole model's checkpoint has, noted before the ranks share the model out."""
+    """Layout of the whole model's checkpoint, noted before the ranks share the model out."""
 
     def __init__(self, model: CausalLM, splits: Splits, stages: Mapping[str, int]) -> None:
         """Note the model's parameters; `stages` has each one's pipeline stage, or 0."""
@@ -76,11 +76,11 @@ class _Pending:
     """A tensor that is still to be gathered."""
 
     whole: Tensor
-    """What stands for it until then."""
+    """Placeholder until then."""
     held: Held
     transposed: bool
     own: Tensor | None
-    """What this rank has of it."""
+    """This rank's part of it."""
 
 
 class MeshSnapshot(Snapshot):

@@ -1,4 +1,4 @@
-"""What sharded ranks send each other in a pass, and how long they wait for it."""
+"""The collectives of sharded ranks in a pass, and how long they wait for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Waiting:
 
 
 class _Comm:
-    """What FSDP2 asks of a collective: a buffer, and the call."""
+    """The parts that FSDP2 asks of a collective: a buffer, and the call."""
 
     def __init__(self, waiting: Waiting) -> None:
         self._waiting = waiting

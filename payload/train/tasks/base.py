@@ -77,7 +77,7 @@ class Task(ABC):
     meta: DataMeta
     train: Samples
     keeps_base: ClassVar[bool] = False
-    """Whether checkpoints say which weights the run started from, also without an adapter."""
+    """True if checkpoints say which weights the run started from, also without an adapter."""
 
     def fitted(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
         """Return the model with what the task needs of it; `init` names it in messages.

@@ -146,14 +146,14 @@ def test_runs_of_other_clusters_and_collected_ones_are_left_alone(
     assert "1/3 collect: nothing is missing here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("made_anew", [True, False])
+@pytest.mark.parametrize("replaced", [True, False])
 def test_results_that_went_with_their_machine_do_not_keep_down_from_the_rest(
-    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch, made_anew: bool
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
     site.build()
     destroys(site)
     make_run(site, "one", alive=True, instance_id="77")
-    if made_anew:
+    if replaced:
         head_says(monkeypatch, machine="78")
     else:
         site.cloud.drop("instances", "mine-0")

@@ -270,7 +270,7 @@ def test_only_the_first_word_of_an_attribute_is_a_key(site: Site) -> None:
     assert pin(site).nodes[0].host_keys == (f"ssh-ed25519 {KEY}",)
 
 
-def test_a_damaged_cache_is_read_anew(site: Site) -> None:
+def test_a_damaged_cache_is_read_again(site: Site) -> None:
     site.build()
     Path(site.folder / "host_keys.json").write_text('{"schema_version": 1, "inventory": 7}')
     assert all(node.host_keys for node in pin(site).nodes)

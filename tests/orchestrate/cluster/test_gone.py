@@ -73,6 +73,17 @@ def start_leftover(trained: Trained, paths: RunPaths) -> None:
     wait_until(lambda: len(nodes.processes_of(1)) == 1, what="the process")
 
 
+def start_saving(trained: Trained, paths: RunPaths) -> None:
+    """A process of the run on the head that saves once `saving` is there.
+
+    It waits for no time, so that a busy machine does not decide what comes first.
+    """
+    nodes, folder = trained.operator.nodes, planned_run_dir(paths)
+    save = f"until [ -e {folder}/saving ]; do sleep 0.05; done; touch {folder}/saved"
+    nodes.within(0, "sh", "-c", f"env {RUN_DIR}={folder} setsid sh -c '{save}' >/dev/null 2>&1 &")
+    wait_until(lambda: bool(nodes.processes_of(0)), what="the process")
+
+
 def trusted(trained: Trained) -> Path:
     return trained.operator.nodes.home_of(1) / ".ssh" / "authorized_keys"
 
@@ -113,17 +124,19 @@ def test_a_rank_that_saves_after_its_supervisors_death_is_left_to_it(
     for name, change in changes.items():
         changed = json.loads(before[name]) | change
         trained.on_head(name).write_text(json.dumps(changed), encoding="utf-8")
-    mark = f"{RUN_DIR}={planned_run_dir(paths)}"
-    saving = f"sleep 2; touch {planned_run_dir(paths)}/saved"
-    nodes.within(0, "sh", "-c", f"env {mark} setsid sh -c '{saving}' >/dev/null 2>&1 &")
-    wait_until(lambda: bool(nodes.processes_of(0)), what="the process")
+    start_saving(trained, paths)
     said: list[str] = []
+
+    def save(line: str) -> None:
+        said.append(line)
+        trained.on_head("saving").touch()
+
     with pytest.raises(NodesError):
-        run.end_leftovers(say=said.append)
+        run.end_leftovers(say=save)
     assert saved.exists() and "waiting until its ranks have saved" in said[0]
     saved.unlink()
-    nodes.within(0, "sh", "-c", f"env {mark} setsid sh -c '{saving}' >/dev/null 2>&1 &")
-    wait_until(lambda: bool(nodes.processes_of(0)), what="the process")
+    trained.on_head("saving").unlink()
+    start_saving(trained, paths)
     with pytest.raises(NodesError):
         run.end_leftovers(at_once=True)
     assert not saved.exists() and not nodes.processes_of(0)
