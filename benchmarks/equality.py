@@ -6,9 +6,11 @@
 A small GPT-2 and a small Llama train 20 steps in fp32 with AdamW and with SGD (momentum 0.9, in the
 optimizer's place), on one rank and on each mesh of 2 and 4 ranks of this machine. The ranks of one
 number of them start once and train all of its meshes in turn; DeepSpeed's have processes of their
-own. Each figure is the largest relative difference from one rank, over all steps or evaluations.
-The exit status is 1 when one is above 1e-5, or ranks were found to differ. A table goes to stderr,
-one JSON object to stdout.
+own. With `--runs FOLDER` the runs are kept, and a later command trains only what is missing there.
+
+Each figure is the largest relative difference from one rank, over all steps or evaluations. The
+exit status is 1 when one is above 1e-5, or ranks were found to differ. A table goes to stderr, one
+JSON object to stdout.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -82,16 +85,9 @@ class Job:
 
     def overrides(self, root: Path) -> list[str]:
         """Return what differs from the common run.toml."""
-        settings: dict[str, object] = dict(mesh_settings(self.mesh))
         lr = _LRS[self.optimizer]
-        settings |= {"optimizer.lr": lr, "optimizer.min_lr": lr}
-        if self.model == "llama":
-            sizes = dict.fromkeys(("model.n_layer", "model.n_head", "model.n_embd"), "none")
-            settings |= {"model.init": root / "llama", **sizes}
-        else:
-            settings |= {"model.preset": "tiny", "model.n_layer": 4, "model.n_embd": 64}
-            settings |= {"model.n_head": 4}
-        return [f"{key}={value}" for key, value in settings.items()]
+        settings = {"optimizer.lr": lr, "optimizer.min_lr": lr}
+        return overrides_of(self.model, self.mesh, root, **settings)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,10 +99,12 @@ def main(argv: Sequence[str]) -> int:
     wanted = arguments.only or [(ranks, mesh) for ranks in MESHES for mesh in MESHES[ranks]]
     began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        _prepare(root, steps=arguments.steps)
+        root = arguments.runs or Path(folder)
+        prepare(root, steps=arguments.steps)
         for ranks, group in _groups(wanted):
-            _start(ranks, group, root)
+            missing = [each for each in group if not is_trained(each.folder(root))]
+            if missing:
+                _start(ranks, missing, root)
         rows = [_compared(model, ranks, mesh, root) for model in MODELS for ranks, mesh in wanted]
     _print(rows)
     wall_s = round(time.perf_counter() - began_s)
@@ -115,20 +113,49 @@ def main(argv: Sequence[str]) -> int:
     return 0 if all(row["holds"] for row in rows) else 1
 
 
-def _prepare(root: Path, *, steps: int) -> None:
+def prepare(root: Path, *, steps: int) -> None:
+    """Make data, the Llama's weights and run.toml in `root`, which may have runs of the same."""
     from benchmarks.architecture_cases import CASES, make_folder
 
-    data = make_data_folder(root / "data", vocab_size=_VOCAB)
+    text, path = _CONFIG.format(data=root.resolve() / "data", steps=steps), root / "run.toml"
+    if path.exists():
+        if path.read_text(encoding="utf-8") != text:
+            raise SystemExit(f"error: {root} has runs of other settings. Name another folder.")
+        return
+    make_data_folder(root / "data", vocab_size=_VOCAB)
     make_folder({**CASES["llama"], "vocab_size": _VOCAB}, root / "llama")
-    text = _CONFIG.format(data=data, steps=steps)
-    (root / "run.toml").write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
+
+
+def is_trained(run: Path, *, keep: bool = False) -> bool:
+    """Say whether a run came to its end; one that did not is removed, unless it is to `keep`."""
+    path = RunPaths(run).summary
+    if path.exists() and json.loads(path.read_text(encoding="utf-8"))["status"] == "finished":
+        return True
+    if not keep:
+        shutil.rmtree(run, ignore_errors=True)
+    return False
+
+
+def overrides_of(model: str, mesh: str, root: Path, **settings: object) -> list[str]:
+    """Return what a model on a mesh sets besides the run.toml of `root`, and `settings`."""
+    found: dict[str, object] = {**mesh_settings(mesh), **settings}
+    if model == "llama":
+        sizes = dict.fromkeys(("model.n_layer", "model.n_head", "model.n_embd"), "none")
+        found |= {"model.init": root / "llama", **sizes}
+    else:
+        found |= {"model.preset": "tiny", "model.n_layer": 4, "model.n_embd": 64}
+        found |= {"model.n_head": 4}
+    return [f"{key}={value}" for key, value in found.items()]
 
 
 def _groups(wanted: Sequence[tuple[int, str]]) -> list[tuple[int, list[Job]]]:
     """Return the runs that share their ranks' processes, one rank's first."""
     chosen: dict[tuple[int, bool], list[str]] = {(1, False): ["replicate"]}
     for ranks, mesh in wanted:
-        chosen.setdefault((ranks, mesh == "zero3"), []).append(mesh)
+        group = chosen.setdefault((ranks, mesh == "zero3"), [])
+        if mesh not in group:
+            group.append(mesh)
     return [
         (
             ranks,
@@ -146,29 +173,34 @@ def _groups(wanted: Sequence[tuple[int, str]]) -> list[tuple[int, list[Job]]]:
 def _start(ranks: int, jobs: Sequence[Job], root: Path) -> None:
     """Train the jobs in turn on so many ranks."""
     words = [[each.model, each.optimizer, each.mesh] for each in jobs]
-    program = ["-m", "benchmarks.equality", "--rank", str(root), "--jobs", json.dumps(words)]
+    program = ["benchmarks.equality", "--rank", str(root), "--jobs", json.dumps(words)]
+    print(f"{ranks} rank(s): {len(jobs)} runs", file=sys.stderr, flush=True)
+    process = start_ranks(ranks, *program, deepspeed=any(each.mesh == "zero3" for each in jobs))
+    said, _ = process.communicate(timeout=_WAIT_S)
+    if process.returncode:
+        raise SystemExit(f"error: {ranks} ranks failed:\n{said[-3000:]}")
+
+
+def start_ranks(ranks: int, *program: str, deepspeed: bool) -> subprocess.Popen[str]:
+    """Start a module of ours and its arguments on so many ranks of one thread each."""
+    words = ["-m", *program]
     if ranks > 1:
         starts = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        program = [*starts, *program]
+        words = [*starts, *words]
     paths = [str(REPO)]
-    if any(each.mesh == "zero3" for each in jobs) and not importlib.util.find_spec("deepspeed"):
+    if deepspeed and not importlib.util.find_spec("deepspeed"):
         from tests.train.strategies.deepspeed_folder import deepspeed_folder
 
         paths.append(str(deepspeed_folder()))
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    print(f"{ranks} rank(s): {len(jobs)} runs", file=sys.stderr, flush=True)
-    result = subprocess.run(
-        [sys.executable, *program],
+    return subprocess.Popen(
+        [sys.executable, *words],
         cwd=REPO,
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=_WAIT_S,
-        check=False,
     )
-    if result.returncode:
-        raise SystemExit(f"error: {ranks} ranks failed:\n{result.stdout[-3000:]}")
 
 
 def _train_all(root: Path, jobs: Sequence[tuple[str, str, str]]) -> None:
@@ -251,9 +283,10 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
         table.row(label, *cells, "yes" if equal else "NO", "yes" if row["holds"] else "NO")
 
 
-def _case(text: str) -> tuple[int, str]:
+def case(text: str) -> tuple[int, str]:
+    """Return the number of ranks and the mesh in RANKS:MESH. Raises argparse.ArgumentTypeError."""
     ranks, _, mesh = text.partition(":")
-    if not ranks.isdecimal() or int(ranks) < 2:
+    if not ranks.isdecimal() or int(ranks) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not RANKS:MESH")
     mesh_settings(mesh)
     return int(ranks), mesh
@@ -266,7 +299,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=20, metavar="STEPS")
-    parser.add_argument("--only", type=_case, nargs="+", metavar="RANKS:MESH")
+    parser.add_argument("--only", type=case, nargs="+", metavar="RANKS:MESH")
+    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="keep the runs there")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--jobs", help=argparse.SUPPRESS)
     return parser

@@ -3,9 +3,9 @@
     python -m benchmarks.loading --params 1e9 --ranks 4 --limit-gib 1.7
 
 Writes a Llama-shaped folder with random bf16 weights, then loads it on the ranks of this machine
-as `distributed.strategy = "shard"` does, in fp32. With `--limit-gib` each rank is in a cgroup of
-that memory (root alone), where a rank that reads the whole model is killed: that is tried, too. A
-table goes to stderr, one JSON object to stdout.
+as a run on the mesh does, in fp32: `shard`, or with `--mesh` another one such as `pipeline2+shard`.
+With `--limit-gib` each rank is in a cgroup of that memory (root alone), where a rank that reads the
+whole model is killed: that is tried, too. A table goes to stderr, one JSON object to stdout.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.contenders import REPO
 from benchmarks.machine import describe_machine
+from benchmarks.meshes import mesh_settings
 from benchmarks.tables import Table
 
 _CGROUP = Path("/sys/fs/cgroup/memory")
@@ -61,17 +62,18 @@ def write_model(folder: Path, *, params: float) -> int:
     return sum(each.numel() for each in tensors.values())
 
 
-def load_as_a_rank(folder: Path, *, whole: bool) -> dict[str, Any]:
+def load_as_a_rank(folder: Path, *, whole: bool, mesh: str) -> dict[str, Any]:
     """Load this rank's part, or rank 0 everything; return its peak and a sum of the weights."""
     import torch
 
     from payload.models.registry import read_spec
-    from payload.run_config import DistributedSection
+    from payload.run_config import parse_run_config
     from payload.train.models.registry import build, load
-    from payload.train.strategies.shard import Shard
+    from payload.train.strategies.registry import choose_strategy
     from payload.train.world import World
 
-    settings = DistributedSection(strategy="shard")
+    overrides = [f"{key}={value}" for key, value in mesh_settings(mesh).items()]
+    settings = parse_run_config("", overrides=overrides, where="the benchmark").distributed
     world = World.from_env(os.environ)
     world.join(settings)
     before = _peak_bytes()
@@ -80,10 +82,10 @@ def load_as_a_rank(folder: Path, *, whole: bool) -> dict[str, Any]:
     else:
         model = build(read_spec(folder), random=False)
         model.unread = None if whole else folder
-    strategy = Shard(settings, world)
+    strategy = choose_strategy(settings, world)
     strategy.wrap(model)
     peak = _peak_bytes()
-    parts = strategy.parts(model).values()
+    parts = (strategy.parts(model) or dict(model.named_parameters())).values()
     total = torch.stack([each.detach().double().sum() for each in parts]).sum()
     world.sum(total)
     found = {"rank": world.rank, "before_bytes": before, "peak_bytes": peak, "sum": float(total)}
@@ -93,11 +95,18 @@ def load_as_a_rank(folder: Path, *, whole: bool) -> dict[str, Any]:
 
 
 def load_on_ranks(
-    folder: Path, *, ranks: int, whole: bool, limit_bytes: int | None = None
+    folder: Path, *, ranks: int, whole: bool, mesh: str = "shard", limit_bytes: int | None = None
 ) -> list[dict[str, Any]] | None:
     """Load on so many ranks; None when one was killed for its memory."""
     starts = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    words = ["benchmarks.loading", "--rank", str(folder), *(["--whole"] if whole else [])]
+    words = [
+        "benchmarks.loading",
+        "--rank",
+        str(folder),
+        "--mesh",
+        mesh,
+        *(["--whole"] if whole else []),
+    ]
     if limit_bytes is not None:
         words += ["--limit-bytes", str(limit_bytes)]
     result = subprocess.run(
@@ -123,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.rank is not None:
         if arguments.limit_bytes is not None:
             _enter_cgroup(arguments.limit_bytes)
-        found = load_as_a_rank(arguments.rank, whole=arguments.whole)
+        found = load_as_a_rank(arguments.rank, whole=arguments.whole, mesh=arguments.mesh)
         os.write(1, f"{json.dumps(found)}\n".encode())
         return 0
     limit = None if arguments.limit_gib is None else int(arguments.limit_gib * 2**30)
@@ -133,7 +142,11 @@ def main(argv: Sequence[str]) -> int:
         cases = []
         for name, whole in (("each rank its part", False), ("rank 0 everything", True)):
             ranks = load_on_ranks(
-                Path(folder), ranks=arguments.ranks, whole=whole, limit_bytes=limit
+                Path(folder),
+                ranks=arguments.ranks,
+                whole=whole,
+                mesh=arguments.mesh,
+                limit_bytes=limit,
             )
             peak = None if ranks is None else max(each["peak_bytes"] for each in ranks)
             cases.append({"case": name, "peak_bytes": peak, "killed": ranks is None})
@@ -144,7 +157,12 @@ def main(argv: Sequence[str]) -> int:
                 "none" if limit is None else f"{limit / 1e9:.2f}",
                 "yes" if ranks is None else "no",
             )
-    found = {"benchmark": "loading", "ranks": arguments.ranks, "weights_bytes": size}
+    found = {
+        "benchmark": "loading",
+        "ranks": arguments.ranks,
+        "mesh": arguments.mesh,
+        "weights_bytes": size,
+    }
     print(json.dumps(found | {"machine": describe_machine(), "cases": cases}))
     return 0
 
@@ -169,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--params", type=float, default=1e9, metavar="WEIGHTS")
     parser.add_argument("--ranks", type=int, default=4, metavar="RANKS")
+    parser.add_argument("--mesh", default="shard", help="such as shard or pipeline2+tensor2")
     parser.add_argument("--limit-gib", type=float, metavar="GIB", help="memory of each rank")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)

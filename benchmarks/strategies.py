@@ -39,6 +39,7 @@ from benchmarks.scaling.runs import Arrangement, Work, measure
 from benchmarks.tables import Table
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import Dtype, typical_mfu
+from payload.results import write_whole
 from payload.run_config import RunConfig, parse_run_config
 from payload.step_time import Network, run_step_time, sends_per_byte, sent_bytes, update_s
 
@@ -176,30 +177,22 @@ def _train_as_rank(argv: Sequence[str]) -> int:
     """Train as payload.train does; note the resident set before the model and at each update."""
     import psutil
 
-    from payload.train import session
     from payload.train.__main__ import main as train
-    from payload.train.saving import Saving
-    from payload.train.setup import find_start
+    from payload.train.parts import Observer
+
+    class Resident(Observer):
+        """Writes down the resident set before the model, and at the newest update."""
+
+        def before_model(self) -> None:
+            self.before_bytes = psutil.Process().memory_info().rss
+
+        def before_update(self, step: int) -> None:
+            now = psutil.Process().memory_info().rss
+            found = {"before": self.before_bytes, "at_update": now}
+            write_whole(Path(folder) / f"{os.getpid()}.json", json.dumps(found))
 
     folder, *words = argv
-    process, before = psutil.Process(), [0]
-    before_update = Saving.before_update
-
-    def at_start(*given: Any, **named: Any) -> Any:
-        before[0] = process.memory_info().rss
-        return find_start(*given, **named)
-
-    def at_update(saving: Saving) -> None:
-        found = {"before": before[0], "at_update": process.memory_info().rss}
-        path = Path(folder) / f"{os.getpid()}.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(found), encoding="utf-8")
-        partial.rename(path)
-        before_update(saving)
-
-    vars(session)["find_start"] = at_start
-    Saving.before_update = at_update  # type: ignore[method-assign, assignment]
-    return train(words, os.environ)
+    return train(words, os.environ, observer=Resident())
 
 
 def _config(case: Case, arguments: argparse.Namespace) -> RunConfig:

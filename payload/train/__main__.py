@@ -25,13 +25,19 @@ from payload.train.start_clock import StartClock
 from payload.untrusted import RUN_ID, checked, printable
 
 if TYPE_CHECKING:
+    from payload.train.parts import Observer
     from payload.train.world import World
 
 log = logging.getLogger("payload.train")
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> ExitCode:
-    """Train, and end with the exit code that says how it went."""
+def main(
+    argv: Sequence[str], env: Mapping[str, str], *, observer: Observer | None = None
+) -> ExitCode:
+    """Train, and end with the exit code that says how it went.
+
+    `observer` is told how far this rank is.
+    """
     last_words = LastWords()
     sys.excepthook = last_words.speak
     arguments = parser().parse_args(argv)
@@ -55,7 +61,14 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> ExitCode:
     clock.lap("group")
     paths = last_words.paths = RunPaths(run_dir)
     config = pin_initial(config, paths=paths, world=world)
-    outcome = train(config, paths=paths, world=world, stop_requested=stop.requested, clock=clock)
+    outcome = train(
+        config,
+        paths=paths,
+        world=world,
+        stop_requested=stop.requested,
+        clock=clock,
+        observer=observer,
+    )
     if outcome.stopped and stop.number is not None:
         last_words.told_to_stop(stop.number)
     world.leave()

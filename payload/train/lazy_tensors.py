@@ -72,21 +72,25 @@ class LazyTensors(Mapping[str, Tensor]):
         """Return how many numbers all tensors have."""
         return sum(header.num_elements() for header in self._headers.values())
 
-    def copy_to(self, name: str, target: Tensor, part: Part | None = None) -> None:
-        """Copy one tensor, or a part of it, into `target`, of any dtype and strides."""
+    def copy_to(self, name: str, target: Tensor, *parts: Part) -> None:
+        """Copy one tensor, or a part of it, into `target`, of any dtype and strides.
+
+        `parts` say where the part begins, in one dimension or in several.
+        """
         header = self._headers[name]
         dtype = _dtype(name, header, trained=target.is_floating_point())
-        assert part or header.shape == tuple(target.shape), "the caller compares shapes"
+        assert parts or header.shape == tuple(target.shape), "the caller compares shapes"
         if not target.numel():
             return
-        dim, first = part or Part(dim=0, first=0)
+        first = sum(each.first for each in parts if each.dim == 0)
+        others = [each for each in parts if each.dim]
         rows = target.detach().unsqueeze(0) if target.dim() == 0 else target.detach()
         shape = header.shape or (1,)
         row_bytes = header.num_bytes() // shape[0]
         try:
             with open_regular(header.path) as file:
-                file.seek(header.start + (first * row_bytes if dim == 0 else 0))
-                if dim == 0 and target.dtype == dtype and target.is_contiguous():
+                file.seek(header.start + first * row_bytes)
+                if not others and target.dtype == dtype and target.is_contiguous():
                     _read(file, target.detach())
                     return
                 at_once = max(1, _CHUNK_BYTES // row_bytes)
@@ -97,11 +101,22 @@ class LazyTensors(Mapping[str, Tensor]):
                     chunk = self._buffer[: len(some) * row_bytes].view(dtype)
                     chunk = chunk.view(len(some), *shape[1:])
                     _read(file, chunk)
-                    some.copy_(chunk if dim == 0 else chunk.narrow(dim, first, some.shape[dim]))
+                    for each in others:
+                        chunk = chunk.narrow(each.dim, each.first, some.shape[each.dim])
+                    some.copy_(chunk)
         except OSError as error:
             raise CheckpointError(
                 f"{header.path}: {error.strerror or error}. Download the model again."
             ) from None
+
+
+class PlannedTensors(LazyTensors):
+    """Tensors of which none is read: `copy_in` notes where each would go."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.targets: dict[str, Tensor] = {}
+        """What would be set to each tensor, by its name in the files."""
 
 
 def files_identity(folder: Path) -> str:
@@ -134,15 +149,17 @@ def copy_in(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> None:
     Of a tensor that is shared out over ranks, a rank reads the part that it holds.
     """
     shared: Any = target
-    if isinstance(tensors, LazyTensors) and hasattr(target, "placements"):
-        tensors.copy_to(name, shared.to_local(), _part_of(shared))
+    if isinstance(tensors, PlannedTensors):
+        tensors.targets[name] = target
+    elif isinstance(tensors, LazyTensors) and hasattr(target, "placements"):
+        tensors.copy_to(name, shared.to_local(), part_of(shared))
     elif isinstance(tensors, LazyTensors):
         tensors.copy_to(name, target)
     else:
         target.detach().copy_(tensors[name])
 
 
-def _part_of(shared: Any) -> Part:
+def part_of(shared: Any) -> Part:
     """Return which part of a DTensor this rank holds; torch takes a second to import its class."""
     ((axis, dim),) = (
         (axis, each.dim) for axis, each in enumerate(shared.placements) if each.is_shard()

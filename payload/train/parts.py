@@ -20,6 +20,19 @@ from payload.train.tasks.base import Task
 from payload.train.world import World
 
 
+class Observer:
+    """Follows one rank's run, for what measures it. This one notes nothing."""
+
+    def before_model(self) -> None:
+        """Note that the rank has its data, and no model yet."""
+
+    def ready(self, parts: Parts) -> None:
+        """Note that the rank has its model and its optimizer state, and begins to train."""
+
+    def before_update(self, step: int) -> None:
+        """Note that the gradients of the step after `step` are there, and its update is next."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """State of one rank; every rank has its own."""
@@ -45,3 +58,4 @@ class Parts:
     sign_of_life: SignOfLife
     stop_requested: Callable[[], bool]
     """Says whether this rank was asked to stop; one rank is enough, all stop together."""
+    observer: Observer

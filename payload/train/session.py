@@ -27,7 +27,7 @@ from payload.train.metrics import MetricsFile, SignOfLife
 from payload.train.models.base import CausalLM
 from payload.train.models.float8 import convert_linears
 from payload.train.models.lora import shrink_base
-from payload.train.parts import Parts
+from payload.train.parts import Observer, Parts
 from payload.train.setup import (
     Start,
     earlier_config,
@@ -53,13 +53,16 @@ def train(
     world: World,
     stop_requested: Callable[[], bool],
     clock: StartClock,
+    observer: Observer | None = None,
 ) -> Outcome:
     """Train on this rank from the run's newest checkpoint, or from the start.
 
     The process group has been joined. A run that is refused for its data or its model makes no
-    folder. Rank 0 writes run.toml, metrics.jsonl and summary.json, on a failure as well. Raises
-    TileforgeError, and RuntimeError when another rank vanished.
+    folder. `observer` is told how far the rank is. Rank 0 writes run.toml, metrics.jsonl and
+    summary.json, on a failure as well. Raises TileforgeError, and RuntimeError when another rank
+    vanished.
     """
+    observer = observer or Observer()
     with SummaryFile(paths, world) as summary:
         sign_of_life = SignOfLife(paths, world)
         sign_of_life.tell(step=0, phase="load")
@@ -80,6 +83,7 @@ def train(
             require_tensor_ranks_on_a_node(tensor, ranks_per_node=world.local_world_size)
         task = open_task(config)
         clock.lap("data")
+        observer.before_model()
         start = find_start(config, task, paths=paths, world=world)
         require_split(start.model.spec, config)
         config = _settled(config, start, paths=paths, world=world)
@@ -109,6 +113,7 @@ def train(
             stop_requested=stop_requested,
             clock=clock,
             summary=summary,
+            observer=observer,
         )
         summary.end("stopped" if outcome.stopped else "finished", wall_s=wall_s)
     return outcome
@@ -174,6 +179,7 @@ def _train(
     stop_requested: Callable[[], bool],
     clock: StartClock,
     summary: SummaryFile,
+    observer: Observer,
 ) -> tuple[Outcome, float]:
     resumed_at_step = start.state.step if start.state else 0
     sign_of_life.tell(step=resumed_at_step, phase="start")
@@ -203,6 +209,7 @@ def _train(
             sign_of_life=sign_of_life,
             stop_requested=stop_requested,
             clock=clock,
+            observer=observer,
         )
         for note in start.model.speed_notes():
             log.info(f"model     {note}")
@@ -212,6 +219,7 @@ def _train(
         )
         log.info(clock.line())
         summary.ready(clock.seconds)
+        observer.ready(parts)
         outcome = trainer.run(evaluate_first=evaluate_first)
         sign_of_life.tell(step=outcome.step, phase="end")
     return outcome, trainer.wall_s()
@@ -229,6 +237,7 @@ def _assemble(
     sign_of_life: SignOfLife,
     stop_requested: Callable[[], bool],
     clock: StartClock,
+    observer: Observer,
 ) -> Parts:
     """Wrap the model, and give every rank rank 0's parameters and optimizer state."""
     engine = config.used_engine()
@@ -285,6 +294,7 @@ def _assemble(
         metrics=metrics,
         sign_of_life=sign_of_life,
         stop_requested=stop_requested,
+        observer=observer,
     )
 
 

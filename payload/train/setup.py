@@ -308,12 +308,11 @@ def _read_in_parts(config: RunConfig, folder: Path | None, *, world: World) -> P
     """Return rank 0's folder of weights where each rank can read its own part, or None.
 
     All ranks have to see the same files there, by their headers and their last bytes: a shared
-    disk, or a copy on each node. An adapter's base, a classifier, and a model that tensor ranks or
-    stages split are read whole by rank 0.
+    disk, or a copy on each node. An adapter's base and a classifier are read whole by rank 0.
     """
     whole = config.adapter.is_on() or config.task.kind == "classify"
-    whole = whole or config.distributed.splits_model()
-    if whole or config.distributed.strategy != "shard" or world.world_size == 1:
+    in_parts = config.distributed.strategy == "shard" or config.distributed.splits_model()
+    if whole or not in_parts or world.world_size == 1:
         return None
     is_plain = folder is not None and not has_adapter(folder)
     wanted = world.broadcast(str(folder.resolve()) if folder and is_plain else "", str)

@@ -177,6 +177,7 @@ class Trainer:
             self._saving.before_update()
         # Else a wait for the writer would seem to go on, while this rank waits for others.
         self._tell_step(self._accumulation)
+        parts.observer.before_update(self._step)
         parts.optimizers.step()
         mean_loss, stopping, rank_times, sums = self._agree(passes.loss)
         self._step += 1

@@ -24,6 +24,7 @@ from payload.train.optimizer import Optimizers
 from payload.train.strategies.base import Strategy
 from payload.train.strategies.groups import group_along, group_of_ends
 from payload.train.strategies.mesh_check import require_one_mesh
+from payload.train.strategies.mesh_loading import PartsReader
 from payload.train.strategies.mesh_snapshot import Layout, MeshSnapshot
 from payload.train.strategies.replicate import Replicate
 from payload.train.world import World
@@ -58,32 +59,44 @@ class ModelParallel(Strategy):
         self._trained: dict[str, nn.Parameter] = {}
 
     def wrap(self, model: CausalLM) -> None:
-        """Give every rank its part of rank 0's weights, one whole parameter at a time."""
+        """Give every rank its part of rank 0's weights, one whole parameter at a time.
+
+        Where all ranks have the weights' files, each reads its part, and nothing is sent.
+        """
         splits = model.splits()
         assert splits is not None, "require_split refused every other model"
         self._splits = splits = splits if self._tensor.size > 1 else Splits({})
         stages = self._stages(model)
         self._layout = Layout(model, splits, stages)
+        reader = None if model.unread is None else PartsReader(model, model.unread)
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
         for path, module in model.named_modules():
             for key, parameter in list(module.named_parameters(recurse=False)):
-                dist.broadcast(parameter.detach(), src=0)
+                if reader is None:
+                    dist.broadcast(parameter.detach(), src=0)
                 name = f"{path}.{key}"
-                split = splits.parts.get(name)
                 if not self._is_here(name, stages):
                     module.register_parameter(key, None)
-                elif split is not None:
-                    with torch.no_grad():
-                        part = split.part(
-                            parameter, index=self._tensor.index, size=self._tensor.size
-                        )
+                elif name in splits.parts:
+                    part = self._tensor_part(name, parameter, is_read=reader is None)
                     module.register_parameter(key, nn.Parameter(part))
             if isinstance(module, SplitModule) and self._tensor.size > 1:
                 module.ranks = self._tensor
         if self.mesh.pipeline > 1:
             self._leave_to_others(model)
         self._data.place(model)
+        if reader is not None:
+            reader.read(model, splits.parts, index=self._tensor.index, size=self._tensor.size)
+            model.unread = None
+
+    def _tensor_part(self, name: str, whole: Tensor, *, is_read: bool) -> Tensor:
+        """Return this tensor rank's part of a parameter, or memory for it."""
+        split, whole = self._splits.parts[name], whole.detach()
+        part = split.part(
+            whole if is_read else whole.to("meta"), index=self._tensor.index, size=self._tensor.size
+        )
+        return part if is_read else torch.empty_like(part, device=whole.device)
 
     def _stages(self, model: CausalLM) -> dict[str, int]:
         """Return each parameter's pipeline stage, by its name, and note what is tied."""

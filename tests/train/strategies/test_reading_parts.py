@@ -1,4 +1,4 @@
-"""Each rank of a sharded run reads its own part of the weights' files."""
+"""Each rank of a run whose ranks hold parts reads its own of the weights' files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.architecture_cases import CASES, make_folder
 from benchmarks.loading import load_on_ranks, write_model
 from payload.train.lazy_tensors import LazyTensors, Part, files_identity
 from payload.train.weights import save_hf
 from tests.support.launching import losses, train
 from tests.train.alone import train_alone
+from tests.train.strategies.runs import SIZES, STEPS
 from tests.train.test_model import make_model
 
 
@@ -25,11 +27,14 @@ def test_a_part_of_a_tensor_is_read_along_either_dimension(
     save_file({"other": whole + 1, "it": whole}, tmp_path / "model.safetensors")
     tensors = LazyTensors(tmp_path)
     rows, columns, none = torch.empty(3, 5), torch.empty(7, 2), torch.empty(0, 5)
+    both = torch.empty(2, 3)
     tensors.copy_to("it", rows, Part(dim=0, first=4))
     tensors.copy_to("it", columns, Part(dim=1, first=3))
+    tensors.copy_to("it", both, Part(dim=0, first=4), Part(dim=1, first=1))
     tensors.copy_to("it", none, Part(dim=0, first=7))
     assert torch.equal(rows, whole[4:].float())
     assert torch.equal(columns, whole[:, 3:].float())
+    assert torch.equal(both, whole[4:6, 1:4].float())
 
 
 def test_files_of_other_weights_have_another_identity(tmp_path: Path) -> None:
@@ -57,6 +62,43 @@ def test_a_sharded_run_reads_parts_and_trains_as_one_rank_does(
     said = train(tmp_path / "three", tiny_config, shard, *settings, num_ranks=3).stderr
     assert "each rank reads its own part" in said
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("family", ["gpt2", "llama, untied, biases"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("distributed.pipeline_parallel=2", "distributed.tensor_parallel=2"),
+        ("distributed.pipeline_parallel=2", "distributed.strategy=shard"),
+        ("distributed.tensor_parallel=2", "distributed.strategy=shard"),
+    ],
+    ids=["pipeline x tensor", "pipeline x shard", "tensor x shard"],
+)
+def test_ranks_of_a_mesh_read_parts_and_train_as_one_rank_does(
+    tmp_path: Path, tiny_config: Path, mesh: tuple[str, ...], family: str
+) -> None:
+    base = tmp_path / "base"
+    if family == "gpt2":
+        base.mkdir()
+        save_hf(make_model(n_embd=32, n_head=2, n_layer=2, vocab_size=513), base)
+    else:
+        config = {**CASES[family], "vocab_size": 601, "num_key_value_heads": 2}
+        make_folder(config, base)
+    settings = (*STEPS, *SIZES, "train.steps=3", f"model.init={base}", "batch.micro_batch_size=1")
+    train_alone(tmp_path / "alone", tiny_config, *settings)
+    said = train(tmp_path / "four", tiny_config, *mesh, *settings, num_ranks=4).stderr
+    assert "each rank reads its own part" in said
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", ["pipeline2+tensor2", "pipeline2+shard", "tensor2+shard"])
+def test_no_rank_of_a_mesh_has_the_whole_model_in_memory(tmp_path: Path, mesh: str) -> None:
+    size = 4 * write_model(tmp_path, params=60e6)
+    ranks = load_on_ranks(tmp_path, ranks=4, whole=False, mesh=mesh)
+    assert ranks is not None and len(ranks) == 4
+    assert all(each["peak_bytes"] - each["before_bytes"] < 0.5 * size for each in ranks)
 
 
 @pytest.mark.ranks

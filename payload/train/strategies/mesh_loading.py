@@ -1,0 +1,82 @@
+"""Reading of a model's files by the ranks of a mesh: each reads its part of each weight.
+
+A rank's part is that of its tensor rank (`Split`), and of these rows its shard's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from payload.train.lazy_tensors import LazyTensors, Part, PlannedTensors, part_of
+from payload.train.models.base import CausalLM
+from payload.train.models.split import Split, bounds
+
+
+class PartsReader:
+    """The files of a whole model, from which a rank's parameters are read."""
+
+    def __init__(self, model: CausalLM, folder: Path) -> None:
+        """Note where each parameter of the whole `model` is; its values are never touched.
+
+        Raises CheckpointError where the files in `folder` are not the model's.
+        """
+        planned = PlannedTensors(folder)
+        model.load_tensors(planned, where=str(folder))
+        stored = {each.data_ptr(): (name, each) for name, each in planned.targets.items()}
+        self._tensors = LazyTensors(folder)
+        self._shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+        self._stored: dict[str, tuple[str, bool]] = {}
+        """Name in the files of each parameter, and whether it is transposed there."""
+        for name, parameter in model.named_parameters():
+            stored_name, target = stored[parameter.data_ptr()]
+            is_transposed = parameter.dim() == 2 and target.stride() != parameter.stride()
+            self._stored[name] = stored_name, is_transposed
+
+    def read(self, model: nn.Module, splits: dict[str, Split], *, index: int, size: int) -> None:
+        """Set the parameters that `model` has on this rank, of tensor rank `index` of `size`."""
+        for name, parameter in model.named_parameters():
+            local, first = _rows(parameter)
+            stored, is_transposed = self._stored[name]
+            split, shape = splits.get(name), self._shapes[name]
+            for target, *parts in _pieces(local, first, split, shape, index=index, size=size):
+                if is_transposed:
+                    swapped = (Part(dim=1 - each.dim, first=each.first) for each in parts)
+                    self._tensors.copy_to(stored, target.t(), *swapped)
+                else:
+                    self._tensors.copy_to(stored, target, *parts)
+
+
+def _rows(parameter: Any) -> tuple[Tensor, int]:
+    """Return the rows of a parameter that are here, and the number of the first one."""
+    if not hasattr(parameter, "placements"):
+        return parameter.detach(), 0
+    return parameter.to_local().detach(), part_of(parameter).first
+
+
+def _pieces(
+    local: Tensor, first: int, split: Split | None, shape: tuple[int, ...], *, index: int, size: int
+) -> Iterator[tuple[Any, ...]]:
+    """Yield views of `local`, and which parts of the whole tensor of `shape` belong there.
+
+    `local` has the rows from `first` on of the part that tensor rank `index` holds.
+    """
+    if split is None:
+        yield local, Part(dim=0, first=first)
+        return
+    section, at = shape[split.dim] // split.sections, 0
+    for number in range(split.sections):
+        start, end = bounds(section, index=index, size=size)
+        start, end = number * section + start, number * section + end
+        if split.dim:
+            columns = local.narrow(split.dim, at, end - start)
+            yield columns, Part(dim=0, first=first), Part(dim=split.dim, first=start)
+        else:
+            low, high = max(at, first), min(at + end - start, first + len(local))
+            if low < high:
+                rows = local[low - first : high - first]
+                yield rows, Part(dim=0, first=start + low - at)
+        at += end - start
