@@ -40,6 +40,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
 from payload.metrics_log import read_metrics
 from payload.results import RunPaths, write_whole
+from payload.train.__main__ import leave
 
 LAYOUTS = (
     *((1, "replicate"), (2, "replicate"), (2, "shard"), (2, "zero3"), (2, "tensor2")),
@@ -88,7 +89,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.rank is not None:
         _train_all(arguments.rank, json.loads(arguments.tasks.read_text(encoding="utf-8")))
-        return 0
+        # As a rank of a run ends: torch's threads have been seen to abort a leaving interpreter.
+        leave(0)
     layouts = arguments.only or list(LAYOUTS)
     began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -168,7 +170,7 @@ def _start_and_kill(task: Task, root: Path) -> None:
 
     process = _started([task], root)
     try:
-        ends_s = time.monotonic() + 120
+        ends_s = time.monotonic() + _WAIT_S
         while not any(RunPaths(task.folder(root)).checkpoints.glob("step_*/manifest.json")):
             if process.poll() is not None or time.monotonic() > ends_s:
                 raise SystemExit(f"error: {task} made no checkpoint.")
@@ -320,7 +322,8 @@ def _transformers_loads(checkpoint: Path) -> bool:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    model, problems = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    model, problems = loaded
     saved = load_file(checkpoint / "model.safetensors")
     is_clean = not problems["missing_keys"] and not problems["unexpected_keys"]
     parameters = dict(model.named_parameters())

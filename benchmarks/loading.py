@@ -76,13 +76,14 @@ def load_as_a_rank(folder: Path, *, whole: bool, mesh: str) -> dict[str, Any]:
     settings = parse_run_config("", overrides=overrides, where="the benchmark").distributed
     world = World.from_env(os.environ)
     world.join(settings)
+    # It imports what its strategy needs, which is not the model's memory.
+    strategy = choose_strategy(settings, world)
     before = _peak_bytes()
     if whole and world.is_main:
         model = load(folder)
     else:
         model = build(read_spec(folder), random=False)
         model.unread = None if whole else folder
-    strategy = choose_strategy(settings, world)
     strategy.wrap(model)
     peak = _peak_bytes()
     parts = (strategy.parts(model) or dict(model.named_parameters())).values()

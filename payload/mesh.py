@@ -89,6 +89,22 @@ class Mesh:
         }
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
 
+    def compared(self, *, tied: bool) -> str:
+        """Return in words what two ranks both hold, which the sync check compares.
+
+        `tied`: the token embedding is the output head, so the first and the last stage have it.
+        """
+        if self.replicate > 1:
+            return "each weight and its optimizer state with its replicas"
+        found = ["each weight as the shards gather it"] if self.shard > 1 else []
+        if self.tensor > 1:
+            found.append("what tensor ranks hold whole (norms, biases added to sums)")
+        if self.pipeline > 1 and tied:
+            found.append("the embedding with the head on the last stage")
+        if not found:
+            return "nothing, as no rank holds what another one does; it looks for NaN"
+        return f"{' and '.join(found)}; the rest is on one rank alone and looked through for NaN"
+
 
 def make_mesh(
     world_size: int, *, shards: bool, shard_size: int | None, tensor: int, pipeline: int

@@ -38,9 +38,18 @@ def describe(
         f"precision {calibration.dtype} ({calibration.reason}); peak "
         f"{calibration.peak_flops_per_s / 1e12:.2f} TFLOP/s measured over all ranks",
         f"memory    about {memory / 2**30:.1f} GiB a rank",
+        *_sync_check(config, spec=spec, world=world),
         *_dequantizing(config, spec=spec, passes=accumulation, calibration=calibration),
         *_predictions(config, tokens, spec=spec, world=world, calibration=calibration),
     ]
+
+
+def _sync_check(config: RunConfig, *, spec: ModelSpec, world: World) -> list[str]:
+    """Return what the sync check compares, where not every rank holds the whole model."""
+    mesh = config.distributed.mesh(world.world_size)
+    if mesh.replicate == world.world_size:
+        return []
+    return [f"check     {mesh.describe()}: compares {mesh.compared(tied=spec.is_tied())}"]
 
 
 def _dequantizing(

@@ -44,6 +44,20 @@ def test_tensor_ranks_are_neighbours_and_stages_are_far_apart() -> None:
     assert mesh.describe() == "pipeline 2 x replicate 2 x tensor 2"
 
 
+@pytest.mark.parametrize(
+    ("mesh", "tied", "said"),
+    [
+        (Mesh(pipeline=2), False, "nothing, as no rank holds what another one does"),
+        (Mesh(pipeline=2), True, "the embedding with the head on the last stage"),
+        (Mesh(pipeline=2, shard=2), False, "each weight as the shards gather it"),
+        (Mesh(tensor=2), True, "what tensor ranks hold whole"),
+        (Mesh(pipeline=2, replicate=2), False, "with its replicas"),
+    ],
+)
+def test_what_two_ranks_of_a_mesh_both_hold_is_said(mesh: Mesh, tied: bool, said: str) -> None:
+    assert said in mesh.compared(tied=tied)
+
+
 def test_ranks_that_make_no_mesh_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"= 2 x 1 = 2 does not divide the 3 ranks"):
         DistributedSection(tensor_parallel=2).mesh(3)
