@@ -58,6 +58,11 @@ class Split:
         """Return a rank's part, contiguous, in memory of its own."""
         return torch.cat(self.places(whole, index=index, size=size), self.dim)
 
+    def part_shape(self, shape: tuple[int, ...], *, index: int, size: int) -> tuple[int, ...]:
+        """Return the shape of a rank's part of a tensor of this shape."""
+        start, end = bounds(shape[self.dim] // self.sections, index=index, size=size)
+        return (*shape[: self.dim], (end - start) * self.sections, *shape[self.dim + 1 :])
+
     def put(self, part: Tensor, whole: Tensor, *, index: int, size: int) -> None:
         """Put a rank's part in its place in the whole tensor."""
         places = self.places(whole, index=index, size=size)

@@ -92,11 +92,10 @@ class ModelParallel(Strategy):
 
     def _tensor_part(self, name: str, whole: Tensor, *, is_read: bool) -> Tensor:
         """Return this tensor rank's part of a parameter, or memory for it."""
-        split, whole = self._splits.parts[name], whole.detach()
-        part = split.part(
-            whole if is_read else whole.to("meta"), index=self._tensor.index, size=self._tensor.size
-        )
-        return part if is_read else torch.empty_like(part, device=whole.device)
+        split, index, size = self._splits.parts[name], self._tensor.index, self._tensor.size
+        if is_read:
+            return split.part(whole.detach(), index=index, size=size)
+        return whole.new_empty(split.part_shape(tuple(whole.shape), index=index, size=size))
 
     def _stages(self, model: CausalLM) -> dict[str, int]:
         """Return each parameter's pipeline stage, by its name, and note what is tied."""

@@ -152,6 +152,7 @@ def test_parts_of_sections_come_together_again() -> None:
     split = Split(0, sections=3)
     parts = [split.part(whole, index=index, size=2) for index in range(2)]
     assert parts[0][:, 0].tolist() == [0, 2, 4, 10, 12, 14, 20, 22, 24]
+    assert tuple(parts[1].shape) == split.part_shape((15, 2), index=1, size=2)
     joined = torch.zeros_like(whole)
     for index, part in enumerate(parts):
         split.put(part, joined, index=index, size=2)
