@@ -116,7 +116,7 @@ class PlannedTensors(LazyTensors):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.targets: dict[str, Tensor] = {}
-        """What would be set to each tensor, by its name in the files."""
+        """The tensors that would be set, by the names of those in the files that they would get."""
 
 
 def files_identity(folder: Path) -> str:
