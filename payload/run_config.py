@@ -720,7 +720,8 @@ def _contradictions(config: RunConfig) -> list[str]:
         )
     if not config.run.name.strip() or "/" in config.run.name or not config.run.name.isprintable():
         found.append(
-            f"run.name = {config.run.name!r}: use a name without slashes or control characters."
+            f"run.name = {shown(config.run.name)}: use a name without slashes or control "
+            "characters."
         )
     return found
 
@@ -731,26 +732,29 @@ def _slurm_problems(slurm: SlurmSection) -> list[str]:
     for key in ("partition", "account", "qos"):
         value = getattr(slurm, key)
         if value is not None and not _SLURM_NAME.fullmatch(value):
-            found.append(f"slurm.{key} = {value!r}: use a name of letters, digits and . _ - , = +.")
+            found.append(
+                f"slurm.{key} = {shown(value)}: use a name of letters, digits and . _ - , = +."
+            )
     if slurm.time is not None and not _SLURM_TIME.fullmatch(slurm.time):
         found.append(
-            f"slurm.time = {slurm.time!r}: write minutes, HH:MM:SS, DAYS-HOURS or "
+            f"slurm.time = {shown(slurm.time)}: write minutes, HH:MM:SS, DAYS-HOURS or "
             "DAYS-HH:MM:SS, as in '12:00:00'."
         )
     try:
         words = shlex.split(slurm.extra)
     except ValueError as error:
-        return [*found, f"slurm.extra = {slurm.extra!r}: {error}. Close every quote."]
+        return [*found, f"slurm.extra = {shown(slurm.extra)}: {error}. Close every quote."]
     loose = [word for word in words if not word.startswith("-")]
     if loose:
         found.append(
-            f"slurm.extra: {loose[0]!r} is no option. Write each as --option=value, in one word."
+            f"slurm.extra: {shown(loose[0])} is no option. Write each as --option=value, in one "
+            "word."
         )
     ours = [word for word in words if word.partition("=")[0] in _OWN_SBATCH_OPTIONS]
     if ours:
         found.append(
-            f"slurm.extra: {ours[0]!r} is the run's own to say. Use the settings of [slurm] for "
-            "it, or leave it out."
+            f"slurm.extra: {shown(ours[0])} is the run's own to say. Use the settings of [slurm] "
+            "for it, or leave it out."
         )
     return found
 

@@ -1,21 +1,23 @@
-"""CONTRACT: checks of a run's data and of its initial model, before anything starts."""
+"""CONTRACT: checks of a run's data, initial model and GPUs, before anything starts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from payload.accelerators import FP8_CAPABILITY
 from payload.adapter_files import has_adapter
 from payload.checkpoint_files import MANIFEST_FILE
 from payload.data_folder import TRAIN_NAME, load_meta, require_prepared_length, require_task
 from payload.errors import CheckpointError, ConfigError, DataError
+from payload.inventory import Node
 from payload.models.fit import require_fit, require_weights
 from payload.models.hub import HubName, require_weights_on_hub
 from payload.models.source import SCRATCH, find_source, pinned, spec_on_hub
 from payload.models.spec import ModelSpec
-from payload.run_config import RunConfig
+from payload.run_config import DeviceSection, PrecisionSection, RunConfig
 from payload.tasks import TaskKind
 from payload.tokenizer_identity import TOKENIZER_FILE, require_same_tokenizer
 
@@ -140,3 +142,29 @@ def rate_warning(config: RunConfig) -> str | None:
         f"optimizer.lr = {rate:g} is a rate for training from scratch, and model.init = {init!r} "
         "has weights that are trained already; fine-tuning wants about 3e-5"
     )
+
+
+def rank_memory(device: DeviceSection, nodes: Sequence[Node], *, ranks: int) -> int | None:
+    """Return the bytes that the ranks of a node share on its GPUs, by the node with the least.
+
+    Each of the `ranks` of a node has a GPU. None where they compute on CPUs, or where a node's GPU
+    memory is not known.
+    """
+    sizes = [node.gpu_memory_gib for node in nodes if node.gpus and node.gpu_memory_gib]
+    if device.kind == "cpu" or not nodes or len(sizes) < len(nodes):
+        return None
+    return int(min(sizes) * 2**30) * ranks
+
+
+def require_fp8_on(precision: PrecisionSection, nodes: Sequence[Node]) -> None:
+    """Raise ConfigError for `precision.fp8 = "on"` and a node whose GPUs are known to lack it."""
+    if precision.fp8 != "on":
+        return
+    for node in nodes:
+        found = node.gpu_capability
+        if found and tuple(map(int, found.split("."))) < FP8_CAPABILITY:
+            raise ConfigError(
+                f"precision.fp8 = 'on': the GPUs of {node.name} have compute capability {found}, "
+                f"and 8-bit matmuls need {'.'.join(map(str, FP8_CAPABILITY))}. Set it to "
+                "'emulated' for the same rounding, or to 'off'."
+            )

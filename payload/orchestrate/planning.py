@@ -38,7 +38,13 @@ from payload.orchestrate.sites.choose import Chosen, Site, SiteRun, memory_warni
 from payload.results import RunPaths, new_run_id, write_whole
 from payload.run_config import AUTO as AUTO_SIZE
 from payload.run_config import DtypeChoice, RunConfig
-from payload.start_checks import check_data, initial_spec, rate_warning
+from payload.start_checks import (
+    check_data,
+    initial_spec,
+    rank_memory,
+    rate_warning,
+    require_fp8_on,
+)
 from payload.tracking import missing_notes
 
 
@@ -181,6 +187,10 @@ def plan_run(
         config.distributed.tensor_parallel, ranks_per_node=placement.ranks_per_node
     )
     config.train.require_profiled(placement.world_size)
+    free_bytes = (
+        rank_memory(config.device, inventory.nodes, ranks=placement.ranks_per_node)
+        or access.free_memory_bytes()
+    )
     base, guess = initial_spec(config, vocab_size=vocab_size)
     spec = config.adapted(base)
     left = left_open(config, auto_size=auto_size)
@@ -191,7 +201,7 @@ def plan_run(
         dtype="fp32" if config.precision.dtype == "fp32" else "bf16",
         world_size=placement.world_size,
         ranks_per_node=placement.ranks_per_node,
-        free_bytes=access.free_memory_bytes(),
+        free_bytes=free_bytes,
     )
     arithmetic = work_out(
         config,
@@ -202,9 +212,10 @@ def plan_run(
         threads=placement.threads(),
     )
     require_launcher(config, inventory)
+    require_fp8_on(config.precision, inventory.nodes)
     choice = choose_launcher(config.launch.launcher, access)
     launcher = choice.launcher
-    warning = memory_warning(arithmetic, placement, free_bytes=access.free_memory_bytes())
+    warning = memory_warning(arithmetic, placement, free_bytes=free_bytes)
     rendezvous = Rendezvous(
         address=inventory.head.address,
         port=port,
@@ -265,10 +276,10 @@ def plan_run(
             ranks_per_node=placement.ranks_per_node,
             link_bytes_per_s=access.link_bytes_per_s,
             peak_flops_per_s=access.peak_flops_per_s(config.precision.dtype),
-            free_bytes=access.free_memory_bytes(),
+            free_bytes=free_bytes,
             threads=placement.threads(),
         ),
-        free_memory_bytes=access.free_memory_bytes(),
+        free_memory_bytes=free_bytes,
         base=base,
     )
 

@@ -87,6 +87,7 @@ profile_rank = 0
 
 [precision]
 dtype = "fp32"
+fp8 = "off"
 
 [engine]
 kind = "native"

@@ -7,11 +7,13 @@ import hashlib
 import io
 import tarfile
 from pathlib import Path
+from typing import Any
 
 from infra import cloud_init
 from payload.orchestrate.node.look import act, running
 from payload.orchestrate.sites.cluster import VENV
 from payload.orchestrate.ssh.files import archive, this_code
+from payload.orchestrate.ssh.streams import NODE_FOLDER
 
 
 def sha256(text: str) -> str:
@@ -19,16 +21,15 @@ def sha256(text: str) -> str:
 
 
 def look(home: Path, digest: str, files: dict[str, str]) -> list[str] | None:
-    arguments = {"action": "look", "digest": digest, "files": files, "venv": "/no"}
-    arguments |= {"programs": [], "wholes": []}
+    arguments: dict[str, Any] = {"action": "look", "digest": digest, "files": files, "venv": "/no"}
+    arguments |= {"programs": [], "wholes": [], "folder": NODE_FOLDER, "ports": [20_000, 20_100]}
     missing: list[str] | None = act(arguments, home=home)["missing"]
     return missing
 
 
 def finish(home: Path, digest: str, files: dict[str, str]) -> list[str]:
-    wrong: list[str] = act({"action": "finish", "digest": digest, "files": files}, home=home)[
-        "wrong"
-    ]
+    arguments = {"action": "finish", "folder": NODE_FOLDER, "digest": digest, "files": files}
+    wrong: list[str] = act(arguments, home=home)["wrong"]
     return wrong
 
 
@@ -68,7 +69,8 @@ def test_the_head_names_the_run_that_holds_its_lock(tmp_path: Path) -> None:
     with (runs / "new" / "supervisor.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert running(runs) == "new"
-        assert act({"action": "running"}, home=tmp_path) == {"running": "new", "runs": []}
+        asked = {"action": "running", "folder": NODE_FOLDER}
+        assert act(asked, home=tmp_path) == {"running": "new", "runs": []}
 
 
 def test_the_nodes_environment_is_where_their_bootstrap_makes_it() -> None:
