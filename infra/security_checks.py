@@ -254,6 +254,20 @@ def private_bucket(resource: Resource) -> Iterator[str]:
         yield "can be made public; set publicAccessPrevention to enforced"
 
 
+def private_filestore(resource: Resource) -> Iterator[str]:
+    """For the rule private-filestore."""
+    inputs = resource["inputs"]
+    options = (inputs.get("fileShares") or {}).get("nfsExportOptions") or []
+    if not options:
+        yield "is exported to its whole network; set nfsExportOptions"
+    for option in options:
+        ranges = option.get("ipRanges") or ["0.0.0.0/0"]
+        if any(ipaddress.ip_network(each).num_addresses > 1 for each in ranges):
+            yield f"is exported to more than single addresses: {', '.join(ranges)}"
+        if option.get("squashMode") != "ROOT_SQUASH" and len(ranges) > 1:
+            yield "lets root of several machines be root; set squashMode to ROOT_SQUASH"
+
+
 def versioned_bucket(resource: Resource) -> Iterator[str]:
     """For the rule versioned-bucket."""
     inputs = resource["inputs"]
