@@ -6,13 +6,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pulumi
 import pytest
 
 from infra.cloud_init import SHARED_DIR
 from infra.config import ClusterConfig
 from infra.cost import cluster_cost, price_of_cluster
 from infra.network import FILESTORE_RANGE, NFS_PORT, SUBNET
-from payload.errors import BudgetError, ConfigError
+from payload.errors import BudgetError
 from tests.infra.stacks import FILESTORE, ROOT, Plain, deploy
 from tests.infra.test_cloud_init import written_files
 from tests.infra.test_monitoring import in_script
@@ -94,7 +95,7 @@ def test_filestore_has_no_known_price_so_a_cap_refuses_it_by_name() -> None:
 def test_wrong_settings_are_refused_with_the_fix(
     settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(pulumi.RunError, match=message):
         deploy({**settings, "maxHourlyUsd": "none"}, folder=tmp_path)
 
 
