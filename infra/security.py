@@ -296,8 +296,5 @@ def rule_findings(rule: Rule, resources: Sequence[Resource]) -> Iterator[str]:
 
 def applies(rule: Rule, resource_type: str) -> bool:
     """Return True if the rule is for resources of this type (gcp:compute/instance:Instance)."""
-    kind = resource_type.rpartition(":")[2]
-    # Its type is an Instance, too, as a machine's is.
-    if resource_type.startswith("gcp:filestore/"):
-        kind = "Filestore"
+    kind = check.kind_of(resource_type)
     return any(fnmatchcase(kind, pattern) for pattern in rule.types)

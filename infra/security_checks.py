@@ -180,7 +180,7 @@ def roles(resource: Resource) -> Iterator[str]:
         if member != NOT_KNOWN and not _SERVICE_AGENT.fullmatch(str(member)):
             yield f"gives {role} to {member}, which is no service agent"
     elif (_kind(resource), role) != ("BucketIAMMember", _BUCKET_ROLE):
-        yield f"gives {role or 'a whole policy'} by {_kind(resource)}"
+        yield f"gives {role or 'a whole policy'} by {kind_of(str(resource['type']))}"
     for member in [inputs.get("member"), *(inputs.get("members") or [])]:
         if member in _EVERYONE:
             yield f"gives {role} to {member}"
@@ -315,7 +315,13 @@ def labelled(resource: Resource) -> Iterator[str]:
 
 
 def _kind(resource: Resource) -> str:
-    return str(resource["type"]).rpartition(":")[2]
+    return kind_of(str(resource["type"]))
+
+
+def kind_of(resource_type: str) -> str:
+    """Return the last word of a resource's type; a Filestore instance is no Instance."""
+    is_filestore = resource_type.startswith("gcp:filestore/")
+    return "Filestore" if is_filestore else resource_type.rpartition(":")[2]
 
 
 def _is_allow(resource: Resource, direction: str) -> bool:
