@@ -15,7 +15,7 @@ from payload.checkpoint_files import manifest_problems
 from payload.results import RunPaths, last_record
 from payload.storage.bucket import BucketStore
 from payload.storage.checkpoints import Upload, fetch_newest, whole_checkpoints
-from payload.storage.objects import ObjectStore, StoreError, open_store
+from payload.storage.objects import ObjectStore, StoreError, check_store, open_store
 from payload.storage.uploader import Uploader
 from payload.store_address import parse_store_address
 from payload.store_state import StoreState
@@ -196,3 +196,21 @@ def test_a_store_that_is_down_is_named_once_and_is_left_after_the_final_wait(
     assert state.problem is not None and "503" in state.problem
     assert [line for line in said if line.startswith("warning: results are not in")] == said
     assert len(said) == 1
+
+
+def test_a_check_whose_write_was_done_and_its_answer_lost_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with FaultyProxy(Faults(seed=0, kinds=("lost answer",), most=1)) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        methods: list[str] = []
+
+        def lose_the_write(method: str, path: str) -> None:
+            methods.append(method)
+            # An upload in parts begins with a POST that writes nothing yet.
+            proxy.faults.share = 1.0 if method == "PUT" or "uploadType=multipart" in path else 0.0
+
+        proxy.before = lose_the_write
+        check_store(parse_store_address(RUN))
+        assert proxy.injected.total() == 1, methods
+        assert proxy.server.names() == []
