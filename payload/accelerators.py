@@ -14,9 +14,6 @@ FP8_CAPABILITY = (8, 9)
 """Least compute capability with 8-bit floating-point matmuls: Ada and Hopper."""
 NVIDIA_DRIVER_BRANCH = "580"
 """Branch of NVIDIA's driver that nodes get."""
-LEAST_NVIDIA_DRIVER = (580, 65, 6)
-"""Least driver for CUDA 13.0, which torch 2.13's wheels are built with:
-https://docs.nvidia.com/cuda/cuda-toolkit-release-notes, table 3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +26,6 @@ class Gpu:
     """Compute capability."""
     quota: str
     """Regional quota on demand; PREEMPTIBLE_ goes before it for spot machines."""
-
-    def has_fp8(self) -> bool:
-        """Say whether it multiplies 8-bit floats."""
-        return self.capability >= FP8_CAPABILITY
 
 
 L4 = Gpu(name="L4", memory_mib=23_034, capability=(8, 9), quota="NVIDIA_L4_GPUS")
