@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,9 @@ class Evidence:
     ended_by_us_s: float | None
     """When the supervisor began to kill what was left, by the head's monotonic clock, as the
     records' times are; later signals are its own."""
+    launcher_killed_s: float | None = None
+    """When the launcher was last seen alive, if a signal of somebody else's ended it; its helpers
+    kill the ranks, so that later signals are theirs."""
     trouble: Verdict | None = None
     """The verdict from the signs of life: a hang, or a node that is frozen or gone."""
     begun: bool = False
@@ -76,6 +80,8 @@ def judge(evidence: Evidence) -> Verdict:
         return evidence.trouble
     if cause is not None:
         return cause
+    if evidence.launcher_killed_s is not None:
+        return _launcher_killed(-evidence.launcher_status)
     return _silent_rank(evidence) or _echo(evidence) or _launcher_failure(evidence)
 
 
@@ -143,12 +149,13 @@ def _own_error_or_signal(evidence: Evidence) -> Verdict | None:
 
 
 def _ended_alone(evidence: Evidence) -> list[RankExit]:
-    """The records of ranks that the supervisor did not kill."""
-    began_s = evidence.ended_by_us_s
+    """The records of ranks that neither the supervisor nor a dying launcher killed."""
+    ends = [s for s in (evidence.ended_by_us_s, evidence.launcher_killed_s) if s is not None]
+    began_s = min(ends, default=math.inf)
     return [
         record
         for record in evidence.exits.values()
-        if record.signal is None or began_s is None or record.monotonic_s < began_s
+        if record.signal is None or record.monotonic_s < began_s
     ]
 
 
@@ -211,11 +218,7 @@ def _launcher_failure(evidence: Evidence) -> Verdict:
         )
     killer = _signal_of(evidence.launcher_status)
     if killer is not None:
-        return Verdict(
-            status="failed",
-            exit_code=ExitCode.RANK_LOST,
-            error=f"the launcher was killed by {_name(killer)}",
-        )
+        return _launcher_killed(killer)
     report = evidence.report()
     if evidence.begun and report.lost:
         node = evidence.node_of.get(report.lost.address, report.lost.address)
@@ -235,6 +238,14 @@ def _launcher_failure(evidence: Evidence) -> Verdict:
         f"the launcher started no rank (status {evidence.launcher_status}): {_last_line(evidence)}"
     )
     return Verdict(status="failed", exit_code=ExitCode.PREFLIGHT, error=words)
+
+
+def _launcher_killed(number: int) -> Verdict:
+    return Verdict(
+        status="failed",
+        exit_code=ExitCode.RANK_LOST,
+        error=f"the launcher was killed by {_name(number)}",
+    )
 
 
 def _preempted(ended: Sequence[RankExit]) -> Verdict:

@@ -87,6 +87,7 @@ class Attempt:
         self._trouble: Verdict | None = None
         self._failure_deadline: float | None = None
         self._ended_by_us_s: float | None = None
+        self._launcher_killed_s: float | None = None
 
     def run(self, every_tick: Callable[[], None]) -> Verdict:
         """Stay until the last process is gone; the error names what could not be ended."""
@@ -95,11 +96,15 @@ class Attempt:
         launcher = self._start()
         # Else the last attempt's would be taken for this one's, which takes longer to come.
         discard(self._paths.summary)
+        alive_s = time.monotonic()
         try:
             while launcher.poll() is None:
+                alive_s = time.monotonic()
                 self._wakeups.sleep(_TICK_S)
                 self._watch()
                 every_tick()
+            if launcher.returncode < 0 and self._ended_by_us_s is None:
+                self._launcher_killed_s = alive_s
         finally:
             left = self._leave_none_here()
             launcher.wait()
@@ -264,6 +269,7 @@ class Attempt:
                     stop=self._stopping.kind,
                     stop_by_system=self._stopping.by_system,
                     ended_by_us_s=self._ended_by_us_s,
+                    launcher_killed_s=self._launcher_killed_s,
                     node_of=self._node_of,
                     trouble=trouble,
                     begun=bool(self._signs.ranks()),

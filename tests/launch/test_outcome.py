@@ -134,6 +134,20 @@ def test_a_killed_launcher_is_said_to_be_killed(status: int) -> None:
     assert str(verdict.error).startswith("the launcher was killed by signal 9")
 
 
+@pytest.mark.parametrize("exits", [(0,), (0, 1, 2)])
+def test_ranks_that_a_dying_launcher_took_along_are_not_the_cause(exits: tuple[int, ...]) -> None:
+    records = [ended(rank, 137, at=5.1, signal=9) for rank in exits]
+    verdict = judge(evidence(*records, launcher_killed_s=5.0, launcher_status=-9))
+    assert str(verdict.error).startswith("the launcher was killed by signal 9")
+    assert verdict.rank is None
+
+
+def test_a_rank_killed_before_its_launcher_is_the_cause() -> None:
+    record = ended(1, 137, at=4.0, signal=9)
+    verdict = judge(evidence(record, launcher_killed_s=5.0, launcher_status=-9))
+    assert str(verdict.error).startswith("rank 1 on node-0 was killed by signal 9")
+
+
 def test_a_launcher_that_started_nothing_is_preflight_with_its_last_line() -> None:
     verdict = judge(evidence(launcher_status=255, launcher_text="usage\nno such host: x\n\n"))
     assert verdict.exit_code is ExitCode.PREFLIGHT
