@@ -33,7 +33,7 @@ INSTALL := bash bootstrap/install-payload.sh --from-make --writable data --writa
 	$(if $(WHEELHOUSE),--wheelhouse "$(WHEELHOUSE)") $(if $(TORCH_CUDA),--torch-cuda)
 # The one command, beside the environment's python.
 LINK_COMMAND = ln -sfn "$(CURDIR)/bootstrap/tileforge" $(VENV)/bin/tileforge
-SHELL_FILES := bootstrap/tileforge bootstrap/install-payload.sh bootstrap/node-setup.sh tests/install_packages.sh .ci/run
+SHELL_FILES := bootstrap/tileforge bootstrap/install-payload.sh bootstrap/node-setup.sh bootstrap/shared-storage.sh tests/install_packages.sh .ci/run
 # make itself ends with 2, whatever failed.
 OR_SAY = || { code=$$?; echo "make $@: exit code $$code (README.md, Exit codes)" >&2; exit $$code; }
 SHOWN = @printf '%s\n' '$(subst ','\'',$(1))'; $(1) $(OR_SAY)

@@ -23,6 +23,7 @@ from infra.labels import cluster_labels, last_expiry
 from infra.measured import last_measured_speed
 from infra.network import ClusterNetwork, NetworkArgs
 from infra.nodes import ClusterNodes, NodesArgs
+from infra.shared_storage import FilestoreArgs, SharedFilestore
 from infra.storage import ResultsBucket, StorageArgs
 from payload import __version__
 from payload.cloud_prices import read_catalog
@@ -62,6 +63,7 @@ network = ClusterNetwork(
         flow_logs=config.flow_logs,
         nat=config.egress == "nat",
         ssh_source=config.ssh_source(),
+        shared_storage=config.shared_storage,
         node_account=identity.email,
         labels=labels,
     ),
@@ -92,12 +94,20 @@ results = ResultsBucket(
     ),
     opts=on_google,
 )
+filestore = None
+if config.shared_storage == "filestore":
+    filestore = SharedFilestore(
+        config.cluster,
+        FilestoreArgs(config=config, network=network.network_name, labels=labels),
+        opts=on_google,
+    )
 nodes = ClusterNodes(
     config.cluster,
     NodesArgs(
         config=config,
         user_data=boot_text,
         boots_alike=boots_alike,
+        shared_source=filestore.source if filestore else None,
         labels=labels,
         subnetwork=network.subnetwork_id,
         service_account=identity.email,

@@ -296,6 +296,40 @@ step_monitoring() {
     resume_apt_jobs
 }
 
+# Prints an attribute of this instance from Google's metadata server.
+attribute() {
+    python3 - "$1" <<'PYTHON'
+import sys, urllib.request
+url = f"http://metadata.google.internal/computeMetadata/v1/instance/attributes/{sys.argv[1]}"
+request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+print(urllib.request.urlopen(request, timeout=10).read().decode("ascii").strip())
+PYTHON
+}
+
+# The folder is at the same place everywhere; the head has it on its disk, or mounts it, too.
+step_shared() {
+    [[ $SHARED != none ]] || return 0
+    local address head="${NODES%% *}" source
+    address=$(own_address)
+    head=${head#*=}
+    pause_apt_jobs
+    has_package nfs-common || update_lists
+    package nfs-common
+    if [[ $SHARED == nfs && $address == "$head" ]]; then
+        package nfs-kernel-server
+        bash "$here/shared-storage.sh" export "$SHARED_CLIENTS"
+    else
+        source="$head:/"
+        if [[ $SHARED == filestore ]]; then source=$(attribute shared-source); fi
+        bash "$here/shared-storage.sh" mount "$source"
+        # Filestore lets the head's root write, and no other's.
+        [[ $address != "$head" ]] || bash "$here/shared-storage.sh" folders
+    fi
+    resume_apt_jobs
+    # sshd reads it at each login, so ranks have it: what one node has downloaded all have.
+    grep -qxF "HF_HOME=$SHARED_DIR/hub" /etc/environment || echo "HF_HOME=$SHARED_DIR/hub" >>/etc/environment
+}
+
 run_step() {
     step=$1
     write_state null ""
@@ -315,11 +349,11 @@ main() {
     mv "$LOG.new" "$LOG"
     exec 3>&1 >>"$LOG" 2>&1 </dev/null
     # shellcheck source=/dev/null # VERSION SHA NODE_USER LOGIN_USER PACKAGES VENV EXTRAS WHEELHOUSE
-    # TORCH_INDEX NVIDIA_DRIVER MONITORING NODES GRAFANA_VERSION
+    # TORCH_INDEX NVIDIA_DRIVER MONITORING NODES GRAFANA_VERSION SHARED SHARED_DIR SHARED_CLIENTS
     . "$CONF"
     trap on_exit EXIT
     local name
-    for name in packages kernel sshd user driver payload monitoring; do
+    for name in packages kernel sshd user driver payload shared monitoring; do
         run_step "$name"
     done
     step="done"

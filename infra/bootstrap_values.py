@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from infra.cloud_init import BootstrapFiles, NodeBootstrap, render_user_data
 from infra.config import ClusterConfig
+from infra.network import SUBNET
 from infra.nodes import node_address, node_name
 
 ANY_KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43} any-operator"
@@ -23,12 +24,15 @@ def node_bootstrap(
         authorized_keys=authorized_keys,
         version=version,
         extras=",".join(extras),
-        monitored=tuple(
+        is_monitored=is_monitored,
+        nodes=tuple(
             (node_name(config, index), node_address(index)) for index in range(config.node_count)
         )
-        if is_monitored
+        if is_monitored or config.shared_storage != "none"
         else (),
         has_gpus=config.machine().gpus is not None,
+        shared=config.shared_storage,
+        shared_clients=SUBNET if config.shared_storage == "nfs" else "",
         wheelhouse=config.wheelhouse or None,
         os_login_user=config.os_login_user or None,
     )

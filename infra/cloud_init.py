@@ -30,6 +30,8 @@ VENV = "/opt/tileforge/venv"
 GRAFANA_VERSION = "12.4.0"
 """The pinned version; Grafana's own repository, apt.grafana.com, keeps older ones."""
 MONITORING_DIR = PurePosixPath("/etc/tileforge/monitoring")
+SHARED_DIR = "/srv/tileforge/shared"
+"""Where every node has the shared folder; shared-storage.sh makes it."""
 MAX_BYTES = 256 * 1024
 """Longest metadata value of Compute Engine."""
 
@@ -70,8 +72,14 @@ class NodeBootstrap:
     """Index of PyTorch's CPU builds; None is install-payload.sh's own."""
     has_gpus: bool = False
     """True for NVIDIA's driver and torch's CUDA build."""
-    monitored: tuple[tuple[str, str], ...] = ()
-    """Name and address of every node of a cluster with Prometheus, the head first; else empty."""
+    is_monitored: bool = False
+    """True for a cluster with Prometheus."""
+    nodes: tuple[tuple[str, str], ...] = ()
+    """Name and address of every node, the head first; only where nodes need each other's."""
+    shared: str = "none"
+    """The shared folder: none, nfs from the head, or filestore."""
+    shared_clients: str = ""
+    """The address range that the head exports the folder to."""
     os_login_user: str | None = None
     """The one user who may log in, by Google's OS Login, where `trainer` has no key."""
 
@@ -82,7 +90,7 @@ class NodeBootstrap:
 
     def packages(self) -> tuple[str, ...]:
         """Debian packages that the node gets; of names between bars the first that it knows."""
-        ours = ("ca-certificates",) if self.monitored else ()
+        ours = ("ca-certificates",) if self.is_monitored else ()
         return tuple(sorted({*_PACKAGES, *ours, *self.extra_packages}))
 
 
@@ -94,6 +102,7 @@ class BootstrapFiles:
     node_setup: bytes
     install_payload: bytes
     lock: bytes
+    shared_storage: bytes
     monitoring: Mapping[str, bytes]
     """The files of Prometheus and Grafana, by their path below `bootstrap/monitoring`."""
 
@@ -106,6 +115,7 @@ class BootstrapFiles:
                 node_setup=(folder / "node-setup.sh").read_bytes(),
                 install_payload=(folder / "install-payload.sh").read_bytes(),
                 lock=(folder / "requirements.lock").read_bytes(),
+                shared_storage=(folder / "shared-storage.sh").read_bytes(),
                 monitoring={
                     path.relative_to(folder / "monitoring").as_posix(): path.read_bytes()
                     for path in sorted((folder / "monitoring").rglob("*"))
@@ -143,9 +153,14 @@ def render_user_data(node: NodeBootstrap, files: BootstrapFiles) -> str:
             str(_SCRIPTS / "node-setup.sh"): ("0755", _packed(files.node_setup)),
             str(_SCRIPTS / "install-payload.sh"): ("0755", _packed(files.install_payload)),
             str(_SCRIPTS / "requirements.lock"): ("0644", _packed(files.lock)),
+            **(
+                {str(_SCRIPTS / "shared-storage.sh"): ("0755", _packed(files.shared_storage))}
+                if node.shared != "none"
+                else {}
+            ),
             **{
                 str(MONITORING_DIR / name): ("0644", _packed(content))
-                for name, content in (files.monitoring if node.monitored else {}).items()
+                for name, content in (files.monitoring if node.is_monitored else {}).items()
             },
         },
         setup_script=str(_SCRIPTS / "node-setup.sh"),
@@ -172,9 +187,12 @@ def _settings(node: NodeBootstrap, files: BootstrapFiles) -> dict[str, str]:
         "WHEELHOUSE": node.wheelhouse or "",
         "TORCH_INDEX": node.torch_index or "",
         "NVIDIA_DRIVER": NVIDIA_DRIVER_BRANCH if node.has_gpus else "",
-        "MONITORING": "prometheus" if node.monitored else "none",
-        "NODES": " ".join(f"{name}={address}" for name, address in node.monitored),
+        "MONITORING": "prometheus" if node.is_monitored else "none",
+        "NODES": " ".join(f"{name}={address}" for name, address in node.nodes),
         "GRAFANA_VERSION": GRAFANA_VERSION,
+        "SHARED": node.shared,
+        "SHARED_DIR": SHARED_DIR,
+        "SHARED_CLIENTS": node.shared_clients,
     }
 
 
@@ -197,9 +215,11 @@ def _check(node: NodeBootstrap) -> None:
             raise ConfigError(f"authorized key {_shown(key)}: {problem}")
     for package in node.extra_packages:
         _match(_PACKAGE, package, "extra_packages has", "the name of a Debian package")
-    for name, address in node.monitored:
-        _match(_USER, name.replace("-", "_"), "monitored has", "the name of a node")
+    for name, address in node.nodes:
+        _match(_USER, name.replace("-", "_"), "nodes has", "the name of a node")
         ipaddress.IPv4Address(address)
+    if node.shared_clients:
+        ipaddress.IPv4Network(node.shared_clients)
     _match(_EXTRAS, node.extras, "extras =", "names of extras between commas, such as train")
     _match(re.compile(r"[\w.+-]+", re.ASCII), node.version, "version =", "such as 0.1.0")
     if node.wheelhouse is not None:

@@ -48,6 +48,8 @@ class ClusterConfig:
     wheelhouse: str = ""
     flow_logs: bool = True
     monitoring: str = "none"
+    shared_storage: str = "none"
+    filestore_gb: int = 1024
     labels: tuple[str, ...] = ()
 
     def machine(self) -> MachineType:

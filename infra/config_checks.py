@@ -50,6 +50,7 @@ _CHOICES = {
     "threads_per_core": (1, 2),
     "egress": ("nat", "none"),
     "monitoring": ("none", "prometheus"),
+    "shared_storage": ("none", "nfs", "filestore"),
 }
 
 Problem = tuple[str, str]
@@ -168,6 +169,21 @@ def _disks(config: ClusterConfig) -> Iterator[Problem]:
             "headDiskGb",
             f" = {config.head_disk_gb}; use 0 for the same as the others ({config.disk_gb}), or "
             "more than that.",
+        )
+    if config.shared_storage == "filestore" and config.kms_key:
+        yield (
+            "sharedStorage",
+            " = 'filestore' with kmsKey: this program gives Filestore no right to the key, so its "
+            "files would be under Google's own. pulumi config set sharedStorage nfs",
+        )
+    # Google's limits of the tier ZONAL: https://cloud.google.com/filestore/docs/service-tiers
+    if config.shared_storage == "filestore" and (
+        not 1024 <= config.filestore_gb <= 9_984 or config.filestore_gb % 256
+    ):
+        yield (
+            "filestoreGb",
+            f" = {config.filestore_gb}; Filestore has 1024 to 9984 GiB in steps of 256. "
+            "pulumi config set filestoreGb 1024",
         )
     if config.bucket not in ("create", "none") and not _BUCKET.fullmatch(config.bucket):
         yield "bucket", f" = {config.bucket!r}. Use none, create, or the name of a bucket."

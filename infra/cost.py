@@ -66,6 +66,8 @@ def cluster_cost(
         unknown.append(f"{config.boot_disk_type()} disks in {config.region}")
     if config.tier1:
         unknown.append("Tier_1 bandwidth")
+    if config.shared_storage == "filestore":
+        unknown.append(f"Filestore ({config.filestore_gb} GiB) in {config.region}")
     if config.confidential:
         unknown.append("confidential computing")
     shared = _shared_price(config)

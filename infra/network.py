@@ -13,6 +13,9 @@ from infra.labels import EXPIRES, IGNORED, mark
 from payload.inventory import RANK_PORTS
 
 SUBNET = "10.60.0.0/24"
+FILESTORE_RANGE = "10.60.1.0/26"
+"""Where Google places a Filestore instance, beside the subnet; its zonal tier wants a /26."""
+NFS_PORT = "2049"
 FIRST_HOST = 10
 """The head's last number within the subnet; the workers' follow."""
 
@@ -36,6 +39,8 @@ class NetworkArgs:
     nat: bool
     ssh_source: str
     """Address range that SSH may come from."""
+    shared_storage: str
+    """`nfs`: nodes reach the head's server; `filestore`: they reach FILESTORE_RANGE; or `none`."""
     node_account: Input[str]
     """E-mail of the nodes' service account: firewall rules are for nodes that run as it."""
     labels: dict[str, str]
@@ -45,6 +50,7 @@ class ClusterNetwork(ComponentResource):
     """VPC, subnet, firewall, and either a router with NAT or a DNS zone for Google's APIs."""
 
     subnetwork_id: pulumi.Output[str]
+    network_name: pulumi.Output[str]
 
     def __init__(self, name: str, args: NetworkArgs, opts: ResourceOptions | None = None) -> None:
         """Make them under `name`."""
@@ -73,6 +79,7 @@ class ClusterNetwork(ComponentResource):
         self._ingress(network)
         self._egress(network)
         self.subnetwork_id = subnetwork.id
+        self.network_name = network.name
         self.register_outputs({"subnetwork_id": self.subnetwork_id, "network_id": network.id})
 
     def _subnetwork(self, network: compute.Network) -> compute.Subnetwork:
@@ -171,7 +178,7 @@ class ClusterNetwork(ComponentResource):
             direction="INGRESS",
             source_service_accounts=[self._args.node_account],
             target_service_accounts=[self._args.node_account],
-            allows=_between_nodes(),
+            allows=self._between_nodes(),
             opts=self._child,
         )
 
@@ -182,7 +189,10 @@ class ClusterNetwork(ComponentResource):
         self._allow_egress(
             network, "web", [to], [compute.FirewallAllowArgs(protocol="tcp", ports=ports)]
         )
-        self._allow_egress(network, "nodes", [SUBNET], _between_nodes())
+        self._allow_egress(network, "nodes", [SUBNET], self._between_nodes())
+        if self._args.shared_storage == "filestore":
+            nfs = compute.FirewallAllowArgs(protocol="tcp", ports=[NFS_PORT])
+            self._allow_egress(network, "filestore", [FILESTORE_RANGE], [nfs])
         compute.Firewall(
             f"{self._args.cluster}-deny-egress",
             name=f"{self._args.cluster}-deny-egress",
@@ -215,9 +225,9 @@ class ClusterNetwork(ComponentResource):
             opts=self._child,
         )
 
-
-def _between_nodes() -> list[compute.FirewallAllowArgs]:
-    return [
-        compute.FirewallAllowArgs(protocol="tcp", ports=list(NODE_PORTS)),
-        compute.FirewallAllowArgs(protocol="icmp"),
-    ]
+    def _between_nodes(self) -> list[compute.FirewallAllowArgs]:
+        nfs = [NFS_PORT] if self._args.shared_storage == "nfs" else []
+        return [
+            compute.FirewallAllowArgs(protocol="tcp", ports=[*NODE_PORTS, *nfs]),
+            compute.FirewallAllowArgs(protocol="icmp"),
+        ]

@@ -44,6 +44,8 @@ class NodesArgs:
     boots_alike: str
     """The same without the operator's keys: what a node that boots depends on otherwise. Another
     operator's key is for nodes that are made later, and ends none that is up."""
+    shared_source: Input[str] | None
+    """SERVER:/PATH of the folder that all nodes mount, where only Google knows it."""
     labels: dict[str, str]
     subnetwork: Input[str]
     service_account: Input[str]
@@ -178,7 +180,10 @@ class ClusterNodes(ComponentResource):
 
     def _metadata(self) -> dict[str, Input[str]]:
         os_login = self._args.config.access_mode == "oslogin"
+        source = self._args.shared_source
+        shared = {} if source is None else {"shared-source": source}
         return {
+            **shared,
             "user-data": self._args.user_data,
             # Said outright: else a setting of the project decides who may log in.
             "enable-oslogin": "TRUE" if os_login else "FALSE",

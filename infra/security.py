@@ -233,6 +233,12 @@ RULES = (
         problems=check.versioned_bucket,
     ),
     Rule(
+        name="private-filestore",
+        holds="a Filestore instance is for named addresses alone, and root of one at most",
+        types=("Filestore",),
+        problems=check.private_filestore,
+    ),
+    Rule(
         name="no-secrets",
         holds="no private key is in any setting of any resource",
         types=("*",),
@@ -259,7 +265,7 @@ RULES = (
     Rule(
         name="labelled",
         holds="what costs carries the cluster's name and the time of its end",
-        types=("Instance", "Bucket", "Disk", "Address", "ManagedZone"),
+        types=("Instance", "Filestore", "Bucket", "Disk", "Address", "ManagedZone"),
         problems=check.labelled,
     ),
 )
@@ -290,5 +296,5 @@ def rule_findings(rule: Rule, resources: Sequence[Resource]) -> Iterator[str]:
 
 def applies(rule: Rule, resource_type: str) -> bool:
     """Return True if the rule is for resources of this type (gcp:compute/instance:Instance)."""
-    kind = resource_type.rpartition(":")[2]
+    kind = check.kind_of(resource_type)
     return any(fnmatchcase(kind, pattern) for pattern in rule.types)

@@ -180,7 +180,7 @@ def roles(resource: Resource) -> Iterator[str]:
         if member != NOT_KNOWN and not _SERVICE_AGENT.fullmatch(str(member)):
             yield f"gives {role} to {member}, which is no service agent"
     elif (_kind(resource), role) != ("BucketIAMMember", _BUCKET_ROLE):
-        yield f"gives {role or 'a whole policy'} by {_kind(resource)}"
+        yield f"gives {role or 'a whole policy'} by {kind_of(str(resource['type']))}"
     for member in [inputs.get("member"), *(inputs.get("members") or [])]:
         if member in _EVERYONE:
             yield f"gives {role} to {member}"
@@ -254,6 +254,20 @@ def private_bucket(resource: Resource) -> Iterator[str]:
         yield "can be made public; set publicAccessPrevention to enforced"
 
 
+def private_filestore(resource: Resource) -> Iterator[str]:
+    """For the rule private-filestore."""
+    inputs = resource["inputs"]
+    options = (inputs.get("fileShares") or {}).get("nfsExportOptions") or []
+    if not options:
+        yield "is exported to its whole network; set nfsExportOptions"
+    for option in options:
+        ranges = option.get("ipRanges") or ["0.0.0.0/0"]
+        if any(ipaddress.ip_network(each).num_addresses > 1 for each in ranges):
+            yield f"is exported to more than single addresses: {', '.join(ranges)}"
+        if option.get("squashMode") != "ROOT_SQUASH" and len(ranges) > 1:
+            yield "lets root of several machines be root; set squashMode to ROOT_SQUASH"
+
+
 def versioned_bucket(resource: Resource) -> Iterator[str]:
     """For the rule versioned-bucket."""
     inputs = resource["inputs"]
@@ -301,7 +315,13 @@ def labelled(resource: Resource) -> Iterator[str]:
 
 
 def _kind(resource: Resource) -> str:
-    return str(resource["type"]).rpartition(":")[2]
+    return kind_of(str(resource["type"]))
+
+
+def kind_of(resource_type: str) -> str:
+    """Return the last word of a resource's type; a Filestore instance is no Instance."""
+    is_filestore = resource_type.startswith("gcp:filestore/")
+    return "Filestore" if is_filestore else resource_type.rpartition(":")[2]
 
 
 def _is_allow(resource: Resource, direction: str) -> bool:

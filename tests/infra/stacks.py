@@ -25,6 +25,8 @@ HEAD_ADDRESS = "203.0.113.9"
 NUMBER = "415104041262"
 """The project's."""
 
+FILESTORE = "gcp:filestore/instance:Instance"
+
 Plain = dict[str, Any]
 
 CASES: dict[str, Plain] = {
@@ -43,6 +45,8 @@ CASES: dict[str, Plain] = {
         "headDiskGb": 200,
         "labels": ["owner=ada"],
     },
+    "nfs": {"sharedStorage": "nfs"},
+    "filestore": {"sharedStorage": "filestore", "maxHourlyUsd": "none"},
     "confidential": {"machineType": "c3-standard-8", "confidential": True, "maxHourlyUsd": "none"},
 }
 """Settings of the stacks whose whole graphs are in tests/golden."""
@@ -62,7 +66,7 @@ class Recorded:
         return [
             resource["inputs"]
             for resource in self.resources
-            if resource["type"].rpartition(":")[2] == suffix
+            if resource["type"].rpartition(":")[2] == suffix and resource["type"] != FILESTORE
         ]
 
 
@@ -75,6 +79,9 @@ class _Cloud(mocks.Mocks):
             state["email"] = f"{state['accountId']}@{state.get('project', 'p')}.example"
         if args.typ == "gcp:storage/bucket:Bucket":
             state["name"] = f"{args.name}-1a2b3c4"
+        if args.typ == FILESTORE:
+            for network in state["networks"]:
+                network["ipAddresses"] = ["10.60.1.2"]
         if args.typ == "gcp:compute/instance:Instance":
             for interface in state["networkInterfaces"]:
                 for config in interface.get("accessConfigs") or []:

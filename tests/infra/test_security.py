@@ -10,7 +10,7 @@ import pytest
 
 from infra.security import EXCEPTIONS, RULES, findings
 from infra.security_checks import NOT_KNOWN
-from tests.infra.stacks import CASES, ROOT, Plain
+from tests.infra.stacks import CASES, FILESTORE, ROOT, Plain
 from tests.infra.test_graph import deployed
 
 Change = Callable[[list[Plain]], object]
@@ -147,6 +147,16 @@ MUTATIONS: list[tuple[str, Change]] = [
     ),
     ("private-bucket", of("Bucket", lambda i: i.update(uniformBucketLevelAccess=False))),
     ("private-bucket", of("Bucket", lambda i: i.update(publicAccessPrevention="inherited"))),
+    ("private-filestore", more(FILESTORE, fileShares={"capacityGb": 1024})),
+    ("private-filestore", more(FILESTORE, fileShares={"nfsExportOptions": [{}]})),
+    (
+        "private-filestore",
+        more(
+            FILESTORE,
+            fileShares={"nfsExportOptions": [{"ipRanges": ["10.60.0.10", "10.60.0.11"]}]},
+        ),
+    ),
+    ("labelled", more(FILESTORE, fileShares={})),
     ("versioned-bucket", of("Bucket", lambda i: i.update(versioning={"enabled": False}))),
     ("versioned-bucket", of("Bucket", lambda i: i.pop("lifecycleRules"))),
     ("no-secrets", metadata(note="-----BEGIN OPENSSH " + "PRIVATE KEY-----")),

@@ -34,7 +34,8 @@ def rig(operator_key: Path) -> Iterator[Rig]:
         extras="train",
         # apt.grafana.com cannot be reached from here; a package that is there is not fetched.
         extra_packages=("grafana",),
-        monitored=tuple((f"node-{index}", address_of(index)) for index in range(2)),
+        is_monitored=True,
+        nodes=tuple((f"node-{index}", address_of(index)) for index in range(2)),
     )
     user_data = render_user_data(node, FILES)
     with Rig([user_data] * 2, layers=[prepared.layer(), monitoring_layer()]) as made:

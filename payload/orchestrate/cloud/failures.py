@@ -227,6 +227,7 @@ _WORDS = {
     "gcp:compute/resourcePolicy:ResourcePolicy": "placement policy",
     "gcp:serviceaccount/account:Account": "service account",
     "gcp:storage/bucket:Bucket": "bucket",
+    "gcp:filestore/instance:Instance": "Filestore instance",
     "gcp:storage/bucketIAMMember:BucketIAMMember": "bucket permission",
     "gcp:dns/managedZone:ManagedZone": "DNS zone",
     "gcp:dns/recordSet:RecordSet": "DNS record",

@@ -137,7 +137,10 @@ _KIND_OF = {kind.name: kind for kind in KINDS}
 _ENDINGS = {
     "resource policy": ("placement",),
     "router": ("router",),
-    "firewall rule": ("allow-ssh", "allow-nodes", "egress-web", "egress-nodes", "deny-egress"),
+    "firewall rule": (
+        *("allow-ssh", "allow-nodes", "deny-egress"),
+        *("egress-web", "egress-nodes", "egress-filestore"),
+    ),
     "subnetwork": ("subnet",),
     "network": ("network",),
 }
