@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+import secrets
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ _CONNECT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 16.0
 _PART_BYTES = 32 * 2**20
 """Bytes of one request of a resumable upload or a download: the most that a broken one costs."""
+_WRITE_ID = "tileforge-write"
+"""Metadata of every object: a random id of the write, by which a writer knows its own."""
 _QUERY = re.compile(r"\?[^\s'\")>]+")
 _LOG_IN = "Log in with gcloud auth application-default login, or use the node's service account"
 
@@ -78,22 +81,39 @@ class BucketStore:
     ) -> StoredObject:
         """Write `size` bytes of `content`; what the store has then is compared by checksum."""
         blob = self._blob(name)
+        write_id = secrets.token_hex(16)
+        blob.metadata = {_WRITE_ID: write_id}
         content.seek(0)
-        with self._plainly(f"writing {self.address.under(name)}"):
-            blob.upload_from_file(
-                content,
-                size=size,
-                if_generation_match=generation,
-                timeout=self._timeout,
-                retry=self._retry(),
-                checksum="crc32c",
-            )
+        try:
+            with self._plainly(f"writing {self.address.under(name)}"):
+                blob.upload_from_file(
+                    content,
+                    size=size,
+                    if_generation_match=generation,
+                    timeout=self._timeout,
+                    retry=self._retry(),
+                    checksum="crc32c",
+                )
+        except ConflictError:
+            # A write that was done and whose answer was lost is sent again by the client, and
+            # then its own object is in the way.
+            if not self._is_own(blob, name, write_id=write_id):
+                raise
         stored = self._stored(blob)
         if stored.bytes != size or blob.crc32c != _crc32c(content):
             # Not every server compares the checksum that it is sent; ours must not stay wrong.
             self.remove(name, generation=stored.generation)
             raise StoreError(f"writing {self.address.under(name)}: the store got other bytes")
         return stored
+
+    def _is_own(self, blob: Any, name: str, *, write_id: str) -> bool:
+        """Read the object's properties back into `blob`; say whether this write made it."""
+        try:
+            with self._plainly(f"reading {self.address.under(name)}"):
+                blob.reload(timeout=self._timeout, retry=self._retry())
+        except MissingObjectError:
+            return False
+        return bool((blob.metadata or {}).get(_WRITE_ID) == write_id)
 
     def read(self, name: str) -> tuple[bytes, int]:
         """Return a small object's content and generation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import threading
@@ -15,7 +16,14 @@ from payload.checkpoint_files import manifest_problems
 from payload.results import RunPaths, last_record
 from payload.storage.bucket import BucketStore
 from payload.storage.checkpoints import Upload, fetch_newest, whole_checkpoints
-from payload.storage.objects import ObjectStore, StoreError, check_store, open_store
+from payload.storage.objects import (
+    ABSENT,
+    ConflictError,
+    ObjectStore,
+    StoreError,
+    check_store,
+    open_store,
+)
 from payload.storage.uploader import Uploader
 from payload.store_address import parse_store_address
 from payload.store_state import StoreState
@@ -28,6 +36,16 @@ FAULTS = 200
 
 def store_of(address: str = RUN, *, retry_s: float = 0.4, timeout_s: float = 3.0) -> ObjectStore:
     return open_store(parse_store_address(address), retry_s=retry_s, timeout_s=timeout_s)
+
+
+def lose_the_write(proxy: FaultyProxy) -> None:
+    """Spoil the requests that write an object, and no others."""
+
+    def choose(method: str, path: str) -> None:
+        # An upload in parts begins with a POST that writes nothing yet.
+        proxy.faults.share = 1.0 if method == "PUT" or "uploadType=multipart" in path else 0.0
+
+    proxy.before = choose
 
 
 def refuse(name: str, why: str) -> None:
@@ -203,14 +221,76 @@ def test_a_check_whose_write_was_done_and_its_answer_lost_succeeds(
 ) -> None:
     with FaultyProxy(Faults(seed=0, kinds=("lost answer",), most=1)) as proxy:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
-        methods: list[str] = []
-
-        def lose_the_write(method: str, path: str) -> None:
-            methods.append(method)
-            # An upload in parts begins with a POST that writes nothing yet.
-            proxy.faults.share = 1.0 if method == "PUT" or "uploadType=multipart" in path else 0.0
-
-        proxy.before = lose_the_write
+        lose_the_write(proxy)
         check_store(parse_store_address(RUN))
-        assert proxy.injected.total() == 1, methods
+        assert proxy.injected.total() == 1
         assert proxy.server.names() == []
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["a new object", "over an older one"])
+def test_a_write_that_was_done_and_its_answer_lost_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    with FaultyProxy(Faults(seed=0, kinds=("lost answer",), most=1)) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        store = store_of()
+        generation = ABSENT
+        if before:
+            proxy.faults.most = 0
+            generation = store.put("x", io.BytesIO(b"before"), size=6, generation=ABSENT).generation
+            proxy.faults.most = 1
+        lose_the_write(proxy)
+        content = os.urandom(1000)
+        put = store.put("x", io.BytesIO(content), size=1000, generation=generation)
+        assert proxy.injected.total() == 1
+        assert store.read("x") == (content, put.generation)
+        # Its generation is the one to write over next.
+        proxy.before = lambda method, path: None
+        store.put("x", io.BytesIO(b"after"), size=5, generation=put.generation)
+
+
+def test_the_same_bytes_by_somebody_else_are_not_one_s_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with FaultyProxy(Faults(seed=0)) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        store_of().put("x", io.BytesIO(b"same"), size=4, generation=ABSENT)
+        with pytest.raises(ConflictError, match="somebody else wrote it"):
+            store_of().put("x", io.BytesIO(b"same"), size=4, generation=ABSENT)
+
+
+def test_an_uploader_whose_every_first_answer_is_lost_says_nothing_of_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(tmp_path / "a-run")
+    write_checkpoint(paths.checkpoints, 1, seed=0)
+    paths.metrics.write_text("{}\n")
+    said: list[str] = []
+    lost: set[str] = set()
+    with FaultyProxy(Faults(seed=0, kinds=("lost answer",))) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+
+        def lose_the_first(method: str, path: str) -> None:
+            there = len(proxy.server.names())
+            is_first = "uploadType=multipart" in path and str(there) not in lost
+            lost.update([str(there)] if is_first else [])
+            proxy.faults.share = float(is_first)
+
+        proxy.before = lose_the_first
+        receiver, sender = os.pipe()
+        os.close(sender)
+        with os.fdopen(receiver) as commands:
+            Uploader(
+                paths,
+                store_of(retry_s=2.0),
+                keep=2,
+                final_wait_s=60.0,
+                is_new=True,
+                say=said.append,
+                first_pause_s=0.05,
+            ).run(commands)
+        # owner.json, metrics.jsonl and the checkpoint's files, each of which lost its first answer.
+        assert proxy.injected.total() >= len(proxy.server.names()) == 7
+        state = last_record(StoreState, paths.store_state)
+        assert state is not None and state.is_drained and state.failures == 0, said
+        assert [line for line in said if "warning" in line] == []
