@@ -1,0 +1,162 @@
+"""Machines that hold one model together, and a rank, a machine or all of them fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from payload.checkpoint_files import checkpoint_folders, manifest_problems, partial_checkpoints
+from payload.errors import ExitCode
+from payload.results import RunPaths, RunState, read_json
+from tests.orchestrate.operator import TIMEOUT_S, Operator
+from tests.rig import prepared
+from tests.rig.leftovers import HOME, marked
+from tests.rig.machine import Machine
+from tests.rig.prepared import node_user_data
+from tests.rig.rig import Rig
+from tests.rig.sweep import processes_of
+from tests.support.launching import losses, metrics
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
+
+SHARD = ("distributed.strategy=shard",)
+PIPELINE = ("distributed.pipeline_parallel=2", "model.n_layer=2")
+BOTH = pytest.mark.parametrize("settings", [SHARD, PIPELINE], ids=["shard", "pipeline"])
+ENDLESS = (
+    "train.steps=100000",
+    "train.checkpoint_every=0",
+    "limits.max_restarts=0",
+    "limits.hang_timeout_s=9",
+)
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def pair(operator_key: Path) -> Iterator[Rig]:
+    """A head and a worker that become ready in seconds, as the packages are there."""
+    public = operator_key.with_suffix(".pub").read_text(encoding="ascii")
+    with Rig([node_user_data(public)] * 2, layers=[prepared.layer()]) as rig:
+        states = rig.wait_for_bootstrap(timeout_s=600)
+        assert all(state["ok"] for state in states.values()), states
+        yield rig
+
+
+@pytest.fixture
+def two_machines(pair: Rig, operator_folder: Path) -> Operator:
+    """Return the operator of the two machines, with the host keys that they have now."""
+    key = operator_folder / ".cluster/rig/id_ed25519"
+    return Operator(operator_folder, pair.inventory(), key=key, around=pair.operator_argv)
+
+
+def head_run(pair: Rig, run_id: str) -> RunPaths:
+    """Return the head's folder of a run."""
+    return RunPaths(pair.machines[0].root / HOME / "tileforge/runs" / run_id)
+
+
+def start(operator: Operator, pair: Rig, run_id: str, *settings: str) -> RunPaths:
+    """Start a run that goes on without its operator, and wait for a step of it."""
+    code, said = operator.do(*operator.run_words(run_id, *settings), "--quick", "--detach")
+    assert code == ExitCode.OK, said
+    there = head_run(pair, run_id)
+    wait_until(
+        lambda: there.metrics.exists() and bool(metrics(there.root)),
+        what=f"the first step of {run_id}",
+        timeout_s=TIMEOUT_S,
+    )
+    return there
+
+
+def wait_for_verdict(there: RunPaths) -> RunState:
+    """Wait until the head has said how the run ended, and return that."""
+
+    def state() -> RunState:
+        found = read_json(RunState, there.root / "state.json")
+        assert found is not None
+        return found
+
+    wait_until(lambda: state().exit_class is not None, what="the end", timeout_s=TIMEOUT_S)
+    return state()
+
+
+def signal_rank(machine: Machine, number: signal.Signals) -> None:
+    """Send a signal to the one rank of a machine."""
+    ranks = [each for each in processes_of(machine) if "-m payload.train" in each.command]
+    assert ranks, [each.command for each in processes_of(machine)]
+    for each in ranks:
+        os.kill(each.pid, number)
+
+
+@BOTH
+def test_a_killed_rank_of_a_machine_is_41_by_its_name(
+    two_machines: Operator, pair: Rig, settings: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    run_id = f"killed-{request.node.callspec.id}"
+    there = start(two_machines, pair, run_id, *settings, *ENDLESS)
+    signal_rank(pair.machines[1], signal.SIGKILL)
+    state = wait_for_verdict(there)
+    assert state.exit_class == "rank_lost", state
+    assert "rank 1 on node-1 was killed by signal 9 (SIGKILL)" in str(state.error), state
+    code, said = two_machines.do("attach", run_id)
+    assert code == ExitCode.RANK_LOST and "node-1" in said, said
+
+
+@BOTH
+def test_a_frozen_machine_is_42_by_its_name(
+    two_machines: Operator, pair: Rig, settings: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    run_id = f"frozen-{request.node.callspec.id}"
+    there = start(two_machines, pair, run_id, *settings, *ENDLESS)
+    pair.machines[1].freeze()
+    try:
+        state = wait_for_verdict(there)
+    finally:
+        pair.machines[1].thaw()
+    assert state.exit_class == "hang", state
+    error = str(state.error)
+    assert "node frozen, it takes connections but does not answer: node-1" in error, state
+    code, said = two_machines.do("attach", run_id)
+    assert code == ExitCode.HANG and "node-1" in said, said
+    wait_until(lambda: not any(map(marked, pair.machines)), what="all to end", timeout_s=TIMEOUT_S)
+
+
+@BOTH
+def test_after_a_power_loss_during_a_checkpoint_the_one_before_is_used(
+    two_machines: Operator, pair: Rig, settings: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    run_id = f"dark-{request.node.callspec.id}"
+    few = (*settings, f"train.steps={STEPS}", "train.checkpoint_every=2")
+    there = start(two_machines, pair, run_id, *few, "train.keep_checkpoints=100")
+    written = partial_beside_a_whole_one(there)
+    for machine in pair.machines:
+        machine.kill()
+    left = checkpoint_folders(there.checkpoints)
+    assert left and written not in [each.name for each in left]
+    assert not any(map(manifest_problems, left))
+    newest = max(int(each.name.rpartition("_")[2]) for each in left)
+    for machine in pair.machines:
+        machine.restore_link()
+        machine.start()
+        machine.wait_for_ssh()
+    code, said = two_machines.do(*two_machines.on_cluster("run"), "--resume", run_id)
+    assert code == ExitCode.OK, said
+    assert re.search(rf"step[_ ]0*{newest}\b", said), said
+    assert len(losses(two_machines.paths(run_id).root)) == STEPS
+
+
+def partial_beside_a_whole_one(there: RunPaths) -> str:
+    """Wait until a checkpoint is being written and there is one before it; return its name."""
+    ends_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < ends_s:
+        # In this order: what is whole by now is not the one that is seen while it is written.
+        whole = checkpoint_folders(there.checkpoints)
+        partial = partial_checkpoints(there.checkpoints)
+        if partial and whole:
+            return partial[0].name.partition(".")[0]
+    raise AssertionError("no checkpoint was seen while it was written")
