@@ -12,6 +12,7 @@ from payload.cloud_prices import (
     DiskPrice,
     disk_price,
     external_address_price,
+    filestore_price,
     machine_price,
     nat_price,
     source,
@@ -32,6 +33,8 @@ class Cost:
     """The parts whose price is known."""
     unknown: tuple[str, ...]
     """Parts without a known price, in words."""
+    filestore: float = 0.0
+    """The Filestore instance, which costs until `pulumi destroy`."""
     bounds: tuple[str, ...] = ()
     """Parts counted at an upper bound of their price, in words."""
 
@@ -66,7 +69,8 @@ def cluster_cost(
         unknown.append(f"{config.boot_disk_type()} disks in {config.region}")
     if config.tier1:
         unknown.append("Tier_1 bandwidth")
-    if config.shared_storage == "filestore":
+    filestore = _filestore_price(config)
+    if filestore is None:
         unknown.append(f"Filestore ({config.filestore_gb} GiB) in {config.region}")
     if config.confidential:
         unknown.append("confidential computing")
@@ -82,9 +86,11 @@ def cluster_cost(
         known=round(
             (price or 0.0) * config.node_count
             + sum(disk.usd for disk in known_disks)
-            + (shared or 0.0),
+            + (shared or 0.0)
+            + (filestore or 0.0),
             6,
         ),
+        filestore=filestore or 0.0,
         unknown=tuple(unknown),
         bounds=_bounds(config, known_disks),
     )
@@ -98,6 +104,12 @@ def _shared_price(config: ClusterConfig) -> float | None:
     ]
     known = [part for part in parts if part is not None]
     return sum(known) if len(known) == len(parts) else None
+
+
+def _filestore_price(config: ClusterConfig) -> float | None:
+    if config.shared_storage != "filestore":
+        return 0.0
+    return filestore_price(gib=config.filestore_gb, region=config.region)
 
 
 def _bounds(config: ClusterConfig, disks: list[DiskPrice]) -> tuple[str, ...]:
@@ -153,6 +165,11 @@ def describe(
         f"at most ${most:.2f} until each machine's limit of {config.max_lifetime} ends it; a "
         "machine that replaces another one has the whole limit again",
     ]
+    if cost.filestore:
+        lines.append(
+            f"of it Filestore ({config.filestore_gb} GiB) ${cost.filestore:.4f} an hour, also "
+            "without machines and after their limit: until pulumi destroy"
+        )
     if speed is not None:
         usd = usd_per_million_tokens(cost.hourly_usd, tokens_per_s=speed.tokens_per_s)
         lines.append(

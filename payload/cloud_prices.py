@@ -36,6 +36,9 @@ _FOLDER = Path(__file__).resolve().parent / "prices"
 _BOUNDED_BY = {"hyperdisk-balanced": "hyperdisk-extreme"}
 # https://cloud.google.com/nat/pricing; the same in all regions.
 _NAT_PER_NODE, _NAT_MOST = 0.0014, 0.044
+# The zonal tier, a month of a GiB: Google gives this region's price alone, $256.00 for 1 TiB.
+# https://cloud.google.com/filestore/docs/service-tiers
+_FILESTORE_GIB_MONTH = {"us-central1": 0.25}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +137,12 @@ def nat_price(*, nodes: int, region: str) -> float | None:
     """Return dollars an hour of Cloud NAT and its address, without traffic; None: not known."""
     address = external_address_price(region=region)
     return None if address is None else min(nodes * _NAT_PER_NODE, _NAT_MOST) + address
+
+
+def filestore_price(*, gib: int, region: str) -> float | None:
+    """Return dollars an hour of a zonal Filestore instance, or None when it is not known."""
+    per_month = _FILESTORE_GIB_MONTH.get(region)
+    return None if per_month is None else gib * per_month / HOURS_A_MONTH
 
 
 def bucket_price(*, region: str) -> float | None:

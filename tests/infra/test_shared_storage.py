@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from infra.cloud_init import SHARED_DIR
 from infra.config import ClusterConfig
-from infra.cost import cluster_cost, price_of_cluster
+from infra.cost import cluster_cost, describe, price_of_cluster
 from infra.network import FILESTORE_RANGE, NFS_PORT, SUBNET
 from payload.errors import BudgetError
 from tests.infra.stacks import FILESTORE, ROOT, Plain, deploy
@@ -70,9 +71,25 @@ def test_filestore_is_for_the_nodes_alone_and_goes_with_the_stack(tmp_path: Path
     }
 
 
-def test_filestore_has_no_known_price_so_a_cap_refuses_it_by_name() -> None:
-    config = ClusterConfig(cluster="c", shared_storage="filestore")
-    assert cluster_cost(config).unknown == ("Filestore (1024 GiB) in us-central1",)
+def test_filestore_costs_256_dollars_a_month_beside_the_machines() -> None:
+    config = ClusterConfig(cluster="c", max_hourly_usd="none")
+    shared = replace(config, shared_storage="filestore")
+    plain, cost = cluster_cost(config), cluster_cost(shared)
+    assert cost.hourly_usd is not None and plain.hourly_usd is not None
+    assert (cost.hourly_usd - plain.hourly_usd) * 730 == pytest.approx(256, abs=0.01)
+    text = describe(shared, cost, speed=None)
+    assert "Filestore (1024 GiB) $0.3507 an hour, also without machines" in text
+    assert "Filestore" not in describe(config, plain, speed=None)
+
+
+def test_where_filestore_has_no_known_price_a_cap_refuses_it_by_name() -> None:
+    config = ClusterConfig(
+        cluster="c",
+        shared_storage="filestore",
+        region="europe-west4",
+        zones=("europe-west4-a",),
+    )
+    assert cluster_cost(config).unknown == ("Filestore (1024 GiB) in europe-west4",)
     with pytest.raises(BudgetError, match=r"no price is known here of Filestore \(1024 GiB\)"):
         price_of_cluster(config)
 

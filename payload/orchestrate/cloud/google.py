@@ -31,6 +31,7 @@ Service = Literal[
     "cloudresourcemanager",
     "compute",
     "dns",
+    "file",
     "iam",
     "orgpolicy",
     "serviceusage",
@@ -219,6 +220,11 @@ class Google:
     def delete(self, service: Service, path: str, *, what: str) -> None:
         """Delete what is at `path` of such a service."""
         self._request("DELETE", service, path, what=what)
+
+    def begin_to_delete(self, service: Service, path: str, *, what: str, shape: type[_T]) -> _T:
+        """Ask for the deletion of what is at `path`; return the operation."""
+        answer = self._request("DELETE", service, path, what=what)
+        return build(shape, answer, where=what, error=CloudError)
 
     def _request(
         self, method: str, service: Service, path: str, *, what: str, body: Any = None

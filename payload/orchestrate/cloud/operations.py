@@ -29,6 +29,7 @@ from payload.orchestrate.cloud.pulumi import Event, Pulumi, Step, Update, name_o
 from payload.orchestrate.cloud.resources import (
     BUCKET,
     CLUSTER_LABEL,
+    FILESTORE,
     KINDS,
     SERVICE_ACCOUNT,
     Resource,
@@ -318,6 +319,8 @@ def _is_same(resource: Resource, known: str) -> bool:
     """Tell whether an id of Pulumi's state, such as projects/P/zones/Z/instances/N, is this."""
     if resource.kind == SERVICE_ACCOUNT:
         return known.endswith(f"/serviceAccounts/{resource.name}")
+    if resource.kind == FILESTORE:
+        return known.endswith(f"/locations/{resource.location}/instances/{resource.name}")
     collection = _COLLECTIONS.get(resource.kind, "managedZones")
     place = "global"
     if resource.location != "global":

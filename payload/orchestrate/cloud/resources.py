@@ -18,6 +18,7 @@ CLUSTER_LABEL, EXPIRES_LABEL = "tileforge-cluster", "tileforge-expires"
 KEPT_LABEL = "tileforge-kept"
 """On what outlives `pulumi destroy` on purpose: the results bucket."""
 BUCKET, SERVICE_ACCOUNT, DNS_ZONE = "bucket", "service account", "DNS zone"
+FILESTORE = "Filestore instance"
 CLOUD_NAME = re.compile(r"[a-z0-9][a-z0-9._:@-]{0,252}")
 """Any name that Google gives to a resource, a place or an account."""
 _MARK = re.compile(rf"(?<!\S)({CLUSTER_LABEL}|{EXPIRES_LABEL})=([a-z0-9-]+)(?!\S)")
@@ -144,7 +145,10 @@ _ENDINGS = {
     "subnetwork": ("subnet",),
     "network": ("network",),
 }
-_ORDER = {name: place for place, name in enumerate([DNS_ZONE, *_KIND_OF, SERVICE_ACCOUNT, BUCKET])}
+_ORDER = {
+    name: place
+    for place, name in enumerate([DNS_ZONE, FILESTORE, *_KIND_OF, SERVICE_ACCOUNT, BUCKET])
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +156,7 @@ class Resource:
     """One thing in the project."""
 
     kind: str
-    """A Kind's name, SERVICE_ACCOUNT, DNS_ZONE or BUCKET."""
+    """A Kind's name, FILESTORE, SERVICE_ACCOUNT, DNS_ZONE or BUCKET."""
     name: str
     """A service account's is its e-mail address."""
     location: str
@@ -163,6 +167,8 @@ class Resource:
     network: str | None = None
     """Name of the network that it is in, where it is in one."""
     status: str | None = None
+    gib: int | None = None
+    """Size of a Filestore instance, which is what it costs by."""
 
     def key(self) -> tuple[str, str, str]:
         """Return the key that identifies it."""
@@ -182,6 +188,9 @@ class Resource:
             return shlex.join([*words, f"--project={project}", "--quiet"])
         if self.kind == DNS_ZONE:
             return self._zone_removal(project)
+        if self.kind == FILESTORE:
+            words = ["gcloud", "filestore", "instances", "delete", self.name]
+            return shlex.join([*words, self._where(), f"--project={project}", "--quiet"])
         kind = _KIND_OF[self.kind]
         words = ["gcloud", "compute", *kind.gcloud.split(), "delete", self.name]
         if kind.aggregated:
@@ -324,6 +333,7 @@ class Need:
     has_public_head: bool = False
     uses_os_login: bool = False
     has_bucket: bool = False
+    has_filestore: bool = False
     makes_bucket: bool = False
     cluster: str = ""
     """Empty where it is not known."""
@@ -366,8 +376,9 @@ class Need:
         iap = () if self.has_public_head else ("iap",)
         bucket = ("storage",) if self.has_bucket else ()
         dns = () if self.has_nat else ("dns",)
+        file = ("file",) if self.has_filestore else ()
         key = ("cloudkms", "cloudresourcemanager") if self.kms_key else ()
-        return ("compute", "iam", *iap, *bucket, *dns, *key)
+        return ("compute", "iam", *iap, *bucket, *dns, *file, *key)
 
     def quotas(self, *, vcpus_per_node: int) -> list[tuple[Scope, tuple[str, ...], float]]:
         """Scope, the metric (or one that stands in for it, later), and how much of it."""
@@ -448,6 +459,7 @@ def need_of(settings: Mapping[str, Any]) -> Need:
         has_public_head=access == "direct",
         uses_os_login=access == "oslogin",
         has_bucket=(settings.get("bucket") or "none") != "none",
+        has_filestore=settings.get("sharedStorage") == "filestore",
         makes_bucket=settings.get("bucket") == "create",
         cluster=str(settings.get("cluster") or ""),
         image_project=_image_project(str(settings.get("image") or "")),

@@ -15,6 +15,7 @@ from urllib.parse import quote
 from rich.console import Console
 from rich.table import Table
 
+from payload.cloud_prices import filestore_price
 from payload.errors import (
     CloudAuthError,
     CloudError,
@@ -33,6 +34,7 @@ from payload.orchestrate.cloud.resources import (
     BUCKET,
     CLOUD_NAME,
     CLUSTER_LABEL,
+    FILESTORE,
     KEPT_LABEL,
     KINDS,
     Resource,
@@ -83,7 +85,13 @@ class Sweep:
         return self.cluster is None and bool(self.blind)
 
     def usd(self, resource: Resource) -> float | None:
-        """Dollars per hour, where known: of running machines that this folder has seen come up."""
+        """Return dollars an hour, where known.
+
+        They are of running machines that this folder has seen come up, and of Filestore instances.
+        """
+        if resource.kind == FILESTORE and resource.gib is not None:
+            region = resource.location.rpartition("-")[0]
+            return filestore_price(gib=resource.gib, region=region)
         if resource.kind != "instance" or resource.status not in _RUNNING:
             return None
         return self.node_usd.get(resource.name)

@@ -56,6 +56,11 @@ class CloudStandIn(Compute):
         self.buckets: list[Document] = []
         self.bucket_policies: dict[str, Document] = {}
         """By bucket: who may do what."""
+        self.filestores: dict[str, Document] = {}
+        """By full name; one that is asked to go is gone at the second look at its operation."""
+        self.filestore_places_down: list[str] = []
+        self.filestore_refusal = ""
+        """Why the operation of a removal fails; empty for one that succeeds."""
         self.objects: dict[str, list[Document]] = {}
         """By bucket: name, generation and size of each object, old versions included."""
         self.services = {"compute", "iap", "iam", "storage"}
@@ -156,6 +161,18 @@ class CloudStandIn(Compute):
             ("*.googleapis.com.", "CNAME"),
         ]
 
+    def add_filestore(self, name: str, *, labels: dict[str, str], network: str) -> None:
+        """A Filestore instance of 1 TiB."""
+        place = f"projects/{PROJECT}/locations/{ZONE}"
+        self.filestores[f"{place}/instances/{name}"] = {
+            "name": f"{place}/instances/{name}",
+            "labels": labels,
+            "createTime": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.000Z}",
+            "state": "READY",
+            "fileShares": [{"name": "shared", "capacityGb": "1024"}],
+            "networks": [{"network": f"projects/{PROJECT}/global/networks/{network}"}],
+        }
+
     def count(self, pattern: str) -> int:
         """How many requests there were whose method and path match."""
         return sum(bool(re.search(pattern, each)) for each in self.requests)
@@ -212,6 +229,8 @@ class CloudStandIn(Compute):
                 return {"spec": {"rules": [{"enforce": self.policies.get(constraint, False)}]}}
             case ["v1", "projects", _, "locations", "global", "services", _, "quotaInfos", _]:
                 return {"dimensionsInfos": self.family_limits}
+            case ["v1", "projects", _, "locations", _, ("instances" | "operations"), *_]:
+                return self._filestore(method, path.removeprefix("/v1/"), query)
             case ["v1", "projects", project]:
                 return {"projectNumber": NUMBER, "projectId": project, "lifecycleState": "ACTIVE"}
             case ["v1", "projects", _, "billingInfo"]:
@@ -312,6 +331,22 @@ class CloudStandIn(Compute):
                 member for each in bindings if each["role"] == role for member in each["members"]
             ]
         return {"version": 1, "bindings": [{"role": role, "members": self.key_members[key]}]}
+
+    def _filestore(self, method: str, name: str, query: dict[str, str]) -> Document:
+        if name.endswith("/locations/-/instances"):
+            page = self.page(list(self.filestores.values()), query)
+            down = {"unreachable": self.filestore_places_down}
+            return {"instances": page.pop("items"), **down, **page}
+        instance = name.replace("/operations/remove-", "/instances/")
+        if method == "DELETE":
+            if instance not in self.filestores:
+                raise MissingError(f"Resource '{instance}' was not found")
+            return {"name": instance.replace("/instances/", "/operations/remove-")}
+        if self.filestore_refusal:
+            error = {"error": {"code": 9, "message": self.filestore_refusal}}
+            return {"name": name, "done": True, **error}
+        self.filestores.pop(instance, None)
+        return {"name": name, "done": True}
 
     def _dns(
         self, method: str, words: list[str], query: dict[str, str], body: Document

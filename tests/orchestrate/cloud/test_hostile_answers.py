@@ -27,6 +27,7 @@ from payload.orchestrate.cloud.listing import (
     _buckets,
     _of_kind,
     dns_zones,
+    filestores,
     list_everything,
     remove,
     service_accounts,
@@ -141,6 +142,7 @@ READS: dict[str, tuple[str, Callable[[Site], object]]] = {
     "buckets": ("/storage/v1/b", listed("bucket")),
     "service accounts": ("/serviceAccounts", lambda site: list(service_accounts(google(site)))),
     "DNS zones": ("managedZones", lambda site: list(dns_zones(google(site)))),
+    "Filestore instances": ("/locations/-/inst", lambda site: list(filestores(google(site)))),
     "DNS records": ("rrsets[?]", zone_gone),
     "operation": ("operations/|disks/extra", machine_gone),
     "APIs": ("/services[?]", lambda site: list(check_services(google(site), NEED))),
@@ -165,6 +167,7 @@ def full(site: Site) -> Site:
     site.build(nodes=1)
     cloud = site.cloud
     cloud.add_dns_zone("mine-googleapis", labels=LABELS)
+    cloud.add_filestore("mine-shared", labels=LABELS, network="mine-network")
     cloud.add("machineTypes", "c4-standard-8", place=ZONE, labels={}, guestCpus=8)
     cloud.add("diskTypes", "hyperdisk-balanced", place=ZONE, labels={})
     cloud.regions[REGION] = {"HDB_TOTAL_GB": (500.0, 1.0), "PREEMPTIBLE_CPUS": (0.0, 0.0)}

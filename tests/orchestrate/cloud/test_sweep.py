@@ -245,6 +245,44 @@ def test_a_clusters_dns_zone_is_found_and_removed_with_its_records(
     ]
 
 
+def test_a_clusters_filestore_instance_is_found_with_its_price_and_removed(
+    site: Site, capsys: Capture
+) -> None:
+    site.cloud.add_filestore("mine-shared", labels=LABELS, network="mine-network")
+    site.cloud.add_filestore("somebody-elses", labels={}, network="default")
+    site.cloud.page_size = 1
+    assert sweep(site, "--cluster", "mine") == ExitCode.TEARDOWN
+    out, err = capsys.readouterr()
+    assert "Filestore instance  mine-shared" in out and "somebody-elses" not in out
+    assert "0.351" in out and "at least $0.35/h" in err
+    assert "gcloud filestore instances delete mine-shared --zone=us-central1-a" in err
+    assert sweep(site, "--cluster", "mine", "--delete", "--yes") == ExitCode.OK
+    assert [name.rpartition("/")[2] for name in site.cloud.filestores] == ["somebody-elses"]
+
+
+def test_a_filestore_instance_that_stays_or_cannot_be_seen_is_said(
+    site: Site, capsys: Capture
+) -> None:
+    site.cloud.add_filestore("mine-shared", labels=LABELS, network="mine-network")
+    site.cloud.filestore_refusal = "the instance has a backup in progress"
+    assert sweep(site, "--cluster", "mine", "--delete", "--yes") == ExitCode.TEARDOWN
+    assert "the instance has a backup in progress" in capsys.readouterr().err
+    site.cloud.filestores.clear()
+    site.cloud.filestore_places_down = [f"projects/{PROJECT}/locations/us-central1-b"]
+    assert sweep(site, "--cluster", "mine") == ExitCode.TEARDOWN
+    assert "us-central1-b does not answer" in capsys.readouterr().err
+
+
+def test_a_project_without_filestore_has_no_instances(site: Site) -> None:
+    off = "Cloud Filestore API has not been used in project 1 before or it is disabled."
+    site.cloud.faults.append(
+        Fault(path="/locations/-/inst", status=403, message=off, reason="accessNotConfigured")
+    )
+    assert sweep(site, "--cluster", "mine") == ExitCode.OK
+    site.cloud.faults.append(Fault(path="/locations/-/inst", status=403, message="not allowed"))
+    assert sweep(site, "--cluster", "mine") == ExitCode.TEARDOWN
+
+
 def test_a_project_without_cloud_dns_has_no_zones(site: Site) -> None:
     off = "Cloud DNS API has not been used in project 1 before or it is disabled."
     site.cloud.faults.append(
