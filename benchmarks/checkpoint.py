@@ -29,7 +29,6 @@ from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS
-from payload.run_config import EngineSection, OptimizerSection, TrainSection
 from payload.train.checkpoint import TrainerState
 from payload.train.engine import engage
 from payload.train.models.gpt2 import GPT
@@ -38,6 +37,7 @@ from payload.train.saving import Saving
 from payload.train.snapshot import Snapshot
 from payload.train.sync_check import rank_state
 from payload.train.world import World
+from payload.training_sections import EngineSection, OptimizerSection, TrainSection
 
 GOAL = 0.05
 """Time lost to a checkpoint, over the time of the steps between two of them."""

@@ -214,7 +214,8 @@ def _train_all(root: Path, tasks: Sequence[Mapping[str, Any]]) -> None:
     """Train the tasks on this rank, and note which tensors are not the checkpoint's."""
     import torch
 
-    from payload.run_config import DistributedSection, load_run_config
+    from payload.launch_sections import DistributedSection
+    from payload.run_config import load_run_config
     from payload.train.parts import Observer, Parts
     from payload.train.session import train
     from payload.train.start_clock import StartClock

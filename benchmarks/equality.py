@@ -207,7 +207,8 @@ def start_ranks(ranks: int, *program: str, deepspeed: bool) -> subprocess.Popen[
 
 def _train_all(root: Path, jobs: Sequence[tuple[str, str, str]]) -> None:
     """Train the jobs on this rank."""
-    from payload.run_config import DistributedSection, load_run_config
+    from payload.launch_sections import DistributedSection
+    from payload.run_config import load_run_config
     from payload.train.optimizer import build_optimizers
     from payload.train.session import train
     from payload.train.start_clock import StartClock

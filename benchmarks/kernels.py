@@ -28,7 +28,6 @@ from benchmarks.tables import Table
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS, Gpt2Spec
 from payload.models.spec import logits_tokens
-from payload.run_config import AdapterSection
 from payload.train.kernels.accumulate import WeightGradients
 from payload.train.kernels.head import SLICE
 from payload.train.kernels.library import Library, load_library
@@ -36,6 +35,7 @@ from payload.train.kernels.linears import LayerContext, join, lay_below_each_oth
 from payload.train.kernels.low_precision import Bf16Copies
 from payload.train.models.lora import LoraLinear
 from payload.train.models.recognised import projection
+from payload.training_sections import AdapterSection
 
 
 @dataclass(frozen=True, slots=True)

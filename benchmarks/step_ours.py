@@ -16,7 +16,6 @@ from accelerate import Accelerator
 
 from benchmarks.step_model import has_weights, model_spec, trained_spec
 from payload.models.spec import RankSetting
-from payload.run_config import AdapterSection, EngineSection, OptimizerSection
 from payload.train.calibration import TORCH_DTYPES, calibrate
 from payload.train.engine import engage
 from payload.train.models.base import CausalLM
@@ -24,6 +23,7 @@ from payload.train.models.lora import add_adapter, shrink_base
 from payload.train.models.registry import build, load
 from payload.train.optimizer import build_optimizers
 from payload.train.world import World
+from payload.training_sections import AdapterSection, EngineSection, OptimizerSection
 
 _PRODUCTS = 50
 

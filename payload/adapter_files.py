@@ -12,7 +12,7 @@ from pathlib import Path
 from payload.checkpoint_files import ADAPTER_FILES, TRAINER_FILE
 from payload.errors import CheckpointError
 from payload.models.adapter import ALL_LINEAR
-from payload.run_config import AdapterSection, Quantize
+from payload.training_sections import AdapterSection, Quantize
 from payload.untrusted import build, checked, parse_json, read_bytes, shown
 
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = ADAPTER_FILES

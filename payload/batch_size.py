@@ -18,7 +18,8 @@ from dataclasses import replace
 from typing import Literal
 
 from payload.models.spec import Dtype, ModelSpec
-from payload.run_config import AUTO, RunConfig
+from payload.run_config import RunConfig
+from payload.settings import AUTO
 
 USED = 0.9
 """The share of the free memory that the ranks may fill: an estimate is within a tenth of most runs,

@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 
 from payload.errors import ConfigError
-from payload.run_config import DistributedSection, EngineSection, PrecisionSection, RunConfig
+from payload.launch_sections import DistributedSection
+from payload.run_config import RunConfig
+from payload.training_sections import EngineSection, PrecisionSection
 
 IPEX_MODULE = "intel_extension_for_pytorch"
 IPEX_INSTALL = (

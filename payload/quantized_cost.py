@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from payload.models.spec import ModelSpec, typical_mfu
-from payload.run_config import Quantize, RunConfig
+from payload.run_config import RunConfig
+from payload.training_sections import Quantize
 
 TYPICAL_DEQUANTIZED_PER_S = 0.75e9
 """Weights that an AVX-512 core dequantises in a second, where no run has measured it."""

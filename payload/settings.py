@@ -1,6 +1,6 @@
 """Typed settings from TOML: dataclass sections, overrides, and messages that name the key.
 
-`run_config` says what the settings are; this module says how text becomes them.
+`run_config` and its sections say what the settings are; this module says how text becomes them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from payload.errors import ConfigError
 from payload.untrusted import printable, shown
+
+AUTO: Literal["auto"] = "auto"
+"""A setting that the run decides by itself."""
 
 _SHOWN_PROBLEMS = 8
 _SHOWN_CHARS = 200

@@ -13,13 +13,15 @@ from payload.checkpoint_files import MANIFEST_FILE
 from payload.data_folder import TRAIN_NAME, load_meta, require_prepared_length, require_task
 from payload.errors import CheckpointError, ConfigError, DataError
 from payload.inventory import Node
+from payload.launch_sections import DeviceSection
 from payload.models.fit import require_fit, require_weights
 from payload.models.hub import HubName, require_weights_on_hub
 from payload.models.source import SCRATCH, find_source, pinned, spec_on_hub
 from payload.models.spec import ModelSpec
-from payload.run_config import DeviceSection, PrecisionSection, RunConfig
+from payload.run_config import RunConfig
 from payload.tasks import TaskKind
 from payload.tokenizer_identity import TOKENIZER_FILE, require_same_tokenizer
+from payload.training_sections import PrecisionSection
 
 # nanoGPT's rate for GPT-2 from scratch, 6e-4, made GPT-2's own weights worse.
 _MOST_FINE_TUNING_RATE = 3e-4

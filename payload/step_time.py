@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from payload.launch_sections import DistributedSection
 from payload.mesh import Mesh
 from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec, typical_mfu
 from payload.models.stages import largest_stage, outer_weights, slowest_share, stage_weights
-from payload.run_config import DistributedSection, RunConfig
+from payload.run_config import RunConfig
 
 # gloo's all-reduce of 32 MB of fp32 between two ranks over loopback: gradient bytes over time, on
 # two busy cores of the development machine; torchft PR #199 has 15-19 Gbit/s for 4-40 MB.

@@ -10,8 +10,9 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from payload.launch_sections import AUTO_TRACKER
 from payload.results import RunPaths
-from payload.run_config import AUTO_TRACKER, RunConfig
+from payload.run_config import RunConfig
 from payload.untrusted import one_line
 from payload.write_report import report_process
 

@@ -172,7 +172,7 @@ def test_the_search_for_families_finds(source: str) -> None:
         ("payload/train/models/decoder.py", "class Llama: pass"),
         ("payload/train/x.py", "MESSAGE = 'as in GPT-2 and Llama'"),
         ("payload/train/x.py", "# like gpt2\nx = spec.num_heads()"),
-        ("payload/run_config.py", "class S:\n    n_layer: int = 1"),
+        ("payload/training_sections.py", "class S:\n    n_layer: int = 1"),
     ],
 )
 def test_the_search_for_families_lets_pass(path: str, source: str) -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from payload.errors import ConfigError
 from payload.inventory import Node
-from payload.run_config import DeviceSection, PrecisionSection
+from payload.launch_sections import DeviceSection
 from payload.start_checks import rank_memory, require_fp8_on
+from payload.training_sections import PrecisionSection
 
 L4 = Node(
     name="a",

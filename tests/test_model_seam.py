@@ -16,13 +16,13 @@ from payload.errors import CheckpointError
 from payload.hf_folder import WEIGHTS_FILE
 from payload.models.registry import read_spec, spec_of
 from payload.results import RunPaths
-from payload.run_config import OptimizerSection
 from payload.step_time import buckets
 from payload.train.buckets import make_buckets
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.registry import build, load
 from payload.train.optimizer import build_optimizers
 from payload.train.weights import save_hf
+from payload.training_sections import OptimizerSection
 from tests.support.launching import losses
 from tests.train.alone import train_alone
 

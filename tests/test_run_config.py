@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ConfigError
-from payload.run_config import BatchSection, RunConfig, load_run_config, parse_run_config
+from payload.run_config import RunConfig, load_run_config, parse_run_config
+from payload.training_sections import BatchSection
 
 CONFIGS = Path(__file__).parent.parent / "payload" / "configs"
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from payload.run_config import DistributedSection
+from payload.launch_sections import DistributedSection
 from payload.train.world import World
 
 _SMALL_NUMBERS = 1024

@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
 
 def _evaluate(arguments: argparse.Namespace, world: World) -> None:
     from payload.data_folder import load_meta
-    from payload.run_config import DistributedSection
+    from payload.launch_sections import DistributedSection
     from payload.tokenizer_identity import require_same_tokenizer
     from payload.train.models.classifier import Classifier
     from payload.train.models.registry import load
@@ -150,7 +150,7 @@ def _evaluate_classifier(
 ) -> None:
     from payload.data_folder import VAL_NAME, load_meta
     from payload.evaluate.classify import as_json, as_text, measure, open_texts
-    from payload.run_config import DistributedSection
+    from payload.launch_sections import DistributedSection
     from payload.train.rank_command import autocast, progress
 
     meta = load_meta(arguments.data)
@@ -184,7 +184,7 @@ def _evaluate_pairs(
 ) -> None:
     from payload.data_folder import VAL_NAME, load_meta
     from payload.evaluate.preference import as_json, as_text, beta_of, measure, open_both
-    from payload.run_config import DistributedSection
+    from payload.launch_sections import DistributedSection
     from payload.train.rank_command import autocast, progress
 
     meta, beta = load_meta(arguments.data), beta_of(weights)

@@ -16,12 +16,13 @@ from payload.data_folder import DataMeta
 from payload.errors import ConfigError, DataError
 from payload.models.spec import Dtype
 from payload.preference import PreferenceMetrics
-from payload.run_config import TaskSection, parse_run_config
+from payload.run_config import parse_run_config
 from payload.train.dpo import evaluate_pairs
 from payload.train.evaluate import EvalPass
 from payload.train.models.base import CausalLM
 from payload.train.tasks.preference import stored_reference
 from payload.train.world import World
+from payload.training_sections import TaskSection
 
 _BATCH_PAIRS = 8
 """Pairs of a batch; the same for any number of ranks, so that the result is."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from payload.errors import ConfigError, ExitCode
 from payload.inventory import Node, total_hourly_usd
 from payload.launch.outcome import Verdict
-from payload.run_config import LimitsSection
+from payload.launch_sections import LimitsSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from payload.errors import ConfigError
 from payload.launch.arithmetic import work_out
+from payload.launch_sections import DistributedSection
 from payload.mesh import divisors
 from payload.models.fit import require_split
 from payload.models.spec import ModelSpec
-from payload.run_config import DistributedSection, RunConfig, strategy_contradictions
+from payload.run_config import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ def compare_strategies(
         config.distributed, world_size=world_size, ranks_per_node=ranks_per_node
     ):
         changed = replace(config, distributed=distributed)
-        if strategy_contradictions(changed) or not _is_possible(changed, spec, world_size):
+        if changed.strategy_conflicts() or not _is_possible(changed, spec, world_size):
             continue
         numbers = work_out(
             changed,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from payload.inventory import Node
 from payload.launch.ranks import Placement
-from payload.run_config import PrecisionSection
+from payload.training_sections import PrecisionSection
 
 
 def render_hosts(nodes: Sequence[Node]) -> str:

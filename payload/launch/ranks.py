@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from payload.errors import ConfigError
 from payload.inventory import Node
+from payload.launch_sections import LaunchSection
 from payload.machine import Domain
-from payload.run_config import LaunchSection
 from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
 
 SCHEMA_VERSION = 1

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, TextIO
 
 from payload.errors import PreflightError, TileforgeError
 from payload.hints import command
+from payload.launch_sections import MonitorSection
 from payload.monitor.run_metrics import RunMetrics, by_metric
 from payload.results import RunPaths
-from payload.run_config import MonitorSection
 from payload.run_repair import known_config
 
 if TYPE_CHECKING:

@@ -36,8 +36,8 @@ from payload.models.spec import Dtype, ModelSpec
 from payload.orchestrate.run.store import Order
 from payload.orchestrate.sites.choose import Chosen, Site, SiteRun, memory_warning, require_launcher
 from payload.results import RunPaths, new_run_id, write_whole
-from payload.run_config import AUTO as AUTO_SIZE
-from payload.run_config import DtypeChoice, RunConfig
+from payload.run_config import RunConfig
+from payload.settings import AUTO as AUTO_SIZE
 from payload.start_checks import (
     check_data,
     initial_spec,
@@ -46,6 +46,7 @@ from payload.start_checks import (
     require_fp8_on,
 )
 from payload.tracking import missing_notes
+from payload.training_sections import DtypeChoice
 
 
 class Access(Protocol):

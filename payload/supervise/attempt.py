@@ -171,7 +171,7 @@ class Attempt:
         """Not while rank 0 writes a checkpoint, for which the launcher lets it live."""
         patience_s = self._config.limits.hang_timeout_s
         writing = self._signs.writing(within_s=patience_s)
-        if not writing or late_s > self._config.longest_wait_s():
+        if not writing or late_s > self._config.distributed.longest_wait_s():
             self._end_now()
 
     def _look_for_trouble(self) -> None:
@@ -182,7 +182,7 @@ class Attempt:
             age_s=self._signs.age_s(),
             pace=Pace(
                 hang_timeout_s=self._config.limits.hang_timeout_s,
-                longest_s=self._config.longest_wait_s(),
+                longest_s=self._config.distributed.longest_wait_s(),
                 median_step_s=self._step_times.median_s(began_at=self.began_at_step()),
             ),
         )

@@ -15,9 +15,9 @@ from payload.adapter_files import (
 from payload.checkpoint_files import config_sha256, sha256_of, weights_sha256
 from payload.errors import CheckpointError
 from payload.models.hub import HubName
-from payload.run_config import Quantize
 from payload.train.checkpoint import BaseModel
 from payload.train.weights import config_folder, model_folder
+from payload.training_sections import Quantize
 from payload.untrusted import parse_json, read_bytes
 
 

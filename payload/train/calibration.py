@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from payload.run_config import DtypeChoice
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.world import World
+from payload.training_sections import DtypeChoice
 
 Dtype = Literal["bf16", "fp32"]
 

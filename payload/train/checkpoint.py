@@ -31,12 +31,12 @@ from payload.checkpoint_files import (
 )
 from payload.errors import CheckpointError, TrainingError
 from payload.hf_folder import WEIGHTS_FILE
-from payload.run_config import Quantize
 from payload.train.models.base import CausalLM
 from payload.train.models.lora import save_adapter_config
 from payload.train.snapshot import Snapshot
 from payload.train.tensor_file import write_tensors
 from payload.train.weights import save_hf_config, warn_passed_over
+from payload.training_sections import Quantize
 from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
 log = logging.getLogger(__name__)

@@ -7,12 +7,13 @@ import importlib.util
 import torch
 
 from payload.engines import DEEPSPEED_MODULE, deepspeed_missing, ipex_missing, require_compiler
+from payload.launch_sections import DistributedSection
 from payload.models.spec import RankSetting
-from payload.run_config import DistributedSection, EngineSection
 from payload.train.kernels.kernels import find_kernels
 from payload.train.models.base import CausalLM
 from payload.train.optimizer import Optimizers
 from payload.train.world import World
+from payload.training_sections import EngineSection
 
 
 def require_engine(settings: EngineSection) -> None:

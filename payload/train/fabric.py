@@ -89,7 +89,7 @@ def _take_place(place: Mapping[str, Any], env: MutableMapping[str, str]) -> None
 
 
 def _measure(env: Mapping[str, str], *, rank: int, place: Mapping[str, Any]) -> None:
-    from payload.run_config import DistributedSection
+    from payload.launch_sections import DistributedSection
     from payload.train.calibration import gemm_rounds_flops_per_s
     from payload.train.world import World
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from payload.errors import CheckpointError, ConfigError
-from payload.run_config import EngineSection, OptimizerSection
 from payload.train.eager import eager
 from payload.train.kernels.kernels import Kernels
 from payload.train.models.base import CausalLM, trainable
+from payload.training_sections import EngineSection, OptimizerSection
 
 
 @dataclass(slots=True)

@@ -19,7 +19,8 @@ from payload.metrics_log import read_metrics
 from payload.models.fit import require_split
 from payload.remake import no_range_hashes
 from payload.results import RunPaths, write_whole
-from payload.run_config import AUTO, DtypeChoice, RunConfig
+from payload.run_config import RunConfig
+from payload.settings import AUTO
 from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration, calibrate
 from payload.train.engine import engage, require_engine, require_strategy
@@ -42,6 +43,7 @@ from payload.train.tasks.base import Task
 from payload.train.tasks.registry import open_task
 from payload.train.trainer import Outcome, Trainer
 from payload.train.world import World
+from payload.training_sections import DtypeChoice
 
 log = logging.getLogger(__name__)
 

@@ -30,12 +30,7 @@ from payload.models.registry import read_spec, spec_of
 from payload.models.source import pinned
 from payload.models.spec import ModelSpec
 from payload.results import RunPaths
-from payload.run_config import (
-    RunConfig,
-    fixed_differences,
-    load_run_config,
-    parse_run_config,
-)
+from payload.run_config import RunConfig, fixed_differences, load_run_config, parse_run_config
 from payload.tokenizer_identity import require_same_tokenizer
 from payload.train.base_model import identify
 from payload.train.checkpoint import (

@@ -21,8 +21,8 @@ from payload.engines import ccl_missing, require_known_backend
 from payload.errors import ConfigError, RankLostError, TrainingError
 from payload.hints import command
 from payload.interface import interface_towards
+from payload.launch_sections import DeviceSection, DistributedSection
 from payload.rank_variables import TORCH, identify
-from payload.run_config import DeviceSection, DistributedSection
 from payload.untrusted import check_type, parse_json
 
 # What gloo's and NCCL's exceptions say when the other side is gone rather than wrong.

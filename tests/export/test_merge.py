@@ -17,11 +17,11 @@ from payload.errors import ExitCode
 from payload.evaluate.__main__ import main as evaluate
 from payload.export.__main__ import main
 from payload.generate.__main__ import main as generate
-from payload.run_config import AdapterSection
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.classifier import Classifier
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.models.registry import load
+from payload.training_sections import AdapterSection
 from tests.export.test_export import add_tokenizer, complaint, make
 from tests.support.chat_data import (
     conversations,

@@ -10,7 +10,7 @@ from payload.errors import ConfigError, ExitCode
 from payload.inventory import ClusterInventory
 from payload.launch.budget import TimeLimit, cost_usd, limited, time_limit
 from payload.launch.outcome import Verdict
-from payload.run_config import LimitsSection
+from payload.launch_sections import LimitsSection
 from tests.launch.inventories import make_inventory
 
 STOPPED = Verdict(status="stopped", exit_code=ExitCode.OK)

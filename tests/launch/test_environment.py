@@ -12,7 +12,7 @@ from payload.launch.environment import (
 from payload.launch.launchers.base import Reach
 from payload.launch.launchers.registry import find
 from payload.launch.ranks import place_ranks
-from payload.run_config import LaunchSection
+from payload.launch_sections import LaunchSection
 from tests.launch.inventories import make_inventory
 
 

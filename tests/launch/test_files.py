@@ -18,9 +18,11 @@ from payload.launch.launchers.base import Job, Reach
 from payload.launch.launchers.registry import find
 from payload.launch.plan import LaunchPlan, rank_program, rank_words
 from payload.launch.ranks import place_ranks
+from payload.launch_sections import LaunchSection
 from payload.models.spec import ModelSpec
-from payload.run_config import LaunchSection, PrecisionSection, RunConfig, parse_run_config
+from payload.run_config import RunConfig, parse_run_config
 from payload.step_time import UPDATE_S_PER_WEIGHT
+from payload.training_sections import PrecisionSection
 from tests.launch.inventories import make_inventory
 from tests.support.golden_files import assert_golden
 

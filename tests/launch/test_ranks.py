@@ -8,8 +8,8 @@ import pytest
 
 from payload.errors import ConfigError
 from payload.launch.ranks import parse_ranks, place_ranks, render_ranks
+from payload.launch_sections import LaunchSection
 from payload.machine import Domain
-from payload.run_config import LaunchSection
 from tests.launch.inventories import make_inventory
 from tests.support.golden_files import assert_golden
 

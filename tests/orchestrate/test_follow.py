@@ -23,7 +23,7 @@ from payload.orchestrate.run.console import LiveLine
 from payload.orchestrate.run.follow import Tail, Tails, show, show_steps
 from payload.orchestrate.sites.local import LocalAccess, LocalRun
 from payload.results import RunPaths, write_whole
-from payload.run_config import TrainSection
+from payload.training_sections import TrainSection
 
 STEP = StepMetrics(
     step=7,

@@ -9,7 +9,7 @@ import pytest
 
 from payload.orchestrate.run.console import Eta, View, duration, evaluations_left, saves_left
 from payload.results import RankProgress
-from payload.run_config import TrainSection
+from payload.training_sections import TrainSection
 
 ROW = {"step": 11, "tokens": 10**7, "loss": 4.56789, "tokens_per_s": 12345.6, "mfu": 0.312}
 SIGN = RankProgress(

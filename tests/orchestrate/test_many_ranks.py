@@ -23,7 +23,7 @@ from payload.orchestrate.run.there import RemoteRun
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Login
 from payload.results import RunPaths
-from payload.run_config import TrainSection
+from payload.training_sections import TrainSection
 from tests.orchestrate.conftest import SHORT, StartSshd
 from tests.orchestrate.run_copies import progress_text, state_text
 from tests.orchestrate.sshd import make_cluster

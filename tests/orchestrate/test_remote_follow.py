@@ -21,7 +21,7 @@ from payload.orchestrate.sites.cluster_run import ClusterRun, Watch, patiently
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Login
 from payload.results import RunPaths, StopRequest, read_json
-from payload.run_config import TrainSection
+from payload.training_sections import TrainSection
 from tests.orchestrate.conftest import SHORT, StartSshd
 from tests.orchestrate.run_copies import write_ranks
 from tests.orchestrate.sshd import Sshd, make_cluster

@@ -16,6 +16,7 @@ from payload.data_folder import load_meta
 from payload.errors import ConfigError, DataError, UsageError
 from payload.launch.arithmetic import work_out
 from payload.launch.ranks import place_ranks
+from payload.launch_sections import LaunchSection
 from payload.models.gpt2 import PRESETS
 from payload.orchestrate.run import follow
 from payload.orchestrate.run.store import all_runs, create_run, find_run, view_run
@@ -29,7 +30,7 @@ from payload.results import (
     point_latest_at,
     write_json,
 )
-from payload.run_config import LaunchSection, parse_run_config
+from payload.run_config import parse_run_config
 from payload.run_lock import RunLock, is_supervised
 from payload.start_checks import check_data
 from payload.untrusted import build, parse_json

@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 
 import pytest
 
+from payload.launch_sections import TRACKERS
 from payload.metrics_log import read_metrics
 from payload.report.track import Tracked
 from payload.report.trackers.base import About, Row
 from payload.results import RunPaths
-from payload.run_config import TRACKERS, parse_run_config
+from payload.run_config import parse_run_config
 from payload.tracking import missing_notes, wanted_trackers
 from tests.report.tracker_packages import PACKAGES, environment
 from tests.support.launching import REPO

@@ -17,12 +17,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from payload.errors import PreflightError
+from payload.launch_sections import MonitorSection
 from payload.metrics_log import EvalMetrics, RankTimes, StepMetrics, to_json_line
 from payload.monitor import exporter
 from payload.monitor.exporter import serving
 from payload.monitor.run_metrics import METRICS, PHASES, RunMetrics
 from payload.results import RankProgress, RunPaths, RunState, write_json
-from payload.run_config import MonitorSection
 from tests.supervise.planned import (
     REPO,
     ask_to_stop,

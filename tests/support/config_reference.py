@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import json
 import types
 import typing
@@ -15,7 +16,6 @@ import yaml
 
 from infra.machines import machine_types
 from infra.security import RULES
-from payload import run_config
 from payload.cloud_prices import machine_price
 from payload.errors import ExitCode
 from payload.run_config import RunConfig
@@ -72,9 +72,10 @@ def _section(name: str, section: type[Any], meanings: dict[tuple[str, str], str]
 
 def _field_docstrings() -> dict[tuple[str, str], str]:
     """(class, field) to the docstring below the field, on one line."""
-    tree = ast.parse(Path(run_config.__file__).read_text(encoding="utf-8"))
+    files = {inspect.getfile(section) for section in typing.get_type_hints(RunConfig).values()}
+    trees = [ast.parse(Path(file).read_text(encoding="utf-8")) for file in sorted(files)]
     found = {}
-    for node in tree.body:
+    for node in (each for tree in trees for each in tree.body):
         if not isinstance(node, ast.ClassDef):
             continue
         for statement, following in zip(node.body, node.body[1:], strict=False):

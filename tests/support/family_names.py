@@ -21,9 +21,11 @@ OTHERS = tuple(
     )
 )
 SETTINGS = {
-    PurePosixPath("payload/run_config.py"): frozenset(
+    PurePosixPath("payload/training_sections.py"): frozenset(
         {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "n_layer", "n_head", "n_embd"}
     ),
+    # Those of them that a resume may not change.
+    PurePosixPath("payload/run_config.py"): frozenset({"n_layer", "n_head", "n_embd"}),
 }
 """The documented settings of a model from scratch."""
 

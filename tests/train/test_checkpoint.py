@@ -15,7 +15,6 @@ import torch
 
 from payload.checkpoint_files import checkpoint_folders, manifest_problems
 from payload.errors import CheckpointError, TrainingError
-from payload.run_config import OptimizerSection
 from payload.train.checkpoint import (
     TrainerState,
     load_optimizer_tensors,
@@ -26,6 +25,7 @@ from payload.train.checkpoint import (
 )
 from payload.train.optimizer import Optimizers, build_optimizers
 from payload.train.snapshot import Snapshot
+from payload.training_sections import OptimizerSection
 from tests.support.launching import DEADLINE_S, REPO, rank_env
 from tests.train.test_model import make_model, tokens
 

@@ -16,12 +16,12 @@ from torch.nn import functional
 from payload.data.blocks import IGNORED_TARGET
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import RankSetting
-from payload.run_config import OptimizerSection
 from payload.train.kernels import head
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.models.gpt2 import GPT
 from payload.train.optimizer import build_optimizers
+from payload.training_sections import OptimizerSection
 from tests.train.test_model import make_model, tokens
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")

@@ -15,7 +15,7 @@ import torch
 from payload.data.blocks import BlockOrder, TokenBlocks
 from payload.metrics_log import read_metrics
 from payload.results import RunPaths
-from payload.run_config import OptimizerSection, RunConfig, parse_run_config
+from payload.run_config import RunConfig, parse_run_config
 from payload.train.calibration import calibrate
 from payload.train.metrics import SignOfLife
 from payload.train.optimizer import build_optimizers
@@ -25,6 +25,7 @@ from payload.train.strategies.replicate import Replicate
 from payload.train.tasks.text import BlockSamples
 from payload.train.trainer import Trainer
 from payload.train.world import World, as_rank_lost
+from payload.training_sections import OptimizerSection
 from tests.train.alone import ALONE, train_alone
 from tests.train.test_model import make_model
 

@@ -19,6 +19,7 @@ from payload.launch.files import render_hosts
 from payload.launch.launchers.base import Job, Launcher, Reach
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.ranks import Placement
+from payload.launch_sections import LaunchSection
 from payload.orchestrate.node.mesh import trial
 from payload.orchestrate.planning import choose_launcher
 from payload.orchestrate.preflight import findings as find
@@ -36,7 +37,7 @@ from payload.orchestrate.ssh.keys import (
     remove_run_key,
 )
 from payload.orchestrate.ssh.streams import NODE_FOLDER, Left, NodeLook, ask, on_every_node
-from payload.run_config import LaunchSection, RunConfig
+from payload.run_config import RunConfig
 from payload.untrusted import build, shown
 
 # mpirun starts in a second, torch loads in three on two cores, the products and the exchange have

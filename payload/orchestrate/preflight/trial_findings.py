@@ -14,8 +14,8 @@ from payload.inventory import Node
 from payload.launch.launchers.base import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
 from payload.orchestrate.preflight.findings import Finding
 from payload.results import write_whole
-from payload.run_config import DtypeChoice
 from payload.step_time import sends_per_byte
+from payload.training_sections import DtypeChoice
 from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
 
 MARK = "tileforge-trial "

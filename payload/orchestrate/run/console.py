@@ -25,7 +25,7 @@ from rich.text import Text
 from payload.checkpoint_watch import START_PHASES
 from payload.errors import UsageError
 from payload.results import RankProgress
-from payload.run_config import TrainSection
+from payload.training_sections import TrainSection
 from payload.untrusted import printable
 
 _PIPE_WIDTH = 200

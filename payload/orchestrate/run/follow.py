@@ -35,11 +35,11 @@ from payload.results import (
     read_json,
     to_json,
 )
-from payload.run_config import TrainSection
 from payload.run_lock import FORCE_SIGNAL
 from payload.run_repair import known_config, known_state
 from payload.stragglers import StragglerWatch
 from payload.tracking import hand_over, tracked
+from payload.training_sections import TrainSection
 from payload.untrusted import build, parse_json, printable
 from payload.write_report import write_report
 

@@ -21,6 +21,7 @@ from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Placement, place_ranks
+from payload.launch_sections import LaunchSection
 from payload.machine import Domain, discover
 from payload.mesh import require_tensor_ranks_on_a_node
 from payload.orchestrate import sites
@@ -30,7 +31,7 @@ from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.mirror import mirror_file, read_mirrored
 from payload.orchestrate.run.store import Order, is_copy, room_for
 from payload.results import RunJob, RunPaths, StopRequest, last_record
-from payload.run_config import LaunchSection, RunConfig
+from payload.run_config import RunConfig
 from payload.run_lock import FORCE_SIGNAL, is_supervised, starting
 from payload.run_repair import known_config
 

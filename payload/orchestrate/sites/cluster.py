@@ -35,9 +35,10 @@ from payload.orchestrate.ssh.files import (
 )
 from payload.orchestrate.ssh.streams import NODE_FOLDER, NodeLook, all_or_raise, on_every_node
 from payload.results import RunPaths
-from payload.run_config import DtypeChoice, RunConfig
+from payload.run_config import RunConfig
 from payload.storage.here import TRY_STORE_S, check_words, require_stored
 from payload.store_address import StoreAddress
+from payload.training_sections import DtypeChoice
 from payload.untrusted import shown
 
 

@@ -43,11 +43,12 @@ from payload.orchestrate.sites.choose import (
     require_one_machine,
 )
 from payload.results import RunPaths, RunState, StopRequest, Summary, last_record, write_json
-from payload.run_config import DtypeChoice, RunConfig
+from payload.run_config import RunConfig
 from payload.run_lock import is_supervised
 from payload.run_repair import known_state
 from payload.step_time import LOOPBACK_BYTES_PER_S
 from payload.storage.here import require_new_in_store
+from payload.training_sections import DtypeChoice
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 

@@ -16,6 +16,7 @@ from payload.inventory import ClusterInventory, Node
 from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Placement
+from payload.launch_sections import LimitsSection
 from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
 from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operator_key
 from payload.orchestrate.preflight.report import Report, try_if_new
@@ -62,7 +63,7 @@ from payload.orchestrate.ssh.streams import (
     on_every_node,
 )
 from payload.results import RunPaths
-from payload.run_config import LimitsSection, RunConfig
+from payload.run_config import RunConfig
 from payload.run_lock import starting
 from payload.run_repair import known_config
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from payload.launch_sections import TRACKERS
 from payload.report.trackers.base import Tracker
-from payload.run_config import TRACKERS
 
 
 def make_tracker(name: str) -> Tracker:

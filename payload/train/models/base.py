@@ -17,12 +17,12 @@ from payload.data.blocks import IGNORED_TARGET
 from payload.errors import CheckpointError
 from payload.models.adapter import AdaptedSpec
 from payload.models.spec import ModelSpec, RankSetting
-from payload.run_config import AdapterSection
 from payload.train.kernels.kernels import Kernels
 from payload.train.models import chunked_loss, split_head
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.models.split import SplitModule, Splits
 from payload.train.models.stage import Stage
+from payload.training_sections import AdapterSection
 
 
 class Cache(Protocol):

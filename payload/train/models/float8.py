@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from payload.errors import ConfigError
-from payload.run_config import PrecisionSection
 from payload.train.models.base import CausalLM
+from payload.training_sections import PrecisionSection
 
 _MULTIPLE = 16
 """Sizes of an 8-bit matmul are multiples of it: https://docs.nvidia.com/cuda/cublas, "FP8"."""

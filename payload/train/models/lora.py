@@ -26,7 +26,6 @@ from payload.adapter_files import (
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE
 from payload.models.adapter import AdaptedSpec, is_target, scale, target_names
-from payload.run_config import AdapterSection
 from payload.train.kernels.linears import lay_below_each_other
 from payload.train.models.base import CausalLM
 from payload.train.models.quantized import (
@@ -36,6 +35,7 @@ from payload.train.models.quantized import (
     shrink,
 )
 from payload.train.tensor_file import write_tensors
+from payload.training_sections import AdapterSection
 
 _PEFT_PREFIX = "base_model.model."
 

@@ -20,7 +20,6 @@ from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, read_config
 from payload.models.registry import ANY, read_spec
 from payload.models.spec import ModelSpec
-from payload.run_config import Quantize
 from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import (
@@ -37,6 +36,7 @@ from payload.train.models.lora import (
     read_adapter_tensors,
 )
 from payload.train.weights import base_folder
+from payload.training_sections import Quantize
 
 
 class Family(Protocol):

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
 def _make(arguments: argparse.Namespace, world: World) -> None:
     from payload.data.pairs import open_pairs
     from payload.data_folder import load_meta, require_task
-    from payload.run_config import DistributedSection
+    from payload.launch_sections import DistributedSection
     from payload.tokenizer_identity import require_same_tokenizer
     from payload.train.base_model import identify
     from payload.train.dpo import reference_log_probs

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from payload.launch_sections import DistributedSection
 from payload.models.spec import Dtype
-from payload.run_config import DistributedSection, RunConfig
+from payload.run_config import RunConfig
 from payload.train.models.base import CausalLM
 from payload.train.models.stage import Stage
 from payload.train.optimizer import Optimizers, build_optimizers

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from payload.launch_sections import DistributedSection
 from payload.mesh import Dimension
 from payload.models.stages import stage_layers
-from payload.run_config import DistributedSection
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.split import SplitModule, Splits, TensorRanks
 from payload.train.models.stage import Elsewhere, Stage

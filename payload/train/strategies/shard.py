@@ -25,8 +25,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from payload.launch_sections import DistributedSection
 from payload.mesh import Mesh
-from payload.run_config import DistributedSection
 from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM, LayerModule, Placement, trainable
 from payload.train.optimizer import Optimizers

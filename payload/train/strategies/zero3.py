@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Rows
 
 from payload.deepspeed_config import deepspeed_config
+from payload.launch_sections import DistributedSection
 from payload.models.spec import Dtype
-from payload.run_config import DistributedSection, RunConfig
+from payload.run_config import RunConfig
 from payload.train.models.base import CausalLM, trainable
 from payload.train.optimizer import Optimizers, build_optimizers
 from payload.train.snapshot import checkpoint_weights

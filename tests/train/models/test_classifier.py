@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from benchmarks.architecture_cases import CASES
 from payload.errors import CheckpointError
 from payload.models.registry import spec_of
-from payload.run_config import AdapterSection
 from payload.train.models.base import trainable
 from payload.train.models.classifier import Classifier, last_tokens
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.models.registry import build, load
 from payload.train.weights import save_hf
+from payload.training_sections import AdapterSection
 
 LABELS = ("bad", "fair", "good")
 PAD = 1

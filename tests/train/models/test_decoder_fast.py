@@ -17,7 +17,6 @@ from payload.data.blocks import IGNORED_TARGET
 from payload.models.decoder import DecoderSpec
 from payload.models.registry import spec_of
 from payload.models.spec import RankSetting, logits_tokens
-from payload.run_config import OptimizerSection
 from payload.train.kernels import head as head_file
 from payload.train.kernels.accumulate import TokenGradient
 from payload.train.kernels.kernels import Kernels
@@ -26,6 +25,7 @@ from payload.train.models import decoder as decoder_file
 from payload.train.models.decoder import Decoder
 from payload.train.models.decoder_fast import run_layers
 from payload.train.optimizer import build_optimizers
+from payload.training_sections import OptimizerSection
 from tests.train.test_kernels import bf16, error
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")

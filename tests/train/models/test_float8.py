@@ -13,8 +13,9 @@ from torchao.float8.float8_linear import Float8Linear
 
 from payload.errors import ConfigError, ExitCode
 from payload.results import RunPaths
-from payload.run_config import PrecisionSection, parse_run_config
+from payload.run_config import parse_run_config
 from payload.train.models.float8 import convert_linears
+from payload.training_sections import PrecisionSection
 from tests.support.launching import losses
 from tests.train.alone import ALONE, train_alone
 from tests.train.test_model import make_model

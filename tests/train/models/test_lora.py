@@ -19,12 +19,13 @@ from payload.errors import CheckpointError, ConfigError
 from payload.export.merged import MergedWeights
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import RankSetting
-from payload.run_config import AdapterSection, parse_run_config
+from payload.run_config import parse_run_config
 from payload.train.base_model import identify
 from payload.train.models.base import trainable
 from payload.train.models.lora import add_adapter, load_adapter, merge_adapter, save_adapter
 from payload.train.models.registry import load
 from payload.train.weights import save_hf
+from payload.training_sections import AdapterSection
 from tests.support.launching import losses, summary
 from tests.train.alone import train_alone
 from tests.train.test_model import make_model

@@ -19,12 +19,13 @@ from payload.export.__main__ import main as export
 from payload.models.adapter import AdaptedSpec
 from payload.models.fit import require_fit
 from payload.models.nf4 import nf4_bytes
-from payload.run_config import AdapterSection, OptimizerSection, parse_run_config
+from payload.run_config import parse_run_config
 from payload.train.engine import engage
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.models.quantized import QuantizedLinear, require_quantizer
 from payload.train.models.registry import load
 from payload.train.optimizer import build_optimizers
+from payload.training_sections import AdapterSection, OptimizerSection
 from tests.support.launching import losses, mpirun, run, summary, train_program
 from tests.train.alone import ALONE, train_alone
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from payload.errors import ConfigError, RanksDifferError, TrainingError
-from payload.run_config import DistributedSection, parse_run_config
+from payload.launch_sections import DistributedSection
+from payload.run_config import parse_run_config
 from payload.train.strategies.shard_snapshot import rows_of
 from payload.train.sync_check import RankState, require_one_model
 

@@ -12,8 +12,9 @@ from torch import allclose
 
 from payload.engines import require_means_here
 from payload.errors import ConfigError
+from payload.launch_sections import DistributedSection
 from payload.results import RunPaths
-from payload.run_config import DistributedSection, RunConfig, parse_run_config
+from payload.run_config import RunConfig, parse_run_config
 from payload.train.engine import require_strategy
 from payload.train.weights import save_hf
 from tests.support.launching import losses, train
