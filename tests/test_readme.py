@@ -203,6 +203,49 @@ def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
+MOST_WORDS = 40
+_BANNED = re.compile(r"\b(anew|mend|mends|mended)\b", re.IGNORECASE)
+_NO_PROSE = ("|", "#", "<!--")
+_LIST_ITEM = re.compile(r"^\s*([-*]|\d+\.)\s")
+_SENTENCE_END = re.compile(r"[.!?](?:\*\*|[)\"])*\s+(?=[A-Z`\[\"*(0-9])")
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a page's paragraphs and list items; code spans count as a word."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    paragraphs = [""]
+    for line in prose.splitlines():
+        if not line.strip() or line.startswith(_NO_PROSE) or _LIST_ITEM.match(line):
+            paragraphs.append("")
+        if not line.startswith(_NO_PROSE):
+            paragraphs[-1] += f"{_LIST_ITEM.sub('', line)}\n"
+    plain = [re.sub(r"`[^`]*`", "`code`", each) for each in paragraphs]
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each) for each in plain]
+    return [each for paragraph in plain for each in _SENTENCE_END.split(paragraph)]
+
+
+@pytest.mark.parametrize(
+    "page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name
+)
+def test_a_page_has_no_sentence_that_takes_two_breaths(page: Path) -> None:
+    found = sentences(page.read_text(encoding="utf-8"))
+    assert [each for each in found if len(re.findall(r"\S*\w\S*", each)) > MOST_WORDS] == []
+    assert [each for each in found if _BANNED.search(each)] == []
+
+
+def test_a_sentence_ends_at_its_full_stop_a_list_item_or_a_table() -> None:
+    text = (
+        "# Head\nOne `a. b`. Two\ngoes on:\n\n- three\n- four.\n\n```bash\nno\n```\n| no |\nFive.\n"
+    )
+    assert [each.split() for each in sentences(text) if each.strip()] == [
+        ["One", "`code`"],
+        ["Two", "goes", "on:"],
+        ["three"],
+        ["four."],
+        ["Five."],
+    ]
+
+
 def test_the_tables_are_what_the_code_says() -> None:
     texts = [page.read_text(encoding="utf-8") for page in TABLE_PAGES]
     assert texts == [with_tables(text) for text in texts], "run: make docs"
