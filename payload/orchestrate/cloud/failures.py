@@ -191,6 +191,7 @@ _ROLES = {
     "iam": "roles/iam.serviceAccountAdmin",
     "storage": "roles/storage.admin",
     "dns": "roles/dns.admin",
+    "file": "roles/file.editor",
     "cloudkms": "roles/cloudkms.admin",
     "iap": "roles/iap.tunnelResourceAccessor",
 }
