@@ -12,8 +12,10 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from payload.checkpoint_files import checkpoint_step
 from payload.errors import ConfigError
 from payload.inventory import ClusterInventory
 from payload.launch.budget import TimeLimit, time_limit
@@ -21,6 +23,7 @@ from payload.launch.ranks import load_ranks
 from payload.metrics_log import TIMED_PARTS, MetricsTail, RankTimes, rank_times, read_metrics
 from payload.results import RankProgress, RunPaths, RunState, last_record
 from payload.run_repair import known_config
+from payload.store_state import StoreState
 from payload.stragglers import StragglerWatch
 
 PREFIX = "tileforge_"
@@ -78,6 +81,11 @@ METRICS = tuple(
         ("cost_dollars", "What the nodes have cost so far.", _RUN),
         ("spent_seconds", "Time that the run has had the nodes.", _RUN),
         ("limit_seconds", "The stricter of limits.max_hours and limits.max_usd, as time.", _RUN),
+        ("store_checkpoint_step", "Step of the newest checkpoint that the store has.", _RUN),
+        ("store_sent_bytes", "Sent to the store since the start or resume.", _RUN),
+        ("store_waiting_bytes", "Checkpoints on the head's disk, not in the store yet.", _RUN),
+        ("store_failures", "Attempts at the store that failed after their retries.", _RUN),
+        ("store_failing_seconds", "Since the store began to fail; 0 while it works.", _RUN),
         ("rank_step", "Step that the rank works on.", _RANK),
         ("rank_sign_age_seconds", "Since the rank's last sign of life.", _RANK),
         ("rank_memory_bytes", "The rank's memory in RAM.", _RANK),
@@ -161,7 +169,7 @@ class RunMetrics:
         now = time.time()
         for row in self._tail.new_rows():
             self._curve.add(row)
-        values = self._of_state(now) | self._of_curve(now)
+        values = self._of_state(now) | self._of_curve(now) | self._of_store(now)
         found = [
             Sample(PREFIX + name, self._run_labels(), value)
             for name, value in values.items()
@@ -215,6 +223,20 @@ class RunMetrics:
             "step_age_seconds": max(0.0, now - self._step_unix(state)),
             "checkpoint_age_seconds": max(0.0, now - (newest[1] if newest else state.started_unix)),
             "checkpoint_step": newest[0] if newest else None,
+        }
+
+    def _of_store(self, now: float) -> dict[str, float | None]:
+        """Return what storage.json says; nothing where the run has no store."""
+        store = last_record(StoreState, self._paths.store_state)
+        if store is None:
+            return {}
+        newest, failing_unix = store.checkpoint, store.failing_since_unix
+        return {
+            "store_checkpoint_step": checkpoint_step(Path(newest)) if newest else None,
+            "store_sent_bytes": store.sent_bytes,
+            "store_waiting_bytes": store.waiting_bytes,
+            "store_failures": store.failures,
+            "store_failing_seconds": max(0.0, now - failing_unix) if failing_unix else 0.0,
         }
 
     def _of_curve(self, now: float) -> dict[str, float | None]:

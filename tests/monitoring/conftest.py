@@ -28,6 +28,7 @@ def watched(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         *("train.steps=1000000", "train.eval_every=20", "train.eval_tokens=256"),
         *("train.checkpoint_every=5", "train.keep_checkpoints=2", "limits.max_hours=5"),
         *("limits.hang_timeout_s=500", "launch.ranks_per_node=2", "launch.threads_per_rank=1"),
+        f"storage.results={folder / 'store'}",
     )
     orchestrate = [sys.executable, "-m", "payload.orchestrate"]
     which = ["--runs-dir", str(folder / "runs")]
