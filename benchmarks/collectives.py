@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.machine import describe_machine
@@ -96,7 +96,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     gradients, summed = torch.ones(ranks * (size // 4)), torch.empty(size // 4)
     reduce_scatter, group = SumOfParts(Waiting()), dist.group.WORLD
     assert group is not None
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "gather": lambda: gather(whole, part),
         "gloo's all-gather": lambda: dist.all_gather_single(whole, part),
         "reduce-scatter": lambda: reduce_scatter(summed, gradients, group, dist.ReduceOp.SUM),

@@ -382,10 +382,7 @@ class Trainer:
             micro_batch_size=self._batch.sequences(),
             max_tokens=max_tokens,
             autocast=parts.accelerator.autocast,
-            # torchao's 8-bit tensors have no conversion in inference mode.
-            without_gradients=torch.no_grad
-            if parts.config.precision.fp8 != "off"
-            else parts.strategy.without_gradients,
+            without_gradients=lambda: parts.strategy.without_gradients(parts.model),
             computes_together=parts.strategy.computes_together(),
             share=(parts.strategy.data_rank, parts.strategy.mesh.data_ranks),
             has_results=parts.strategy.has_results(),

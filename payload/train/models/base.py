@@ -96,6 +96,8 @@ class CausalLM(SplitModule, ABC):
         """The folder that a strategy has still to read this rank's part of the weights from."""
         self.chunks_loss = False
         """True if head and loss are computed in chunks of tokens, where there are no kernels."""
+        self.takes_inference_mode = True
+        """False if the layers have tensors that cannot be converted in inference mode."""
         self.kernels: Kernels | None = None
         """Faster ways for a pass without caches; None = the plain modules, the reference."""
         self.stage: Stage | None = None

@@ -40,6 +40,8 @@ def convert_linears(model: CausalLM, settings: PrecisionSection) -> str:
         module_filter_fn=lambda module, _name: id(module) in fitting,
         config=library.Float8LinearConfig(emulate=settings.fp8 == "emulated"),
     )
+    # torchao's 8-bit tensors have no conversion in inference mode.
+    model.takes_inference_mode = False
     how = ", emulated in bf16" if settings.fp8 == "emulated" else ""
     return (
         f"{len(fitting)} of the layers' {len(linears)} linears multiply in 8-bit floats{how}; "

@@ -118,7 +118,8 @@ class DoraLinear(LoraLinear):
 
     def _factor(self) -> Tensor:
         """Return what each output is multiplied by, (O)."""
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        device = self.lora_magnitude_vector.device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
             lengths = torch.linalg.norm(self.plain()[0] + self.delta(), dim=1)
         factor: Tensor = self.lora_magnitude_vector / lengths
         return factor

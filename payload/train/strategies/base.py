@@ -113,9 +113,9 @@ class Strategy(ABC):
         """
         return None
 
-    def without_gradients(self) -> AbstractContextManager[object]:
-        """Return the context in which an evaluation computes."""
-        return torch.inference_mode()
+    def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
+        """Return the context in which an evaluation of the model computes."""
+        return torch.inference_mode() if model.takes_inference_mode else torch.no_grad()
 
     def computes_together(self) -> bool:
         """Say whether a rank can make a pass only while all others make one, too."""

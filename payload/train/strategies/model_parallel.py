@@ -208,9 +208,9 @@ class ModelParallel(Strategy):
 
         return whole
 
-    def without_gradients(self) -> AbstractContextManager[object]:
-        """Return the context in which an evaluation computes."""
-        return self._data.without_gradients()
+    def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
+        """Return the context in which an evaluation of the model computes."""
+        return self._data.without_gradients(model)
 
     def computes_together(self) -> bool:
         """Say that the ranks of a model make a pass together."""

@@ -141,8 +141,9 @@ class Shard(Strategy):
 
         return whole
 
-    def without_gradients(self) -> AbstractContextManager[object]:
+    def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
         """Return a context whose gathered weights a later training pass can take, too."""
+        del model
         return torch.no_grad()
 
     def computes_together(self) -> bool:

@@ -108,8 +108,9 @@ class Zero3(Strategy):
         part[: own.numel()] = own
         return part
 
-    def without_gradients(self) -> AbstractContextManager[object]:
+    def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
         """Return a context whose gathered weights a later training pass can take, too."""
+        del model
         return torch.no_grad()
 
     def computes_together(self) -> bool:

@@ -37,6 +37,7 @@ def test_every_linear_of_a_layer_is_converted_and_nothing_else() -> None:
     found = float8_paths(model)
     assert len(found) == 8 and all(name.endswith(names) for name in found)
     assert "8 of the layers' 8 linears" in note and "emulated" in note
+    assert not model.takes_inference_mode
     after = dict(model.named_parameters())
     assert list(after) == list(before) and all(after[name] is before[name] for name in after)
 
