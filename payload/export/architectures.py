@@ -21,10 +21,12 @@ from payload.untrusted import shown
 _LLAMA_LIKE = {
     "llama": "llama",
     "mistral": "llama",
+    "smollm3": "smollm3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "gemma3_text": "gemma3",
 }
+_SMOLLM3_PATTERN = 4
 _GPT2 = "gpt2"
 _GPT2_EPSILON = 1e-5
 _GPT2_CONTEXT = 1024
@@ -114,8 +116,10 @@ def _gpt2(raw: Mapping[str, Any], *, where: str) -> GgufPlan:
 
 def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> GgufPlan:
     architecture = _LLAMA_LIKE[config.model_type]
+    if architecture == "smollm3":
+        _require_smollm3_layers(layers, where=where)
     rope = layers[0].rope
-    assert rope is not None, "every layer of these families has one"
+    assert rope is not None, "the first layer of these families has one"
     values, notes = _values(config, rope), []
     window = min((layer.window for layer in layers if layer.window), default=None)
     if window is not None and config.model_type != "mistral":
@@ -134,17 +138,30 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
             f"head_dim={config.width_of_head()} to from_pretrained"
         )
     heads, keys = config.num_attention_heads, config.num_key_value_heads or 1
-    is_llama = architecture == "llama"
+    is_turned = architecture in ("llama", "smollm3")
     return GgufPlan(
         architecture=architecture,
         values=values,
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
         is_tied=bool(config.tie_word_embeddings),
-        rotated_heads={"q_proj.weight": heads, "k_proj.weight": keys} if is_llama else {},
+        rotated_heads={"q_proj.weight": heads, "k_proj.weight": keys} if is_turned else {},
         rope_factors=_rope_factors(rope, width=config.width_of_head()),
         notes=tuple(notes),
     )
+
+
+def _require_smollm3_layers(layers: tuple[Layer, ...], *, where: str) -> None:
+    """Refuse what llama.cpp has in its code for SmolLM3: the layers without rotation, no factors.
+
+    Raises CheckpointError.
+    """
+    wanted = [bool((i + 1) % _SMOLLM3_PATTERN) for i in range(len(layers))]
+    if [layer.rope is not None for layer in layers] != wanted:
+        _refuse(where, "no_rope_layers", "not one layer without rotation in four")
+    for layer in layers:
+        if layer.rope is not None and layer.rope.kind == "llama3":
+            _refuse(where, "rope_type", layer.rope.kind)
 
 
 def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> GgufPlan:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.llama_cpp import add_tokenizer
 from payload.errors import ExitCode
 from payload.evaluate.__main__ import main
 from payload.train.weights import save_hf
-from tests.export.test_export import add_tokenizer
 from tests.generate.models import make_model
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import mpirun, run

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from payload.data.tokenizer_files import gpt2_files
+from benchmarks.llama_cpp import EOS, add_tokenizer
 from payload.errors import CheckpointError, ExitCode
 from payload.export.__main__ import main
 from payload.export.tensors import whole_or_absent
@@ -18,8 +18,6 @@ from payload.train.weights import save_hf
 from tests.generate.models import make_model
 
 PROMPT = [464, 206, 758, 218]
-NUM_MERGES = 744
-EOS = 256 + NUM_MERGES
 VOCAB = EOS + 1
 SIZES = {
     "hidden_size": 64,
@@ -33,19 +31,6 @@ SIZES = {
     "eos_token_id": EOS,
     "pad_token_id": None,
 }
-
-
-def add_tokenizer(folder: Path) -> None:
-    """Write the beginning of GPT-2's tokenizer: small files are read quickly."""
-    files = gpt2_files(context=128)
-    raw = json.loads(files["tokenizer.json"])
-    model = raw["model"]
-    model["merges"] = model["merges"][:NUM_MERGES]
-    kept = {token: number for token, number in model["vocab"].items() if number < EOS}
-    model["vocab"] = kept | {"<|endoftext|>": EOS}
-    raw["added_tokens"][0]["id"] = EOS
-    (folder / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_bytes(files["tokenizer_config.json"])
 
 
 def make_llama(folder: Path, kind: str) -> Path:
@@ -63,6 +48,8 @@ def make_llama(folder: Path, kind: str) -> Path:
             "tie_word_embeddings": False,
         },
         "Mistral": {"sliding_window": None},
+        # The fourth layer has no rotation.
+        "SmolLM3": {"num_hidden_layers": 5},
     }
     prefix = kind.removesuffix("Text")
     config = getattr(transformers, f"{kind}Config")(**SIZES | extra.get(kind, {}))
@@ -141,6 +128,62 @@ def test_transformers_reads_the_exported_weights_and_gives_their_tokens(
     tokens = greedy(original)
     assert len(set(tokens)) > 3, "a model that repeats itself shows nothing"
     assert greedy(read) == tokens
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "q8_0"])
+def test_a_smollm3_has_llama_cpps_names_and_order_of_rows(dtype: str, tmp_path: Path) -> None:
+    # transformers' reader does not know this model: the package gguf reads it. llama.cpp itself is
+    # compared by `python -m benchmarks.llama_cpp`.
+    import gguf
+
+    source, file = make(tmp_path / "model", "SmolLM3"), tmp_path / "out.gguf"
+    assert export(source, file, "--dtype", dtype) == ExitCode.OK
+    reader = gguf.GGUFReader(file)
+    fields = {key: field.contents() for key, field in reader.fields.items()}
+    assert fields["general.architecture"] == "smollm3"
+    assert fields["smollm3.block_count"] == 5
+    assert fields["smollm3.rope.freq_base"] == 2_000_000.0
+    assert fields["smollm3.attention.head_count_kv"] == 2
+    found = {
+        each.name: torch.from_numpy(gguf.dequantize(each.data, each.tensor_type).copy())
+        for each in reader.tensors
+    }
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.SMOLLM3, 5)
+    expected = expected_of(load(source), dtype)
+    tied = {"lm_head.weight"}
+    assert len(found) == len(expected.keys() - tied)
+    for name in expected.keys() - tied:
+        value = found[names.get_name(name, try_suffixes=(".weight",)) or ""]
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            # Neighbours of a pair there, halves of a head here.
+            value = value.view(-1, 8, 2, value.shape[-1]).transpose(1, 2).reshape(value.shape)
+        torch.testing.assert_close(value.view_as(expected[name]), expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"no_rope_layers": [1, 0, 1, 1, 1]}, "no_rope_layers"),
+        ({"no_rope_layers": [0, 0, 0, 0, 0]}, "no_rope_layers"),
+        (
+            {
+                "rope_scaling": {
+                    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
+                    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+                }
+            },
+            "rope_type = 'llama3'",
+        ),
+    ],
+)
+def test_a_smollm3_that_llama_cpp_would_compute_otherwise_is_refused(
+    changes: dict[str, Any], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_llama(tmp_path / "model", "SmolLM3")
+    change_config(source, **changes)
+    capsys.readouterr()
+    assert expected in complaint(export(source, tmp_path / "out.gguf"), capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_the_file_has_the_tokenizer_and_the_chat_template(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from benchmarks.llama_cpp import add_tokenizer
 from payload import checkpoint_files
 from payload.checkpoint_files import config_sha256, sha256_of, weights_sha256
 from payload.errors import ExitCode
@@ -22,7 +23,7 @@ from payload.train.models.classifier import Classifier
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.models.registry import load
 from payload.training_sections import AdapterSection
-from tests.export.test_export import add_tokenizer, complaint, make
+from tests.export.test_export import complaint, make
 from tests.support.chat_data import (
     conversations,
     make_model,

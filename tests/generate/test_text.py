@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.llama_cpp import add_tokenizer
 from payload.data.tokenizer_files import gpt2_files
 from payload.generate.codec import find_codec
 from payload.generate.text import StopText, TextStream
-from tests.export.test_export import add_tokenizer
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:

@@ -42,6 +42,14 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+NO_NETWORK = (
+    "no such folder, and the Hugging Face hub did not give it (ConnectionRefusedError: [Errno 111] "
+    "Connection refused). Check the name or the network, or name a folder."
+)
+IS_OFFLINE = (
+    "HF_HUB_OFFLINE is set, and the cache does not have it ({cache}). Download it once with a "
+    "network (hf download), or name a folder."
+)
 A_MATRIX = "model.layers.1.mlp.up_proj.weight"
 
 Spoil = Callable[[Path], str | None]
@@ -375,6 +383,35 @@ def test_a_plan_and_a_run_refuse_it_in_one_line_and_write_nothing(
     said = capsys.readouterr().err.splitlines()
     (line,) = [line for line in said if line.startswith(mark)]
     assert case.words in line, line
+    assert below(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("offline", "sentence"),
+    [
+        (False, NO_NETWORK),
+        (True, IS_OFFLINE),
+    ],
+)
+def test_a_run_without_a_network_is_refused_in_one_line_and_writes_nothing(
+    offline: bool,
+    sentence: str,
+    tiny_config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Nothing listens on the port of discard.
+    use_hub(monkeypatch, endpoint="http://127.0.0.1:9", cache=tmp_path / "cache", offline=offline)
+    before = below(tmp_path)
+    words = ["--inventory", "local", "--runs-dir", str(tmp_path / "runs"), "--config"]
+    words += [str(tiny_config), "--set", "schedule.warmup_steps=0"]
+    for setting in settings_of(NAME):
+        words += ["--set", setting]
+    assert orchestrate(["run", *words], os.environ) == ExitCode.CONFIG, capsys.readouterr()
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    sentence = sentence.format(cache=tmp_path / "cache")
+    assert said == [f"error: model.init = '{NAME}': {sentence}"]
     assert below(tmp_path) == before
 
 

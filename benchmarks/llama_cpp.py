@@ -1,0 +1,186 @@
+"""Exported GGUF files in llama.cpp: the greedy tokens of transformers on the same weights.
+
+    python -m benchmarks.llama_cpp --llama-python ENV/bin/python [--model FOLDER]
+
+ENV is an environment with llama-cpp-python, which PyPI has as source:
+
+    CMAKE_ARGS="-DGGML_OPENMP=OFF -DGGML_LLAMAFILE=OFF -DGGML_NATIVE=OFF" \\
+        ENV/bin/pip install llama-cpp-python==0.3.16
+
+Exports small random models of each family in fp32, compares the logits too, and `--model` in f16
+and q8_0, whose tokens are compared with transformers' on the rounded (dequantised) weights. In q8_0
+llama.cpp rounds activations to 8 bits as well: a random model's nearly equal logits would change
+places. A table goes to stderr, one JSON object to stdout; the exit status is 1 when tokens differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import REPO
+from benchmarks.machine import describe_machine
+from benchmarks.tables import Table
+
+TOKENS = 16
+LOGITS_BOUND = 1e-3
+"""Largest difference of a logit in fp32."""
+NUM_MERGES = 744
+EOS = 256 + NUM_MERGES
+_PROMPT = [464, 206, 758, 218]
+_TEXT = "The capital of France is"
+_FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {},
+    "llama": {},
+    "llama, llama3 rope": {},
+    "llama, linear rope": {},
+    "smollm3": {"pad_token_id": None},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral, window": {"sliding_window": None},
+    "gemma3_text": {"query_pre_attn_scalar": 32},
+}
+"""Cases of `architecture_cases`, with what a GGUF file can hold in place of what it cannot."""
+_IN_LLAMA_CPP = """
+import json, sys
+import numpy as np
+from llama_cpp import Llama
+
+file, prompt, count = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+one = dict(n_threads=1, n_threads_batch=1, n_ctx=64, logits_all=True, verbose=False)
+# A cache in fp32 (type 0), as transformers has it, not in f16.
+model = Llama(file, type_k=0, type_v=0, **one)
+model.eval(prompt)
+logits, tokens = model.scores[model.n_tokens - 1].tolist(), []
+for _ in range(count):
+    tokens.append(int(np.argmax(model.scores[model.n_tokens - 1])))
+    model.eval(tokens[-1:])
+print(json.dumps({"tokens": tokens, "logits": logits}))
+"""
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Write the beginning of GPT-2's tokenizer: small files are read quickly."""
+    from payload.data.tokenizer_files import gpt2_files
+
+    files = gpt2_files(context=128)
+    raw = json.loads(files["tokenizer.json"])
+    model = raw["model"]
+    model["merges"] = model["merges"][:NUM_MERGES]
+    kept = {token: number for token, number in model["vocab"].items() if number < EOS}
+    model["vocab"] = kept | {"<|endoftext|>": EOS}
+    raw["added_tokens"][0]["id"] = EOS
+    (folder / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_bytes(files["tokenizer_config.json"])
+
+
+def make_family(name: str, folder: Path) -> None:
+    """Write the random model of a case, with a small tokenizer."""
+    from benchmarks.architecture_cases import CASES, make_folder
+
+    own = {"vocab_size": EOS + 1, "bos_token_id": None, "eos_token_id": EOS}
+    make_folder({**CASES[name], **own, **_FAMILIES[name]}, folder)
+    add_tokenizer(folder)
+
+
+def rounded_weights(model: Any, dtype: str) -> dict[str, Any]:
+    """Return a Llama's weights as the format says that they are rounded: matrices alone."""
+    import gguf
+    import torch
+
+    found = {}
+    for name, value in model.state_dict().items():
+        if dtype == "fp32" or value.dim() < 2:
+            found[name] = value
+        elif dtype == "q8_0":
+            kind = gguf.GGMLQuantizationType.Q8_0
+            back = gguf.dequantize(gguf.quantize(value.contiguous().numpy(), kind), kind)
+            found[name] = torch.from_numpy(back.copy())
+        else:
+            found[name] = value.half().float()
+    return found
+
+
+def compare(folder: Path, file: Path, *, dtype: str, python: Path, prompt: list[int]) -> Any:
+    """Export a model, generate in both; return the equal tokens and the logits' difference."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    words = ["--checkpoint", str(folder), "--format", "gguf", "--out", str(file), "--dtype", dtype]
+    # Its stdout is this program's JSON.
+    command = [sys.executable, "-m", "payload.export", *words]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True, cwd=REPO)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.load_state_dict(rounded_weights(model, dtype))
+    model.eval()
+    tokens, logits = list(prompt), []
+    with torch.no_grad():
+        for _ in range(TOKENS):
+            logits.append(model(input_ids=torch.tensor([tokens])).logits[0, -1])
+            tokens.append(int(logits[-1].argmax()))
+    words = [str(python), "-c", _IN_LLAMA_CPP, str(file), json.dumps(prompt), str(TOKENS)]
+    answer = subprocess.run(words, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        raise SystemExit(f"error: llama-cpp-python: {answer.stderr.strip()[-500:]}")
+    found = json.loads(answer.stdout)
+    pairs = zip(found["tokens"], tokens[len(prompt) :], strict=True)
+    return {
+        "equal_tokens": sum(ours == theirs for ours, theirs in pairs),
+        "logits": float((torch.tensor(found["logits"]) - logits[0]).abs().max()),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare and print."""
+    arguments = _parser().parse_args(argv)
+    cases = []
+    with tempfile.TemporaryDirectory() as place:
+        for i, name in enumerate(_FAMILIES):
+            folder = Path(place) / str(i)
+            make_family(name, folder)
+            cases.append((name, "fp32", folder, _PROMPT))
+        if arguments.model is not None:
+            from transformers import AutoTokenizer
+
+            prompt = AutoTokenizer.from_pretrained(arguments.model)(_TEXT)["input_ids"]
+            cases += [
+                (arguments.model.name, dtype, arguments.model, prompt) for dtype in ("f16", "q8_0")
+            ]
+        table = Table("dtype", "equal tokens", "logits", labels=[case[0] for case in cases])
+        found = []
+        for number, (name, dtype, folder, prompt) in enumerate(cases):
+            file = Path(place) / f"{number}.gguf"
+            row = compare(folder, file, dtype=dtype, python=arguments.llama_python, prompt=prompt)
+            table.row(name, dtype, f"{row['equal_tokens']} of {TOKENS}", f"{row['logits']:.1e}")
+            found.append({"model": name, "dtype": dtype, **row})
+    print(json.dumps({"benchmark": "llama_cpp", "machine": describe_machine(), "cases": found}))
+    return int(
+        any(
+            case["equal_tokens"] < TOKENS
+            or (case["dtype"] == "fp32" and case["logits"] > LOGITS_BOUND)
+            for case in found
+        )
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.llama_cpp",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--llama-python", type=Path, required=True, metavar="PYTHON")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="a model of the Llama family with its weights"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
