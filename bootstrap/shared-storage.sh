@@ -10,8 +10,8 @@ readonly ROOT=${SHARED_ROOT:-}
 readonly FOLDER=/srv/tileforge/shared
 # hard: a program waits for its server and goes on with the same bytes. soft would give it an error
 # or a SIGBUS in the middle of a step, or lose what it wrote. Such a wait ends by SIGKILL, and
-# `preflight` and the run's supervisor name it. With these values the kernel's log names a server
-# after 20 s (timeo is in tenths of a second); each try has a limit of its own.
+# `preflight` names it. With these values the kernel's log names a server after 20 s (timeo is in
+# tenths of a second); each try has a limit of its own.
 readonly OPTIONS=hard,timeo=100,retrans=1,noatime,nodev,nosuid
 readonly MOUNT_TIMEOUT_S=${SHARED_MOUNT_TIMEOUT_S:-600} # the head may boot later than its workers
 

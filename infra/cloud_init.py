@@ -23,6 +23,7 @@ import jinja2
 
 from payload.accelerators import NVIDIA_DRIVER_BRANCH
 from payload.errors import ConfigError
+from payload.inventory import SHARED_FOLDER
 
 STATE_FILE = "/var/lib/tileforge/bootstrap.json"
 NODE_USER = "trainer"
@@ -30,8 +31,6 @@ VENV = "/opt/tileforge/venv"
 GRAFANA_VERSION = "12.4.0"
 """The pinned version; Grafana's own repository, apt.grafana.com, keeps older ones."""
 MONITORING_DIR = PurePosixPath("/etc/tileforge/monitoring")
-SHARED_DIR = "/srv/tileforge/shared"
-"""Where every node has the shared folder; shared-storage.sh makes it."""
 MAX_BYTES = 256 * 1024
 """Longest metadata value of Compute Engine."""
 
@@ -191,7 +190,7 @@ def _settings(node: NodeBootstrap, files: BootstrapFiles) -> dict[str, str]:
         "NODES": " ".join(f"{name}={address}" for name, address in node.nodes),
         "GRAFANA_VERSION": GRAFANA_VERSION,
         "SHARED": node.shared,
-        "SHARED_DIR": SHARED_DIR,
+        "SHARED_DIR": SHARED_FOLDER,
         "SHARED_CLIENTS": node.shared_clients,
     }
 

@@ -10,11 +10,11 @@ from typing import Any
 import pulumi
 import pytest
 
-from infra.cloud_init import SHARED_DIR
 from infra.config import ClusterConfig
 from infra.cost import cluster_cost, describe, price_of_cluster
 from infra.network import FILESTORE_RANGE, NFS_PORT, SUBNET
 from payload.errors import BudgetError
+from payload.inventory import SHARED_FOLDER
 from tests.infra.stacks import FILESTORE, ROOT, Plain, deploy
 from tests.infra.test_cloud_init import written_files
 from tests.infra.test_monitoring import in_script
@@ -45,7 +45,7 @@ def test_nfs_opens_one_port_between_the_nodes_alone(tmp_path: Path) -> None:
         assert "sourceRanges" not in rule
         assert rule.get("sourceServiceAccounts") or rule["destinationRanges"] == [SUBNET]
     conf = settings_of(made.of_type("Instance")[1])
-    assert f"SHARED=nfs\nSHARED_DIR={SHARED_DIR}\nSHARED_CLIENTS={SUBNET}\n" in conf
+    assert f"SHARED=nfs\nSHARED_DIR={SHARED_FOLDER}\nSHARED_CLIENTS={SUBNET}\n" in conf
     assert "NODES='dev-node-0=10.60.0.10 dev-node-1=10.60.0.11 dev-node-2=10.60.0.12'" in conf
 
 
@@ -160,9 +160,9 @@ def test_the_export_is_for_one_range_and_roots_of_others_are_nobody(tmp_path: Pa
         check=True,
     )
     exports = (tmp_path / "etc/exports.d/tileforge.exports").read_text(encoding="ascii")
-    assert exports == f"{SHARED_DIR} {SUBNET}(rw,sync,root_squash,no_subtree_check,fsid=0)\n"
+    assert exports == f"{SHARED_FOLDER} {SUBNET}(rw,sync,root_squash,no_subtree_check,fsid=0)\n"
     assert "vers3=n" in (tmp_path / "etc/nfs.conf.d/tileforge.conf").read_text(encoding="ascii")
-    shared = tmp_path / SHARED_DIR.lstrip("/")
+    shared = tmp_path / SHARED_FOLDER.lstrip("/")
     assert {path.name: path.stat().st_mode & 0o7777 for path in shared.iterdir()} == {
         name: 0o1777 for name in ("data", "models", "hub")
     }

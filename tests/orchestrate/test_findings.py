@@ -11,7 +11,7 @@ import pytest
 from payload.errors import ExitCode, HostKeyError, PreflightError, SshUnreachableError
 from payload.inventory import Node
 from payload.orchestrate.preflight import findings as find
-from payload.orchestrate.preflight.findings import Finding, NodeFacts, clock_offset_s
+from payload.orchestrate.preflight.findings import Finding, NodeFacts, SharedFolder, clock_offset_s
 from payload.orchestrate.ssh.streams import MeshAnswer, Pair
 
 READY = {"schema_version": 1, "step": "done", "ok": True, "reason": None}
@@ -54,13 +54,22 @@ def of_node(node: Node, facts: NodeFacts) -> list[Finding]:
         *find.capacity_findings(node, facts),
         *find.name_findings(node, facts),
         *find.route_findings(node, facts),
+        *find.shared_findings(node, facts),
         *find.clock_findings([node], {node.name: facts}),
         *find.payload_findings([node], {node.name: facts}, version="1.0", lock_sha="abc"),
     ]
 
 
+def shared(
+    *, mounted: bool = True, took_s: float | None = None, error: str | None = None
+) -> SharedFolder:
+    """Return what a node says of its shared folder; silent unless told otherwise."""
+    return SharedFolder(folder="/srv/shared", mounted=mounted, took_s=took_s, error=error)
+
+
 def test_a_good_node_has_no_finding() -> None:
     assert of_node(make_node(), make_facts()) == []
+    assert of_node(make_node(), make_facts(shared=shared(took_s=0.02))) == []
 
 
 @pytest.mark.parametrize(
@@ -75,6 +84,14 @@ def test_a_good_node_has_no_finding() -> None:
         ({"disk_free_bytes": 0}, "disk", "error", "0.0 GiB are free in /home/trainer"),
         ({"disk_free_bytes": 5 * GIB}, "disk", "warning", "5.0 GiB are free"),
         ({"clock_offset_s": 3600.0}, "clock", "error", "its clock is 60 min ahead of this machine"),
+        ({"shared": shared(mounted=False)}, "shared", "error", "is in /etc/fstab and not mounted"),
+        ({"shared": shared(error="ESTALE")}, "shared", "error", "its handle is stale"),
+        ({"shared": shared(error="EACCES")}, "shared", "error", "(root squash)"),
+        ({"shared": shared(error="EPERM")}, "shared", "error", "(root squash)"),
+        ({"shared": shared(error="EROFS")}, "shared", "error", "read-only"),
+        ({"shared": shared(error="EIO")}, "shared", "error", "a write ends with EIO"),
+        ({"shared": shared()}, "shared", "error", "/srv/shared does not answer"),
+        ({"shared": shared(took_s=2.5)}, "shared", "warning", "is slow: a small file took 2.5 s"),
         ({"resolver_answers": False}, "name", "warning", "its resolver does not answer"),
         ({"clock_offset_s": -30.0}, "clock", "warning", "its clock is 30.0 s behind"),
         (

@@ -74,6 +74,7 @@ FACTS = {
     "source_address": "10.0.0.2",
     "mtu": 1460,
     "resolver_answers": True,
+    "shared": {"folder": "/srv/shared", "mounted": True, "took_s": 0.01, "error": None},
 }
 HONEST: list[tuple[type[Any], dict[str, Any]]] = [
     (NodeLook, LOOK),

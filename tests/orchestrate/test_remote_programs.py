@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import pytest
 
 from payload.errors import PreflightError
 from payload.inventory import RANK_PORTS
-from payload.orchestrate.preflight.findings import NodeFacts
+from payload.orchestrate.node.look import FolderTrial
+from payload.orchestrate.preflight.findings import NodeFacts, SharedFolder
 from payload.orchestrate.ssh.streams import (
     NODE_FOLDER,
     Signalled,
@@ -28,6 +30,7 @@ from payload.orchestrate.ssh.streams import (
 )
 from payload.untrusted import build
 from tests.support.launching import free_port
+from tests.support.sshfs_mount import sshfs_mount, stopped
 from tests.support.waiting import wait_until
 
 FOLDER = Path(__file__).parents[2] / "payload" / "orchestrate" / "node"
@@ -68,12 +71,22 @@ def test_a_node_is_looked_at_for_the_ports_and_the_folder_that_the_operator_mean
     assert found["missing"] is None and found["port"] in RANK_PORTS
 
 
-def probe(tmp_path: Path, *, state: str | None, route_to: str | None = "127.0.0.3") -> NodeFacts:
+def probe(
+    tmp_path: Path,
+    *,
+    state: str | None,
+    route_to: str | None = "127.0.0.3",
+    shared_folder: str = "/srv/none",
+) -> NodeFacts:
     if state is not None:
         (tmp_path / "state.json").write_text(state, encoding="utf-8")
     (tmp_path / "log").write_text("".join(f"line {i}\n" for i in range(100)), encoding="utf-8")
     logs = [str(tmp_path / "none"), str(tmp_path / "log")]
-    where = {"state_file": "~/state.json", "route_to": route_to}
+    where = {
+        "state_file": "~/state.json",
+        "route_to": route_to,
+        "shared_folder": shared_folder,
+    }
     arguments = {"action": "probe", "logs": logs, **where}
     return build(NodeFacts, run_remote("look.py", arguments, home=tmp_path), where="here")
 
@@ -85,6 +98,35 @@ def test_the_probe_tells_what_the_machine_has(tmp_path: Path) -> None:
     assert facts.bootstrap_log == tuple(f"line {i}" for i in range(88, 100))
     assert facts.disk_free_bytes > 0
     assert facts.took_s >= 0
+
+
+def test_a_shared_folder_answers_is_read_only_or_silent(tmp_path: Path) -> None:
+    with sshfs_mount(tmp_path) as (folder, server_pid):
+
+        def ask() -> SharedFolder | None:
+            return probe(tmp_path, state=None, route_to=None, shared_folder=str(folder)).shared
+
+        fine = ask()
+        assert fine is not None and fine.mounted and fine.error is None
+        assert fine.took_s is not None
+        assert list(folder.iterdir()) == []
+        with stopped(server_pid):
+            assert ask() == replace(fine, took_s=None)
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+        refused = ask()
+        assert refused is not None and refused.error == "EROFS"
+
+
+def test_a_folder_that_should_be_mounted_and_is_not_is_told(tmp_path: Path) -> None:
+    fstab = tmp_path / "fstab"
+    fstab.write_text(f"# a comment\n10.0.0.2:/ {tmp_path} nfs4 hard 0 0\n", encoding="ascii")
+    assert FolderTrial(tmp_path, fstab=fstab).result() == {
+        "folder": str(tmp_path),
+        "mounted": False,
+        "took_s": None,
+        "error": None,
+    }
+    assert FolderTrial(tmp_path / "other", fstab=fstab).result() is None
 
 
 @pytest.mark.parametrize(("state", "found"), [(None, None), ("half", "half"), ("[1]", [1])])

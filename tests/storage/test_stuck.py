@@ -5,11 +5,7 @@ from __future__ import annotations
 import fcntl
 import io
 import os
-import shutil
-import signal
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,9 +24,7 @@ from payload.store_address import StoreAddress, parse_store_address
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.server import BUCKET, GcsServer
 from tests.support.launching import REPO
-from tests.support.waiting import wait_until
-
-SFTP_SERVER = Path("/usr/lib/openssh/sftp-server")
+from tests.support.sshfs_mount import sshfs_mount, stopped
 
 
 @pytest.fixture
@@ -65,16 +59,6 @@ def fill(store: ObjectStore, folder: Path) -> Path:
     return checkpoint
 
 
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Let a process do nothing, as a machine that is frozen; its connections stay open."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
 def test_a_bucket_s_server_that_falls_silent_ends_a_collect_and_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,24 +85,8 @@ def test_data_whose_server_falls_silent_is_given_up_with_a_line(
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[tuple[Path, int]]:
     """A folder mounted by sshfs from a file server of its own, and that server's process."""
-    if os.geteuid() != 0 or not shutil.which("sshfs") or not SFTP_SERVER.exists():
-        pytest.skip("needs root, sshfs and sftp-server; make test-packages installs them")
-    here, there = tmp_path / "mounted", tmp_path / "exported"
-    for each in (here, there):
-        each.mkdir()
-    # sshfs talks to what takes ssh's place.
-    as_ssh, pid_file = tmp_path / "as-ssh", tmp_path / "pid"
-    as_ssh.write_text(f"#!/bin/sh\necho $$ >{pid_file}\nexec {SFTP_SERVER}\n", encoding="ascii")
-    as_ssh.chmod(0o755)
-    options = f"ssh_command={as_ssh},dir_cache=no"
-    client = subprocess.Popen(["sshfs", "-f", "-o", options, f"nobody:{there}", here])
-    try:
-        wait_until(here.is_mount, what="the mount", timeout_s=10.0)
-        yield here, int(pid_file.read_text(encoding="ascii"))
-    finally:
-        subprocess.run(["umount", "--lazy", here], check=False)
-        client.kill()
-        client.wait()
+    with sshfs_mount(tmp_path) as found:
+        yield found
 
 
 def test_a_mount_whose_server_falls_silent_ends_a_collect_and_a_resume(

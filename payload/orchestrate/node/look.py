@@ -4,7 +4,8 @@ Runs on a node by python3 alone, from stdin, where its arguments follow, a JSON 
 action (probe, look, finish, running), and what the action needs. Prints a JSON object; what the
 machine does not tell is null. Each action may be repeated.
 
-probe: state_file, logs (paths, the first that can be read is shown), route_to (address or null).
+probe: state_file, logs (paths, the first that can be read is shown), route_to (address or null),
+shared_folder (a path, looked at where it is mounted or should be).
 look, finish: digest (of the code) and files (sha256 by path). look: also venv, programs (of its bin
 folder) and wholes (files under ~/tileforge, each the last one of a folder).
 """
@@ -32,12 +33,30 @@ from typing import Any
 _TAIL_LINES = 12
 _COMMAND_S = 5
 _RESOLVER_S = 3
+_FOLDER_S = 5
+
+# A program of its own: a folder whose server is away holds whoever looks at it.
+_TRY_FOLDER = """
+import errno, os, sys
+name = os.path.join(sys.argv[1], f".tileforge-preflight-{os.uname().nodename}-{os.getpid()}")
+try:
+    descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, b"preflight")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+        os.unlink(name)
+except OSError as error:
+    print(errno.errorcode.get(error.errno, "EIO"))
+"""
 
 
 def probe(arguments: dict[str, Any]) -> dict[str, Any]:
     """Everything that preflight decides on, about this machine."""
     began_unix, began = time.time(), time.monotonic()
     answered = ask_resolver(arguments["route_to"])
+    trial = FolderTrial(Path(arguments["shared_folder"]))
     facts = {
         "time_unix": began_unix,
         "hostname": socket.gethostname(),
@@ -56,6 +75,7 @@ def probe(arguments: dict[str, Any]) -> dict[str, Any]:
     }
     answered.wait(_RESOLVER_S)
     facts["resolver_answers"] = answered.is_set()
+    facts["shared"] = trial.result()
     facts["took_s"] = time.monotonic() - began
     return facts
 
@@ -83,6 +103,67 @@ def ask_resolver(address: str | None) -> threading.Event:
     else:
         threading.Thread(target=ask, daemon=True).start()
     return answered
+
+
+class FolderTrial:
+    """Writes a file in a folder that other machines share, and removes it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        mounts: Path = Path("/proc/self/mounts"),
+        fstab: Path = Path("/etc/fstab"),
+    ) -> None:
+        """Begin, if the folder is mounted; tables tell, since a look at it could last for ever."""
+        self._folder = folder
+        self._is_wanted = is_listed(folder, fstab)
+        self._is_mounted = is_listed(folder, mounts)
+        self._began = time.monotonic()
+        self._ended = threading.Event()
+        self._said = ""
+        if self._is_mounted:
+            threading.Thread(target=self._try, daemon=True).start()
+
+    def _try(self) -> None:
+        command = [sys.executable, "-I", "-c", _TRY_FOLDER, str(self._folder)]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        try:
+            said, _ = process.communicate(timeout=_FOLDER_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # not waited for: it may be held until its server is back
+            return
+        self._said = said.decode("ascii", "replace").strip() or (
+            "" if not process.returncode else "EIO"
+        )
+        self._took_s = time.monotonic() - self._began
+        self._ended.set()
+
+    def result(self) -> dict[str, Any] | None:
+        """Return what came of it; null where the machine neither has such a folder nor should."""
+        if not self._is_mounted and not self._is_wanted:
+            return None
+        found: dict[str, Any] = {"folder": str(self._folder), "mounted": self._is_mounted}
+        if self._is_mounted:
+            self._ended.wait(max(0.0, self._began + _FOLDER_S - time.monotonic()))
+        ended = self._ended.is_set()
+        return {
+            **found,
+            "took_s": self._took_s if ended else None,
+            "error": (self._said or None) if ended else None,
+        }
+
+
+def is_listed(folder: Path, table: Path) -> bool:
+    """Return whether a table of mounts has the folder."""
+    try:
+        lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    rows = [line.split() for line in lines if not line.lstrip().startswith("#")]
+    return any(len(row) > 1 and row[1] == str(folder) for row in rows)
 
 
 def read_json(path: Path) -> Any:

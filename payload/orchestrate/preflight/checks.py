@@ -16,7 +16,7 @@ from typing import Any
 
 import payload
 from payload.errors import ConfigError, SshAuthError, TileforgeError
-from payload.inventory import RANK_PORTS, ClusterInventory, Node
+from payload.inventory import RANK_PORTS, SHARED_FOLDER, ClusterInventory, Node
 from payload.launch.launchers.registry import AUTO
 from payload.machine import discover
 from payload.orchestrate.node.look import probe
@@ -239,6 +239,8 @@ def check_cluster(
         if len(nodes) == 1:
             left_out.add("route")
         checks[node.name] += [name for name in find.PROBED[1:-1] if name not in left_out]
+        if facts[node.name].shared is not None:
+            checks[node.name].append(find.SHARED)
     mesh: list[Finding] = []
     with ThreadPoolExecutor(1) as pool:
         exposed = pool.submit(_exposed, inventory, cluster) if inventory.head in there else None
@@ -268,6 +270,7 @@ def decide(
             found += find.cpu_findings(node, of_node)
             found += find.capacity_findings(node, of_node)
             found += find.name_findings(node, of_node)
+            found += find.shared_findings(node, of_node)
             if len(nodes) > 1:
                 found += find.route_findings(node, of_node)
     found += find.payload_findings(nodes, facts, version=payload.__version__, lock_sha=lock_sha)
@@ -292,6 +295,7 @@ def check_this_machine(inventory: ClusterInventory, access: LocalAccess) -> Repo
         *find.cpu_findings(node, facts),
         *find.capacity_findings(node, facts),
         *find.name_findings(node, facts),
+        *find.shared_findings(node, facts),
     ]
     choice = choose_launcher(AUTO, access)
     for _, error in choice.refused:
@@ -301,7 +305,7 @@ def check_this_machine(inventory: ClusterInventory, access: LocalAccess) -> Repo
         )
     return Report(
         cluster=inventory.cluster,
-        checks={node.name: [*_LOCAL_CHECKS, "payload"]},
+        checks={node.name: [*_LOCAL_CHECKS, *([find.SHARED] if facts.shared else []), "payload"]},
         facts={node.name: facts},
         findings=found,
         took_s=time.monotonic() - began,
@@ -396,4 +400,10 @@ def _exposed(inventory: ClusterInventory, cluster: Cluster) -> list[Finding]:
 
 
 def _probe_arguments(*, state_file: str, route_to: str | None) -> dict[str, Any]:
-    return {"action": "probe", "state_file": state_file, "logs": LOGS, "route_to": route_to}
+    return {
+        "action": "probe",
+        "state_file": state_file,
+        "logs": LOGS,
+        "route_to": route_to,
+        "shared_folder": SHARED_FOLDER,
+    }

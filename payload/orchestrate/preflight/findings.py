@@ -33,6 +33,21 @@ LOGS = ("/var/log/tileforge-bootstrap.log", "/var/log/cloud-init-output.log")
 _INTERFACE = re.compile(r"[A-Za-z0-9_.:@-]{1,15}")
 
 
+_ERROR_NAME = re.compile(r"E[A-Z0-9]{1,15}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFolder:
+    """How a node's shared folder answers when a file is written into it."""
+
+    folder: str = checked(max_chars=1024)
+    mounted: bool
+    """False where the machine's table of file systems has it, and it is not there."""
+    took_s: float | None = checked(low=0, high=3600)
+    """None where it did not answer, or was not asked."""
+    error: str | None = checked(pattern=_ERROR_NAME, wanted="an error's name, as in errno")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """The probe's answer from one node; None is what the machine did not tell."""
@@ -59,6 +74,8 @@ class NodeFacts:
     mtu: int | None = checked(low=1, high=2**31)
     resolver_answers: bool = True
     """True if asking for the name of another node's address comes to an end."""
+    shared: SharedFolder | None = None
+    """None where the node has no shared folder and should have none."""
     clock_offset_s: float | None = None
     """The node's clock minus the operator's."""
 
@@ -101,6 +118,8 @@ Severity = Literal["error", "warning"]
 PROBED = ("ssh", "bootstrap", "payload", "cpu", "memory", "disk", "clock", "name", "route", "ports")
 TRIED = ("gloo", "speed")
 """Checks of the trial, once its launcher has started the ranks."""
+SHARED = "shared"
+"""Check of nodes that have a shared folder, or should have one."""
 STORE = "store"
 """Check of the head, last of all, where a run's results go to a store."""
 
@@ -113,13 +132,15 @@ _DISK_ERROR_GIB, _DISK_WARNING_GIB = 2, 10
 # Rounding and a slow answer stay far below; certificates and make's file times break far above.
 _CLOCK_WARNING_S, _CLOCK_ERROR_S = 2.0, 60.0
 _AMX = "amx_bf16"
+_FOLDER_WARNING_S = 1.0
+"""A write that is synced takes milliseconds within a zone."""
 _LARGEST_PROBE_BYTES = 65_507 + 28  # UDP's largest payload and the headers
 _SSH_CODES = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.HOST_KEY)
 
 
 def checks() -> tuple[str, ...]:
     """Return every check's name, in the order in which they are made."""
-    return (*PROBED, *names(), *TRIED, STORE)
+    return (*PROBED, SHARED, *names(), *TRIED, STORE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +272,47 @@ def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         yield _error(node, "disk", cause, fix)
     elif free_gib < _DISK_WARNING_GIB:
         yield _warning(node, "disk", cause, "Checkpoints of GPT-2 124M need 1.5 GB each.")
+
+
+_FOLDER_FAULTS = {
+    "ESTALE": (
+        "its handle is stale: the server exports another folder or disk than when it was mounted",
+        "Mount it again there: `sudo umount -f -l {folder}; sudo mount {folder}`.",
+    ),
+    "EACCES": (
+        "the login may not write there; the server takes it, or root, for a stranger (root squash)",
+        "Make it writable on the server: `sudo chmod 1777 {folder}`.",
+    ),
+    "EROFS": ("it is mounted or exported read-only", "Export it with `rw` and mount it again."),
+    "ENOSPC": ("it is full", "Free some room there."),
+    "EDQUOT": ("the login's quota there is used up", "Free some room there, or raise the quota."),
+}
+_FOLDER_FAULTS["EPERM"] = _FOLDER_FAULTS["EACCES"]
+
+
+def shared_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
+    """A shared folder that is not mounted, silent, slow, stale, or not to be written to."""
+    found = facts.shared
+    if found is None:
+        return
+    name = f"the shared folder {found.folder}"
+    if not found.mounted:
+        cause = f"{name} is in /etc/fstab and not mounted"
+        fix = f"Start its server, then `sudo mount {found.folder}` there."
+    elif found.error is not None:
+        other = (f"a write ends with {found.error}", "See the kernel's log there (`dmesg`).")
+        why, remedy = _FOLDER_FAULTS.get(found.error, other)
+        cause, fix = f"{name}: {why}", remedy.format(folder=found.folder)
+    elif found.took_s is None:
+        cause = f"{name} does not answer, so a run that uses it would wait without end"
+        fix = "Start its server, or open the way to it (TCP port 2049)."
+    elif found.took_s > _FOLDER_WARNING_S:
+        cause = f"{name} is slow: a small file took {found.took_s:.1f} s"
+        yield _warning(node, SHARED, cause, "See the load of its server.")
+        return
+    else:
+        return
+    yield _error(node, SHARED, cause, fix)
 
 
 def clock_findings(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> Iterator[Finding]:
