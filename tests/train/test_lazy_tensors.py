@@ -83,11 +83,11 @@ def kilobytes(name):
         if line.startswith(name)
     )
 
-small, large = map(Path, sys.argv[1:])
-load(small)  # What the first model imports is not the second's.
+small, large, quantize = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+load(small, quantize=quantize)  # What the first model imports is not the second's.
 before = kilobytes("VmRSS")
-model = load(large)
-print(json.dumps([kilobytes("VmHWM") - before, sum(p.numel() for p in model.parameters()) * 4]))
+model = load(large, quantize=quantize)
+print(json.dumps([kilobytes("VmHWM") - before, sum(p.nbytes for p in model.parameters())]))
 """
 
 
@@ -97,15 +97,28 @@ def test_loading_peaks_below_a_fifth_above_the_weights(kind: str, tmp_path: Path
     for name, rows, width in (("small", 100, 32), ("large", 20_000, 1024)):
         (tmp_path / name).mkdir()
         write_bf16_model(tmp_path / name, kind=kind, rows=rows, width=width)
+    peak_bytes, weights_bytes = load_in_a_process(tmp_path)
+    assert weights_bytes > 150e6
+    assert peak_bytes < 1.2 * weights_bytes
+
+
+def test_loading_in_4_bits_peaks_below_three_tenths_above_what_is_left(tmp_path: Path) -> None:
+    for name, rows, width in (("small", 100, 64), ("large", 40_000, 1024)):
+        (tmp_path / name).mkdir()
+        write_bf16_model(tmp_path / name, kind="llama", rows=rows, width=width)
+    peak_bytes, left_bytes = load_in_a_process(tmp_path, quantize="nf4")
+    assert left_bytes > 80e6
+    assert peak_bytes < 1.3 * left_bytes
+
+
+def load_in_a_process(folder: Path, *, quantize: str = "none") -> tuple[int, int]:
+    """Load folder/large after folder/small: what the peak adds, and the bytes of the weights."""
+    words = [str(folder / "small"), str(folder / "large"), quantize]
     done = subprocess.run(
-        [sys.executable, "-c", _LOAD, str(tmp_path / "small"), str(tmp_path / "large")],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", _LOAD, *words], capture_output=True, text=True, check=True
     )
     peak_kb, weights_bytes = json.loads(done.stdout.splitlines()[-1])
-    assert weights_bytes > 150e6
-    assert peak_kb * 1024 < 1.2 * weights_bytes
+    return peak_kb * 1024, weights_bytes
 
 
 def write_bf16_model(folder: Path, *, kind: str, rows: int, width: int) -> None:
