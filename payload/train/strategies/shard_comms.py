@@ -39,7 +39,7 @@ class _Comm:
 class Gather(_Comm):
     """An all-gather of weights: each rank sends its part to every other one, all at once.
 
-    gloo's own took 2.3 times as long for the same bytes (`benchmarks.collectives`).
+    gloo's own took three times as long between two ranks (`benchmarks.collectives`).
     """
 
     def __call__(
