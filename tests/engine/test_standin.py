@@ -34,8 +34,8 @@ def left(cloud: CloudStandIn) -> dict[str, int]:
     return found | ({"buckets": n} if (n := len(cloud.buckets) - 1) else {})
 
 
-def test_there_are_twenty_nine_variants() -> None:
-    assert len(VARIANTS) == 29
+def test_there_are_thirty_one_variants() -> None:
+    assert len(VARIANTS) == 31
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -46,7 +46,8 @@ def test_every_variant_comes_up_and_goes(cloud: CloudStandIn, tmp_path: Path, na
     provider.up()
     there = left(cloud)
     assert there["instances"] == there["disks"] == settings.get("nodeCount", 3)
-    assert there["firewalls"] == 5 and there["serviceAccounts"] == 1
+    assert there["firewalls"] == 5 + (settings.get("sharedStorage") == "filestore")
+    assert there["serviceAccounts"] == 1
     assert all(
         each["status"] == "RUNNING"
         for (kind, _), items in cloud.items.items()
