@@ -76,9 +76,7 @@ def _num_shared(chosen: Messages, rejected: Messages) -> int:
 
 def _require_answers(prompt: Messages, chosen: Messages, rejected: Messages) -> None:
     if chosen == rejected:
-        raise BadConversationError(
-            "chosen and rejected are equal, so there is nothing to prefer. Correct one."
-        )
+        raise BadConversationError("chosen and rejected are equal, so there is nothing to prefer.")
     if not prompt:
         raise BadConversationError(
             "chosen and rejected do not begin with the same prompt. Begin both with the same "

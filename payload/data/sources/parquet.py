@@ -234,7 +234,8 @@ class ParquetReader:
         status = self._worker.wait()
         how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
         raise DamagedFileError(
-            f"{place}: not a readable parquet file: the process that read it ended with {how}."
+            f"{place}: not a readable parquet file: the process that read it ended with {how}. "
+            "Write the file again."
         )
 
     def _end_worker(self) -> None:
@@ -256,7 +257,9 @@ def _raise_failure(answer: Mapping[str, Any], place: str) -> None:
         return
     reason = one_line(answer["reason"])
     if failed == "damaged":
-        raise DamagedFileError(f"{place}: not a readable parquet file: {reason}")
+        raise DamagedFileError(
+            f"{place}: not a readable parquet file: {reason.rstrip('.')}. Write the file again."
+        )
     if _UNREACHABLE & set(answer["types"]):
         raise ConnectionError(reason)
     if answer["errno"] is not None and "://" not in place:
