@@ -133,7 +133,8 @@ class FaultyProxy:
         """While true, every request is answered with 503."""
         self.refuse = False
         """While true, every request is answered with 403."""
-        self.before: Callable[[str, str], None] = lambda method, path: None
+        self.chance: Callable[[str, str], float] | None = None
+        """A chance for one request in place of `faults.share`; requests may come at once."""
         self._random = random.Random(faults.seed)
         self._lock = threading.Lock()
         self._listener = _Listener((host, 0), _handler(self))
@@ -159,14 +160,14 @@ class FaultyProxy:
         self._listener.server_close()
         self.server.__exit__(kind, error, traceback)
 
-    def draw(self) -> str | None:
-        """Return how the next request is spoilt, or None."""
+    def draw(self, share: float) -> str | None:
+        """Return how the next request is spoilt, with this chance, or None."""
         with self._lock:
             self.requests += 1
             if self.down:
                 return "503"
             spent = self.faults.most is not None and self.injected.total() >= self.faults.most
-            if spent or self._random.random() >= self.faults.share:
+            if spent or self._random.random() >= share:
                 return None
             kind = self._random.choice(self.faults.kinds)
             self.injected[kind] += 1
@@ -189,10 +190,11 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
             """Nothing: a test's output is its own."""
 
         def pass_on(self) -> None:
-            proxy.before(self.command, self.path)
+            chance = proxy.chance
+            share = chance(self.command, self.path) if chance else proxy.faults.share
             length = int(self.headers.get("Content-Length") or 0)
             body = self.rfile.read(length)
-            kind = proxy.draw()
+            kind = proxy.draw(share)
             kind = "403" if proxy.refuse else kind
             if kind in ("403", "503", "429"):
                 self._answer(int(kind), {"Content-Type": "application/json"}, b'{"error":{}}')

@@ -41,11 +41,11 @@ def store_of(address: str = RUN, *, retry_s: float = 0.4, timeout_s: float = 3.0
 def lose_the_write(proxy: FaultyProxy) -> None:
     """Spoil the requests that write an object, and no others."""
 
-    def choose(method: str, path: str) -> None:
+    def choose(method: str, path: str) -> float:
         # An upload in parts begins with a POST that writes nothing yet.
-        proxy.faults.share = 1.0 if method == "PUT" or "uploadType=multipart" in path else 0.0
+        return 1.0 if method == "PUT" or "uploadType=multipart" in path else 0.0
 
-    proxy.before = choose
+    proxy.chance = choose
 
 
 def refuse(name: str, why: str) -> None:
@@ -132,15 +132,14 @@ def test_a_fault_of_each_kind_on_the_manifest_leaves_it_whole_or_absent(
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
         upload = Upload(folder)
 
-        def spoil(method: str, path: str) -> None:
+        def spoil(method: str, path: str) -> float:
             wrote = len([name for name in proxy.server.names() if "step_" in name])
-            proxy.faults.share = 1.0 if method == "POST" and wrote == 4 else 0.0
+            return 1.0 if method == "POST" and wrote == 4 else 0.0
 
-        proxy.before = spoil
+        proxy.chance = spoil
         with suppress(StoreError):
             upload.send(store_of(retry_s=0.2), may_write=lambda: None)
-        proxy.before = lambda method, path: None
-        proxy.faults.share = 0.0
+        proxy.chance = None
         assert proxy.injected.total() >= 1
         names = whole_checkpoints(store_of())
         if names:
@@ -245,7 +244,7 @@ def test_a_write_that_was_done_and_its_answer_lost_is_its_own(
         assert proxy.injected.total() == 1
         assert store.read("x") == (content, put.generation)
         # Its generation is the one to write over next.
-        proxy.before = lambda method, path: None
+        proxy.chance = None
         store.put("x", io.BytesIO(b"after"), size=5, generation=put.generation)
 
 
@@ -270,13 +269,13 @@ def test_an_uploader_whose_every_first_answer_is_lost_says_nothing_of_somebody_e
     with FaultyProxy(Faults(seed=0, kinds=("lost answer",))) as proxy:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
 
-        def lose_the_first(method: str, path: str) -> None:
+        def lose_the_first(method: str, path: str) -> float:
             there = len(proxy.server.names())
             is_first = "uploadType=multipart" in path and str(there) not in lost
             lost.update([str(there)] if is_first else [])
-            proxy.faults.share = float(is_first)
+            return float(is_first)
 
-        proxy.before = lose_the_first
+        proxy.chance = lose_the_first
         receiver, sender = os.pipe()
         os.close(sender)
         with os.fdopen(receiver) as commands:
