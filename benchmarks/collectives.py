@@ -14,19 +14,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
 
 _AS_RANK = "--as-rank"
+_FOUND = "found.json"
+_TIMEOUT_S = 60
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,28 +41,23 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=2, metavar="COUNT")
     parser.add_argument("--megabytes", type=int, default=20, metavar="MB")
     parser.add_argument("--rounds", type=int, default=20, metavar="COUNT")
-    parser.add_argument(_AS_RANK, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument(_AS_RANK, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    if arguments.ranks < 2 or arguments.megabytes < 1 or arguments.rounds < 1:
+        parser.error("--ranks: at least 2; --megabytes and --rounds: at least 1")
     if arguments.as_rank is not None:
         return _measure(arguments)
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        env = os.environ | {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free.getsockname()[1]),
-            "WORLD_SIZE": str(arguments.ranks),
-            "OMP_NUM_THREADS": "1",
-        }
-        free.close()
-        out = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "benchmarks.collectives", *argv, _AS_RANK, str(out)]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.collectives", *argv, "--folder", folder]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         ranks = [
-            subprocess.Popen(command, env=env | {"RANK": str(rank)})
+            subprocess.Popen([*command, _AS_RANK, str(rank)], env=env)
             for rank in range(arguments.ranks)
         ]
         if any([rank.wait() for rank in ranks]):
             return 1
-        found = json.loads(out.read_text(encoding="utf-8"))
+        found = json.loads((Path(folder) / _FOUND).read_text(encoding="utf-8"))
     table = Table("median ms", "sent MB", "GB/s", labels=found)
     for name, row in found.items():
         rate = row["sent_bytes"] / row["median_s"] / 1e9
@@ -90,7 +87,13 @@ def _measure(arguments: argparse.Namespace) -> int:
     from payload.train.strategies.shard_comms import SumOfParts, Waiting, gather
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{arguments.folder}/meeting",
+        rank=arguments.as_rank,
+        world_size=arguments.ranks,
+        timeout=timedelta(seconds=_TIMEOUT_S),
+    )
     ranks, size = arguments.ranks, arguments.megabytes * 1_000_000
     part, whole = torch.ones(size // 4), torch.empty(ranks * (size // 4))
     gradients, summed = torch.ones(ranks * (size // 4)), torch.empty(size // 4)
@@ -110,14 +113,14 @@ def _measure(arguments: argparse.Namespace) -> int:
             call()
             took[name].append(time.perf_counter() - began_s)
         gradients.fill_(1.0)
-    if dist.get_rank() == 0:
+    if arguments.as_rank == 0:
         sent = {name: (ranks - 1) * size for name in calls}
         sent["gloo's all-reduce"] *= 2
         found = {
             name: {"median_s": statistics.median(times), "sent_bytes": sent[name]}
             for name, times in took.items()
         }
-        arguments.as_rank.write_text(json.dumps(found), encoding="utf-8")
+        (arguments.folder / _FOUND).write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
     return 0
 

@@ -14,7 +14,7 @@ from payload.inventory import RANK_PORTS
 
 SUBNET = "10.60.0.0/24"
 FILESTORE_RANGE = "10.60.1.0/26"
-"""Where Google places a Filestore instance, beside the subnet; its zonal tier wants a /26."""
+"""Range of a Filestore instance's addresses, beside the subnet; the zonal tier needs a /26."""
 NFS_PORT = "2049"
 FIRST_HOST = 10
 """The head's last number within the subnet; the workers' follow."""

@@ -190,10 +190,7 @@ def quantize_conflicts(
             f'{setting}: weights of 4 bits cannot be trained. Set adapter.kind = "lora", or '
             'model.quantize = "none" for full training.'
         )
-    if engine.kind != "native":
-        found.append(
-            f'{setting} does not run on engine.kind = "{engine.kind}". Set it to "native".'
-        )
+    found += _engine_conflicts(setting, engine)
     if precision.dtype == "fp32":
         found.append(
             f'{setting} computes in bf16, but precision.dtype = "fp32". Set it to "bf16" or "auto".'
@@ -238,16 +235,20 @@ def fp8_conflicts(
             f'{setting} is for full training, but adapter.kind = "{adapter.kind}". Set fp8 '
             'to "off", or adapter.kind to "none".'
         )
-    if engine.kind != "native":
-        found.append(
-            f'{setting} does not run on engine.kind = "{engine.kind}". Set it to "native".'
-        )
+    found += _engine_conflicts(setting, engine)
     if distributed.strategy == "zero3" or distributed.splits_model():
         found.append(
             f'{setting} runs with distributed.strategy = "replicate" or "shard", without '
             'tensor_parallel and pipeline_parallel. Set these, or fp8 to "off".'
         )
     return found
+
+
+def _engine_conflicts(setting: str, engine: EngineSection) -> list[str]:
+    """Say why what `setting` asks for does not run on this engine."""
+    if engine.kind == "native":
+        return []
+    return [f'{setting} does not run on engine.kind = "{engine.kind}". Set it to "native".']
 
 
 def preference_conflicts(task: TaskSection, model: ModelSection) -> list[str]:

@@ -20,7 +20,7 @@ from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_jso
 SCHEMA_VERSION = 1
 
 SHARED_FOLDER = "/srv/tileforge/shared"
-"""Where a cluster's nodes have the folder that they share, if they have one."""
+"""Path of the folder that a cluster's nodes share, if they share one."""
 RANK_PORTS = range(20_000, 32_000)
 """Where the ranks meet: below Linux' range for outgoing connections (32768 and up), above what
 services use."""

@@ -21,8 +21,8 @@ class DeviceSection:
     """[device]"""
 
     kind: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the ranks compute. auto: on CUDA where torch sees a device, a rank on each, else on the
-    CPU. The project's kernels are for CPUs."""
+    """Device that the ranks compute on. auto: CUDA where torch sees a device, with a rank on each,
+    else the CPU. The project's kernels are for CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +80,8 @@ class TrackSection:
     """[track]; docs/report.md has what each one keeps, and where"""
 
     to: tuple[str, ...] = ("auto",)
-    """Where metrics, settings, results and the report go besides the run's folder: `trackio`,
-    `tensorboard`, `wandb`, `mlflow`, `csv`. `auto`: trackio where it is installed. All stay on this
-    machine."""
+    """Trackers that also get metrics, settings, results and the report: `trackio`, `tensorboard`,
+    `wandb`, `mlflow`, `csv`. `auto`: trackio where it is installed. All stay on this machine."""
 
     def problems(self) -> list[str]:
         """Say which name is no tracker's."""
@@ -132,13 +131,14 @@ class LimitsSection:
     longer, is a hang. Loading, compiling and saving may take nine tenths of distributed.timeout_s,
     which is also the most that the limit grows to."""
     max_restarts: int = setting(3, low=0)
-    """How often a run goes on from its last checkpoint after a lost rank or node or a hang, while
-    each attempt gets at least a step further; 0 = never."""
+    """Restarts from the last checkpoint after a lost rank or node or a hang, while each attempt
+    gets at least a step further; 0 = none."""
     max_hours: float | None = setting(None, above=0.0)
     """Hours that the run may take, all attempts and resumes together. Before they are over it saves
     a checkpoint and stops."""
     max_usd: float | None = setting(None, above=0.0)
-    """The same in dollars; the inventory needs every node's hourly_usd."""
+    """Dollars that the run may cost, limited as by `max_hours`; the inventory needs every node's
+    hourly_usd."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +146,9 @@ class StorageSection:
     """[storage]; docs/storage.md"""
 
     results: str = AUTO
-    """Where the head keeps checkpoints, metrics and logs besides its disk: `gs://BUCKET/PREFIX`, or
-    the absolute path of a mounted folder. Each run has a folder of its own there. `auto`: the
-    cluster's bucket, if it has one. `none`: nowhere."""
+    """Store to which the head copies checkpoints, metrics and logs: `gs://BUCKET/PREFIX`, or the
+    absolute path of a mounted folder. Each run has a folder of its own there. `auto`: the cluster's
+    bucket, if it has one. `none`: no copy."""
     final_wait_s: float = setting(300.0, low=0.0, high=1e6)
     """Longest wait for the store at a run's end; training itself never waits for it."""
 

@@ -229,7 +229,7 @@ class TrainSection:
     checkpoint_every: int = setting(100, low=0)
     """0 = only at the end."""
     keep_checkpoints: int = setting(2, low=1)
-    """How many of the newest are kept; the one with the lowest val_loss is kept besides."""
+    """Number of newest checkpoints to keep; the one with the lowest val_loss is kept, too."""
     sync_check_every: int = setting(100, low=0)
     """Steps between comparisons of all ranks' weights and optimizer state; 0 = only at checkpoints
     and the end."""
@@ -262,7 +262,7 @@ class PrecisionSection:
     """[precision]"""
 
     dtype: DtypeChoice = "auto"
-    """auto: bf16 where the calibration finds it faster, else fp32; which one is said."""
+    """auto: bf16 where the calibration finds it faster, else fp32. The run reports its choice."""
     fp8: Literal["off", "on", "emulated"] = "off"
     """on: the layers' linears multiply in 8-bit floats, all else in bf16. It needs the extra `fp8`
     and a GPU of compute capability 8.9 or higher. emulated: the same rounding on any device, slower

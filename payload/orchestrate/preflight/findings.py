@@ -38,7 +38,7 @@ _ERROR_NAME = re.compile(r"E[A-Z0-9]{1,15}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedFolder:
-    """How a node's shared folder answers when a file is written into it."""
+    """A node's shared folder, and its answer to the write of a small file."""
 
     folder: str = checked(max_chars=1024)
     mounted: bool
