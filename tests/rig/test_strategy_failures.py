@@ -48,11 +48,16 @@ def pair(operator_key: Path) -> Iterator[Rig]:
         yield rig
 
 
+@pytest.fixture(scope="module")
+def pair_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of this cluster's operator, apart from that of the machines of other modules."""
+    return tmp_path_factory.mktemp("pair")
+
+
 @pytest.fixture
-def two_machines(pair: Rig, operator_folder: Path) -> Operator:
+def two_machines(pair: Rig, pair_folder: Path, operator_key: Path) -> Operator:
     """Return the operator of the two machines, with the host keys that they have now."""
-    key = operator_folder / ".cluster/rig/id_ed25519"
-    return Operator(operator_folder, pair.inventory(), key=key, around=pair.operator_argv)
+    return Operator(pair_folder, pair.inventory(), key=operator_key, around=pair.operator_argv)
 
 
 def head_run(pair: Rig, run_id: str) -> RunPaths:
