@@ -197,6 +197,10 @@ class Shard(Strategy):
     def _set_collectives(self, module: FSDPModule) -> None:
         # gloo has no mean; and a sum is what the parts' own collective makes.
         module.set_force_sum_reduction_for_comms(True)
+        if self.world.kind == "cuda":
+            # NCCL's own run beside the computation; its sends and receives, one by one in a
+            # stream, would wait for each other.
+            return
         # They have the methods of FSDP2's base classes, which are in a private module.
         module.set_custom_all_gather(Gather(self._waiting))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(SumOfParts(self._waiting))  # type: ignore[arg-type]
