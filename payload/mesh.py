@@ -103,7 +103,7 @@ class Mesh:
             found.append("the embedding with the head on the last stage")
         if not found:
             return "nothing, as no rank holds what another one does; it looks for NaN"
-        return f"{' and '.join(found)}; the rest is on one rank alone and looked through for NaN"
+        return f"{' and '.join(found)}; the rest is on one rank alone and checked for NaN"
 
 
 def make_mesh(

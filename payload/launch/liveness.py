@@ -80,7 +80,7 @@ def find_trouble(
     if lost and quiet_s >= max(LOST_S, 2 * (pace.median_step_s or 0.0)):
         return lost_nodes(lost)
     silent = [sign for sign in nodes if sign.quiet_s >= SILENT_S]
-    # A node tells that it is there whatever its ranks are at, so its silence needs no patience.
+    # A node tells that it is there whatever its ranks are at, so its silence gets no longer limit.
     patient = not silent and (
         pace.median_step_s is None
         or len(ranks) < world_size

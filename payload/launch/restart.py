@@ -9,7 +9,7 @@ from payload.errors import ExitCode
 from payload.launch.outcome import Verdict
 
 # The others say what a second attempt would say again: a wrong setting, a diverged loss, ranks that
-# differ, an unfit machine. A stop and a reached limit are wishes.
+# differ, an unfit machine. A stop and a reached limit are intended.
 _WORTH_RETRYING = (ExitCode.RANK_LOST, ExitCode.HANG)
 _FIRST_PAUSE_S = 2.0
 _PAUSE_GROWTH = 3.0

@@ -342,14 +342,14 @@ class Choice:
         ]
 
 
-def choose_launcher(wish: str, access: Access) -> Choice:
+def choose_launcher(wanted: str, access: Access) -> Choice:
     """Return the launcher that `launch.launcher` means here.
 
     Raises ConfigError for an unknown one, and PreflightError where none can be used.
     """
     refused: list[tuple[str, PreflightError]] = []
-    wish = access.launcher if wish == AUTO else wish
-    for launcher in candidates(wish):
+    wanted = access.launcher if wanted == AUTO else wanted
+    for launcher in candidates(wanted):
         try:
             executable = access.executable(launcher)
         except PreflightError as error:

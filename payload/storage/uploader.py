@@ -1,7 +1,7 @@
 """The process that brings a run's results to the store while the run goes on.
 
 Training never waits for it: the ranks write to the head's disk, this process reads there. A store
-that fails is tried again with longer and longer pauses, and said once.
+that fails is retried with exponential backoff, and reported once.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class Uploader:
         if self._state.problem is None:
             self._say(
                 f"warning: results are not in {self._store.address} yet: {problem}. Training goes "
-                "on; this is tried again"
+                "on; the upload is retried"
             )
         since = self._state.failing_since_unix or time.time()
         self._tell(problem=problem, failing_since_unix=since, failures=self._state.failures + 1)

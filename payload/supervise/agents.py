@@ -36,7 +36,7 @@ _LOOK_S = 0.1
 _KILL_S = 10.0
 # After one agent has ended by a failure. The supervisor, who knows what the ranks are at, ends the
 # rest sooner: this is for agents that wait for one that never began.
-_PATIENCE_S = 150.0
+_GRACE_S = 150.0
 _NOT_STARTED = (126, 127, 255)
 """Statuses of ssh and of a shell that found no program."""
 
@@ -78,8 +78,8 @@ def _on_head(job: AgentJob) -> int:
             if status:
                 _say(end_of_agent(agent.address, status))
                 first = first or status
-                patience_s = 0.0 if status in _NOT_STARTED else _PATIENCE_S
-                ends_s = min(ends_s, time.monotonic() + patience_s)
+                grace_s = 0.0 if status in _NOT_STARTED else _GRACE_S
+                ends_s = min(ends_s, time.monotonic() + grace_s)
         if time.monotonic() >= ends_s:
             ends_s = math.inf
             for agent in agents:

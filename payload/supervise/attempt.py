@@ -151,11 +151,11 @@ class Attempt:
                 ) from None
 
     def _watch(self) -> None:
-        """One look around: wishes to stop, ranks that failed, signs of life that stopped."""
+        """One look around: requests to stop, ranks that failed, signs of life that stopped."""
         self._signs.look()
         saving = self._signs.saving(within_s=self._config.limits.hang_timeout_s)
-        wish = self._stopping.heed(saving=saving)
-        if wish == "end" or (wish == "ask" and not self._ask_to_stop()):
+        request = self._stopping.heed(saving=saving)
+        if request == "end" or (request == "ask" and not self._ask_to_stop()):
             self._end_now()
         now = time.monotonic()
         if self._failure_deadline is None and any(map(is_failure, self._signs.exits().values())):
@@ -169,8 +169,8 @@ class Attempt:
 
     def _end_after_failure(self, *, late_s: float) -> None:
         """Not while rank 0 writes a checkpoint, for which the launcher lets it live."""
-        patience_s = self._config.limits.hang_timeout_s
-        writing = self._signs.writing(within_s=patience_s)
+        limit_s = self._config.limits.hang_timeout_s
+        writing = self._signs.writing(within_s=limit_s)
         if not writing or late_s > self._config.distributed.longest_wait_s():
             self._end_now()
 

@@ -1,11 +1,12 @@
 """`python -m payload.supervise.heartbeat`: a worker node's signs of life, sent to the head.
 
 Prints a JSON object every second: `now` and `monotonic_s` (this node's clocks) and, of the ranks
-here, `progress`, `exits` and `states` (the kernel's letter for a rank's process). Reads one word a
-line: `ping` says that the head is there, `end:N` kills what there is of the run and prints besides
-`ended` (process ids that would not go) and `asked` (N; the same N again is no new wish). Ends when
-its input does. When the head has been silent for too long, the run's processes here are ended:
-nobody else could.
+here, `progress`, `exits` and `states` (the kernel's letter for a rank's process).
+
+Reads a word a line. `ping` says that the head is alive. `end:N` kills the run's processes here and
+adds `ended` (process ids that did not exit) and `asked` (N; the same N again is no new request).
+Exits at the end of its input. When the head has been silent for too long, it kills the run's
+processes here, as nobody else could.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ def main(argv: Sequence[str]) -> int:
             words = os.read(0, 4096).split()
             if not words:
                 return 0
-            wish = next((word for word in reversed(words) if word.startswith(b"end:")), done)
-            if wish != done:
-                done = wish
+            request = next((word for word in reversed(words) if word.startswith(b"end:")), done)
+            if request != done:
+                done = request
                 extra["ended"] = sorted(kill_until_none(paths.root, timeout_s=_KILL_S))
-                extra["asked"] = int(wish.removeprefix(b"end:"))
+                extra["asked"] = int(request.removeprefix(b"end:"))
             # A sign for every word would make the head's next word come at once, without end.
             if not extra and time.monotonic() < due_s:
                 continue

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from payload.checkpoint_watch import Farewell
+from payload.checkpoint_watch import GracePeriod
 from payload.errors import PreflightError
 from payload.launch.environment import RUN_DIR
 from payload.results import RankProgress, RunPaths, last_record
@@ -95,7 +95,7 @@ def signal_process(pid: int, number: signal.Signals, *, run_dir: Path) -> bool:
     return pid in processes_of(run_dir) and _send(pid, number)
 
 
-def see_off(paths: RunPaths, farewell: Farewell, *, pause: Callable[[float], bool]) -> None:
+def see_off(paths: RunPaths, farewell: GracePeriod, *, pause: Callable[[float], bool]) -> None:
     """Wait on the head until nothing of an earlier supervisor's ranks is left.
 
     `pause` sleeps, and says false when somebody wants the end at once. Raises PreflightError.

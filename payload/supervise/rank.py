@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from payload.checkpoint_watch import Farewell
+from payload.checkpoint_watch import GracePeriod
 from payload.errors import ConfigError, PreflightError, TileforgeError
 from payload.full_disk import give_room_back, keep_room, write_record
 from payload.hints import command
@@ -144,7 +144,7 @@ def _run(rank: Rank, *, plan: LaunchPlan, paths: RunPaths, env: Mapping[str, str
 def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths: RunPaths) -> None:
     """Return when the child has ended; without a supervisor it must, having saved."""
     forwarded = dict.fromkeys(_FORWARDED, 0)
-    farewell: Farewell | None = None
+    farewell: GracePeriod | None = None
     while child.poll() is None:
         wakeups.sleep(_WATCH_EVERY_S)
         for number in _FORWARDED:
@@ -163,12 +163,12 @@ def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths
             child.kill()
 
 
-def _farewell(paths: RunPaths) -> Farewell:
+def _farewell(paths: RunPaths) -> GracePeriod:
     state = known_state(paths)
-    return Farewell(
+    return GracePeriod(
         paths,
         grace_s=state.grace_s if state else DEFAULT_GRACE_S,
-        patience_s=known_config(paths).limits.hang_timeout_s,
+        stall_timeout_s=known_config(paths).limits.hang_timeout_s,
     )
 
 

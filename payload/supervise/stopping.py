@@ -58,7 +58,7 @@ class Wakeups:
 
 
 class Stopping:
-    """One run's wishes to stop, over all of its attempts."""
+    """One run's requests to stop, over all of its attempts."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Stopping:
         counts = self._wakeups.counts
         told = counts[signal.SIGTERM] + counts[signal.SIGINT] + counts[signal.SIGHUP]
         orphaned = self._owner_pid is not None and os.getppid() != self._owner_pid
-        # Two polite wishes are still polite: two people may type `stop`.
+        # Two graceful requests are still graceful: two people may type `stop`.
         forced = counts[FORCE_SIGNAL] or counts[signal.SIGINT] >= 2
         if forced and self.kind != "forced":
             self.kind = "forced"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from payload.checkpoint_files import newest_sound
-from payload.checkpoint_watch import Farewell
+from payload.checkpoint_watch import GracePeriod
 from payload.errors import BudgetError, ExitCode, PreflightError, TileforgeError
 from payload.full_disk import write_record
 from payload.inventory import ClusterInventory
@@ -229,11 +229,11 @@ class Supervisor:
         if left_s is not None and self._stopping.limit(left_s):
             self._job = None
 
-    def _farewell(self) -> Farewell:
-        return Farewell(
+    def _farewell(self) -> GracePeriod:
+        return GracePeriod(
             self._paths,
             grace_s=self._dead.grace_s if self._dead else DEFAULT_GRACE_S,
-            patience_s=self._config.limits.hang_timeout_s,
+            stall_timeout_s=self._config.limits.hang_timeout_s,
         )
 
     def _until_it_ends(self) -> Verdict:

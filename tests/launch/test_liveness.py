@@ -113,7 +113,7 @@ def test_a_step_longer_than_that_is_waited_for_twice() -> None:
 
 
 @pytest.mark.parametrize("phase", ["start", "step", "checkpoint"])
-def test_a_silent_node_gets_no_patience_whatever_the_ranks_are_at(phase: str) -> None:
+def test_a_silent_node_gets_no_longer_limit_whatever_the_ranks_are_at(phase: str) -> None:
     silent = replace(ALIVE, quiet_s=130.0)
     early = replace(PACE, median_step_s=None)
     ranks = [sign(0, quiet_s=130.0, step=0, phase=phase)]

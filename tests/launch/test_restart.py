@@ -22,7 +22,7 @@ def test_only_a_lost_rank_and_a_hang_are_worth_retrying(code: ExitCode) -> None:
     assert decision.why is None
 
 
-def test_a_wish_to_stop_is_heeded() -> None:
+def test_a_request_to_stop_is_heeded() -> None:
     assert decide(replace(END, asked_to_stop=True), max_restarts=3).pause_s is None
 
 

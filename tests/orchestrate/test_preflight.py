@@ -19,7 +19,7 @@ import payload
 from payload.errors import BootstrapError, ExitCode, RankLostError, TileforgeError
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.preflight import report as patience
+from payload.orchestrate.preflight import report as report_module
 from payload.orchestrate.preflight.checks import check_cluster
 from payload.orchestrate.preflight.findings import PROBED, reaches
 from payload.orchestrate.preflight.report import BootWait, Report
@@ -214,7 +214,7 @@ def test_nodes_that_boot_are_asked_again_until_they_are_ready(
         lambda: nodes[1].authorized_keys.write_text(keys, encoding="ascii"),
         lambda: set_state(nodes[1]),
     )
-    monkeypatch.setattr(patience, "time", clock)
+    monkeypatch.setattr(report_module, "time", clock)
     inventory = make_cluster(nodes[0].node, nodes[1].node)
     said: list[str] = []
     report = BootWait(600.0, said.append).until_ready(lambda: check(inventory, login))
@@ -231,7 +231,7 @@ def test_nobody_waits_for_a_bootstrap_that_has_failed(
     set_state(nodes[0], step="payload", ok=None)
     set_state(nodes[1], step="packages", ok=False, reason="E: no package")
     clock = Clock()
-    monkeypatch.setattr(patience, "time", clock)
+    monkeypatch.setattr(report_module, "time", clock)
     inventory = make_cluster(nodes[0].node, nodes[1].node)
     report = BootWait(600.0, print).until_ready(lambda: check(inventory, login))
     assert report.exit_code == ExitCode.BOOTSTRAP and clock.now == 0.0
@@ -246,7 +246,7 @@ def test_the_command_waits_no_longer_than_it_was_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(patience, "time", clock)
+    monkeypatch.setattr(report_module, "time", clock)
     inventory = make_cluster(nodes[0].node)
     # These nodes have no bootstrap.json where a real node has it, and will never.
     more = ("--json", "--wait", "0.5")
@@ -259,7 +259,7 @@ def test_the_command_waits_no_longer_than_it_was_told(
 def test_a_cluster_without_host_keys_is_waited_for_and_a_machine_that_is_gone_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(patience, "time", Clock())
+    monkeypatch.setattr(report_module, "time", Clock())
     answers: list[TileforgeError | str] = []
 
     def look() -> str:

@@ -242,7 +242,7 @@ def test_a_run_id_that_is_no_plain_name_is_refused(
 
 def enter(cluster: Cluster, inventory: ClusterInventory, *, run_dir: PurePosixPath) -> Claim:
     """Claim the head now; return the claim."""
-    with claimed(cluster, inventory, run_dir=run_dir, say=print, patience_s=0) as claim:
+    with claimed(cluster, inventory, run_dir=run_dir, say=print, timeout_s=0) as claim:
         return claim
 
 
@@ -320,7 +320,7 @@ def test_the_claim_of_an_operator_whose_connection_breaks_is_free_again(
         broken = stack.enter_context(cluster_of(inventory, login))
         stack.enter_context(claimed(broken, inventory, run_dir=run_dir, say=print))
         broken.connect(inventory.head).close()
-        with claimed(other, inventory, run_dir=run_dir, say=print, patience_s=20) as claim:
+        with claimed(other, inventory, run_dir=run_dir, say=print, timeout_s=20) as claim:
             assert claim.running is None
 
 

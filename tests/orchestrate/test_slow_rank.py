@@ -70,7 +70,7 @@ def share_of(paths: RunPaths, process: int, *, steps: int) -> float:
 
 
 def is_even(paths: RunPaths) -> bool:
-    """Whether no rank is slow now, and none was in the last rows.
+    """Return whether no rank is slow now, and none was in the last rows.
 
     Other programs take a core from a rank at any time, and such a rank is named with good reason.
     """

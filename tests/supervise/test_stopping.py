@@ -23,7 +23,7 @@ def wakeups() -> Iterator[Wakeups]:
     signal.set_wakeup_fd(-1)
 
 
-def test_a_wish_waits_for_a_checkpoint_and_the_limit_does_not(
+def test_a_request_waits_for_a_checkpoint_and_the_limit_does_not(
     tmp_path: Path, wakeups: Wakeups
 ) -> None:
     paths = RunPaths(tmp_path)
@@ -31,13 +31,13 @@ def test_a_wish_waits_for_a_checkpoint_and_the_limit_does_not(
     assert (limited.heed(), limited.limited) == ("ask", True)
     assert (limited.heed(saving=True), limited.kind) == ("end", "expired")
     signal.raise_signal(signal.SIGTERM)
-    wished = Stopping(paths, wakeups, owner_pid=None, grace_s=0.0)
-    assert wished.heed() == "ask"
-    assert (wished.heed(saving=True), wished.kind) == (None, "graceful")
-    assert (wished.heed(), wished.kind) == ("end", "expired")
+    stopping = Stopping(paths, wakeups, owner_pid=None, grace_s=0.0)
+    assert stopping.heed() == "ask"
+    assert (stopping.heed(saving=True), stopping.kind) == (None, "graceful")
+    assert (stopping.heed(), stopping.kind) == ("end", "expired")
 
 
-def test_a_wish_that_comes_while_the_one_before_is_read_is_not_lost(
+def test_a_request_that_comes_while_the_one_before_is_read_is_not_lost(
     tmp_path: Path, wakeups: Wakeups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = RunPaths(tmp_path)
@@ -60,7 +60,7 @@ def test_a_wish_that_comes_while_the_one_before_is_read_is_not_lost(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wish_that_is_there_before_the_supervisor_looks_is_kept(
+def test_a_request_that_is_there_before_the_supervisor_looks_is_kept(
     tmp_path: Path, wakeups: Wakeups
 ) -> None:
     paths = RunPaths(tmp_path)

@@ -372,7 +372,7 @@ def test_ranks_save_when_their_supervisor_is_killed_and_the_next_one_waits(tmp_p
     wait_for_steps(paths)
     first.kill()
     first.wait(DEADLINE_S)
-    # The stand-in's wish to stop outlives its attempt, and nobody asks the second one for a stop.
+    # The stand-in's request to stop outlives its attempt, and nobody asks the second one to stop.
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.RANK_LOST
     begins, stops = "rank 0 begins", "rank 0 stopped"
     assert paths.rank_log(0).read_text().splitlines() == [begins, stops, begins, stops]

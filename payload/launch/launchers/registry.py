@@ -33,10 +33,10 @@ def find(name: str) -> Launcher:
     return launcher
 
 
-def candidates(wish: str) -> list[Launcher]:
+def candidates(wanted: str) -> list[Launcher]:
     """Return the launchers that `launch.launcher` may mean, the preferred one first."""
-    if wish != AUTO:
-        return [find(wish)]
+    if wanted != AUTO:
+        return [find(wanted)]
     known = [find(name) for name in names()]
     ranked = [(each.preference, each) for each in known if each.preference is not None]
     return [launcher for _, launcher in sorted(ranked, key=lambda pair: pair[0])]

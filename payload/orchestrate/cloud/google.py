@@ -143,10 +143,10 @@ class Google:
         project: str,
         *,
         endpoints: Endpoints,
-        patience_s: float = 60.0,
+        retry_s: float = 60.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`patience_s` is how long one request is tried again while the cloud is busy.
+        """`retry_s` is how long one request is retried while the cloud is busy.
 
         Raises ConfigError for a project that cannot be one: it is a part of every request's path.
         """
@@ -157,7 +157,7 @@ class Google:
             )
         self.project = project
         self._endpoints = endpoints
-        self._patience_s = patience_s
+        self._retry_s = retry_s
         self._sleep = sleep
         self._lock = threading.RLock()
         self._failures, self._unreadable = _import()
@@ -251,7 +251,7 @@ class Google:
 
         `what` begins the messages. Raises CloudMissingError, CloudAuthError and CloudError.
         """
-        ends, pause_s = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
+        ends, pause_s = time.monotonic() + self._retry_s, _FIRST_PAUSE_S
         while True:
             try:
                 return self._timed(what, request)
@@ -281,7 +281,7 @@ class Google:
         return answer
 
     def pages(self, what: str, method: Callable[..., Any], request: Any) -> Iterator[Any]:
-        """Every page of a list; each is asked for with the same patience."""
+        """Every page of a list; each request is retried for as long."""
         for _ in range(MOST_PAGES):
             page = self.ask(what, lambda: method(request=request, retry=None, timeout=REQUEST_S))
             yield page

@@ -95,19 +95,19 @@ def _telling_log(paths: RunPaths, state: RunState) -> Path:
     return paths.rank_log(0) if said_by_all else paths.launcher_log
 
 
-# Beyond the supervisor's own patience with the ranks: killing them and writing it down.
+# Beyond the supervisor's own timeout for the ranks: time to kill them and to record that.
 _MARGIN_S = 20.0
 
 
 class StopWait:
-    """Patience with a run that was asked to stop: its supervisor's, and a little more."""
+    """Timeout for a run that was asked to stop: its supervisor's, and a margin."""
 
     def __init__(self, paths: RunPaths, request: StopRequest) -> None:
         """The stop was asked for now."""
         grace_s = _grace_s(paths) if request.grace_s is None else request.grace_s
         config = known_config(paths)
         self._paths = paths
-        self._watch = CheckpointWatch(paths, patience_s=config.limits.hang_timeout_s)
+        self._watch = CheckpointWatch(paths, stall_timeout_s=config.limits.hang_timeout_s)
         has_store = config.storage.address() is not None
         self._final_wait_s = config.storage.final_wait_s if has_store else 0.0
         self._began_s = time.monotonic()
@@ -116,7 +116,7 @@ class StopWait:
     def is_over(self) -> bool:
         """Return whether it has taken longer than it may. Ask often."""
         now = time.monotonic()
-        if self._watch.gets_on():
+        if self._watch.is_progressing():
             self._ends_s = max(self._ends_s, now + _MARGIN_S)
         if now > self._ends_s and self._final_wait_s and _has_ended(self._paths):
             # Its supervisor waits for the store alone.
@@ -211,7 +211,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         for number in _SIGNALS:
-            # What was ignored stays so: nohup means that a hangup is no wish to stop.
+            # What was ignored stays so: nohup means that a hangup is no request to stop.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self

@@ -12,7 +12,7 @@ from signal import Signals
 from typing import Any, TypeVar
 
 from payload.checkpoint_files import FOLDER_NAME, MANIFEST_FILE, checkpoint_step
-from payload.checkpoint_watch import Farewell
+from payload.checkpoint_watch import GracePeriod
 from payload.errors import (
     AnswerError,
     CheckpointError,
@@ -200,14 +200,14 @@ class RemoteRun:
         if gone:
             raise NodesError(f"looking for processes of run {self.paths.run_id}", gone)
 
-    def _farewell(self) -> Farewell | None:
+    def _farewell(self) -> GracePeriod | None:
         """The time that ranks have whose supervisor died without a word; None where none did."""
         self.refresh()
         state = read_json(RunState, self.paths.state)
         if state is None or state.exit_class is not None:
             return None
-        patience_s = load_run_config(self.paths.config).limits.hang_timeout_s
-        return Farewell(self.paths, grace_s=state.grace_s, patience_s=patience_s)
+        stall_timeout_s = load_run_config(self.paths.config).limits.hang_timeout_s
+        return GracePeriod(self.paths, grace_s=state.grace_s, stall_timeout_s=stall_timeout_s)
 
     def remove_key(self) -> None:
         """Let no node trust the key of this run, or of another one, once the run has ended."""

@@ -292,7 +292,7 @@ class Watch:
                 self._said.add(problem)
                 self._talk.print(f"warning: {problem}")
         if look.missed:
-            self._run.close()  # a node that did not answer is else not tried again
+            self._run.close()  # a node that did not answer is otherwise not retried
         self._due_s = time.monotonic() + (_RETRY_S if look.missed else _POLL_S)
         return look.alive
 

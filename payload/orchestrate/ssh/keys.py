@@ -234,19 +234,19 @@ def claimed(
     *,
     run_dir: PurePosixPath,
     say: Callable[[str], None],
-    patience_s: float = _CLAIM_S,
+    timeout_s: float = _CLAIM_S,
 ) -> Iterator[Claim]:
     """Within it nobody else starts a run or a trial on this cluster.
 
     The claim ends with the connection, so also with this process. Waits for somebody else's, as
-    long as `patience_s`. Raises ConfigError for a run's name that is none, and PreflightError.
+    long as `timeout_s`. Raises ConfigError for a run's name that is none, and PreflightError.
     """
     if not RUN_ID.fullmatch(run_dir.name):
         raise ConfigError(
             f"run id {run_dir.name!r}: letters, digits, dots, hyphens and underscores only."
         )
     name = f"{run_dir.name}.{secrets.token_hex(4)}"
-    ends = time.monotonic() + patience_s
+    ends = time.monotonic() + timeout_s
     has_told = False
     while True:
         with _asked(cluster.connect(inventory.head), run_dir, name) as answer:

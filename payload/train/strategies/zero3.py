@@ -120,7 +120,7 @@ class Zero3(Strategy):
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
         """Compare the weights that each rank gathers.
 
-        A part of the optimizer state is one rank's alone, and is looked through for NaN.
+        A part of the optimizer state is one rank's alone, and is checked for NaN.
         """
         self._engine.empty_partition_cache()
         weights, bad_weight = inspect_each(_gathered(optimizers.model))

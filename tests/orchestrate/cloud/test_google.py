@@ -1,4 +1,4 @@
-"""Requests to the cloud: patience, refusals in plain words, and where they may go."""
+"""Requests to the cloud: retries, refusals in plain words, and where they may go."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_busy_cloud_is_given_the_time_that_it_asks_for(site: Site) -> None:
 def test_a_cloud_that_stays_busy_is_an_error_with_its_own_words(site: Site) -> None:
     site.cloud.faults.append(Fault(path=INSTANCES, status=503, message="try later", times=99))
     with pytest.raises(CloudError, match=r"listing instances: Google Cloud answers 503: .*later"):
-        list_everything(site.google(patience_s=0.0))
+        list_everything(site.google(retry_s=0.0))
     assert site.cloud.count(INSTANCES) == 1
 
 
@@ -42,7 +42,7 @@ def test_a_cloud_that_cannot_be_reached_is_tried_again_and_then_an_error(site: S
         holder.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers there
         site.env[VARIABLE] = f"http://127.0.0.1:{holder.getsockname()[1]}"
         with pytest.raises(CloudError, match="listing instances: Google Cloud cannot be reached"):
-            list_everything(site.google(patience_s=0.5, sleep=time.sleep))
+            list_everything(site.google(retry_s=0.5, sleep=time.sleep))
 
 
 def test_a_rate_limit_that_comes_as_403_is_waited_for(site: Site) -> None:
@@ -51,7 +51,7 @@ def test_a_rate_limit_that_comes_as_403_is_waited_for(site: Site) -> None:
     assert site.sleeps == [1.0]
 
 
-def test_every_page_is_read_and_each_with_patience(site: Site) -> None:
+def test_every_page_is_read_and_each_with_retries(site: Site) -> None:
     site.build(nodes=7)
     site.cloud.page_size = 3
     site.cloud.faults.append(Fault(path=f"{INSTANCES}.*pageToken=3", status=500))

@@ -89,7 +89,7 @@ def known_inventory(site: Site) -> ClusterInventory:
 
 def google(site: Site) -> Google:
     """The client of this site, with its connections, for thousands of requests."""
-    client: Google = _once(site, "google", lambda: site.google(patience_s=0.0))
+    client: Google = _once(site, "google", lambda: site.google(retry_s=0.0))
     return client
 
 

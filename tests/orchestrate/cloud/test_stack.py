@@ -22,7 +22,7 @@ ATTRIBUTES = "getGuestAttributes"
 def pin(site: Site, *, deadline_s: float = 60.0, said: list[str] | None = None) -> ClusterInventory:
     return pin_host_keys(
         read_outputs(Pulumi(site.env, folder=site.folder)).inventory,
-        site.google(patience_s=0.0),
+        site.google(retry_s=0.0),
         cache=site.folder / "host_keys.json",
         say=(said if said is not None else []).append,
         deadline_s=deadline_s,
