@@ -340,5 +340,5 @@ def uneven(counts: Mapping[str, int], ranks: int) -> str | None:
 def too_deep(spec: ModelSpec, stages: int) -> str | None:
     """Say that there are more pipeline stages than layers, or None."""
     if stages > spec.num_layers():
-        return f"it has {spec.num_layers()} layers, fewer than stages"
+        return f"it has fewer layers ({spec.num_layers()}) than stages"
     return None
