@@ -78,6 +78,7 @@ if config.kms_key and config.kms_grant:
             project=config.project,
             kms_key=config.kms_key,
             makes_bucket=config.bucket == "create",
+            makes_filestore=config.shared_storage == "filestore",
         ),
         opts=on_google,
     )
@@ -98,7 +99,12 @@ filestore = None
 if config.shared_storage == "filestore":
     filestore = SharedFilestore(
         config.cluster,
-        FilestoreArgs(config=config, network=network.network_name, labels=labels),
+        FilestoreArgs(
+            config=config,
+            network=network.network_name,
+            labels=labels,
+            after=(key_access,) if key_access else (),
+        ),
         opts=on_google,
     )
 nodes = ClusterNodes(

@@ -170,12 +170,6 @@ def _disks(config: ClusterConfig) -> Iterator[Problem]:
             f" = {config.head_disk_gb}; use 0 for the same as the others ({config.disk_gb}), or "
             "more than that.",
         )
-    if config.shared_storage == "filestore" and config.kms_key:
-        yield (
-            "sharedStorage",
-            " = 'filestore' with kmsKey: this program gives Filestore no right to the key, so its "
-            "files would be under Google's own. pulumi config set sharedStorage nfs",
-        )
     # Google's limits of the tier ZONAL: https://cloud.google.com/filestore/docs/service-tiers
     if config.shared_storage == "filestore" and (
         not 1024 <= config.filestore_gb <= 9_984 or config.filestore_gb % 256

@@ -20,14 +20,16 @@ class KeyAccessArgs:
     project: str
     kms_key: str
     makes_bucket: bool
+    makes_filestore: bool
 
 
 class KeyAccess(ComponentResource):
-    """The rights that disks and a bucket with `kmsKey` need.
+    """The rights that disks, a bucket and a Filestore instance with `kmsKey` need.
 
     Neither the nodes nor the operator use the key: Google's service agents of the project do.
-    https://cloud.google.com/compute/docs/disks/customer-managed-encryption and
-    https://cloud.google.com/storage/docs/encryption/using-customer-managed-keys
+    https://cloud.google.com/compute/docs/disks/customer-managed-encryption,
+    https://cloud.google.com/storage/docs/encryption/using-customer-managed-keys and
+    https://cloud.google.com/filestore/docs/cmek
     """
 
     def __init__(self, name: str, args: KeyAccessArgs, opts: ResourceOptions | None = None) -> None:
@@ -44,6 +46,12 @@ class KeyAccess(ComponentResource):
             # Asking makes this agent; until somebody asks, a project has none.
             agent = storage.get_project_service_account_output(project=args.project, opts=asking)
             self._grant(f"{args.cluster}-key-storage", args.kms_key, agent.email_address)
+        if args.makes_filestore:
+            self._grant(
+                f"{args.cluster}-key-filestore",
+                args.kms_key,
+                Output.concat("service-", number, "@cloud-filer.iam.gserviceaccount.com"),
+            )
         self.register_outputs({"kms_key": args.kms_key})
 
     def _grant(self, name: str, kms_key: str, email: Output[str]) -> None:

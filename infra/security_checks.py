@@ -22,7 +22,8 @@ _BUCKET_ROLE = "roles/storage.objectUser"
 _KEY_ROLE = "roles/cloudkms.cryptoKeyEncrypterDecrypter"
 # Google's own identities of a project, which nobody else can act as.
 _SERVICE_AGENT = re.compile(
-    r"serviceAccount:service-[0-9]+@(compute-system|gs-project-accounts)\.iam\.gserviceaccount\.com"
+    r"serviceAccount:service-[0-9]+@(compute-system|gs-project-accounts|cloud-filer)"
+    r"\.iam\.gserviceaccount\.com"
 )
 _EVERYONE = frozenset({"allUsers", "allAuthenticatedUsers"})
 _WEB_PORTS = frozenset({"80", "443"})

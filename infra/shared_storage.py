@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pulumi import ComponentResource, Input, Output, ResourceOptions
+from pulumi import ComponentResource, Input, Output, Resource, ResourceOptions
 from pulumi_gcp import filestore
 
 from infra.config import ClusterConfig
@@ -26,6 +26,8 @@ class FilestoreArgs:
     network: Input[str]
     """Name of the cluster's network."""
     labels: dict[str, str]
+    after: tuple[Resource, ...]
+    """Resources that it depends on: the right to use its key."""
 
 
 class SharedFilestore(ComponentResource):
@@ -62,10 +64,13 @@ class SharedFilestore(ComponentResource):
                     reserved_ip_range=FILESTORE_RANGE,
                 )
             ],
+            kms_key_name=config.kms_key or None,
             labels=args.labels,
             # Google ends machines at their limit, and nothing ends a Filestore but its stack.
             deletion_protection_enabled=False,
-            opts=ResourceOptions(parent=self, ignore_changes=list(IGNORED)),
+            opts=ResourceOptions(
+                parent=self, ignore_changes=list(IGNORED), depends_on=list(args.after)
+            ),
         )
 
 

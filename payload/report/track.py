@@ -23,7 +23,7 @@ from payload.run_config import RunConfig
 from payload.tracking import installed_trackers
 from payload.untrusted import no_follow, one_line, open_regular
 
-_EVERY_S = 1.0
+_EVERY_S = 5.0
 _LOCK_S = 20.0
 
 
@@ -52,7 +52,8 @@ class Tracked:
         if new:
             self.tracker.log(new)
             self.last = max(map(_order, new))
-            write_whole(self.place, f"{self.last}\n", durable=False)
+            if not self.tracker.starts_over:
+                write_whole(self.place, f"{self.last}\n", durable=False)
 
 
 def track(run: Run, *, live: bool, say: Callable[[str], None]) -> None:

@@ -1,7 +1,8 @@
 """`python -m payload.supervise.heartbeat`: a worker node's signs of life, sent to the head.
 
 Prints a JSON object every second: `now` and `monotonic_s` (this node's clocks) and, of the ranks
-here, `progress`, `exits` and `states` (the kernel's letter for a rank's process).
+here, `progress`, `exits` and `states` (the kernel's letter for a rank's process). `folders` are the
+shared folders that do not answer here.
 
 Reads a word a line. `ping` says that the head is alive. `end:N` kills the run's processes here and
 adds `ended` (process ids that did not exit) and `asked` (N; the same N again is no new request).
@@ -24,6 +25,7 @@ from typing import Any, TypeVar
 
 from payload.hints import command
 from payload.results import RankExit, RankProgress, RunPaths, last_record
+from payload.shared_folders import FolderWatch
 from payload.supervise.processes import kill_until_none
 
 EVERY_S = 1.0
@@ -38,11 +40,22 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=command("supervise.heartbeat"))
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
     parser.add_argument("--lifeline", type=float, required=True, metavar="SECONDS")
+    parser.add_argument("--folder", action="append", default=[], metavar="DIR")
     arguments = parser.parse_args(argv)
     paths = RunPaths(arguments.run_dir)
+    watch = FolderWatch(arguments.folder, env=os.environ)
+    try:
+        return _tell(paths, watch, lifeline_s=arguments.lifeline)
+    finally:
+        watch.close()
+
+
+def _tell(paths: RunPaths, watch: FolderWatch, *, lifeline_s: float) -> int:
+    """Send signs of life until the head is gone or silent for `lifeline_s`."""
     heard_s, due_s, done = time.monotonic(), time.monotonic(), b""
-    while time.monotonic() - heard_s < arguments.lifeline:
+    while time.monotonic() - heard_s < lifeline_s:
         extra: dict[str, Any] = {}
+        folders = {"folders": watch.troubles()}
         if select.select([0], [], [], max(0.0, due_s - time.monotonic()))[0]:
             heard_s = time.monotonic()
             words = os.read(0, 4096).split()
@@ -58,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
                 continue
         due_s = time.monotonic() + EVERY_S
         try:
-            sys.stdout.write(json.dumps(signs(paths) | extra) + "\n")
+            sys.stdout.write(json.dumps(signs(paths) | folders | extra) + "\n")
             sys.stdout.flush()
         except OSError:
             return 0

@@ -26,6 +26,7 @@ from payload.errors import ConfigError
 from payload.inventory import Node
 from payload.launch.liveness import SILENT_S, NodeSign
 from payload.launch.plan import LaunchPlan
+from payload.shared_folders import short
 from payload.supervise.heartbeat import EVERY_S
 from payload.supervise.processes import die_with_parent
 from payload.untrusted import MAX_FILE_BYTES, MAX_SECONDS, build, checked, parse_json
@@ -53,10 +54,17 @@ class NodeStream:
         run_dir: Path,
         lifeline_s: float,
         env: Mapping[str, str],
+        folders: Sequence[str] = (),
     ) -> None:
-        """`lifeline_s`: without a word from here for so long, the node ends the run's processes."""
+        """`lifeline_s`: without a word from here for so long, the node ends the run's processes.
+
+        `folders` are watched there if they are a server's.
+        """
         self.node = node
-        self._argv = heartbeat_argv(node, plan=plan, run_dir=run_dir, lifeline_s=lifeline_s)
+        self._argv = heartbeat_argv(
+            node, plan=plan, run_dir=run_dir, lifeline_s=lifeline_s, folders=folders
+        )
+        self._troubles: Mapping[str, str] = {}
         self._env = dict(env)
         self._messages: deque[dict[str, Any]] = deque(maxlen=100)
         self._closing = threading.Event()
@@ -79,6 +87,10 @@ class NodeStream:
             quiet_s=now - self._heard_s,
             unreachable_s=None if since_s is None else now - since_s,
         )
+
+    def troubles(self) -> Mapping[str, str]:
+        """Return the shared folders that do not answer on the node, by its last word."""
+        return self._troubles
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the node's messages since the last call; `skew_s` is its clock less ours."""
@@ -181,6 +193,7 @@ class NodeStream:
             return
         self._heard_s = time.monotonic()
         self._unreachable_since_s = None
+        self._troubles = {short(name): short(words) for name, words in message["folders"].items()}
         self._messages.append(message)
         if message["asked"] == self._asked and message["ended"] is not None:
             self._left = list(message["ended"])
@@ -252,6 +265,7 @@ class _Message:
     states: Mapping[str, str | None] = field(default_factory=dict)
     ended: tuple[int, ...] | None = None
     asked: int | None = None
+    folders: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_message(line: bytes, *, now_unix: float, now_s: float) -> dict[str, Any] | None:
@@ -268,15 +282,18 @@ def parse_message(line: bytes, *, now_unix: float, now_s: float) -> dict[str, An
     return asdict(message) | times
 
 
-def heartbeat_argv(node: Node, *, plan: LaunchPlan, run_dir: Path, lifeline_s: float) -> list[str]:
+def heartbeat_argv(
+    node: Node, *, plan: LaunchPlan, run_dir: Path, lifeline_s: float, folders: Sequence[str] = ()
+) -> list[str]:
     """Return ssh or srun as the launcher uses it, with the program that tells how the node is."""
     program = [plan.program[0], "-m", "payload.supervise.heartbeat", "--run-dir", str(run_dir)]
+    watched = [f"--folder={folder}" for folder in folders]
     python_path = plan.environment.get("PYTHONPATH")
     return remote_argv(
         node.name,
         ssh=(*plan.ssh, *_SSH_OPTIONS),
         node_command=plan.node_command,
-        words=[*program, "--lifeline", f"{lifeline_s:g}"],
+        words=[*program, "--lifeline", f"{lifeline_s:g}", *watched],
         environment={"PYTHONPATH": python_path} if python_path else {},
     )
 

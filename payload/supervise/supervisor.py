@@ -34,6 +34,7 @@ from payload.results import (
 )
 from payload.run_config import load_run_config
 from payload.run_repair import known_state, known_summary
+from payload.shared_folders import FolderWatch, describe, folders_of
 from payload.supervise.attempt import Attempt
 from payload.supervise.processes import processes_of, see_off
 from payload.supervise.signs import Signs
@@ -45,6 +46,7 @@ from payload.supervise.uploading import Uploading
 _STATE_EVERY_S = 5.0
 _PAUSE_TICK_S = 0.5
 _LIFELINE_S = 60.0
+_FOLDERS_RETURN_S = 60.0
 _JOB_MARGIN_S = 10.0
 _EVENT_CHARS = 1_000
 _ENDS: Mapping[RunStatus, EventKind] = {
@@ -79,6 +81,8 @@ class Supervisor:
         # On a cluster the link is the operator's, beside the copies there.
         self._is_latest = not self._is_shared
         self._streams = self._worker_streams()
+        self._folders = FolderWatch(folders_of(self._config), env=env)
+        self._folder_words = ""
         previous = known_state(paths)
         self._dead = previous if previous is not None and previous.exit_class is None else None
         """Return the last supervisor's state, if it died without a word."""
@@ -134,6 +138,7 @@ class Supervisor:
                 verdict = Verdict(status="failed", exit_code=error.exit_code, error=str(error))
             finally:
                 close_all(self._streams)
+                self._folders.close()
         limit = self._job or self._limit
         if self._stopping.limited and limit:
             verdict = limited(verdict, limit, spent_s=self._spent_s())
@@ -244,6 +249,8 @@ class Supervisor:
         while True:
             attempt = self._new_attempt(signs)
             verdict = attempt.run(lambda: self._tick(signs))
+            if verdict.exit_code is ExitCode.HANG and self._silent_folders():
+                verdict = _adding(verdict, self._silent_folders())
             decision = decide(
                 AttemptEnd(
                     verdict=verdict,
@@ -277,6 +284,7 @@ class Supervisor:
         self._state = replace(self._state, note=waiting_note(verdict))
         self._tell("starting")
         away = self._leftovers() or wait_for_nodes(self._streams, pause=self._pause)
+        away = away or self._wait_for_folders()
         if not away and self._pause(pause_s):
             return None
         self._state = replace(self._state, note=note_before)
@@ -288,6 +296,20 @@ class Supervisor:
     def _leftovers(self) -> str | None:
         left = processes_of(self._paths.root)
         return f"processes {sorted(left)} could not be ended" if left else None
+
+    def _wait_for_folders(self) -> str | None:
+        """Wait until all shared folders answer; return why the run cannot be started again."""
+        ends = time.monotonic() + _FOLDERS_RETURN_S
+        while words := self._silent_folders():
+            if time.monotonic() > ends or not self._pause(_PAUSE_TICK_S):
+                return words
+        return None
+
+    def _silent_folders(self) -> str:
+        """Return which shared folders do not answer on which node, or nothing."""
+        of_nodes = {stream.node.name: stream.troubles() for stream in self._streams}
+        of_nodes[self._ranks[0].node] = self._folders.troubles()
+        return ", ".join(describe(node, found) for node, found in of_nodes.items() if found)
 
     def _pause(self, seconds: float) -> bool:
         """Wait at most so long; return False if the run is asked to stop meanwhile."""
@@ -341,6 +363,7 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 point_latest_at(self._paths)
         self._look_at_store()
+        self._look_at_folders()
         self._tell_now_and_then()
 
     def _look_at_store(self) -> None:
@@ -351,6 +374,16 @@ class Supervisor:
         news = self._uploading.news()
         if news is not None:
             self._state = replace(self._state, note=news)
+
+    def _look_at_folders(self) -> None:
+        """Say once that a shared folder does not answer, and once that all do again."""
+        words = self._silent_folders()
+        before, self._folder_words = self._folder_words, words
+        if words and not before:
+            self._state = replace(self._state, note=f"{words}; what reads it waits")
+            self._tell(self._state.status)
+        elif before and not words:
+            self._state = replace(self._state, note="the shared folder answers again")
 
     def _worker_streams(self) -> list[NodeStream]:
         launcher, reaches = find(self._plan.launcher), self._plan.ssh or self._plan.node_command
@@ -367,6 +400,7 @@ class Supervisor:
                 run_dir=self._paths.root,
                 lifeline_s=lifeline_s,
                 env=env,
+                folders=folders_of(self._config),
             )
             for node in self._inventory.nodes[1:]
         ]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import resource
 import time
 from contextlib import nullcontext, suppress
 from importlib import metadata
 from io import FileIO
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -16,7 +18,7 @@ import psutil
 
 from payload import __version__
 from payload.errors import ExitCode, TrainingError
-from payload.full_disk import write_record
+from payload.full_disk import write_record, write_sign
 from payload.metrics_log import (
     EvalMetrics,
     StepMetrics,
@@ -30,6 +32,7 @@ from payload.results import RankExit, RankProgress, RunPaths, require_file, set_
 from payload.train.world import World
 
 _PROGRESS_INTERVAL_S = 0.5
+_STATM = Path("/proc/self/statm")
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +171,7 @@ class SignOfLife:
         )
         # Not worth the run: where it cannot be written, the next one may.
         with suppress(OSError):
-            write_record(self._path, sign, durable=False)
+            write_sign(self._path, sign)
 
 
 def write_rank_exit(paths: RunPaths, world: World, *, exit_code: ExitCode, error: str) -> None:
@@ -197,5 +200,9 @@ def versions() -> dict[str, str]:
 
 
 def rss_bytes() -> int:
-    """Memory of this process that is in RAM now."""
-    return int(psutil.Process().memory_info().rss)
+    """Return the memory of this process that is in RAM now."""
+    try:
+        # psutil reads the same, and first takes 0.2 ms to look the process up.
+        return int(_STATM.read_bytes().split()[1]) * resource.getpagesize()
+    except OSError:
+        return int(psutil.Process().memory_info().rss)

@@ -16,6 +16,7 @@ from infra.labels import CLUSTER, EXPIRES, last_expiry, mark
 from payload.inventory import ClusterInventory
 from tests.infra.stacks import (
     CASES,
+    FILESTORE,
     HEAD_ADDRESS,
     KEY,
     NOW_UNIX,
@@ -156,6 +157,16 @@ def test_googles_service_agents_may_use_the_key_before_anything_is_encrypted_wit
     # Disks alone need Compute Engine's, and a key's owner may do it in the program's place.
     (only,) = deploy({"kmsKey": key}, folder=tmp_path).of_type("CryptoKeyIAMMember")
     assert "compute-system" in only["member"]
+    shared = deploy(
+        {"kmsKey": key, "sharedStorage": "filestore", "maxHourlyUsd": "none"}, folder=tmp_path
+    )
+    (instance,) = [each for each in shared.resources if each["type"] == FILESTORE]
+    assert instance["inputs"]["kmsKeyName"] == key
+    (of_filestore,) = [each for each in shared.resources if each["name"] == "dev-key-filestore"]
+    assert of_filestore["inputs"]["member"] == (
+        f"serviceAccount:service-{NUMBER}@cloud-filer.iam.gserviceaccount.com"
+    )
+    assert of_filestore["name"] in instance["options"]["dependsOn"]
     without = deploy({"kmsKey": key, "kmsGrant": False}, folder=tmp_path)
     assert without.of_type("CryptoKeyIAMMember") == []
 

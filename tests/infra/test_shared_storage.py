@@ -100,13 +100,6 @@ def test_where_filestore_has_no_known_price_a_cap_refuses_it_by_name() -> None:
         ({"sharedStorage": "smb"}, "Use one of: none, nfs, filestore"),
         ({"sharedStorage": "filestore", "filestoreGb": 100}, "1024 to 9984 GiB in steps of 256"),
         ({"sharedStorage": "filestore", "filestoreGb": 1025}, "1024 to 9984 GiB in steps of 256"),
-        (
-            {
-                "sharedStorage": "filestore",
-                "kmsKey": "projects/p/locations/us-central1/keyRings/r/cryptoKeys/k",
-            },
-            "gives Filestore no right to the key",
-        ),
     ],
 )
 def test_wrong_settings_are_refused_with_the_fix(

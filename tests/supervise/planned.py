@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from payload import shared_folders
 from payload.orchestrate.planning import plan_run
 from payload.orchestrate.sites.choose import load_cluster
 from payload.orchestrate.sites.local import LocalAccess
@@ -22,6 +23,7 @@ from payload.results import (
     write_json,
 )
 from payload.run_config import parse_run_config
+from payload.supervise import attempt
 from payload.supervise.processes import processes_of
 from tests.supervise import stand_in
 
@@ -30,11 +32,13 @@ DEADLINE_S = 60.0
 CONFIG = "[batch]\nglobal_batch_size = 8\nmicro_batch_size = 1\n[model]\npreset = 'tiny'\n"
 
 
-_WITH_ECHO = """
+_WITH_TIMES = """
 import os, sys
+from payload import shared_folders
 from payload.supervise import attempt
 from payload.supervise.__main__ import main
 attempt._ECHO_S = {echo_s}
+shared_folders.SILENT_S = {silent_s}
 sys.exit(main(sys.argv[1:], os.environ))
 """
 
@@ -84,12 +88,24 @@ def plan_stand_in(
 
 
 def supervise(
-    paths: RunPaths, *options: str, env: dict[str, str] | None = None, echo_s: float | None = None
+    paths: RunPaths,
+    *options: str,
+    env: dict[str, str] | None = None,
+    echo_s: float | None = None,
+    silent_s: float | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the real supervisor; `echo_s` is the time it leaves ranks after another one's end."""
+    """Start the real supervisor; `echo_s` is the time it leaves ranks after another one's end.
+
+    A shared folder that is silent for `silent_s` is named.
+    """
     program = ["-m", "payload.supervise"]
-    if echo_s is not None:
-        program = ["-c", _WITH_ECHO.format(echo_s=echo_s)]
+    if echo_s or silent_s:
+        program = [
+            "-c",
+            _WITH_TIMES.format(
+                echo_s=echo_s or attempt._ECHO_S, silent_s=silent_s or shared_folders.SILENT_S
+            ),
+        ]
     command = [sys.executable, *program, "--run-dir", str(paths.root), *options]
     return subprocess.Popen(command, cwd=REPO, env={**os.environ, **(env or {})})
 

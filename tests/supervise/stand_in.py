@@ -2,7 +2,7 @@
 
 stand_in.py RUN_DIR [--steps N] [--fail RANK:CODE] [--crash RANK] [--deaf] [--stray] [--lockstep]
             [--loads] [--save-s SECONDS] [--says TEXT]
-            [--stays PHASE]
+            [--stays PHASE] [--reads FOLDER]
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class StandIn:
         for step in range(1, self.arguments.steps + 1):
             self._progress(step)
             time.sleep(STEP_S)
+            if self.arguments.reads:
+                os.statvfs(self.arguments.reads)
             self._fail_if_told(step)
             while self.arguments.lockstep and self._someone_is_behind(step):
                 time.sleep(STEP_S)
@@ -174,6 +176,7 @@ def main() -> int:
     parser.add_argument("--loads", action="store_true")
     parser.add_argument("--says", default="")
     parser.add_argument("--stays")
+    parser.add_argument("--reads")
     parser.add_argument("--save-s", type=float, default=0.0)
     return StandIn(parser.parse_args()).run()
 

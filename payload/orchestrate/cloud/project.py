@@ -226,8 +226,9 @@ class _Allowed:
 def check_key(google: Google, need: Need) -> Iterator[Check]:
     """Check that Google's services may use `kmsKey`, or that `up` may let them.
 
-    https://cloud.google.com/compute/docs/disks/customer-managed-encryption and
-    https://cloud.google.com/storage/docs/encryption/using-customer-managed-keys
+    https://cloud.google.com/compute/docs/disks/customer-managed-encryption,
+    https://cloud.google.com/storage/docs/encryption/using-customer-managed-keys and
+    https://cloud.google.com/filestore/docs/cmek
     """
     if not need.kms_key:
         return

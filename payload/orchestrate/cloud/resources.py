@@ -354,8 +354,10 @@ class Need:
         return f"{self.family}_CPUS"
 
     def key_users(self, project_number: str) -> tuple[str, ...]:
-        """Members that have to be allowed to use the key: service agents, for disks and bucket."""
-        services = ("compute-system", *(("gs-project-accounts",) if self.makes_bucket else ()))
+        """Return the service agents that have to be allowed to use the key."""
+        bucket = ("gs-project-accounts",) if self.makes_bucket else ()
+        file = ("cloud-filer",) if self.has_filestore else ()
+        services = ("compute-system", *bucket, *file)
         return tuple(
             f"serviceAccount:service-{project_number}@{service}.iam.gserviceaccount.com"
             for service in services

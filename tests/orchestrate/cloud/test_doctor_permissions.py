@@ -18,6 +18,7 @@ HEAD = f"projects/{PROJECT}/zones/{ZONE}/instances/mine-node-0"
 KEY = f"projects/{PROJECT}/locations/us-central1/keyRings/ring/cryptoKeys/key"
 COMPUTE = f"serviceAccount:service-{NUMBER}@compute-system.iam.gserviceaccount.com"
 STORAGE = f"serviceAccount:service-{NUMBER}@gs-project-accounts.iam.gserviceaccount.com"
+FILESTORE = f"serviceAccount:service-{NUMBER}@cloud-filer.iam.gserviceaccount.com"
 
 
 def found(site: Site, capsys: Capture, name: str) -> tuple[int, dict[str, Any]]:
@@ -84,6 +85,7 @@ def test_the_image_has_to_be_of_a_trusted_project(
         ([COMPUTE], False, {}, "ok", "the service agents may use it"),
         ([COMPUTE], False, {"bucket": "create"}, "error", STORAGE),
         ([COMPUTE, STORAGE], False, {"bucket": "create"}, "ok", "may use it"),
+        ([COMPUTE], False, {"sharedStorage": "filestore"}, "error", FILESTORE),
         ([], True, {}, "ok", "`up` will let the service agents use it"),
         ([], True, {"kmsGrant": "false"}, "error", f"add-iam-policy-binding {KEY} --role=roles/"),
         ([], False, {}, "error", f"--member={COMPUTE}"),
@@ -98,7 +100,7 @@ def test_googles_services_have_to_be_allowed_to_use_the_key(
     outcome: str,
     words: str,
 ) -> None:
-    project.cloud.services |= {"cloudkms", "cloudresourcemanager"}
+    project.cloud.services |= {"cloudkms", "cloudresourcemanager", "file"}
     project.cloud.key_members[KEY] = members
     project.cloud.key_grants = may_grant
     configure(project, kmsKey=KEY, **settings)
