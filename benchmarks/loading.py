@@ -1,11 +1,16 @@
 """Loading a model that no rank could hold: each rank of a sharded run reads its own part.
 
     python -m benchmarks.loading --params 1e9 --ranks 4 --limit-gib 1.7
+    python -m benchmarks.loading --params 5e8 --quantize nf4
 
 Writes a Llama-shaped folder with random bf16 weights, then loads it on the ranks of this machine
 as a run on the mesh does, in fp32: `shard`, or with `--mesh` another one such as `pipeline2+shard`.
 With `--limit-gib` each rank is in a cgroup of that memory (root alone), where a rank that reads the
-whole model is killed: that is tried, too. A table goes to stderr, one JSON object to stdout.
+whole model is killed: that is tried, too.
+
+With `--quantize nf4` one process loads the model in 4 bits: a Llama, which our own layers compute,
+and an OLMo 2, which transformers' do. The peak is what loading adds to a process that has loaded a
+small model of the same kind before. A table goes to stderr, one JSON object to stdout.
 """
 
 from __future__ import annotations
@@ -30,9 +35,11 @@ _CGROUP = Path("/sys/fs/cgroup/memory")
 _WIDTH = 1024
 _VOCAB = 32_000
 _WAIT_S = 500
+_KINDS = {"llama": "LlamaForCausalLM", "olmo2": "Olmo2ForCausalLM"}
+_IN_4_BITS = {"llama": "llama, our own layers", "olmo2": "olmo2, transformers' layers"}
 
 
-def write_model(folder: Path, *, params: float) -> int:
+def write_model(folder: Path, *, params: float, kind: str = "llama") -> int:
     """Write the folder, one tensor in memory at a time; return the number of its weights."""
     import torch
 
@@ -44,14 +51,14 @@ def write_model(folder: Path, *, params: float) -> int:
     layers = max(1, round((params - _VOCAB * _WIDTH) / layer))
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
     sizes = {"hidden_size": _WIDTH, "intermediate_size": 4 * _WIDTH, "num_hidden_layers": layers}
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **heads, **sizes}
+    config = {"model_type": kind, "architectures": [_KINDS[kind]], **heads, **sizes}
     config |= {"vocab_size": _VOCAB, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5}
     config |= {"rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     model = build(spec_of(config, where="the benchmark"), random=False)
     tensors = {
         name: torch.empty(each.shape, dtype=torch.bfloat16, device="meta")
-        for name, each in model.named_parameters()
+        for name, each in model.hf_tensors().items()
     }
     generator = torch.Generator().manual_seed(0)
 
@@ -127,9 +134,63 @@ def load_on_ranks(
     return sorted(map(json.loads, lines), key=lambda each: int(each["rank"]))
 
 
+def load_in_4_bits(small: Path, large: Path) -> dict[str, int]:
+    """Load `large` after `small`; return what the peak added, and the sizes of what is held."""
+    from payload.train.models.quantized import QuantizedLinear
+    from payload.train.models.registry import load
+
+    load(small, quantize="nf4")  # What the first model imports is not the second's.
+    Path("/proc/self/clear_refs").write_text("5")  # The peak so far is forgotten.
+    before = _resident_bytes("VmHWM")
+    model = load(large, quantize="nf4")
+    peak = _resident_bytes("VmHWM")
+    linears = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+    packed = sum(own.nbytes for each in linears for own in each.parameters())
+    return {
+        "peak_bytes": peak - before,
+        "final_bytes": sum(each.nbytes for each in model.parameters()),
+        "linears_bytes": packed,
+        "linears_bf16_bytes": sum(2 * each.in_features * each.out_features for each in linears),
+    }
+
+
+def _measure_4_bits(params: float) -> int:
+    """Load each kind in 4 bits in a process of its own; print the table and the JSON line."""
+    heads = ("bf16 GB", "4 bits GB", "peak GB", "peak/final", "linears/bf16")
+    table = Table(*heads, labels=_IN_4_BITS.values())
+    cases = []
+    for kind, label in _IN_4_BITS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            small, large = Path(folder) / "small", Path(folder) / "large"
+            small.mkdir()
+            large.mkdir()
+            write_model(small, params=_VOCAB * _WIDTH, kind=kind)
+            size = 2 * write_model(large, params=params, kind=kind)
+            words = ["benchmarks.loading", "--small", str(small), "--rank", str(large)]
+            done = subprocess.run(
+                [sys.executable, "-m", *words], cwd=REPO, stdout=subprocess.PIPE, check=True
+            )
+        found = json.loads(done.stdout.splitlines()[-1])
+        cases.append({"case": kind, "bf16_bytes": size, **found})
+        table.row(
+            label,
+            *(f"{each / 1e9:.3f}" for each in (size, found["final_bytes"], found["peak_bytes"])),
+            f"{found['peak_bytes'] / found['final_bytes']:.2f}",
+            f"{found['linears_bytes'] / found['linears_bf16_bytes']:.3f}",
+        )
+    result = {"benchmark": "loading", "quantize": "nf4", "machine": describe_machine()}
+    print(json.dumps(result | {"cases": cases}))
+    return 0
+
+
 def main(argv: Sequence[str]) -> int:
     """Measure and print, or be one of the ranks."""
     arguments = _parser().parse_args(argv)
+    if arguments.small is not None:
+        print(json.dumps(load_in_4_bits(arguments.small, arguments.rank)))
+        return 0
+    if arguments.quantize == "nf4":
+        return _measure_4_bits(arguments.params)
     if arguments.rank is not None:
         if arguments.limit_bytes is not None:
             _enter_cgroup(arguments.limit_bytes)
@@ -180,6 +241,11 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _resident_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.loading",
@@ -190,7 +256,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=4, metavar="RANKS")
     parser.add_argument("--mesh", default="shard", help="such as shard or pipeline2+tensor2")
     parser.add_argument("--limit-gib", type=float, metavar="GIB", help="memory of each rank")
+    parser.add_argument("--quantize", choices=("none", "nf4"), default="none")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--small", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--limit-bytes", type=int, help=argparse.SUPPRESS)
     return parser

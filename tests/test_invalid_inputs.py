@@ -14,6 +14,7 @@ import pytest
 from payload.checkpoint_files import config_sha256, weights_sha256
 from payload.data.__main__ import main as data
 from payload.errors import ExitCode
+from payload.export.__main__ import main as export
 from payload.finetune.__main__ import main as finetune
 from payload.orchestrate.__main__ import main as orchestrate
 from tests.support.chat_data import conversations, make_model, make_tokenizer, prepare, write_rows
@@ -147,6 +148,19 @@ def test_a_template_or_a_length_that_leaves_nothing_to_train_on(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("task", ["chat", "classify", "preference"])
+def test_a_file_without_rows(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
+) -> None:
+    source = tmp_path / "x.jsonl"
+    source.touch()
+    words = ["prepare", "--task", task, "--source", "jsonl", "--input", str(source)]
+    words += ["--tokenizer", str(place / "model"), "--out", str(tmp_path / "out")]
+    sentence = f"jsonl: {source}: it has no rows. Add some, or name another source."
+    require_refusal(capsys, data(words), sentence)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("table", "flags", "problem"),
     [
@@ -205,8 +219,7 @@ def test_a_template_or_a_length_that_leaves_nothing_to_train_on(
         (
             "",
             (),
-            "no text with a label in csv: {csv}: 0 rows, 0 of them bad. Check --text-column and "
-            "--label-column.",
+            "csv: {csv}: it has no rows. Add some, or name another source.",
         ),
     ],
 )
@@ -400,6 +413,21 @@ def test_an_adapter_is_no_base_for_another_adapter(
         f"below. Merge it first with python -m payload.export --checkpoint {init} --merge.",
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_a_place_where_an_export_may_not_write(
+    adapted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Nobody may make a folder there, root neither.
+    out = Path("/proc/merged/model")
+    words = ["--checkpoint", str(adapted / "run"), "--format", "hf", "--merge", "--out", str(out)]
+    require_refusal(
+        capsys,
+        export(words),
+        f"--out {out}: cannot be written (No such file or directory). Name a place that you may "
+        "write to.",
+    )
+    assert not out.exists()
 
 
 def test_a_kind_of_adapter_that_is_not_lora(

@@ -58,6 +58,11 @@ class Rows(ABC):
             raise DataError(f"{message} {_SKIP}")
         self.skipped.append(message.encode("utf-8", "backslashreplace").decode("utf-8"))
 
+    def require_some(self) -> None:
+        """Raise DataError when the source had no rows to read."""
+        if not self.num_rows:
+            raise DataError(f"{self.label}: it has no rows. Add some, or name another source.")
+
     def _row(self, where: str, values: Mapping[str, Any] | str) -> Iterator[Row]:
         """Count a row and yield it; a text is the complaint about it."""
         number = self.num_rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -110,11 +111,17 @@ def whole_or_absent(path: Path) -> Iterator[Path]:
         fsync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(
-            f"--out {path}: cannot be written ({error.strerror or error}). Free disk space, or "
-            "name another place."
+            f"--out {path}: cannot be written ({error.strerror or error}). {_fix(error)}"
         ) from None
     finally:
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
         else:
             partial.unlink(missing_ok=True)
+
+
+def _fix(error: OSError) -> str:
+    """Return what helps against an error of writing."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "Free disk space, or name another place."
+    return "Name a place that you may write to."

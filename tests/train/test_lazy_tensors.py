@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +86,8 @@ def kilobytes(name):
 
 small, large, quantize = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 load(small, quantize=quantize)  # What the first model imports is not the second's.
-before = kilobytes("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # The peak so far is forgotten.
+before = kilobytes("VmHWM")
 model = load(large, quantize=quantize)
 print(json.dumps([kilobytes("VmHWM") - before, sum(p.nbytes for p in model.parameters())]))
 """
@@ -102,12 +104,16 @@ def test_loading_peaks_below_a_fifth_above_the_weights(kind: str, tmp_path: Path
     assert peak_bytes < 1.2 * weights_bytes
 
 
-def test_loading_in_4_bits_peaks_below_three_tenths_above_what_is_left(tmp_path: Path) -> None:
-    for name, rows, width in (("small", 100, 64), ("large", 40_000, 1024)):
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])
+def test_loading_in_4_bits_peaks_below_three_tenths_above_what_is_left(
+    kind: str, tmp_path: Path
+) -> None:
+    """Both our own layers and transformers': many layers, whose linears are most of the weights."""
+    for name, rows, width, layers in (("small", 100, 64, 2), ("large", 8_000, 512, 12)):
         (tmp_path / name).mkdir()
-        write_bf16_model(tmp_path / name, kind="llama", rows=rows, width=width)
+        write_bf16_model(tmp_path / name, kind=kind, rows=rows, width=width, layers=layers)
     peak_bytes, left_bytes = load_in_a_process(tmp_path, quantize="nf4")
-    assert left_bytes > 80e6
+    assert left_bytes > 30e6
     assert peak_bytes < 1.3 * left_bytes
 
 
@@ -115,17 +121,23 @@ def load_in_a_process(folder: Path, *, quantize: str = "none") -> tuple[int, int
     """Load folder/large after folder/small: what the peak adds, and the bytes of the weights."""
     words = [str(folder / "small"), str(folder / "large"), quantize]
     done = subprocess.run(
-        [sys.executable, "-c", _LOAD, *words], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _LOAD, *words],
+        # glibc keeps ten MB of what is freed, which is much beside a model of this size.
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     peak_kb, weights_bytes = json.loads(done.stdout.splitlines()[-1])
     return peak_kb * 1024, weights_bytes
 
 
-def write_bf16_model(folder: Path, *, kind: str, rows: int, width: int) -> None:
+def write_bf16_model(folder: Path, *, kind: str, rows: int, width: int, layers: int = 2) -> None:
     """A model's folder as transformers writes it, in bf16."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": width}
+    sizes: dict[str, Any] = {"num_attention_heads": 4, "hidden_size": width}
+    sizes["num_hidden_layers"] = layers
     ids: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
     own: dict[str, Any] = {
         "max_position_embeddings": 64,

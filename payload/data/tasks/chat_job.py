@@ -177,6 +177,7 @@ class ChatJob:
             rendered = [each for row in some if (each := self._rendered(row)) is not None]
             found += self._tokenized(rendered)
         if not found:
+            self.rows.require_some()
             raise DataError(
                 f"no conversation with a token to train on in {self.rows.label}: "
                 f"{self.rows.num_rows:,} rows, {len(self.rows.skipped):,} bad, {self.dropped:,} "

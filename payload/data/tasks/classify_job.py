@@ -166,6 +166,7 @@ class _Job:
                 _Text(tokens, label) for tokens, (_, label) in zip(encoded, pairs, strict=True)
             ]
         if not found:
+            self.rows.require_some()
             raise DataError(
                 f"no text with a label in {self.rows.label}: {self.rows.num_rows:,} rows, "
                 f"{len(self.rows.skipped):,} of them bad. Check --text-column and --label-column."

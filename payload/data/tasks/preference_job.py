@@ -139,6 +139,7 @@ class PreferenceJob:
             rendered = [each for row in some if (each := self._rendered(row)) is not None]
             found += self._tokenized(rendered)
         if not found:
+            self.rows.require_some()
             raise DataError(
                 f"no pair of answers in {self.rows.label}: {self.rows.num_rows:,} rows, "
                 f"{len(self.rows.skipped):,} of them bad. Check the columns prompt, chosen and "

@@ -239,7 +239,7 @@ class TransformersLM(CausalLM):
         else:
             self._load_converted(tensors, where=where)
         if not self._dropped:
-            require_causal(self.module)
+            require_causal(self.module, without_head=self._not_plain is None)
 
     def _load_converted(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Load weights that transformers names or joins otherwise in memory than in files."""

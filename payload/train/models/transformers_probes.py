@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from payload.errors import CheckpointError
+from payload.train.models.quantized import QuantizedLinear
 from payload.untrusted import shown
 
 _Module = Any
@@ -101,10 +105,15 @@ def draws_in_training(module: _Module) -> bool:
     return drawn
 
 
-def require_causal(module: _Module) -> None:
-    """Raise CheckpointError when a token's logits depend on the tokens behind it."""
+def require_causal(module: _Module, *, without_head: bool = False) -> None:
+    """Raise CheckpointError when a token's logits depend on the tokens behind it.
+
+    A plain head reads one token at a time, so `without_head` leaves it out: torch would reorder
+    its whole weight into a copy. Weights of 4 bits stay as they are for the same reason.
+    """
     pairs = (torch.tensor([[0, other]]) for other in (1, 2))
-    first, second = (_probed(module, each)[0, 0] for each in pairs)
+    with _weightless(module):
+        first, second = (_probed(module, each, without_head=without_head)[0, 0] for each in pairs)
     if not torch.allclose(first, second, rtol=1e-3, atol=1e-4):
         raise CheckpointError(
             f"config.json: model_type = {shown(module.config.model_type)}: each token sees those "
@@ -112,13 +121,37 @@ def require_causal(module: _Module) -> None:
         )
 
 
-def _probed(module: _Module, tokens: Tensor, *, training: bool = False) -> Tensor:
-    """Return the logits of a few tokens. Raises CheckpointError when transformers' code fails."""
+@contextmanager
+def _weightless(module: _Module) -> Iterator[None]:
+    """Let linears of 4 bits pass their inputs on, over and over until all outputs have one.
+
+    Which tokens a token sees does not depend on weights, and none is dequantised.
+    """
+    linears = [each for each in module.modules() if isinstance(each, QuantizedLinear)]
+    for each in linears:
+        places = torch.arange(each.out_features) % each.in_features
+        each.forward = partial(torch.index_select, dim=-1, index=places)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for each in linears:
+            del each.forward
+
+
+def _probed(
+    module: _Module, tokens: Tensor, *, training: bool = False, without_head: bool = False
+) -> Tensor:
+    """Return the logits of a few tokens, or the hidden states that the head would read.
+
+    Raises CheckpointError when transformers' code fails.
+    """
+    called = module.base_model if without_head else module
     was_training = module.training
     module.train(training)
     try:
         with torch.no_grad():
-            return cast(Tensor, module(input_ids=tokens, use_cache=False, return_dict=True).logits)
+            made = called(input_ids=tokens, use_cache=False, return_dict=True)
+            return cast(Tensor, made.last_hidden_state if without_head else made.logits)
     except Exception as error:  # As in build_module.
         raise CheckpointError(
             f"config.json: transformers cannot run it ({first_line(error)}). Name the folder of a "

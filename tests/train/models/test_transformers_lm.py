@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from transformers import AutoModelForCausalLM
 from benchmarks.architecture_cases import CASES, make_folder, random_tokens
 from payload.errors import CheckpointError
 from payload.models.registry import spec_of
+from payload.train.models.lora import quantize_base
+from payload.train.models.quantized import QuantizedLinear
 from payload.train.models.registry import build, load
 from payload.train.models.transformers_lm import TransformersLM
+from payload.train.models.transformers_probes import require_causal
 
 
 def built(raw: dict[str, Any], **options: Any) -> TransformersLM:
@@ -75,6 +79,29 @@ def test_what_cannot_be_trained_is_refused_in_one_line(raw: dict[str, Any], prob
     with pytest.raises(CheckpointError, match=problem) as refused:
         built(raw)
     assert "\n" not in str(refused.value)
+
+
+def test_who_sees_whom_is_found_without_the_weights_of_4_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a weight of 4 bits was read")
+
+    for kind, looks_ahead in (("olmo2", False), ("bert", True)):
+        model = build(spec_of(small(kind), where="config.json"), random=False)
+        quantize_base(model)
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                torch.nn.init.normal_(parameter, std=0.1)
+        linears = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+        assert linears
+        with monkeypatch.context() as patched:
+            patched.setattr(QuantizedLinear, "_state", refuse)
+            with (
+                pytest.raises(CheckpointError, match="behind it") if looks_ahead else nullcontext()
+            ):
+                require_causal(model.module, without_head=True)
+        assert not any("forward" in vars(each) for each in linears)
 
 
 def test_a_router_that_samples_is_seeded_as_dropout_is() -> None:
