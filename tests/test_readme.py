@@ -224,9 +224,7 @@ def sentences(text: str) -> list[str]:
     return [each for paragraph in plain for each in _SENTENCE_END.split(paragraph)]
 
 
-@pytest.mark.parametrize(
-    "page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
 def test_a_page_has_no_sentence_that_takes_two_breaths(page: Path) -> None:
     found = sentences(page.read_text(encoding="utf-8"))
     assert [each for each in found if len(re.findall(r"\S*\w\S*", each)) > MOST_WORDS] == []
