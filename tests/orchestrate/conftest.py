@@ -5,13 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from shutil import which
 
 import pytest
 
+from payload.inventory import ClusterInventory
+from payload.orchestrate.run.there import RemoteRun
+from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Deadlines, Login
-from tests.orchestrate.sshd import SSHD, USER, Sshd, make_key
+from payload.results import RunPaths
+from tests.orchestrate.hostile import command_of
+from tests.orchestrate.run_copies import write_ranks
+from tests.orchestrate.sshd import SSHD, USER, Sshd, make_cluster, make_key
 from tests.support.left_out import leave_out
 
 StartSshd = Callable[..., Sshd]
@@ -61,3 +67,40 @@ def node(tmp_path_factory: pytest.TempPathFactory, login: Login) -> Iterator[Ssh
     folder = tmp_path_factory.mktemp("nodes")
     with Sshd(folder, name="node-0", address="127.0.0.2", public_key=public_key) as sshd:
         yield sshd
+
+
+@pytest.fixture
+def head(start_sshd: StartSshd, tmp_path: Path) -> Sshd:
+    """A node that lies where a test has written an answer down (`hostile.lie`)."""
+    return start_sshd("node-0", "127.0.0.2", more=command_of(tmp_path))
+
+
+@pytest.fixture
+def inventory(head: Sshd) -> ClusterInventory:
+    return make_cluster(head.node)
+
+
+@pytest.fixture
+def cluster(inventory: ClusterInventory, login: Login) -> Iterator[Cluster]:
+    with Cluster(inventory, login=login, env={}, deadlines=SHORT) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def run(
+    head: Sshd, inventory: ClusterInventory, login: Login, tmp_path: Path
+) -> Iterator[RemoteRun]:
+    """A run with one rank on the head and one on a worker that is not asked."""
+    there = head.home / "tileforge" / "runs" / "one"
+    there.mkdir(parents=True)
+    paths = RunPaths(tmp_path / "operator" / "runs" / "one")
+    write_ranks(paths, "node-0", "node-1")
+    run = RemoteRun(
+        paths,
+        inventory,
+        run_dir=PurePosixPath(there),
+        key=login.key,
+        connect=lambda: Cluster(inventory, login=login, env={}, deadlines=SHORT),
+    )
+    yield run
+    run.close()

@@ -63,6 +63,17 @@ VALUES: tuple[Any, ...] = (
     {"../../x": {"offset": 0, "content": ""}},
 )
 
+PUBLIC = f"ssh-ed25519 {'A' * 68} tileforge-run:one"
+LOOK = {
+    "home": "/home/trainer",
+    "lacking": ["/opt/x"],
+    "tcmalloc": "libtcmalloc.so.4",
+    "port": 20_001,
+    "running": "one",
+    "missing": ["payload/__init__.py"],
+    "has": ["data/0/meta.json"],
+}
+
 # Answers of the programs named in answers.json are taken from there; all else is done as asked.
 _COMMAND = """\
 #!{python}
@@ -94,3 +105,12 @@ def lie(node: Sshd, **answers: Any) -> None:
     said = {f"{name}.py": json.dumps(answer) for name, answer in answers.items()}
     path = node.folder.parent / "answers.json"
     path.write_text(json.dumps(said), encoding="utf-8")
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file of a folder but the cluster's keys."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and ".cluster" not in path.parts
+    }
