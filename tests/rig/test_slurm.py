@@ -165,7 +165,13 @@ def test_a_node_that_goes_down_is_41_and_a_near_time_limit_is_50(cluster: SlurmC
     )
     assert code == ExitCode.BUDGET, said
     assert "time limit is near" in said and "--site slurm --resume down" in said
-    assert newest_step(paths) > kept
+    stopped = newest_step(paths)
+    assert stopped > kept
+    more = ("--set", "slurm.time=5", "--set", f"train.steps={stopped + 3}")
+    code, said = cluster.do("run", "--site", "slurm", "--resume", "down", *more)
+    assert code == ExitCode.OK, said
+    result = summary(paths.root)
+    assert (result["status"], result["steps"]) == ("finished", stopped + 3)
 
 
 def test_what_slurm_refuses_is_one_line_and_leaves_no_run(cluster: SlurmCluster) -> None:
