@@ -96,8 +96,8 @@ def _quiet_transformers() -> None:
     """Keep transformers' progress bars and advice out of the table."""
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def _parser() -> argparse.ArgumentParser:

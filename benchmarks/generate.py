@@ -98,7 +98,7 @@ def _ours(model: GPT, tokens: int) -> Callable[[], list[int]]:
 
 def _nanogpt(model: GPT, checkout: Path, tokens: int) -> Callable[[], list[int]]:
     sys.path.insert(0, str(checkout))
-    import model as nanogpt_model  # type: ignore[import-not-found]
+    import model as nanogpt_model  # type: ignore[import-not-found]  # in its checkout
 
     shape = model.spec
     sizes = {"n_layer": shape.n_layer, "n_head": shape.n_head, "n_embd": shape.n_embd}

@@ -153,7 +153,7 @@ def _nanogpt_losses(
     """Run nanoGPT's train.py; return the mean loss of each step's passes."""
     os.chdir(checkout)
     sys.path.insert(0, str(checkout))
-    import model as nanogpt_model  # type: ignore[import-not-found]
+    import model as nanogpt_model  # type: ignore[import-not-found]  # in its checkout
 
     noted: list[float] = []
     forward = nanogpt_model.GPT.forward

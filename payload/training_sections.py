@@ -17,6 +17,7 @@ from payload.untrusted import shown
 Preset = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 DtypeChoice = Literal["auto", "bf16", "fp32"]
 Quantize = Literal["none", "nf4"]
+OptimizerName = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +190,7 @@ class BatchSection:
 class OptimizerSection:
     """[optimizer]"""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: OptimizerName = "adamw"
     """`muon`: Muon for hidden matrices, scaled to AdamW's step size, and AdamW for the rest."""
     lr: float = setting(3e-5, above=0.0)
     """Highest learning rate. 3e-5 is nanoGPT's for fine-tuning GPT-2."""

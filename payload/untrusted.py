@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
+import io
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from payload.errors import ConfigError, TileforgeError
 
@@ -75,7 +76,7 @@ def one_line(text: object) -> str:
     return f"{line.rstrip('.')}."
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading.
 
     Raises OSError also for anything else in its place (a folder, a pipe, a device), so that
@@ -191,7 +192,7 @@ def build(
     if not isinstance(raw, Mapping):
         raise error(_sentence(where, f"expected an object, got {shown(raw)}", fix))
     hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
-    fields = [each for each in dataclasses.fields(cls) if each.init]  # type: ignore[arg-type]
+    fields = [each for each in dataclasses.fields(cls) if each.init]  # type: ignore[arg-type]  # a dataclass
     known = {each.metadata.get("key") or each.name: each for each in fields}
     unknown = sorted(shown(key) for key in raw if key not in known)
     if refuse_unknown and unknown:

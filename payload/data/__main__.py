@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -61,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
     """Run one command; the exit status is an `ExitCode`."""
     args = parser().parse_args(argv)
     # A file's name need not be UTF-8.
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if args.command == "verify":
             return _verify(args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -23,7 +24,8 @@ from payload.untrusted import printable
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit status is that of the step that ended it."""
     arguments = parser().parse_args(argv)
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _finetune(arguments)
     except UsageError as error:

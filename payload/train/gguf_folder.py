@@ -45,7 +45,7 @@ def _write_weights(path: Path, folder: Path, *, num_params: int) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     # transformers' progress bar: a log would keep every step of it.
     bar = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
     try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -179,14 +180,14 @@ def _dtype(name: str, header: TensorHeader, *, trained: bool = False) -> torch.d
     return dtype
 
 
-def _read(file: BinaryIO, target: Tensor) -> None:
+def _read(file: io.BufferedReader, target: Tensor) -> None:
     """Fill a contiguous tensor with the file's next bytes, little-endian as torch has them."""
     if not target.numel():
         return
     # As bytes, since numpy has no bf16; a scalar has no dimension to be viewed by.
     content: memoryview = target.reshape(-1).view(torch.uint8).numpy().data
     while content:
-        count = file.readinto(content)  # type: ignore[attr-defined]
+        count = file.readinto(content)
         if not count:
             raise OSError("The file ends before its last tensor")
         content = content[count:]

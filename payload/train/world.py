@@ -110,7 +110,7 @@ class World:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             # Nothing is read before it is written; filling it would take a tenth of the step.
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by the module's class
         torch.cuda.set_device(self.local_rank)
         return dataclasses.replace(self, kind="cuda")
 

@@ -76,10 +76,10 @@ def test_the_cache_changes_nothing(temperature: float) -> None:
 
 
 def test_the_cache_changes_nothing_where_the_text_outgrows_the_context() -> None:
-    long = {"sequence_length": 8, "max_new_tokens": 30}
-    with_cache = draw(**long)  # type: ignore[arg-type]
+    long: dict[str, Any] = {"sequence_length": 8, "max_new_tokens": 30}
+    with_cache = draw(**long)
     assert [len(tokens) for tokens in with_cache] == [30, 30, 30]
-    assert with_cache == draw(use_cache=False, **long)  # type: ignore[arg-type]
+    assert with_cache == draw(use_cache=False, **long)
 
 
 def test_a_prompt_longer_than_the_context_is_read_from_its_end() -> None:
@@ -156,11 +156,8 @@ def continued(
     prompts: list[list[int]], *, num_samples: int = 2, **changes: float
 ) -> list[list[int]]:
     """Every row that several prompts get when they are continued together."""
-    options = SamplingOptions(
-        **{"max_new_tokens": 12, "temperature": 1.0, "top_k": None, "seed": 7}  # type: ignore[arg-type]
-        | {"num_samples": num_samples}
-        | changes
-    )
+    fields: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "top_k": None, "seed": 7}
+    options = SamplingOptions(**fields | {"num_samples": num_samples} | changes)
     sampler = Sampler(
         make_model(),
         prompts,

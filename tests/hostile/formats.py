@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def run_formats(folder: Path, config: Path) -> Iterator[Format]:
         paths.rank_exit(0): RankExit,
     }
     for path, cls in record_classes.items():
-        yield in_file(path, lambda cls=cls, path=path: read_json(cls, path))  # type: ignore[misc]
+        yield in_file(path, partial(read_json, cls, path))
     yield in_file(paths.metrics, lambda: read_metrics(paths.metrics))
     yield in_file(paths.plan, lambda: LaunchPlan.load(paths.plan))
     yield in_file(paths.ranks, lambda: load_ranks(paths.ranks))
@@ -155,7 +156,7 @@ def text_formats(folder: Path) -> Iterator[Format]:
     pq.write_table(table, folder / "in.parquet")
     for name, kind in _TEXT_FILES.items():
         path = folder / name
-        each = in_file(path, lambda path=path, kind=kind: documents(kind, path))  # type: ignore[misc]
+        each = in_file(path, partial(documents, kind, path))
         # A process reads each parquet file; tests/data/test_parquet.py damages hundreds.
         yield replace(each, damages=20) if kind == "parquet" else each
 

@@ -107,7 +107,7 @@ class _Monitor(mocks.MockMonitor):
         self.recorded: list[Plain] = []
 
     def RegisterResource(self, request: Any) -> Any:  # noqa: N802  # Pulumi's name
-        answer = super().RegisterResource(request)  # type: ignore[no-untyped-call]
+        answer = super().RegisterResource(request)
         if request.type != "pulumi:pulumi:Stack":
             self.recorded.append(
                 {
@@ -123,7 +123,7 @@ class _Monitor(mocks.MockMonitor):
     def RegisterResourceOutputs(self, request: Any) -> Any:  # noqa: N802  # Pulumi's name
         if "pulumi:pulumi:Stack" in request.urn:
             self.outputs = _whole(rpc.deserialize_properties(request.outputs))
-        return super().RegisterResourceOutputs(request)  # type: ignore[no-untyped-call]
+        return super().RegisterResourceOutputs(request)
 
     outputs: Plain = {}  # noqa: RUF012  # replaced, never changed
 
@@ -155,7 +155,7 @@ def deploy(
             monitor.mocks, project=PROJECT, stack=stack, monitor=monitor, preview=preview
         )
         # That has made a stack and ended it; run_in_stack, as in `pulumi up`, makes the real one.
-        set_root_resource(None)  # type: ignore[arg-type]
+        set_root_resource(None)  # type: ignore[arg-type]  # its type leaves out that there is none
         await run_in_stack(program)
 
     with (

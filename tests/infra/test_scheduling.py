@@ -71,7 +71,7 @@ def test_on_demand_has_a_termination_action_only_with_a_limit_of_its_run_time(
 @pytest.mark.parametrize("config", ALL, ids=short)
 def test_every_machine_is_deleted_at_its_limit_and_not_restarted(config: ClusterConfig) -> None:
     wanted = scheduling(replace(config, max_lifetime="90m"))
-    assert wanted.max_run_duration.seconds == 90 * 60  # type: ignore[union-attr]
+    assert wanted.max_run_duration.seconds == 90 * 60  # type: ignore[union-attr]  # of its types as well an Output
     assert wanted.instance_termination_action == "DELETE"
     assert wanted.automatic_restart is False
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_a_run_that_is_being_started_is_not_started_or_removed_by_another_comman
     class StartsOther(LocalAccess):
         """This machine, on which another command comes just before the supervisor's start."""
 
-        def start_supervisor(self, paths: RunPaths, *, detached: bool, grace_s: float) -> None:  # type: ignore[override]
+        def start_supervisor(self, paths: RunPaths, *, detached: bool, grace_s: float) -> NoReturn:
             os.utime(paths.root, times=(1.0, 1.0))
             before = files_below(paths.root)
             seen.append(main(words, os.environ))

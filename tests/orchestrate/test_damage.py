@@ -6,6 +6,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -103,7 +104,7 @@ class StartedError(UsageError):
 class StartsNothing(LocalAccess):
     """This machine up to the supervisor's start."""
 
-    def start_supervisor(self, paths: RunPaths, *, detached: bool, grace_s: float) -> None:  # type: ignore[override]
+    def start_supervisor(self, paths: RunPaths, *, detached: bool, grace_s: float) -> NoReturn:
         raise StartedError("started")
 
 

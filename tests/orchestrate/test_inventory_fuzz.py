@@ -273,14 +273,14 @@ def test_ssh_understands_of_any_accepted_inventory_what_it_says_and_nothing_else
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda value: ascii(value)[:30])
 def test_a_hostile_value_in_any_field_is_refused_in_one_line_or_harmless(value: object) -> None:
     for place in ((), ("access",), ("nodes", 0), ("nodes", 1)):
-        fields = BASE
+        fields: Any = BASE
         for step in place:
-            fields = fields[step]  # type: ignore[index]
+            fields = fields[step]
         for key in fields:
             raw = copy.deepcopy(BASE)
-            target = raw
+            target: Any = raw
             for step in place:
-                target = target[step]  # type: ignore[index]
+                target = target[step]
             target[key] = copy.deepcopy(value)
             inventory = read(raw)
             if inventory is not None:

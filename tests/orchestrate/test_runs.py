@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from payload.results import (
     RankProgress,
     RunPaths,
     RunState,
+    RunStatus,
     StopRequest,
     new_run_id,
     point_latest_at,
@@ -40,11 +42,11 @@ from tests.supervise.planned import plan_stand_in
 from tests.support.data_folders import make_data_folder
 
 
-def make_state(paths: RunPaths, status: str = "running") -> None:
+def make_state(paths: RunPaths, status: RunStatus = "running") -> None:
     now = time.time()
     state = RunState(
         run_id=paths.run_id,
-        status=status,  # type: ignore[arg-type]
+        status=status,
         supervisor_pid=1,
         node="a",
         started_unix=now,
@@ -172,10 +174,10 @@ def test_a_whole_data_folder_passes(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_data_folder_says_how_to_make_it(
-    tmp_path: Path, damage: object, message: str
+    tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     folder = make_data(tmp_path / "stdlib", source="stdlib: Python 3.13")
-    damage(folder)  # type: ignore[operator]
+    damage(folder)
     with pytest.raises(DataError, match=message) as raised:
         check_data(folder, sequence_length=10)
     assert "python -m payload.data prepare --source stdlib --out" in str(raised.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from tests.rig.host import pids_in_network, wait_until
@@ -43,15 +44,19 @@ def test_hosts_reach_each_other_and_are_gone_with_the_benchmark_however_it_ends(
         name = program.stdout.readline().strip()
         assert name.startswith("tfscale-"), "the hosts were not made"
         head = f"{name}-10.77.0.11"
-        wait_until(lambda head=head: bool(pids_in_network(head)), what="sleep", timeout_s=10)  # type: ignore[misc]
+        wait_until(partial(has_processes, head), what="sleep", timeout_s=10)
         if end is None:
             program.communicate()
             assert program.returncode == 0
         else:
             program.send_signal(end)
             program.communicate()
-        wait_until(
-            lambda name=name: not list(NETWORKS.glob(f"{name}*")),  # type: ignore[misc]
-            what=f"end of {name}",
-            timeout_s=30,
-        )
+        wait_until(partial(is_gone, name), what=f"end of {name}", timeout_s=30)
+
+
+def has_processes(host: str) -> bool:
+    return bool(pids_in_network(host))
+
+
+def is_gone(name: str) -> bool:
+    return not list(NETWORKS.glob(f"{name}*"))

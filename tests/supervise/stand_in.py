@@ -19,7 +19,7 @@ from pathlib import Path
 
 from payload.full_disk import write_record
 from payload.metrics_log import StepMetrics, to_json_line
-from payload.results import RankExit, RankProgress, RunPaths, Summary, last_record
+from payload.results import RankExit, RankProgress, RunPaths, RunStatus, Summary, last_record
 
 STEP_S = 0.05
 
@@ -132,13 +132,13 @@ class StandIn:
             self._progress(step, "checkpoint")
             time.sleep(STEP_S)
 
-    def _end(self, step: int, status: str) -> int:
+    def _end(self, step: int, status: RunStatus) -> int:
         self._save(step)
         self._progress(step, "end")
         if self.rank == 0:
             summary = Summary(
                 run_id=self.paths.run_id,
-                status=status,  # type: ignore[arg-type]
+                status=status,
                 exit_class="ok",
                 world_size=self.world_size,
                 nodes=1,

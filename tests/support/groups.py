@@ -23,7 +23,7 @@ def place_of(nodeid: str) -> int:
     return _FIRST.index(group) if group in _FIRST else len(_FIRST)
 
 
-class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
+class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """Gives whole groups to workers. xdist 3.8's own `--dist loadgroup` sees none in pytest 9.2."""
 
     def _split_scope(self, nodeid: str) -> str:

@@ -158,8 +158,8 @@ def imports(tree: ast.Module, *, path: PurePosixPath) -> Iterator[tuple[int, str
             "import_module",
         }:
             name = node.args[0] if node.args else None
-            constant = isinstance(name, ast.Constant) and isinstance(name.value, str)
-            yield node.lineno, str(name.value) if constant else "?"  # type: ignore[union-attr]
+            value = name.value if isinstance(name, ast.Constant) else None
+            yield node.lineno, value if isinstance(value, str) else "?"
 
 
 # What runs code that its input names: an unpickled object's constructor can be any function.

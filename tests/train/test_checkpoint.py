@@ -23,9 +23,10 @@ from payload.train.checkpoint import (
     remove_old_checkpoints,
     save_checkpoint,
 )
+from payload.train.models.base import CausalLM
 from payload.train.optimizer import Optimizers, build_optimizers
 from payload.train.snapshot import Snapshot
-from payload.training_sections import OptimizerSection
+from payload.training_sections import OptimizerName, OptimizerSection
 from tests.support.launching import DEADLINE_S, REPO, rank_env
 from tests.train.test_model import make_model, tokens
 
@@ -40,9 +41,9 @@ STATE = TrainerState(
 )
 
 
-def trained_optimizers(name: str = "adamw") -> Optimizers:
+def trained_optimizers(name: OptimizerName = "adamw") -> Optimizers:
     model = make_model()
-    settings = OptimizerSection(name=name)  # type: ignore[arg-type]
+    settings = OptimizerSection(name=name)
     optimizers = build_optimizers(model, settings)
     batch = tokens(2, 10)
     model(batch, batch).backward()
@@ -50,12 +51,17 @@ def trained_optimizers(name: str = "adamw") -> Optimizers:
     return optimizers
 
 
+def model_of(optimizers: Optimizers) -> CausalLM:
+    assert isinstance(optimizers.model, CausalLM)
+    return optimizers.model
+
+
 def save(folder: Path, optimizers: Optimizers | None = None) -> Path:
     optimizers = optimizers or trained_optimizers()
     save_checkpoint(
         folder,
-        model=optimizers.model,  # type: ignore[arg-type]
-        snapshot=Snapshot.of(optimizers.model, optimizers.state_tensors()),  # type: ignore[arg-type]
+        model=model_of(optimizers),
+        snapshot=Snapshot.of(model_of(optimizers), optimizers.state_tensors()),
         state=STATE,
         tokenizer={},
     )
@@ -67,8 +73,8 @@ def test_a_sign_of_life_is_given_after_each_part_of_a_checkpoint(tmp_path: Path)
     partial, parts = tmp_path / "step_00000007.partial", []
     save_checkpoint(
         tmp_path / "step_00000007",
-        model=optimizers.model,  # type: ignore[arg-type]
-        snapshot=Snapshot.of(optimizers.model, optimizers.state_tensors()),  # type: ignore[arg-type]
+        model=model_of(optimizers),
+        snapshot=Snapshot.of(model_of(optimizers), optimizers.state_tensors()),
         state=STATE,
         tokenizer={},
         progressed=lambda: parts.append(len(list(partial.iterdir()))),
@@ -80,10 +86,10 @@ def test_a_sign_of_life_is_given_after_each_part_of_a_checkpoint(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_optimizer_state_comes_back_bit_by_bit(tmp_path: Path, name: str) -> None:
+def test_optimizer_state_comes_back_bit_by_bit(tmp_path: Path, name: OptimizerName) -> None:
     before = trained_optimizers(name)
     save(tmp_path / "step_00000007", before)
-    after = build_optimizers(before.model, OptimizerSection(name=name))  # type: ignore[arg-type]
+    after = build_optimizers(before.model, OptimizerSection(name=name))
     after.load_state_tensors(load_optimizer_tensors(tmp_path / "step_00000007"))
     expected = before.state_tensors()
     assert expected.keys() == after.state_tensors().keys()
@@ -200,7 +206,7 @@ import os, signal, sys, time
 from pathlib import Path
 from payload.train.saving import Saving
 from payload.train.snapshot import Snapshot
-from tests.train.test_checkpoint import STATE, trained_optimizers
+from tests.train.test_checkpoint import STATE, model_of, trained_optimizers
 
 def write_without_end(folder, first_written):
     saving = Saving(folder, keep=3, tokenizer={}, waiting=lambda: None)

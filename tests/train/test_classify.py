@@ -22,6 +22,7 @@ from payload.generate.__main__ import main as generate_main
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import RankSetting
 from payload.run_config import parse_run_config
+from payload.train.models.classifier import Classifier
 from payload.train.models.registry import load
 from payload.train.tasks.classify import Classify
 from payload.train.tasks.registry import open_task
@@ -260,7 +261,8 @@ def test_a_classifier_of_other_labels_is_refused(
     assert isinstance(task, Classify)
     model = load(trained / "checkpoints" / "step_00000012")
     assert task.fitted(model, seed=1, init="x") is model
-    model.labels = ("a", "b", "c")  # type: ignore[assignment]
+    assert isinstance(model, Classifier)
+    model.labels = ("a", "b", "c")
     with pytest.raises(CheckpointError, match="'x': it classifies into a, b, c, the data's labels"):
         task.fitted(model, seed=1, init="x")
 

@@ -149,7 +149,7 @@ def write_bf16_model(folder: Path, *, kind: str, rows: int, width: int, layers: 
     config = CONFIG_MAPPING[kind](**sizes, **ids, **own)
     config.dtype = torch.bfloat16
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        module = AutoModelForCausalLM.from_config(config)
     state = {
         name: torch.ones(value.shape, dtype=torch.bfloat16)
         for name, value in module.named_parameters()

@@ -16,11 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from payload.data.blocks import BlockOrder
-from payload.data.reference import read_reference, write_reference
+from payload.data.reference import ReferenceModel, read_reference, write_reference
 from payload.data_folder import load_meta
 from payload.errors import CheckpointError, ConfigError, DataError
 from payload.evaluate.__main__ import main as evaluate
 from payload.models.gpt2 import PRESETS
+from payload.models.spec import Dtype
 from payload.results import RunPaths
 from payload.run_config import load_run_config, parse_run_config
 from payload.train.base_model import identify
@@ -389,12 +390,13 @@ def test_values_of_a_record_without_a_config_hash_are_not_kept_under_one_with_it
     data = Path(load_run_config(config).data.dir)
     meta, base = load_meta(data), reference_model(identify(str(model), model, quantize="none"))
     values = np.zeros((meta.train_documents + meta.val_documents, 2))
-    for record, dtype, files in (
+    cases: list[tuple[ReferenceModel, Dtype, set[str]]] = [
         (replace(base, config_sha256=None), "bf16", {"reference.bf16.bin"}),
         (base, "fp32", {"reference.fp32.bin"}),
         (base, "bf16", {"reference.fp32.bin", "reference.bf16.bin"}),
-    ):
-        write_reference(data, meta, model=record, dtype=dtype, values=values)  # type: ignore[arg-type]
+    ]
+    for record, dtype, files in cases:
+        write_reference(data, meta, model=record, dtype=dtype, values=values)
         found = read_reference(data, meta)
         assert found is not None and set(found.files) == files
 

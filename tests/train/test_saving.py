@@ -30,7 +30,7 @@ from payload.train.snapshot import Snapshot
 from payload.train.start_clock import StartClock
 from payload.train.tasks import text
 from tests.train.alone import ALONE, train_alone
-from tests.train.test_checkpoint import STATE, trained_optimizers
+from tests.train.test_checkpoint import STATE, model_of, trained_optimizers
 
 DEADLINE_S = 60
 
@@ -55,9 +55,9 @@ def begin(
 ) -> None:
     saving.begin(
         folder,
-        model=optimizers.model,  # type: ignore[arg-type]
+        model=model_of(optimizers),
         snapshot=Snapshot.of(
-            optimizers.model,  # type: ignore[arg-type]
+            model_of(optimizers),
             optimizers.state_tensors() if tensors is None else tensors,
         ),
         state=replace(STATE, step=int(folder.name[-8:])),

@@ -21,7 +21,7 @@ from payload.train.sync_check import RankState, rank_state
 from payload.train.trainer import Trainer
 from tests.support.launching import mpirun, run, train_program
 from tests.train.alone import train_alone
-from tests.train.test_checkpoint import STATE, trained_optimizers
+from tests.train.test_checkpoint import STATE, model_of, trained_optimizers
 
 
 def flip_a_bit(tensor: Tensor) -> None:
@@ -108,8 +108,8 @@ def test_a_checkpoint_thread_that_dies_at_once_ends_the_wait_for_it(
     monkeypatch.setattr(threading.Thread, "run", run_out_of_memory)
     saving.begin(
         tmp_path / "step_00000007",
-        model=optimizers.model,  # type: ignore[arg-type]
-        snapshot=Snapshot.of(optimizers.model, optimizers.state_tensors()),  # type: ignore[arg-type]
+        model=model_of(optimizers),
+        snapshot=Snapshot.of(model_of(optimizers), optimizers.state_tensors()),
         state=STATE,
     )
     for come_next in (saving.before_update, saving.finish):
@@ -129,8 +129,8 @@ def test_a_checkpoint_thread_that_cannot_be_started_is_one_clear_error(
     with pytest.raises(TrainingError, match=r"could not run \(can't start new thread\)"):
         saving.begin(
             tmp_path / "step_00000007",
-            model=optimizers.model,  # type: ignore[arg-type]
-            snapshot=Snapshot.of(optimizers.model, optimizers.state_tensors()),  # type: ignore[arg-type]
+            model=model_of(optimizers),
+            snapshot=Snapshot.of(model_of(optimizers), optimizers.state_tensors()),
             state=STATE,
         )
     saving.finish()

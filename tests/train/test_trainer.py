@@ -25,7 +25,7 @@ from payload.train.strategies.replicate import Replicate
 from payload.train.tasks.text import BlockSamples
 from payload.train.trainer import Trainer
 from payload.train.world import World, as_rank_lost
-from payload.training_sections import OptimizerSection
+from payload.training_sections import OptimizerName, OptimizerSection
 from tests.train.alone import ALONE, train_alone
 from tests.train.test_model import make_model
 
@@ -63,9 +63,9 @@ def test_a_step_trains_on_the_same_sequences_whoever_shares_it(world_size: int, 
     assert sorted(seen) == sorted(order.blocks(np.arange(12, dtype=np.int64)).tolist())
 
 
-def groups_of(name: str) -> list[dict[str, Any]]:
+def groups_of(name: OptimizerName) -> list[dict[str, Any]]:
     model = make_model()
-    optimizers = build_optimizers(model, OptimizerSection(name=name))  # type: ignore[arg-type]
+    optimizers = build_optimizers(model, OptimizerSection(name=name))
     names: dict[torch.Tensor, str] = {p: n for n, p in model.named_parameters()}
     groups = [
         {

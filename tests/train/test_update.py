@@ -14,7 +14,7 @@ from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.optimizer import Optimizers, build_optimizers
 from payload.train.world import World
-from payload.training_sections import EngineSection, OptimizerSection
+from payload.training_sections import EngineSection, OptimizerName, OptimizerSection
 from tests.train.alone import ALONE
 from tests.train.test_model import make_model
 
@@ -58,10 +58,12 @@ def give_gradients(model: nn.Module, *, step: int) -> None:
             parameter.grad = gradient.to(parameter.grad_dtype or parameter.dtype)
 
 
-def train(kernels: Kernels | None, *, threads: int = 2, name: str = "adamw") -> Optimizers:
+def train(
+    kernels: Kernels | None, *, threads: int = 2, name: OptimizerName = "adamw"
+) -> Optimizers:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    settings = replace(SETTINGS, name=name)  # type: ignore[arg-type]
+    settings = replace(SETTINGS, name=name)
     optimizers = build_optimizers(Weights(), settings)
     optimizers.kernels = kernels
     for step in range(STEPS):

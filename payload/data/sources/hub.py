@@ -170,7 +170,7 @@ class HubSource:
         """Turn what `datasets` and the hub's client raise into one DataError."""
         import pyarrow as pa
         from datasets.exceptions import DatasetsError
-        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # imported there
 
         # Their warnings repeat at every retry; the last error says it once.
         for name in ("datasets", "huggingface_hub"):

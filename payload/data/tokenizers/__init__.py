@@ -82,8 +82,8 @@ def _newest_checkpoint(folder: Path) -> Path:
 def _download(repository: str, revision: str | None) -> tuple[Path, str]:
     """Fetch the tokenizer's files from the hub, or take them from its cache."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # imported there
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # loaded lazily
 
     from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES
 

@@ -235,13 +235,13 @@ class Google:
         with self._lock:
             credentials = self._credentials_or_raise()
             if "session" not in self._clients:
-                self._clients["session"] = AuthorizedSession(credentials)  # type: ignore[no-untyped-call]
+                self._clients["session"] = AuthorizedSession(credentials)
         session, url = self._clients["session"], self._endpoints.url(service) + path
 
         def request() -> Any:
             answer = session.request(method, url, timeout=REQUEST_S, json=body)
             if answer.status_code >= 400:
-                raise exceptions.from_http_response(answer)  # type: ignore[no-untyped-call]
+                raise exceptions.from_http_response(answer)
             return parse_json(answer.content or b"{}", where=what, error=CloudError)
 
         return self.ask(what, request)
@@ -373,7 +373,7 @@ def _quiet() -> Iterator[None]:
 def _anonymous() -> Any:
     from google.auth.credentials import AnonymousCredentials
 
-    return AnonymousCredentials()  # type: ignore[no-untyped-call]
+    return AnonymousCredentials()
 
 
 def _default() -> Any:

@@ -454,7 +454,7 @@ def need_of(settings: Mapping[str, Any]) -> Need:
         node_count=nodes,
         region=region,
         zones=zones,
-        spot=spot,  # type: ignore[arg-type]
+        spot=spot,  # type: ignore[arg-type]  # one of the three, checked above
         disk_type=_disk_type(_name(settings, "diskType", "auto"), machine),
         disk_gib=head_gib + (nodes - 1) * disk_gib,
         has_nat=(settings.get("egress") or "nat") == "nat",

@@ -11,9 +11,11 @@ import payload
 from payload.orchestrate.sites.local import LocalAccess
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound="DataclassInstance")
 QUICKSTART = Path(payload.__file__).parent / "configs" / "quickstart.toml"
 
 
@@ -214,4 +216,4 @@ def _add_yes(parser: argparse.ArgumentParser) -> None:
 
 def typed(kind: type[_T], arguments: argparse.Namespace) -> _T:
     """Return the options of a command from what was parsed under the same names."""
-    return kind(**{each.name: getattr(arguments, each.name) for each in fields(kind)})  # type: ignore[arg-type]
+    return kind(**{each.name: getattr(arguments, each.name) for each in fields(kind)})

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, BinaryIO
 
 from rich.console import Console
@@ -207,7 +208,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.count = 0
-        self._before: dict[signal.Signals, object] = {}
+        self._before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> Interrupts:
         for number in _SIGNALS:
@@ -218,7 +219,7 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def exceed(self, heeded: int) -> bool:
         """Return whether there are more of them than were handled."""

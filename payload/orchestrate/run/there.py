@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from signal import Signals
 from typing import Any, TypeVar
@@ -288,9 +289,7 @@ class RemoteRun:
             }
             answers = on_every_node(
                 waiting,
-                lambda node, of=wanted: self._act(  # type: ignore[misc]
-                    node, Part, action="read", **of[node.name].arguments()
-                ),
+                partial(self._read_part, wanted),
             )
             for node in tuple(waiting):
                 answer = answers[node.name]
@@ -322,6 +321,9 @@ class RemoteRun:
         self, nodes: Sequence[Node], answer: type[_T], **arguments: Any
     ) -> dict[str, _T | TileforgeError]:
         return on_every_node(nodes, lambda node: self._act(node, answer, **arguments))
+
+    def _read_part(self, wanted: Mapping[str, Wanted], node: Node) -> Part:
+        return self._act(node, Part, action="read", **wanted[node.name].arguments())
 
     def _act(
         self, node: Node, answer: type[_T], *, timeout_s: float = _ACTION_S, **arguments: Any

@@ -128,7 +128,7 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor, library: Library | No
 
 def embed(weight: Tensor, tokens: Tensor, gradient: TokenGradient) -> Tensor:
     """Rows of `weight` (V, C) for tokens (B, T): (B, T, C)."""
-    return cast(Tensor, _Embed.apply(weight, tokens, gradient))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Embed.apply(weight, tokens, gradient))
 
 
 class _Embed(torch.autograd.Function):

@@ -52,13 +52,13 @@ def add_norm(
     x: Tensor, added: Tensor | None, norm: Norm, context: LayerContext
 ) -> tuple[Tensor, Tensor]:
     """Return the residual sum x + added (N, C) fp32, and its RMS norm, bf16."""
-    made = _AddNorm.apply(x, added, norm.weight, norm, context.library)  # type: ignore[no-untyped-call]
+    made = _AddNorm.apply(x, added, norm.weight, norm, context.library)
     return cast("tuple[Tensor, Tensor]", made)
 
 
 def branch_norm(x: Tensor, norm: Norm, context: LayerContext) -> Tensor:
     """Return the RMS norm of a branch's result (N, C) bf16, which is then added."""
-    made = _BranchNorm.apply(x, norm.weight, norm, context.library)  # type: ignore[no-untyped-call]
+    made = _BranchNorm.apply(x, norm.weight, norm, context.library)
     return cast(Tensor, made)
 
 
@@ -78,7 +78,7 @@ def attention(
         both = torch.stack([each.detach() for each in scales])
         scale = NormScale(both, norms[0].eps, norms[0].offset)
     parameters = (*qkv_layers.parameters, *out_layer.parameters, *scales)
-    made = _Attention.apply(x, qkv_layers, out_layer, scale, how, context, *parameters)  # type: ignore[no-untyped-call]
+    made = _Attention.apply(x, qkv_layers, out_layer, scale, how, context, *parameters)
     return cast(Tensor, made)
 
 
@@ -92,7 +92,7 @@ def gated_mlp(
     """Return `down` of activation(first projection) times the second one, of x (N, C)."""
     wide_layers, down_layer = join(projections, context), join((down,), context)
     parameters = (*wide_layers.parameters, *down_layer.parameters)
-    made = _GatedMlp.apply(x, wide_layers, down_layer, gate, context, *parameters)  # type: ignore[no-untyped-call]
+    made = _GatedMlp.apply(x, wide_layers, down_layer, gate, context, *parameters)
     return cast(Tensor, made)
 
 

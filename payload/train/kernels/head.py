@@ -39,7 +39,7 @@ def mean_loss(
     `cast_weight` is `weight` (V, C) in the dtype of `hidden`, in which matmuls are made, or in
     fp32; then each matmul rounds its slice.
     """
-    loss = _MeanLoss.apply(hidden, weight, cast_weight, targets, gradient)  # type: ignore[no-untyped-call]
+    loss = _MeanLoss.apply(hidden, weight, cast_weight, targets, gradient)
     return cast(Tensor, loss)
 
 
@@ -65,7 +65,7 @@ def trained_losses(
     hidden: Tensor, weight: Tensor, cast_weight: Tensor, targets: Tensor, gradient: TokenGradient
 ) -> Tensor:
     """The same with gradients, for a loss whose weight of each token follows from all of them."""
-    losses = _TokenLosses.apply(hidden, weight, cast_weight, targets, gradient)  # type: ignore[no-untyped-call]
+    losses = _TokenLosses.apply(hidden, weight, cast_weight, targets, gradient)
     return cast(Tensor, losses)
 
 

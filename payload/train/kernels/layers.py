@@ -20,7 +20,7 @@ def add_norm(
     x: Tensor, added: Tensor | None, norm: nn.LayerNorm, context: LayerContext
 ) -> tuple[Tensor, Tensor]:
     """Return the residual sum x + added (N, C) fp32, and its layer norm, bf16."""
-    made = _AddNorm.apply(x, added, norm.weight, norm.bias, norm.eps, context.library)  # type: ignore[no-untyped-call]
+    made = _AddNorm.apply(x, added, norm.weight, norm.bias, norm.eps, context.library)
     return cast("tuple[Tensor, Tensor]", made)
 
 
@@ -38,7 +38,7 @@ def attention(
     """
     layers = tuple(join((each,), context, keeps_copies=True) for each in (qkv, out))
     parameters = (*layers[0].parameters, *layers[1].parameters)
-    made = _Attention.apply(x, *layers, heads, starts, context.library, *parameters)  # type: ignore[no-untyped-call]
+    made = _Attention.apply(x, *layers, heads, starts, context.library, *parameters)
     return cast(Tensor, made)
 
 
@@ -46,7 +46,7 @@ def mlp(x: Tensor, up: Projection, down: Projection, context: LayerContext) -> T
     """Return `down` of GELU (its tanh form) of `up` of x (N, C)."""
     layers = tuple(join((each,), context, keeps_copies=True) for each in (up, down))
     parameters = (*layers[0].parameters, *layers[1].parameters)
-    made = _Mlp.apply(x, *layers, context.library, *parameters)  # type: ignore[no-untyped-call]
+    made = _Mlp.apply(x, *layers, context.library, *parameters)
     return cast(Tensor, made)
 
 

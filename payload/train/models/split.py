@@ -103,7 +103,7 @@ def enter(x: Tensor, ranks: TensorRanks | None) -> Tensor:
     if torch.is_autocast_enabled(kind):
         # The linears behind it would, and the sum of gradients is of half the bytes.
         x = x.to(torch.get_autocast_dtype(kind))
-    return cast(Tensor, _Enter.apply(x, ranks))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Enter.apply(x, ranks))
 
 
 def leave(x: Tensor, linear: nn.Linear, ranks: TensorRanks | None) -> Tensor:
@@ -116,7 +116,7 @@ def leave(x: Tensor, linear: nn.Linear, ranks: TensorRanks | None) -> Tensor:
 
 def summed(x: Tensor, bias: Tensor | None, ranks: TensorRanks) -> Tensor:
     """Return the ranks' sum of x, and the bias added to that."""
-    total = cast(Tensor, _Leave.apply(x, ranks))  # type: ignore[no-untyped-call]
+    total = cast(Tensor, _Leave.apply(x, ranks))
     return total if bias is None else total + bias.to(total.dtype)
 
 

@@ -29,7 +29,7 @@ def mean_loss(
     flat, kind = hidden.flatten(0, 1), hidden.device.type
     dtype = _matmul_dtype(hidden)
     with torch.autocast(kind, enabled=False):
-        loss = _MeanLoss.apply(flat.to(dtype), weight, targets.flatten(), ranks, words)  # type: ignore[no-untyped-call]
+        loss = _MeanLoss.apply(flat.to(dtype), weight, targets.flatten(), ranks, words)
     return cast(Tensor, loss)
 
 

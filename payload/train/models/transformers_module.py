@@ -89,7 +89,7 @@ def module_class(config: _Config) -> Any:
 
 def raw_config(spec: ModelSpec) -> Mapping[str, Any]:
     """Return config.json as it was read."""
-    return cast("Mapping[str, Any]", spec.config)  # type: ignore[attr-defined]
+    return cast("Mapping[str, Any]", spec.config)  # type: ignore[attr-defined]  # all but GPT-2's have it
 
 
 def _without_initialisation() -> AbstractContextManager[None]:

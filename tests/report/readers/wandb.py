@@ -7,6 +7,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -29,9 +30,9 @@ def records(content: bytes) -> Iterator[bytes]:
             record = b""
 
 
-def key_of(item: object) -> str:
+def key_of(item: Any) -> str:
     """Return an item's name."""
-    return str(item.key or item.nested_key[0])  # type: ignore[attr-defined]
+    return str(item.key or item.nested_key[0])
 
 
 if __name__ == "__main__":

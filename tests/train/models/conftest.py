@@ -13,8 +13,8 @@ def quiet_transformers() -> None:
     """Keep transformers' progress bars out of the tests' output."""
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 @pytest.fixture(scope="package", autouse=True)

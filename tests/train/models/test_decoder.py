@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.architecture_cases import CASES, make_folder, random_tokens
 from payload.errors import CheckpointError
+from payload.models.decoder import DecoderSpec
 from payload.models.registry import spec_of
 from payload.train.models.decoder import Decoder
 from payload.train.models.decoder_layers import visible
@@ -20,7 +21,8 @@ CPU = torch.device("cpu")
 def decoder(name: str, **changes: object) -> Decoder:
     torch.manual_seed(1)
     spec = spec_of({**CASES[name], **changes}, where="config.json")
-    model = Decoder(spec)  # type: ignore[arg-type]
+    assert isinstance(spec, DecoderSpec)
+    model = Decoder(spec)
     assert model.spec.unsupported_features == ()
     return model
 
