@@ -12,13 +12,10 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from payload.errors import ConfigError
 from payload.untrusted import printable, shown
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 AUTO: Literal["auto"] = "auto"
 """A setting that the run decides by itself."""
@@ -96,10 +93,10 @@ def _short(override: str) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
-def render_sections(config: DataclassInstance) -> str:
+def render_sections(config: object) -> str:
     """The TOML text that `parse_sections` turns back into an equal `config`."""
     lines: list[str] = []
-    for section in dataclasses.fields(config):
+    for section in dataclasses.fields(config):  # type: ignore[arg-type]  # a dataclass
         lines.append(f"[{section.name}]")
         values = getattr(config, section.name)
         for key in dataclasses.fields(values):

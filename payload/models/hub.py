@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from payload.errors import CheckpointError
 from payload.hf_folder import (
@@ -256,6 +255,8 @@ class _Hub:
 
     def _require_network(self) -> None:
         """Raise OSError where the hub cannot be reached: its client would retry for 24 s."""
+        from urllib.request import getproxies  # with http and ssl: a tenth of a command's start
+
         if getproxies() or self._hub.constants.HF_HUB_OFFLINE:
             return
         url = urlsplit(self._hub.constants.ENDPOINT)

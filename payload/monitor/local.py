@@ -12,7 +12,6 @@ import subprocess
 import time
 import urllib.error
 import urllib.parse
-import urllib.request
 import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -274,6 +273,8 @@ class _Programs:
 
 def answers(url: str) -> bool:
     """Say whether something answers at an address of this machine, and is well."""
+    import urllib.request  # see payload/models/hub.py
+
     # No proxy: the address is this machine's.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

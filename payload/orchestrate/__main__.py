@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import payload
 from payload.errors import INTERRUPTED, ExitCode, TileforgeError, UsageError
@@ -25,7 +25,10 @@ from payload.orchestrate.sites.local import LocalAccess
 from payload.results import DEFAULT_GRACE_S, DEFAULT_RUNS_DIR, write_whole
 from payload.storage.here import is_address, run_address
 
-_T = TypeVar("_T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_T = TypeVar("_T", bound="DataclassInstance")
 
 _QUICKSTART = "payload/configs/quickstart.toml"
 _EXAMPLES = {

@@ -107,7 +107,7 @@ class _Monitor(mocks.MockMonitor):
         self.recorded: list[Plain] = []
 
     def RegisterResource(self, request: Any) -> Any:  # noqa: N802  # Pulumi's name
-        answer = super().RegisterResource(request)
+        answer = super().RegisterResource(request)  # type: ignore[no-untyped-call]  # pulumi's mocks have no types
         if request.type != "pulumi:pulumi:Stack":
             self.recorded.append(
                 {
@@ -123,7 +123,7 @@ class _Monitor(mocks.MockMonitor):
     def RegisterResourceOutputs(self, request: Any) -> Any:  # noqa: N802  # Pulumi's name
         if "pulumi:pulumi:Stack" in request.urn:
             self.outputs = _whole(rpc.deserialize_properties(request.outputs))
-        return super().RegisterResourceOutputs(request)
+        return super().RegisterResourceOutputs(request)  # type: ignore[no-untyped-call]  # pulumi's mocks have no types
 
     outputs: Plain = {}  # noqa: RUF012  # replaced, never changed
 

@@ -19,6 +19,7 @@ from payload.train.saving import Saving
 from payload.train.snapshot import Snapshot
 from payload.train.sync_check import RankState, rank_state
 from payload.train.trainer import Trainer
+from payload.training_sections import OptimizerName
 from tests.support.launching import mpirun, run, train_program
 from tests.train.alone import train_alone
 from tests.train.test_checkpoint import STATE, model_of, trained_optimizers
@@ -30,7 +31,7 @@ def flip_a_bit(tensor: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_one_bit_of_any_tensor_changes_the_hash(name: str) -> None:
+def test_one_bit_of_any_tensor_changes_the_hash(name: OptimizerName) -> None:
     optimizers = trained_optimizers(name)
     before = rank_state(optimizers)
     assert rank_state(optimizers) == before

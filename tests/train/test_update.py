@@ -81,7 +81,7 @@ def tensors(optimizers: Optimizers) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_update_is_torch_s_but_for_rounding(library: Library, name: str) -> None:
+def test_the_update_is_torch_s_but_for_rounding(library: Library, name: OptimizerName) -> None:
     expected, found = tensors(train(None, name=name)), tensors(train(Kernels(library), name=name))
     assert expected.keys() == found.keys()
     # Muon's own arithmetic is bf16's: half a rounding of it, of updates of 1e-2.

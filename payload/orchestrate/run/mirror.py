@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from payload.checkpoint_files import FOLDER_NAME
 from payload.errors import AnswerError, ConfigError, UsageError
@@ -152,7 +152,7 @@ class Wanted:
     known: Mapping[str, tuple[int, str]]
     """Per growing file, the number of bytes here, and the last of them as base64."""
 
-    def arguments(self) -> dict[str, object]:
+    def arguments(self) -> dict[str, Any]:
         """Return what `read` of node/control.py takes."""
         return {"whole": self.whole, "known": self.known}
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rich.console import Console
 
@@ -25,8 +25,6 @@ from payload.launch_sections import LaunchSection
 from payload.machine import Domain, discover
 from payload.mesh import require_tensor_ranks_on_a_node
 from payload.orchestrate import sites
-from payload.orchestrate.cloud.pulumi import Pulumi
-from payload.orchestrate.cloud.stack import StackOutputs, default_stack, load_stack, read_outputs
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.mirror import mirror_file, read_mirrored
 from payload.orchestrate.run.store import Order, is_copy, room_for
@@ -34,6 +32,9 @@ from payload.results import RunJob, RunPaths, StopRequest, last_record
 from payload.run_config import RunConfig
 from payload.run_lock import FORCE_SIGNAL, is_supervised, starting
 from payload.run_repair import known_config
+
+if TYPE_CHECKING:
+    from payload.orchestrate.cloud.stack import StackOutputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,11 +311,17 @@ def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> Chosen:
     if argument == "local":
         return _this_machine("--inventory local")
     if argument is None:
+        # Most commands need no stack, and start sooner without.
+        from payload.orchestrate.cloud.stack import default_stack
+
         found = default_stack(env, folder=Path.cwd())
         if isinstance(found, str):
             return _this_machine(f"this machine, the default: {found}")
         return _of_stack(found, env, why="the selected Pulumi stack, the default")
     if _is_stack(argument):
+        from payload.orchestrate.cloud.pulumi import Pulumi
+        from payload.orchestrate.cloud.stack import read_outputs
+
         name = argument.partition(":")[2] if ":" in argument else None
         outputs = read_outputs(Pulumi(env, folder=Path.cwd(), stack=name))
         return _of_stack(outputs, env, why=f"--inventory {argument}")
@@ -342,6 +349,8 @@ def _this_machine(why: str) -> Chosen:
 
 
 def _of_stack(outputs: StackOutputs, env: Mapping[str, str], *, why: str) -> Chosen:
+    from payload.orchestrate.cloud.stack import load_stack
+
     talk = text_console(stderr=True)
     talk.print(f"cluster {outputs.inventory.cluster} ({why}): looking for its machines")
     inventory = load_stack(outputs, env, folder=Path.cwd(), say=talk.print)
