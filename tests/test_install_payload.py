@@ -189,6 +189,27 @@ def test_a_cuda_build_is_announced_with_its_size_before_it_is_installed(tmp_path
     assert "nvidia_cublas==13.0" in installed(tmp_path / ".venv")
 
 
+def test_a_machine_with_a_gpu_takes_the_cuda_build_unasked_and_looks_for_no_other(
+    tmp_path: Path,
+) -> None:
+    links = tmp_path / "links"
+    make_wheel(links, "torch", "2.13.0", requires=["nvidia-cublas==13.0"])
+    make_wheel(links, "nvidia_cublas", "13.0")
+    make_wheel(tmp_path / "on an index out of reach", "torch", "2.13.0+cpu")
+    lock = write_lock(
+        tmp_path,
+        "torch==2.13.0  # train",
+        "torch==2.13.0+cpu  # train",
+        "nvidia_cublas==13.0  # train-cuda",
+    )
+    options: list[str | Path] = ["--lock", lock, "--extras", "train", "--torch-index", CLOSED]
+    plain = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(links)}
+    done = install(*options, "--torch-gpu", cwd=tmp_path, **plain)
+    assert done.returncode == 0, done.stderr
+    assert "NOTE" not in done.stderr and CLOSED not in done.stderr
+    assert installed(tmp_path / ".venv") == {"torch==2.13.0", "nvidia_cublas==13.0"}
+
+
 def test_a_cpu_build_on_the_plain_index_is_taken_without_ado(tmp_path: Path) -> None:
     links = tmp_path / "links"
     make_wheel(links, "torch", "2.13.0+cpu")
