@@ -114,7 +114,7 @@ class LaunchSection:
     Each starts ranks on one machine or on a cluster. In a Slurm job `auto` is `srun`. A run says
     which one it takes."""
     ranks_per_node: int | None = setting(None, low=1, high=4096)
-    """none = one per NUMA domain."""
+    """none = one per GPU, or per NUMA domain where ranks compute on CPUs."""
     threads_per_rank: int | None = setting(None, low=1, high=4096)
     """none = the node's physical cores shared out evenly."""
     malloc: Literal["tuned", "lean", "tcmalloc", "default"] = "tuned"

@@ -10,12 +10,14 @@ from typing import TypeVar
 
 from payload.errors import ConfigError
 from payload.inventory import Node
-from payload.launch_sections import LaunchSection
+from payload.launch_sections import DeviceSection, LaunchSection
 from payload.machine import Domain
 from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
 
 SCHEMA_VERSION = 1
 _FIX = "Start the run again."
+
+_ANY_DEVICE = DeviceSection()
 
 _T = TypeVar("_T")
 
@@ -80,16 +82,20 @@ def place_ranks(
     nodes: Sequence[Node],
     settings: LaunchSection,
     *,
+    device: DeviceSection = _ANY_DEVICE,
     domains: Mapping[str, tuple[Domain, ...]] | None = None,
 ) -> Placement:
-    """Split every node's physical cores over its ranks, by default one rank per NUMA domain.
+    """Split every node's physical cores over its ranks.
 
+    By default there is one rank per GPU, or one per NUMA domain where ranks compute on CPUs.
     `domains` has the cores of each node by name where they are not simply 0 to n-1. mpirun's -ppn
     is one number, so all nodes run equally many ranks. Raises ConfigError.
     """
     known = domains or {}
     of_node = {node.name: known.get(node.name) or default_domains(node) for node in nodes}
-    ranks_per_node = settings.ranks_per_node or _domains_of_all(of_node)
+    ranks_per_node = (
+        settings.ranks_per_node or _gpus_of_all(nodes, device) or _domains_of_all(of_node)
+    )
     ranks: list[Rank] = []
     for node_rank, node in enumerate(nodes):
         ranks += _place_on_node(
@@ -128,6 +134,23 @@ def load_ranks(path: Path) -> tuple[Rank, ...]:
     except OSError as error:
         raise ConfigError(f"rank file {path}: {error.strerror}. {_FIX}") from None
     return parse_ranks(text, where=str(path))
+
+
+def _gpus_of_all(nodes: Sequence[Node], device: DeviceSection) -> int:
+    """Return the number of GPUs of each node; 0 where a rank computes on a CPU.
+
+    Raises ConfigError where nodes differ.
+    """
+    counts = {node.name: node.gpus for node in nodes}
+    if device.kind == "cpu" or not any(counts.values()):
+        return 0
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise ConfigError(
+            f"the nodes differ in GPUs ({listed}), and every node runs equally many ranks. Set "
+            'launch.ranks_per_node, or device.kind = "cpu".'
+        )
+    return next(iter(counts.values()))
 
 
 def _domains_of_all(of_node: Mapping[str, tuple[Domain, ...]]) -> int:

@@ -183,7 +183,7 @@ def plan_run(
     """
     inventory = chosen.inventory
     time_limit(config.limits, inventory.nodes)
-    placement = placement or chosen.place(config.launch)
+    placement = placement or chosen.place(config.launch, config.device)
     require_tensor_ranks_on_a_node(
         config.distributed.tensor_parallel, ranks_per_node=placement.ranks_per_node
     )

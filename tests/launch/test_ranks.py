@@ -8,7 +8,7 @@ import pytest
 
 from payload.errors import ConfigError
 from payload.launch.ranks import parse_ranks, place_ranks, render_ranks
-from payload.launch_sections import LaunchSection
+from payload.launch_sections import DeviceSection, LaunchSection
 from payload.machine import Domain
 from tests.launch.inventories import make_inventory
 from tests.support.golden_files import assert_golden
@@ -80,6 +80,24 @@ def test_too_many_threads_name_the_most_that_fit() -> None:
 def test_more_domains_than_cores_is_a_wrong_inventory() -> None:
     with pytest.raises(ConfigError, match="numa_domains = 2 is more than physical_cores = 1"):
         place_ranks(make_inventory(physical_cores=1, numa_domains=2).nodes, LaunchSection())
+
+
+def test_a_node_with_gpus_runs_a_rank_on_each_unless_ranks_compute_on_cpus() -> None:
+    inventory = make_inventory(num_nodes=2, physical_cores=8, numa_domains=2)
+    nodes = [dataclasses.replace(each, gpus=4) for each in inventory.nodes]
+    placement = place_ranks(nodes, LaunchSection())
+    assert (placement.ranks_per_node, placement.world_size) == (4, 8)
+    assert [(r.local_rank, r.cores) for r in placement.ranks[4:6]] == [(0, (0, 1)), (1, (2, 3))]
+    assert place_ranks(nodes, LaunchSection(), device=DeviceSection(kind="cpu")).world_size == 4
+    assert place_ranks(nodes, LaunchSection(ranks_per_node=1)).world_size == 2
+
+
+def test_nodes_with_different_gpus_need_a_number_from_the_user() -> None:
+    first, second = make_inventory(num_nodes=2, physical_cores=4).nodes
+    mixed = (dataclasses.replace(first, gpus=2), second)
+    with pytest.raises(ConfigError, match=r"differ in GPUs \(node-0 2, node-1 0\).*kind = "):
+        place_ranks(mixed, LaunchSection())
+    assert place_ranks(mixed, LaunchSection(), device=DeviceSection(kind="cpu")).world_size == 2
 
 
 def test_nodes_with_different_domains_need_a_number_from_the_user() -> None:

@@ -42,7 +42,7 @@ def export_job(
             "known. Use 'tuned' or 'default'."
         )
     alike = inventory.nodes if nodes is None else inventory.nodes[:1]
-    placement = place_ranks(alike, config.launch, domains=domains)
+    placement = place_ranks(alike, config.launch, device=config.device, domains=domains)
     num_nodes = nodes or len(inventory.nodes)
     arithmetic = work_out(
         config,

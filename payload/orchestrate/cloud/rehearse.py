@@ -228,7 +228,8 @@ class Rehearsal:
     def _job(self, outputs: StackOutputs) -> list[str]:
         """The config, with a batch that this cluster's ranks share evenly."""
         config = load_run_config(self.config)
-        ranks = place_ranks(outputs.inventory.nodes, config.launch).world_size
+        nodes = outputs.inventory.nodes
+        ranks = place_ranks(nodes, config.launch, device=config.device).world_size
         per_pass = config.batch.per_pass(ranks)
         batch = -(-config.batch.global_batch_size // per_pass) * per_pass
         values = {"batch.global_batch_size": batch, "train.steps": _STEPS}

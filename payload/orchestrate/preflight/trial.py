@@ -19,7 +19,7 @@ from payload.launch.files import render_hosts
 from payload.launch.launchers.base import Job, Launcher, Reach
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.ranks import Placement
-from payload.launch_sections import LaunchSection
+from payload.launch_sections import DeviceSection, LaunchSection
 from payload.orchestrate.node.mesh import trial
 from payload.orchestrate.planning import choose_launcher
 from payload.orchestrate.preflight import findings as find
@@ -125,6 +125,8 @@ class Setting:
 
 _MARGIN_S = 20.0
 _ACTION_S = 20.0
+_CPU = DeviceSection(kind="cpu")
+"""The trial measures cores, those of machines with GPUs, too."""
 # Ten times what a trial takes; it is for an operator who is killed before removing the key.
 _KEY_LASTS_S = 600
 
@@ -205,7 +207,7 @@ def try_this_machine(chosen: Chosen, access: LocalAccess, folder: Path) -> Trial
     """The same on this machine, without ssh; `folder` is an empty one."""
     inventory = chosen.inventory
     choice = choose_launcher(AUTO, access)
-    placement = chosen.place(LaunchSection())
+    placement = chosen.place(LaunchSection(), _CPU)
     with access.reserve_port() as holder:
         setting = Setting(
             placement=placement,
@@ -265,9 +267,9 @@ def _start(
 def _placement(chosen: Chosen, config: RunConfig) -> Placement:
     """Return where a run's ranks would go; one a node where they cannot be placed."""
     try:
-        return chosen.place(config.launch)
+        return chosen.place(config.launch, config.device)
     except ConfigError:
-        return chosen.place(LaunchSection(ranks_per_node=1))
+        return chosen.place(LaunchSection(ranks_per_node=1), config.device)
 
 
 def _judged(

@@ -21,7 +21,7 @@ from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Placement, place_ranks
-from payload.launch_sections import LaunchSection
+from payload.launch_sections import DeviceSection, LaunchSection
 from payload.machine import Domain, discover
 from payload.mesh import require_tensor_ranks_on_a_node
 from payload.orchestrate import sites
@@ -46,9 +46,9 @@ class Chosen:
     domains: dict[str, tuple[Domain, ...]]
     """By node; empty for nodes whose cores are simply 0 to n-1."""
 
-    def place(self, launch: LaunchSection) -> Placement:
+    def place(self, launch: LaunchSection, device: DeviceSection) -> Placement:
         """Return where a run's ranks go. Raises ConfigError."""
-        return place_ranks(self.inventory.nodes, launch, domains=self.domains)
+        return place_ranks(self.inventory.nodes, launch, device=device, domains=self.domains)
 
     def headline(self) -> str:
         """The first line that a command prints."""
@@ -382,7 +382,7 @@ def require_placeable(config: RunConfig, chosen: Chosen) -> Placement:
     batch unevenly, or would not record what is wanted.
     """
     require_launcher(config, chosen.inventory)
-    placement = chosen.place(config.launch)
+    placement = chosen.place(config.launch, config.device)
     require_tensor_ranks_on_a_node(
         config.distributed.tensor_parallel, ranks_per_node=placement.ranks_per_node
     )
