@@ -28,13 +28,17 @@ class Bucket:
         """Where the gradient of one of `parameters` belongs; made there, it need not be moved."""
         return self._views[parameter]
 
-    def take(self, parameter: nn.Parameter) -> bool:
-        """Move a parameter's gradient here; whether it was the last one missing."""
+    def move(self, parameter: nn.Parameter) -> None:
+        """Move a parameter's gradient here, where autograd adds those of later passes to it."""
         assert parameter.grad is not None
         view = self.place(parameter)
         if parameter.grad is not view:
             view.copy_(parameter.grad)
             parameter.grad = view
+
+    def take(self, parameter: nn.Parameter) -> bool:
+        """Move a parameter's whole gradient here; whether it was the last one missing."""
+        self.move(parameter)
         self._missing.remove(parameter)
         return not self._missing
 

@@ -95,7 +95,7 @@ class GradientExchange:
             model.kernels.make_gradients_at(places.__getitem__)
         for bucket in hooked:
             for parameter in bucket.parameters:
-                self._nodes.append(_call_after_gradient(parameter, bucket, self._take))
+                self._nodes.append(_call_after_gradient(parameter, bucket, self._come))
 
     def begin(self, tokens: Tensor) -> None:
         """The coming backward pass is the last of its step: its gradients are to be averaged.
@@ -133,6 +133,13 @@ class GradientExchange:
         self._under_way.clear()
         self._is_last_pass = False
         return time.perf_counter() - began_s if self._buckets else 0.0
+
+    def _come(self, parameter: nn.Parameter, bucket: Bucket) -> None:
+        """Put a pass's gradient into its bucket: a step of several would hold all of them twice."""
+        if self._is_last_pass:
+            self._take(parameter, bucket)
+        elif parameter.grad is not None:
+            bucket.move(parameter)
 
     def _take(self, parameter: nn.Parameter, bucket: Bucket) -> None:
         if self._is_last_pass and bucket.take(parameter):
