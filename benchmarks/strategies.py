@@ -11,11 +11,12 @@ ranks make one together. With `--network hosts:GBIT` each of two ranks is on a h
 network namespace whose cable has that rate (root alone).
 
 The step is the median after the first one. Its prediction has the computing time of the first case
-of as many ranks (`replicate`: its step less its wait and its update) and the all-reduce between as
-many ranks that is measured before. The peak is that of the largest rank (resident set, high-water
-mark), the estimate of it the plan's. States are what a rank has when an update begins, less what it
-had before there was a model: weights, gradients, optimizer state. A table goes to stderr, one JSON
-object to stdout.
+of as many ranks (`replicate`: its step less its wait and its update), the all-reduce between as
+many ranks that is measured before, and the copies that sharded ranks' calibration measured. The
+peak is that of the largest rank (resident set, high-water mark), the estimate of it the plan's.
+States are what a rank has when an update begins, less what it had before there was a model:
+weights, gradients, optimizer state; also as a share of those of the model's first case. A table
+goes to stderr, one JSON object to stdout.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     table = Table(
         *("ranks", "mesh", "step s", "waiting s", "predicted s", "off by"),
-        *("sent MB", "peak GB", "estimate", "states GB"),
+        *("sent MB", "peak GB", "estimate", "states GB", "of first"),
         labels=[each.model for each in arguments.cases],
     )
     rates: dict[int, float] = {}
     computing: dict[int, float] = {}
-    found = []
+    found: list[dict[str, Any]] = []
     for case in arguments.cases:
         if case.ranks not in rates:
             rates[case.ranks] = _rate(case, arguments)
@@ -84,9 +85,12 @@ def main(argv: Sequence[str]) -> int:
         if case.ranks not in computing:
             spec, mesh = PRESETS[case.model], _config(case, arguments).distributed.mesh(case.ranks)
             computing[case.ranks] = row["step_s"] - row["sync_s"] - update_s(spec, mesh)
-        row |= _predicted(
-            case, arguments, compute_s=computing[case.ranks], bytes_per_s=rates[case.ranks]
-        )
+        network = Network(ranks=case.ranks, bytes_per_s=rates[case.ranks])
+        if row["fresh_copy_s_per_byte"] is not None:
+            network = replace(network, fresh_copy_s_per_byte=row["fresh_copy_s_per_byte"])
+        row |= _predicted(case, arguments, compute_s=computing[case.ranks], network=network)
+        first = next((each for each in found if each["model"] == case.model), row)
+        row["states_of_first"] = row["states_bytes"] / first["states_bytes"]
         found.append({"model": case.model, "ranks": case.ranks, "mesh": case.mesh, **row})
         table.row(
             case.model,
@@ -100,6 +104,7 @@ def main(argv: Sequence[str]) -> int:
             f"{row['peak_bytes'] / 1e9:.2f}",
             f"{row['estimated_bytes'] / row['peak_bytes'] - 1:+.0%}",
             f"{row['states_bytes'] / 1e9:.2f}",
+            f"{row['states_of_first']:.2f}",
         )
     keys = ("micro_batch_size", "accumulation", "sequence_length", "dtype", "network")
     settings = {key: getattr(arguments, key) for key in keys}
@@ -163,6 +168,7 @@ def _measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
         record = measure(_arrangement(case, arguments.network), work)
         files = Path(folder).glob("*.json")
         states = [json.loads(each.read_text(encoding="utf-8")) for each in files]
+        copies = [each["fresh_copy_s_per_byte"] for each in states]
     return {
         "step_s": statistics.median(record["step_s"]),
         "sync_s": statistics.median(record["sync_s"]),
@@ -170,6 +176,8 @@ def _measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
         "load_before": record["load_before"],
         "peak_bytes": record["peak_bytes"],
         "states_bytes": max(each["at_update"] - each["before"] for each in states),
+        "process_bytes": max(each["before"] for each in states),
+        "fresh_copy_s_per_byte": copies[0],
     }
 
 
@@ -178,7 +186,7 @@ def _train_as_rank(argv: Sequence[str]) -> int:
     import psutil
 
     from payload.train.__main__ import main as train
-    from payload.train.parts import Observer
+    from payload.train.parts import Observer, Parts
 
     class Resident(Observer):
         """Writes down the resident set before the model, and at the newest update."""
@@ -186,9 +194,13 @@ def _train_as_rank(argv: Sequence[str]) -> int:
         def before_model(self) -> None:
             self.before_bytes = psutil.Process().memory_info().rss
 
+        def ready(self, parts: Parts) -> None:
+            self.copy_s = parts.calibration.fresh_copy_s_per_byte
+
         def before_update(self, step: int) -> None:
             now = psutil.Process().memory_info().rss
-            found = {"before": self.before_bytes, "at_update": now}
+            found: dict[str, Any] = {"before": self.before_bytes, "at_update": now}
+            found["fresh_copy_s_per_byte"] = self.copy_s
             write_whole(Path(folder) / f"{os.getpid()}.json", json.dumps(found))
 
     folder, *words = argv
@@ -200,7 +212,7 @@ def _config(case: Case, arguments: argparse.Namespace) -> RunConfig:
 
 
 def _predicted(
-    case: Case, arguments: argparse.Namespace, *, compute_s: float, bytes_per_s: float
+    case: Case, arguments: argparse.Namespace, *, compute_s: float, network: Network
 ) -> dict[str, Any]:
     """Return the plan's figures, with the computing time of another mesh of as many ranks."""
     config = _config(case, arguments)
@@ -208,7 +220,6 @@ def _predicted(
     dtype: Dtype = "fp32" if config.precision.dtype == "fp32" else "bf16"
     # As in a plan: what runs without kernels reaches less of the peak.
     compute_s *= typical_mfu(kernels=True) / typical_mfu(kernels=config.uses_kernels())
-    network = Network(ranks=case.ranks, bytes_per_s=bytes_per_s)
     step = run_step_time(config, spec, compute_s=compute_s, network=network)
     return {
         "estimated_bytes": config.memory_bytes(spec, dtype=dtype, world_size=case.ranks),

@@ -21,9 +21,19 @@ LOOPBACK_BYTES_PER_S = 1.5e9
 UPDATE_S_PER_WEIGHT = 2.4e-9
 """AdamW's update by one core, clipping included: it moves 28 bytes for each weight.
 Two cores took 0.15 s for GPT-2 124M (benchmarks/results/2026-11-22_step_epyc-2-cores.md)."""
-_MOST_UPDATING_CORES = 16
+_MOST_COPYING_CORES = 16
 """So many cores move 190 GB/s at that rate, about what a socket's memory gives: eight channels of
 DDR5-4800 have 307 GB/s by specification. More cores are not counted; no such rank was measured."""
+
+FRESH_COPY_S_PER_BYTE = 0.8e-9
+"""One core's copy into memory that the kernel has just given, page by page: sharded ranks give
+blocks back at once (`launch.malloc = "lean"`). 20 MB on each of two busy cores of the development
+machine; into memory that was there it is 0.06 ns. The trainer measures it (`Calibration`)."""
+_COPIES_PER_GATHERED = 2
+"""Fresh copies of a gathered weight: into the collective's buffer, and from there into the weight.
+Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py."""
+_COPIES_PER_SUMMED = 3
+"""Fresh copies of a gradient: itself, the collective's buffer, and what the other ranks send."""
 
 BACKWARD_SHARE = 2 / 3
 """Share of a pass: for every product of the forward pass, the backward pass has two."""
@@ -53,6 +63,9 @@ class Network:
     """Computing time that a rank loses for each byte that it sends."""
     convert_s_per_number: float = 0.0
     """Computing time that a rank loses for each gradient that travels as bf16."""
+    fresh_copy_s_per_byte: float | None = None
+    """Time of a rank's copy into memory that the kernel has just given, as sharded ranks make
+    them; None = not measured."""
 
     def all_reduce_s(self, num_bytes: float) -> float:
         """Time until all ranks have the sum of `num_bytes` of each."""
@@ -83,10 +96,12 @@ class StepTime:
     """Computing that the exchange delays while it is hidden."""
     update_s: float = 0.0
     """The optimizer's update of what the rank holds, where it is counted apart."""
+    copies_s: float = 0.0
+    """A sharded rank's copies of weights and gradients, before and after each collective."""
 
     def total_s(self) -> float:
         """The whole step."""
-        return self.compute_s + self.exposed_s + self.busy_s + self.update_s
+        return self.compute_s + self.exposed_s + self.busy_s + self.update_s + self.copies_s
 
     def efficiency(self) -> float:
         """Return weak scaling's efficiency: a step without the others over one with them."""
@@ -217,24 +232,29 @@ def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
     )
     if mesh.shard == 1:
         return sent
-    setting = config.rank_setting(
-        dtype="fp32" if config.precision.dtype == "fp32" else "bf16", world_size=ranks
-    )
-    weights, others = spec.weight_bytes(setting), (mesh.shard - 1) / mesh.shard
+    others = (mesh.shard - 1) / mesh.shard
+    gathered = _gathered_bytes(config, spec, mesh=mesh)
     if config.distributed.strategy == "zero3":
-        return replace(sent, replicate=0.0, shard=passes * others * 2 * (weights + gradients))
+        return replace(sent, replicate=0.0, shard=passes * others * (gathered + 2 * gradients))
     return replace(
         sent,
         replicate=passes * sent.replicate / mesh.shard,
-        shard=passes * others * (_gathered_bytes(spec, weights, mesh=mesh) + gradients * held),
+        shard=passes * others * (gathered + gradients * held),
     )
 
 
-def _gathered_bytes(spec: ModelSpec, weights: float, *, mesh: Mesh) -> float:
+def _gathered_bytes(config: RunConfig, spec: ModelSpec, *, mesh: Mesh) -> float:
     """Return the bytes of weights that shards of the largest stage gather in a pass.
 
-    Those of layers are gathered twice, and what belongs to no layer once.
+    Those of layers are gathered twice, and what belongs to no layer once; DeepSpeed gathers all of
+    them twice.
     """
+    setting = config.rank_setting(
+        dtype="fp32" if config.precision.dtype == "fp32" else "bf16", world_size=mesh.world_size
+    )
+    weights = spec.weight_bytes(setting)
+    if config.distributed.strategy == "zero3":
+        return 2.0 * weights
     each = zip(stage_weights(spec, mesh.pipeline), outer_weights(spec, mesh.pipeline), strict=True)
     twice = weights / spec.num_params()
     return (
@@ -286,20 +306,37 @@ def _waiting_step_time(
     exchange_s += sent.tensor / within_node + sent.pipeline / network.bytes_per_s
     mesh = config.distributed.mesh(network.ranks)
     compute_s *= _share_of_computing(config, spec, mesh)
+    copy_s = network.fresh_copy_s_per_byte
+    if copy_s is None:
+        # A GPU's allocator keeps its memory.
+        on_cores = FRESH_COPY_S_PER_BYTE / min(threads, _MOST_COPYING_CORES)
+        copy_s = on_cores if config.device.kind != "cuda" else 0.0
     return StepTime(
         compute_s=compute_s,
         exchange_s=exchange_s,
         exposed_s=exchange_s,
         busy_s=0.0,
         update_s=update_s(spec, mesh, threads=threads),
+        copies_s=copy_s * _freshly_copied_bytes(config, spec, mesh=mesh),
     )
+
+
+def _freshly_copied_bytes(config: RunConfig, spec: ModelSpec, *, mesh: Mesh) -> float:
+    """Return the bytes that a sharded rank copies into fresh memory in a step; else 0."""
+    if mesh.shard == 1:
+        return 0.0
+    passes = max(1, config.batch.global_batch_size // config.batch.per_pass(mesh.data_ranks))
+    held = largest_stage(spec, mesh.pipeline) / mesh.tensor
+    gradients = gradient_bytes(spec, config.distributed) * held
+    gathered = _gathered_bytes(config, spec, mesh=mesh)
+    return passes * (_COPIES_PER_GATHERED * gathered + _COPIES_PER_SUMMED * gradients)
 
 
 def update_s(spec: ModelSpec, mesh: Mesh, *, threads: int = 1) -> float:
     """Return how long the rank with the most weights updates them with so many threads."""
     held = largest_stage(spec, mesh.pipeline) / (mesh.tensor * mesh.shard)
     seconds = UPDATE_S_PER_WEIGHT * spec.num_trainable_params() * held
-    return seconds / min(threads, _MOST_UPDATING_CORES)
+    return seconds / min(threads, _MOST_COPYING_CORES)
 
 
 def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float:

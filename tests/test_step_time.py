@@ -141,8 +141,32 @@ def test_a_ranks_cores_share_the_update_until_memory_is_the_limit() -> None:
     )
     assert alone.update_s == pytest.approx(UPDATE_S_PER_WEIGHT * GPT2.num_params() / 4)
     assert few.update_s == pytest.approx(alone.update_s / 4)
-    assert few.total_s() == pytest.approx(alone.total_s() - alone.update_s * 3 / 4)
+    assert few.copies_s == pytest.approx(alone.copies_s / 4) and alone.copies_s > 0
+    saved_s = (alone.update_s + alone.copies_s) * 3 / 4
+    assert few.total_s() == pytest.approx(alone.total_s() - saved_s)
     assert many.update_s == most.update_s == pytest.approx(alone.update_s / 16)
+
+
+def test_sharded_ranks_copy_what_they_gather_and_sum_into_fresh_memory() -> None:
+    network = Network(ranks=2, bytes_per_s=1e9, fresh_copy_s_per_byte=1e-9)
+    free = replace(network, fresh_copy_s_per_byte=0.0)
+    weights, embeddings = GPT2.num_params() * 4, GPT2.embedding_size() * 4
+    passes = ["batch.micro_batch_size=1", "batch.global_batch_size=6"]
+    found = {}
+    for strategy in ("replicate", "shard", "zero3"):
+        words = [*passes, f"distributed.strategy={strategy}"]
+        config = parse_run_config("", overrides=words, where="test")
+        dear, cheap = (
+            run_step_time(config, GPT2, compute_s=12.0, network=each) for each in (network, free)
+        )
+        assert replace(dear, copies_s=0.0) == cheap
+        assert dear.total_s() == pytest.approx(cheap.total_s() + dear.copies_s)
+        found[strategy] = dear.copies_s
+    # Three passes; each gathers layers twice and embeddings once, and sums all gradients.
+    assert found["replicate"] == 0.0
+    gathered = 2 * weights - embeddings
+    assert found["shard"] == pytest.approx(3 * (2 * gathered + 3 * weights) * 1e-9)
+    assert found["zero3"] == pytest.approx(3 * (2 * 2 * weights + 3 * weights) * 1e-9)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "gpt2"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from payload.models.spec import ModelSpec, typical_mfu
@@ -78,6 +80,8 @@ def _predictions(
     # One rank has no link.
     link = 1.0 if speed is None else speed * sends_per_byte(world.world_size)
     network = Network(ranks=world.world_size, bytes_per_s=link)
+    if calibration.fresh_copy_s_per_byte is not None:
+        network = replace(network, fresh_copy_s_per_byte=calibration.fresh_copy_s_per_byte)
     threads = torch.get_num_threads()
     step = run_step_time(config, spec, compute_s=compute_s, network=network, threads=threads)
     step_s = step.total_s()

@@ -35,6 +35,8 @@ _BF16_MIN_GAIN = 1.1
 _EXCHANGE_SIZES = tuple(4 * 2**10 * 4**i for i in range(7))
 _EXCHANGE_ROUNDS = 3
 _EXCHANGE_BUDGET_S = 4.0
+# About a layer of GPT-2 124M; smaller blocks may stay in the process's heap.
+_COPIED_BYTES = 28 * 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +53,17 @@ class Calibration:
     """Gradient bytes that all ranks have summed in a second; None with one rank."""
     dequantized_per_s: float | None = None
     """Weights of 4 bits that a rank makes bf16 in a second; None for a run without them."""
+    fresh_copy_s_per_byte: float | None = None
+    """Time of a copy into newly allocated memory; None for a run that shards nothing."""
 
 
-def calibrate(world: World, choice: DtypeChoice, *, quantizes: bool = False) -> Calibration:
+def calibrate(
+    world: World, choice: DtypeChoice, *, quantizes: bool = False, shards: bool = False
+) -> Calibration:
     """Measure, and choose the dtype. Every rank gets the same answer.
 
-    With `quantizes`, the dequantising of linears of 4 bits is measured as well.
+    With `quantizes`, the dequantising of linears of 4 bits is measured as well; with `shards`, the
+    copies that sharded ranks make.
     """
     world.barrier()
     dtypes: tuple[Dtype, ...] = ("bf16", "fp32") if choice == "auto" else (choice,)
@@ -74,7 +81,28 @@ def calibrate(world: World, choice: DtypeChoice, *, quantizes: bool = False) -> 
             measure_exchange(world).bytes_per_s() if world.world_size > 1 else None
         ),
         dequantized_per_s=_dequantized_per_s(world) if quantizes else None,
+        fresh_copy_s_per_byte=_fresh_copy_s_per_byte(world) if shards else None,
     )
+
+
+def _fresh_copy_s_per_byte(world: World) -> float:
+    """Return how long a byte's copy into newly allocated memory takes: the ranks' mean.
+
+    All copy at once. The lower quartile of each counts: the fastest copy may have found pages that
+    were there by luck, and another program slows others down.
+    """
+    source = torch.ones(_COPIED_BYTES // 4, device=world.device)
+    took_s: list[float] = []
+    world.barrier()
+    started_s = time.perf_counter()
+    while not took_s or time.perf_counter() - started_s < _GEMM_BUDGET_S:
+        before_s = time.perf_counter()
+        source.clone()
+        world.synchronize()
+        took_s.append(time.perf_counter() - before_s)
+    own_s = sorted(took_s)[len(took_s) // 4]
+    mean_s = world.sum(torch.tensor(own_s, dtype=torch.float64))
+    return float(mean_s) / world.world_size / _COPIED_BYTES
 
 
 def _dequantized_per_s(world: World) -> float:

@@ -97,7 +97,10 @@ def train(
         summary.begin()
         sign_of_life.tell(step=0, phase="calibration")
         calibration = calibrate(
-            world, _dtype_choice(config, start), quantizes=config.model.quantize != "none"
+            world,
+            _dtype_choice(config, start),
+            quantizes=config.model.quantize != "none",
+            shards=config.distributed.shards(world.world_size) > 1,
         )
         clock.lap("calibration")
         summary.calibrated(

@@ -35,8 +35,8 @@ def test_the_fastest_is_first_where_all_fit() -> None:
         "replicate",
         "shard 2 x tensor 2",
         "shard, 2 ranks",
-        "pipeline 2 x shard 2",
         "shard, 4 ranks",
+        "pipeline 2 x shard 2",
         "zero3, 4 ranks",
     ]
     assert all(each.fits for each in found)
