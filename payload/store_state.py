@@ -21,6 +21,8 @@ class StoreState:
     """The newest one that is whole in the store."""
     sent_bytes: int = checked(0, low=0)
     """Since the run was started or resumed."""
+    sent_unix: float | None = checked(None, low=0, high=MAX_SECONDS)
+    """When something last got there; None before."""
     waiting_checkpoints: int = checked(0, low=0)
     """On the head's disk, and not yet in the store."""
     waiting_bytes: int = checked(0, low=0)

@@ -51,6 +51,8 @@ class LaunchPlan:
     Other ranks may not be able to share the batch with it, and are given another."""
     resumes: bool = False
     """True for a run that goes on from its last checkpoint, here or in its store."""
+    data_dir: str = ""
+    """`data.dir` as the operator named it, where run.toml on a node has the node's copy."""
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
@@ -79,6 +81,14 @@ def auto_batch_size(path: Path) -> int | None:
     """Return what `auto` became in the plan.json at `path`; None too where there is no plan."""
     try:
         return LaunchPlan.load(path).auto_batch_size
+    except ConfigError:
+        return None
+
+
+def operators_data(path: Path) -> str | None:
+    """Return `data.dir` as the operator named it by the plan.json at `path`; None if not known."""
+    try:
+        return LaunchPlan.load(path).data_dir or None
     except ConfigError:
         return None
 

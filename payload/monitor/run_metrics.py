@@ -83,6 +83,7 @@ METRICS = tuple(
         ("limit_seconds", "The stricter of limits.max_hours and limits.max_usd, as time.", _RUN),
         ("store_checkpoint_step", "Step of the newest checkpoint that the store has.", _RUN),
         ("store_sent_bytes", "Sent to the store since the start or resume.", _RUN),
+        ("store_upload_age_seconds", "Since something last got to the store.", _RUN),
         ("store_waiting_bytes", "Checkpoints on the head's disk, not in the store yet.", _RUN),
         ("store_failures", "Attempts at the store that failed after their retries.", _RUN),
         ("store_failing_seconds", "Since the store began to fail; 0 while it works.", _RUN),
@@ -231,9 +232,11 @@ class RunMetrics:
         if store is None:
             return {}
         newest, failing_unix = store.checkpoint, store.failing_since_unix
+        sent_unix = store.sent_unix
         return {
             "store_checkpoint_step": checkpoint_step(Path(newest)) if newest else None,
             "store_sent_bytes": store.sent_bytes,
+            "store_upload_age_seconds": max(0.0, now - sent_unix) if sent_unix else None,
             "store_waiting_bytes": store.waiting_bytes,
             "store_failures": store.failures,
             "store_failing_seconds": max(0.0, now - failing_unix) if failing_unix else 0.0,

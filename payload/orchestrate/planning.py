@@ -252,6 +252,7 @@ def plan_run(
         program=access.program(paths),
         work_dir=str(work_dir),
         master_port=port,
+        data_dir=config.data.dir,
         world_size=placement.world_size,
         ranks_per_node=placement.ranks_per_node,
         nodes=len(inventory.nodes),

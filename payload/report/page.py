@@ -213,6 +213,7 @@ def _about(run: Run) -> Html:
             sections.section("Ranks", join([heat_map]), ranks, name="ranks") if ranks else "",
             sections.profile(run),
             sections.cost(run),
+            sections.store(run),
             sections.samples(run),
             sections.data_card(run),
             sections.settings(run),

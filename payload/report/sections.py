@@ -28,6 +28,7 @@ from payload.report.markup import (
 )
 from payload.report.series import mean_times
 from payload.report.source import Run
+from payload.store_state import StoreState
 from payload.stragglers import find_stragglers
 
 _MOST_RANKS = 64
@@ -315,6 +316,29 @@ def _difference(measured: float | None, predicted: float | None) -> Html:
     if not measured or not predicted:
         return Html("")
     return text(f"{measured / predicted - 1:+.0%}".replace("%", " %"))
+
+
+def store(run: Run) -> Html:
+    """Return what of the run is in its store, by its last word in state.json."""
+    found: StoreState | None = run.state.get("store")
+    if found is None:
+        return Html("")
+
+    def of(key: str, form: Callable[[Any], str]) -> Html:
+        return figure(getattr(found, key), form, f"state.json#store.{key}", run=run.run_id)
+
+    age_s = found.updated_unix - found.sent_unix if found.sent_unix else None
+    lines = [
+        ["address", of("address", str)],
+        ["newest checkpoint", of("checkpoint", str)],
+        ["has all of the run", "yes" if found.is_drained else "no"],
+        ["sent", of("sent_bytes", _bytes)],
+        ["waiting on the head's disk", of("waiting_bytes", _bytes)],
+        ["last upload before that word", derived(age_s, duration, "store.age_s", run=run.run_id)],
+        ["attempts that failed", of("failures", count)],
+    ]
+    problem = tag("p", text(found.problem), class_="warning") if found.problem else Html("")
+    return section("Store", problem, table(["", ""], lines), name="store")
 
 
 def profile(run: Run) -> Html:

@@ -68,8 +68,14 @@ class Uploader:
         # That of a new run's earlier process may be in owner.json already. A resume has one of its
         # own, so that what is left of the process before the resume loses the run.
         token = before.token if is_new else None
+        # The supervisor has set the counts to 0 where the run was started or resumed.
         self._state = StoreState(
-            address=before.address, checkpoint=before.checkpoint, token=token or new_token()
+            address=before.address,
+            checkpoint=before.checkpoint,
+            token=token or new_token(),
+            sent_bytes=before.sent_bytes,
+            sent_unix=before.sent_unix,
+            failures=before.failures,
         )
         self._has_claimed = False
         self._records = Records(paths, say=say)
@@ -260,7 +266,7 @@ class Uploader:
 
     def _add(self, sent_bytes: int) -> None:
         if sent_bytes:
-            self._tell(sent_bytes=self._state.sent_bytes + sent_bytes)
+            self._tell(sent_bytes=self._state.sent_bytes + sent_bytes, sent_unix=time.time())
 
     def _let_go(self) -> None:
         if self._upload is not None:

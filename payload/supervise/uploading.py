@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import BinaryIO
 
 from payload.errors import PreflightError
@@ -101,6 +102,13 @@ class Uploading:
                 fresh = StoreState(
                     address=state.address, checkpoint=state.checkpoint, token=state.token
                 )
+                if self._process is not None:  # it died, and the run goes on
+                    fresh = replace(
+                        fresh,
+                        sent_bytes=state.sent_bytes,
+                        sent_unix=state.sent_unix,
+                        failures=state.failures,
+                    )
                 write_json(self._paths.store_state, fresh)
             self._paths.logs.mkdir(exist_ok=True)
             with self._log.open("ab") as log:

@@ -118,6 +118,9 @@ class Files:
         if kind == "ranks":
             part, rank = rest.split(".")
             return self.rank_mean("wait" if part == "waiting" else part, int(rank))
+        if how == "store.age_s":
+            store = self.json("state.json")["store"]
+            return float(store["updated_unix"] - store["sent_unix"])
         numbers = self.json("plan.json")["arithmetic"]
         summary = self.json("summary.json")
         if how == "step_s":

@@ -44,6 +44,7 @@ def _stop_and_resume(runs: Path, config: Path, inventory: Path) -> None:
         "train.steps=400",
         "train.eval_every=100",
         "train.checkpoint_every=50",
+        f"storage.results={runs.parent / 'store'}",
     )
     words = _words(runs, config, inventory, *settings)
     first = subprocess.Popen([*words, "--run-id", "resumed"], cwd=REPO, stderr=subprocess.PIPE)

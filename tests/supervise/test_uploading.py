@@ -206,8 +206,11 @@ def test_an_earlier_word_is_forgotten_and_a_lost_run_is_not_taken_back(
     uploading.begin()
     assert uploading.state() == kept
     started[0].wait()
+    # Of a process that died in the run the counts stay, and its problem does not.
+    counted = replace(kept, sent_bytes=700, sent_unix=5.0, failures=3)
+    write_json(resumed.store_state, replace(counted, problem="503", failing_since_unix=9.0))
     uploading.begin()
-    assert len(started) == 2
+    assert len(started) == 2 and uploading.state() == counted
     started[1].wait()
     write_json(resumed.store_state, replace(kept, lost=True))
     uploading.begin()

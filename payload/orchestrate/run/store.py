@@ -18,7 +18,7 @@ from payload.checkpoint_files import checkpoint_step, newest_sound
 from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
 from payload.hints import command
 from payload.inventory import ClusterInventory
-from payload.launch.plan import LaunchPlan, auto_batch_size
+from payload.launch.plan import LaunchPlan, auto_batch_size, operators_data
 from payload.launch.ranks import Rank, load_ranks
 from payload.metrics_log import read_metrics
 from payload.orchestrate.run.mirror import alone, inside, mirror_file, read_mirrored
@@ -393,7 +393,19 @@ def resumable_run(
         with watched_store(address, env=env, say=say) as store:
             fetch_whole(store, paths)
         say(f"run {paths.run_id} comes from {address}")
-    return paths, overrides
+    return paths, [*_data_of(paths), *overrides]
+
+
+def _data_of(paths: RunPaths) -> list[str]:
+    """Return the setting of `data.dir` for a run whose run.toml names a folder that is not here.
+
+    A head's run.toml has the folder of that node. What the operator had named is in plan.json.
+    """
+    with suppress(ConfigError):
+        named = operators_data(paths.plan)
+        if named and not Path(load_run_config(paths.config).data.dir).exists():
+            return [f"data.dir={named}"]
+    return []
 
 
 def collect_from_store(

@@ -1,0 +1,146 @@
+"""A cluster whose machines are deleted: the run goes on from its bucket on new machines."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from payload.checkpoint_files import manifest_problems
+from payload.errors import ExitCode
+from payload.results import RunPaths, RunState, Summary, read_json
+from tests.orchestrate.operator import TIMEOUT_S, Operator
+from tests.rig import prepared
+from tests.rig.leftovers import HOME
+from tests.rig.machine import Machine
+from tests.rig.network import GATEWAY
+from tests.rig.prepared import node_user_data
+from tests.rig.rig import Rig
+from tests.rig.sweep import processes_of
+from tests.storage.server import BUCKET, Faults, FaultyProxy
+from tests.support.launching import losses
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
+
+RESULTS = f"gs://{BUCKET}/runs"
+HUB = "HF_HOME=/srv/tileforge/shared/hub"
+STEPS, EVERY = 300, 10
+SETTINGS = (
+    f"train.steps={STEPS}",
+    f"train.checkpoint_every={EVERY}",
+    "train.eval_every=0",
+    "track.to=none",
+)
+
+
+@pytest.fixture(scope="module")
+def two_clusters(operator_key: Path) -> Iterator[Rig]:
+    """Four machines, two of each cluster, with the bucket's client by their bootstrap."""
+    public = operator_key.with_suffix(".pub").read_text(encoding="ascii")
+    user_data = node_user_data(public, bucket="create")
+    with Rig([user_data] * 4, layers=[prepared.layer()], wheels=("train", "storage")) as rig:
+        states = rig.wait_for_bootstrap(timeout_s=600)
+        assert all(state["ok"] for state in states.values()), states
+        yield rig
+
+
+@pytest.fixture(scope="module")
+def bucket(two_clusters: Rig) -> Iterator[FaultyProxy]:
+    """A bucket that machines and operators reach at the bridge's address."""
+    with two_clusters.joined():
+        proxy = FaultyProxy(Faults(seed=20), host=GATEWAY)
+    for machine in two_clusters.machines:
+        # sshd's sessions get it, as they get a cloud machine's own service account. The hub's cache
+        # is named there, too, by the bootstrap of a cluster with sharedStorage.
+        with (machine.root / "etc/environment").open("a", encoding="ascii") as file:
+            file.write(f"STORAGE_EMULATOR_HOST={proxy.url}\n{HUB}\n")
+    with proxy:
+        yield proxy
+
+
+def operator_of(
+    rig: Rig, bucket: FaultyProxy, *, cluster: int, key: Path, folder: Path
+) -> Operator:
+    """Return someone with a folder of their own, and the inventory of one of the clusters."""
+    folder.mkdir()
+    found = rig.inventory()
+    nodes = found.nodes[2 * cluster : 2 * cluster + 2]
+    return Operator(
+        folder,
+        replace(found, cluster=f"cluster-{cluster}", nodes=nodes),
+        key=key,
+        around=rig.operator_argv,
+        secrets={"STORAGE_EMULATOR_HOST": bucket.url},
+    )
+
+
+def delete_in_the_middle(
+    machines: Sequence[Machine], bucket: FaultyProxy, run_id: str, *, wait_s: float
+) -> None:
+    """Take the power of all machines at once, some time after a checkpoint is in the bucket."""
+    ends = f"runs/{run_id}/checkpoints/step_"
+
+    def has_checkpoint() -> bool:
+        names = bucket.server.names()
+        return any(n.startswith(ends) and n.endswith("/manifest.json") for n in names)
+
+    wait_until(has_checkpoint, what=f"a checkpoint of {run_id} in the bucket", timeout_s=TIMEOUT_S)
+    for machine in machines:
+        ranks = [each for each in processes_of(machine) if "-m payload.train" in each.command]
+        assert ranks and all(HUB.encode() in each.environment for each in ranks)
+    time.sleep(wait_s)
+    for machine in machines:
+        machine.cut_link()
+    for machine in machines:
+        machine.kill()
+    there = machines[0].root / HOME / "tileforge/runs" / run_id
+    state = read_json(RunState, there / "state.json")
+    assert state is not None and state.exit_class is None, "the run ended before its machines did"
+
+
+def test_a_run_whose_machines_are_deleted_ends_bitwise_equal_on_new_ones(
+    two_clusters: Rig, bucket: FaultyProxy, operator_key: Path, tmp_path: Path
+) -> None:
+    first = operator_of(
+        two_clusters, bucket, cluster=0, key=operator_key, folder=tmp_path / "first"
+    )
+    words = first.run_words("lost", *SETTINGS, f"storage.results={RESULTS}")
+    code, said = first.do(*words, "--quick", "--detach")
+    assert code == ExitCode.OK, said
+    wait_s = random.Random(20).uniform(0, 2)
+    delete_in_the_middle(two_clusters.machines[:2], bucket, "lost", wait_s=wait_s)
+
+    # Someone who has neither the run's folder nor its settings. The data is found where the first
+    # one had it: the bucket's run.toml names a folder of a node that is gone.
+    second = operator_of(
+        two_clusters, bucket, cluster=1, key=operator_key, folder=tmp_path / "second"
+    )
+    code, said = second.do(
+        *second.on_cluster("run"),
+        "--quick",
+        "--resume",
+        f"{RESULTS}/lost",
+        "--set",
+        "track.to=none",
+    )
+    assert code == ExitCode.OK, said
+    code, said = second.do(*second.run_words("whole", *SETTINGS, "storage.results=none"), "--quick")
+    assert code == ExitCode.OK, said
+    assert_same_end(second.paths("whole"), second.paths("lost"))
+    summary = read_json(Summary, second.paths("lost").summary)
+    assert summary is not None and summary.status == "finished" and summary.world_size == 2
+    assert summary.resumes == 1 and summary.store is not None and summary.store.is_drained
+
+
+def assert_same_end(whole: RunPaths, lost: RunPaths) -> None:
+    assert len(losses(whole.root)) == STEPS
+    assert losses(whole.root) == losses(lost.root)
+    last = [paths.checkpoint(STEPS) for paths in (whole, lost)]
+    assert [manifest_problems(folder) for folder in last] == [[], []]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes()
