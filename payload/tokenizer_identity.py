@@ -80,7 +80,7 @@ def require_same_tokenizer(
     name = "gpt2" if found == GPT2_SHA256 else init
     again = with_tokenizer(data, source=meta.source, tokenizer=name)
     raise error(
-        f"{settings[0]} = {str(data)!r} was prepared with the tokenizer {meta.tokenizer}, "
+        f"{settings[0]} = {str(data)!r} was prepared with the tokenizer {meta.tokenizer}, but "
         f"{settings[1]} = {init!r} has another one. Prepare the data with the model's: {again}"
     )
 

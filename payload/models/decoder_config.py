@@ -301,9 +301,19 @@ def supported_activation(name: str) -> Activation:
 def _require_whole_heads(config: DecoderConfig, where: str) -> None:
     heads, keys = config.num_attention_heads, cast(int, config.num_key_value_heads)
     if heads % keys:
-        _refuse(where, "num_attention_heads", heads, f"must be a multiple of {keys} key heads")
+        _refuse(
+            where,
+            "num_attention_heads",
+            heads,
+            f"must be a multiple of num_key_value_heads = {keys}",
+        )
     if config.head_dim is None and config.hidden_size % heads:
-        _refuse(where, "hidden_size", config.hidden_size, f"must be a multiple of {heads} heads")
+        _refuse(
+            where,
+            "hidden_size",
+            config.hidden_size,
+            f"must be a multiple of num_attention_heads = {heads}",
+        )
     if config.width_of_head() % 2:
         _refuse(where, "head_dim", config.width_of_head(), "must be even for rotary embeddings")
 

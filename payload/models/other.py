@@ -207,7 +207,7 @@ def read(raw: Mapping[str, Any], *, where: str) -> OtherSpec:
     """Return the spec that a config.json describes, without counts. Raises CheckpointError."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or not _NAME.fullmatch(kind):
-        raise CheckpointError(f"{where}: model_type is {shown(kind)}: must be a name. {_FIX}")
+        raise CheckpointError(f"{where}: model_type = {shown(kind)}: must be a name. {_FIX}")
     _refuse_others(raw, kind, where)
     if "vocab_size" not in raw:
         raise CheckpointError(
@@ -267,10 +267,10 @@ def _refuse_others(raw: Mapping[str, Any], kind: str, where: str) -> None:
     if raw.get("is_encoder_decoder") is True:
         raise CheckpointError(
             f"{where}: is_encoder_decoder = true: model_type {shown(kind)} is no causal language "
-            "model. Use one that only decodes."
+            "model. Use a decoder-only model."
         )
     if kind not in CAUSAL_TYPES:
-        remote = " and would run code of its own (auto_map)" if "auto_map" in raw else ""
+        remote = ", and the model's own code (auto_map) is never run" if "auto_map" in raw else ""
         raise CheckpointError(
             f"{where}: model_type = {shown(kind)}: transformers has no causal language model for "
             f"it{remote}. Use a model that transformers builds from its own code."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from payload.adapter_files import has_adapter, read_adapter_config
+from payload.adapter_files import ADAPTER_CONFIG_FILE, has_adapter, read_adapter_config
 from payload.checkpoint_files import (
     MANIFEST_FILE,
     checkpoint_folders,
@@ -43,7 +43,8 @@ class Source:
         """
         if self.folder is not None and has_adapter(self.folder):
             base = read_adapter_config(self.folder).source()
-            return find_source(base, setting=f"{self.folder}: base", verify=False).spec()
+            setting = f"{self.folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path"
+            return find_source(base, setting=setting, verify=False).spec()
         if self.folder is not None:
             return read_spec(self.folder)
         if self.file is not None:

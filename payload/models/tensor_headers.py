@@ -43,6 +43,7 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 _MAX_HEADER_BYTES = 100 * 10**6  # The format's own limit.
 _MAX_TENSORS = 10**6
+_LFS_POINTER = b"version https://git-lfs"
 _FIX = "Download the model again, or name another one."
 
 
@@ -127,7 +128,8 @@ def _what_is_there(folder: Path) -> str:
     if pickles:
         return (
             f"its weights are a pickle ({pickles[0]}), which can run code when it is loaded. "
-            "Convert them: load them in transformers where you trust them, and save_pretrained."
+            "If you trust the file, load it once in transformers and call save_pretrained, which "
+            "writes safetensors."
         )
     if list(folder.glob("model-*-of-*.safetensors")):
         return f"it has shards but no {INDEX_FILE}. {_FIX}"
@@ -153,7 +155,7 @@ def _file_headers(path: Path) -> dict[str, TensorHeader]:
         if end - begin != header.num_bytes():
             raise CheckpointError(
                 f"{where}: {entry.dtype} of shape {list(entry.shape)} takes {header.num_bytes():,} "
-                f"bytes, its offsets have {end - begin:,}. {_FIX}"
+                f"bytes, but the header gives it {end - begin:,}: the file is damaged. {_FIX}"
             )
         end_of_data = max(end_of_data, end)
         found[name] = header
@@ -172,10 +174,16 @@ def _raw_header(path: Path) -> tuple[dict[str, Any], int, int]:
             size = file.seek(0, 2)
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
+            file.seek(0)
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise CheckpointError(
+                    f"{path}: a Git LFS pointer, not the weights. Run `git lfs pull` in its "
+                    "folder, or download the model again."
+                )
+            file.seek(8)
             if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
                 raise CheckpointError(
-                    f"{path}: {size:,} bytes with a header of {length:,}: it was cut off or is no "
-                    f"safetensors file. {_FIX}"
+                    f"{path}: {size:,} bytes: it was cut off or is no safetensors file. {_FIX}"
                 )
             content = file.read(length)
     except OSError as error:

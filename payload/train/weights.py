@@ -8,7 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from payload.adapter_files import has_adapter, read_adapter_config, recorded_base
+from payload.adapter_files import (
+    ADAPTER_CONFIG_FILE,
+    has_adapter,
+    read_adapter_config,
+    recorded_base,
+)
 from payload.checkpoint_files import config_sha256, weights_sha256
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, WEIGHTS_FILE
@@ -93,7 +98,8 @@ def base_folder(adapter: Path, *, verify: bool = True) -> Path:
     recorded = recorded_base(adapter) if verify else {}
     wanted = recorded.get("sha256")
     # The recorded hash is of all weights, so that a manifest's would only read them once more.
-    base = model_folder(source, setting=f"{adapter}: base", verify=verify and not wanted)
+    setting = f"{adapter / ADAPTER_CONFIG_FILE}: base_model_name_or_path"
+    base = model_folder(source, setting=setting, verify=verify and not wanted)
     if has_adapter(base):
         raise CheckpointError(
             f"{adapter}: its base {base} is an adapter itself. Merge that one first with "

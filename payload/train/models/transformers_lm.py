@@ -20,7 +20,11 @@ from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM
 from payload.train.models.quantized import QuantizedLinear, loading_targets
 from payload.train.models.saved import load_named, saved_config
-from payload.train.models.transformers_module import build_module, raw_config
+from payload.train.models.transformers_module import (
+    build_module,
+    raw_config,
+    without_load_report,
+)
 from payload.train.models.transformers_probes import (
     draws_in_training,
     first_line,
@@ -256,13 +260,14 @@ class TransformersLM(CausalLM):
             )
         kind = type(self.module)
         try:
-            loaded, found = kind.from_pretrained(
-                None,
-                config=self.module.config,
-                state_dict=dict(tensors),
-                dtype=torch.float32,
-                output_loading_info=True,
-            )
+            with without_load_report():
+                loaded, found = kind.from_pretrained(
+                    None,
+                    config=self.module.config,
+                    state_dict=dict(tensors),
+                    dtype=torch.float32,
+                    output_loading_info=True,
+                )
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"{where}: transformers cannot load it ({first_line(error)}). Name the folder of a "

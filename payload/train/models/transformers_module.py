@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -50,7 +51,7 @@ def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Con
 
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in CONFIG_MAPPING:
-        remote = " and would run code of its own (auto_map)" if "auto_map" in raw else ""
+        remote = ", and the model's own code (auto_map) is never run" if "auto_map" in raw else ""
         raise CheckpointError(
             f"{where}: model_type = {shown(name)}: this transformers does not have it{remote}. "
             "Use a model that transformers builds from its own code."
@@ -90,6 +91,23 @@ def module_class(config: _Config) -> Any:
 def raw_config(spec: ModelSpec) -> Mapping[str, Any]:
     """Return config.json as it was read."""
     return cast("Mapping[str, Any]", spec.config)  # type: ignore[attr-defined]  # all but GPT-2's have it
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """Keep transformers from printing a bar and a table of the weights that it did not find."""
+    from transformers.utils import logging as theirs
+
+    level = theirs.get_verbosity()
+    has_bar = theirs.is_progress_bar_enabled()
+    theirs.set_verbosity(logging.ERROR)
+    theirs.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(level)
+        if has_bar:
+            theirs.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _without_initialisation() -> AbstractContextManager[None]:

@@ -65,7 +65,7 @@ def test_our_loss_is_used_where_logits_are_a_plain_linear_layers(
         ),
         (
             {"model_type": "m", "vocab_size": 9, "auto_map": {"AutoModelForCausalLM": "m.M"}},
-            "would run code of its own",
+            "the model's own code .auto_map. is never run",
         ),
         (small("bert"), "each token sees those behind it"),
         (small("olmo2", quantization_config={"quant_method": "gptq"}), "quantised weights"),
