@@ -175,17 +175,27 @@ class World:
                 f"with torchrun or {command('orchestrate', 'run')}, or set them to rank 0's "
                 "address and a free port."
             )
-        # gloo would take the address that this machine's own name stands for: 127.0.1.1 on Debian.
-        if "GLOO_SOCKET_IFNAME" not in os.environ:
-            towards = interface_towards(os.environ["MASTER_ADDR"])
-            if towards is not None:
-                os.environ["GLOO_SOCKET_IFNAME"] = towards
+        self.name_interface()
         dist.init_process_group(
             self._backend(settings),
             rank=self.rank,
             world_size=self.world_size,
             timeout=datetime.timedelta(seconds=settings.timeout_s),
         )
+
+    def name_interface(self) -> None:
+        """Have gloo, and NCCL on GPUs, take the interface that leads to rank 0's node.
+
+        gloo would take the address that this machine's own name stands for: 127.0.1.1 on Debian.
+        NCCL chooses by itself, which may be another one on each node; `=` is for exactly this name.
+        """
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            towards = interface_towards(os.environ["MASTER_ADDR"])
+            if towards is None:
+                return
+            os.environ["GLOO_SOCKET_IFNAME"] = towards
+        if self.kind == "cuda":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={os.environ['GLOO_SOCKET_IFNAME']}")
 
     def _backend(self, settings: DistributedSection) -> str:
         """Return torch's name of the backend. Raises ConfigError for nccl without CUDA."""

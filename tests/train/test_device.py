@@ -6,8 +6,10 @@ two devices fails there as it does on CUDA.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,21 @@ from tests.train.alone import ALONE
 from tests.train.test_model import make_model
 
 TRAIN = Path(__file__).resolve().parents[2] / "payload" / "train"
+
+
+def test_gpus_exchange_over_the_interface_that_ranks_meet_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ens4")
+    ALONE.name_interface()
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+    replace(ALONE, kind="cuda").name_interface()
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=ens4"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
+    replace(ALONE, kind="cuda").name_interface()
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth1"
 
 
 def test_auto_is_the_cpu_where_torch_sees_no_cuda_device() -> None:

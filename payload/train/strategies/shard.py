@@ -197,7 +197,7 @@ class Shard(Strategy):
     def _set_collectives(self, module: FSDPModule) -> None:
         # gloo has no mean; and a sum is what the parts' own collective makes.
         module.set_force_sum_reduction_for_comms(True)
-        if self.world.kind == "cuda":
+        if not self.world.is_cpu:
             # NCCL's own run beside the computation; its sends and receives, one by one in a
             # stream, would wait for each other.
             return
