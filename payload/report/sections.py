@@ -393,7 +393,7 @@ def data_card(run: Run) -> Html:
     lines += [
         [name, figure(value, form, f"meta.json#{key}", run=run.run_id)]
         for name, key, value, form in _card(meta)
-        if value is not None
+        if value not in (None, "")
     ]
     return section("Data", table(["", ""], lines), name="data")
 

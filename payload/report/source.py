@@ -19,6 +19,7 @@ from payload.results import LATEST, RunPaths
 from payload.run_config import RunConfig
 from payload.run_repair import known_config, known_state, known_summary
 from payload.run_samples import SAMPLES_NAME, Sample, read_samples
+from payload.store_state import StoreState
 from payload.untrusted import RUN_ID, build, checked, parse_json, read_bytes, shown
 
 
@@ -132,6 +133,11 @@ class Run:
         """Return how the run is or how it ended: the supervisor knows last."""
         found = self.state.get("status") or self.summary.get("status")
         return str(found or "unknown")
+
+    def has_checkpoint(self) -> bool:
+        """Return True if there is a checkpoint here, or one in the run's store."""
+        store: StoreState | None = self.state.get("store")
+        return self.paths.newest_checkpoint() is not None or bool(store and store.checkpoint)
 
     @property
     def error(self) -> str | None:

@@ -31,7 +31,7 @@ def _parts(run: Run) -> Iterator[str]:
     if run.status == "finished":
         if run.summary.get("ranks_identical") and run.summary.get("world_size", 1) > 1:
             yield " All ranks ended with identical weights."
-    elif run.summary.get("steps") and run.status in ("failed", "stopped"):
+    elif run.status in ("failed", "stopped") and run.has_checkpoint():
         yield " It can be continued from its last checkpoint."
     missing = run.summary.get("missing_metrics")
     if missing:

@@ -66,6 +66,8 @@ def test_a_run_that_ended_in_any_way_has_a_page_whose_every_figure_is_its_file_s
     wanted = {f"{run} summary.json#{key}" for key in ("steps", "tokens", "final_loss", "cost_usd")}
     assert wanted <= set(shown) and len(shown) > 40
     assert (summary["error"] or "").rstrip(".") in verdict
+    # The one that failed did so before its first checkpoint.
+    assert ("It can be continued from its last checkpoint" in verdict) == (run == "stopped")
 
 
 def test_a_run_that_lost_a_rank_shows_when_and_why(
