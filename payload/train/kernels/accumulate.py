@@ -64,6 +64,25 @@ class TokenGradient:
 
     def __init__(self, library: Library | None) -> None:
         self.library = library
+        self._lent: Tensor | None = None
+        self._spare: Tensor | None = None
+
+    def memory(self, weight: Tensor, elements: int) -> Tensor:
+        """Return bf16 memory for the logits of a pass, in which their gradient is made.
+
+        It is that of the step before, where there was one. Freed and taken again, so large a piece
+        found others in its place, and the second step of Qwen3-0.6B's shape took more than the
+        first.
+        """
+        spare, self._spare = self._spare, None
+        if spare is None or len(spare) != elements or weight.grad is not None:
+            spare = torch.empty(elements, dtype=torch.bfloat16)
+        self._lent = spare
+        return spare
+
+    def updated(self) -> None:
+        """Keep the memory of the gradient, which the update has read, for the next step."""
+        self._spare, self._lent = self._lent, None
 
     def head_place(self, weight: Tensor) -> Tensor:
         """Where the head's part is to be made, for `add_head`."""

@@ -128,7 +128,7 @@ class _MeanLoss(torch.autograd.Function):
         vocabulary = len(weight)
         grad_weight: Tensor | None
         if shares := _shares_memory(hidden, weight, library):
-            grad_weight, buffer = _shared_memory(hidden, weight)
+            grad_weight, buffer = _shared_memory(hidden, weight, gradient)
         else:
             buffer = _buffer(hidden, vocabulary=vocabulary)
             grad_weight = _weight_place(weight, gradient, tokens=len(targets))
@@ -215,7 +215,9 @@ def _shares_memory(hidden: Tensor, weight: Tensor, library: Library | None) -> b
     return is_kept_in_bf16 and hidden.dtype is torch.bfloat16 and has_products and fits
 
 
-def _shared_memory(hidden: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _shared_memory(
+    hidden: Tensor, weight: Tensor, gradient: TokenGradient
+) -> tuple[Tensor, list[Tensor]]:
     """Return memory for the weight's gradient (V, C), and in it the slices of logits.
 
     Slice after slice, logits (N, W) become their part (W, C) of the gradient, where N <= C. Each
@@ -224,7 +226,7 @@ def _shared_memory(hidden: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor]
     """
     tokens, width = hidden.shape
     vocabulary, stride = len(weight), SLICE * (width + 1)
-    memory = hidden.new_empty(-(-vocabulary // SLICE) * stride)
+    memory = gradient.memory(weight, -(-vocabulary // SLICE) * stride)
     starts = range(0, len(memory), stride)
     buffer = [memory[start:][: tokens * SLICE].view(tokens, SLICE) for start in starts]
     _clear_end(buffer, vocabulary)

@@ -58,6 +58,7 @@ class Kernels:
         """The optimizer's step, with every gradient times `grad_scale`, in one pass."""
         assert self._library is not None
         update.adamw(optimizer, grad_scale=grad_scale, library=self._library, copies=self._copies)
+        self.token_gradient.updated()
 
     def make_state(self, optimizer: torch.optim.AdamW) -> None:
         """Make the optimizer's state, as far as it is missing."""

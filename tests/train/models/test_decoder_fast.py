@@ -134,28 +134,60 @@ def test_gradients_kept_in_bf16_are_those_in_fp32_rounded_once(
 def test_a_gradient_made_where_the_logits_lie_is_that_made_beside_them(
     library: Library, monkeypatch: pytest.MonkeyPatch, vocabulary: int
 ) -> None:
-    # Several groups of slices, of which the last one is full or not.
-    monkeypatch.setattr(head_file, "SLICE", 4)
-    width = 32
-    weight = nn.Parameter(torch.randn(vocabulary, width))
-    weight.grad_dtype = torch.bfloat16
-    start = torch.randn(width - 3, width)
-    targets = torch.randint(vocabulary, (len(start),))
-    targets[:2] = IGNORED_TARGET
-
-    def made() -> tuple[Tensor, Tensor, Tensor]:
-        hidden, weight.grad = start.to(torch.bfloat16).requires_grad_(), None
-        loss = head_file.mean_loss(hidden, weight, weight, targets, TokenGradient(library))
-        torch.autograd.backward(loss / 3)
-        assert hidden.grad is not None and weight.grad is not None
-        return loss.detach(), hidden.grad, weight.grad
-
-    in_place = made()
+    head = HeadPasses(monkeypatch, vocabulary)
+    in_place = head.gradients_of(TokenGradient(library))
     monkeypatch.setattr(head_file, "_shares_memory", lambda *_: False)
-    beside = made()
+    beside = head.gradients_of(TokenGradient(library))
     for found, wanted in zip(in_place, beside, strict=True):
         assert torch.equal(found, wanted)
     assert in_place[2].untyped_storage().nbytes() > beside[2].untyped_storage().nbytes()
+
+
+def test_a_step_makes_its_logits_where_the_gradient_lay_that_the_update_before_has_read(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, gradient = HeadPasses(monkeypatch, vocabulary=77), TokenGradient(library)
+    first = head.gradients_of(gradient)
+    # No update has read the first one, and a second pass leaves it alone.
+    kept, before = first[2], first[2].clone()
+    second = head.gradients_of(gradient)
+    assert kept.data_ptr() != second[2].data_ptr() and torch.equal(kept, before)
+    gradient.updated()
+    # It is still the weight's.
+    with_grad = head.gradients_of(gradient, drops=False)
+    assert torch.equal(second[2], before) and with_grad[2].data_ptr() != second[2].data_ptr()
+    gradient.updated()
+    place = head.gradients_of(gradient)[2].data_ptr()
+    gradient.updated()
+    again = head.gradients_of(gradient)
+    assert again[2].data_ptr() == place
+    for found, wanted in zip(again, (*first[:2], before), strict=True):
+        assert torch.equal(found, wanted)
+
+
+class HeadPasses:
+    """Passes of a head with slices of 4 words, whose gradient is kept in bf16."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> None:
+        # Several groups of slices, of which the last one is full or not.
+        monkeypatch.setattr(head_file, "SLICE", 4)
+        width = 32
+        self.weight = nn.Parameter(torch.randn(vocabulary, width))
+        self.start = torch.randn(width - 3, width)
+        self.targets = torch.randint(vocabulary, (len(self.start),))
+        self.targets[:2] = IGNORED_TARGET
+
+    def gradients_of(
+        self, gradient: TokenGradient, *, drops: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss and the gradients of the hidden states and of the weight."""
+        hidden = self.start.to(torch.bfloat16).requires_grad_()
+        if drops:
+            self.weight.grad, self.weight.grad_dtype = None, torch.bfloat16
+        loss = head_file.mean_loss(hidden, self.weight, self.weight, self.targets, gradient)
+        torch.autograd.backward(loss / 3)
+        assert hidden.grad is not None and self.weight.grad is not None
+        return loss.detach(), hidden.grad, self.weight.grad
 
 
 @pytest.mark.parametrize(
