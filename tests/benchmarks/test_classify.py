@@ -35,9 +35,20 @@ def test_the_same_texts_are_chosen_of_the_most_frequent_labels() -> None:
         for label, count in (("a", 3), ("b", 9), ("c", 7))
         for number in range(count)
     ]
-    chosen = classify.choose(rows, labels=2, texts=10)
+    chosen, others = classify.choose(rows, labels=2, texts=10, others=4)
     assert len(chosen) == 10 and {label for _, label in chosen} == {"b", "c"}
-    assert chosen == classify.choose(rows[::-1], labels=2, texts=10)
+    assert len(others) == 4 and not set(others) & set(chosen)
+    assert (chosen, others) == classify.choose(rows[::-1], labels=2, texts=10, others=4)
+    assert (chosen, []) == classify.choose(rows, labels=2, texts=10)
+
+
+def test_a_margin_has_the_error_and_the_p_of_paired_texts() -> None:
+    ours, theirs = [True] * 9 + [False], [True] * 4 + [False] * 6
+    margin = classify.Margin.of(ours, theirs)
+    assert margin.points == pytest.approx(50)
+    assert margin.standard_error == pytest.approx(100 * (0.25 / 10) ** 0.5)
+    assert margin.p == pytest.approx(2 * 0.5**5)
+    assert classify.Margin.of(ours, ours).p == 1
 
 
 def test_both_learn_and_the_margin_is_printed(
@@ -53,15 +64,18 @@ def test_both_learn_and_the_margin_is_printed(
     monkeypatch.setattr(classify, "packages", docstrings)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ["--model", str(model), "--labels", "3", "--texts", "300", "--steps", "12"]
+    words += ["--few", "150"]
     code = classify.main([*words, "--work", str(tmp_path / "work")])
     said = capfd.readouterr()
     result = json.loads(said.out.splitlines()[-1])
-    assert code == (0 if result["margin"] > 0 else 1)
-    assert result["texts"] == 300 and result["labels"] == 3
-    assert result["margin"] == result["accuracy"] - max(result["peer_accuracy"].values())
-    assert min(result["peer_accuracy"].values()) > 0.6
-    (margin,) = [line for line in said.err.splitlines() if line.startswith("margin, points")]
-    assert margin.split()[-1] == f"{100 * result['margin']:+.2f}"
+    margins = result["margins"]
+    assert code == (0 if min(each["points"] for each in margins.values()) > 0 else 1)
+    assert result["held_out"] == 300 and 100 < result["texts"] < 150 and result["labels"] == 3
+    for name, accuracy in result["peer_accuracy"].items():
+        assert accuracy > 0.5
+        assert margins[name]["points"] == pytest.approx(100 * (result["accuracy"] - accuracy))
+        (line,) = [line for line in said.err.splitlines() if line.startswith(name)]
+        assert f"{margins[name]['points']:+.2f}" in line.split()
     rows = map(json.loads, (tmp_path / "work" / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [row["val_loss"] for row in rows if "val_loss" in row]
     assert losses[-1] < losses[0]
