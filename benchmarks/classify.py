@@ -37,6 +37,8 @@ from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
 from payload.data.labelled import open_labelled
 from payload.data_folder import load_meta
+from payload.train.models.classifier import Classifier
+from payload.train.models.registry import load
 
 LABELS = 12
 TEXTS = 10_000
@@ -78,6 +80,7 @@ FORMS = frozenset(
 )
 """Sections that say what a package is made of, or its language; the others name a topic."""
 _SEED = 20261123
+_ROWS = 64
 SPLITS = ("train", "val")
 _OURS = "tileforge"
 _STRENGTHS = (3.0, 10.0, 30.0, 100.0)
@@ -129,6 +132,7 @@ def main(argv: Sequence[str]) -> int:
         train, held_out = (_split(work / "data", each, arguments.model) for each in SPLITS)
         if others:
             held_out = _Texts.of(own)
+        held_out = held_out.first(arguments.measure)
         sets = [f"model.init={arguments.model}", f"train.steps={arguments.steps}"]
         evaluation, took_s = _train(work, config=arguments.config, sets=[*sets, *arguments.sets])
         result: dict[str, Any] = {
@@ -141,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
             "train_s": round(took_s, 1),
             "val_accuracy": evaluation["val_accuracy"],
         }
-        ours = _labels(work, held_out)
+        ours = _labels(work, held_out, model=arguments.model)
         peers = dict(_peers(train, held_out))
     return _report(result, held_out.labels, ours, peers)
 
@@ -189,6 +193,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--texts", type=int, default=TEXTS, metavar="COUNT")
     parser.add_argument(
         "--few", type=int, default=0, metavar="COUNT", help="learn from so many other texts"
+    )
+    parser.add_argument(
+        "--measure", type=int, metavar="COUNT", help="keep to the first of the held-out texts"
     )
     parser.add_argument("--steps", type=int, default=125, metavar="COUNT")
     parser.add_argument("--config", type=Path, default=CONFIG, metavar="TOML", help="the recipe")
@@ -258,17 +265,28 @@ def _train(work: Path, *, config: Path, sets: Sequence[str]) -> tuple[dict[str, 
     return [row for row in rows if "val_loss" in row][-1], time.perf_counter() - began
 
 
-def _labels(work: Path, held_out: _Texts) -> list[str]:
-    """Return the label that `payload.generate --classify` gives each text."""
-    (work / "held_out.txt").write_text("\n".join(held_out.texts) + "\n", encoding="utf-8")
-    words = ["--checkpoint", str(work / "run"), "--input", str(work / "held_out.txt"), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "payload.generate", "--classify", *words],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return [json.loads(line)["label"] for line in done.stdout.splitlines()]
+def _labels(work: Path, held_out: _Texts, *, model: str) -> list[str]:
+    """Return the label that the run's last checkpoint gives each text, computed in bf16."""
+    import torch
+    from tokenizers import Tokenizer
+
+    (checkpoint,) = (work / "run" / "checkpoints").glob("step_*")
+    classifier = load(checkpoint).eval()
+    assert isinstance(classifier, Classifier)
+    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    encoded = [tokenizer.encode(text).ids for text in held_out.texts]
+    order = sorted(range(len(encoded)), key=lambda place: len(encoded[place]))
+    given = [""] * len(order)
+    for start in range(0, len(order), _ROWS):
+        places = order[start : start + _ROWS]
+        tokens = torch.full((len(places), len(encoded[places[-1]])), classifier.pad_token)
+        for row, place in enumerate(places):
+            tokens[row, : len(encoded[place])] = torch.tensor(encoded[place])
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            chosen = classifier.class_logits(tokens).argmax(-1).tolist()
+        for place, number in zip(places, chosen, strict=True):
+            given[place] = classifier.labels[number]
+    return given
 
 
 def _peers(train: _Texts, held_out: _Texts) -> Iterator[tuple[str, list[str]]]:
@@ -299,6 +317,10 @@ class _Texts:
 
     texts: list[str]
     labels: list[str]
+
+    def first(self, count: int | None) -> _Texts:
+        """Return the first `count` texts; None = all."""
+        return _Texts(texts=self.texts[:count], labels=self.labels[:count])
 
     @classmethod
     def of(cls, rows: Sequence[tuple[str, str]]) -> _Texts:
