@@ -33,7 +33,7 @@ INSTALL := bash bootstrap/install-payload.sh --from-make --writable data --writa
 	$(if $(WHEELHOUSE),--wheelhouse "$(WHEELHOUSE)") $(if $(TORCH_CUDA),--torch-cuda)
 # The one command, beside the environment's python.
 LINK_COMMAND = ln -sfn "$(CURDIR)/bootstrap/tileforge" $(VENV)/bin/tileforge
-SHELL_FILES := bootstrap/tileforge bootstrap/install-payload.sh bootstrap/node-setup.sh bootstrap/shared-storage.sh tests/install_packages.sh .ci/run
+SHELL_FILES := bootstrap/tileforge bootstrap/install-payload.sh bootstrap/node-setup.sh bootstrap/shared-storage.sh tests/install_packages.sh tests/nfs/init.sh .ci/run
 # make itself ends with 2, whatever failed.
 OR_SAY = || { code=$$?; echo "make $@: exit code $$code (README.md, Exit codes)" >&2; exit $$code; }
 SHOWN = @printf '%s\n' '$(subst ','\'',$(1))'; $(1) $(OR_SAY)
@@ -43,7 +43,7 @@ SHOWN = @printf '%s\n' '$(subst ','\'',$(1))'; $(1) $(OR_SAY)
 TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-container \
 	chromium chromium-driver fish zsh prometheus prometheus-node-exporter sshfs
 
-.PHONY: help run data test test-packages test-engine test-ipex check fix dashboard bench docs lock setup setup-run setup-ipex clean
+.PHONY: help run data test test-packages test-engine test-ipex test-nfs check fix dashboard bench docs lock setup setup-run setup-ipex clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -66,6 +66,10 @@ test-packages:  ## as root on Debian or Ubuntu: install what tests start besides
 
 test-ipex: setup-ipex  ## the tests of the archived engine, in an environment of their own (7 GB)
 	$(VENV_IPEX)/bin/python -m pytest tests/ipex -m ipex $(ARGS)
+
+test-nfs: setup  ## as root on Debian: nodes that train from an NFS export, in a kernel of its own (minutes)
+	@bash tests/install_packages.sh user-mode-linux nfs-kernel-server kmod
+	$(PY) -m pytest tests/nfs -m nfs $(ARGS)
 
 # The provider of the version that the lock has; Pulumi's CLI fetches it where it is not installed.
 test-engine: setup  ## the tests on Pulumi's real engine, where `pulumi` is on PATH

@@ -1,0 +1,261 @@
+"""Export from a head, mount on two workers, train, and break the way between them.
+
+`python -m tests.nfs.inside OUT`. Each worker has network and mounts of its own, and the folder
+under the name that a node has it by. The bootstrap's script exports it on the head and mounts it
+on the workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from payload.inventory import SHARED_FOLDER
+from payload.orchestrate.node.look import FolderTrial
+from payload.shared_folders import FolderWatch
+from tests.support.launching import REPO
+
+HEAD = "10.60.0.10"
+_OWN = ("--net", "--mount", "--uts")
+_HERE = "tests.nfs.inside"
+SCRIPT = REPO / "bootstrap/shared-storage.sh"
+SILENT_S = 25.0
+Ranks = list[subprocess.Popen[bytes]]
+_SYSTEMCTL = """\
+#!/bin/sh
+[ "$1" = restart ] || exit 0
+exportfs -r && rpc.nfsd 0 && rpc.mountd && exec rpc.nfsd
+"""
+
+
+class Machine:
+    """The machine; `out` is a folder of the host."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.nodes: list[int] = []
+        """A process of each worker, which has its network and its mounts."""
+        self.began_s = time.monotonic()
+        self.told: dict[str, Any] = {}
+
+    def say(self, text: str) -> None:
+        sys.stderr.write(f"[{time.monotonic() - self.began_s:6.1f}] {text}\n")
+
+    def export(self) -> None:
+        """Let the bootstrap's script export the folder; there is no systemd to start the server."""
+        Path("/run/bin/systemctl").write_text(_SYSTEMCTL, encoding="ascii")
+        Path("/run/bin/systemctl").chmod(0o755)
+        for folder in ("rpc_pipefs", "v4recovery", "nfsdcld"):
+            Path("/var/lib/nfs", folder).mkdir(parents=True)
+        for name in ("etab", "rmtab"):
+            Path("/var/lib/nfs", name).touch()
+        run("mount -t nfsd nfsd /proc/fs/nfsd")
+        run("mount -t rpc_pipefs sunrpc /var/lib/nfs/rpc_pipefs")
+        run("ip link set lo up")
+        run("ip link add br0 type bridge")
+        run(f"ip addr add {HEAD}/24 dev br0")
+        run("ip link set br0 up")
+        run("nfsdcld -p /var/lib/nfs/rpc_pipefs -s /var/lib/nfs/nfsdcld")
+        Path("/etc/exports").touch()
+        os.environ["PATH"] = f"/run/bin:{os.environ['PATH']}"
+        run(f"bash {SCRIPT} export 10.60.0.0/24")
+        self.told["threads"] = int(Path("/proc/fs/nfsd/threads").read_text(encoding="ascii"))
+        self.told["grace_s"] = int(Path("/proc/fs/nfsd/nfsv4gracetime").read_text(encoding="ascii"))
+
+    def add_worker(self, index: int) -> None:
+        """Make a worker and let the bootstrap's script mount the folder there."""
+        node = subprocess.Popen(["unshare", *_OWN, "sleep", "infinity"])
+        self.nodes.append(node.pid)
+        time.sleep(1.0)
+        # NFS servers tell clients apart by their names.
+        self.on(index, ["hostname", f"node-{index}"])
+        run(f"ip link add port{index} type veth peer name eth0 netns {node.pid}")
+        run(f"ip link set port{index} master br0 up")
+        for words in ("lo up", "eth0 up"):
+            self.on(index, ["ip", "link", "set", *words.split()])
+        self.on(index, ["ip", "addr", "add", f"10.60.0.{10 + index}/24", "dev", "eth0"])
+        # Its own disk, or the mount point would be the head's folder.
+        self.on(index, ["mount", "-t", "tmpfs", "none", "/srv"])
+        self.on(index, ["bash", str(SCRIPT), "mount", f"{HEAD}:/"])
+
+    def words(self, index: int, argv: Sequence[str]) -> list[str]:
+        """Return the command that runs another one on a node; 0 is the head."""
+        if index == 0:
+            return list(argv)
+        return ["nsenter", f"--target={self.nodes[index - 1]}", *_OWN, "--", *argv]
+
+    def on(self, index: int, argv: Sequence[str]) -> str:
+        """Run a command on a node; return what it printed."""
+        return run(self.words(index, argv))
+
+    def train(self) -> Ranks:
+        """Start the three ranks of one run, each on a node, with the data from the folder."""
+        ranks = []
+        for rank in range(3):
+            env = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "TORCHELASTIC_RUN_ID": "nfs",
+                "TILEFORGE_NODE": f"node-{rank}",
+                **{"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": "0"},
+                **{"LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)},
+                **{"MASTER_ADDR": HEAD, "MASTER_PORT": "29512"},
+                "GLOO_SOCKET_IFNAME": "eth0" if rank else "br0",
+            }
+            folder = self.out / f"node-{rank}" / "run"
+            program = [sys.executable, "-m", "payload.train", "--run-dir", str(folder)]
+            program += ["--config", str(self.out / "run.toml")]
+            log = (self.out / f"rank_{rank}.log").open("wb")
+            ranks.append(
+                subprocess.Popen(self.words(rank, program), env=env, stdout=log, stderr=log)
+            )
+        return ranks
+
+    def step(self) -> int:
+        """Return the last step of the run."""
+        path = self.out / "node-0/run/metrics.jsonl"
+        return path.read_bytes().count(b'"loss"') if path.exists() else 0
+
+    def outage(
+        self, name: str, *, begin: str, end: str, ranks: list[subprocess.Popen[bytes]]
+    ) -> None:
+        """Take the server away for a while; tell how far the run was, and what was named."""
+        Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")
+        before = self.step()
+        self.say(f"{name} at step {before}")
+        run(begin)
+        time.sleep(SILENT_S)
+        found: dict[str, Any] = {"before": before, "during": self.step()}
+        found["troubles"] = json.loads((self.out / "watch.json").read_text(encoding="utf-8"))
+        if name == "cut":
+            found["trial"] = self.try_folder()
+            found["killed_after_s"] = self._kill_a_reader()
+        run(end)
+        wait_for(
+            lambda: self.step() > found["during"] + 5 or have_ended(ranks), f"steps after {name}"
+        )
+        time.sleep(5.0)
+        found["after"] = self.step()
+        found["later"] = json.loads((self.out / "watch.json").read_text(encoding="utf-8"))
+        self.told[name] = found
+        self.say(json.dumps(found))
+
+    def try_folder(self) -> Any:
+        """Return what preflight finds of the folder on a worker."""
+        return json.loads(self.on(1, [sys.executable, "-m", _HERE, "trial"]))
+
+    def try_lock(self) -> list[int]:
+        """Return the statuses of a worker that locks a file, while the other one has it and after.
+
+        huggingface_hub takes such a lock (flock) for each download into its cache.
+        """
+        file = f"{SHARED_FOLDER}/hub/lock"
+        holder = subprocess.Popen(
+            self.words(2, ["flock", "--close", file, "sh", "-c", "echo; exec sleep 600"]),
+            stdout=subprocess.PIPE,
+        )
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        attempt = self.words(1, ["flock", "--nonblock", file, "true"])
+        while_held = subprocess.run(attempt, check=False).returncode
+        holder.kill()
+        holder.wait()
+        return [while_held, subprocess.run(attempt, check=False).returncode]
+
+    def _kill_a_reader(self) -> float:
+        """Return how long SIGKILL takes to end a program that waits for the server."""
+        code = f"import os; os.statvfs({SHARED_FOLDER!r})"
+        reader = subprocess.Popen(self.words(1, [sys.executable, "-c", code]))
+        time.sleep(8.0)
+        assert reader.poll() is None, "it did not wait for the server"
+        began_s = time.monotonic()
+        reader.kill()
+        reader.wait(60)
+        return time.monotonic() - began_s
+
+
+def run(command: str | Sequence[str]) -> str:
+    """Run a command to its end; return what it printed."""
+    argv = command.split() if isinstance(command, str) else list(command)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{argv}: {done.returncode}: {done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 900.0) -> None:
+    """Return once it holds."""
+    ends_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > ends_s:
+            raise TimeoutError(what)
+        time.sleep(0.2)
+
+
+def have_ended(ranks: Ranks) -> bool:
+    """Return True if one has ended."""
+    return any(rank.poll() is not None for rank in ranks)
+
+
+def watch(path: Path) -> None:
+    """Keep the folder's present troubles in a file, as a worker's heartbeat sends them."""
+    folders = FolderWatch([SHARED_FOLDER], env=os.environ)
+    while True:
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(folders.troubles()), encoding="utf-8")
+        part.replace(path)
+        time.sleep(0.5)
+
+
+def scenario(machine: Machine) -> None:
+    """Export, mount, train; restart the server and cut a worker's link meanwhile."""
+    machine.export()
+    for index in (1, 2):
+        machine.add_worker(index)
+    machine.say("mounted")
+    mounts = machine.on(1, ["cat", "/proc/self/mounts"]).splitlines()
+    machine.told["mount"] = next(line for line in mounts if f" {SHARED_FOLDER} nfs4 " in line)
+    machine.told["trial"] = json.loads(machine.on(1, [sys.executable, "-m", _HERE, "trial"]))
+    machine.told["locks"] = machine.try_lock()
+    shutil.copytree(machine.out / "data", f"{SHARED_FOLDER}/data/tokens")
+    look = [sys.executable, "-m", _HERE, "watch", str(machine.out / "watch.json")]
+    watching = subprocess.Popen(machine.words(1, look))
+    ranks = machine.train()
+    wait_for(lambda: machine.step() >= 5 or have_ended(ranks), "the first steps")
+    machine.outage("restart", begin="rpc.nfsd 0", end="rpc.nfsd", ranks=ranks)
+    machine.outage("cut", begin="ip link set port1 down", end="ip link set port1 up", ranks=ranks)
+    machine.told["exits"] = [rank.wait(900) for rank in ranks]
+    watching.send_signal(signal.SIGKILL)
+    machine.say("the run has ended")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Carry out one of the commands."""
+    if argv[0] == "trial":
+        sys.stdout.write(json.dumps(FolderTrial(Path(SHARED_FOLDER)).result()))
+        sys.stdout.flush()
+        # Not to wait for a thread whose look may never return.
+        os._exit(0)
+    if argv[0] == "watch":
+        watch(Path(argv[1]))
+    machine = Machine(Path(argv[0]))
+    try:
+        scenario(machine)
+    finally:
+        kernel = run("dmesg").splitlines()
+        machine.told["kernel"] = [line for line in kernel if "nfs" in line.lower()]
+        text = json.dumps(machine.told, indent=1)
+        (machine.out / "told.json").write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
