@@ -71,7 +71,8 @@ def test_a_silent_shared_folder_is_named_and_the_run_goes_on_once_it_answers(
             *("--steps", "100", "--reads", str(folder)),
             settings=(
                 f"data.dir={folder}",
-                "limits.hang_timeout_s=6",
+                # Above the time after which the folder is named.
+                "limits.hang_timeout_s=15",
                 "limits.max_restarts=1",
             ),
         )
