@@ -141,7 +141,7 @@ def test_a_bad_combination_is_refused_with_one_line_and_starts_nothing(
     where = ["--inventory", "local", "--runs-dir", str(workplace.runs)]
     status = main([command, *workplace.settings(), *where, *words], os.environ)
     captured = capsys.readouterr()
-    assert status == ExitCode.CONFIG == 10
+    assert status == ExitCode.CONFIG
     assert captured.out == ""
     assert [each for each in captured.err.splitlines() if not each.startswith("inventory:")] == [
         line

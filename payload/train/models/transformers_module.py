@@ -101,13 +101,13 @@ def without_load_report() -> Iterator[None]:
     level = theirs.get_verbosity()
     has_bar = theirs.is_progress_bar_enabled()
     theirs.set_verbosity(logging.ERROR)
-    theirs.disable_progress_bar()  # type: ignore[no-untyped-call]
+    theirs.disable_progress_bar()
     try:
         yield
     finally:
         theirs.set_verbosity(level)
         if has_bar:
-            theirs.enable_progress_bar()  # type: ignore[no-untyped-call]
+            theirs.enable_progress_bar()
 
 
 def _without_initialisation() -> AbstractContextManager[None]:

@@ -130,6 +130,7 @@ def _weightless(module: _Module) -> Iterator[None]:
     linears = [each for each in module.modules() if isinstance(each, QuantizedLinear)]
     for each in linears:
         places = torch.arange(each.out_features) % each.in_features
+        # Of this object alone; its class keeps the method.
         each.forward = partial(torch.index_select, dim=-1, index=places)  # type: ignore[method-assign]
     try:
         yield
