@@ -29,10 +29,14 @@ _NETWORK = re.compile(r"nfs4?|cifs|smb3|ceph|lustre|beegfs|gpfs|9p|afs|glusterfs
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
-def folders_of(config: RunConfig) -> list[str]:
-    """Return the folders that a run may read from a server: data, first weights, the cluster's."""
-    named = (config.data.dir, config.model.init)
-    return [SHARED_FOLDER, *(path for path in named if path.startswith("/"))]
+def folders_of(config: RunConfig, *, work_dir: str) -> list[str]:
+    """Return the folders that a run may read from a server: the cluster's, data, first weights.
+
+    `work_dir` is the ranks' working folder, where a relative `data.dir` begins. A relative
+    `model.init` may be a name on the hub and is left out.
+    """
+    data, init = str(Path(work_dir) / config.data.folder()), config.model.init
+    return [SHARED_FOLDER, data, *([init] if init.startswith("/") else [])]
 
 
 def network_mounts(paths: Iterable[str], *, mounts: Path = Path("/proc/self/mounts")) -> list[str]:
@@ -67,6 +71,10 @@ class FolderWatch:
         found = {look.folder: look.trouble() for look in self._looks}
         return {folder: words for folder, words in found.items() if words}
 
+    def processes(self) -> list[int]:
+        """Return the ids of the processes that look."""
+        return [look.pid for look in self._looks if look.pid is not None]
+
     def close(self) -> None:
         """End the processes; one that hangs in the kernel stays until its mount answers."""
         for look in self._looks:
@@ -81,7 +89,12 @@ class _Look:
         self._env = dict(env)
         self._answered_s = time.monotonic()
         self._error = ""
+        self._process: subprocess.Popen[bytes] | None = None
         self._start()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
 
     def trouble(self) -> str:
         """Return what is wrong with the folder now, or nothing."""
@@ -92,36 +105,44 @@ class _Look:
         return f"answers with an error: {self._error}" if self._error else ""
 
     def close(self) -> None:
-        self._process.kill()
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+            process.wait(_END_S)
+        if process.stdout is not None:
+            process.stdout.close()
 
     def _start(self) -> None:
         self._started_s = time.monotonic()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "payload.shared_folders", self.folder],
-            env=self._env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
+        # A machine without memory for it must not end the run: then nothing is known.
+        with suppress(OSError):
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "payload.shared_folders", self.folder],
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            assert self._process.stdout is not None
+            os.set_blocking(self._process.stdout.fileno(), False)
 
     def _hear(self) -> None:
-        assert self._process.stdout is not None
-        with suppress(BlockingIOError):
-            said = os.read(self._process.stdout.fileno(), 65536)
-            if said:
-                self._answered_s = time.monotonic()
-                self._error = short(said.decode(errors="replace").rstrip("\n").rpartition("\n")[2])
-        if self._process.poll() is None:
-            return
-        # Somebody ended the process, which says nothing of the folder.
-        self._answered_s = time.monotonic()
+        process = self._process
+        if process is not None:
+            assert process.stdout is not None
+            with suppress(BlockingIOError):
+                said = os.read(process.stdout.fileno(), 65536)
+                if said:
+                    self._answered_s = time.monotonic()
+                    last = said.decode(errors="replace").rstrip("\n").rpartition("\n")[2]
+                    self._error = short(last)
+            if process.poll() is None:
+                return
+        # No process, or somebody ended it, says nothing of the folder.
+        self._answered_s, self._error = time.monotonic(), ""
         if self._answered_s - self._started_s >= _RESTART_S:
             self.close()
             self._start()

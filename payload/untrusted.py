@@ -92,6 +92,14 @@ def open_regular(path: Path) -> io.BufferedReader:
     raise OSError(errno.EINVAL, "Not a regular file", str(path))
 
 
+def can_see(path: Path) -> bool:
+    """Return True if the path exists and this user may look at it."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 def read_bytes(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Return a regular file's content.
 

@@ -36,7 +36,7 @@ from payload.run_config import load_run_config
 from payload.run_repair import known_state, known_summary
 from payload.shared_folders import FolderWatch, describe, folders_of
 from payload.supervise.attempt import Attempt
-from payload.supervise.processes import processes_of, see_off
+from payload.supervise.processes import kill_until_none, processes_of, see_off
 from payload.supervise.signs import Signs
 from payload.supervise.stopping import Stopping, Wakeups
 from payload.supervise.stream import NodeStream, close_all, wait_for_nodes
@@ -47,6 +47,7 @@ _STATE_EVERY_S = 5.0
 _PAUSE_TICK_S = 0.5
 _LIFELINE_S = 60.0
 _FOLDERS_RETURN_S = 60.0
+_KILL_S = 5.0
 _JOB_MARGIN_S = 10.0
 _EVENT_CHARS = 1_000
 _ENDS: Mapping[RunStatus, EventKind] = {
@@ -81,7 +82,7 @@ class Supervisor:
         # On a cluster the link is the operator's, beside the copies there.
         self._is_latest = not self._is_shared
         self._streams = self._worker_streams()
-        self._folders = FolderWatch(folders_of(self._config), env=env)
+        self._folders = FolderWatch(self._folder_names(), env=env)
         self._folder_words = ""
         previous = known_state(paths)
         self._dead = previous if previous is not None and previous.exit_class is None else None
@@ -283,8 +284,9 @@ class Supervisor:
         self._note_event("failure", verdict.error or "")
         self._state = replace(self._state, note=waiting_note(verdict))
         self._tell("starting")
-        away = self._leftovers() or wait_for_nodes(self._streams, pause=self._pause)
-        away = away or self._wait_for_folders()
+        # Ranks that wait for a folder's server may not be killable before it is back.
+        away = self._wait_for_folders() if verdict.exit_code is ExitCode.HANG else None
+        away = away or self._leftovers() or wait_for_nodes(self._streams, pause=self._pause)
         if not away and self._pause(pause_s):
             return None
         self._state = replace(self._state, note=note_before)
@@ -294,7 +296,7 @@ class Supervisor:
         return _adding(verdict, f"not started again: {away}")
 
     def _leftovers(self) -> str | None:
-        left = processes_of(self._paths.root)
+        left = kill_until_none(self._paths.root, timeout_s=_KILL_S)
         return f"processes {sorted(left)} could not be ended" if left else None
 
     def _wait_for_folders(self) -> str | None:
@@ -304,6 +306,9 @@ class Supervisor:
             if time.monotonic() > ends or not self._pause(_PAUSE_TICK_S):
                 return words
         return None
+
+    def _folder_names(self) -> list[str]:
+        return folders_of(self._config, work_dir=self._plan.work_dir)
 
     def _silent_folders(self) -> str:
         """Return which shared folders do not answer on which node, or nothing."""
@@ -400,7 +405,7 @@ class Supervisor:
                 run_dir=self._paths.root,
                 lifeline_s=lifeline_s,
                 env=env,
-                folders=folders_of(self._config),
+                folders=self._folder_names(),
             )
             for node in self._inventory.nodes[1:]
         ]

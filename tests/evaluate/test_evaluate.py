@@ -153,7 +153,7 @@ def test_data_of_another_tokenizer_is_refused_with_the_command_that_makes_it_rig
     save_hf(make_model(sequence_length=LENGTH), tmp_path)
     add_tokenizer(tmp_path)
     line = complaint(["--checkpoint", str(tmp_path), "--data", str(data)], capsys)
-    assert f"--data = '{data}' was prepared with the tokenizer gpt2, --checkpoint = " in line
+    assert f"--data = '{data}' was prepared with the tokenizer gpt2, but --checkpoint = " in line
     assert (
         f"-m payload.data prepare --source 'random phrases' --input PATH --tokenizer {tmp_path}"
         in line

@@ -91,7 +91,7 @@ def test_without_weights_it_says_that_it_does_not_know() -> None:
         ({"vocab_size": -1}, "vocab_size = -1: must be at least 1"),
         ({"vocab_size": None}, "must be an integer"),
         ({"num_hidden_layers": 1.5}, "must be an integer"),
-        ({"model_type": 7}, "model_type is 7"),
+        ({"model_type": 7}, "model_type = 7"),
     ],
 )
 def test_a_wrong_size_is_refused(changed: dict[str, Any], message: str) -> None:

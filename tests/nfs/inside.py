@@ -74,7 +74,8 @@ class Machine:
         """Make a worker and let the bootstrap's script mount the folder there."""
         node = subprocess.Popen(["unshare", *_OWN, "sleep", "infinity"])
         self.nodes.append(node.pid)
-        time.sleep(1.0)
+        own = Path("/proc/self/ns/net").readlink()
+        wait_for(lambda: Path(f"/proc/{node.pid}/ns/net").readlink() != own, f"node-{index}")
         # NFS servers tell clients apart by their names.
         self.on(index, ["hostname", f"node-{index}"])
         run(f"ip link add port{index} type veth peer name eth0 netns {node.pid}")
@@ -142,9 +143,11 @@ class Machine:
         wait_for(
             lambda: self.step() > found["during"] + 5 or have_ended(ranks), f"steps after {name}"
         )
-        time.sleep(5.0)
+        # NFS and the ranks connect again each in its own time.
+        watch = self.out / "watch.json"
+        wait_for(lambda: watch.read_text(encoding="utf-8") == "{}", "the folder's answer")
         found["after"] = self.step()
-        found["later"] = json.loads((self.out / "watch.json").read_text(encoding="utf-8"))
+        found["later"] = json.loads(watch.read_text(encoding="utf-8"))
         self.told[name] = found
         self.say(json.dumps(found))
 

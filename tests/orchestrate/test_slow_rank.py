@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from payload.metrics_log import rank_times, read_metrics
+from payload.metrics_log import MetricsTail, rank_times, read_metrics
 from payload.results import RunPaths, Summary, read_json
 from payload.stragglers import StragglerWatch
 from tests.supervise.planned import REPO, wait_for
@@ -31,6 +32,7 @@ SETTINGS = (
     *("launch.ranks_per_node=2", "launch.threads_per_rank=1"),
 )
 _STEPS = 20
+_NAMED = re.compile(r"warning: rank 1 on (\S+) is slow since step (\d+): .* Look at its log: (.*)")
 _PERIOD_S, _LOOK_S = 0.2, 0.005
 
 
@@ -69,17 +71,25 @@ def share_of(paths: RunPaths, process: int, *, steps: int) -> float:
     return (cpu_s(process) - before_s) / (time.monotonic() - began_s)
 
 
-def is_even(paths: RunPaths) -> bool:
-    """Return whether no rank is slow now, and none was in the last rows.
+def wait_for_even_ranks(paths: RunPaths) -> None:
+    """Return once no rank is slow, and none was in the last rows.
 
     Other programs take a core from a rank at any time, and such a rank is named with good reason.
     """
-    watch = StragglerWatch()
-    rows = [row for row in read_metrics(paths.metrics) if "loss" in row]
-    for row in rows:
-        watch.add(row)
-    works = [times.work() for row in rows[-3:] if (times := rank_times(row)) is not None]
-    return not watch.slow() and all(max(work) < 1.2 * min(work) for work in works)
+    watch, tail = StragglerWatch(), MetricsTail(paths.metrics)
+    evenness: deque[bool] = deque(maxlen=3)
+
+    def are_even() -> bool:
+        for row in tail.new_rows():
+            if (times := rank_times(row)) is not None and "loss" in row:
+                watch.add(row)
+                evenness.append(max(times.work()) < 1.2 * min(times.work()))
+        return not watch.slow() and len(evenness) == 3 and all(evenness)
+
+    ends = time.monotonic() + TIMEOUT_S
+    while not are_even():
+        assert time.monotonic() < ends, f"ranks were not equally fast within {TIMEOUT_S:g} s"
+        time.sleep(0.2)
 
 
 @contextmanager
@@ -128,31 +138,32 @@ def test_a_rank_with_half_its_core_is_named_within_20_steps(tmp_path: Path) -> N
     reader = threading.Thread(target=lines.extend, args=[run.stderr])
     reader.start()
 
-    def named() -> list[str]:
-        return [line for line in lines if line.startswith("warning: rank 1 ")]
+    def named(*, since: int) -> list[re.Match[str]]:
+        """Return the warnings of rank 1 from a step on; other programs may cause earlier ones."""
+        found = [_NAMED.match(line) for line in lines]
+        return [each for each in found if each is not None and int(each[2]) >= since]
 
     try:
         wait_for(lambda: step_of(paths) >= 12, "12 steps", timeout_s=TIMEOUT_S)
         process = process_of(paths, rank=1)
         share = share_of(paths, process, steps=10)
-        wait_for(lambda: is_even(paths), "ranks that are equally fast", timeout_s=TIMEOUT_S)
-        before, began = len(named()), step_of(paths)
+        wait_for_even_ranks(paths)
+        began = step_of(paths)
         with limited(process, share=share / 2):
-            wait_for(lambda: len(named()) > before, "the slow rank's name", timeout_s=TIMEOUT_S)
+            wait_for(lambda: bool(named(since=began)), "the slow rank's name", timeout_s=TIMEOUT_S)
             seen = step_of(paths)
     finally:
         run.send_signal(signal.SIGINT)
         run.wait(timeout=TIMEOUT_S)
         reader.join()
     assert seen <= began + _STEPS
-    line = named()[before]
-    found = re.search(r"on (\S+) is slow since step (\d+): .* Look at its log: (.*)", line)
-    assert found is not None and found[1] == os.uname().nodename
-    assert began <= int(found[2]) <= began + _STEPS
+    found = named(since=began)[0]
+    assert found[1] == os.uname().nodename
+    assert int(found[2]) <= began + _STEPS
     assert " logs one " in found[3] and "--rank 1" in found[3]
     summary = read_json(Summary, paths.summary)
     assert summary is not None and 1 in {each.rank for each in summary.stragglers}
-    after = lines[lines.index(line) + 1 :]
+    after = lines[lines.index(found.string) + 1 :]
     assert any("rank 1 on" in line for line in after)  # again at the end
     page = paths.report.read_text(encoding="utf-8")
     assert "rank 1 was slow" in page or "rank 1 is slow" in page

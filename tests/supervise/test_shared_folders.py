@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from payload import shared_folders
 from payload.errors import ExitCode
 from payload.results import RunState
 from payload.run_config import parse_run_config
-from payload.shared_folders import describe, folders_of, network_mounts, short
+from payload.shared_folders import FolderWatch, describe, folders_of, network_mounts, short
 from tests.supervise.planned import (
     DEADLINE_S,
     plan_stand_in,
@@ -51,9 +53,27 @@ def test_the_mount_of_a_server_that_holds_a_folder_is_found_without_a_look_at_it
 def test_data_first_weights_and_the_cluster_s_folder_are_watched() -> None:
     settings = ["data.dir=/mnt/data", "model.init=/mnt/weights"]
     config = parse_run_config("", overrides=settings, where="test")
-    assert folders_of(config) == ["/srv/tileforge/shared", "/mnt/data", "/mnt/weights"]
+    shared = "/srv/tileforge/shared"
+    assert folders_of(config, work_dir="/home/a") == [shared, "/mnt/data", "/mnt/weights"]
+    config = parse_run_config("", overrides=["data.dir=data/owt"], where="test")
+    assert folders_of(config, work_dir="/home/a") == [shared, "/home/a/data/owt"]
     config = parse_run_config("", overrides=["data.dir=gs://bucket/data"], where="test")
-    assert folders_of(config) == ["/srv/tileforge/shared"]
+    cache = str(Path.home() / ".cache/tileforge/data/bucket/data")
+    assert folders_of(config, work_dir="/home/a") == [shared, cache]
+
+
+def test_a_watch_without_a_process_knows_nothing_and_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sshfs_mount(tmp_path) as (folder, _):
+        monkeypatch.setattr(shared_folders, "_RESTART_S", 0.0)
+        monkeypatch.setattr(shared_folders.sys, "executable", str(tmp_path / "no-python"))
+        watch = FolderWatch([str(folder)], env=os.environ)
+        assert watch.troubles() == {}
+        monkeypatch.undo()
+        wait_for(lambda: not watch.troubles() and bool(watch.processes()), "a process")
+        watch.close()
+        assert watch.processes() == []
 
 
 def test_what_another_node_says_of_its_folders_is_one_short_line() -> None:
@@ -76,7 +96,7 @@ def test_a_silent_shared_folder_is_named_and_the_run_goes_on_once_it_answers(
                 "limits.max_restarts=1",
             ),
         )
-        supervisor = supervise(paths, silent_s=2.0)
+        supervisor = supervise(paths, silent_s=5.0)
         wait_for_steps(paths)
         node = state_of(paths).node
 

@@ -229,6 +229,7 @@ def _order(
             runs_dir=options.runs_dir,
             overrides=options.overrides,
             settings=lambda: settle_results(options.load(), bucket=bucket),
+            has_config=options.config is not None,
             env=code_env,
             say=talk.print,
         )

@@ -44,7 +44,7 @@ from payload.storage.records import fetch_records
 from payload.storage.restore import has_run, last_step
 from payload.storage.watched import watched_store
 from payload.store_state import StoreState
-from payload.untrusted import RUN_ID
+from payload.untrusted import RUN_ID, can_see
 
 # A supervisor takes its lock this soon after the plan was written.
 _START_S = 15.0
@@ -370,19 +370,22 @@ def resumable_run(
     runs_dir: Path,
     overrides: Sequence[str],
     settings: Callable[[], RunConfig],
+    has_config: bool,
     env: Mapping[str, str],
     say: Callable[[str], None],
 ) -> tuple[RunPaths, Sequence[str]]:
     """Return the run that `--resume` names, in the runs folder or brought from its store.
 
-    Also the overrides, by which a run that is named by its address stays in that store.
+    Also the overrides, by which a run that is named by its address stays in that store and finds
+    its data; not where a config file was given, which names its own (`has_config`).
     `settings` are what the command knows without the run. Raises UsageError and ConfigError.
     """
     if is_address(named):
         address = run_address(named)
         overrides = [f"storage.results={address.parent()}", *overrides]
     elif named == LATEST or (runs_dir / named).exists():
-        return find_run(runs_dir, named), overrides
+        paths = find_run(runs_dir, named)
+        return paths, overrides if has_config else [*_data_of(paths), *overrides]
     else:
         results = settings().storage.address()
         if results is None:
@@ -393,7 +396,7 @@ def resumable_run(
         with watched_store(address, env=env, say=say) as store:
             fetch_whole(store, paths)
         say(f"run {paths.run_id} comes from {address}")
-    return paths, [*_data_of(paths), *overrides]
+    return paths, overrides if has_config else [*_data_of(paths), *overrides]
 
 
 def _data_of(paths: RunPaths) -> list[str]:
@@ -403,7 +406,7 @@ def _data_of(paths: RunPaths) -> list[str]:
     """
     with suppress(ConfigError):
         named = operators_data(paths.plan)
-        if named and not Path(load_run_config(paths.config).data.dir).exists():
+        if named and not can_see(Path(load_run_config(paths.config).data.dir)):
             return [f"data.dir={named}"]
     return []
 
