@@ -21,8 +21,8 @@ class DeviceSection:
     """[device]"""
 
     kind: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device that the ranks compute on. auto: CUDA where torch sees a device, with a rank on each,
-    else the CPU. The project's kernels are for CPUs."""
+    """Device that the ranks compute on. auto: CUDA where torch sees a device for each rank of the
+    machine, else the CPU. The project's kernels are for CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,8 @@ class LaunchSection:
     Each starts ranks on one machine or on a cluster. In a Slurm job `auto` is `srun`. A run says
     which one it takes."""
     ranks_per_node: int | None = setting(None, low=1, high=4096)
-    """none = one per GPU, or per NUMA domain where ranks compute on CPUs."""
+    """none = one per GPU where the inventory counts GPUs (that of a stack does), else one per NUMA
+    domain. The inventories of this machine and of Slurm count none."""
     threads_per_rank: int | None = setting(None, low=1, high=4096)
     """none = the node's physical cores shared out evenly."""
     malloc: Literal["tuned", "lean", "tcmalloc", "default"] = "tuned"

@@ -33,11 +33,13 @@ MEANINGS = {
     ExitCode.SSH_AUTH: "a node refuses the key",
     ExitCode.HOST_KEY: "a node shows another host key than expected",
     ExitCode.BOOTSTRAP: "an environment or a node could not be set up",
-    ExitCode.PREFLIGHT: "a machine is not fit for the run (launcher, port, memory, network), or "
+    ExitCode.PREFLIGHT: "a machine is not fit for the run (launcher, port, memory, network, shared "
+    "folder), a store of results does not answer, or "
     "the cloud's interface does not answer",
     ExitCode.TRAINING: "training itself failed, or the ranks' weights differ",
     ExitCode.RANK_LOST: "a rank died, or its node cannot be reached",
-    ExitCode.HANG: "no rank made progress within the limit: one is stuck, or its node is frozen",
+    ExitCode.HANG: "no rank made progress within the limit: one is stuck, its node is frozen, or a "
+    "shared folder does not answer",
     ExitCode.BUDGET: "the run's cost or time limit was reached; it saved a checkpoint and stopped",
     ExitCode.TEARDOWN: "something is left in the cloud, or it is not shown that nothing is",
 }

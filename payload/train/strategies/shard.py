@@ -82,7 +82,7 @@ class Shard(Strategy):
         self._enter_by_hooks(model)
 
     def _share_out(self, module: nn.Module) -> None:
-        # Gradients that travel as bf16 are rounded for that alone; each rank adds them up in fp32.
+        # Gradients that travel as bf16 are rounded for that alone; on CPUs each rank adds in fp32.
         reduced = torch.bfloat16 if self.settings.grad_dtype == "bf16" else None
         before, kind = _num_hooks(module), type(module)
         fully_shard(module, mesh=self._mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduced))
