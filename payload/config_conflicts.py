@@ -39,7 +39,7 @@ def schedule_conflicts(
     if schedule.kind == "cosine" and decay_steps <= schedule.warmup_steps:
         found.append(
             f"schedule.decay_steps = {decay_steps} is not above warmup_steps = "
-            f"{schedule.warmup_steps}."
+            f"{schedule.warmup_steps}. Raise decay_steps, or lower warmup_steps."
         )
     return found
 
@@ -104,11 +104,7 @@ def strategy_conflicts(
             f'optimizer.name = "muon" needs whole matrices, and distributed.strategy = {strategy} '
             'splits them. Use adamw, or strategy = "replicate".'
         )
-    if engine.kind != "native" or engine.compile:
-        found.append(
-            f'distributed.strategy = {strategy} runs on engine.kind = "native" without '
-            "engine.compile alone. Leave them out."
-        )
+    found += _plain_engine_conflicts(f"distributed.strategy = {strategy}", engine)
     if distributed.backend == "ccl":
         found.append(
             f'distributed.backend = "ccl": on CPUs strategy = {strategy} is for gloo alone. Use '
@@ -151,19 +147,15 @@ def _split_conflicts(
             f'optimizer.name = "muon" needs whole matrices, and {setting} splits the model. Use '
             "adamw."
         )
-    if engine.kind != "native" or engine.compile:
-        found.append(
-            f'{setting} runs on engine.kind = "native" without engine.compile alone. Leave them '
-            "out."
-        )
+    found += _plain_engine_conflicts(setting, engine)
     if distributed.backend not in ("auto", "gloo"):
         found.append(
             f'distributed.backend = "{distributed.backend}": {setting} is for gloo alone. Use gloo.'
         )
     if adapter.is_on():
         found.append(
-            f'adapter.kind = "{adapter.kind}" does not run with {setting}. Use '
-            'distributed.strategy = "shard" without it, or train all weights.'
+            f'adapter.kind = "{adapter.kind}" does not run with {setting}. Set that to 1, or '
+            'adapter.kind to "none".'
         )
     if task.kind in ("classify", "preference"):
         found.append(
@@ -238,8 +230,8 @@ def fp8_conflicts(
     found += _engine_conflicts(setting, engine)
     if distributed.strategy == "zero3" or distributed.splits_model():
         found.append(
-            f'{setting} runs with distributed.strategy = "replicate" or "shard", without '
-            'tensor_parallel and pipeline_parallel. Set these, or fp8 to "off".'
+            f'{setting} does not run with distributed.strategy = "zero3", tensor_parallel or '
+            'pipeline_parallel. Use "replicate" or "shard" alone, or set fp8 to "off".'
         )
     return found
 
@@ -249,6 +241,14 @@ def _engine_conflicts(setting: str, engine: EngineSection) -> list[str]:
     if engine.kind == "native":
         return []
     return [f'{setting} does not run on engine.kind = "{engine.kind}". Set it to "native".']
+
+
+def _plain_engine_conflicts(setting: str, engine: EngineSection) -> list[str]:
+    """Say why what `setting` asks for does not run on this engine, or not compiled."""
+    found = _engine_conflicts(setting, engine)
+    if engine.compile:
+        found.append(f"{setting} does not run with engine.compile = true. Set it to false.")
+    return found
 
 
 def preference_conflicts(task: TaskSection, model: ModelSection) -> list[str]:
@@ -287,9 +287,4 @@ def adapter_conflicts(
             "adapter.dora = true does not run with distributed.strategy = "
             f'"{distributed.strategy}". Set it to "replicate".'
         )
-    if engine.kind != "native" or engine.compile:
-        found.append(
-            f'adapter.kind = "{kind}" runs on engine.kind = "native" without engine.compile alone. '
-            "Leave them out."
-        )
-    return found
+    return [*found, *_plain_engine_conflicts(f'adapter.kind = "{kind}"', engine)]

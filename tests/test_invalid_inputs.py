@@ -264,8 +264,8 @@ def test_a_table_of_labels_that_cannot_be_learned(
         ),
         (
             ("adapter.kind=lora", "engine.compile=true"),
-            'defaults: adapter.kind = "lora" runs on engine.kind = "native" without '
-            "engine.compile alone. Leave them out.",
+            'defaults: adapter.kind = "lora" does not run with engine.compile = true. Set it to '
+            "false.",
         ),
         (
             ("model.quantize=nf4",),

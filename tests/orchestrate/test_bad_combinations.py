@@ -52,8 +52,8 @@ _ANYWHERE = {
     "model.quantize=nf4 adapter.kind=lora model.init=x distributed.tensor_parallel=2": (
         'model.quantize = "nf4" does not run with distributed.tensor_parallel or '
         "pipeline_parallel: blocks of 4 bits cannot be split. Leave these out. "
-        'adapter.kind = "lora" does not run with distributed.tensor_parallel = 2. Use '
-        'distributed.strategy = "shard" without it, or train all weights.'
+        'adapter.kind = "lora" does not run with distributed.tensor_parallel = 2. Set that to '
+        '1, or adapter.kind to "none".'
     ),
     "distributed.shard_size=2": (
         'distributed.shard_size = 2 needs distributed.strategy = "shard". Set it, or leave '
@@ -64,8 +64,7 @@ _ANYWHERE = {
         'them. Use adamw, or strategy = "replicate".'
     ),
     "distributed.strategy=shard engine.compile=true": (
-        'distributed.strategy = "shard" runs on engine.kind = "native" without engine.compile '
-        "alone. Leave them out."
+        'distributed.strategy = "shard" does not run with engine.compile = true. Set it to false.'
     ),
     "distributed.strategy=shard distributed.backend=ccl": (
         'distributed.backend = "ccl": on CPUs strategy = "shard" is for gloo alone. Use gloo.'
@@ -84,15 +83,14 @@ _ANYWHERE = {
         "splits the model. Use adamw."
     ),
     "distributed.tensor_parallel=2 engine.kind=ipex": (
-        'distributed.tensor_parallel = 2 runs on engine.kind = "native" without engine.compile '
-        "alone. Leave them out."
+        'distributed.tensor_parallel = 2 does not run on engine.kind = "ipex". Set it to "native".'
     ),
     "distributed.tensor_parallel=2 distributed.backend=ccl": (
         'distributed.backend = "ccl": distributed.tensor_parallel = 2 is for gloo alone. Use gloo.'
     ),
     "distributed.pipeline_parallel=2 adapter.kind=lora model.init=x": (
-        'adapter.kind = "lora" does not run with distributed.pipeline_parallel = 2. Use '
-        'distributed.strategy = "shard" without it, or train all weights.'
+        'adapter.kind = "lora" does not run with distributed.pipeline_parallel = 2. Set that to '
+        '1, or adapter.kind to "none".'
     ),
     "distributed.pipeline_parallel=2 task.kind=classify": (
         'task.kind = "classify" does not run with distributed.pipeline_parallel = 2. Use '
@@ -103,8 +101,9 @@ _ANYWHERE = {
         'same rounding, or "off".'
     ),
     "precision.fp8=emulated distributed.tensor_parallel=2": (
-        'precision.fp8 = "emulated" runs with distributed.strategy = "replicate" or "shard", '
-        'without tensor_parallel and pipeline_parallel. Set these, or fp8 to "off".'
+        'precision.fp8 = "emulated" does not run with distributed.strategy = "zero3", '
+        'tensor_parallel or pipeline_parallel. Use "replicate" or "shard" alone, or set fp8 to '
+        '"off".'
     ),
     "adapter.kind=lora adapter.dora=true distributed.strategy=shard model.init=x": (
         'adapter.dora = true does not run with distributed.strategy = "shard". Set it to '

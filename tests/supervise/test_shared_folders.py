@@ -54,12 +54,12 @@ def test_data_first_weights_and_the_cluster_s_folder_are_watched() -> None:
     settings = ["data.dir=/mnt/data", "model.init=/mnt/weights"]
     config = parse_run_config("", overrides=settings, where="test")
     shared = "/srv/tileforge/shared"
-    assert folders_of(config, work_dir="/home/a") == [shared, "/mnt/data", "/mnt/weights"]
+    assert folders_of(config, work_dir="/srv/work") == [shared, "/mnt/data", "/mnt/weights"]
     config = parse_run_config("", overrides=["data.dir=data/owt"], where="test")
-    assert folders_of(config, work_dir="/home/a") == [shared, "/home/a/data/owt"]
+    assert folders_of(config, work_dir="/srv/work") == [shared, "/srv/work/data/owt"]
     config = parse_run_config("", overrides=["data.dir=gs://bucket/data"], where="test")
     cache = str(Path.home() / ".cache/tileforge/data/bucket/data")
-    assert folders_of(config, work_dir="/home/a") == [shared, cache]
+    assert folders_of(config, work_dir="/srv/work") == [shared, cache]
 
 
 def test_a_watch_without_a_process_knows_nothing_and_tries_again(

@@ -23,6 +23,7 @@ from payload.train.kernels.linears import LayerContext
 from payload.train.lazy_tensors import copy_in, shape_in
 from payload.train.models.base import CausalLM, LayerModule, OuterModules
 from payload.train.models.recognised import layer_refusals, projection
+from payload.train.models.saved import describe_differences
 from payload.train.models.split import (
     Split,
     SplitModule,
@@ -415,7 +416,8 @@ class GPT(CausalLM):
         embedding = places.get("wte.weight", head)
         if head and embedding and not torch.equal(tensors[head], tensors[embedding]):
             raise CheckpointError(
-                f"{where}: its output head is not its token embedding; only tied ones are loaded."
+                f"{where}: its output head is not its token embedding; only tied ones are loaded. "
+                "Name a GPT-2 with tied embeddings."
             )
         found = {name for name in places if not name.endswith(_NOT_PARAMETERS)}
         wanted = self.state_dict()
@@ -423,8 +425,9 @@ class GPT(CausalLM):
         extra = sorted(found - set(wanted) - set(self._absent_biases()))
         if missing or extra:
             raise CheckpointError(
-                f"{where}: not a GPT-2's weights: {len(missing)} missing (first: {missing[:1]}), "
-                f"{len(extra)} unknown (first: {extra[:1]})."
+                f"{where}: not a GPT-2's weights: "
+                f"{describe_differences(missing=missing, unknown=extra)}. Name the folder of a "
+                "whole GPT-2."
             )
         for name, target in wanted.items():
             stored = target.t() if name.endswith(_TRANSPOSED) else target

@@ -34,6 +34,7 @@ from payload.train.models.quantized import (
     require_quantizer,
     shrink,
 )
+from payload.train.models.saved import describe_differences
 from payload.train.tensor_file import write_tensors
 from payload.training_sections import AdapterSection
 
@@ -274,8 +275,8 @@ def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) 
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
         raise CheckpointError(
-            f"{where}: not this model's adapter: {len(missing)} tensors missing (first: "
-            f"{missing[:1]}), {len(extra)} unknown (first: {extra[:1]}). Use the base and the "
+            f"{where}: not this model's adapter: "
+            f"{describe_differences(missing=missing, unknown=extra)}. Use the base and the "
             "settings that it was trained with."
         )
     for name, target in wanted.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,12 @@ def saved_config(raw: Mapping[str, Any], *, architecture: str) -> dict[str, Any]
     return {**kept, "architectures": [architecture], "dtype": "float32"}
 
 
+def describe_differences(*, missing: Sequence[str], unknown: Sequence[str]) -> str:
+    """Return how many tensors a model lacks and how many it has too many, each with a name."""
+    found = (("missing", missing), ("unknown", unknown))
+    return ", ".join(f"{len(names)} {what} (first: {names[0]})" for what, names in found if names)
+
+
 def load_named(
     wanted: Mapping[str, Tensor | QuantizedLinear],
     tensors: Mapping[str, Tensor],
@@ -37,9 +43,9 @@ def load_named(
     missing, extra = sorted(set(wanted) - found), sorted(found - set(wanted))
     if missing or extra:
         raise CheckpointError(
-            f"{where}: not the weights that config.json describes: {len(missing)} missing "
-            f"(first: {missing[:1]}), {len(extra)} unknown (first: {extra[:1]}). Name the folder "
-            "of a whole model."
+            f"{where}: not the weights that config.json describes: "
+            f"{describe_differences(missing=missing, unknown=extra)}. Name the folder of a whole "
+            "model."
         )
     for name, target in wanted.items():
         shape = shape_in(tensors, name)

@@ -278,7 +278,7 @@ class TransformersLM(CausalLM):
             if names:
                 raise CheckpointError(
                     f"{where}: not the weights that config.json describes: {len(names)} "
-                    f"{what.partition('_')[0]} (first: {names[:1]}). Name the folder of a whole "
+                    f"{what.partition('_')[0]} (first: {names[0]}). Name the folder of a whole "
                     "model."
                 )
         self.module = loaded.train(self.module.training)

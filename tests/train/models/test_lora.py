@@ -259,7 +259,7 @@ def test_a_resume_needs_the_same_base(base: Path, tmp_path: Path, tiny_config: P
         ("model.init=scratch", "has none. Name a model"),
         (("adapter.dora=true", "distributed.strategy=shard"), "adapter.dora = true does not run"),
         (("adapter.dora=true", "model.quantize=nf4"), "adapter.dora = true does not run"),
-        ("engine.compile=true", "without engine.compile"),
+        ("engine.compile=true", "does not run with engine.compile = true"),
     ],
 )
 def test_adapter_settings_that_cannot_be_are_one_line(

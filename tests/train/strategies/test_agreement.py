@@ -59,7 +59,7 @@ def test_a_group_that_does_not_divide_the_ranks_is_refused_with_those_that_do() 
     ("settings", "said"),
     [
         (['optimizer.name="muon"'], "needs whole matrices"),
-        (["engine.compile=true"], "without engine.compile"),
+        (["engine.compile=true"], "does not run with engine.compile = true"),
         (['distributed.backend="ccl"'], "is for gloo alone"),
         (['distributed.strategy="replicate"', "distributed.shard_size=2"], "leave shard_size out"),
     ],
@@ -75,8 +75,8 @@ def test_what_does_not_go_with_shards_is_one_line(settings: list[str], said: str
     ("settings", "said"),
     [
         (['optimizer.name="muon"'], "needs whole matrices"),
-        (["engine.compile=true"], "without engine.compile"),
-        (['engine.kind="ipex"'], "without engine.compile"),
+        (["engine.compile=true"], "does not run with engine.compile = true"),
+        (['engine.kind="ipex"'], 'does not run on engine.kind = "ipex"'),
         (['distributed.backend="ccl"'], "is for gloo alone"),
         (
             ['adapter.kind="lora"', 'model.init="x"'],

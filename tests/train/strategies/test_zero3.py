@@ -129,7 +129,7 @@ def test_bf16_has_the_losses_of_shards_without_kernels(tmp_path: Path, tiny_conf
     ("settings", "said"),
     [
         (['optimizer.name="muon"'], "needs whole matrices"),
-        (["engine.compile=true"], "without engine.compile"),
+        (["engine.compile=true"], "does not run with engine.compile = true"),
         (['distributed.backend="ccl"'], "is for gloo alone"),
         (["distributed.shard_size=2"], "leave shard_size out"),
         (['distributed.grad_dtype="bf16"'], "DeepSpeed would add gradients up in it"),
