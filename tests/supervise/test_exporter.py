@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,7 +108,12 @@ def make_run(root: Path, rows: list[StepMetrics | EvalMetrics], *, attempt: int 
         cost_usd=1.25,
     )
     write_json(paths.state, state)
-    store = StoreState(address="/results/run", checkpoint="step_00000020", sent_bytes=7_000)
+    store = StoreState(
+        address="/results/run",
+        checkpoint="step_00000020",
+        sent_bytes=7_000,
+        sent_unix=time.time() - 600.0,
+    )
     write_json(paths.store_state, store)
     return paths
 
@@ -135,6 +141,7 @@ def test_the_scrape_has_every_metric_with_its_labels(tmp_path: Path) -> None:
     assert (value("checkpoint_step"), value("ranks"), value("running")) == (30, 2, 1)
     assert (value("spent_seconds"), value("limit_seconds")) == (600, 7200)
     assert (value("store_checkpoint_step"), value("store_sent_bytes")) == (20, 7_000)
+    assert value("store_upload_age_seconds") >= 600
     assert value("rank_memory_bytes", rank="1") == 2 * 10**9
     assert {dict(labels)["phase"] for name, labels in found if "phase" in name} == set(PHASES)
     assert value("step_phase_seconds", rank="0", phase="backward") == pytest.approx(0.15)
