@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_a_watch_without_a_process_knows_nothing_and_tries_again(
 ) -> None:
     with sshfs_mount(tmp_path) as (folder, _):
         monkeypatch.setattr(shared_folders, "_RESTART_S", 0.0)
-        monkeypatch.setattr(shared_folders.sys, "executable", str(tmp_path / "no-python"))
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
         watch = FolderWatch([str(folder)], env=os.environ)
         assert watch.troubles() == {}
         monkeypatch.undo()
