@@ -139,8 +139,9 @@ class SeparateNodes(Whole):
 
     def within(self, i: int, *argv: str) -> None:
         """Run a command with a node's files and processes."""
-        first = min(pid for pid, line in self._commands(i).items() if "sshd" in line)
-        enter = ["nsenter", f"--target={first}", "--mount", "--pid", "--"]
+        # Not just any sshd: one of a session may end meanwhile.
+        (server,) = [pid for pid, line in self._commands(i).items() if "listener" in line]
+        enter = ["nsenter", f"--target={server}", "--mount", "--pid", "--"]
         subprocess.run([*enter, *argv], check=True, stdin=subprocess.DEVNULL)
 
     def _signal_all(self, i: int, number: signal.Signals) -> None:
