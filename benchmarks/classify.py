@@ -89,7 +89,7 @@ _STRENGTHS = (3.0, 10.0, 30.0, 100.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margin:
-    """How much more often one classifier is right than another on the same texts."""
+    """Difference of two classifiers' accuracies on the same texts."""
 
     points: float
     standard_error: float

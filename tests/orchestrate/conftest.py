@@ -24,6 +24,19 @@ StartSshd = Callable[..., Sshd]
 SHORT = Deadlines(connect_s=3.0, handshake_s=3.0, auth_s=3.0)
 
 
+def remote_run(
+    paths: RunPaths, inventory: ClusterInventory, *, there: Path, login: Login
+) -> RemoteRun:
+    """Return a run of these nodes, whose folder on the head is `there`."""
+    return RemoteRun(
+        paths,
+        inventory,
+        run_dir=PurePosixPath(there),
+        key=login.key,
+        connect=lambda: Cluster(inventory, login=login, env={}, deadlines=SHORT),
+    )
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what starts an sshd where there is none."""
@@ -95,12 +108,6 @@ def run(
     there.mkdir(parents=True)
     paths = RunPaths(tmp_path / "operator" / "runs" / "one")
     write_ranks(paths, "node-0", "node-1")
-    run = RemoteRun(
-        paths,
-        inventory,
-        run_dir=PurePosixPath(there),
-        key=login.key,
-        connect=lambda: Cluster(inventory, login=login, env={}, deadlines=SHORT),
-    )
+    run = remote_run(paths, inventory, there=there, login=login)
     yield run
     run.close()

@@ -22,7 +22,7 @@ from payload.orchestrate.ssh.streams import (
 )
 from payload.results import RunPaths
 from payload.untrusted import printable
-from tests.orchestrate.conftest import SHORT, StartSshd
+from tests.orchestrate.conftest import StartSshd, remote_run
 from tests.orchestrate.hostile import LOOK, PUBLIC, STRINGS, command_of, files_below, lie
 from tests.orchestrate.run_copies import exit_text, state_text, write_ranks
 from tests.orchestrate.sshd import Sshd, make_cluster
@@ -175,13 +175,7 @@ def test_a_worker_s_lie_takes_nothing_from_the_head_s_part(
     paths = RunPaths(tmp_path / "operator" / "one")
     write_ranks(paths, "node-0", "node-1")
     inventory = make_cluster(head.node, worker.node)
-    run = RemoteRun(
-        paths,
-        inventory,
-        run_dir=PurePosixPath(there),
-        key=login.key,
-        connect=lambda: Cluster(inventory, login=login, env={}, deadlines=SHORT),
-    )
+    run = remote_run(paths, inventory, there=there, login=login)
     forged = {
         "state.json": state_text("one", error="forged"),
         "exits/rank_0000.json": exit_text(0, node="node-0"),
