@@ -95,7 +95,7 @@ def signal_process(pid: int, number: signal.Signals, *, run_dir: Path) -> bool:
     return pid in processes_of(run_dir) and _send(pid, number)
 
 
-def see_off(paths: RunPaths, farewell: GracePeriod, *, pause: Callable[[float], bool]) -> None:
+def see_off(paths: RunPaths, grace_period: GracePeriod, *, pause: Callable[[float], bool]) -> None:
     """Wait on the head until nothing of an earlier supervisor's ranks is left.
 
     `pause` sleeps, and says false when somebody wants the end at once. Raises PreflightError.
@@ -104,7 +104,7 @@ def see_off(paths: RunPaths, farewell: GracePeriod, *, pause: Callable[[float], 
     if first is not None:
         # Its own wrapper may not have seen that nobody was there, before we were.
         signal_process(first.pid, signal.SIGTERM, run_dir=paths.root)
-    while processes_of(paths.root) and not farewell.is_over() and pause(_LOOK_S):
+    while processes_of(paths.root) and not grace_period.is_over() and pause(_LOOK_S):
         continue
     left = kill_until_none(paths.root, timeout_s=_KILL_S)
     if left:

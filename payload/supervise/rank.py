@@ -144,7 +144,7 @@ def _run(rank: Rank, *, plan: LaunchPlan, paths: RunPaths, env: Mapping[str, str
 def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths: RunPaths) -> None:
     """Return when the child has ended; without a supervisor it must, having saved."""
     forwarded = dict.fromkeys(_FORWARDED, 0)
-    farewell: GracePeriod | None = None
+    grace_period: GracePeriod | None = None
     while child.poll() is None:
         wakeups.sleep(_WATCH_EVERY_S)
         for number in _FORWARDED:
@@ -155,15 +155,15 @@ def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths
             child.kill()  # the run's folder was removed: there is nowhere to save to
             continue
         # The run folder's lock is on the head; on other nodes, ranks end with the launcher.
-        if rank.node_rank == 0 and farewell is None and not is_supervised(paths):
-            farewell = _farewell(paths)
+        if rank.node_rank == 0 and grace_period is None and not is_supervised(paths):
+            grace_period = _grace_period(paths)
             child.terminate()
         # Also when another supervisor has come meanwhile: it waits for this one's ranks.
-        if farewell is not None and farewell.is_over():
+        if grace_period is not None and grace_period.is_over():
             child.kill()
 
 
-def _farewell(paths: RunPaths) -> GracePeriod:
+def _grace_period(paths: RunPaths) -> GracePeriod:
     state = known_state(paths)
     return GracePeriod(
         paths,

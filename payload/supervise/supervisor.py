@@ -200,7 +200,7 @@ class Supervisor:
             note = "an earlier supervisor of this run died; waiting until its ranks have saved"
             self._state = replace(self._state, note=note)
             self._tell("starting")
-            see_off(self._paths, self._farewell(), pause=self._pause_unless_forced)
+            see_off(self._paths, self._grace_period(), pause=self._pause_unless_forced)
             self._state = replace(self._state, note=None)
         if self._dead is not None:
             away = wait_for_nodes(self._streams, pause=self._pause)
@@ -235,7 +235,7 @@ class Supervisor:
         if left_s is not None and self._stopping.limit(left_s):
             self._job = None
 
-    def _farewell(self) -> GracePeriod:
+    def _grace_period(self) -> GracePeriod:
         return GracePeriod(
             self._paths,
             grace_s=self._dead.grace_s if self._dead else DEFAULT_GRACE_S,

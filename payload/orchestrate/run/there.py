@@ -178,11 +178,11 @@ class RemoteRun:
             return [node for node in nodes if node.name not in gone and found[node.name]]
 
         ends = time.monotonic() + _LEAVE_S
-        farewell = None if at_once else self._farewell()
+        grace_period = None if at_once else self._grace_period()
         left = ask(self.inventory.nodes)
-        if farewell is not None and self.inventory.head in left:
+        if grace_period is not None and self.inventory.head in left:
             say("its supervisor is gone: waiting until its ranks have saved")
-            while self.inventory.head in left and not farewell.is_over():
+            while self.inventory.head in left and not grace_period.is_over():
                 time.sleep(0.5)
                 self.refresh()
                 left = ask(left)
@@ -201,7 +201,7 @@ class RemoteRun:
         if gone:
             raise NodesError(f"looking for processes of run {self.paths.run_id}", gone)
 
-    def _farewell(self) -> GracePeriod | None:
+    def _grace_period(self) -> GracePeriod | None:
         """The time that ranks have whose supervisor died without a word; None where none did."""
         self.refresh()
         state = read_json(RunState, self.paths.state)
