@@ -15,6 +15,19 @@ FP8_CAPABILITY = (8, 9)
 NVIDIA_DRIVER_BRANCH = "580"
 """Branch of NVIDIA's driver that nodes get."""
 
+# https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1.
+_LEAST_DRIVER_BRANCHES = {11: 450, 12: 525, 13: 580}
+"""By CUDA's major version."""
+
+
+def least_driver_branch(cuda: str) -> int | None:
+    """Return the oldest branch of NVIDIA's driver that runs programs of a CUDA version.
+
+    None for a version that is not known here.
+    """
+    major = cuda.partition(".")[0]
+    return _LEAST_DRIVER_BRANCHES.get(int(major)) if major.isdecimal() else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:

@@ -20,15 +20,17 @@ from payload.errors import BootstrapError, ExitCode, RankLostError, TileforgeErr
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.preflight import report as report_module
-from payload.orchestrate.preflight.checks import check_cluster
+from payload.orchestrate.preflight.checks import check_cluster, needed_gpus
 from payload.orchestrate.preflight.findings import PROBED, reaches
 from payload.orchestrate.preflight.report import BootWait, Report
 from payload.orchestrate.ssh import connection as ssh
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.keys import make_operator_key
 from payload.orchestrate.ssh.streams import Login
+from payload.run_config import RunConfig
 from tests.orchestrate.conftest import SHORT, StartSshd
 from tests.orchestrate.sshd import Sshd, free_port, make_cluster, make_gcloud, make_key
+from tests.support.nvidia_smi import L4, make_nvidia_smi
 from tests.test_architecture import ROOT
 
 READY = {
@@ -83,6 +85,43 @@ def test_three_good_nodes_pass_every_check(nodes: list[Sshd], login: Login) -> N
     assert report.exit_code == ExitCode.OK
     assert all(report.checks[f"node-{i}"] == list(PROBED) for i in range(3))
     assert all(facts.interface == "lo" for facts in report.facts.values())
+
+
+@pytest.mark.sshd
+def test_each_node_s_gpus_are_compared_with_what_the_run_wants(
+    start_sshd: StartSshd, login: Login, tmp_path: Path
+) -> None:
+    def start(i: int, *gpus: dict[str, str], setting: str = "") -> Sshd:
+        folder = make_nvidia_smi(tmp_path / f"bin-{i}", *gpus)
+        # Each session of the node gets this PATH, as the node's own settings would have it.
+        shell = folder / "session"
+        shell.write_text(
+            f'#!/bin/sh\nexport PATH={folder}:$PATH {setting}\nexec sh -c "$SSH_ORIGINAL_COMMAND"\n'
+        )
+        shell.chmod(0o755)
+        sshd = start_sshd(f"node-{i}", f"127.0.0.{i + 2}", more=f"ForceCommand {shell}")
+        set_state(sshd)
+        return sshd
+
+    sshds = start(0, L4, L4), start(1, L4, L4, setting="CUDA_VISIBLE_DEVICES=1"), start(2, L4)
+    inventory = make_cluster(*(replace(sshd.node, gpus=2) for sshd in sshds))
+    config = RunConfig()
+    with Cluster(inventory, login=login, env=os.environ, deadlines=SHORT) as cluster:
+        report = check_cluster(
+            inventory,
+            cluster,
+            state_file="~/state.json",
+            need=needed_gpus(config, inventory),
+        )
+    assert report.status("node-0", "gpu") == "ok" and report.exit_code == ExitCode.PREFLIGHT
+    assert errors(report) == {
+        "node-1": "node-1: CUDA_VISIBLE_DEVICES = '1' leaves 1 of its 2 GPU(s), the inventory "
+        "wants 2. Unset it there, or set launch.ranks_per_node = 1.",
+        "node-2": "node-2: it shows 1 GPU(s), the inventory wants 2. Correct the inventory or "
+        "launch.ranks_per_node: each rank takes one GPU.",
+    }
+    notes = "\n".join(report.notes)
+    assert "node-0: 2 x NVIDIA L4 (22.5 GiB), driver 580.95.05, ECC on" in notes
 
 
 @pytest.mark.sshd

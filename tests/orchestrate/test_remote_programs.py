@@ -19,6 +19,7 @@ import pytest
 
 from payload.errors import PreflightError
 from payload.inventory import RANK_PORTS
+from payload.nvidia import QUERY
 from payload.orchestrate.node.look import FolderTrial
 from payload.orchestrate.preflight.findings import NodeFacts, SharedFolder
 from payload.orchestrate.ssh.streams import (
@@ -86,6 +87,8 @@ def probe(
         "state_file": "~/state.json",
         "route_to": route_to,
         "shared_folder": shared_folder,
+        "gpu_query": ",".join(QUERY),
+        "torch": [str(tmp_path), "version.py"],
     }
     arguments = {"action": "probe", "logs": logs, **where}
     return build(NodeFacts, run_remote("look.py", arguments, home=tmp_path), where="here")

@@ -5,7 +5,8 @@ action (probe, look, finish, running), and what the action needs. Prints a JSON 
 machine does not tell is null. Each action may be repeated.
 
 probe: state_file, logs (paths, the first that can be read is shown), route_to (address or null),
-shared_folder (a path, looked at where it is mounted or should be).
+shared_folder (a path, looked at where it is mounted or should be), gpu_query (columns of
+nvidia-smi's) and torch (a folder and a pattern of paths below it, of torch's version.py).
 look, finish: digest (of the code) and files (sha256 by path). look: also venv, programs (of its bin
 folder) and wholes (files under ~/tileforge, each the last one of a folder).
 """
@@ -34,6 +35,8 @@ _TAIL_LINES = 12
 _COMMAND_S = 5
 _RESOLVER_S = 3
 _FOLDER_S = 5
+_SMI_S = 8
+_SMI_CHARS = 2**16
 
 # A program of its own: a folder whose server is away holds whoever looks at it.
 _TRY_FOLDER = """
@@ -71,6 +74,7 @@ def probe(arguments: dict[str, Any]) -> dict[str, Any]:
         "memory_bytes": memory_bytes(),
         "disk_path": str(Path.home()),
         "disk_free_bytes": shutil.disk_usage(Path.home()).free,
+        "nvidia": nvidia(arguments["gpu_query"], torch=arguments["torch"]),
         **route(arguments["route_to"]),
     }
     answered.wait(_RESOLVER_S)
@@ -245,6 +249,47 @@ def route(address: str | None) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, subprocess.SubprocessError):
         return unknown
     return {"interface": entry["dev"], "source_address": entry.get("prefsrc"), "mtu": mtu}
+
+
+def nvidia(query: str, *, torch: list[str]) -> dict[str, Any]:
+    """Return what nvidia-smi prints of the GPUs, which of them are visible, and torch's CUDA.
+
+    `smi` is null where there is no such program, its `status` where it did not end.
+    """
+    program = shutil.which("nvidia-smi")
+    return {
+        "smi": None if program is None else _ask_smi(program, query),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "torch": torch_build(*torch),
+    }
+
+
+def _ask_smi(program: str, query: str) -> dict[str, Any]:
+    command = [program, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+    except OSError as error:
+        return {"status": 126, "said": str(error)}
+    try:
+        said, _ = process.communicate(timeout=_SMI_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # not waited for: a driver that hangs holds it
+        return {"status": None, "said": ""}
+    return {"status": process.returncode, "said": said.decode("utf-8", "replace")[:_SMI_CHARS]}
+
+
+def torch_build(root: str, pattern: str) -> dict[str, Any] | None:
+    """Return torch's version and the CUDA that it was built for; null without a torch."""
+    for path in sorted(Path(root).glob(pattern)):
+        with contextlib.suppress(OSError):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            version = re.search(r"^__version__ = '([^'\n]+)'", text, re.MULTILINE)
+            cuda = re.search(r"^cuda\b[^=\n]*= '([^'\n]+)'", text, re.MULTILINE)
+            if version:
+                return {"version": version[1], "cuda": cuda[1] if cuda else None}
+    return None
 
 
 _RUN_ID = re.compile(r"(?!latest\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import random
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,7 @@ from payload.errors import ConfigError, SshAuthError, TileforgeError
 from payload.inventory import RANK_PORTS, SHARED_FOLDER, ClusterInventory, Node
 from payload.launch.launchers.registry import AUTO
 from payload.machine import discover
+from payload.nvidia import QUERY, GpuNeed, gpu_need
 from payload.orchestrate.node.look import probe
 from payload.orchestrate.planning import choose_launcher
 from payload.orchestrate.preflight import findings as find
@@ -65,6 +68,7 @@ _MESH_S = 6.0
 _EXPOSED_S = 3.0
 # One where the ranks meet, one of those that gloo takes from the kernel.
 _PORT_RANGES = (RANK_PORTS, range(33_000, 60_000))
+_TORCH_THERE = (str(VENV), "lib/python3.*/site-packages/torch/version.py")
 _LOCAL_CHECKS = ("cpu", "memory", "disk", "name")
 
 
@@ -101,8 +105,9 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
             f"inventory {options.inventory}: access kind 'local' with {len(inventory.nodes)} "
             "nodes; it means this machine alone. Use 'direct' or 'iap'."
         )
+    need = needed_gpus(config, inventory)
     if is_here:
-        report = check_this_machine(inventory, access)
+        report = check_this_machine(inventory, access, need=need)
         if not options.quick:
             report = try_here(report, chosen, access, config)
         try_it = partial(try_store_here, env=access.code_environment())
@@ -112,7 +117,7 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
 
         def check() -> Report:
             with Cluster(inventory, login=login, env=env) as cluster:
-                report = check_cluster(inventory, cluster, lock_sha=lock_sha())
+                report = check_cluster(inventory, cluster, lock_sha=lock_sha(), need=need)
                 if not report.exit_code:
                     report = _without_dead_keys(report, inventory, cluster)
                 if options.quick:
@@ -208,6 +213,16 @@ def lock_sha() -> str | None:
     return hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None
 
 
+def needed_gpus(config: RunConfig, inventory: ClusterInventory) -> GpuNeed | None:
+    """Return what a run needs of the nodes' GPUs; None where its ranks compute on CPUs."""
+    return gpu_need(
+        config.device,
+        config.distributed,
+        inventory.nodes,
+        ranks_per_node=config.launch.ranks_per_node,
+    )
+
+
 def check_cluster(
     inventory: ClusterInventory,
     cluster: Cluster,
@@ -215,10 +230,12 @@ def check_cluster(
     state_file: str = STATE_FILE,
     lock_sha: str | None = None,
     mesh_s: float = _MESH_S,
+    need: GpuNeed | None = None,
 ) -> Report:
     """Ask every node over SSH, then let them try each other for at most `mesh_s`.
 
-    `lock_sha` is the SHA-256 of the lock that the nodes should be installed from, if known.
+    `lock_sha` is the SHA-256 of the lock that the nodes should be installed from, if known. `need`
+    is what the run needs of their GPUs.
     """
     began = time.monotonic()
     nodes = inventory.nodes
@@ -239,6 +256,8 @@ def check_cluster(
         if len(nodes) == 1:
             left_out.add("route")
         checks[node.name] += [name for name in find.PROBED[1:-1] if name not in left_out]
+        if need is not None:
+            checks[node.name].append(find.GPU)
         if facts[node.name].shared is not None:
             checks[node.name].append(find.SHARED)
     mesh: list[Finding] = []
@@ -253,13 +272,18 @@ def check_cluster(
         cluster=inventory.cluster,
         checks=checks,
         facts=facts,
-        findings=[*errors, *decide(nodes, facts, lock_sha=lock_sha), *mesh],
+        findings=[*errors, *decide(nodes, facts, lock_sha=lock_sha, need=need), *mesh],
         took_s=time.monotonic() - began,
+        notes=find.gpu_notes(nodes, facts) if need is not None else [],
     )
 
 
 def decide(
-    nodes: Sequence[Node], facts: Mapping[str, NodeFacts], *, lock_sha: str | None
+    nodes: Sequence[Node],
+    facts: Mapping[str, NodeFacts],
+    *,
+    lock_sha: str | None,
+    need: GpuNeed | None = None,
 ) -> list[Finding]:
     """All findings about nodes that could be asked, but for those between nodes."""
     found: list[Finding] = []
@@ -270,6 +294,7 @@ def decide(
             found += find.cpu_findings(node, of_node)
             found += find.capacity_findings(node, of_node)
             found += find.name_findings(node, of_node)
+            found += find.gpu_findings(node, of_node, need)
             found += find.shared_findings(node, of_node)
             if len(nodes) > 1:
                 found += find.route_findings(node, of_node)
@@ -278,11 +303,13 @@ def decide(
     return found
 
 
-def check_this_machine(inventory: ClusterInventory, access: LocalAccess) -> Report:
+def check_this_machine(
+    inventory: ClusterInventory, access: LocalAccess, *, need: GpuNeed | None = None
+) -> Report:
     """The checks that mean something without SSH and other nodes."""
     began = time.monotonic()
     node = inventory.head
-    raw = probe(_probe_arguments(state_file=STATE_FILE, route_to=None))
+    raw = probe(_probe_arguments(state_file=STATE_FILE, route_to=None, torch=torch_here()))
     # What this machine may use, which in a container is less than what it has.
     machine = discover()
     facts = replace(
@@ -295,6 +322,7 @@ def check_this_machine(inventory: ClusterInventory, access: LocalAccess) -> Repo
         *find.cpu_findings(node, facts),
         *find.capacity_findings(node, facts),
         *find.name_findings(node, facts),
+        *find.gpu_findings(node, facts, need),
         *find.shared_findings(node, facts),
     ]
     choice = choose_launcher(AUTO, access)
@@ -303,13 +331,22 @@ def check_this_machine(inventory: ClusterInventory, access: LocalAccess) -> Repo
         found.append(
             Finding(node=node.name, check="payload", severity="warning", cause=cause, fix="")
         )
+    made = [*_LOCAL_CHECKS, *([find.GPU] if need else []), *([find.SHARED] if facts.shared else [])]
     return Report(
         cluster=inventory.cluster,
-        checks={node.name: [*_LOCAL_CHECKS, *([find.SHARED] if facts.shared else []), "payload"]},
+        checks={node.name: [*made, "payload"]},
         facts={node.name: facts},
         findings=found,
         took_s=time.monotonic() - began,
+        notes=find.gpu_notes([node], {node.name: facts}) if need else [],
     )
+
+
+def torch_here() -> tuple[str, str]:
+    """Return where this Python's torch has its version.py: a folder, and the path below it."""
+    found = importlib.util.find_spec("torch")
+    folder = Path(found.origin).parent if found is not None and found.origin else Path(sys.prefix)
+    return str(folder), "version.py"
 
 
 def _probe(node: Node, inventory: ClusterInventory, cluster: Cluster, state_file: str) -> NodeFacts:
@@ -399,11 +436,15 @@ def _exposed(inventory: ClusterInventory, cluster: Cluster) -> list[Finding]:
     return [find.exposure_finding(head, port=port)] if open_to_us else []
 
 
-def _probe_arguments(*, state_file: str, route_to: str | None) -> dict[str, Any]:
+def _probe_arguments(
+    *, state_file: str, route_to: str | None, torch: tuple[str, str] = _TORCH_THERE
+) -> dict[str, Any]:
     return {
         "action": "probe",
         "state_file": state_file,
         "logs": LOGS,
         "route_to": route_to,
         "shared_folder": SHARED_FOLDER,
+        "gpu_query": ",".join(QUERY),
+        "torch": torch,
     }

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from payload.errors import ExitCode, TileforgeError
 from payload.inventory import RANK_PORTS, Node
 from payload.launch.launchers.registry import names
+from payload.nvidia import GpuNeed, NvidiaFacts, gpu_faults
 from payload.orchestrate.node.mesh import BULK_BYTES
 from payload.orchestrate.ssh.streams import MeshAnswer, Pair
 from payload.untrusted import checked, printable, shown
@@ -76,6 +77,8 @@ class NodeFacts:
     """True if asking for the name of another node's address comes to an end."""
     shared: SharedFolder | None = None
     """None where the node has no shared folder and should have none."""
+    nvidia: NvidiaFacts | None = None
+    """Its GPUs; None where it was not asked."""
     clock_offset_s: float | None = None
     """The node's clock minus the operator's."""
 
@@ -120,6 +123,8 @@ TRIED = ("gloo", "speed")
 """Checks of the trial, once its launcher has started the ranks."""
 SHARED = "shared"
 """Check of nodes that have a shared folder, or should have one."""
+GPU = "gpu"
+"""Check of nodes on whose GPUs ranks compute."""
 STORE = "store"
 """Check of the head, last of all, where a run's results go to a store."""
 
@@ -140,7 +145,7 @@ _SSH_CODES = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.HOST_KEY)
 
 def checks() -> tuple[str, ...]:
     """Return every check's name, in the order in which they are made."""
-    return (*PROBED, SHARED, *names(), *TRIED, STORE)
+    return (*PROBED, GPU, SHARED, *names(), *TRIED, STORE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +277,25 @@ def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         yield _error(node, "disk", cause, fix)
     elif free_gib < _DISK_WARNING_GIB:
         yield _warning(node, "disk", cause, "Checkpoints of GPT-2 124M need 1.5 GB each.")
+
+
+def gpu_findings(node: Node, facts: NodeFacts, need: GpuNeed | None) -> Iterator[Finding]:
+    """GPUs that are not there or not fit, and a driver too old for torch; none without a need."""
+    if need is None or facts.nvidia is None:
+        return
+    for fault in gpu_faults(facts.nvidia, need=need, node=node):
+        make = _error if fault.severity == "error" else _warning
+        yield make(node, GPU, fault.cause, fault.fix)
+
+
+def gpu_notes(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> list[str]:
+    """Return the GPUs in words, a line for all nodes that have the same."""
+    alike: dict[str, list[str]] = {}
+    for node in nodes:
+        found = facts[node.name].nvidia if node.name in facts else None
+        if found is not None and found.devices():
+            alike.setdefault(found.describe(), []).append(node.name)
+    return [f"{', '.join(names)}: {words}" for words, names in alike.items()]
 
 
 _FOLDER_FAULTS = {

@@ -1,0 +1,218 @@
+"""GPUs as a program nvidia-smi prints them: read on the node, judged here."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from payload.accelerators import NVIDIA_DRIVER_BRANCH, least_driver_branch
+from payload.errors import ExitCode
+from payload.inventory import Node
+from payload.launch_sections import DeviceSection, DistributedSection
+from payload.nvidia import QUERY, Fault, GpuNeed, NvidiaFacts, gpu_faults, gpu_need
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.node import look
+from payload.orchestrate.node.look import nvidia
+from payload.untrusted import build
+from tests.support.nvidia_smi import A100, L4, make_nvidia_smi, make_torch
+
+NODE = Node(
+    name="a", address="10.0.0.2", physical_cores=4, memory_gib=16.0, gpus=2, gpu_memory_gib=22.49
+)
+NEED = GpuNeed(why="device.kind = 'cuda'", ranks_per_node=None)
+NO_DRIVER = (
+    "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that "
+    "the latest NVIDIA driver is installed and running."
+)
+MISMATCH = (
+    "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.95"
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def ask(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, visible: str | None = None
+) -> NvidiaFacts:
+    """Return what the node's program finds with `folder` as PATH."""
+    monkeypatch.setenv("PATH", str(folder))
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    answer = nvidia(",".join(QUERY), torch=[str(folder), "version.py"])
+    return build(NvidiaFacts, json.loads(json.dumps(answer)), where="here")
+
+
+def faults(facts: NvidiaFacts, **changes: Any) -> list[Fault]:
+    return list(gpu_faults(facts, need=NEED, node=replace(NODE, **changes)))
+
+
+def test_two_good_gpus_have_no_fault_and_are_described_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_torch(make_nvidia_smi(tmp_path, L4, L4))
+    facts = ask(tmp_path, monkeypatch)
+    assert faults(facts) == []
+    assert facts.describe() == (
+        "2 x NVIDIA L4 (22.5 GiB), driver 580.95.05, ECC on, torch 2.13.0+cu130 with CUDA 13.0"
+    )
+    assert [gpu.capability for gpu in facts.visible_devices()] == ["8.9", "8.9"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "build_of", "severity", "cause"),
+    [
+        ({"driver_version": "535.183.01"}, {}, "error", "its driver 535.183.01 is too old: torch"),
+        ({"driver_version": "580.65.06"}, {}, None, ""),
+        ({"driver_version": "535.183.01"}, {"cuda": "12.8"}, None, ""),
+        ({"driver_version": "470.256.02"}, {"cuda": "12.8"}, "error", "needs branch 525 or later"),
+        ({}, {"version": "2.13.0+cpu", "cuda": None}, "error", "torch 2.13.0+cpu is a build witho"),
+        ({}, {"cuda": "14.0"}, "warning", "CUDA 14.0 is not known here"),
+        ({"mig.mode.current": "Enabled"}, {}, "warning", "GPU 0 is split (MIG)"),
+        (
+            {"ecc.errors.uncorrected.volatile.total": "3"},
+            {},
+            "warning",
+            "GPU 0 has 3 uncorrected error(s)",
+        ),
+        (
+            {"ecc.mode.current": "[N/A]", "ecc.errors.uncorrected.volatile.total": "[N/A]"},
+            {},
+            None,
+            "",
+        ),
+        ({"memory.total": "15360"}, {}, "error", "GPU 0 has 15.0 GiB of memory, the inventory sa"),
+        ({"name": "Vendor's, with a comma"}, {}, None, ""),
+    ],
+)
+def test_each_fault_of_a_gpu_or_its_driver_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, str],
+    build_of: dict[str, Any],
+    severity: str | None,
+    cause: str,
+) -> None:
+    make_torch(make_nvidia_smi(tmp_path, L4 | changes), **build_of)
+    found = faults(ask(tmp_path, monkeypatch), gpus=1)
+    assert [fault.severity for fault in found] == ([severity] if severity else [])
+    assert all(cause in fault.cause and fault.fix.endswith(".") for fault in found)
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "cause", "fix"),
+    [
+        (9, NO_DRIVER, "nvidia-smi fails with status 9: NVIDIA-SMI has failed", "modprobe nvidia"),
+        (18, MISMATCH, "status 18: Failed to initialize NVML", "Reboot it"),
+        (6, "No devices were found", "status 6: No devices were found", "dmesg"),
+        (0, "No devices were found", "shows no GPU: No devices were found", "dmesg"),
+        (2, 'Field "compute_cap" is not a valid field to query.', "status 2: Field", "branch 580"),
+    ],
+)
+def test_an_nvidia_smi_that_fails_is_quoted_with_a_fix_for_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, said: str, cause: str, fix: str
+) -> None:
+    (found,) = faults(ask(make_nvidia_smi(tmp_path, status=status, said=said), monkeypatch))
+    assert found.severity == "error" and cause in found.cause and fix in found.fix
+
+
+def test_an_nvidia_smi_that_hangs_or_is_not_there_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(look, "_SMI_S", 0.2)
+    hangs = ask(make_nvidia_smi(tmp_path / "hangs", L4, pause_s=60.0), monkeypatch)
+    assert [fault.cause for fault in faults(hangs)] == ["nvidia-smi does not answer"]
+    (tmp_path / "none").mkdir()
+    (absent,) = faults(ask(tmp_path / "none", monkeypatch))
+    assert absent.cause == "it has no nvidia-smi, and device.kind = 'cuda' wants GPUs"
+
+
+def test_a_warning_between_the_rows_is_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "WARNING: infoROM is corrupted at gpu 0000:00:03.0"
+    facts = ask(make_nvidia_smi(tmp_path, L4, L4, said=said), monkeypatch)
+    (found,) = faults(facts)
+    assert found.severity == "warning" and said in found.cause
+
+
+@pytest.mark.parametrize(
+    ("visible", "indexes"),
+    [
+        (None, [0, 1, 2]),
+        ("2,1", [2, 1]),
+        ("0,2,-1,1", [0, 2]),
+        ("GPU-00000001", [1]),
+        ("GPU-0000", []),
+        ("1,1", []),
+        ("", []),
+        ("NoDevFiles", []),
+        ("7", []),
+    ],
+)
+def test_cuda_visible_devices_leaves_what_cuda_would_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, indexes: list[int]
+) -> None:
+    facts = ask(make_nvidia_smi(tmp_path, A100, A100, A100), monkeypatch, visible=visible)
+    assert [gpu.index for gpu in facts.visible_devices()] == indexes
+    if visible is not None:
+        found = faults(facts, gpus=3, gpu_memory_gib=40.0)
+        assert [fault.cause for fault in found] == [
+            f"CUDA_VISIBLE_DEVICES = {visible!r} leaves {len(indexes)} of its 3 GPU(s), "
+            "device.kind = 'cuda' wants 3"
+        ]
+
+
+def test_a_mig_instance_counts_as_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = A100 | {"mig.mode.current": "Enabled"}
+    facts = ask(make_nvidia_smi(tmp_path, split), monkeypatch, visible="MIG-1c2d,MIG-3e4f")
+    assert len(facts.visible_devices()) == 2 and faults(facts) == []
+
+
+def test_gpus_are_needed_where_a_setting_or_every_node_of_the_inventory_says_so() -> None:
+    auto, gloo = DeviceSection(), DistributedSection()
+
+    def why(device: DeviceSection, distributed: DistributedSection, *gpus: int) -> str | None:
+        nodes = [replace(NODE, gpus=count) for count in gpus]
+        found = gpu_need(device, distributed, nodes, ranks_per_node=None)
+        return found.why if found else None
+
+    assert why(auto, gloo, 2, 2) == "the inventory"
+    assert why(auto, gloo, 2, 0) is why(auto, gloo, 0) is why(auto, gloo) is None
+    assert why(DeviceSection(kind="cpu"), gloo, 2) is None
+    assert why(DeviceSection(kind="cuda"), gloo, 0) == "device.kind = 'cuda'"
+    assert why(auto, DistributedSection(backend="nccl"), 0) == "distributed.backend = 'nccl'"
+    assert GpuNeed(why="", ranks_per_node=3).on(NODE) == 3
+
+
+def test_the_driver_that_nodes_get_runs_the_cuda_of_the_lock() -> None:
+    assert least_driver_branch("13.0") == int(NVIDIA_DRIVER_BRANCH)
+    assert least_driver_branch("9.2") is least_driver_branch("?") is None
+
+
+def test_preflight_of_this_machine_has_a_gpu_row_only_where_gpus_are_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    smi = make_nvidia_smi(tmp_path / "bin", L4 | {"driver_version": "535.183.01"})
+    monkeypatch.setenv("PATH", f"{smi}{os.pathsep}{os.environ['PATH']}")
+    argv = ["preflight", "--inventory", "local", "--quick"]
+    assert main([*argv, "--set", "device.kind=cpu"], os.environ) == ExitCode.OK
+    assert "gpu" not in capsys.readouterr().out.split()
+    code = main([*argv, "--json", "--set", "device.kind=cuda"], os.environ)
+    printed = json.loads(capsys.readouterr().out)
+    assert code == printed["exit_code"] == ExitCode.PREFLIGHT
+    (node,) = printed["nodes"].values()
+    assert node["checks"]["gpu"] == "error"
+    # The torch of these tests is the CPU build.
+    assert [found["check"] for found in printed["findings"] if found["severity"] == "error"] == [
+        "gpu"
+    ]
+    assert any("1 x NVIDIA L4 (22.5 GiB), driver 535.183.01" in note for note in printed["notes"])
