@@ -1,7 +1,7 @@
 """An instruction set from the running Python's own library: functions and their docstrings.
 
     python -m benchmarks.docstrings FILE
-    python -m benchmarks.docstrings --preference FILE
+    python -m benchmarks.docstrings --preference --every 6 FILE
 
 Each row asks for the docstring of one function and answers with it; `module` says where it is from,
 so that `--group-column module` holds whole modules out. A preference set has the docstring of
@@ -70,10 +70,10 @@ def preferences(rows: Iterable[dict[str, str]]) -> Iterator[dict[str, str]]:
                 yield {"prompt": row["prompt"], **chosen, "module": module}
 
 
-def write(path: Path, *, preference: bool = False) -> int:
-    """Write the set as JSON lines; return the number of rows."""
+def write(path: Path, *, preference: bool = False, every: int = 1) -> int:
+    """Write each `every`th row of the set as JSON lines; return the number of rows."""
     rows = list(pairs(Path(sysconfig.get_path("stdlib"))))
-    rows = list(preferences(rows)) if preference else rows
+    rows = (list(preferences(rows)) if preference else rows)[every - 1 :: every]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return len(rows)
 
@@ -85,8 +85,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--preference", action="store_true", help="write a better and a worse docstring a function"
     )
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="keep each Nth row (default: all)"
+    )
     args = parser.parse_args(argv)
-    count = write(args.file, preference=args.preference)
+    if args.every < 1:
+        parser.error("--every: 1 or more")
+    count = write(args.file, preference=args.preference, every=args.every)
     what = "a better and a worse docstring" if args.preference else "function and docstring"
     print(f"{args.file}: {count:,} pairs of {what}")
 

@@ -136,9 +136,12 @@ def _require_sound(folder: Path, spec: ModelSpec) -> None:
 
 
 def rate_warning(config: RunConfig) -> str | None:
-    """A warning when weights that are trained already would be trained at a rate for new ones."""
+    """A warning when weights that are trained already would be trained at a rate for new ones.
+
+    An adapter's weights are new whatever its base is, and take such a rate.
+    """
     rate, init = config.optimizer.lr, config.model.init
-    if init == "scratch" or rate <= _MOST_FINE_TUNING_RATE:
+    if init == SCRATCH or config.adapter.is_on() or rate <= _MOST_FINE_TUNING_RATE:
         return None
     return (
         f"optimizer.lr = {rate:g} is a rate for training from scratch, and model.init = {init!r} "

@@ -104,6 +104,8 @@ def test_a_rate_from_scratch_for_weights_that_are_trained_is_said(workplace: Wor
     assert "note: optimizer.lr = 0.002 is a rate for training from scratch" in err
     for one in settings:
         assert rate_warning(parse_run_config("", overrides=[one], where="test")) is None
+    with_adapter = parse_run_config("", overrides=[*settings, "adapter.kind=lora"], where="test")
+    assert rate_warning(with_adapter) is None
 
 
 def test_plan_as_json_is_what_run_would_write(workplace: Workplace) -> None:
