@@ -11,14 +11,34 @@ from pathlib import Path
 import pytest
 
 from benchmarks import classify
+from benchmarks.package_texts import PackageText, divide, read_packages
 from payload.data.tokenizer_files import gpt2_files
 from payload.train.weights import save_hf
 from tests.train.test_model import make_model
 
 PACKAGES = ("asyncio", "email", "unittest")
+LISTED = """Package: libjam4
+Source: jam (2.5+b1)
+Section: non-free/libs
+Description: searches for dependencies
+
+Package: jam-doc
+Source: jam
+Description: searches for dependencies: manual
+ Continued lines are no part of it: really.
+Section: doc
+
+Package: again
+Section: libs
+Description: searches for dependencies
+
+Package: jelly
+Section: utils
+Description-en: sets: slowly
+"""
 
 
-def docstrings() -> Iterator[tuple[str, str]]:
+def docstrings() -> Iterator[PackageText]:
     """Yield the first line of each docstring in some of the standard library, and its package."""
     for package in PACKAGES:
         for path in sorted((Path(sysconfig.get_path("stdlib")) / package).glob("*.py")):
@@ -26,20 +46,35 @@ def docstrings() -> Iterator[tuple[str, str]]:
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                     text = ast.get_docstring(node)
                     if text:
-                        yield text.split("\n")[0], package
+                        first = text.split("\n")[0]
+                        yield PackageText(text=first, label=package, source=node.name)
 
 
-def test_the_same_texts_are_chosen_of_the_most_frequent_labels() -> None:
+def test_a_package_has_its_source_and_a_description_comes_once() -> None:
+    assert list(read_packages(LISTED)) == [
+        PackageText(text="searches for dependencies", label="libs", source="jam"),
+        PackageText(text="searches for dependencies: manual", label="doc", source="jam"),
+        PackageText(text="sets: slowly", label="utils", source="jelly"),
+    ]
+
+
+def test_the_parts_share_no_source_and_are_the_same_for_the_same_lists() -> None:
     rows = [
-        (f"{label} {number}", label)
-        for label, count in (("a", 3), ("b", 9), ("c", 7))
+        PackageText(text=f"{label} {number}", label=label, source=f"s{number % 20}")
+        for label, count in (("a", 3), ("b", 90), ("c", 70))
         for number in range(count)
     ]
-    chosen, others = classify.choose(rows, labels=2, texts=10, others=4)
-    assert len(chosen) == 10 and {label for _, label in chosen} == {"b", "c"}
-    assert len(others) == 4 and not set(others) & set(chosen)
-    assert (chosen, others) == classify.choose(rows[::-1], labels=2, texts=10, others=4)
-    assert (chosen, []) == classify.choose(rows, labels=2, texts=10)
+    parts = divide(rows, labels=2, train=50, validation=30, held_out=20)
+    assert parts == divide(rows[::-1], labels=2, train=50, validation=30, held_out=20)
+    each = (parts.train, parts.validation, parts.held_out)
+    assert [len(part) for part in each] == [50, 30, 20]
+    assert {row.label for part in each for row in part} == {"b", "c"}
+    sources = [{row.source for row in part} for part in each]
+    assert not sources[0] & sources[1] and not sources[2] & (sources[0] | sources[1])
+
+    mixed = divide(rows, labels=2, train=50, validation=30, by_source=False)
+    assert len(mixed.held_out) == 80 and not set(mixed.held_out) & {*mixed.train, *mixed.validation}
+    assert {row.source for row in mixed.train} & {row.source for row in mixed.held_out}
 
 
 def test_a_margin_has_the_error_and_the_p_of_paired_texts() -> None:
@@ -63,19 +98,20 @@ def test_both_learn_and_the_margin_is_printed(
         (model / name).write_bytes(content)
     monkeypatch.setattr(classify, "packages", docstrings)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = ["--model", str(model), "--labels", "3", "--texts", "300", "--steps", "12"]
-    words += ["--few", "150"]
+    words = ["--model", str(model), "--labels", "3", "--texts", "150"]
+    words += ["--validation", "50", "--held-out", "200"]
+    words += ["--set", "train.steps=12", "--set", "optimizer.lr=3e-3"]
     code = classify.main([*words, "--work", str(tmp_path / "work")])
     said = capfd.readouterr()
     result = json.loads(said.out.splitlines()[-1])
     margins = result["margins"]
     assert code == (0 if min(each["points"] for each in margins.values()) > 0 else 1)
-    assert result["held_out"] == 300 and 100 < result["texts"] < 150 and result["labels"] == 3
+    assert (result["texts"], result["measured"], result["labels"]) == (150, 200, 3)
     for name, accuracy in result["peer_accuracy"].items():
         assert accuracy > 0.5
         assert margins[name]["points"] == pytest.approx(100 * (result["accuracy"] - accuracy))
         (line,) = [line for line in said.err.splitlines() if line.startswith(name)]
         assert f"{margins[name]['points']:+.2f}" in line.split()
     rows = map(json.loads, (tmp_path / "work" / "run" / "metrics.jsonl").read_text().splitlines())
-    losses = [row["val_loss"] for row in rows if "val_loss" in row]
-    assert losses[-1] < losses[0]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 12 and losses[-1] < losses[0] - 0.1

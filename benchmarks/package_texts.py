@@ -1,0 +1,138 @@
+"""Labelled texts for `benchmarks.classify`: descriptions of Debian's packages and their sections.
+
+The one-line descriptions are those in apt's lists. Packages that are built from one source often
+have almost the same one ("NAME - development files", "NAME - documentation"). So the texts are
+divided by source: no source has texts in two parts.
+"""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+FORMS = frozenset(
+    {
+        "cli-mono",
+        "debug",
+        "devel",
+        "doc",
+        "fonts",
+        "gnu-r",
+        "golang",
+        "haskell",
+        "interpreters",
+        "introspection",
+        "java",
+        "javascript",
+        "kernel",
+        "libdevel",
+        "libs",
+        "lisp",
+        "localization",
+        "metapackages",
+        "misc",
+        "ocaml",
+        "oldlibs",
+        "perl",
+        "php",
+        "python",
+        "ruby",
+        "rust",
+        "translations",
+        "zope",
+    }
+)
+"""Sections that say what a package is made of, or its language; the others name a topic."""
+_SEED = 20261123
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class PackageText:
+    """The description of a package."""
+
+    text: str
+    label: str
+    """Section without its area: `non-free/net` is `net`."""
+    source: str
+    """Name of the source package, which several packages may share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Texts by what they are for."""
+
+    train: list[PackageText]
+    validation: list[PackageText]
+    """For the choice of a recipe."""
+    held_out: list[PackageText]
+    """For the one measurement of the recipe that was chosen."""
+
+
+def packages() -> Iterator[PackageText]:
+    """Yield the packages in apt's lists; a description once."""
+    done = subprocess.run(["apt-cache", "dumpavail"], capture_output=True, check=True)
+    return read_packages(done.stdout.decode("utf-8", "replace"))
+
+
+def read_packages(listed: str) -> Iterator[PackageText]:
+    """Yield the packages of a list in the format of Debian's control files."""
+    seen = set()
+    for paragraph in listed.split("\n\n"):
+        lines = (line for line in paragraph.split("\n") if not line.startswith(" "))
+        fields = dict(line.split(": ", 1) for line in lines if ": " in line)
+        text = (fields.get("Description") or fields.get("Description-en") or "").strip()
+        label = fields.get("Section", "").rpartition("/")[2]
+        # The source's version stands behind its name where it is not the package's.
+        source = (fields.get("Source") or fields.get("Package", "")).partition(" ")[0]
+        if text and label and text not in seen:
+            seen.add(text)
+            yield PackageText(text=text, label=label, source=source)
+
+
+def divide(
+    found: Iterable[PackageText],
+    *,
+    labels: int,
+    train: int,
+    validation: int,
+    held_out: int | None = None,
+    by_source: bool = True,
+) -> Parts:
+    """Return so many texts of the most frequent labels for each part; None = all that are left.
+
+    They are the same for the same lists. Without `by_source`, a source may have texts in several
+    parts.
+    """
+    rows = sorted(found)
+    counts = Counter(row.label for row in rows)
+    by_count = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
+    kept = {label for label, _ in by_count[:labels]}
+    rows = [row for row in rows if row.label in kept]
+    groups = [row.source if by_source else row.text for row in rows]
+    names = sorted(set(groups))
+    drawn = np.random.default_rng(_SEED).permutation(len(names)).tolist()
+    place_of = dict(zip(names, drawn, strict=True))
+    order = sorted(range(len(rows)), key=lambda number: (place_of[groups[number]], number))
+    parts: list[list[PackageText]] = []
+    taken: set[str] = set()
+    for size in (train, validation, held_out):
+        # A source that a part ends within has no texts in the next one.
+        order = [number for number in order if groups[number] not in taken]
+        chosen, order = order[:size], order[len(order[:size]) :]
+        taken.update(groups[number] for number in chosen)
+        parts.append([rows[number] for number in chosen])
+    return Parts(train=parts[0], validation=parts[1], held_out=parts[2])
+
+
+def write_csv(path: Path, rows: Sequence[PackageText], *, ending: str) -> None:
+    """Write a csv with the columns `text`, which ends with `ending`, and `label`."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("text", "label"))
+        writer.writerows((row.text + ending, row.label) for row in rows)
