@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from payload.accelerators import Gpus, gpus_of
+from payload.accelerators import SPOT_ALONE, Gpus, gpus_of
 from payload.errors import ConfigError
 
 
@@ -122,8 +122,6 @@ _GPU_TYPES = {
     "a3-highgpu-8g": (208, 1872, 2),
     "a3-megagpu-8g": (208, 1872, 2),
 }
-# "you must use Spot VMs or Flex-start VMs": accelerator-optimized-machines, "A3 High".
-_SPOT_ALONE = ("a3-highgpu-1g", "a3-highgpu-2g", "a3-highgpu-4g")
 _GPU_DISKS = {
     "g2": ("pd-balanced", "pd-ssd", "hyperdisk-balanced"),
     "a2": ("pd-balanced", "pd-ssd"),
@@ -220,6 +218,6 @@ def _gpu_machine(name: str, family_name: str) -> MachineType:
         live_migrates=False,
         compact=True,
         tier1=False,
-        has_on_demand=name not in _SPOT_ALONE,
+        has_on_demand=name not in SPOT_ALONE,
         gpus=gpus_of(name),
     )

@@ -49,6 +49,9 @@ H100_MEGA = Gpu(
     name="H100 80GB (Mega)", memory_mib=81_559, capability=(9, 0), quota="NVIDIA_H100_MEGA_GPUS"
 )
 
+SPOT_ALONE = ("a3-highgpu-1g", "a3-highgpu-2g", "a3-highgpu-4g")
+"""Types that are not sold on demand: "you must use Spot VMs or Flex-start VMs" ("A3 High")."""
+
 _G2_GPUS = {4: 1, 8: 1, 12: 1, 16: 1, 24: 2, 32: 1, 48: 4, 96: 8}
 """By vCPUs."""
 _BY_SHAPE = {

@@ -7,9 +7,12 @@ CUDA_VISIBLE_DEVICES leaves), https://docs.nvidia.com/deploy/nvml-api, nvmlRetur
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from payload.accelerators import NVIDIA_DRIVER_BRANCH, least_driver_branch
@@ -162,6 +165,13 @@ def gpu_need(
     else:
         return None
     return GpuNeed(why=why, ranks_per_node=ranks_per_node)
+
+
+def torch_here() -> tuple[str, str]:
+    """Return where this Python's torch has its version.py: a folder, and the path below it."""
+    found = importlib.util.find_spec("torch")
+    folder = Path(found.origin).parent if found is not None and found.origin else Path(sys.prefix)
+    return str(folder), "version.py"
 
 
 def gpu_faults(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> Iterator[Fault]:

@@ -34,19 +34,10 @@ MISMATCH = (
 )
 
 
-@pytest.fixture(autouse=True)
-def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
-def ask(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, visible: str | None = None
-) -> NvidiaFacts:
+def ask(folder: Path, *, visible: str | None = None) -> NvidiaFacts:
     """Return what the node's program finds with `folder` as PATH."""
-    monkeypatch.setenv("PATH", str(folder))
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    answer = nvidia(",".join(QUERY), torch=[str(folder), "version.py"])
+    env = {"PATH": str(folder)} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    answer = nvidia(",".join(QUERY), torch=(str(folder), "version.py"), env=env)
     return build(NvidiaFacts, json.loads(json.dumps(answer)), where="here")
 
 
@@ -54,11 +45,9 @@ def faults(facts: NvidiaFacts, **changes: Any) -> list[Fault]:
     return list(gpu_faults(facts, need=NEED, node=replace(NODE, **changes)))
 
 
-def test_two_good_gpus_have_no_fault_and_are_described_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_good_gpus_have_no_fault_and_are_described_in_one_line(tmp_path: Path) -> None:
     make_torch(make_nvidia_smi(tmp_path, L4, L4))
-    facts = ask(tmp_path, monkeypatch)
+    facts = ask(tmp_path)
     assert faults(facts) == []
     assert facts.describe() == (
         "2 x NVIDIA L4 (22.5 GiB), driver 580.95.05, ECC on, torch 2.13.0+cu130 with CUDA 13.0"
@@ -94,14 +83,13 @@ def test_two_good_gpus_have_no_fault_and_are_described_in_one_line(
 )
 def test_each_fault_of_a_gpu_or_its_driver_is_one_line(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     changes: dict[str, str],
     build_of: dict[str, Any],
     severity: str | None,
     cause: str,
 ) -> None:
     make_torch(make_nvidia_smi(tmp_path, L4 | changes), **build_of)
-    found = faults(ask(tmp_path, monkeypatch), gpus=1)
+    found = faults(ask(tmp_path), gpus=1)
     assert [fault.severity for fault in found] == ([severity] if severity else [])
     assert all(cause in fault.cause and fault.fix.endswith(".") for fault in found)
 
@@ -117,9 +105,9 @@ def test_each_fault_of_a_gpu_or_its_driver_is_one_line(
     ],
 )
 def test_an_nvidia_smi_that_fails_is_quoted_with_a_fix_for_its_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, said: str, cause: str, fix: str
+    tmp_path: Path, status: int, said: str, cause: str, fix: str
 ) -> None:
-    (found,) = faults(ask(make_nvidia_smi(tmp_path, status=status, said=said), monkeypatch))
+    (found,) = faults(ask(make_nvidia_smi(tmp_path, status=status, said=said)))
     assert found.severity == "error" and cause in found.cause and fix in found.fix
 
 
@@ -127,18 +115,16 @@ def test_an_nvidia_smi_that_hangs_or_is_not_there_is_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(look, "_SMI_S", 0.2)
-    hangs = ask(make_nvidia_smi(tmp_path / "hangs", L4, pause_s=60.0), monkeypatch)
+    hangs = ask(make_nvidia_smi(tmp_path / "hangs", L4, pause_s=60.0))
     assert [fault.cause for fault in faults(hangs)] == ["nvidia-smi does not answer"]
     (tmp_path / "none").mkdir()
-    (absent,) = faults(ask(tmp_path / "none", monkeypatch))
+    (absent,) = faults(ask(tmp_path / "none"))
     assert absent.cause == "it has no nvidia-smi, and device.kind = 'cuda' wants GPUs"
 
 
-def test_a_warning_between_the_rows_is_passed_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warning_between_the_rows_is_passed_on(tmp_path: Path) -> None:
     said = "WARNING: infoROM is corrupted at gpu 0000:00:03.0"
-    facts = ask(make_nvidia_smi(tmp_path, L4, L4, said=said), monkeypatch)
+    facts = ask(make_nvidia_smi(tmp_path, L4, L4, said=said))
     (found,) = faults(facts)
     assert found.severity == "warning" and said in found.cause
 
@@ -158,9 +144,9 @@ def test_a_warning_between_the_rows_is_passed_on(
     ],
 )
 def test_cuda_visible_devices_leaves_what_cuda_would_see(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, indexes: list[int]
+    tmp_path: Path, visible: str | None, indexes: list[int]
 ) -> None:
-    facts = ask(make_nvidia_smi(tmp_path, A100, A100, A100), monkeypatch, visible=visible)
+    facts = ask(make_nvidia_smi(tmp_path, A100, A100, A100), visible=visible)
     assert [gpu.index for gpu in facts.visible_devices()] == indexes
     if visible is not None:
         found = faults(facts, gpus=3, gpu_memory_gib=40.0)
@@ -170,9 +156,9 @@ def test_cuda_visible_devices_leaves_what_cuda_would_see(
         ]
 
 
-def test_a_mig_instance_counts_as_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mig_instance_counts_as_a_device(tmp_path: Path) -> None:
     split = A100 | {"mig.mode.current": "Enabled"}
-    facts = ask(make_nvidia_smi(tmp_path, split), monkeypatch, visible="MIG-1c2d,MIG-3e4f")
+    facts = ask(make_nvidia_smi(tmp_path, split), visible="MIG-1c2d,MIG-3e4f")
     assert len(facts.visible_devices()) == 2 and faults(facts) == []
 
 
@@ -201,6 +187,7 @@ def test_preflight_of_this_machine_has_a_gpu_row_only_where_gpus_are_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     smi = make_nvidia_smi(tmp_path / "bin", L4 | {"driver_version": "535.183.01"})
     monkeypatch.setenv("PATH", f"{smi}{os.pathsep}{os.environ['PATH']}")
     argv = ["preflight", "--inventory", "local", "--quick"]

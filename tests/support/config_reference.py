@@ -16,7 +16,7 @@ import yaml
 
 from infra.machines import machine_types
 from infra.security import RULES
-from payload.cloud_prices import machine_price
+from payload.cloud_prices import listed_machines, machine_price
 from payload.errors import ExitCode
 from payload.run_config import RunConfig
 
@@ -149,6 +149,39 @@ def prices() -> str:
     return "\n".join([head, *rows])
 
 
+def gpu_prices() -> str:
+    """The table of the machines with GPUs: what they have, and their prices."""
+    head = (
+        "| Machine | GPUs | Each, GiB | Cores | GiB | On demand | Spot | Regions |\n"
+        "|---|---|---|---|---|---|---|---|"
+    )
+    sold = list(listed_machines())
+    rows = []
+    for machine in machine_types():
+        if machine.gpus is None:
+            continue
+        gpu, name = machine.gpus.gpu, machine.name
+        regions = sorted(region for listed, region in sold if listed == name)
+        region = "us-central1" if "us-central1" in regions else _cheapest(name, regions)
+        on_demand, spot = (
+            _price(machine_price(name, region=region, spot=spot)) for spot in (False, True)
+        )
+        elsewhere = "" if region == "us-central1" else f" ({region})"
+        rows.append(
+            f"| {name} | {machine.gpus.count} x {gpu.name} | {gpu.memory_mib / 1024:.1f} | "
+            f"{machine.physical_cores} | {machine.memory_gib:g} | "
+            f"{on_demand if machine.has_on_demand else 'not sold'} | {spot}{elsewhere} | "
+            f"{len(regions)} |"
+        )
+    return "\n".join([head, *rows])
+
+
+def _cheapest(name: str, regions: list[str]) -> str:
+    """Return the region with the lowest price on demand."""
+    known = {region: machine_price(name, region=region, spot=False) for region in regions}
+    return min(known, key=lambda region: known[region] or float("inf"))
+
+
 def cluster_settings() -> str:
     """The table of Pulumi.yaml's settings."""
     declared = yaml.safe_load((README.parent / "Pulumi.yaml").read_text(encoding="utf-8"))
@@ -167,6 +200,7 @@ TABLES = {
     "exit codes": exit_codes,
     "settings": settings,
     "prices": prices,
+    "gpu prices": gpu_prices,
     "rules": security_rules,
     "cluster settings": cluster_settings,
 }

@@ -26,14 +26,17 @@ from payload.cloud_prices import (
     spot_warning,
 )
 from payload.errors import CloudAuthError, CloudError, ExitCode, TileforgeError, UsageError
+from payload.nvidia import QUERY, NvidiaFacts, torch_here
 from payload.orchestrate.cloud.firewall import check_firewall
 from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google, UnreadableError
 from payload.orchestrate.cloud.project import (
     Check,
     ask_compute,
     auth,
+    check_gpus,
     check_key,
     check_offers,
+    check_own_gpus,
     check_policies,
     check_quotas,
     check_services,
@@ -42,9 +45,10 @@ from payload.orchestrate.cloud.project import (
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, settings
 from payload.orchestrate.cloud.resources import Need, need_of
 from payload.orchestrate.cloud.sweep import project_of
+from payload.orchestrate.node.look import nvidia
 from payload.orchestrate.run.console import text_console
 from payload.results import write_whole
-from payload.untrusted import checked
+from payload.untrusted import build, checked
 
 # Compute Engine's number in the catalog: cloud.google.com/billing/docs/reference/rest/v1/services.
 _SKUS = "/v1/services/6F81-5844-456A/skus?currencyCode=USD&pageSize=5000"
@@ -228,6 +232,8 @@ def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
     # Of another project than the stack's, its firewall says nothing.
     own = pulumi if project == configured else None
     checks = list(examine(google, need, own))
+    checks += check_gpus(need)
+    checks += check_own_gpus(look_here(env))
     checks.append(check_price(need, *fresh_catalog(google, folder=Path.cwd() / ".cluster")))
     code = exit_code(checks)
     if options.json:
@@ -246,6 +252,12 @@ def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
         more = f"; {blind} of {len(checks)} could not be checked" if blind else ""
         talk.print(f"nothing that was checked keeps the cluster from being built{more}")
     return code
+
+
+def look_here(env: Mapping[str, str]) -> NvidiaFacts:
+    """Ask this machine's nvidia-smi, where it has one."""
+    answer = nvidia(",".join(QUERY), torch=torch_here(), env=env)
+    return build(NvidiaFacts, answer, where="this machine")
 
 
 def examine(google: Google, need: Need, pulumi: Pulumi | None) -> Iterator[Check]:

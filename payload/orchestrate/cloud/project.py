@@ -8,7 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from payload.accelerators import FP8_CAPABILITY, NVIDIA_DRIVER_BRANCH, SPOT_ALONE, gpus_of
 from payload.errors import CloudError, ExitCode, TileforgeError
+from payload.inventory import Node
+from payload.nvidia import GpuNeed, NvidiaFacts, gpu_faults
 from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
 from payload.orchestrate.cloud.resources import Need, Scope
 from payload.untrusted import checked, shown
@@ -110,6 +113,46 @@ def check_offers(google: Google, need: Need) -> Iterator[Check]:
             else:
                 size = f", {found.guest_cpus} vCPUs" if kind == "MachineTypes" else ""
                 yield Check(name=label, outcome="ok", found=f"offered{size}")
+
+
+def check_gpus(need: Need) -> Iterator[Check]:
+    """Say what GPUs the machine type has and with which driver; nothing for one without."""
+    gpus = gpus_of(need.machine_type)
+    if gpus is None:
+        return
+    gpu = gpus.gpu
+    capability = ".".join(map(str, gpu.capability))
+    fp8 = "with" if gpu.capability >= FP8_CAPABILITY else "without"
+    found = (
+        f"{gpus.count} x {gpu.name} on each node, a rank on each GPU: "
+        f"{gpu.memory_mib / 1024:.1f} GiB, compute capability {capability} ({fp8} fp8), "
+        f"driver branch {NVIDIA_DRIVER_BRANCH}"
+    )
+    if need.machine_type in SPOT_ALONE and need.spot != "true":
+        yield Check(
+            name="GPUs",
+            outcome="error",
+            found=f"{found}; {need.machine_type} is sold as spot alone",
+            fix="Set spot true (--spot), or take a3-highgpu-8g.",
+            exit_code=ExitCode.CONFIG,
+        )
+    else:
+        yield Check(name="GPUs", outcome="ok", found=found)
+
+
+def check_own_gpus(facts: NvidiaFacts) -> Iterator[Check]:
+    """Say what GPUs this machine has, for runs here; nothing where it has no nvidia-smi."""
+    if facts.smi is None:
+        return
+    node = Node(name="this machine", address="127.0.0.1", physical_cores=1, memory_gib=0.0)
+    need = GpuNeed(why="a run here", ranks_per_node=None)
+    faults = list(gpu_faults(facts, need=need, node=node))
+    yield Check(
+        name="GPUs of this machine",
+        outcome="warning" if faults else "ok",
+        found="; ".join([facts.describe(), *(fault.cause for fault in faults)]),
+        fix=" ".join(fault.fix for fault in faults),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -478,7 +478,9 @@ def _image_project(image: str) -> str:
 def _disk_type(name: str, machine: str) -> str:
     if name != "auto":
         return name
-    return "pd-balanced" if machine.startswith("c3-") else "hyperdisk-balanced"
+    return (
+        "pd-balanced" if machine.startswith(("c3-", "g2-", "a2-", "a3-")) else "hyperdisk-balanced"
+    )
 
 
 def _name(settings: Mapping[str, Any], key: str, default: str) -> str:

@@ -28,6 +28,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def probe(arguments: dict[str, Any]) -> dict[str, Any]:
         "memory_bytes": memory_bytes(),
         "disk_path": str(Path.home()),
         "disk_free_bytes": shutil.disk_usage(Path.home()).free,
-        "nvidia": nvidia(arguments["gpu_query"], torch=arguments["torch"]),
+        "nvidia": nvidia(arguments["gpu_query"], torch=arguments["torch"], env=os.environ),
         **route(arguments["route_to"]),
     }
     answered.wait(_RESOLVER_S)
@@ -251,15 +252,15 @@ def route(address: str | None) -> dict[str, Any]:
     return {"interface": entry["dev"], "source_address": entry.get("prefsrc"), "mtu": mtu}
 
 
-def nvidia(query: str, *, torch: list[str]) -> dict[str, Any]:
+def nvidia(query: str, *, torch: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
     """Return what nvidia-smi prints of the GPUs, which of them are visible, and torch's CUDA.
 
     `smi` is null where there is no such program, its `status` where it did not end.
     """
-    program = shutil.which("nvidia-smi")
+    program = shutil.which("nvidia-smi", path=env.get("PATH"))
     return {
         "smi": None if program is None else _ask_smi(program, query),
-        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "visible": env.get("CUDA_VISIBLE_DEVICES"),
         "torch": torch_build(*torch),
     }
 

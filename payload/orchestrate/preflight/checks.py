@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import random
 import secrets
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,7 @@ from payload.errors import ConfigError, SshAuthError, TileforgeError
 from payload.inventory import RANK_PORTS, SHARED_FOLDER, ClusterInventory, Node
 from payload.launch.launchers.registry import AUTO
 from payload.machine import discover
-from payload.nvidia import QUERY, GpuNeed, gpu_need
+from payload.nvidia import QUERY, GpuNeed, gpu_need, torch_here
 from payload.orchestrate.node.look import probe
 from payload.orchestrate.planning import choose_launcher
 from payload.orchestrate.preflight import findings as find
@@ -340,13 +338,6 @@ def check_this_machine(
         took_s=time.monotonic() - began,
         notes=find.gpu_notes([node], {node.name: facts}) if need else [],
     )
-
-
-def torch_here() -> tuple[str, str]:
-    """Return where this Python's torch has its version.py: a folder, and the path below it."""
-    found = importlib.util.find_spec("torch")
-    folder = Path(found.origin).parent if found is not None and found.origin else Path(sys.prefix)
-    return str(folder), "version.py"
 
 
 def _probe(node: Node, inventory: ClusterInventory, cluster: Cluster, state_file: str) -> NodeFacts:

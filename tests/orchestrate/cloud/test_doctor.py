@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.resources import need_of
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, Fault
+from tests.support.nvidia_smi import L4, make_nvidia_smi
 
 Capture = pytest.CaptureFixture[str]
 PLENTY = {"C3_CPUS": 100.0, "SSD_TOTAL_GB": 500.0, "IN_USE_ADDRESSES": 8.0, "INSTANCES": 24.0}
@@ -66,6 +69,51 @@ def test_the_price_is_named_with_its_source_and_age(
     (price,) = [each for each in checks if each["name"] == "price"]
     assert words in price["found"] and price["outcome"] == outcome
     assert "days old, packaged" in price["found"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "outcome", "found", "code"),
+    [
+        ("g2-standard-24", "ok", "2 x L4 on each node, a rank on each GPU: 22.5 GiB, comp", None),
+        ("a2-highgpu-1g", "ok", "compute capability 8.0 (without fp8), driver branch 580", None),
+        ("a3-highgpu-2g", "error", "a3-highgpu-2g is sold as spot alone", ExitCode.CONFIG),
+        ("c3-highmem-8", None, "", None),
+    ],
+)
+def test_a_gpu_machine_has_a_row_with_its_gpus(
+    project: Site,
+    capsys: Capture,
+    machine: str,
+    outcome: str | None,
+    found: str,
+    code: ExitCode | None,
+) -> None:
+    project.cloud.add("machineTypes", machine, place=ZONE, labels={}, guestCpus=24)
+    configure(project, machineType=machine)
+    exit_code = doctor(project, "--json")
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    rows = [each for each in checks if each["name"] == "GPUs"]
+    assert [row["outcome"] for row in rows] == ([outcome] if outcome else [])
+    assert all(found in row["found"] for row in rows)
+    if code is not None:
+        assert code in {each["exit_code"] for each in rows} and exit_code != ExitCode.OK
+    # Google's GPU machines boot from pd-balanced, as the cluster program has it.
+    assert f"pd-balanced in {ZONE}" in {each["name"] for each in checks}
+
+
+def test_the_gpus_of_this_machine_are_shown_and_fail_no_check(
+    project: Site, capsys: Capture, tmp_path: Path
+) -> None:
+    smi = make_nvidia_smi(tmp_path / "bin", L4, L4)
+    project.env["PATH"] = f"{smi}{os.pathsep}{project.env['PATH']}"
+    project.env["CUDA_VISIBLE_DEVICES"] = "1"
+    doctor(project, "--json")
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    (row,) = [each for each in checks if each["name"] == "GPUs of this machine"]
+    assert row["outcome"] == "warning" and row["exit_code"] == 0
+    assert row["found"].startswith("2 x NVIDIA L4 (22.5 GiB), driver 580.95.05, ECC on, torch ")
+    assert "CUDA_VISIBLE_DEVICES = '1' leaves 1 of 2" in row["found"]
+    assert "is a build without CUDA" in row["found"]
 
 
 def test_a_project_that_fits_is_exit_0_with_every_number(project: Site, capsys: Capture) -> None:
