@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import statistics
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from payload.metrics_log import rank_times
@@ -29,6 +29,8 @@ _STEPS = 5
 """So many steps must agree, of which half may be disturbed."""
 _WARM_UP_STEPS = 2
 """The first steps build kernels and warm caches, on each rank in its own time."""
+_SETTLE_STEPS = 20
+_REMIND_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +49,43 @@ class Straggler:
 
     def words(self, *, node: str | None = None) -> str:
         """Return a sentence."""
+        return SlowRank(self).words(node=node)
+
+    def ratio(self) -> float:
+        """Return how many times the others' work its own was; 0 where theirs took no time."""
+        return self.work_s / self.others_s if self.others_s else 0.0
+
+
+class SlowRank:
+    """One rank's times of slowness, told in one sentence."""
+
+    def __init__(self, *stragglers: Straggler) -> None:
+        """Take one rank's stragglers, in the order of time."""
+        self._stragglers = stragglers
+
+    @property
+    def rank(self) -> int:
+        """Return the rank."""
+        return self._stragglers[-1].rank
+
+    @property
+    def is_slow(self) -> bool:
+        """Tell whether the last time of slowness goes on."""
+        return self._stragglers[-1].last_step is None
+
+    def words(self, *, node: str | None = None) -> str:
+        """Return a sentence: since when or from when to when, and by how much at the worst."""
+        first, last, count = self._stragglers[0], self._stragglers[-1], len(self._stragglers)
+        worst = max(self._stragglers, key=Straggler.ratio)
         at = f" on {node}" if node else ""
-        until = "" if self.last_step is None else f" to {self.last_step}"
-        verb = "is slow since step" if self.last_step is None else "was slow from step"
-        times = self.work_s / self.others_s if self.others_s else 0.0
+        when, wait = f"is slow since step {first.first_step}", "wait"
+        if last.last_step is not None:
+            when, wait = f"was slow from step {first.first_step} to {last.last_step}", "waited"
+        often, worst_words = (f" ({count} times)", "at worst ") if count > 1 else ("", "")
         return (
-            f"rank {self.rank}{at} {verb} {self.first_step}{until}: its own work takes "
-            f"{self.work_s:.3g} s a step, the other ranks' {self.others_s:.3g} s ({times:.1f} "
-            "times); they " + ("wait" if self.last_step is None else "waited") + " for it"
+            f"rank {self.rank}{at} {when}{often}: {worst_words}its own work takes "
+            f"{worst.work_s:.3g} s a step, the other ranks' {worst.others_s:.3g} s "
+            f"({worst.ratio():.1f} times); they {wait} for it"
         )
 
 
@@ -104,6 +135,10 @@ class StragglerWatch:
         """Return the ranks that are slow now."""
         return [self._measured(each) for each in self._slow.values()]
 
+    def is_slow(self, rank: int) -> bool:
+        """Tell whether one rank is slow now."""
+        return rank in self._slow
+
     def _look_at(self, rank: int) -> Straggler | None:
         ratio = statistics.median(each.ratio(rank) for each in self._rows)
         known = self._slow.get(rank)
@@ -137,6 +172,70 @@ class StragglerWatch:
         """Return the first step of the present slowness that is still known."""
         slow = itertools.takewhile(lambda each: each.ratio(rank) >= _SLOW, reversed(self._rows))
         return min((each.step - each.steps + 1 for each in slow), default=self._rows[-1].step)
+
+
+@dataclass(slots=True)
+class _Told:
+    """What an observer has been told of one rank."""
+
+    spells: list[Straggler] = field(default_factory=list)
+    """The ended times of slowness that the next sentence counts."""
+    is_told: bool = False
+    """The last sentence said that it is slow."""
+    settle_steps: int = 0
+    """It must not be slow for so long before its end is told."""
+    remind_steps: int = _REMIND_STEPS
+    remind_at: int = 0
+
+
+class StragglerNews:
+    """Takes in rows as they come, and picks what is worth a line on a console.
+
+    A slow rank is told at once when it begins. On a busy machine ranks are slow for moments, in
+    turns. So from the second time on the end is told only once the rank has been well for a while,
+    which doubles each time, and what comes in between is counted. A rank that stays slow is told
+    again after steps that double, too. So a rank has some 20 lines in 100,000 steps, and one that
+    is slow never has a last line that says otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._watch = StragglerWatch()
+        self._told: defaultdict[int, _Told] = defaultdict(_Told)
+
+    def add(self, row: Mapping[str, Any]) -> list[SlowRank]:
+        """Return the ranks to tell of after this row."""
+        for each in self._watch.add(row):
+            told = self._told[each.rank]
+            if each.last_step is not None:
+                told.spells.append(each)
+        return [news for rank in [*self._told] if (news := self._news(rank, row["step"]))]
+
+    def _news(self, rank: int, step: int) -> SlowRank | None:
+        told = self._told[rank]
+        if self._watch.is_slow(rank):
+            if told.is_told and step < told.remind_at:
+                return None
+            told.remind_steps *= 2 if told.is_told else 1
+            told.is_told, told.remind_at = True, step + told.remind_steps
+            present = next(each for each in self._watch.slow() if each.rank == rank)
+            return SlowRank(*told.spells, present)
+        settled_at = (told.spells[-1].last_step or 0) + told.settle_steps if told.spells else 0
+        if not told.is_told or step < settled_at:
+            return None
+        # Without an ended spell the run has gone on with other ranks.
+        news = SlowRank(*told.spells) if told.spells else None
+        told.spells, told.is_told = [], False
+        told.settle_steps = max(_SETTLE_STEPS, 2 * told.settle_steps)
+        return news
+
+
+def by_rank(stragglers: Iterable[Straggler]) -> list[SlowRank]:
+    """Return each rank that was slow, the one that was slow last at the end."""
+    found: dict[int, list[Straggler]] = {}
+    for each in stragglers:
+        found[each.rank] = found.pop(each.rank, [])
+        found[each.rank].append(each)
+    return [SlowRank(*each) for each in found.values()]
 
 
 def find_stragglers(rows: Iterable[Mapping[str, Any]]) -> tuple[Straggler, ...]:

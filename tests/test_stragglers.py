@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import re
 import statistics
 from typing import Any
 
 import pytest
 
 from payload.metrics_log import TIMED_PARTS, rank_times
-from payload.stragglers import Straggler, StragglerWatch, _others, find_stragglers
+from payload.stragglers import (
+    Straggler,
+    StragglerNews,
+    StragglerWatch,
+    _others,
+    by_rank,
+    find_stragglers,
+)
 
 
 def row(step: int, forward: list[float], *, steps: int = 1) -> dict[str, Any]:
@@ -78,6 +87,58 @@ def test_the_others_median_is_that_of_all_but_one() -> None:
         work = [generator.choice([1.0, 2.0, generator.random()]) for _ in range(2 + _ % 8)]
         expected = [statistics.median(work[:at] + work[at + 1 :]) for at in range(len(work))]
         assert _others(work) == pytest.approx(expected)
+
+
+def test_a_rank_that_is_slow_once_is_told_when_it_begins_and_when_it_ends() -> None:
+    news = StragglerNews()
+    rows = [row(step, [0.1, 0.2 if 10 < step <= 40 else 0.1]) for step in range(1, 400)]
+    told = [each.words() for each_row in rows for each in news.add(each_row)]
+    assert len(told) == 2
+    assert told[0].startswith("rank 1 is slow since step 11: its own work takes 0.2 s")
+    assert told[1].startswith("rank 1 was slow from step 11 to 4")
+
+
+def test_a_rank_that_stays_slow_is_told_again_after_steps_that_double() -> None:
+    news = StragglerNews()
+    told = [step for step in range(1, 2000) if news.add(row(step, [0.1, 0.2]))]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(told)]
+    assert gaps == [100, 200, 400, 800]
+
+
+def test_a_busy_machine_s_turns_of_slowness_are_counted_and_no_line_calls_a_slow_rank_well() -> (
+    None
+):
+    generator = random.Random(1)
+    news, watch, told = StragglerNews(), StragglerWatch(), list[tuple[int, bool, str]]()
+    last_says_slow, turns, slow_rank = {0: False, 1: False}, 0, 0
+    for step in range(1, 20_001):
+        if generator.random() < 0.05:
+            slow_rank = generator.choice([0, 1, 2])
+        times = row(step, [0.2 if rank == slow_rank else 0.1 for rank in (0, 1)])
+        turns += sum(each.last_step is None for each in watch.add(times))
+        for each in news.add(times):
+            told.append((step, each.is_slow, each.words()))
+            last_says_slow[each.rank] = each.is_slow
+        assert all(last_says_slow[each.rank] for each in watch.slow())
+    assert turns > 300
+    assert len(told) < 50
+    assert any(
+        re.search(r"was slow from step \d+ to \d+ \(\d+ times\): at worst", words)
+        for *_, words in told
+    )
+
+
+def test_the_end_of_a_run_tells_each_slow_rank_once_and_counts() -> None:
+    found = by_rank(
+        Straggler(rank=rank, first_step=first, last_step=last, work_s=work_s, others_s=0.2)
+        for rank, first, last, work_s in [(1, 5, 9, 0.4), (0, 12, 20, 0.3), (1, 30, 42, 0.3)]
+    )
+    assert [each.words() for each in found] == [
+        "rank 0 was slow from step 12 to 20: its own work takes 0.3 s a step, the other ranks' "
+        "0.2 s (1.5 times); they waited for it",
+        "rank 1 was slow from step 5 to 42 (2 times): at worst its own work takes 0.4 s a step, "
+        "the other ranks' 0.2 s (2.0 times); they waited for it",
+    ]
 
 
 def every_part(values: list[object]) -> dict[str, object]:

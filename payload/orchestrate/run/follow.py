@@ -38,7 +38,7 @@ from payload.results import (
 )
 from payload.run_lock import FORCE_SIGNAL
 from payload.run_repair import known_config, known_state
-from payload.stragglers import StragglerWatch
+from payload.stragglers import StragglerNews, by_rank
 from payload.tracking import hand_over, tracked
 from payload.training_sections import TrainSection
 from payload.untrusted import build, parse_json, printable
@@ -67,8 +67,8 @@ def say_end(
         out.print(to_json(summary), end="")
     else:
         out.print("\n".join(result_lines(summary, checkpoint=checkpoint, width=out.width)))
-    for straggler in summary.stragglers[-_SHOWN_STRAGGLERS:]:
-        talk.print(straggler_line(straggler, paths))
+    for slow in by_rank(summary.stragglers)[-_SHOWN_STRAGGLERS:]:
+        talk.print(straggler_line(slow, paths))
     if summary.status == "failed":
         log = _telling_log(paths, state)
         talk.print("\n".join(failure_lines(summary.error or "failed", log=log)))
@@ -272,7 +272,7 @@ def show(run: SiteRun, *, talk: Console, train: TrainSection, tails: Tails) -> b
     """Show a run until it has ended; return False where the operator has detached before."""
     paths = run.paths
     heeded, is_latest, alive = 0, not run.outlives_us, True
-    stale, watch = read_progress(paths), StragglerWatch()
+    stale, news = read_progress(paths), StragglerNews()
     with (
         Interrupts() as interrupts,
         # Within `Interrupts`: Ctrl-C while the trackers end is no end of this command.
@@ -286,7 +286,7 @@ def show(run: SiteRun, *, talk: Console, train: TrainSection, tails: Tails) -> b
                 live.news(sentence)
             for line in tails.log.lines():
                 live.log(line)
-            show_stragglers(show_steps(tails.metrics, live), live, paths=paths, watch=watch)
+            show_stragglers(show_steps(tails.metrics, live), live, paths=paths, news=news)
             show_progress(paths, live, stale=stale)
             if live.has_stepped and not is_latest:
                 is_latest = True
@@ -376,12 +376,12 @@ def show_steps(tail: Tail, live: LiveLine) -> list[Mapping[str, Any]]:
 
 
 def show_stragglers(
-    rows: Iterable[Mapping[str, Any]], live: LiveLine, *, paths: RunPaths, watch: StragglerWatch
+    rows: Iterable[Mapping[str, Any]], live: LiveLine, *, paths: RunPaths, news: StragglerNews
 ) -> None:
     """Name a rank that has become slow by these steps, and one that is well again."""
     for row in rows:
-        for straggler in watch.add(row):
-            live.say(straggler_line(straggler, paths))
+        for slow in news.add(row):
+            live.say(straggler_line(slow, paths))
 
 
 def read_progress(paths: RunPaths) -> RankProgress | None:

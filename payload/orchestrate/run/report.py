@@ -29,7 +29,7 @@ from payload.orchestrate.run.store import RunView
 from payload.quantized_cost import QuantizedCost, quantized_cost
 from payload.results import RunPaths, Summary, last_record, read_json
 from payload.run_config import RunConfig, load_run_config
-from payload.stragglers import Straggler
+from payload.stragglers import SlowRank
 from payload.untrusted import open_regular
 
 # One core's GEMM in bf16 with AVX-512 and no matrix tiles; benchmarks/results, step_epyc-2-cores.
@@ -357,15 +357,15 @@ def failure_lines(error: str, *, log: Path) -> list[str]:
     return [*lines, *(f"  | {line}" for line in tail if line not in repeated)]
 
 
-def straggler_line(straggler: Straggler, paths: RunPaths) -> str:
+def straggler_line(slow: SlowRank, paths: RunPaths) -> str:
     """Return which rank holds the others up, since when, by how much, and where to look."""
     node = None
     with suppress(ConfigError):
-        node = next((r.node for r in load_ranks(paths.ranks) if r.rank == straggler.rank), None)
-    look = run_command("logs", paths, "--rank", str(straggler.rank))
-    if straggler.last_step is not None:
-        return f"note: {straggler.words(node=node)}"
-    return f"warning: {straggler.words(node=node)}. Look at its log: {look}"
+        node = next((r.node for r in load_ranks(paths.ranks) if r.rank == slow.rank), None)
+    if not slow.is_slow:
+        return f"note: {slow.words(node=node)}"
+    look = run_command("logs", paths, "--rank", str(slow.rank))
+    return f"warning: {slow.words(node=node)}. Look at its log: {look}"
 
 
 def log_tail(log: Path) -> list[str]:
