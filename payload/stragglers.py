@@ -176,7 +176,7 @@ class StragglerWatch:
 
 @dataclass(slots=True)
 class _Told:
-    """What an observer has been told of one rank."""
+    """One rank as the console has it."""
 
     spells: list[Straggler] = field(default_factory=list)
     """The ended times of slowness that the next sentence counts."""
