@@ -1,10 +1,10 @@
-"""The cost of watching a step: metrics, signs of life, a tracker and the exporter together.
+"""The cost of watching a step: metrics, heartbeats, a tracker and the exporter together.
 
     python -m benchmarks.overhead [--preset gpt2] [--sequence-length 256] [--pairs 30] [--block 2]
 
 One process takes a training step again and again, in pairs of blocks whose order alternates. In
 the watched blocks it does what a rank does for its records (the clock around each part, the row of
-metrics.jsonl, the sign of life before a pass), the exporter is scraped, and a tracker follows the
+metrics.jsonl, the heartbeat before a pass), the exporter is scraped, and a tracker follows the
 rows; both are real processes. In the other blocks nothing is written, both are stopped (SIGSTOP).
 A scrape comes every 5 s of watched time, as from our Prometheus. Two figures come out:
 
@@ -48,7 +48,7 @@ from payload.models.gpt2 import PRESETS
 from payload.results import RunPaths, RunState, write_json
 from payload.run_config import RunConfig
 from payload.train.engine import engage
-from payload.train.metrics import MetricsFile, SignOfLife, rss_bytes
+from payload.train.metrics import Heartbeat, MetricsFile, rss_bytes
 from payload.train.models.gpt2 import GPT
 from payload.train.optimizer import build_optimizers
 from payload.train.step_clock import StepClock
@@ -126,7 +126,7 @@ class _Training:
         self._batch = torch.randint(shape.vocab_size, (1, length + 1))
         self._steps_a_block = arguments.block
         self._metrics = MetricsFile(paths, resumed_at_step=0)
-        self._sign = SignOfLife(paths, world)
+        self._heartbeat = Heartbeat(paths, world)
         self._clock = StepClock(rank=0, world_size=1)
         self.steps = 0
         self.watched_steps = 0
@@ -167,7 +167,7 @@ class _Training:
 
     def _watched_step(self) -> None:
         began_s = time.perf_counter()
-        self._sign.tell(step=self.steps, phase="step", micro_step=0, of=1)
+        self._heartbeat.tell(step=self.steps, phase="step", micro_step=0, of=1)
         with self._clock.of("data"):
             pass
         with self._clock.of("forward"):
@@ -177,7 +177,7 @@ class _Training:
             loss = self._pass()
         value = self._finish_step(loss)
         again_s = time.perf_counter()
-        self._sign.tell(step=self.steps, phase="step", micro_step=1, of=1)
+        self._heartbeat.tell(step=self.steps, phase="step", micro_step=1, of=1)
         times = self._clock.add_step(self._clock.take())
         step_s = time.perf_counter() - began_s
         row = StepMetrics(

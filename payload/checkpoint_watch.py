@@ -13,7 +13,7 @@ SAVING_PHASES = ("sync check", "checkpoint", "end")
 
 
 class CheckpointWatch:
-    """Looks at rank 0's sign of life, which changes with each part of a checkpoint."""
+    """Looks at rank 0's heartbeat, which changes with each part of a checkpoint."""
 
     def __init__(self, paths: RunPaths, *, stall_timeout_s: float) -> None:
         """`stall_timeout_s`: how long one part may take."""

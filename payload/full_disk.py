@@ -53,11 +53,11 @@ def write_record(
         give_room_back(path)
 
 
-def write_sign(path: Path, value: RankProgress) -> None:
-    """Write a sign of life over the one before; raises OSError as `write_record` does.
+def write_heartbeat(path: Path, value: RankProgress) -> None:
+    """Write a heartbeat over the one before; raises OSError as `write_record` does.
 
     A rename over a file makes ext4 allocate the new one's blocks at once (auto_da_alloc), which
-    takes ten times as long as all else here, and signs come twice a second.
+    takes ten times as long as all else here, and heartbeats come twice a second.
     """
     if not _write_over(path, to_json(value).encode()):
         write_record(path, value, durable=False)

@@ -195,7 +195,7 @@ class RunPaths:
         return self.logs / f"rank_{rank:04d}.log"
 
     def rank_progress(self, rank: int) -> Path:
-        """One rank's sign of life."""
+        """One rank's heartbeat."""
         return self.root / "progress" / f"rank_{rank:04d}.json"
 
     def rank_exit(self, rank: int) -> Path:
@@ -336,7 +336,7 @@ class RunJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgress:
-    """One rank's sign of life, replaced at every step."""
+    """One rank's heartbeat, replaced at every step."""
 
     rank: int = checked(low=0)
     node: str = checked(pattern=NODE_NAME, wanted="a node name")

@@ -1,4 +1,4 @@
-"""Detection of a hang or a lost node from the signs of life of a run's ranks and nodes."""
+"""Detection of a hang or a lost node from the heartbeats of a run's ranks and nodes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _LONG_PHASES = (*START_PHASES, "checkpoint", "end")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankSign:
-    """The last sign of life of a rank."""
+class RankHeartbeat:
+    """The last heartbeat of a rank."""
 
     rank: int
     node: str
@@ -38,8 +38,8 @@ class RankSign:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSign:
-    """The last sign of life of a worker node."""
+class NodeHeartbeat:
+    """The last heartbeat of a worker node."""
 
     node: str
     quiet_s: float
@@ -60,8 +60,8 @@ class Pace:
 
 
 def find_trouble(
-    ranks: Sequence[RankSign],
-    nodes: Sequence[NodeSign],
+    ranks: Sequence[RankHeartbeat],
+    nodes: Sequence[NodeHeartbeat],
     *,
     world_size: int,
     age_s: float,
@@ -73,18 +73,18 @@ def find_trouble(
     for each other in every step, one that is stuck stops all: as long as any rank makes progress,
     nothing is wrong.
     """
-    quiet_s = min([age_s, *(sign.quiet_s for sign in ranks)])
+    quiet_s = min([age_s, *(beat.quiet_s for beat in ranks)])
     lost = [
-        sign for sign in nodes if sign.unreachable_s is not None and sign.unreachable_s >= LOST_S
+        beat for beat in nodes if beat.unreachable_s is not None and beat.unreachable_s >= LOST_S
     ]
     if lost and quiet_s >= max(LOST_S, 2 * (pace.median_step_s or 0.0)):
         return lost_nodes(lost)
-    silent = [sign for sign in nodes if sign.quiet_s >= SILENT_S]
+    silent = [beat for beat in nodes if beat.quiet_s >= SILENT_S]
     # A node tells that it is there whatever its ranks are at, so its silence gets no longer limit.
     patient = not silent and (
         pace.median_step_s is None
         or len(ranks) < world_size
-        or any(sign.phase in _LONG_PHASES for sign in ranks)
+        or any(beat.phase in _LONG_PHASES for beat in ranks)
     )
     limit_s = hang_limit_s(pace, patient=patient)
     if quiet_s < limit_s:
@@ -103,20 +103,17 @@ def hang_limit_s(pace: Pace, *, patient: bool) -> float:
     return min(max(pace.hang_timeout_s, 10 * (pace.median_step_s or 0.0)), pace.longest_s)
 
 
-def lost_nodes(signs: Sequence[NodeSign]) -> Verdict:
+def lost_nodes(beats: Sequence[NodeHeartbeat]) -> Verdict:
     """The verdict on nodes that take no connection."""
     listed = ", ".join(
-        f"{sign.node} cannot be reached (last sign of life {sign.quiet_s:.0f} s ago)"
-        for sign in signs
+        f"{beat.node} cannot be reached (last heartbeat {beat.quiet_s:.0f} s ago)" for beat in beats
     )
     return Verdict(status="failed", exit_code=ExitCode.RANK_LOST, error=f"node lost: {listed}")
 
 
-def frozen_nodes(signs: Sequence[NodeSign], *, after: str) -> Verdict:
+def frozen_nodes(beats: Sequence[NodeHeartbeat], *, after: str) -> Verdict:
     """The verdict on nodes that take connections and say nothing."""
-    listed = ", ".join(
-        f"{sign.node} (last sign of life {sign.quiet_s:.0f} s ago)" for sign in signs
-    )
+    listed = ", ".join(f"{beat.node} (last heartbeat {beat.quiet_s:.0f} s ago)" for beat in beats)
     return Verdict(
         status="failed",
         exit_code=ExitCode.HANG,
@@ -124,20 +121,20 @@ def frozen_nodes(signs: Sequence[NodeSign], *, after: str) -> Verdict:
     )
 
 
-def _stuck_ranks(ranks: Sequence[RankSign], *, world_size: int, told: str) -> Verdict:
+def _stuck_ranks(ranks: Sequence[RankHeartbeat], *, world_size: int, told: str) -> Verdict:
     """Those that are stopped, else those that never began, else those that are behind."""
-    stopped = [sign for sign in ranks if sign.stopped]
-    begun = {sign.rank for sign in ranks}
+    stopped = [beat for beat in ranks if beat.stopped]
+    begun = {beat.rank for beat in ranks}
     absent = [rank for rank in range(world_size) if rank not in begun]
     if stopped:
         words = "stopped by a signal: " + _listed(stopped)
         first: int | None = stopped[0].rank
     elif absent:
-        words = f"rank(s) {', '.join(map(str, absent))} never showed a sign of life"
+        words = f"rank(s) {', '.join(map(str, absent))} never sent a heartbeat"
         first = absent[0]
     else:
         last = min(map(_place, ranks))
-        behind = [sign for sign in ranks if _place(sign) == last]
+        behind = [beat for beat in ranks if _place(beat) == last]
         if len(behind) < len(ranks):
             words, first = "behind: " + _listed(behind), behind[0].rank
         else:
@@ -145,13 +142,13 @@ def _stuck_ranks(ranks: Sequence[RankSign], *, world_size: int, told: str) -> Ve
     return Verdict(status="failed", exit_code=ExitCode.HANG, error=f"{told}; {words}", rank=first)
 
 
-def _place(sign: RankSign) -> tuple[int, int]:
-    return sign.step, _PHASES.index(sign.phase) if sign.phase in _PHASES else len(_PHASES)
+def _place(beat: RankHeartbeat) -> tuple[int, int]:
+    return beat.step, _PHASES.index(beat.phase) if beat.phase in _PHASES else len(_PHASES)
 
 
-def _listed(signs: Sequence[RankSign]) -> str:
-    return ", ".join(f"rank {sign.rank} on {sign.node} at {_where(sign)}" for sign in signs)
+def _listed(beats: Sequence[RankHeartbeat]) -> str:
+    return ", ".join(f"rank {beat.rank} on {beat.node} at {_where(beat)}" for beat in beats)
 
 
-def _where(sign: RankSign) -> str:
-    return f"step {sign.step} ({sign.phase})"
+def _where(beat: RankHeartbeat) -> str:
+    return f"step {beat.step} ({beat.phase})"

@@ -51,9 +51,9 @@ class Evidence:
     """When the launcher was last seen alive, if a signal of somebody else's ended it; its helpers
     kill the ranks, so that later signals are theirs."""
     trouble: Verdict | None = None
-    """The verdict from the signs of life: a hang, or a node that is frozen or gone."""
+    """The verdict from the heartbeats: a hang, or a node that is frozen or gone."""
     begun: bool = False
-    """True once any rank has shown a sign of life."""
+    """True once any rank has sent a heartbeat."""
     trained: bool = False
     """True once any rank has begun to train."""
     node_of: Mapping[str, str] = field(default_factory=dict)

@@ -27,7 +27,7 @@ class AttemptEnd:
     began_at_step: int
     """The checkpoint's that the attempt began from; 0 without one."""
     reached_step: int | None
-    """The furthest that a rank was in this attempt; None without any sign of life."""
+    """The furthest that a rank was in this attempt; None without any heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,7 +88,7 @@ METRICS = tuple(
         ("store_failures", "Attempts at the store that failed after their retries.", _RUN),
         ("store_failing_seconds", "Since the store began to fail; 0 while it works.", _RUN),
         ("rank_step", "Step that the rank works on.", _RANK),
-        ("rank_sign_age_seconds", "Since the rank's last sign of life.", _RANK),
+        ("rank_heartbeat_age_seconds", "Since the rank's last heartbeat.", _RANK),
         ("rank_memory_bytes", "The rank's memory in RAM.", _RANK),
         (
             "rank_slowdown_ratio",
@@ -176,7 +176,7 @@ class RunMetrics:
             for name, value in values.items()
             if value is not None
         ]
-        found += [*self._of_signs(now), *self._of_ranks(self._curve)]
+        found += [*self._of_heartbeats(now), *self._of_ranks(self._curve)]
         return [each for each in found if -_MOST <= each.value <= _MOST]
 
     def history(self) -> Iterator[Sample]:
@@ -252,17 +252,17 @@ class RunMetrics:
             values["checkpoint_interval_seconds"] = every * pace_s if every else None
         return values
 
-    def _of_signs(self, now: float) -> Iterator[Sample]:
+    def _of_heartbeats(self, now: float) -> Iterator[Sample]:
         for rank in self._node_of:
-            sign = last_record(RankProgress, self._paths.rank_progress(rank))
-            if sign is None:
+            beat = last_record(RankProgress, self._paths.rank_progress(rank))
+            if beat is None:
                 continue
-            labels = self._rank_labels(rank, sign.node)
-            yield Sample(PREFIX + "rank_step", labels, sign.step)
-            age_s = max(0.0, now - sign.time_unix)
-            yield Sample(PREFIX + "rank_sign_age_seconds", labels, age_s)
-            if sign.rss_bytes is not None:
-                yield Sample(PREFIX + "rank_memory_bytes", labels, sign.rss_bytes)
+            labels = self._rank_labels(rank, beat.node)
+            yield Sample(PREFIX + "rank_step", labels, beat.step)
+            age_s = max(0.0, now - beat.time_unix)
+            yield Sample(PREFIX + "rank_heartbeat_age_seconds", labels, age_s)
+            if beat.rss_bytes is not None:
+                yield Sample(PREFIX + "rank_memory_bytes", labels, beat.rss_bytes)
 
     def _of_ranks(self, curve: _Curve) -> Iterator[Sample]:
         times = curve.ranks

@@ -17,7 +17,7 @@ from payload.launch.environment import launcher_environment
 from payload.launch.launchers.registry import find
 from payload.launch.liveness import (
     SILENT_S,
-    NodeSign,
+    NodeHeartbeat,
     Pace,
     find_trouble,
     frozen_nodes,
@@ -35,7 +35,7 @@ from payload.supervise.processes import (
     signal_process,
     wait_until_none,
 )
-from payload.supervise.signs import Signs, StepTimes
+from payload.supervise.rank_heartbeats import RankHeartbeats, StepTimes
 from payload.supervise.stopping import Stopping, Wakeups
 from payload.supervise.stream import NodeStream
 from payload.untrusted import open_regular
@@ -62,7 +62,7 @@ class Attempt:
         plan: LaunchPlan,
         ranks: Sequence[Rank],
         config: RunConfig,
-        signs: Signs,
+        beats: RankHeartbeats,
         streams: Sequence[NodeStream],
         stopping: Stopping,
         wakeups: Wakeups,
@@ -75,7 +75,7 @@ class Attempt:
         self._launcher = find(plan.launcher)
         self._ranks = ranks
         self._config = config
-        self._signs = signs
+        self._beats = beats
         self._streams = streams
         self._stopping = stopping
         self._wakeups = wakeups
@@ -92,7 +92,7 @@ class Attempt:
     def run(self, every_tick: Callable[[], None]) -> Verdict:
         """Stay until the last process is gone; the error names what could not be ended."""
         log_start = self._log_size()
-        self._signs.begin()
+        self._beats.begin()
         launcher = self._start()
         # Else the last attempt's would be taken for this one's, which takes longer to come.
         discard(self._paths.summary)
@@ -116,16 +116,16 @@ class Attempt:
 
     def began_at_step(self) -> int:
         """Return the step that the attempt began from; the checkpoint's until the ranks say it."""
-        told = self._signs.began_at_step()
+        told = self._beats.began_at_step()
         return self._checkpoint_step if told is None else told
 
     def reached_step(self) -> int | None:
-        """Return the furthest step of this attempt; None without any sign of life.
+        """Return the furthest step of this attempt; None without any heartbeat.
 
-        A sign of life may be half a second older than the last row of metrics.jsonl.
+        A heartbeat may be half a second older than the last row of metrics.jsonl.
         """
         finished = self._step_times.reached_step(began_at=self.began_at_step())
-        return max((s for s in (finished, self._signs.steps()) if s is not None), default=None)
+        return max((s for s in (finished, self._beats.steps()) if s is not None), default=None)
 
     def _start(self) -> subprocess.Popen[bytes]:
         plan = self._plan
@@ -151,14 +151,14 @@ class Attempt:
                 ) from None
 
     def _watch(self) -> None:
-        """One look around: requests to stop, ranks that failed, signs of life that stopped."""
-        self._signs.look()
-        saving = self._signs.saving(within_s=self._config.limits.hang_timeout_s)
+        """One look around: requests to stop, ranks that failed, heartbeats that stopped."""
+        self._beats.look()
+        saving = self._beats.saving(within_s=self._config.limits.hang_timeout_s)
         request = self._stopping.heed(saving=saving)
         if request == "end" or (request == "ask" and not self._ask_to_stop()):
             self._end_now()
         now = time.monotonic()
-        if self._failure_deadline is None and any(map(is_failure, self._signs.exits().values())):
+        if self._failure_deadline is None and any(map(is_failure, self._beats.exits().values())):
             self._failure_deadline = now + _ECHO_S
         if self._failure_deadline is None and self._stopping.kind == "none":
             self._look_for_trouble()
@@ -170,16 +170,16 @@ class Attempt:
     def _end_after_failure(self, *, late_s: float) -> None:
         """Not while rank 0 writes a checkpoint, for which the launcher lets it live."""
         limit_s = self._config.limits.hang_timeout_s
-        writing = self._signs.writing(within_s=limit_s)
+        writing = self._beats.writing(within_s=limit_s)
         if not writing or late_s > self._config.distributed.longest_wait_s():
             self._end_now()
 
     def _look_for_trouble(self) -> None:
         self._trouble = self._removal() or find_trouble(
-            self._signs.ranks(),
-            self._signs.nodes(),
+            self._beats.ranks(),
+            self._beats.nodes(),
             world_size=len(self._ranks),
-            age_s=self._signs.age_s(),
+            age_s=self._beats.age_s(),
             pace=Pace(
                 hang_timeout_s=self._config.limits.hang_timeout_s,
                 longest_s=self._config.distributed.longest_wait_s(),
@@ -196,7 +196,7 @@ class Attempt:
 
     def _ask_to_stop(self) -> bool:
         """SIGTERM to rank 0's program, which agrees with the others; false if nothing is lost."""
-        progress = self._signs.first_word()
+        progress = self._beats.first_word()
         if progress is None or progress.phase in START_PHASES:
             # It would heed it in its first pass, and a large model takes minutes until then.
             return False
@@ -228,13 +228,13 @@ class Attempt:
             found = stream.wait_ended(0.0)
             while found is None:
                 waited_s = time.monotonic() - began
-                silent = stream.sign().quiet_s >= SILENT_S
+                silent = stream.beat().quiet_s >= SILENT_S
                 if waited_s > (_SILENT_ANSWER_S if silent else _ANSWER_S):
                     break
                 found = stream.wait_ended(_TICK_S)
             if found is None or found:
                 left[stream.node.name] = found
-        self._signs.look()
+        self._beats.look()
         return left
 
     def _log_size(self) -> int:
@@ -261,7 +261,7 @@ class Attempt:
             return judge(
                 Evidence(
                     ranks=self._ranks,
-                    exits=self._signs.exits(),
+                    exits=self._beats.exits(),
                     launcher_status=launcher_status,
                     launcher_text=text,
                     launcher=self._launcher,
@@ -272,22 +272,22 @@ class Attempt:
                     launcher_killed_s=self._launcher_killed_s,
                     node_of=self._node_of,
                     trouble=trouble,
-                    begun=bool(self._signs.ranks()),
-                    trained=any(sign.phase not in START_PHASES for sign in self._signs.ranks()),
+                    begun=bool(self._beats.ranks()),
+                    trained=any(beat.phase not in START_PHASES for beat in self._beats.ranks()),
                 )
             )
 
         verdict = judged(self._trouble)
         if self._trouble is None and verdict.exit_code is ExitCode.RANK_LOST:
             # The launcher, or gloo, has seen it first. By now every node has been asked.
-            return judged(_explanation(self._signs.nodes()))
+            return judged(_explanation(self._beats.nodes()))
         return verdict
 
 
-def _explanation(nodes: Sequence[NodeSign]) -> Verdict | None:
+def _explanation(nodes: Sequence[NodeHeartbeat]) -> Verdict | None:
     """Nodes that did not answer at the attempt's end are why the others lost contact."""
-    silent = [sign for sign in nodes if sign.quiet_s >= SILENT_S]
-    lost = [sign for sign in silent if sign.unreachable_s is not None]
+    silent = [beat for beat in nodes if beat.quiet_s >= SILENT_S]
+    lost = [beat for beat in silent if beat.unreachable_s is not None]
     if lost:
         return lost_nodes(lost)
     return frozen_nodes(silent, after="the other ranks lost contact") if silent else None

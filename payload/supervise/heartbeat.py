@@ -1,4 +1,4 @@
-"""`python -m payload.supervise.heartbeat`: a worker node's signs of life, sent to the head.
+"""`python -m payload.supervise.heartbeat`: a worker node's heartbeats, sent to the head.
 
 Prints a JSON object every second: `now` and `monotonic_s` (this node's clocks) and, of the ranks
 here, `progress`, `exits` and `states` (the kernel's letter for a rank's process). `folders` are the
@@ -29,7 +29,7 @@ from payload.shared_folders import FolderWatch
 from payload.supervise.processes import kill_until_none
 
 EVERY_S = 1.0
-"""Between two signs of life."""
+"""Between two heartbeats."""
 
 _Record = TypeVar("_Record", RankProgress, RankExit)
 _KILL_S = 10.0
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _tell(paths: RunPaths, watch: FolderWatch, *, lifeline_s: float) -> int:
-    """Send signs of life until the head is gone or silent for `lifeline_s`."""
+    """Send heartbeats until the head is gone or silent for `lifeline_s`."""
     heard_s, due_s, done = time.monotonic(), time.monotonic(), b""
     while time.monotonic() - heard_s < lifeline_s:
         extra: dict[str, Any] = {}
@@ -66,12 +66,12 @@ def _tell(paths: RunPaths, watch: FolderWatch, *, lifeline_s: float) -> int:
                 done = request
                 extra["ended"] = sorted(kill_until_none(paths.root, timeout_s=_KILL_S))
                 extra["asked"] = int(request.removeprefix(b"end:"))
-            # A sign for every word would make the head's next word come at once, without end.
+            # A heartbeat for every word would make the head's next word come at once, without end.
             if not extra and time.monotonic() < due_s:
                 continue
         due_s = time.monotonic() + EVERY_S
         try:
-            sys.stdout.write(json.dumps(signs(paths) | folders | extra) + "\n")
+            sys.stdout.write(json.dumps(heartbeat(paths) | folders | extra) + "\n")
             sys.stdout.flush()
         except OSError:
             return 0
@@ -79,8 +79,8 @@ def _tell(paths: RunPaths, watch: FolderWatch, *, lifeline_s: float) -> int:
     return 0
 
 
-def signs(paths: RunPaths) -> dict[str, Any]:
-    """Return the present signs of life of this node's ranks."""
+def heartbeat(paths: RunPaths) -> dict[str, Any]:
+    """Return what the head is told of this node's ranks."""
     progress = records(RankProgress, paths.rank_progress(0).parent)
     return {
         "now": time.time(),

@@ -1,4 +1,4 @@
-"""A worker node's signs of life as they reach the head: one ssh or srun, opened again if it breaks.
+"""A worker node's heartbeats as they reach the head: one ssh or srun, opened again if it breaks.
 
 `wait_for_nodes` is where a node that is gone for good would be replaced: it would ask for another
 machine instead of giving up, and the run folder's inventory, hosts, ranks and plan would be written
@@ -24,7 +24,7 @@ from typing import Any
 
 from payload.errors import ConfigError
 from payload.inventory import Node
-from payload.launch.liveness import SILENT_S, NodeSign
+from payload.launch.liveness import SILENT_S, NodeHeartbeat
 from payload.launch.plan import LaunchPlan
 from payload.shared_folders import short
 from payload.supervise.heartbeat import EVERY_S
@@ -79,10 +79,10 @@ class NodeStream:
         """Begin to listen."""
         self._thread.start()
 
-    def sign(self) -> NodeSign:
+    def beat(self) -> NodeHeartbeat:
         """How long the node has been silent or out of reach."""
         now, since_s = time.monotonic(), self._unreachable_since_s
-        return NodeSign(
+        return NodeHeartbeat(
             node=self.node.name,
             quiet_s=now - self._heard_s,
             unreachable_s=None if since_s is None else now - since_s,

@@ -37,7 +37,7 @@ from payload.run_repair import known_state, known_summary
 from payload.shared_folders import FolderWatch, describe, folders_of
 from payload.supervise.attempt import Attempt
 from payload.supervise.processes import kill_until_none, processes_of, see_off
-from payload.supervise.signs import Signs
+from payload.supervise.rank_heartbeats import RankHeartbeats
 from payload.supervise.stopping import Stopping, Wakeups
 from payload.supervise.stream import NodeStream, close_all, wait_for_nodes
 from payload.supervise.summary import complete_summary
@@ -244,12 +244,12 @@ class Supervisor:
 
     def _until_it_ends(self) -> Verdict:
         """Attempt after attempt, as long as the policy wants another one."""
-        signs = Signs(self._paths, self._ranks, self._streams, is_shared=self._is_shared)
+        beats = RankHeartbeats(self._paths, self._ranks, self._streams, is_shared=self._is_shared)
         limit = self._config.limits.max_restarts
         restarts = 0
         while True:
-            attempt = self._new_attempt(signs)
-            verdict = attempt.run(lambda: self._tick(signs))
+            attempt = self._new_attempt(beats)
+            verdict = attempt.run(lambda: self._tick(beats))
             if verdict.exit_code is ExitCode.HANG and self._silent_folders():
                 verdict = _adding(verdict, self._silent_folders())
             decision = decide(
@@ -346,13 +346,13 @@ class Supervisor:
             return told_by_system(words)
         return Verdict(status="stopped", exit_code=ExitCode.OK, error=words)
 
-    def _new_attempt(self, signs: Signs) -> Attempt:
+    def _new_attempt(self, beats: RankHeartbeats) -> Attempt:
         return Attempt(
             self._paths,
             plan=self._plan,
             ranks=self._ranks,
             config=self._config,
-            signs=signs,
+            beats=beats,
             streams=self._streams,
             stopping=self._stopping,
             wakeups=self._wakeups,
@@ -360,10 +360,10 @@ class Supervisor:
             env=self._env,
         )
 
-    def _tick(self, signs: Signs) -> None:
-        if self._state.status == "starting" and signs.first_word() is not None:
+    def _tick(self, beats: RankHeartbeats) -> None:
+        if self._state.status == "starting" and beats.first_word() is not None:
             self._tell("running")
-        if not self._is_latest and (signs.steps() or 0) > 0:
+        if not self._is_latest and (beats.steps() or 0) > 0:
             self._is_latest = True
             with contextlib.suppress(OSError):
                 point_latest_at(self._paths)

@@ -1,4 +1,4 @@
-"""metrics.jsonl and the rank's signs of life and death, as training goes on."""
+"""metrics.jsonl, a rank's heartbeat and the record of its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil
 
 from payload import __version__
 from payload.errors import ExitCode, TrainingError
-from payload.full_disk import write_record, write_sign
+from payload.full_disk import write_heartbeat, write_record
 from payload.metrics_log import (
     EvalMetrics,
     StepMetrics,
@@ -131,7 +131,7 @@ class MetricsFile:
             )
 
 
-class SignOfLife:
+class Heartbeat:
     """Replaces this rank's progress file; the supervisor reads it to tell slow from stuck.
 
     Without a run folder nobody reads it, and it says nothing.
@@ -158,7 +158,7 @@ class SignOfLife:
         if not self._run.is_dir():
             return
         self._last_s, self._last_phase = now, phase
-        sign = RankProgress(
+        beat = RankProgress(
             rank=self._rank,
             node=self._node,
             pid=os.getpid(),
@@ -171,7 +171,7 @@ class SignOfLife:
         )
         # Not worth the run: where it cannot be written, the next one may.
         with suppress(OSError):
-            write_sign(self._path, sign)
+            write_heartbeat(self._path, beat)
 
 
 def write_rank_exit(paths: RunPaths, world: World, *, exit_code: ExitCode, error: str) -> None:

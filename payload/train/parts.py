@@ -12,7 +12,7 @@ from payload.results import RunPaths
 from payload.run_config import RunConfig
 from payload.train.calibration import Calibration
 from payload.train.checkpoint import BaseModel
-from payload.train.metrics import MetricsFile, SignOfLife
+from payload.train.metrics import Heartbeat, MetricsFile
 from payload.train.models.base import CausalLM
 from payload.train.optimizer import Optimizers
 from payload.train.strategies.base import Strategy
@@ -55,7 +55,7 @@ class Parts:
     """The base of an adapter; on rank 0 only."""
     metrics: MetricsFile | None
     """On rank 0 only."""
-    sign_of_life: SignOfLife
+    heartbeat: Heartbeat
     stop_requested: Callable[[], bool]
     """Says whether this rank was asked to stop; one rank is enough, all stop together."""
     observer: Observer

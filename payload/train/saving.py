@@ -133,7 +133,7 @@ class _Write:
         with self._changed:
             while not is_done():
                 waiting()
-                # Without a sign of life meanwhile: a disk that hangs has to look like it.
+                # Without a heartbeat meanwhile: a disk that hangs has to look like it.
                 while not self._changed.wait(_THREAD_CHECK_S) and not is_done():
                     if not self._thread.is_alive():
                         raise TrainingError(f"{_NO_THREAD}. {_FREE_MEMORY}")

@@ -24,7 +24,7 @@ from payload.settings import AUTO
 from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration, calibrate
 from payload.train.engine import engage, require_engine, require_strategy
-from payload.train.metrics import MetricsFile, SignOfLife
+from payload.train.metrics import Heartbeat, MetricsFile
 from payload.train.models.base import CausalLM
 from payload.train.models.float8 import convert_linears
 from payload.train.models.lora import shrink_base
@@ -66,8 +66,8 @@ def train(
     """
     observer = observer or Observer()
     with SummaryFile(paths, world) as summary:
-        sign_of_life = SignOfLife(paths, world)
-        sign_of_life.tell(step=0, phase="load")
+        heartbeat = Heartbeat(paths, world)
+        heartbeat.tell(step=0, phase="load")
         require_engine(config.engine)
         require_strategy(config.distributed)
         require_fp8_package(config.precision)
@@ -95,7 +95,7 @@ def train(
         if world.is_main:
             write_whole(paths.config, config.to_toml())
         summary.begin()
-        sign_of_life.tell(step=0, phase="calibration")
+        heartbeat.tell(step=0, phase="calibration")
         calibration = calibrate(
             world,
             _dtype_choice(config, start),
@@ -114,7 +114,7 @@ def train(
             task=task,
             start=start,
             calibration=calibration,
-            sign_of_life=sign_of_life,
+            heartbeat=heartbeat,
             stop_requested=stop_requested,
             clock=clock,
             summary=summary,
@@ -180,14 +180,14 @@ def _train(
     task: Task,
     start: Start,
     calibration: Calibration,
-    sign_of_life: SignOfLife,
+    heartbeat: Heartbeat,
     stop_requested: Callable[[], bool],
     clock: StartClock,
     summary: SummaryFile,
     observer: Observer,
 ) -> tuple[Outcome, float]:
     resumed_at_step = start.state.step if start.state else 0
-    sign_of_life.tell(step=resumed_at_step, phase="start")
+    heartbeat.tell(step=resumed_at_step, phase="start")
     if world.is_main:
         require_disk_space(config, start.model.trained_spec(), paths=paths)
         if not task.has_range_hashes():
@@ -211,7 +211,7 @@ def _train(
             calibration=calibration,
             start=start,
             metrics=metrics,
-            sign_of_life=sign_of_life,
+            heartbeat=heartbeat,
             stop_requested=stop_requested,
             clock=clock,
             observer=observer,
@@ -226,7 +226,7 @@ def _train(
         summary.ready(clock.seconds)
         observer.ready(parts)
         outcome = trainer.run(evaluate_first=evaluate_first)
-        sign_of_life.tell(step=outcome.step, phase="end")
+        heartbeat.tell(step=outcome.step, phase="end")
     return outcome, trainer.wall_s()
 
 
@@ -239,7 +239,7 @@ def _assemble(
     calibration: Calibration,
     start: Start,
     metrics: MetricsFile | None,
-    sign_of_life: SignOfLife,
+    heartbeat: Heartbeat,
     stop_requested: Callable[[], bool],
     clock: StartClock,
     observer: Observer,
@@ -263,7 +263,7 @@ def _assemble(
     strategy.wrap(start.model)
     optimizers = strategy.optimizers(start.model, config, dtype=calibration.dtype)
     step = start.state.step if start.state else 0
-    sign_of_life.tell(step=step, phase="kernels")
+    heartbeat.tell(step=step, phase="kernels")
     engaged = engage(
         start.model,
         optimizers,
@@ -278,7 +278,7 @@ def _assemble(
     # evaluation_mode: precision alone, no DDP; the strategy does its work.
     trained = accelerator.prepare_model(engaged, device_placement=False, evaluation_mode=True)
     clock.lap("kernels")
-    sign_of_life.tell(step=step, phase="weights")
+    heartbeat.tell(step=step, phase="weights")
     strategy.attach(start.model)
     restore_optimizer(optimizers, start, strategy=strategy)
     optimizers.make_state()
@@ -297,7 +297,7 @@ def _assemble(
         tokenizer=start.tokenizer,
         base=start.base,
         metrics=metrics,
-        sign_of_life=sign_of_life,
+        heartbeat=heartbeat,
         stop_requested=stop_requested,
         observer=observer,
     )

@@ -84,7 +84,7 @@ class Trainer:
             keep=parts.config.train.keep_checkpoints,
             tokenizer=parts.tokenizer,
             val_losses=read_val_losses(parts.paths.metrics) if parts.world.is_main else {},
-            waiting=lambda: parts.sign_of_life.tell(step=self._step, phase="checkpoint"),
+            waiting=lambda: parts.heartbeat.tell(step=self._step, phase="checkpoint"),
         )
 
     def run(self, *, evaluate_first: bool) -> Outcome:
@@ -363,7 +363,7 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Evaluate and record it. Returns whether any rank was asked to stop meanwhile."""
         parts = self._parts
-        parts.sign_of_life.tell(step=self._step, phase="eval")
+        parts.heartbeat.tell(step=self._step, phase="eval")
         row = parts.task.evaluate(parts.model, self._eval_pass(parts.config.train.eval_tokens))
         if row is None:
             return True
@@ -390,20 +390,20 @@ class Trainer:
         )
 
     def _tell_step(self, done: int) -> None:
-        self._parts.sign_of_life.tell(
+        self._parts.heartbeat.tell(
             step=self._step, phase="step", micro_step=done, of=self._accumulation
         )
 
     def _ask_to_stop(self, phase: str, done: int, of: int) -> Callable[[], bool]:
         """Between two passes: this rank is alive. The call tells whether any is asked to stop."""
         parts = self._parts
-        parts.sign_of_life.tell(step=self._step, phase=phase, micro_step=done, of=of)
+        parts.heartbeat.tell(step=self._step, phase=phase, micro_step=done, of=of)
         request = torch.tensor(float(parts.stop_requested()), device=parts.world.device)
         asked = parts.world.begin_sum(request)
         return lambda: bool(asked() > 0)
 
     def _check_sync(self) -> None:
-        self._parts.sign_of_life.tell(step=self._step, phase="sync check")
+        self._parts.heartbeat.tell(step=self._step, phase="sync check")
         passed_step = self._checked_step if self._checked_step >= 0 else None
         parts = self._parts
         parts.strategy.check(parts.optimizers, step=self._step, passed_step=passed_step)
@@ -414,7 +414,7 @@ class Trainer:
         if not self._step or self._saved_step == self._step:
             return
         parts, self._saved_step = self._parts, self._step
-        parts.sign_of_life.tell(step=self._step, phase="checkpoint")
+        parts.heartbeat.tell(step=self._step, phase="checkpoint")
         with self._clock.of("checkpoint"):
             snapshot = parts.strategy.snapshot(parts.model, parts.optimizers)
         if not parts.world.is_main:

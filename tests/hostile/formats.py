@@ -38,7 +38,7 @@ from payload.results import (
 )
 from payload.run_config import load_run_config
 from payload.start_checks import check_data
-from payload.supervise.heartbeat import signs
+from payload.supervise.heartbeat import heartbeat
 from payload.supervise.stream import parse_message
 from payload.train.checkpoint import (
     load_optimizer_tensors,
@@ -140,7 +140,7 @@ def input_formats(folder: Path, data: Path) -> Iterator[Format]:
     yield in_file(trial, lambda: read_record(trial))
     yield Format(
         "a line of a worker's heartbeat",
-        json.dumps({**signs(RunPaths(folder)), "asked": 1, "ended": [2]}).encode(),
+        json.dumps({**heartbeat(RunPaths(folder)), "asked": 1, "ended": [2]}).encode(),
         lambda line: parse_message(line, now_unix=1.0, now_s=1.0),
     )
 

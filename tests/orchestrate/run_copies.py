@@ -47,7 +47,7 @@ def summary_text(run_id: str) -> str:
 
 
 def progress_text(rank: int, *, node: str) -> str:
-    """Return a rank's sign of life."""
+    """Return a rank's heartbeat."""
     return to_json(RankProgress(rank=rank, node=node, pid=1, step=3, phase="step", time_unix=1.0))
 
 

@@ -363,7 +363,7 @@ def test_a_detached_run_is_looked_at_and_stopped(workplace: Workplace) -> None:
     wait_for(lambda: state_of(paths).status == "running", "the supervisor to notice")
     status, out, _ = workplace.call("status")
     assert status == 0
-    assert "running" in out and "last sign of life" in out
+    assert "running" in out and "last heartbeat" in out
     status, out, _ = workplace.call("logs", "--rank", "1")
     assert (status, out) == (0, "rank 1 begins\n")
     follower = workplace.start((), "logs", "-f")

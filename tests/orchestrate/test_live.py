@@ -12,12 +12,12 @@ from payload.results import RankProgress
 from payload.training_sections import TrainSection
 
 ROW = {"step": 11, "tokens": 10**7, "loss": 4.56789, "tokens_per_s": 12345.6, "mfu": 0.312}
-SIGN = RankProgress(
+HEARTBEAT = RankProgress(
     rank=0, node="a", pid=1, step=11, phase="step", time_unix=100.0, micro_step=3, micro_steps=12
 )
 VIEW = View(
-    steps=20, nodes=3, status="running", progress=SIGN, row=ROW, elapsed_s=3725.4, left_s=725.0,
-    cost_usd=1.5,
+    steps=20, nodes=3, status="running", progress=HEARTBEAT, row=ROW, elapsed_s=3725.4,
+    left_s=725.0, cost_usd=1.5,
 )  # fmt: skip
 
 
@@ -41,7 +41,9 @@ def test_a_line_is_never_wider_than_the_terminal(phase: str) -> None:
     for width in range(201):
         for row in (None, ROW):
             for status in ("starting", "stopping"):
-                view = replace(VIEW, progress=replace(SIGN, phase=phase), row=row, status=status)
+                view = replace(
+                    VIEW, progress=replace(HEARTBEAT, phase=phase), row=row, status=status
+                )
                 assert len(view.line(width)) <= width
 
 
@@ -57,7 +59,7 @@ def test_a_line_is_never_wider_than_the_terminal(phase: str) -> None:
     ],
 )
 def test_every_phase_is_named(phase: str, words: str) -> None:
-    assert replace(VIEW, progress=replace(SIGN, phase=phase)).line(199).startswith(words)
+    assert replace(VIEW, progress=replace(HEARTBEAT, phase=phase)).line(199).startswith(words)
 
 
 def test_before_the_first_sign_of_life_and_while_stopping_the_line_says_so() -> None:
@@ -70,11 +72,11 @@ def test_the_eta_counts_evaluations_and_checkpoints() -> None:
     train = TrainSection(steps=10, eval_every=2, checkpoint_every=5)
     eta = Eta(train)
     began = 1000.0
-    eta.progress(replace(SIGN, step=0, phase="eval", time_unix=began))
+    eta.progress(replace(HEARTBEAT, step=0, phase="eval", time_unix=began))
     assert eta.left_s() is None
-    eta.progress(replace(SIGN, step=0, phase="step", time_unix=began + 30, micro_step=None))
-    eta.progress(replace(SIGN, step=0, phase="checkpoint", time_unix=began + 31))
-    eta.progress(replace(SIGN, step=0, phase="step", time_unix=began + 36, micro_step=None))
+    eta.progress(replace(HEARTBEAT, step=0, phase="step", time_unix=began + 30, micro_step=None))
+    eta.progress(replace(HEARTBEAT, step=0, phase="checkpoint", time_unix=began + 31))
+    eta.progress(replace(HEARTBEAT, step=0, phase="step", time_unix=began + 36, micro_step=None))
     for step in (1, 2, 3):
         eta.step({"step": step, "step_time_s": 10.0})
     left_s = eta.left_s()
@@ -84,17 +86,17 @@ def test_the_eta_counts_evaluations_and_checkpoints() -> None:
 
 def test_the_first_steps_micro_steps_tell_the_time_already() -> None:
     eta = Eta(TrainSection(steps=2, eval_every=0, checkpoint_every=0))
-    eta.progress(replace(SIGN, step=0, time_unix=100.0, micro_step=None))
+    eta.progress(replace(HEARTBEAT, step=0, time_unix=100.0, micro_step=None))
     assert eta.left_s() is None
-    eta.progress(replace(SIGN, step=0, time_unix=115.0, micro_step=3))
-    # The step's phase began at 100: no new sign changes that.
+    eta.progress(replace(HEARTBEAT, step=0, time_unix=115.0, micro_step=3))
+    # The step's phase began at 100: no new heartbeat changes that.
     left_s = eta.left_s()
     assert left_s is not None and abs(left_s - 120.0) < 1
 
 
 def test_the_eta_moves_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     eta = Eta(TrainSection(steps=10, eval_every=0, checkpoint_every=0))
-    eta.progress(SIGN)
+    eta.progress(HEARTBEAT)
     eta.step({"step": 5, "step_time_s": 60.0})
     before, now = eta.left_s(), time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 20.0)

@@ -68,7 +68,7 @@ def write_plan(paths: RunPaths) -> None:
 
 
 def write_records(paths: RunPaths, *, logs: int) -> None:
-    """A sign of life of every rank, and the logs of the first `logs` ranks."""
+    """A heartbeat of every rank, and the logs of the first `logs` ranks."""
     for folder in (paths.rank_progress(0), paths.rank_log(0)):
         folder.parent.mkdir(parents=True, exist_ok=True)
     for rank in range(RANKS):

@@ -303,8 +303,8 @@ def test_who_asked_for_a_stop_waits_as_long_as_a_checkpoint_gets_on(
     paths = plan_stand_in(tmp_path / "run", settings=("limits.hang_timeout_s=60",))
     now = StopRequest(grace_s=0.0)
     for phase, is_over in (("step", True), ("checkpoint", False), ("end", False), ("load", True)):
-        sign = RankProgress(rank=0, node="a", pid=1, step=3, phase=phase, time_unix=1.0)
-        write_json(paths.rank_progress(0), sign)
+        beat = RankProgress(rank=0, node="a", pid=1, step=3, phase=phase, time_unix=1.0)
+        write_json(paths.rank_progress(0), beat)
         assert follow.StopWait(paths, now).is_over() is is_over
     assert not follow.StopWait(paths, StopRequest()).is_over()
 

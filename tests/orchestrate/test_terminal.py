@@ -222,7 +222,7 @@ def test_list_and_status_show_everything_at_every_width(
     ranks = open_terminal("status", columns=columns)
     assert ranks.wait() == 0
     assert max(map(len, ranks.drawn())) <= columns
-    assert "last sign of life" in " ".join(ranks.drawn())
+    assert "last heartbeat" in " ".join(ranks.drawn())
 
 
 @pytest.mark.ranks

@@ -83,7 +83,7 @@ def test_a_run_goes_on_while_its_disk_is_full_and_says_so_when_it_must_save(
 
 
 def shown_step(paths: RunPaths) -> int:
-    """Return the step of rank 0's sign of life."""
+    """Return the step of rank 0's heartbeat."""
     shown = read_json(RankProgress, paths.rank_progress(0))
     assert shown is not None
     return shown.step
@@ -104,9 +104,9 @@ def test_a_step_of_many_passes_is_left_when_the_run_is_stopped(tmp_path: Path) -
     while not re.search(r'"micro_step": [1-9]', _text(paths.rank_progress(1))):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    sign = read_json(RankProgress, paths.rank_progress(1))
-    assert sign is not None and (sign.phase, sign.step) == ("step", 0)
-    assert sign.micro_steps == 1_000_000
+    beat = read_json(RankProgress, paths.rank_progress(1))
+    assert beat is not None and (beat.phase, beat.step) == ("step", 0)
+    assert beat.micro_steps == 1_000_000
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == INTERRUPTED

@@ -87,7 +87,7 @@ def make_run(root: Path, rows: list[StepMetrics | EvalMetrics], *, attempt: int 
     (checkpoint / "manifest.json").write_text("{}", encoding="utf-8")
     paths.rank_progress(0).parent.mkdir()
     for rank in (0, 1):
-        sign = RankProgress(
+        beat = RankProgress(
             rank=rank,
             node=HERE,
             pid=os.getpid(),
@@ -96,7 +96,7 @@ def make_run(root: Path, rows: list[StepMetrics | EvalMetrics], *, attempt: int 
             time_unix=1_000_040.0,
             rss_bytes=(rank + 1) * 10**9,
         )
-        write_json(paths.rank_progress(rank), sign)
+        write_json(paths.rank_progress(rank), beat)
     state = RunState(
         run_id=paths.run_id,
         status="running",

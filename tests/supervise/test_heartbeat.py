@@ -1,4 +1,4 @@
-"""A worker's signs of life, from the real program."""
+"""A worker's heartbeats, from the real program."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def test_a_word_from_the_head_calls_forth_no_sign_of_its_own(paths: RunPaths) ->
             time.sleep(0.01)
         process.stdin.write(b"end:1\n")
         process.stdin.flush()
-        signs = 1
+        beats = 1
         while "ended" not in json.loads(process.stdout.readline()):
-            signs += 1
-        assert signs < 10
+            beats += 1
+        assert beats < 10
         process.stdin.close()
         assert process.wait(DEADLINE_S) == 0

@@ -502,7 +502,7 @@ def test_a_restart_is_told_from_the_checkpoint_that_is_sound(tmp_path: Path) -> 
 
 
 def test_a_step_that_only_metrics_have_is_worth_a_restart(tmp_path: Path) -> None:
-    """A sign of life may be half a second older than the last row."""
+    """A heartbeat may be half a second older than the last row."""
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_restarts=1",))
     make_checkpoint(paths.checkpoint(5000))
     supervisor = supervise(paths)

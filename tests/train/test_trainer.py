@@ -17,7 +17,7 @@ from payload.metrics_log import read_metrics
 from payload.results import RunPaths
 from payload.run_config import RunConfig, parse_run_config
 from payload.train.calibration import calibrate
-from payload.train.metrics import SignOfLife
+from payload.train.metrics import Heartbeat
 from payload.train.optimizer import build_optimizers
 from payload.train.parts import Parts
 from payload.train.saving import Saving
@@ -143,15 +143,15 @@ def test_gloos_complaints_about_a_vanished_peer_are_a_lost_rank(message: str) ->
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Steps and phases of all signs of life, as they come."""
+    """Steps and phases of all heartbeats, as they come."""
     found: list[tuple[int, str]] = []
-    tell = SignOfLife.tell
+    tell = Heartbeat.tell
 
-    def record(self: SignOfLife, *, step: int, phase: str, **passes: int | None) -> None:
+    def record(self: Heartbeat, *, step: int, phase: str, **passes: int | None) -> None:
         found.append((step, phase))
         tell(self, step=step, phase=phase, **passes)
 
-    monkeypatch.setattr(SignOfLife, "tell", record)
+    monkeypatch.setattr(Heartbeat, "tell", record)
     return found
 
 

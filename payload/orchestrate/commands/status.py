@@ -435,7 +435,7 @@ class RemoveOptions:
 
 
 _REMOVED_PREFIX = ".removed-"
-# Ranks whose supervisor died may still be saving; they show a sign of life more often than this.
+# Ranks whose supervisor died may still be saving; they send a heartbeat more often than this.
 _ALIVE_S = 60.0
 
 
@@ -530,13 +530,13 @@ def _mirrored(paths: RunPaths) -> Mirrored | None:
 def _may_be_saving(paths: RunPaths) -> bool:
     try:
         state = read_json(RunState, paths.state)
-        sign = read_json(RankProgress, paths.rank_progress(0))
+        beat = read_json(RankProgress, paths.rank_progress(0))
     except ConfigError:
         return False
     if state is None:
         return time.time() - paths.root.stat().st_mtime < _ALIVE_S
     ended = state.exit_class is not None
-    return not ended and sign is not None and time.time() - sign.time_unix < _ALIVE_S
+    return not ended and beat is not None and time.time() - beat.time_unix < _ALIVE_S
 
 
 def _starts_from(other: RunPaths, paths: RunPaths) -> bool:

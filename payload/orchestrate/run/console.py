@@ -230,7 +230,7 @@ class LiveLine:
         self._view = replace(self._view, row=row)
 
     def progress(self, progress: RankProgress | None) -> None:
-        """Show rank 0's last sign of life, or that there is none yet."""
+        """Show rank 0's last heartbeat, or that there is none yet."""
         if progress is not None:
             self._eta.progress(progress)
             if progress.phase in START_PHASES:
@@ -361,7 +361,7 @@ class Eta:
         self._since_s = time.monotonic()
 
     def progress(self, progress: RankProgress) -> None:
-        """Take in a sign of life; both ends of a phase are by rank 0's clock."""
+        """Take in a heartbeat; both ends of a phase are by rank 0's clock."""
         last, self._last = self._last, progress
         if last is not None and last.phase == progress.phase:
             return

@@ -385,7 +385,7 @@ def show_stragglers(
 
 
 def read_progress(paths: RunPaths) -> RankProgress | None:
-    """Return rank 0's last sign of life; None where there is none that can be read."""
+    """Return rank 0's last heartbeat; None where there is none that can be read."""
     try:
         return read_json(RankProgress, paths.rank_progress(0))
     except ConfigError:

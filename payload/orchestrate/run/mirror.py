@@ -158,13 +158,13 @@ class Wanted:
 
 
 _MOST_FOLLOWED = 64
-"""Ranks whose signs of life come every second. Of 512, writing them down took 0.6 s of each."""
+"""Ranks whose heartbeats come every second. Of 512, writing them down took 0.6 s of each."""
 
 
 def wanted_of(paths: RunPaths, node: str, *, is_head: bool, brief: bool = False) -> Wanted:
     """Return what `node` may tell, by its role. Raises ConfigError.
 
-    `brief` leaves out other ranks' signs of life than rank 0's where the run has many.
+    `brief` leaves out other ranks' heartbeats than rank 0's where the run has many.
     """
     every = load_ranks(paths.ranks)
     mine = frozenset(rank.rank for rank in every if is_head or rank.node == node)

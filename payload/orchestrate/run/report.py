@@ -387,7 +387,7 @@ def status_lines(view: RunView, *, width: int) -> list[str]:
         ("loss", _number(view.loss)),
         ("validation loss", _number(view.val_loss)),
         ("tokens/s", _number(view.tokens_per_s, ",.0f")),
-        ("last sign of life", _age(view.age_s)),
+        ("last heartbeat", _age(view.age_s)),
     ]
     if view.store:
         rows.append(("store", view.store.words()))
@@ -414,7 +414,9 @@ def ranks_lines(view: RunView, *, width: int) -> list[str]:
         )
         for rank in view.ranks
     ]
-    return table_lines(("rank", "node", "step", "phase", "last sign", "ended"), rows, width=width)
+    return table_lines(
+        ("rank", "node", "step", "phase", "last heartbeat", "ended"), rows, width=width
+    )
 
 
 def list_lines(views: Sequence[RunView], *, width: int) -> list[str]:

@@ -59,7 +59,7 @@ class RankView:
     step: int | None
     phase: str | None
     age_s: float | None
-    """Since its last sign of life."""
+    """Since its last heartbeat."""
     exit_code: int | None
     """None while it runs."""
 
@@ -82,7 +82,7 @@ class RunView:
     val_loss: float | None
     tokens_per_s: float | None
     age_s: float | None
-    """Since rank 0's last sign of life."""
+    """Since rank 0's last heartbeat."""
     store: StoreState | None
     """State of the run's store; None without one."""
     started_unix: float

@@ -1,4 +1,4 @@
-"""Signs of life of all ranks, on this node and on the others, and the run's speed."""
+"""Heartbeats of all ranks, on this node and on the others, and the run's speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from payload.checkpoint_watch import SAVING_PHASES
 from payload.errors import ConfigError
 from payload.full_disk import write_record
-from payload.launch.liveness import NodeSign, RankSign
+from payload.launch.liveness import NodeHeartbeat, RankHeartbeat
 from payload.launch.outcome import is_failure
 from payload.launch.ranks import Rank
 from payload.metrics_log import MetricsTail
@@ -37,7 +37,7 @@ class _Seen:
     state: str | None = None
 
 
-class Signs:
+class RankHeartbeats:
     """Collects the ranks' records; those of workers are copied into this node's run folder."""
 
     def __init__(
@@ -97,13 +97,13 @@ class Signs:
         return seen.record if seen else None
 
     def saving(self, *, within_s: float) -> bool:
-        """Return True while rank 0 saves and ends, with a sign of life within this time."""
+        """Return True while rank 0 saves and ends, with a heartbeat within this time."""
         ended = self._exits.get(0)
         failed = ended is not None and is_failure(ended)
         return not failed and self._shows(SAVING_PHASES, within_s=within_s)
 
     def writing(self, *, within_s: float) -> bool:
-        """Return True while rank 0 writes a checkpoint, with a sign of life within this time.
+        """Return True while rank 0 writes a checkpoint, with a heartbeat within this time.
 
         Its thread may be at it while the rank trains on; then the folder is not renamed yet.
         """
@@ -112,11 +112,11 @@ class Signs:
         under_way = any(self._paths.checkpoints.glob("step_*.partial"))
         return under_way or self._shows(("checkpoint",), within_s=within_s)
 
-    def ranks(self) -> list[RankSign]:
-        """Return the signs of the ranks that have shown any in this attempt."""
+    def ranks(self) -> list[RankHeartbeat]:
+        """Return the heartbeats of the ranks that have sent any in this attempt."""
         now = time.monotonic()
         return [
-            RankSign(
+            RankHeartbeat(
                 rank=number,
                 node=seen.record.node,
                 step=seen.record.step,
@@ -127,9 +127,9 @@ class Signs:
             for number, seen in sorted(self._seen.items())
         ]
 
-    def nodes(self) -> list[NodeSign]:
-        """Return the signs of the other nodes."""
-        return [stream.sign() for stream in self._streams]
+    def nodes(self) -> list[NodeHeartbeat]:
+        """Return the heartbeats of the other nodes."""
+        return [stream.beat() for stream in self._streams]
 
     def _shows(self, phases: Sequence[str], *, within_s: float) -> bool:
         seen = self._seen.get(0)

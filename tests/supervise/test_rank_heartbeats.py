@@ -1,4 +1,4 @@
-"""The head's signs of life from the workers' messages."""
+"""The head's heartbeats from the workers' messages."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from payload.launch.ranks import Rank
 from payload.results import RankExit, RankProgress, RunPaths, read_json, write_json, write_whole
-from payload.supervise.signs import Signs, StepTimes
+from payload.supervise.rank_heartbeats import RankHeartbeats, StepTimes
 from payload.supervise.stream import parse_message
 from tests.test_metrics_log import step_line
 
 HOUR_S = 3600.0
 
 
-def make_signs(folder: Path) -> tuple[Signs, RunPaths]:
+def make_heartbeats(folder: Path) -> tuple[RankHeartbeats, RunPaths]:
     ranks = [
         Rank(
             rank=number,
@@ -32,7 +32,7 @@ def make_signs(folder: Path) -> tuple[Signs, RunPaths]:
         for number in range(2)
     ]
     paths = RunPaths(folder)
-    return Signs(paths, ranks, []), paths
+    return RankHeartbeats(paths, ranks, []), paths
 
 
 def progress(rank: int, *, age_s: float = 0.0, step: int = 3) -> RankProgress:
@@ -59,62 +59,62 @@ def message(*records: RankProgress, state: str = "S") -> dict[str, object]:
 
 
 def test_a_workers_record_is_kept_by_our_clock_and_lies_with_the_others(tmp_path: Path) -> None:
-    signs, paths = make_signs(tmp_path)
-    signs.take("node-1", message(progress(1), state="T"))
-    (sign,) = signs.ranks()
-    assert (sign.rank, sign.step, sign.phase, sign.stopped) == (1, 3, "step", True)
+    beats, paths = make_heartbeats(tmp_path)
+    beats.take("node-1", message(progress(1), state="T"))
+    (beat,) = beats.ranks()
+    assert (beat.rank, beat.step, beat.phase, beat.stopped) == (1, 3, "step", True)
     kept = read_json(RankProgress, paths.rank_progress(1))
     assert kept is not None and abs(kept.time_unix - time.time()) < 60
-    assert signs.steps() == 3
+    assert beats.steps() == 3
 
 
 def test_the_same_record_again_is_no_progress(tmp_path: Path) -> None:
-    signs, _ = make_signs(tmp_path)
+    beats, _ = make_heartbeats(tmp_path)
     record = progress(1)
-    signs.take("node-1", message(record))
-    first = signs.ranks()[0].quiet_s
-    signs.take("node-1", {**message(record), "skew_s": HOUR_S + 0.7, "lag_s": 0.7 - HOUR_S})
-    assert signs.ranks()[0].quiet_s >= first
-    signs.take("node-1", message(progress(1, step=4)))
-    assert signs.ranks()[0].quiet_s < 1.0 and signs.steps() == 4
+    beats.take("node-1", message(record))
+    first = beats.ranks()[0].quiet_s
+    beats.take("node-1", {**message(record), "skew_s": HOUR_S + 0.7, "lag_s": 0.7 - HOUR_S})
+    assert beats.ranks()[0].quiet_s >= first
+    beats.take("node-1", message(progress(1, step=4)))
+    assert beats.ranks()[0].quiet_s < 1.0 and beats.steps() == 4
 
 
 def test_records_from_before_this_attempt_and_of_other_nodes_ranks_count_for_nothing(
     tmp_path: Path,
 ) -> None:
-    signs, paths = make_signs(tmp_path)
-    signs.take("node-1", message(progress(1, age_s=30.0), progress(0)))
+    beats, paths = make_heartbeats(tmp_path)
+    beats.take("node-1", message(progress(1, age_s=30.0), progress(0)))
     then_s = time.monotonic() + HOUR_S - 30
     ended = RankExit(rank=1, node="node-1", exit_code=40, time_unix=1.0, monotonic_s=then_s)
-    signs.take("node-1", {**message(), "exits": [asdict(ended), {"rank": "?"}, 5]})
-    assert signs.ranks() == [] and not signs.exits()
+    beats.take("node-1", {**message(), "exits": [asdict(ended), {"rank": "?"}, 5]})
+    assert beats.ranks() == [] and not beats.exits()
     assert not paths.rank_exit(1).exists() and not paths.rank_progress(0).exists()
 
 
 def test_rank_0_writes_as_long_as_the_checkpoint_has_not_its_name(tmp_path: Path) -> None:
     """The thread that writes it says nothing while the rank trains on."""
-    signs, paths = make_signs(tmp_path)
-    assert not signs.writing(within_s=1.0)
+    beats, paths = make_heartbeats(tmp_path)
+    assert not beats.writing(within_s=1.0)
     partial = paths.checkpoints / "step_00000003.partial"
     partial.mkdir(parents=True)
-    assert signs.writing(within_s=1.0)
+    assert beats.writing(within_s=1.0)
     partial.rename(paths.checkpoint(3))
-    assert not signs.writing(within_s=1.0)
+    assert not beats.writing(within_s=1.0)
 
 
 def test_a_new_attempt_forgets_what_was_shown(tmp_path: Path) -> None:
-    signs, paths = make_signs(tmp_path)
+    beats, paths = make_heartbeats(tmp_path)
     write_json(paths.rank_exit(0), RankExit(rank=0, node="node-0", exit_code=40, time_unix=1.0))
-    signs.look()
-    assert signs.exits()[0].exit_code == 40
-    signs.begin()
-    signs.look()
-    assert not signs.exits() and not paths.rank_exit(0).exists()
+    beats.look()
+    assert beats.exits()[0].exit_code == 40
+    beats.begin()
+    beats.look()
+    assert not beats.exits() and not paths.rank_exit(0).exists()
 
 
 def test_a_wall_clock_that_goes_back_makes_no_new_record_old(tmp_path: Path) -> None:
     """Neither this node's nor the worker's: both may be set while the run goes on."""
-    signs, _ = make_signs(tmp_path)
+    beats, _ = make_heartbeats(tmp_path)
     ended = RankExit(
         rank=1,
         node="node-1",
@@ -123,10 +123,10 @@ def test_a_wall_clock_that_goes_back_makes_no_new_record_old(tmp_path: Path) -> 
         monotonic_s=time.monotonic() + HOUR_S,
     )
     back = replace(progress(1), time_unix=time.time() - 2 * HOUR_S)
-    signs.take("node-1", {**message(back), "exits": [asdict(ended)]})
-    assert signs.steps() == 3
-    assert signs.exits()[1].exit_code == 40
-    assert abs(signs.exits()[1].monotonic_s - time.monotonic()) < 60
+    beats.take("node-1", {**message(back), "exits": [asdict(ended)]})
+    assert beats.steps() == 3
+    assert beats.exits()[1].exit_code == 40
+    assert abs(beats.exits()[1].monotonic_s - time.monotonic()) < 60
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_step_times_are_this_attempts_also_when_the_file_is_replaced(tmp_path: P
 
 
 def test_ranks_say_from_which_step_an_attempt_begins(tmp_path: Path) -> None:
-    signs, _ = make_signs(tmp_path)
-    assert signs.began_at_step() is None
-    signs.take("node-1", message(replace(progress(1, step=20), phase="start")))
-    signs.take("node-1", message(progress(1, step=21)))
-    assert (signs.began_at_step(), signs.steps()) == (20, 21)
+    beats, _ = make_heartbeats(tmp_path)
+    assert beats.began_at_step() is None
+    beats.take("node-1", message(replace(progress(1, step=20), phase="start")))
+    beats.take("node-1", message(progress(1, step=21)))
+    assert (beats.began_at_step(), beats.steps()) == (20, 21)
