@@ -9,6 +9,7 @@ from payload.hf_folder import CONFIG_FILE
 from payload.models.spec import ModelSpec
 from payload.models.tensor_headers import tensor_headers
 from payload.run_config import RunConfig
+from payload.training_sections import ModelSection
 
 SIZES = ("n_layer", "n_head", "n_embd")
 
@@ -92,20 +93,18 @@ def require_weights(spec: ModelSpec, folder: Path) -> None:
 def unused_settings(spec: ModelSpec, config: RunConfig) -> str | None:
     """Return a note on [model] settings that the weights' own sizes replace, or None.
 
-    They have a default, so what differs from the weights need not have been asked for.
+    Those with their default's value need not have been asked for, so they are not named.
     """
-    configured = config.model.spec(sequence_length=1, vocab_size=1).settings()
-    found = spec.settings()
+    default, model, found = ModelSection(), config.model, spec.settings()
+    configured = model.spec(sequence_length=1, vocab_size=1).settings()
+    has_bias = found.get("bias")
     unused = []
-    if any(found[name] != configured[name] for name in SIZES):
-        unused.append(f'model.preset = "{config.model.preset}"')
-    has_bias = found.get("bias", config.model.bias)
-    if has_bias != config.model.bias:
-        unused.append(f"model.bias = {str(config.model.bias).lower()}")
+    if model.preset != default.preset and any(found[name] != configured[name] for name in SIZES):
+        unused.append(f'model.preset = "{model.preset}"')
+    if model.bias not in (default.bias, has_bias):
+        unused.append(f"model.bias = {str(model.bias).lower()}")
     if not unused:
         return None
-    return (
-        f"note: not used: {' and '.join(unused)}; the weights of model.init have "
-        f"{spec.num_layers()} layers, {spec.num_heads()} heads, width {spec.width()} and "
-        f"{'' if has_bias else 'no '}biases"
-    )
+    sizes = f"{spec.num_layers()} layers, {spec.num_heads()} heads and width {spec.width()}"
+    biases = "" if has_bias is None else f", with{'' if has_bias else 'out'} biases"
+    return f"note: not used: {' and '.join(unused)}; the weights of model.init have {sizes}{biases}"

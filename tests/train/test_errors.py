@@ -184,8 +184,8 @@ def test_a_preset_and_a_bias_that_the_initial_weights_do_not_have_are_said_to_be
     trained_run: Path, tiny_config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     said = []
-    others = ("model.n_layer=none", "model.preset=gpt2", "model.bias=false")
-    for changes in ((), others):
+    others = ("model.n_layer=none", "model.preset=gpt2-medium", "model.bias=false")
+    for changes in ((), ("model.n_layer=none", "model.preset=gpt2"), others):
         config = load_run_config(tiny_config, overrides=[f"model.init={trained_run}", *changes])
         task = open_task(config)
         caplog.clear()
@@ -194,9 +194,10 @@ def test_a_preset_and_a_bias_that_the_initial_weights_do_not_have_are_said_to_be
         said.append([text for text in caplog.messages if text.startswith("note: ")])
     assert said == [
         [],
+        [],
         [
-            'note: not used: model.preset = "gpt2" and model.bias = false; the weights of '
-            "model.init have 2 layers, 2 heads, width 32 and biases"
+            'note: not used: model.preset = "gpt2-medium" and model.bias = false; the weights of '
+            "model.init have 2 layers, 2 heads and width 32, with biases"
         ],
     ]
 
