@@ -367,7 +367,7 @@ def _add_collect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "collect", help="bring a cluster run's logs, metrics and newest checkpoint here"
     )
     parser.set_defaults(
-        command=partial(_typed, status.CollectOptions, status.collect), takes_address=("run",)
+        command=partial(_typed, status.RunChoice, status.collect), takes_address=("run",)
     )
     _add_which(parser)
 

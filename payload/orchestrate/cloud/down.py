@@ -34,7 +34,7 @@ from payload.orchestrate.cloud.sweep import (
     look,
     project_of,
 )
-from payload.orchestrate.commands.status import CollectOptions, collect
+from payload.orchestrate.commands.status import RunChoice, collect
 from payload.orchestrate.run.console import confirm, confirm_by_name, text_console
 from payload.orchestrate.run.mirror import Mirrored, read_mirrored
 from payload.orchestrate.run.store import all_runs
@@ -292,7 +292,7 @@ def _sha256(path: Path) -> str | None:
 
 
 def _collect(paths: RunPaths, env: Mapping[str, str], *, kept: str, force: str) -> None:
-    options = CollectOptions(runs_dir=paths.root.parent, run=paths.run_id)
+    options = RunChoice(runs_dir=paths.root.parent, run=paths.run_id)
     try:
         collect(options, LocalAccess(env))
     except TileforgeError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from payload.checkpoint_files import newest_sound
 from payload.errors import (
     ConfigError,
     ExitCode,
@@ -44,7 +42,7 @@ from payload.orchestrate.run.follow import (
     follow_log,
     say_run_end,
 )
-from payload.orchestrate.run.mirror import Mirrored, read_mirrored
+from payload.orchestrate.run.mirror import Mirrored, mirror_file, read_mirrored
 from payload.orchestrate.run.report import list_lines, ranks_lines, status_lines
 from payload.orchestrate.run.store import (
     all_runs,
@@ -63,16 +61,12 @@ from payload.orchestrate.sites.choose import (
 from payload.orchestrate.sites.local import LocalAccess, LocalRun
 from payload.results import (
     LATEST,
-    RankProgress,
     RunPaths,
-    RunState,
     StopRequest,
     point_latest_at,
-    read_json,
 )
-from payload.run_config import load_run_config
-from payload.run_lock import FORCE_SIGNAL, RunLock, is_supervised, starting
-from payload.run_repair import has_own_record
+from payload.run_lock import FORCE_SIGNAL
+from payload.run_removal import finish_removals, is_own_run, refuse_to_remove, remove_run
 from payload.storage.here import is_address, run_address, stored_at
 from payload.storage.watched import watched_store
 from payload.store_address import StoreAddress
@@ -88,65 +82,57 @@ class ListOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatusOptions:
-    """Options of `status`."""
+class RunChoice:
+    """Which run a command is about; the options of `collect`."""
 
     run: str | None
     runs_dir: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusOptions(RunChoice):
+    """Options of `status`."""
+
     json: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogsOptions:
+class LogsOptions(RunChoice):
     """Options of `logs`."""
 
-    run: str | None
-    runs_dir: Path
     rank: int
     launcher: bool
     follow: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttachOptions:
-    """Which run `attach` follows: by its folder here, or on the cluster of an inventory."""
+class ClusterRunChoice(RunChoice):
+    """Which run a command is about: by its folder here, or on the cluster of an inventory."""
 
-    run: str | None
-    runs_dir: Path
     inventory: str | None
     ssh_key: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachOptions(ClusterRunChoice):
+    """Options of `attach`."""
+
     json: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopOptions:
-    """Which run `stop` ends, as in AttachOptions, and how."""
+class StopOptions(ClusterRunChoice):
+    """Options of `stop`."""
 
-    run: str | None
-    runs_dir: Path
-    inventory: str | None
-    ssh_key: Path | None
     force: bool
     grace: float | None
     """Seconds to save a checkpoint; None for what `run` was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectOptions:
-    """Options of `collect`."""
-
-    run: str | None
-    runs_dir: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DashboardOptions:
+class DashboardOptions(ClusterRunChoice):
     """Options of `dashboard`."""
 
-    run: str | None
-    runs_dir: Path
-    inventory: str | None
-    ssh_key: Path | None
     open: bool
 
 
@@ -181,7 +167,7 @@ def site_run(paths: RunPaths, access: LocalAccess) -> SiteRun:
     return run_of_copy(paths, mirrored, env=env, talk=text_console(stderr=True))
 
 
-def _run_of(options: AttachOptions | StopOptions, access: LocalAccess, *, verb: str) -> SiteRun:
+def _run_of(options: ClusterRunChoice, access: LocalAccess, *, verb: str) -> SiteRun:
     """Return the run of a folder here, or one that the cluster of `--inventory` has."""
     if options.inventory is None:
         return site_run(find_run(options.runs_dir, options.run), access)
@@ -208,7 +194,7 @@ def _is_here(paths: RunPaths) -> UsageError:
     )
 
 
-def collect(options: CollectOptions, access: LocalAccess) -> int:
+def collect(options: RunChoice, access: LocalAccess) -> int:
     """Bring logs, metrics, summary and the newest checkpoint of a run here.
 
     They come from the run's store where its address is given, and where no machine answers.
@@ -434,11 +420,6 @@ class RemoveOptions:
     runs_dir: Path
 
 
-_REMOVED_PREFIX = ".removed-"
-# Ranks whose supervisor died may still be saving; they send a heartbeat more often than this.
-_ALIVE_S = 60.0
-
-
 def remove(options: RemoveOptions, access: LocalAccess) -> int:
     """Remove the named runs, or all but the newest; never one that is running."""
     runs_dir = options.runs_dir
@@ -453,9 +434,15 @@ def remove(options: RemoveOptions, access: LocalAccess) -> int:
         try:
             if _alive_at_site(paths, access):
                 raise UsageError(f"run {paths.run_id} has a job that has not ended. Stop it first.")
-            _refuse_to_remove(paths, all_runs(runs_dir), force=options.force)
+            mirrored = _mirrored(paths)
+            refuse_to_remove(
+                paths,
+                all_runs(runs_dir),
+                is_alive=mirrored is not None and mirrored.alive,
+                may_lose=not options.force and _may_lose(paths, mirrored),
+            )
             if not options.dry_run:
-                _remove(paths)
+                remove_run(paths)
         except TileforgeError as error:
             refused = error
             talk.print(f"kept: {error}")
@@ -463,8 +450,7 @@ def remove(options: RemoveOptions, access: LocalAccess) -> int:
         verb = "would remove" if options.dry_run else "removed"
         out.print(f"{verb} {paths.run_id} ({size:,.2f} GB)")
     if not options.dry_run:
-        for left in runs_dir.glob(f"{_REMOVED_PREFIX}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        finish_removals(runs_dir)
         _mend_latest(runs_dir)
     # What --keep passes over is no failure: it was not asked for by name.
     return refused.exit_code if refused is not None and options.runs else ExitCode.OK
@@ -476,48 +462,9 @@ def _chosen(runs_dir: Path, names: Sequence[str], *, keep: int | None) -> list[R
     What only looks like a run does not count among those that are kept.
     """
     if keep is not None:
-        return [paths for paths in all_runs(runs_dir) if _is_a_run(paths)][keep:]
+        return [paths for paths in all_runs(runs_dir) if is_own_run(paths)][keep:]
     found = {paths.root: paths for paths in (find_run(runs_dir, name) for name in names)}
     return list(found.values())
-
-
-def _is_a_run(paths: RunPaths) -> bool:
-    """Tell whether nobody but this program can have made the folder.
-
-    `hosts`, `inventory.json` or `state.json` may be another program's, and then so is all the rest.
-    """
-    has_config = paths.config.is_file()
-    marks = (paths.lock, paths.root / "mirror.json")
-    return has_own_record(paths) or (has_config and any(mark.is_file() for mark in marks))
-
-
-def _refuse_to_remove(paths: RunPaths, all_of_them: Sequence[RunPaths], *, force: bool) -> None:
-    """Raise UsageError for a run that is going on, is needed by another, or is nowhere else.
-
-    So too for a folder that is no run.
-    """
-    if paths.root.is_symlink():
-        raise UsageError(f"run {paths.run_id} is a link. Remove the link itself: rm {paths.root}")
-    if not _is_a_run(paths) and newest_sound(paths.checkpoints) is None:
-        raise UsageError(
-            f"{paths.root} is no run, or nothing in it says so any more. If you mean it, remove it "
-            f"yourself: rm -r {paths.root}"
-        )
-    mirrored = _mirrored(paths)
-    if is_supervised(paths) or (mirrored is not None and mirrored.alive):
-        raise UsageError(f"run {paths.run_id} is running. Stop it first.")
-    if _may_be_saving(paths):
-        raise UsageError(f"run {paths.run_id}: its ranks may still be saving. Wait a minute.")
-    for other in all_of_them:
-        if is_supervised(other) and _starts_from(other, paths):
-            raise UsageError(f"run {paths.run_id}: run {other.run_id} starts from it and goes on.")
-    was_collected = mirrored is not None and mirrored.collected is not None
-    has_mirror = (paths.root / "mirror.json").exists()
-    if (has_mirror or is_copy(paths)) and not was_collected and not force:
-        raise UsageError(
-            f"run {paths.run_id} was not collected: its newest checkpoint may be on the cluster "
-            "only. Collect it, or remove the copy with --force."
-        )
 
 
 def _mirrored(paths: RunPaths) -> Mirrored | None:
@@ -527,37 +474,10 @@ def _mirrored(paths: RunPaths) -> Mirrored | None:
         return None  # what cannot be read does not say that the run was collected
 
 
-def _may_be_saving(paths: RunPaths) -> bool:
-    try:
-        state = read_json(RunState, paths.state)
-        beat = read_json(RankProgress, paths.rank_progress(0))
-    except ConfigError:
-        return False
-    if state is None:
-        return time.time() - paths.root.stat().st_mtime < _ALIVE_S
-    ended = state.exit_class is not None
-    return not ended and beat is not None and time.time() - beat.time_unix < _ALIVE_S
-
-
-def _starts_from(other: RunPaths, paths: RunPaths) -> bool:
-    try:
-        init = load_run_config(other.config).model.init
-    except ConfigError:
-        return False
-    return Path(init).resolve().is_relative_to(paths.root.resolve())
-
-
-def _remove(paths: RunPaths) -> None:
-    """Take the run out of sight at once, then remove it; an interrupted removal goes on later."""
-    hidden = paths.root.with_name(f"{_REMOVED_PREFIX}{paths.run_id}")
-    try:
-        # Held so that nobody resumes it meanwhile.
-        with starting(paths), RunLock(paths):
-            shutil.rmtree(hidden, ignore_errors=True)
-            paths.root.rename(hidden)
-            shutil.rmtree(hidden)
-    except OSError as error:
-        raise ConfigError(f"{paths.root}: cannot be removed ({error.strerror}).") from None
+def _may_lose(paths: RunPaths, mirrored: Mirrored | None) -> bool:
+    """Tell whether the run is on a cluster and was not collected."""
+    was_collected = mirrored is not None and mirrored.collected is not None
+    return not was_collected and (mirror_file(paths).exists() or is_copy(paths))
 
 
 def _mend_latest(runs_dir: Path) -> None:

@@ -1,0 +1,100 @@
+"""CONTRACT: removal of a run's folder, but never of one that goes on or that another run needs.
+
+Callers say what they know of a copy, as this asks no cluster.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from payload.checkpoint_files import newest_sound
+from payload.errors import ConfigError, UsageError
+from payload.results import RankProgress, RunPaths, RunState, read_json
+from payload.run_config import load_run_config
+from payload.run_lock import RunLock, is_supervised, starting
+from payload.run_repair import has_own_record
+
+_REMOVED_PREFIX = ".removed-"
+# Ranks whose supervisor died may still be saving; they send a heartbeat more often than this.
+_ALIVE_S = 60.0
+
+
+def is_own_run(paths: RunPaths) -> bool:
+    """Tell whether nobody but this program can have made the folder.
+
+    `hosts`, `inventory.json` or `state.json` may be another program's, and then so is all the rest.
+    """
+    has_config = paths.config.is_file()
+    marks = (paths.lock, paths.root / "mirror.json")
+    return has_own_record(paths) or (has_config and any(mark.is_file() for mark in marks))
+
+
+def refuse_to_remove(
+    paths: RunPaths, all_of_them: Sequence[RunPaths], *, is_alive: bool, may_lose: bool
+) -> None:
+    """Raise UsageError for a run that is going on, is needed by another, or may be lost with it.
+
+    So too for a folder that is no run. `is_alive`: it was when its cluster was last asked.
+    `may_lose`: what the cluster has of it was not all collected.
+    """
+    if paths.root.is_symlink():
+        raise UsageError(f"run {paths.run_id} is a link. Remove the link itself: rm {paths.root}")
+    if not is_own_run(paths) and newest_sound(paths.checkpoints) is None:
+        raise UsageError(
+            f"{paths.root} is no run, or nothing in it says so any more. If you mean it, remove it "
+            f"yourself: rm -r {paths.root}"
+        )
+    if is_alive or is_supervised(paths):
+        raise UsageError(f"run {paths.run_id} is running. Stop it first.")
+    if _may_be_saving(paths):
+        raise UsageError(f"run {paths.run_id}: its ranks may still be saving. Wait a minute.")
+    for other in all_of_them:
+        if is_supervised(other) and _starts_from(other, paths):
+            raise UsageError(f"run {paths.run_id}: run {other.run_id} starts from it and goes on.")
+    if may_lose:
+        raise UsageError(
+            f"run {paths.run_id} was not collected: its newest checkpoint may be on the cluster "
+            "only. Collect it, or remove the copy with --force."
+        )
+
+
+def _may_be_saving(paths: RunPaths) -> bool:
+    try:
+        state = read_json(RunState, paths.state)
+        beat = read_json(RankProgress, paths.rank_progress(0))
+    except ConfigError:
+        return False
+    if state is None:
+        return time.time() - paths.root.stat().st_mtime < _ALIVE_S
+    ended = state.exit_class is not None
+    return not ended and beat is not None and time.time() - beat.time_unix < _ALIVE_S
+
+
+def _starts_from(other: RunPaths, paths: RunPaths) -> bool:
+    try:
+        init = load_run_config(other.config).model.init
+    except ConfigError:
+        return False
+    return Path(init).resolve().is_relative_to(paths.root.resolve())
+
+
+def remove_run(paths: RunPaths) -> None:
+    """Take the run out of sight at once, then remove it; an interrupted removal goes on later."""
+    hidden = paths.root.with_name(f"{_REMOVED_PREFIX}{paths.run_id}")
+    try:
+        # Held so that nobody resumes it meanwhile.
+        with starting(paths), RunLock(paths):
+            shutil.rmtree(hidden, ignore_errors=True)
+            paths.root.rename(hidden)
+            shutil.rmtree(hidden)
+    except OSError as error:
+        raise ConfigError(f"{paths.root}: cannot be removed ({error.strerror}).") from None
+
+
+def finish_removals(runs_dir: Path) -> None:
+    """Remove what interrupted removals have left."""
+    for left in runs_dir.glob(f"{_REMOVED_PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)
