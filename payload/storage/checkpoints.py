@@ -72,10 +72,6 @@ class Upload:
         """Let go of the files."""
         self._open.close()
 
-    def total_bytes(self) -> int:
-        """Return the size of all its files but the manifest."""
-        return sum(entry.bytes for entry in self._manifest.files.values())
-
     def send(self, store: ObjectStore, *, may_write: Callable[[], None]) -> None:
         """Write all files that are not there yet, then the manifest.
 

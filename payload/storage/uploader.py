@@ -32,8 +32,6 @@ from payload.storage.owner import LostOwnershipError, claim, new_token, require_
 from payload.storage.records import Records
 from payload.store_state import StoreState
 
-DRAIN = "drain\n"
-"""The supervisor's command when the ranks have ended: bring what there is to the store."""
 _LOOK_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _OWNER_EVERY_S = 20.0
@@ -90,7 +88,7 @@ class Uploader:
         """True while the store may have more than is kept."""
 
     def run(self, commands: TextIO) -> None:
-        """Upload until `commands` says to drain, then all that is left; end with its end.
+        """Upload until `commands` has a line, then all that is left; end with its end.
 
         The supervisor lets the process drain, completes the summary, and closes `commands`: the
         last records follow. Without a supervisor, what is there is brought to the store.

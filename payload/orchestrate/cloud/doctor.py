@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
+from payload.cloud_need import Need, need_of
 from payload.cloud_prices import (
     CATALOG_FILE,
     Catalog,
@@ -43,7 +44,6 @@ from payload.orchestrate.cloud.project import (
     unknown,
 )
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, settings
-from payload.orchestrate.cloud.resources import Need, need_of
 from payload.orchestrate.cloud.sweep import project_of
 from payload.orchestrate.node.look import nvidia
 from payload.orchestrate.run.console import text_console

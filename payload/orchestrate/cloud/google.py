@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import quote, urlsplit
 
+from payload.cloud_need import CLOUD_NAME
 from payload.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
-from payload.orchestrate.cloud.resources import CLOUD_NAME
 from payload.untrusted import build, parse_json, printable, shown
 
 VARIABLE = "TILEFORGE_API_ENDPOINT"

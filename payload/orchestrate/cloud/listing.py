@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 from urllib.parse import quote
 
+from payload.cloud_need import CLOUD_NAME
 from payload.errors import CloudAuthError, CloudError, TileforgeError
 from payload.orchestrate.cloud.google import (
     MOST_PAGES,
@@ -26,7 +27,6 @@ from payload.orchestrate.cloud.google import (
 )
 from payload.orchestrate.cloud.resources import (
     BUCKET,
-    CLOUD_NAME,
     CLUSTER_LABEL,
     DNS_ZONE,
     FILESTORE,

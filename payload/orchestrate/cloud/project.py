@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any, Literal
 
 from payload.accelerators import FP8_CAPABILITY, NVIDIA_DRIVER_BRANCH, SPOT_ALONE, gpus_of
+from payload.cloud_need import Need, Scope
 from payload.errors import CloudError, ExitCode, TileforgeError
 from payload.inventory import Node
 from payload.nvidia import GpuNeed, NvidiaFacts, gpu_faults
 from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
-from payload.orchestrate.cloud.resources import Need, Scope
 from payload.untrusted import checked, shown
 
 Outcome = Literal["ok", "error", "warning", "unknown"]

@@ -437,13 +437,3 @@ def cluster_name(pulumi: Pulumi, known: dict[str, Any]) -> str:
             "pulumi config set cluster NAME"
         )
     return name
-
-
-def text_list(value: Any) -> list[str]:
-    """A list from a config value, which may be JSON text."""
-    if isinstance(value, str):
-        try:
-            value = parse_json(value, where="a list")
-        except ConfigError:
-            value = [value] if value else []
-    return [str(each) for each in value] if isinstance(value, list) else []

@@ -20,6 +20,7 @@ from rich.console import Console
 
 import payload
 from payload import __version__
+from payload.cloud_need import Need, need_of
 from payload.cloud_prices import disk_price, machine_price, nat_price
 from payload.errors import INTERRUPTED, BudgetError, ConfigError, ExitCode, TileforgeError
 from payload.hints import command
@@ -27,7 +28,7 @@ from payload.launch.ranks import place_ranks
 from payload.orchestrate.cloud.google import REQUEST_LOG, Endpoints, Google
 from payload.orchestrate.cloud.listing import remove
 from payload.orchestrate.cloud.pulumi import Pulumi
-from payload.orchestrate.cloud.resources import Need, Resource, need_of
+from payload.orchestrate.cloud.resources import Resource
 from payload.orchestrate.cloud.stack import StackOutputs, cluster_folder, read_outputs
 from payload.orchestrate.cloud.sweep import project_of
 from payload.orchestrate.run.console import confirm, text_console

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from payload.cloud_need import CLOUD_NAME, Need
 from payload.errors import (
     BootstrapError,
     CloudAuthError,
@@ -30,7 +31,6 @@ from payload.orchestrate.cloud.google import (
     request_of,
 )
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError
-from payload.orchestrate.cloud.resources import CLOUD_NAME, Need
 from payload.orchestrate.ssh.streams import all_or_raise, on_every_node
 from payload.results import write_whole
 from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes, shown

@@ -15,6 +15,7 @@ from urllib.parse import quote
 from rich.console import Console
 from rich.table import Table
 
+from payload.cloud_need import CLOUD_NAME
 from payload.cloud_prices import filestore_price
 from payload.errors import (
     CloudAuthError,
@@ -32,7 +33,6 @@ from payload.orchestrate.cloud.listing import list_everything, remove
 from payload.orchestrate.cloud.operations import Operations, carrying_label
 from payload.orchestrate.cloud.resources import (
     BUCKET,
-    CLOUD_NAME,
     CLUSTER_LABEL,
     FILESTORE,
     KEPT_LABEL,

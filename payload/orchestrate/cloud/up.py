@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from payload.cloud_need import CLOUD_NAME, need_of, text_list
 from payload.errors import CapacityError, ConfigError, ExitCode, TeardownError, TileforgeError
 from payload.hints import command
 from payload.orchestrate.cloud.down import AtStake, at_stake
@@ -38,10 +39,8 @@ from payload.orchestrate.cloud.pulumi import (
     cluster_name,
     name_of,
     settings,
-    text_list,
     type_of,
 )
-from payload.orchestrate.cloud.resources import CLOUD_NAME, need_of
 from payload.orchestrate.cloud.stack import outputs_if_any, read_outputs, remember, remember_plan
 from payload.orchestrate.cloud.sweep import destroy_and_look, project_of
 from payload.orchestrate.run.console import confirm, text_console

@@ -238,10 +238,6 @@ class LiveLine:
                 self._view = replace(self._view, row=None)
         self._view = replace(self._view, progress=progress)
 
-    def began_before(self, seconds: float) -> None:
-        """Count the elapsed time from so long ago."""
-        self._began_s = min(self._began_s, time.monotonic() - seconds)
-
     def _now(self) -> View:
         return replace(
             self._view,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from payload.cloud_need import need_of
 from payload.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.resources import need_of
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, Fault
 from tests.support.nvidia_smi import L4, make_nvidia_smi

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from payload.cloud_need import Need, need_of
 from payload.errors import TileforgeError
 from payload.inventory import ClusterInventory
 from payload.orchestrate.cloud import stack
@@ -41,7 +42,7 @@ from payload.orchestrate.cloud.project import (
     check_services,
 )
 from payload.orchestrate.cloud.pulumi import Pulumi, Update, cluster_name, settings
-from payload.orchestrate.cloud.resources import KINDS, Need, Resource, by_cluster, need_of
+from payload.orchestrate.cloud.resources import KINDS, Resource, by_cluster
 from payload.orchestrate.cloud.stack import read_outputs, recall, remember
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.orchestrate.cloud.standin import NUMBER, PROJECT, REGION, ZONE, Fault

@@ -14,11 +14,11 @@ import pytest
 from infra.config import ClusterConfig
 from infra.cost import cluster_cost, describe, price_of_cluster
 from infra.machines import machine_types
+from payload.cloud_need import Need
 from payload.cloud_prices import CATALOG_FILE, CATALOG_LASTS_S, disk_price, read_catalog
 from payload.errors import BudgetError
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.doctor import check_price
-from payload.orchestrate.cloud.resources import Need
 from tests.infra.stacks import ROOT
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture
