@@ -204,7 +204,7 @@ def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         description="Ask all nodes at once whether they are fit for a run: SSH, bootstrap, "
         "payload, processor, memory, disk, clock, name, route, and the ports between every two of "
         "them. Then start a small program on all of them with mpirun, as a run would, and measure "
-        "matrix products and the exchange of gradients.",
+        "matmuls and the exchange of gradients.",
     )
     parser.set_defaults(command=_preflight, runs_dir=None)
     _add_inventory(parser)

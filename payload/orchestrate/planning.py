@@ -65,7 +65,7 @@ class Access(Protocol):
         """Return the bandwidth that a gradient exchange is expected to reach."""
 
     def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
-        """Matrix products of all nodes together, or None when they were not measured."""
+        """Return the matmul speed of all nodes together, or None when it was not measured."""
 
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
         """Return the network interface between the ranks, by node."""
@@ -83,7 +83,7 @@ class Access(Protocol):
         """Return the payload package's parent folder, or None when it is installed."""
 
     def tcmalloc(self) -> str:
-        """The tcmalloc library. Raises PreflightError with the line that installs it."""
+        """Return the tcmalloc library. Raises PreflightError with the line that installs it."""
 
     def free_memory_bytes(self) -> int | None:
         """Return the memory of the node with the least, or None when it is not known."""
@@ -129,7 +129,7 @@ class PlannedRun:
         return render_hosts(self.inventory.nodes)
 
     def accelerate(self, node_rank: int) -> str:
-        """One node's Accelerate config."""
+        """Return one node's Accelerate config."""
         return render_accelerate(
             self.inventory.nodes,
             self.placement,
@@ -140,7 +140,7 @@ class PlannedRun:
         )
 
     def files(self) -> dict[str, str]:
-        """Every file's text by its name; plan.json last, as a supervisor looks for it."""
+        """Return every file's text by its name; plan.json last, as a supervisor looks for it."""
         paths = self.paths
         texts = {
             paths.config: self.config.to_toml(),

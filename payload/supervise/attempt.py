@@ -151,7 +151,7 @@ class Attempt:
                 ) from None
 
     def _watch(self) -> None:
-        """One look around: requests to stop, ranks that failed, heartbeats that stopped."""
+        """Look around once: requests to stop, ranks that failed, heartbeats that stopped."""
         self._beats.look()
         saving = self._beats.saving(within_s=self._config.limits.hang_timeout_s)
         request = self._stopping.heed(saving=saving)
@@ -168,7 +168,7 @@ class Attempt:
             self._end_after_failure(late_s=now - self._failure_deadline)
 
     def _end_after_failure(self, *, late_s: float) -> None:
-        """Not while rank 0 writes a checkpoint, for which the launcher lets it live."""
+        """End the ranks, but not while rank 0 writes a checkpoint: the launcher lets it live."""
         limit_s = self._config.limits.hang_timeout_s
         writing = self._beats.writing(within_s=limit_s)
         if not writing or late_s > self._config.distributed.longest_wait_s():
@@ -195,7 +195,7 @@ class Attempt:
         return Verdict(status="failed", exit_code=ExitCode.TRAINING, error=error)
 
     def _ask_to_stop(self) -> bool:
-        """SIGTERM to rank 0's program, which agrees with the others; false if nothing is lost."""
+        """Send SIGTERM to rank 0, which agrees with the others; False if nothing is lost."""
         progress = self._beats.first_word()
         if progress is None or progress.phase in START_PHASES:
             # It would heed it in its first pass, and a large model takes minutes until then.
@@ -209,7 +209,7 @@ class Attempt:
         kill_all(self._paths.root)
 
     def _leave_none_here(self) -> dict[str, list[int] | None]:
-        """After the launcher: wait a moment for its ranks, then kill. Returns what still lives."""
+        """Wait a moment for the launcher's ranks, then kill them. Returns what still lives."""
         if not wait_until_none(self._paths.root, timeout_s=_AFTERMATH_S):
             return {}
         self._end_now()
@@ -285,7 +285,7 @@ class Attempt:
 
 
 def _explanation(nodes: Sequence[NodeHeartbeat]) -> Verdict | None:
-    """Nodes that did not answer at the attempt's end are why the others lost contact."""
+    """Return the nodes that did not answer at the attempt's end: why the others lost contact."""
     silent = [beat for beat in nodes if beat.quiet_s >= SILENT_S]
     lost = [beat for beat in silent if beat.unreachable_s is not None]
     if lost:

@@ -92,7 +92,7 @@ def heartbeat(paths: RunPaths) -> dict[str, Any]:
 
 
 def records(cls: type[_Record], folder: Path) -> list[_Record]:
-    """All that can be read; ranks replace them at any time."""
+    """Return all that can be read; ranks replace them at any time."""
     found = []
     for path in sorted(folder.glob("rank_*.json")):
         record = last_record(cls, path)
@@ -102,7 +102,7 @@ def records(cls: type[_Record], folder: Path) -> list[_Record]:
 
 
 def process_state(pid: int) -> str | None:
-    """The kernel's letter, `T` when stopped; None when there is no such process, or no /proc."""
+    """Return the kernel's letter, `T` when stopped; None without the process or /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

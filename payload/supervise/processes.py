@@ -33,7 +33,7 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(number: signal.Signals) -> Callable[[], None] | None:
-    """A `preexec_fn` after which the kernel sends `number` when the parent dies (Linux)."""
+    """Return a `preexec_fn` that has the kernel send `number` when the parent dies (Linux)."""
     if sys.platform != "linux":
         return None
     parent = os.getpid()
@@ -49,13 +49,13 @@ def die_with_parent(number: signal.Signals) -> Callable[[], None] | None:
 
 
 def processes_of(run_dir: Path) -> set[int]:
-    """Living processes of the run at `run_dir`, this one left out."""
+    """Return the living processes of the run at `run_dir`, this one left out."""
     found = _marked_in_proc(run_dir) if _PROC.is_dir() else _named_by_ps(run_dir)
     return found - {os.getpid()}
 
 
 def wait_until_none(run_dir: Path, *, timeout_s: float) -> set[int]:
-    """The run's processes that are still there after at most `timeout_s`."""
+    """Return the run's processes that are still there after at most `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while (left := processes_of(run_dir)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -63,7 +63,7 @@ def wait_until_none(run_dir: Path, *, timeout_s: float) -> set[int]:
 
 
 def kill_all(run_dir: Path) -> None:
-    """SIGKILL to every process of the run that there is at this moment."""
+    """Send SIGKILL to every process of the run that there is at this moment."""
     for pid in processes_of(run_dir):
         _send(pid, signal.SIGKILL)
 
@@ -123,7 +123,7 @@ def _send(pid: int, number: signal.Signals) -> bool:
 
 
 def _marked_in_proc(run_dir: Path) -> set[int]:
-    """By the variable that every process of the run inherits, or an ancestor that has it."""
+    """Return the run's processes, by a variable that they or their ancestors have."""
     mark, folder = f"{RUN_DIR}=".encode(), os.path.realpath(run_dir)
     parents: dict[int, int] = {}
     marked: set[int] = set()
@@ -162,7 +162,7 @@ def _descendants(roots: set[int], parents: dict[int, int]) -> set[int]:
 
 
 def _named_by_ps(run_dir: Path) -> set[int]:
-    """Where there is no /proc: by the run folder in the command line."""
+    """Return the run's processes by their command line, where there is no /proc."""
     columns = ["-o", "pid=", "-o", "stat=", "-o", "command="]
     listed = subprocess.run(
         ["ps", "-A", "-ww", *columns], capture_output=True, text=True, check=True
@@ -173,7 +173,7 @@ def _named_by_ps(run_dir: Path) -> set[int]:
 
 
 def parse_ps(text: str, *, run_dir: Path) -> set[int]:
-    """Living processes with the run folder in their command line, from `pid stat command` lines."""
+    """Return living processes with the run folder in their command line, from `ps` output."""
     found = set()
     for line in text.splitlines():
         pid, state, command = line.split(maxsplit=2)

@@ -97,7 +97,7 @@ def bind_to_cores(rank: Rank) -> None:
 def rank_command(
     program: Sequence[str], rank: Rank, *, several_domains: bool, numactl: str | None
 ) -> list[str]:
-    """The rank's command line, its memory bound to its NUMA domain where there are several."""
+    """Return the rank's command line, its memory bound to its NUMA domain if there are several."""
     if several_domains and rank.numa_domain is not None and numactl is not None:
         return [numactl, f"--membind={rank.numa_domain}", *program]
     return list(program)

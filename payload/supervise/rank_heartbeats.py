@@ -57,7 +57,7 @@ class RankHeartbeats:
         self.begin()
 
     def begin(self) -> None:
-        """A new attempt: what was shown before counts no more."""
+        """Begin an attempt: what was shown before counts no more."""
         self._began_at_step: int | None = None
         self._began_s = time.monotonic()
         self._seen: dict[int, _Seen] = {}
@@ -76,11 +76,11 @@ class RankHeartbeats:
                 self.take(stream.node.name, message)
 
     def age_s(self) -> float:
-        """Since the attempt began."""
+        """Return the time since the attempt began."""
         return time.monotonic() - self._began_s
 
     def steps(self) -> int | None:
-        """The furthest step that a rank has shown in this attempt."""
+        """Return the furthest step that a rank has shown in this attempt."""
         return max((seen.record.step for seen in self._seen.values()), default=None)
 
     def began_at_step(self) -> int | None:
@@ -88,11 +88,11 @@ class RankHeartbeats:
         return self._began_at_step
 
     def exits(self) -> Mapping[int, RankExit]:
-        """How ranks ended, by rank; times are by this node's clocks."""
+        """Return how ranks ended, by rank; times are by this node's clocks."""
         return self._exits
 
     def first_word(self) -> RankProgress | None:
-        """Rank 0's last record."""
+        """Return rank 0's last record."""
         seen = self._seen.get(0)
         return seen.record if seen else None
 
@@ -153,7 +153,7 @@ class RankHeartbeats:
                 self._exits[rank] = ended
 
     def take(self, node: str, message: Mapping[str, Any]) -> None:
-        """One message of a worker; records of earlier attempts may still lie there.
+        """Take in one message of a worker; records of earlier attempts may still lie there.
 
         `skew_s` and `lag_s` are the node's wall clock less ours, and our monotonic clock less its.
         """
@@ -174,7 +174,7 @@ class RankHeartbeats:
                 self._copy(ended, self._paths.rank_exit(ended.rank))
 
     def _copy(self, record: RankProgress | RankExit, path: Path) -> None:
-        """For whoever looks; a full disk here is no fault of the run's."""
+        """Write a record for whoever looks; a full disk here is no fault of the run's."""
         if self._is_shared:
             return
         with contextlib.suppress(OSError):

@@ -80,7 +80,7 @@ class NodeStream:
         self._thread.start()
 
     def beat(self) -> NodeHeartbeat:
-        """How long the node has been silent or out of reach."""
+        """Return how long the node has been silent or out of reach."""
         now, since_s = time.monotonic(), self._unreachable_since_s
         return NodeHeartbeat(
             node=self.node.name,
@@ -106,7 +106,7 @@ class NodeStream:
         self._asked += 1
 
     def wait_ended(self, timeout_s: float) -> list[int] | None:
-        """Ids of the processes that would not end, or None without an answer."""
+        """Return the ids of the processes that would not end, or None without an answer."""
         return self._left if self._ended.wait(timeout_s) else None
 
     def ask_to_close(self) -> None:
@@ -137,7 +137,7 @@ class NodeStream:
         return True
 
     def _talk(self) -> None:
-        """Until the connection breaks, or the node is silent for too long, or we close."""
+        """Talk until the connection breaks, the node is silent for too long, or we close."""
         try:
             ssh = subprocess.Popen(
                 self._argv,

@@ -173,7 +173,7 @@ class Supervisor:
         return max(0.0, self._job_ends_unix - time.time() - _JOB_MARGIN_S)
 
     def _require_room(self) -> None:
-        """state.json must be there from the start."""
+        """Require room for state.json, which must be there from the start."""
         try:
             write_record(self._paths.state, self._state)
         except OSError as error:
@@ -186,7 +186,7 @@ class Supervisor:
         return self._spent_before_s + time.monotonic() - self._began_s
 
     def _left_s(self, *, grace_s: float) -> float | None:
-        """Until the run is asked to stop. Raises BudgetError when that is over already."""
+        """Return the time until the run is asked to stop. Raises BudgetError when it is over."""
         if self._limit is None:
             return None
         left_s = self._limit.stop_at_s(grace_s=grace_s) - self._spent_s()
@@ -326,7 +326,7 @@ class Supervisor:
         return self._stopping.kind == "none"
 
     def _pause_unless_forced(self, seconds: float) -> bool:
-        """The same, but for a stop that lets ranks save: an earlier supervisor's save already."""
+        """Pause, but not for a forced stop: ranks of an earlier supervisor save already."""
         self._wakeups.sleep(seconds)
         self._stopping.heed(saving=True)
         self._tell_now_and_then()
@@ -341,7 +341,7 @@ class Supervisor:
         return self._stopping.kind != "forced"
 
     def _stopped(self, words: str) -> Verdict:
-        """How a run ends that was stopped between two attempts."""
+        """Return how a run ends that was stopped between two attempts."""
         if self._stopping.by_system:
             return told_by_system(words)
         return Verdict(status="stopped", exit_code=ExitCode.OK, error=words)
@@ -449,7 +449,7 @@ def _adding(verdict: Verdict, words: str | None) -> Verdict:
 
 
 def hold_port(port: int) -> socket.socket:
-    """A socket bound to `port` that keeps others off it, while rank 0 can still listen there.
+    """Return a socket that keeps others off `port`, while rank 0 can still listen there.
 
     Both set SO_REUSEADDR, and this one never listens: Linux then allows a second bind, but neither
     hands the port out for outgoing connections nor to a program that binds without the option.

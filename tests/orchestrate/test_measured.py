@@ -89,8 +89,8 @@ def test_a_slow_node_among_its_like_is_named_and_one_of_another_kind_is_not() ->
 
 def test_a_node_where_bf16_gains_nothing_is_named() -> None:
     found = of_speed(make_measured(4.0, 4.0, 0.9, fp32_tflops=3.9))
-    assert "bf16 products run at 0.23x the speed of fp32 on it" in found["node-2"]
-    assert "bf16 products run at 1.03x" in found["node-0"]
+    assert "bf16 matmuls run at 0.23x the speed of fp32 on it" in found["node-2"]
+    assert "bf16 matmuls run at 1.03x" in found["node-0"]
 
 
 def test_a_prediction_is_the_plan_s_own_arithmetic() -> None:

@@ -290,7 +290,7 @@ def examine(google: Google, need: Need, pulumi: Pulumi | None) -> Iterator[Check
 
 
 def exit_code(checks: Sequence[Check]) -> ExitCode:
-    """The most telling one of what failed."""
+    """Return the most telling exit code of what failed."""
     codes = {check.exit_code for check in checks if check.outcome == "error"}
     return next((code for code in _TELLING if code in codes), ExitCode.OK)
 

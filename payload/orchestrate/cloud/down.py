@@ -172,12 +172,12 @@ class AtStake:
         return [run_id for run_id in there if run_id not in known]
 
     def names(self) -> str:
-        """The runs to collect, for people, and the one that goes on."""
+        """Name the runs to collect, for people, and the one that goes on."""
         names = ", ".join(paths.run_id for paths in self.missing) or "nothing is missing here"
         return names + (f"; run {self.head.running} is going on" if self.head.running else "")
 
     def refuse_losses(self, *, kept: str, force: str) -> None:
-        """Raises ConfigError when a run may be going on, or has results that nothing here collects.
+        """Raise ConfigError when a run may go on, or has results that nothing here collects.
 
         `kept` says what is not done then, `force` is the command that does it all the same.
         """
@@ -337,7 +337,7 @@ class DownOptions:
 
 
 def down(options: DownOptions, env: Mapping[str, str]) -> int:
-    """The three steps; each one's result is said. Raises TeardownError when something is left."""
+    """Take the three steps and print each result. Raises TeardownError when something is left."""
     talk = text_console(stderr=True)
     folder = Path.cwd()
     pulumi = Pulumi(env, folder=folder, stack=options.stack)
@@ -389,7 +389,7 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
 def _which(
     pulumi: Pulumi, options: DownOptions, env: Mapping[str, str], *, folder: Path
 ) -> tuple[str, str, StackOutputs | None]:
-    """The cluster, its project, and its outputs if it ever came up."""
+    """Return the cluster, its project, and its outputs if it ever came up."""
     outputs = outputs_if_any(pulumi)
     if outputs is None:
         # It failed half-way, and is the one that must go.

@@ -68,7 +68,7 @@ class StockOut:
 
 
 def find_stock_out(output: str) -> StockOut | None:
-    """The stock-out that Pulumi's output tells of, or None."""
+    """Return the stock-out that Pulumi's output tells of, or None."""
     flat = " ".join(output.split())
     if not _NO_CAPACITY.search(flat):
         return None

@@ -60,7 +60,7 @@ class Endpoints:
         return cls(template=text, request_log=request_log)
 
     def url(self, service: Service) -> str:
-        """Scheme and host, without a slash at the end."""
+        """Return scheme and host, without a slash at the end."""
         if self.template is None:
             return f"https://{service}.googleapis.com"
         return self.template.replace(_SERVICE, service)
@@ -71,7 +71,7 @@ class Endpoints:
 
 
 def _problem(text: str) -> str | None:
-    """Why the text cannot be used, or None."""
+    """Return why the text cannot be used, or None."""
     example = "such as https://{service}-mine.p.googleapis.com (Private Service Connect)"
     try:
         parts = urlsplit(text)
@@ -177,7 +177,7 @@ class Google:
             return self._clients[kind]
 
     def storage(self) -> Any:
-        """Cloud Storage's client."""
+        """Return Cloud Storage's client."""
         import google.cloud.storage as storage
 
         with self._lock:
@@ -281,7 +281,7 @@ class Google:
         return answer
 
     def pages(self, what: str, method: Callable[..., Any], request: Any) -> Iterator[Any]:
-        """Every page of a list; each request is retried for as long."""
+        """Yield every page of a list; each request is retried for as long."""
         for _ in range(MOST_PAGES):
             page = self.ask(what, lambda: method(request=request, retry=None, timeout=REQUEST_S))
             yield page
@@ -291,7 +291,7 @@ class Google:
         raise endless(what)
 
     def check_credentials(self) -> str:
-        """Whose credentials these are, in a word. Raises CloudAuthError."""
+        """Return whose credentials these are, in a word. Raises CloudAuthError."""
         with self._lock:
             credentials = self._credentials_or_raise()
         return str(getattr(credentials, "service_account_email", None) or "application default")
@@ -334,7 +334,7 @@ class Google:
 
 
 def request_of(name: str, **fields: Any) -> Any:
-    """One of Compute Engine's request objects, by the name of its class."""
+    """Return one of Compute Engine's request objects, by the name of its class."""
     from google.cloud import compute_v1
 
     return getattr(compute_v1, name)(**fields)
@@ -360,7 +360,7 @@ def endless(what: str) -> CloudError:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps back what google.api_core says about Python's age, which no operator can act on.
+    """Keep back what google.api_core says about Python's age, which no operator can act on.
 
     Not for threads: what is kept back is the whole process's.
     """
@@ -426,7 +426,7 @@ def _attribute(error: Exception, name: str) -> Any:
 
 
 def _wait_s(error: Exception, pause_s: float) -> float | None:
-    """How long to wait before the next attempt, or None when another one is of no use."""
+    """Return how long to wait before the next attempt, or None when another one is of no use."""
     import requests
     from google.api_core import exceptions
     from google.auth.exceptions import TransportError

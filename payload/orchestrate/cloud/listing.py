@@ -257,7 +257,7 @@ class Listing:
 
 
 def list_everything(google: Google) -> Listing:
-    """Everything of every kind in all zones, buckets, DNS zones, and clusters' service accounts.
+    """Return everything of every kind in all zones, buckets, DNS zones, and service accounts.
 
     Raises CloudAuthError when not even the first kind may be listed.
     """
@@ -485,5 +485,5 @@ def _plural(kind: Kind) -> str:
 
 
 def _snake(name: str) -> str:
-    """`forwarding_rules` of ForwardingRules."""
+    """Return `forwarding_rules` of ForwardingRules."""
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")

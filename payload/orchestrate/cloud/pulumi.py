@@ -313,7 +313,7 @@ class Pulumi:
         self._timeout_s = timeout_s
 
     def argv(self, *words: str) -> list[str]:
-        """The command line, the stack's name in it. Raises PulumiError."""
+        """Return the command line, the stack's name in it. Raises PulumiError."""
         program = which("pulumi", path=self._env.get("PATH", ""))
         if program is None:
             raise PulumiError(
@@ -351,7 +351,7 @@ class Pulumi:
         return done.stdout
 
     def ask_json(self, *words: str, timeout_s: float | None = None) -> Any:
-        """The JSON that the command printed. Raises PulumiError."""
+        """Return the JSON that the command printed. Raises PulumiError."""
         text = self.ask(*words, "--json", timeout_s=timeout_s)
         where = f"what `pulumi {' '.join(words)} --json` printed"
         try:
@@ -413,7 +413,7 @@ def refusal(shown: str, said: str) -> PulumiError:
 
 
 def settings(pulumi: Pulumi) -> dict[str, Any]:
-    """The stack's config by the keys' last part; the project's own keys before a provider's.
+    """Return the stack's config by the keys' last part; the project's own keys before a provider's.
 
     Raises PulumiError and ConfigError.
     """
@@ -428,7 +428,7 @@ def settings(pulumi: Pulumi) -> dict[str, Any]:
 
 
 def cluster_name(pulumi: Pulumi, known: dict[str, Any]) -> str:
-    """The cluster that the config means: its key, or the stack's name. Raises PulumiError."""
+    """Return the cluster of the config: its key, or the stack's name. Raises PulumiError."""
     name = known.get("cluster") or pulumi.ask("stack", "--show-name").strip().rpartition("/")[2]
     # It names a folder here, with the key that opens the cluster.
     if not isinstance(name, str) or not NODE_NAME.fullmatch(name):

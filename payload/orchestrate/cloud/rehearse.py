@@ -192,7 +192,7 @@ class Rehearsal:
     steps: list[Step] = field(default_factory=list)
 
     def through(self) -> None:
-        """Everything up to the healed cluster. Raises TileforgeError at the first bad step."""
+        """Take every step up to the healed cluster. Raises TileforgeError at the first bad step."""
         up = ("up", "--yes", "--stack", STACK)
         self._step("doctor", "doctor", "--stack", STACK)
         self._step("up", *up)
@@ -227,7 +227,7 @@ class Rehearsal:
         return self.steps[-1].is_good
 
     def _job(self, outputs: StackOutputs) -> list[str]:
-        """The config, with a batch that this cluster's ranks share evenly."""
+        """Return the config, with a batch that this cluster's ranks share evenly."""
         config = load_run_config(self.config)
         nodes = outputs.inventory.nodes
         ranks = place_ranks(nodes, config.launch, device=config.device).world_size

@@ -170,12 +170,12 @@ class Resource:
         return (self.kind, self.location, self.name)
 
     def expires_unix(self) -> float | None:
-        """When its cluster was meant to be gone, if its label says so."""
+        """Return when its cluster was meant to be gone, if its label says so."""
         text = self.labels.get(EXPIRES_LABEL, "")
         return float(text) if re.fullmatch("[0-9]{1,12}", text) else None
 
     def removal(self, *, project: str) -> str:
-        """The command that removes it."""
+        """Return the command that removes it."""
         if self.kind == BUCKET:
             return shlex.join(["gcloud", "storage", "rm", "--recursive", f"gs://{self.name}"])
         if self.kind == SERVICE_ACCOUNT:
@@ -216,14 +216,14 @@ def is_zone(location: str) -> bool:
 
 
 def in_order(resources: Iterable[Resource]) -> list[Resource]:
-    """In the order in which they can be removed: a network goes after what is in it."""
+    """Return resources in the order of their removal: a network goes after what is in it."""
     return sorted(resources, key=lambda each: (_ORDER[each.kind], each.location, each.name))
 
 
 def by_cluster(
     resources: Sequence[Resource], *, known: Collection[str] = ()
 ) -> dict[str, list[Resource]]:
-    """Each cluster's resources; what belongs to none is left out.
+    """Return each cluster's resources; what belongs to none is left out.
 
     A label decides. Without one it is the network: what lies in a labelled one, such as a firewall
     rule that somebody added, belongs to its cluster. Then it is the whole name, which has to be one
@@ -255,7 +255,7 @@ def _owner_by_name(resource: Resource, names: Collection[str]) -> str | None:
 
 
 def marks(description: str) -> dict[str, str]:
-    """The labels that the description of something without labels stands in for."""
+    """Return the labels that the description of something without labels stands in for."""
     return dict(_MARK.findall(description))
 
 
@@ -270,18 +270,18 @@ def _word(text: str) -> str:
 
 
 def expiry_of(resources: Sequence[Resource]) -> float | None:
-    """When a cluster was meant to be gone: the latest that any of its labels says."""
+    """Return when a cluster was meant to be gone: the latest that any of its labels says."""
     times = [time for r in resources if (time := r.expires_unix()) is not None]
     return max(times, default=None)
 
 
 def last_word(url: str | None) -> str:
-    """`us-central1-a` of a URL that ends with it."""
+    """Return `us-central1-a` of a URL that ends with it."""
     return (url or "").rpartition("/")[2]
 
 
 def parse_time(text: str | None) -> float | None:
-    """Unix time of an RFC 3339 text, or None."""
+    """Return the Unix time of an RFC 3339 text, or None."""
     try:
         return datetime.fromisoformat(text or "").timestamp()
     except (OverflowError, ValueError):
@@ -289,7 +289,7 @@ def parse_time(text: str | None) -> float | None:
 
 
 def check_cluster_name(name: str) -> str:
-    """The name, if labels can have it. Raises ConfigError."""
+    """Return the name, if labels can have it. Raises ConfigError."""
     plain = name.isascii() and name.replace("-", "").isalnum() and name == name.lower()
     if not (plain and name[0].isalpha() and len(name) <= 63):
         raise ConfigError(

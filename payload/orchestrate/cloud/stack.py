@@ -57,7 +57,7 @@ class _Reader:
     sleep: Callable[[float], None]
 
     def pinned(self, node: Node) -> Node:
-        """The node with its machine's number and host keys."""
+        """Return the node with its machine's number and host keys."""
         instance_id = self._instance_id(node)
         before = self.known.get(node.name)
         if before is not None and before.instance_id == instance_id and before.host_keys:
@@ -105,7 +105,7 @@ class _Reader:
             self.sleep(_POLL_S)
 
     def _read_keys(self, node: Node) -> tuple[str, ...]:
-        """The keys, or none while the machine has written none."""
+        """Return the keys, or none while the machine has written none."""
         request = request_of(
             "GetGuestAttributesInstanceRequest",
             project=self.google.project,
@@ -149,7 +149,7 @@ def pin_host_keys(
     deadline_s: float = DEADLINE_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> ClusterInventory:
-    """The inventory with every node's host keys and machine number, all asked for at once.
+    """Return the inventory with every node's host keys and machine number, asked for at once.
 
     What was pinned for the same machine before is in `cache`. Raises NodesError that names each
     node: gone (41), without keys after `deadline_s` (30), or refused (13).
@@ -187,7 +187,7 @@ def pin_node(
     deadline_s: float,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Node:
-    """One node with its host keys and machine number; `cache` is read and left as it is.
+    """Return one node with its host keys and machine number; `cache` is read and left as it is.
 
     Raises MachineGoneError, and for the node what `pin_host_keys` names.
     """
@@ -285,7 +285,7 @@ class StackOutputs:
     """ISO 8601, UTC."""
 
     def price_and_end(self) -> str:
-        """`$1.59/h until 2026-11-21 20:00 UTC`."""
+        """Return `$1.59/h until 2026-11-21 20:00 UTC`."""
         price = "price unknown" if self.hourly_usd is None else f"${self.hourly_usd:.2f}/h"
         if self.expires is None:
             return price
@@ -309,7 +309,7 @@ class Remembered:
 
 
 def read_outputs(pulumi: Pulumi) -> StackOutputs:
-    """The stack's outputs. Raises PulumiError and ConfigError."""
+    """Return the stack's outputs. Raises PulumiError and ConfigError."""
     outputs = pulumi.ask_json("stack", "output")
     name = f"stack {pulumi.stack}" if pulumi.stack else "the selected stack"
     if not isinstance(outputs, dict) or "inventory" not in outputs:
@@ -333,7 +333,7 @@ def read_outputs(pulumi: Pulumi) -> StackOutputs:
 
 
 def outputs_if_any(pulumi: Pulumi) -> StackOutputs | None:
-    """The same; None of a stack that never came up whole. Raises PulumiError and ConfigError."""
+    """Return the outputs; None of a stack that never came up whole. Raises as `read_outputs`."""
     try:
         return read_outputs(pulumi)
     except PulumiError as error:
@@ -343,7 +343,7 @@ def outputs_if_any(pulumi: Pulumi) -> StackOutputs | None:
 
 
 def default_stack(env: Mapping[str, str], *, folder: Path) -> StackOutputs | str:
-    """The selected stack's outputs, or why there is none to be had.
+    """Return the selected stack's outputs, or why there is none to be had.
 
     A stack whose outputs cannot be used is an error and no reason to train elsewhere. Raises
     ConfigError.
@@ -363,7 +363,7 @@ def default_stack(env: Mapping[str, str], *, folder: Path) -> StackOutputs | str
 def load_stack(
     outputs: StackOutputs, env: Mapping[str, str], *, folder: Path, say: Callable[[str], None]
 ) -> ClusterInventory:
-    """The stack's cluster with host keys that its machines have published.
+    """Return the stack's cluster with host keys that its machines have published.
 
     Raises CloudAuthError, RankLostError, BootstrapError, CloudError.
     """
@@ -380,7 +380,7 @@ def load_stack(
 
 
 def cluster_folder(folder: Path, cluster: str) -> Path:
-    """Where this machine keeps what belongs to a cluster; made if need be, for us alone."""
+    """Return where this machine keeps what belongs to a cluster; made if need be, for us alone."""
     own = folder / ".cluster" / cluster
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
     return own
@@ -398,7 +398,7 @@ def remember(outputs: StackOutputs, *, folder: Path) -> None:
 
 
 def remember_plan(cluster: str, known: dict[str, Any], *, folder: Path) -> None:
-    """The same by the settings, before anything is built: an `up` that fails has no outputs."""
+    """Remember a cluster by its settings before it is built: an `up` that fails has no outputs."""
     project = str(known.get("project") or "")
     before = recall(folder, cluster)
     if not project or (before is not None and before.project == project):
@@ -424,7 +424,7 @@ def recall(folder: Path, cluster: str) -> Remembered | None:
 
 
 def remembered_clusters(folder: Path) -> list[Remembered]:
-    """Every cluster that this folder has built, or begun to."""
+    """Return every cluster that this folder has built, or begun to."""
     names = sorted(path.parent.name for path in (folder / ".cluster").glob("*/stack.json"))
     return [known for name in names if (known := recall(folder, name)) is not None]
 

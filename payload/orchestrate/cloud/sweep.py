@@ -68,7 +68,7 @@ class Sweep:
     now_unix: float
 
     def all_left(self) -> list[Resource]:
-        """Everything that should not be there."""
+        """Return everything that should not be there."""
         return [each for resources in self.left.values() for each in resources]
 
     def named(self) -> list[str]:
@@ -247,7 +247,7 @@ def conclude(found: Sweep, *, talk: Console) -> None:
 def project_of(
     given: str | None, cluster: str | None, env: Mapping[str, str], *, folder: Path
 ) -> str:
-    """The project to look in. Raises UsageError when nothing says which."""
+    """Return the project to look in. Raises UsageError when nothing says which."""
     if given:
         return given
     known = recall(folder, cluster) if cluster else None
@@ -266,7 +266,7 @@ def project_of(
 
 
 def age(seconds: float) -> str:
-    """`12 min`, `3.5 h` or `4 d`."""
+    """Return `12 min`, `3.5 h` or `4 d`."""
     if seconds < 3600:
         return f"{max(0, seconds) / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} d"

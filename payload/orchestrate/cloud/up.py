@@ -492,7 +492,7 @@ def _make_key(known: dict[str, Any], cluster: str, *, there: Sequence[str], talk
 
 
 def _refuse_if_changed(pulumi: Pulumi, before: StackState, *, kept: str) -> None:
-    """Raises ConfigError when somebody else was at work while the operator was thinking."""
+    """Raise ConfigError when somebody else was at work while the operator was thinking."""
     if stack_state(pulumi) != before:
         raise ConfigError(
             f"the stack has changed meanwhile, so {kept}. Repeat: " + command("orchestrate", "up")

@@ -451,7 +451,7 @@ def remove(options: RemoveOptions, access: LocalAccess) -> int:
         out.print(f"{verb} {paths.run_id} ({size:,.2f} GB)")
     if not options.dry_run:
         finish_removals(runs_dir)
-        _mend_latest(runs_dir)
+        _repair_latest(runs_dir)
     # What --keep passes over is no failure: it was not asked for by name.
     return refused.exit_code if refused is not None and options.runs else ExitCode.OK
 
@@ -480,7 +480,7 @@ def _may_lose(paths: RunPaths, mirrored: Mirrored | None) -> bool:
     return not was_collected and (mirror_file(paths).exists() or is_copy(paths))
 
 
-def _mend_latest(runs_dir: Path) -> None:
+def _repair_latest(runs_dir: Path) -> None:
     """Let `latest` lead to the newest run that has a checkpoint, where its own is gone."""
     link = runs_dir / LATEST
     if not link.is_symlink() or link.exists():

@@ -83,7 +83,7 @@ def claim(run_dir: Path, name: str) -> dict[str, Any]:
 
 
 def claimed_by(runs: Path) -> str | None:
-    """The name of the living claim."""
+    """Return the name of the living claim."""
     claim = runs / ".claim.lock"
     if not is_held(claim):
         return None
@@ -146,7 +146,7 @@ def read(
     *,
     most_bytes: int = _MOST_BYTES,
 ) -> dict[str, Any]:
-    """Small files whole, and of growing ones what the caller does not have.
+    """Return small files whole, and of growing ones what the caller does not have.
 
     `known` has, by name, how many bytes the caller has and the last of them, as base64: where those
     are not the same here, the file is another one and comes from its start. One answer has so much;
@@ -253,7 +253,7 @@ def same_folder(name: str, run_dir: Path) -> bool:
 
 @contextlib.contextmanager
 def held_back(numbers: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """Within it, children are born with these signals held back until they are ready for them."""
+    """Hold these signals back within it: children are born so, until they are ready for them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -262,7 +262,7 @@ def held_back(numbers: tuple[signal.Signals, ...]) -> Iterator[None]:
 
 
 def left(run_dir: Path, *, kill: bool) -> dict[str, Any]:
-    """Living processes of the run on this node, after killing them if `kill`."""
+    """Return the run's living processes on this node, after killing them if `kill`."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):

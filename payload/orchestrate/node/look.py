@@ -57,7 +57,7 @@ except OSError as error:
 
 
 def probe(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Everything that preflight decides on, about this machine."""
+    """Return everything that preflight decides on, about this machine."""
     began_unix, began = time.time(), time.monotonic()
     answered = ask_resolver(arguments["route_to"])
     trial = FolderTrial(Path(arguments["shared_folder"]))
@@ -172,7 +172,7 @@ def is_listed(folder: Path, table: Path) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """The file's content, or null; a file that is no JSON comes back as its text."""
+    """Return the file's content, or null; a file that is no JSON comes back as its text."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -184,7 +184,7 @@ def read_json(path: Path) -> Any:
 
 
 def tail(paths: list[str]) -> list[str]:
-    """The last lines of the first file that can be read."""
+    """Return the last lines of the first file that can be read."""
     for path in paths:
         try:
             lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -195,7 +195,7 @@ def tail(paths: list[str]) -> list[str]:
 
 
 def cpu_flags() -> list[str] | None:
-    """The matrix and bf16 flags of the first CPU."""
+    """Return the matrix and bf16 flags of the first CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -205,7 +205,7 @@ def cpu_flags() -> list[str] | None:
 
 
 def physical_cores() -> int | None:
-    """Cores that this process may use, each counted once however many threads it has."""
+    """Return the cores that this process may use, each counted once whatever its threads."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     cores = set()
@@ -221,14 +221,14 @@ def physical_cores() -> int | None:
 
 
 def numa_domains() -> int | None:
-    """NUMA domains that have a CPU."""
+    """Return the NUMA domains that have a CPU."""
     folders = Path("/sys/devices/system/node").glob("node[0-9]*")
     lists = [(folder / "cpulist").read_text(encoding="ascii").strip() for folder in folders]
     return len([text for text in lists if text]) or None
 
 
 def memory_bytes() -> int | None:
-    """Memory of the machine."""
+    """Return the machine's memory."""
     names = getattr(os, "sysconf_names", {})
     if "SC_PHYS_PAGES" not in names:
         return None
@@ -236,7 +236,7 @@ def memory_bytes() -> int | None:
 
 
 def route(address: str | None) -> dict[str, Any]:
-    """The interface on the way to `address`, the address that packets leave from, and the MTU."""
+    """Return the interface to `address`, the address that packets leave from, and the MTU."""
     unknown = {"interface": None, "source_address": None, "mtu": None}
     if address is None:
         return unknown
@@ -322,7 +322,7 @@ def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
 
 
 def code_folder(root: Path, digest: str, *, whole: bool) -> Path:
-    """Where code with this digest is, or is being put together."""
+    """Return where code with this digest is, or is being put together."""
     return root / (f"payload-{digest}" if whole else f".payload-{digest}")
 
 
@@ -364,7 +364,7 @@ def sha256_of(path: Path) -> str | None:
 
 
 def running(runs: Path) -> str | None:
-    """The run that a living supervisor holds, if any."""
+    """Return the run that a living supervisor holds, if any."""
     for lock in runs.glob("*/supervisor.lock"):
         try:
             descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -50,7 +50,7 @@ def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
 
 
 def make(home: Path, name: str) -> dict[str, Any]:
-    """A key pair; only the public half leaves the machine."""
+    """Make a key pair; only the public half leaves the machine."""
     folder = folders(home) / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = folder / "id_ed25519"
@@ -93,7 +93,7 @@ def forget(home: Path, gone: list[str], *, keeps_names: bool) -> None:
 
 
 def names(home: Path) -> set[str]:
-    """Every key of a run that this node has or lets in."""
+    """Return every key of a run that this node has or lets in."""
     made = {path.name for path in folders(home).glob("*")}
     lines = read(home / ".ssh" / "authorized_keys").split("\n")
     return made | {name for line in lines if (name := name_of(line))}
@@ -123,7 +123,7 @@ def dead(runs: Path, *, home: Path, asked: list[str]) -> list[str]:
 
 
 def run_of(name: str) -> str:
-    """The run that a key is for; a key of release 0.1 has the run's own name."""
+    """Return the run that a key is for; a key of release 0.1 has the run's own name."""
     run_id, _, attempt = name.rpartition(".")
     return run_id if re.fullmatch("[0-9a-f]{8}", attempt) and run_id else name
 
@@ -145,12 +145,12 @@ def is_held(lock: Path) -> bool:
 
 
 def callers() -> list[str]:
-    """Where this login comes from: to a worker one comes through the head."""
+    """Return where this login comes from: to a worker one comes through the head."""
     return as_ip(os.environ["SSH_CONNECTION"].split()[0])
 
 
 def own_addresses(address: str) -> list[str]:
-    """Where this machine's own connections to its `address` come from."""
+    """Return where this machine's own connections to its `address` come from."""
     found = ["127.0.0.1", "::1"]
     with contextlib.suppress(OSError):
         family, kind, _, _, target = socket.getaddrinfo(address, 22, type=socket.SOCK_DGRAM)[0]
@@ -161,7 +161,7 @@ def own_addresses(address: str) -> list[str]:
 
 
 def as_ip(text: str) -> list[str]:
-    """The address, if it is one: sshd asks for no names."""
+    """Return the address, if it is one: sshd asks for no names."""
     try:
         return [str(ipaddress.ip_address(text.partition("%")[0]))]
     except ValueError:
@@ -169,12 +169,12 @@ def as_ip(text: str) -> list[str]:
 
 
 def folders(home: Path) -> Path:
-    """Where a head has its runs' keys."""
+    """Return where a head has its runs' keys."""
     return home / ".ssh" / "tileforge"
 
 
 def name_of(line: str) -> str | None:
-    """The name of a key of ours in authorized_keys."""
+    """Return the name of a key of ours in authorized_keys."""
     found = _OURS.fullmatch(line)
     return found[1] if found else None
 
@@ -186,7 +186,7 @@ def has_ended(line: str) -> bool:
 
 
 def read(path: Path) -> str:
-    """The file's text; lines that are not ours stay as they are, whatever they hold."""
+    """Return the file's text; lines that are not ours stay as they are, whatever they hold."""
     try:
         return path.read_text("utf-8", errors="surrogateescape")
     except FileNotFoundError:
@@ -195,7 +195,7 @@ def read(path: Path) -> str:
 
 @contextlib.contextmanager
 def authorized_keys(home: Path) -> Iterator[list[str]]:
-    """The file's lines, to be changed; the new file takes the old one's place as a whole."""
+    """Yield the file's lines, to be changed; the new file replaces the old one as a whole."""
     folder = home / ".ssh"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / "authorized_keys"

@@ -188,7 +188,7 @@ def _without_dead_keys(report: Report, inventory: ClusterInventory, cluster: Clu
 
 
 def operator_key(inventory: ClusterInventory, *, given: Path | None) -> Path:
-    """The operator's key, and beside the cluster's own one, files for `ssh -F`."""
+    """Return the operator's key, and beside the cluster's own one, files for `ssh -F`."""
     own = operator_key_path(Path.cwd(), cluster=inventory.cluster)
     if given is None and not own.exists():
         public = make_operator_key(own)
@@ -283,7 +283,7 @@ def decide(
     lock_sha: str | None,
     need: GpuNeed | None = None,
 ) -> list[Finding]:
-    """All findings about nodes that could be asked, but for those between nodes."""
+    """Return all findings about nodes that could be asked, but for those between nodes."""
     found: list[Finding] = []
     for node in nodes:
         if node.name in facts:
@@ -304,7 +304,7 @@ def decide(
 def check_this_machine(
     inventory: ClusterInventory, access: LocalAccess, *, need: GpuNeed | None = None
 ) -> Report:
-    """The checks that mean something without SSH and other nodes."""
+    """Make the checks that mean something without SSH and other nodes."""
     began = time.monotonic()
     node = inventory.head
     raw = probe(_probe_arguments(state_file=STATE_FILE, route_to=None, torch=torch_here()))
@@ -400,7 +400,7 @@ def _try_mesh(
 
 
 def _exposed(inventory: ClusterInventory, cluster: Cluster) -> list[Finding]:
-    """A warning if this machine reaches a port of the head as the ranks' rendezvous has one.
+    """Return a warning if this machine reaches a port of the head like the ranks' rendezvous.
 
     The rendezvous listens on all interfaces, and so does this.
     """

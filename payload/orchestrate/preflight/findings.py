@@ -86,7 +86,7 @@ class NodeFacts:
 def clock_offset_s(
     *, sent_unix: float, received_unix: float, node_unix: float, took_s: float
 ) -> float:
-    """The node's clock minus ours: its answer was given between sending and receiving."""
+    """Return the node's clock minus ours: its answer came between sending and receiving."""
     travel_s = max(0.0, received_unix - sent_unix - took_s)
     return node_unix - (sent_unix + travel_s / 2)
 
@@ -173,7 +173,7 @@ def one_line(text: str) -> str:
 
 
 def from_error(node: Node, error: TileforgeError) -> Finding:
-    """The finding for a node that could not be asked."""
+    """Return the finding for a node that could not be asked."""
     cause = error.cause.removeprefix(f"{node.name}: ")
     return Finding(
         node=node.name,
@@ -212,7 +212,7 @@ def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 def payload_findings(
     nodes: Sequence[Node], facts: Mapping[str, NodeFacts], *, version: str, lock_sha: str | None
 ) -> Iterator[Finding]:
-    """Nodes with another release or lock than this machine's.
+    """Yield nodes with another release or lock than this machine's.
 
     Without a lock here (`lock_sha`), the nodes are compared with the first of them.
     """
@@ -242,7 +242,7 @@ def payload_findings(
 
 
 def cpu_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Cores, NUMA domains and matrix tiles against the inventory."""
+    """Compare cores, NUMA domains and matrix tiles with the inventory."""
     for name, planned, found in (
         ("physical core(s)", node.physical_cores, facts.physical_cores),
         ("NUMA domain(s)", node.numa_domains, facts.numa_domains),
@@ -264,7 +264,7 @@ def cpu_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Memory against the inventory, and free disk."""
+    """Compare memory with the inventory, and look at the free disk."""
     if facts.memory_bytes is not None:
         found_gib = facts.memory_bytes / _GIB
         if found_gib < node.memory_gib * _MEMORY_SHARE:
@@ -280,7 +280,7 @@ def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def gpu_findings(node: Node, facts: NodeFacts, need: GpuNeed | None) -> Iterator[Finding]:
-    """GPUs that are not there or not fit, and a driver too old for torch; none without a need."""
+    """Yield GPUs that are missing or unfit, and a driver too old for torch; none without a need."""
     if need is None or facts.nvidia is None:
         return
     for fault in gpu_faults(facts.nvidia, need=need, node=node):
@@ -315,7 +315,7 @@ _FOLDER_FAULTS["EPERM"] = _FOLDER_FAULTS["EACCES"]
 
 
 def shared_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """A shared folder that is not mounted, silent, slow, stale, or not to be written to."""
+    """Yield a shared folder that is not mounted, silent, slow, stale, or read-only."""
     found = facts.shared
     if found is None:
         return
@@ -340,7 +340,7 @@ def shared_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def clock_findings(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> Iterator[Finding]:
-    """Nodes whose clock is off; when all agree with each other, it is the operator's clock."""
+    """Yield nodes whose clock is off; when all agree with each other, the operator's is."""
     known = [node for node in nodes if node.name in facts]
     offsets = {
         node.name: offset
@@ -366,7 +366,7 @@ def clock_findings(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> Ite
 
 
 def name_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """A hostname that leads programs to the loopback, or nowhere."""
+    """Yield a hostname that leads programs to the loopback, or nowhere."""
     addresses = facts.hostname_addresses
     fix = "mpirun and gloo are told their interface, so a run works; other programs may not."
     if not addresses:
@@ -414,7 +414,7 @@ def exposure_finding(head: Node, *, port: int) -> Finding:
 def mesh_findings(
     nodes: Sequence[Node], answers: Mapping[str, MeshAnswer], *, mtus: Mapping[str, int]
 ) -> Iterator[Finding]:
-    """Pairs of nodes between which a port is closed, or large packets are lost."""
+    """Yield pairs of nodes between which a port is closed, or large packets are lost."""
     by_name = {node.name: node for node in nodes}
     deaf = {name for name, answer in answers.items() if answer.bind_error}
     for name in sorted(deaf):
@@ -449,7 +449,7 @@ def _pair_findings(node: Node, peer: Node, pair: Pair, *, mtu: int | None) -> It
 
 
 def _main_line(log: Sequence[str]) -> str:
-    """The last line that names an error, or the last one."""
+    """Return the last line that names an error, or the last one."""
     named = [line for line in log if "error" in line.lower() or line.startswith("E: ")]
     return (named or list(log) or ["it gave no reason"])[-1].strip().rstrip(".")
 

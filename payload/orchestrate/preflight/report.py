@@ -65,7 +65,7 @@ class Prediction:
 def predict(
     config: RunConfig, spec: ModelSpec, measured: Measured, *, threads: int = 1
 ) -> Prediction:
-    """Times of one step by ranks of so many threads."""
+    """Predict the times of one step by ranks of so many threads."""
     link = measured.link_bytes_per_s()
     flops = config.tokens_per_step() * spec.flops_per_token()
     mfu = typical_mfu(kernels=config.uses_kernels())
@@ -83,7 +83,7 @@ def predict(
 
 
 def summary(measured: Measured, prediction: Prediction) -> str:
-    """One line about the network and what it means."""
+    """Return one line about the network and what it means."""
     link = measured.link_bytes_per_s()
     if link is None or measured.latency_s is None:
         return (
@@ -99,12 +99,12 @@ def summary(measured: Measured, prediction: Prediction) -> str:
 
 
 def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Finding]:
-    """Nodes without a gain from bf16, and nodes that are slow among their like."""
+    """Yield nodes without a gain from bf16, and nodes that are slow among their like."""
     for node in nodes:
         speed = measured.nodes[node.name]
         if speed.gain() < BF16_MIN_GAIN:
             cause = (
-                f"bf16 products run at {speed.gain():.2f}x the speed of fp32 on it "
+                f"bf16 matmuls run at {speed.gain():.2f}x the speed of fp32 on it "
                 f"({_tflops(speed.bf16_flops_per_s)} and {_tflops(speed.fp32_flops_per_s)} TFLOP/s)"
             )
             fix = "A run with precision.dtype = auto takes fp32 if that holds over all ranks."
@@ -125,7 +125,7 @@ def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Findin
 def exchange_findings(
     nodes: Sequence[Node], measured: Measured, prediction: Prediction
 ) -> Iterator[Finding]:
-    """A network on which the ranks would mostly wait; the node whose link it is, if it is one's."""
+    """Yield a network on which ranks would mostly wait, or the node whose link it is."""
     if len(nodes) == 1 or prediction.sync_s <= _MOST_SYNC_SHARE * prediction.compute_s:
         return
     names = [node.name for node in nodes]
@@ -145,7 +145,7 @@ def exchange_findings(
 
 
 def slow_links(names: Sequence[str], measured: Measured) -> list[str]:
-    """Nodes that both receive and send slowly, where that is not the case for all.
+    """Return nodes that both receive and send slowly, where that is not the case for all.
 
     Each receives from the one before it: what comes late to a node was sent late, or received late.
     """
@@ -158,7 +158,7 @@ def slow_links(names: Sequence[str], measured: Measured) -> list[str]:
 
 
 def _alike(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Nodes of one kind, where there are several."""
+    """Return nodes of one kind, where there are several."""
     kinds: dict[tuple[str | None, int, int], list[Node]] = {}
     for node in nodes:
         kind = (node.machine_type, node.physical_cores, node.numa_domains)
@@ -167,7 +167,7 @@ def _alike(nodes: Sequence[Node]) -> list[list[Node]]:
 
 
 def bits_text(bytes_per_s: float) -> str:
-    """As networks are sold: `9.8 Gbit/s`, `0.92 Mbit/s`."""
+    """Return a rate as networks are sold: `9.8 Gbit/s`, `0.92 Mbit/s`."""
     gbit = bytes_per_s * 8 / 1e9
     return f"{gbit:.3g} Gbit/s" if gbit >= 0.1 else f"{gbit * 1e3:.3g} Mbit/s"
 
@@ -209,7 +209,7 @@ class Report:
         return most_telling(codes) if codes else ExitCode.OK
 
     def failing_nodes(self) -> list[str]:
-        """Nodes with an error, in the inventory's order."""
+        """Return nodes with an error, in the inventory's order."""
         failing = {finding.node for finding in self.findings if finding.severity == "error"}
         return [node for node in self.checks if node in failing]
 
@@ -219,14 +219,14 @@ class Report:
         return min((size for size in sizes if size is not None), default=None)
 
     def status(self, node: str, check: str) -> str:
-        """`ok`, `warning`, `error`, or `-` for a check that was not made."""
+        """Return `ok`, `warning`, `error`, or `-` for a check that was not made."""
         found = {f.severity for f in self.findings if (f.node, f.check) == (node, check)}
         if found:
             return "error" if "error" in found else "warning"
         return "ok" if check in self.checks[node] else "-"
 
     def table(self) -> Table:
-        """A row for each node, a column for each check that was made somewhere."""
+        """Return a row for each node, a column for each check that was made somewhere."""
         made = [check for check in checks() if any(check in done for done in self.checks.values())]
         table = Table(box=None, pad_edge=False)
         names = ["node", *made, "cores", "GiB", "free GiB", "interface", "MTU"]
@@ -241,7 +241,7 @@ class Report:
         return table
 
     def lines(self) -> list[str]:
-        """Every finding, errors first, each with its log."""
+        """Return every finding, errors first, each with its log."""
         lines = []
         for finding in sorted(self.findings, key=lambda finding: finding.severity):
             lines.append(f"{finding.severity}: {finding.line()}")
@@ -344,7 +344,7 @@ def _is_booting(report: Report) -> bool:
 
 
 def _reason(report: Report) -> str:
-    """One line, whatever the number of nodes."""
+    """Return one line, whatever the number of nodes."""
     errors = [finding for finding in report.findings if finding.severity == "error"]
     return "; ".join(f"{finding.node}: {finding.cause}" for finding in errors)
 
@@ -360,7 +360,7 @@ def try_there(
     config: RunConfig,
     placement: Placement | None = None,
 ) -> Report:
-    """The report on a cluster with a trial, which is kept if it went well."""
+    """Return the report on a cluster with a trial, which is kept if it went well."""
     talk = text_console(stderr=True)
     report = with_trial(
         report,
@@ -381,7 +381,7 @@ def try_if_new(
     config: RunConfig,
     placement: Placement | None = None,
 ) -> Report:
-    """The same before a run, which trusts a trial of this payload on these nodes for a day."""
+    """Try the cluster before a run; a trial of this payload on these nodes holds for a day."""
     record = known_trial(chosen.inventory.cluster, chosen.inventory.nodes, Path.cwd())
     if record is not None and is_fresh(record, now_unix=time.time()):
         return replace(report, measured=record.measured)
@@ -389,7 +389,7 @@ def try_if_new(
 
 
 def try_here(report: Report, chosen: Chosen, access: LocalAccess, config: RunConfig) -> Report:
-    """The report on this machine with a trial."""
+    """Return the report on this machine with a trial."""
     with tempfile.TemporaryDirectory(prefix="tileforge-") as folder:
         return with_trial(
             report,
@@ -402,7 +402,7 @@ def try_here(report: Report, chosen: Chosen, access: LocalAccess, config: RunCon
 def with_trial(
     report: Report, inventory: ClusterInventory, config: RunConfig, make: Callable[[], Trial]
 ) -> Report:
-    """The report with what the trial found; none is made on nodes that are not fit for one."""
+    """Return the report with what the trial found; none is made on nodes unfit for one."""
     if report.exit_code:
         note = f"nothing was started or measured, as {', '.join(report.failing_nodes())} is not fit"
         return replace(report, notes=[*report.notes, note])

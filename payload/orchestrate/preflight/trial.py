@@ -40,7 +40,7 @@ from payload.orchestrate.ssh.streams import NODE_FOLDER, Left, NodeLook, ask, on
 from payload.run_config import RunConfig
 from payload.untrusted import build, shown
 
-# mpirun starts in a second, torch loads in three on two cores, the products and the exchange have
+# mpirun starts in a second, torch loads in three on two cores, the matmuls and the exchange have
 # budgets of some seconds each. The ranks end by themselves before.
 DEADLINE_S = 24.0
 _RANKS_END_S = 22
@@ -204,7 +204,7 @@ def _not_measured(running: str) -> Trial:
 
 
 def try_this_machine(chosen: Chosen, access: LocalAccess, folder: Path) -> Trial:
-    """The same on this machine, without ssh; `folder` is an empty one."""
+    """Try the launcher and gloo on this machine, without ssh; `folder` is an empty one."""
     inventory = chosen.inventory
     choice = choose_launcher(AUTO, access)
     placement = chosen.place(LaunchSection(), _CPU)
@@ -301,7 +301,7 @@ def _not_looked_at(
     outcomes: Mapping[str, NodeLook | TileforgeError],
     launcher: Launcher,
 ) -> list[Finding]:
-    """Nodes where the program cannot be."""
+    """Return the nodes where the program cannot be."""
     found = []
     homes = set()
     for node in inventory.nodes:

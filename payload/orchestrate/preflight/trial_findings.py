@@ -175,7 +175,7 @@ def _said_by_launcher(
 def _silent(
     nodes: Sequence[Node], outcome: Outcome, *, deadline_s: float, launcher: Launcher
 ) -> Iterator[Finding]:
-    """Nothing said why: the nodes that came least far."""
+    """Name the nodes that came least far, where nothing said why."""
     records = outcome.records()
     reached = {
         stage: {said.node for said in records if said.stage == stage}
@@ -236,11 +236,11 @@ class NodeSpeed:
     """From the node before it, while all send to the next; None where it is alone."""
 
     def gain(self) -> float:
-        """How much faster bf16 is than fp32."""
+        """Return how much faster bf16 is than fp32."""
         return self.bf16_flops_per_s / self.fp32_flops_per_s
 
     def best_flops_per_s(self) -> float:
-        """In the faster dtype."""
+        """Return the speed in the faster dtype."""
         return max(self.bf16_flops_per_s, self.fp32_flops_per_s)
 
 
@@ -318,7 +318,7 @@ class Record:
 
 
 def record_path(root: Path, *, cluster: str) -> Path:
-    """Where the newest trial that `cluster` passed is, under the project folder `root`."""
+    """Return where the newest trial that `cluster` passed is, under the project folder `root`."""
     return root / ".cluster" / cluster / "trial.json"
 
 

@@ -385,7 +385,7 @@ class Eta:
         return left_s + max(0.0, self._mean_s(last.phase) - since_s)
 
     def _median_step_s(self) -> float | None:
-        """Before the first step is done, its micro-steps tell."""
+        """Return the median step; before the first one is done, micro-steps tell."""
         if self._step_s:
             return statistics.median(self._step_s)
         last = self._last

@@ -124,7 +124,7 @@ def note_collected(paths: RunPaths, checkpoint: Path | None) -> None:
 
 @contextmanager
 def alone(paths: RunPaths, what: str) -> Iterator[None]:
-    """Within it no other command of this machine brings `what` of the run here; waits for it.
+    """Keep other commands of this machine from bringing `what` of the run; waits for its turn.
 
     Raises ConfigError when the copy cannot be written, within it too.
     """

@@ -220,7 +220,7 @@ _TAIL_BYTES = 2**16
 
 
 def print_plan(planned: PlannedRun, estimated: Estimate, console: Console) -> None:
-    """Hosts, ranks, environment, command line, Accelerate config and arithmetic."""
+    """Print hosts, ranks, environment, command line, Accelerate config and arithmetic."""
     plan = planned.plan
     console.print(f"run folder\n  {planned.paths.root}\n")
     console.print(f"hosts\n{_indent(planned.hosts())}")
@@ -251,7 +251,7 @@ def print_plan(planned: PlannedRun, estimated: Estimate, console: Console) -> No
 
 
 def arithmetic_lines(plan: LaunchPlan) -> list[str]:
-    """The plan's numbers in words."""
+    """Return the plan's numbers in words."""
     numbers = plan.arithmetic
     sync = (
         f"{_exchanged(numbers)} a step, about {numbers.sync_s:.3f} s to exchange"
@@ -316,7 +316,7 @@ def _exchanged(numbers: Arithmetic) -> str:
 
 
 def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> list[str]:
-    """The short table at the end of a run."""
+    """Return the short table at the end of a run."""
     rows = [
         ("run", summary.run_id),
         ("status", summary.status),
@@ -350,7 +350,7 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
 
 
 def failure_lines(error: str, *, log: Path) -> list[str]:
-    """The error itself, where to read on, and the log's end."""
+    """Return the error itself, where to read on, and the log's end."""
     lines = [f"error: {error}", f"log: {log}"]
     tail = log_tail(log)
     repeated = [line for line in tail if line.startswith("error: ") and line[7:] in error]
@@ -379,7 +379,7 @@ def log_tail(log: Path) -> list[str]:
 
 
 def status_lines(view: RunView, *, width: int) -> list[str]:
-    """One run as a whole."""
+    """Return one run as a whole."""
     rows = [
         ("run", view.run_id),
         ("status", view.status if not view.exit_class else f"{view.status} ({view.exit_class})"),
@@ -489,7 +489,7 @@ def _rank_lines(placement: Placement, *, width: int) -> list[str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3,8` for 0, 1, 2, 3, 8."""
+    """Return `0-3,8` for 0, 1, 2, 3, 8."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

@@ -210,7 +210,7 @@ def _text_of(path: Path) -> str | None:
 
 
 def all_runs(runs_dir: Path) -> list[RunPaths]:
-    """Every run, the newest first."""
+    """Return every run, the newest first."""
     found = [(_begun_unix(paths), paths.run_id, paths) for paths in _folders(runs_dir)]
     return [paths for _, _, paths in sorted(found, reverse=True)]
 
@@ -274,7 +274,7 @@ def view_run(paths: RunPaths, *, now_unix: float, alive: bool | None = None) -> 
 
 
 def running_here(runs_dir: Path) -> list[str]:
-    """Ids of the runs that a living supervisor holds."""
+    """Return the ids of the runs that a living supervisor holds."""
     return [paths.run_id for paths in all_runs(runs_dir) if is_supervised(paths)]
 
 
@@ -299,7 +299,7 @@ def _folders(runs_dir: Path) -> Iterator[RunPaths]:
 
 
 def _begun_unix(paths: RunPaths) -> float:
-    """When the plan was written, or what else there is of the run."""
+    """Return when the plan was written, or what else there is of the run."""
     for path in (paths.plan, paths.config, paths.root):
         with suppress(OSError):
             return path.lstat().st_mtime
@@ -324,7 +324,7 @@ def _damaged(paths: RunPaths) -> Iterator[str]:
 def _status(
     paths: RunPaths, state: RunState | None, *, now_unix: float, alive: bool | None
 ) -> tuple[RunStatus, str | None, str | None]:
-    """Status, exit class and error; a run whose supervisor is gone without a word has failed."""
+    """Return status, exit class and error; a run whose supervisor is gone has failed."""
     has_ended = state is not None and state.status not in ("starting", "running")
     if alive:
         # A scheduler may have queued an ended run's job again, or the store is waited for.

@@ -113,7 +113,7 @@ class RemoteRun:
         return self.look().alive
 
     def look_at_all(self) -> Look:
-        """`look` with every worker's logs and records."""
+        """Look with every worker's logs and records."""
         return self.look(*self.inventory.nodes[1:])
 
     def look(self, *others: Node, enough: Callable[[], bool] = lambda: False) -> Look:
@@ -169,7 +169,7 @@ class RemoteRun:
         found: dict[str, list[int]] = {}
 
         def ask(nodes: Sequence[Node], *, kill: bool = False) -> list[Node]:
-            """Those that have processes."""
+            """Return those that have processes."""
             for name, answer in self._ask(nodes, Left, action="left", kill=kill).items():
                 if isinstance(answer, TileforgeError):
                     gone[name] = answer
@@ -202,7 +202,7 @@ class RemoteRun:
             raise NodesError(f"looking for processes of run {self.paths.run_id}", gone)
 
     def _grace_period(self) -> GracePeriod | None:
-        """The time that ranks have whose supervisor died without a word; None where none did."""
+        """Return the time that ranks have whose supervisor died; None where none did."""
         self.refresh()
         state = read_json(RunState, self.paths.state)
         if state is None or state.exit_class is not None:

@@ -51,7 +51,7 @@ class Chosen:
         return place_ranks(self.inventory.nodes, launch, device=device, domains=self.domains)
 
     def headline(self) -> str:
-        """The first line that a command prints."""
+        """Return the first line that a command prints."""
         nodes = self.inventory.nodes
         cores = sum(node.physical_cores for node in nodes)
         domains = sum(node.numa_domains for node in nodes)
@@ -303,7 +303,7 @@ def require_one_machine(chosen: Chosen) -> None:
 
 
 def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> Chosen:
-    """The cluster that `--inventory` names; without it, the selected stack's or this machine.
+    """Return the cluster that `--inventory` names; without it the selected stack's or this machine.
 
     A stack's machines are asked for their host keys. Raises ConfigError, and what `load_stack`
     raises.
@@ -393,7 +393,7 @@ def require_placeable(config: RunConfig, chosen: Chosen) -> Placement:
 def memory_warning(
     arithmetic: Arithmetic, placement: Placement, *, free_bytes: int | None
 ) -> str | None:
-    """A warning when all ranks of the node are likely to need more memory than is free."""
+    """Return a warning when the node's ranks likely need more memory than is free."""
     need = arithmetic.memory_bytes_per_rank * placement.ranks_per_node
     if free_bytes is None or need <= free_bytes:
         return None

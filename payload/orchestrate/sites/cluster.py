@@ -161,7 +161,7 @@ class ClusterAccess:
         return {node.name: self.interface_of[node.name] or LOOPBACK for node in nodes}
 
     def program(self, paths: RunPaths) -> tuple[str, ...]:
-        """The trainer."""
+        """Return the trainer."""
         return rank_program(python=self.python, run_dir=paths.root)
 
     def executable(self, launcher: Launcher) -> str:
@@ -181,11 +181,11 @@ class ClusterAccess:
         return Reach(interface=interface, ssh=("-F", str(self.ssh_config)))
 
     def python_path(self) -> str | None:
-        """The copy of this machine's payload, in front of what is installed."""
+        """Return the copy of this machine's payload, in front of what is installed."""
         return str(self.code)
 
     def tcmalloc(self) -> str:
-        """The library, which every node must have."""
+        """Return the library, which every node must have."""
         if self.tcmalloc_library is None:
             raise PreflightError(
                 "launch.malloc = 'tcmalloc', but not every node has libtcmalloc. Install it there: "
@@ -194,7 +194,7 @@ class ClusterAccess:
         return self.tcmalloc_library
 
     def free_memory_bytes(self) -> int | None:
-        """The memory of the node with the least; a node has nothing else to do."""
+        """Return the memory of the node with the least; a node has nothing else to do."""
         return self.memory_bytes
 
 
@@ -244,7 +244,7 @@ def ask_nodes(
 def bring_code(
     inventory: ClusterInventory, cluster: Cluster, answers: Answers, *, code: Code, talk: Console
 ) -> None:
-    """To the nodes that lack it, and what is compiled of it there; failing at that is a note."""
+    """Bring the code to nodes that lack it and compile it there; a failed build is a note."""
     lacking = {name: a.missing for name, a in answers.items() if a.missing is not None}
     nodes = [node for node in inventory.nodes if node.name in lacking]
     if not nodes:
@@ -292,7 +292,7 @@ def bring_data(
     source: Path,
     talk: Console,
 ) -> PurePosixPath:
-    """To the nodes that lack it, each from here; returns where it is."""
+    """Bring the data to the nodes that lack it, each from here; return where it is."""
     whole = _whole_data(source)
     target = _home(answers, inventory.head) / NODE_FOLDER / PurePosixPath(whole).parent
     known = load_meta(source).all_files()
@@ -317,7 +317,7 @@ def bring_weights(
     weights: Weights,
     talk: Console,
 ) -> PurePosixPath:
-    """To the head if it lacks them, as rank 0 alone reads them; returns where they are."""
+    """Bring the weights to the head, if it lacks them; return where. Rank 0 alone reads them."""
     head = inventory.head
     whole = _whole_weights(weights)
     target = _home(answers, head) / NODE_FOLDER / PurePosixPath(whole).parent
@@ -329,7 +329,7 @@ def bring_weights(
 
 
 def _whole_data(source: Path) -> str:
-    """The file that a node with this data has under ~/tileforge: equal for equal data."""
+    """Return the file that a node with this data has under ~/tileforge: equal for equal data."""
     digest = hashlib.sha256((source / META_NAME).read_bytes()).hexdigest()[:16]
     return f"data/{digest}/{META_NAME}"
 
@@ -355,7 +355,7 @@ def plan_dry_run(
     root: Path,
     now_unix: float,
 ) -> PlannedRun:
-    """The run as it would be on the cluster; its newest trial is below the project folder `root`.
+    """Plan the run as it would be on the cluster; its newest trial is below `root`.
 
     Raises ConfigError.
     """
@@ -385,7 +385,7 @@ def default_home(inventory: ClusterInventory) -> PurePosixPath:
 def dry_run_access(
     inventory: ClusterInventory, record: Record | None, *, run_id: str
 ) -> ClusterAccess:
-    """The cluster as its inventory and its newest trial show it."""
+    """Return the cluster as its inventory and its newest trial show it."""
     home = default_home(inventory)
     interfaces = record.interfaces if record else {}
     alone = len(inventory.nodes) == 1
@@ -419,5 +419,5 @@ def dry_run_notes(
     age = duration(now_unix - record.time_unix)
     return (
         f"{asked}{', '.join(guesses)} are assumed",
-        f"interfaces, network and products are those of the trial {age} ago (preflight)",
+        f"interfaces, network and matmul speed are those of the trial {age} ago (preflight)",
     )

@@ -68,7 +68,7 @@ class LocalAccess:
         self._env = env
 
     def environment(self) -> dict[str, str]:
-        """The operator's own environment, for programs that run on this machine."""
+        """Return the operator's own environment, for programs that run on this machine."""
         return dict(self._env)
 
     def code_environment(self) -> dict[str, str]:
@@ -81,7 +81,7 @@ class LocalAccess:
         return {node.name: LOOPBACK for node in nodes}
 
     def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
-        """Not kept: the trainer measures it at its start."""
+        """Return None: the trainer measures it at its start."""
         return None
 
     def free_memory_bytes(self) -> int | None:
@@ -134,7 +134,7 @@ class LocalAccess:
         return f"{root}{os.pathsep}{known}" if known else str(root)
 
     def tcmalloc(self) -> str:
-        """Path of the tcmalloc library. Raises PreflightError with the line that installs it."""
+        """Return tcmalloc's path. Raises PreflightError with the line that installs it."""
         for name in _TCMALLOC:
             found = ctypes.util.find_library(name)
             if found:
@@ -145,7 +145,7 @@ class LocalAccess:
         )
 
     def reserve_port(self) -> socket.socket:
-        """A socket that keeps a free port for the ranks; close it once a supervisor holds it.
+        """Return a socket that keeps a free port for the ranks until a supervisor holds it.
 
         Two runs that start at once get different ports.
         """
@@ -218,7 +218,7 @@ class LocalAccess:
 
 
 def _try_port(port: int) -> socket.socket | None:
-    """A socket bound to `port` if nobody else is, or None."""
+    """Return a socket bound to `port` if nobody else is, or None."""
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         holder.bind(("0.0.0.0", port))

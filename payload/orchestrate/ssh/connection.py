@@ -75,14 +75,14 @@ Channel: TypeAlias = paramiko.Channel
 
 
 def shell_text(argv: Sequence[str]) -> str:
-    """A command as one line that every POSIX shell splits into these words again."""
+    """Return a command as one line that every POSIX shell splits into these words again."""
     return shlex.join(argv)
 
 
 def dial(
     node: Node, *, login: Login, open_stream: Callable[[], Stream], deadlines: Deadlines
 ) -> Connection:
-    """A connection to `node` over what `open_stream` opens.
+    """Return a connection to `node` over what `open_stream` opens.
 
     Raises HostKeyError, SshAuthError (at the second refusal), SshUnreachableError and ConfigError.
     """
@@ -203,7 +203,7 @@ class Connection:
             sink.write(chunk)
 
     def open_sftp(self) -> SFTPClient:
-        """A file session; call it and use it within `guard`."""
+        """Return a file session; call it and use it within `guard`."""
         return self._client.open_sftp()
 
     def open_channel_here(self, port: int, *, timeout_s: float) -> paramiko.Channel:
@@ -219,7 +219,7 @@ class Connection:
             ) from None
 
     def open_channel_to(self, node: Node, *, timeout_s: float) -> paramiko.Channel:
-        """A stream from this node on to another one. Raises SshUnreachableError."""
+        """Return a stream from this node on to another one. Raises SshUnreachableError."""
         target = f"{node.name}: {node.address} port {node.ssh_port}"
         try:
             return self._transport.open_channel(
@@ -417,7 +417,7 @@ class Cluster:
         self._made: dict[str, Connection | TileforgeError] = {}
 
     def connect(self, node: Node) -> Connection:
-        """The connection to `node`; a failure is remembered and raised again."""
+        """Return the connection to `node`; a failure is remembered and raised again."""
         with self._locks[node.name]:
             if node.name not in self._made:
                 try:

@@ -291,7 +291,7 @@ class Code:
 
 
 def this_code() -> Code:
-    """The package that this program is part of."""
+    """Return the package that this program is part of."""
     package = Path(payload.__file__).parent
     files = {
         str(path.relative_to(package.parent)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -401,7 +401,7 @@ def make_room_for(
 
 
 def archive(files: Mapping[str, bytes]) -> bytes:
-    """A compressed tar of these files."""
+    """Return a compressed tar of these files."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as tar:
         for name, content in files.items():

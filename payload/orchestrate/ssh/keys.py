@@ -40,12 +40,12 @@ _UNWRITABLE = frozenset('"\\\n\r$')
 
 
 def operator_key_path(root: Path, *, cluster: str) -> Path:
-    """Where the operator's key of `cluster` is, under the project folder `root`."""
+    """Return where the operator's key of `cluster` is, under the project folder `root`."""
     return root / ".cluster" / cluster / "id_ed25519"
 
 
 def make_operator_key(path: Path) -> str:
-    """The public half of the key at `path`, which is made if there is none.
+    """Return the public half of the key at `path`, which is made if there is none.
 
     The key is 0600 in a folder of 0700. Raises ConfigError when others may read an existing one.
     """
@@ -72,14 +72,14 @@ def make_operator_key(path: Path) -> str:
 
 
 def render_known_hosts(inventory: ClusterInventory) -> str:
-    """Every node's host keys under the node's name, which is its HostKeyAlias in the config."""
+    """Return every node's host keys under its name, which is its HostKeyAlias in the config."""
     return "".join(f"{node.name} {key}\n" for node in inventory.nodes for key in node.host_keys)
 
 
 def render_ssh_config(
     inventory: ClusterInventory, *, key: PurePath, known_hosts: PurePath, on_head: bool
 ) -> str:
-    """An ssh_config for `ssh -F`: each node by its name and its address, host keys checked.
+    """Return an ssh_config for `ssh -F`: nodes by name and address, host keys checked.
 
     `on_head` is for mpirun on the head, which reaches the others at their addresses; without it,
     for the operator's machine, which reaches them through the head. Raises ConfigError.
@@ -236,7 +236,7 @@ def claimed(
     say: Callable[[str], None],
     timeout_s: float = _CLAIM_S,
 ) -> Iterator[Claim]:
-    """Within it nobody else starts a run or a trial on this cluster.
+    """Keep others from starting a run or a trial on this cluster.
 
     The claim ends with the connection, so also with this process. Waits for somebody else's, as
     long as `timeout_s`. Raises ConfigError for a run's name that is none, and PreflightError.
@@ -353,7 +353,7 @@ def _asked(connection: Connection, run_dir: PurePosixPath, name: str) -> Iterato
 
 
 def _words(held: str | None, *, head: str) -> str:
-    """Who has the claim; what the holder has left may be half written, or anything."""
+    """Return who has the claim; what the holder has left may be half written, or anything."""
     try:
         holder = build(_Holder, parse_json(held or "{}", where=head), where=head)
     except ConfigError:

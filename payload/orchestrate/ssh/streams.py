@@ -50,7 +50,7 @@ class Completed:
 
 
 def os_login_command(key: Path) -> str:
-    """For messages: what lets a private key's owner in where Google's OS Login decides."""
+    """Return what lets a private key's owner in where Google's OS Login decides; for messages."""
     return f"gcloud compute os-login ssh-keys add --key-file={key}.pub"
 
 
@@ -113,7 +113,7 @@ def route_to(node: Node, *, head: Node, access: Access, on_head: bool = False) -
 
 
 def iap_argv(node: Node, access: Access) -> list[str]:
-    """The command that carries SSH to `node` through Google's Identity-Aware Proxy.
+    """Return the command that carries SSH to `node` through Google's Identity-Aware Proxy.
 
     Raises ConfigError when the inventory does not say where the node is.
     """
@@ -165,7 +165,7 @@ class ProxyProcess:
             theirs.close()
 
     def complaint(self) -> str:
-        """The end of what the program printed on stderr, on one line."""
+        """Return the end of what the program printed on stderr, on one line."""
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").split("\n")
         said = " / ".join([line.strip() for line in lines if line.strip()][-_TAIL_LINES:])
@@ -398,7 +398,7 @@ def on_every_node(
 
 
 def all_or_raise(outcomes: Mapping[str, _T | TileforgeError], *, what: str) -> dict[str, _T]:
-    """The values, if every node has one. Raises NodesError that names each node that failed."""
+    """Return every node's value. Raises NodesError that names each node that failed."""
     values: dict[str, _T] = {}
     failures: dict[str, TileforgeError] = {}
     for name, outcome in outcomes.items():
