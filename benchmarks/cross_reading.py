@@ -274,12 +274,12 @@ def _held(parts: Any) -> dict[str, Any]:
 
 def _differing(parts: Any, held: Mapping[str, Any], checkpoint: Path) -> list[str]:
     """Return the names of what is not, bitwise, this rank's part of a checkpoint's tensors."""
-    from payload.train.checkpoint import load_optimizer_tensors
+    from payload.train.checkpoint import optimizer_tensors
     from payload.train.models.registry import load
 
     weights = load(checkpoint).named_parameters()
     whole = {f"weight.{name}": each.detach() for name, each in weights}
-    whole |= load_optimizer_tensors(checkpoint)
+    whole |= optimizer_tensors(checkpoint)
     found = []
     for full_name, own in held.items():
         wanted = whole[full_name]

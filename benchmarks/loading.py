@@ -6,7 +6,8 @@
 Writes a Llama-shaped folder with random bf16 weights, then loads it on the ranks of this machine
 as a run on the mesh does, in fp32: `shard`, or with `--mesh` another one such as `pipeline2+shard`.
 With `--limit-gib` each rank is in a cgroup of that memory (root alone), where a rank that reads the
-whole model is killed: that is tried, too.
+whole model is killed: that is tried, too. With `--state` the ranks restore AdamW's state, as a
+resume does: of zeros, twice the bytes of the weights.
 
 With `--quantize nf4` one process loads the model in 4 bits: a Llama, which our own layers compute,
 and an OLMo 2, which transformers' do. The peak is what loading adds to a process that has loaded a
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import subprocess
@@ -30,6 +32,7 @@ from benchmarks.contenders import REPO
 from benchmarks.machine import describe_machine
 from benchmarks.meshes import mesh_settings
 from benchmarks.tables import Table
+from payload.checkpoint_files import OPTIMIZER_FILE
 
 _CGROUP = Path("/sys/fs/cgroup/memory")
 _WIDTH = 1024
@@ -69,18 +72,42 @@ def write_model(folder: Path, *, params: float, kind: str = "llama") -> int:
     return sum(each.numel() for each in tensors.values())
 
 
+def write_state(folder: Path) -> int:
+    """Write AdamW's state of the model in `folder`, of zeros that take no disk; return its size."""
+    from payload.models.registry import read_spec
+    from payload.train.models.registry import build
+
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, each in build(read_spec(folder), random=False).named_parameters():
+        for key, shape in (("exp_avg", each.shape), ("exp_avg_sq", each.shape), ("step", ())):
+            begin, end = end, end + 4 * math.prod(shape)
+            offsets = {"shape": list(shape), "data_offsets": [begin, end]}
+            entries[f"{key}.{name}"] = {"dtype": "F32", **offsets}
+    header = json.dumps(entries).encode()
+    with (folder / OPTIMIZER_FILE).open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+    return end
+
+
 def load_as_a_rank(folder: Path, *, whole: bool, mesh: str) -> dict[str, Any]:
-    """Load this rank's part, or rank 0 everything; return its peak and a sum of the weights."""
+    """Load this rank's part, or rank 0 everything; return its peak and a sum of the weights.
+
+    Where the folder has an optimizer's state, a second peak is that after restoring it.
+    """
     import torch
 
     from payload.models.registry import read_spec
     from payload.run_config import parse_run_config
     from payload.train.models.registry import build, load
+    from payload.train.optimizer_state import restore_optimizer
     from payload.train.strategies.registry import choose_strategy
     from payload.train.world import World
 
     overrides = [f"{key}={value}" for key, value in mesh_settings(mesh).items()]
-    settings = parse_run_config("", overrides=overrides, where="the benchmark").distributed
+    config = parse_run_config("", overrides=overrides, where="the benchmark")
+    settings = config.distributed
     world = World.from_env(os.environ)
     world.join(settings)
     # It imports what its strategy needs, which is not the model's memory.
@@ -92,11 +119,16 @@ def load_as_a_rank(folder: Path, *, whole: bool, mesh: str) -> dict[str, Any]:
         model = build(read_spec(folder), random=False)
         model.unread = None if whole else folder
     strategy.wrap(model)
-    peak = _peak_bytes()
-    parts = (strategy.parts(model) or dict(model.named_parameters())).values()
+    found: dict[str, Any] = {"rank": world.rank, "before_bytes": before}
+    found["peak_bytes"] = _peak_bytes()
+    optimizers = strategy.optimizers(model, config, dtype="fp32")
+    if (folder / OPTIMIZER_FILE).exists():
+        restore_optimizer(optimizers, folder if world.is_main else None, strategy=strategy)
+        held = sum(each.nbytes for each in optimizers.state_tensors().values())
+        found |= {"state_bytes": held, "state_peak_bytes": _peak_bytes()}
+    parts = optimizers.trained().values()
     total = torch.stack([each.detach().double().sum() for each in parts]).sum()
-    world.sum(total)
-    found = {"rank": world.rank, "before_bytes": before, "peak_bytes": peak, "sum": float(total)}
+    found["sum"] = float(world.sum(total))
     world.barrier()
     world.leave()
     return found
@@ -198,9 +230,11 @@ def main(argv: Sequence[str]) -> int:
         os.write(1, f"{json.dumps(found)}\n".encode())
         return 0
     limit = None if arguments.limit_gib is None else int(arguments.limit_gib * 2**30)
-    table = Table("weights GB", "peak GB", "limit GB", "killed", labels=["each rank its part"])
+    table = Table("loaded GB", "peak GB", "limit GB", "killed", labels=["each rank its part"])
     with tempfile.TemporaryDirectory() as folder:
         size = 4 * write_model(Path(folder), params=arguments.params)
+        if arguments.state:
+            size += write_state(Path(folder))
         cases = []
         for name, whole in (("each rank its part", False), ("rank 0 everything", True)):
             ranks = load_on_ranks(
@@ -210,7 +244,8 @@ def main(argv: Sequence[str]) -> int:
                 mesh=arguments.mesh,
                 limit_bytes=limit,
             )
-            peak = None if ranks is None else max(each["peak_bytes"] for each in ranks)
+            measured = "state_peak_bytes" if arguments.state else "peak_bytes"
+            peak = None if ranks is None else max(each[measured] for each in ranks)
             cases.append({"case": name, "peak_bytes": peak, "killed": ranks is None})
             table.row(
                 name,
@@ -223,7 +258,8 @@ def main(argv: Sequence[str]) -> int:
         "benchmark": "loading",
         "ranks": arguments.ranks,
         "mesh": arguments.mesh,
-        "weights_bytes": size,
+        "state": arguments.state,
+        "loaded_bytes": size,
     }
     print(json.dumps(found | {"machine": describe_machine(), "cases": cases}))
     return 0
@@ -256,6 +292,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=4, metavar="RANKS")
     parser.add_argument("--mesh", default="shard", help="such as shard or pipeline2+tensor2")
     parser.add_argument("--limit-gib", type=float, metavar="GIB", help="memory of each rank")
+    parser.add_argument("--state", action="store_true", help="restore the optimizer's state, too")
     parser.add_argument("--quantize", choices=("none", "nf4"), default="none")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--small", type=Path, help=argparse.SUPPRESS)

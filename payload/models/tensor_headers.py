@@ -88,10 +88,10 @@ def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
     """
     index = folder / INDEX_FILE
     if not index.exists():
-        return _file_headers(_weights_file(folder, WEIGHTS_FILE))
+        return file_headers(_weights_file(folder, WEIGHTS_FILE))
     names = weight_map(folder)
     shards = {
-        name: _file_headers(_weights_file(folder, name, index=index))
+        name: file_headers(_weights_file(folder, name, index=index))
         for name in sorted(set(names.values()))
     }
     found: dict[str, TensorHeader] = {}
@@ -136,38 +136,41 @@ def _what_is_there(folder: Path) -> str:
     return f"it has no weights ({WEIGHTS_FILE}, or shards and {INDEX_FILE}). {_FIX}"
 
 
-def _file_headers(path: Path) -> dict[str, TensorHeader]:
-    """Return the tensors of one file, each checked to be inside it."""
-    raw, start, size = _raw_header(path)
+def file_headers(path: Path, *, fix: str = _FIX) -> dict[str, TensorHeader]:
+    """Return the tensors of one file, each checked to be inside it.
+
+    Raises CheckpointError, which ends with `fix`, when the file is missing, cut off or damaged.
+    """
+    raw, start, size = _raw_header(path, fix)
     if len(raw) > _MAX_TENSORS:
-        raise CheckpointError(f"{path}: its header lists {len(raw):,} tensors. {_FIX}")
+        raise CheckpointError(f"{path}: its header lists {len(raw):,} tensors. {fix}")
     found: dict[str, TensorHeader] = {}
     end_of_data = 0
     for name, value in raw.items():
         if name == "__metadata__":
             continue
         where = f"{path}: {shown(name)}"
-        entry = build(_Entry, value, where=where, fix=_FIX, error=CheckpointError)
+        entry = build(_Entry, value, where=where, fix=fix, error=CheckpointError)
         if entry.dtype not in DTYPE_BYTES:
-            raise CheckpointError(f"{where}: unknown dtype {shown(entry.dtype)}. {_FIX}")
+            raise CheckpointError(f"{where}: unknown dtype {shown(entry.dtype)}. {fix}")
         begin, end = entry.data_offsets
         header = TensorHeader(path=path, dtype=entry.dtype, shape=entry.shape, start=start + begin)
         if end - begin != header.num_bytes():
             raise CheckpointError(
                 f"{where}: {entry.dtype} of shape {list(entry.shape)} takes {header.num_bytes():,} "
-                f"bytes, but the header gives it {end - begin:,}: the file is damaged. {_FIX}"
+                f"bytes, but the header gives it {end - begin:,}: the file is damaged. {fix}"
             )
         end_of_data = max(end_of_data, end)
         found[name] = header
     if start + end_of_data != size:
         raise CheckpointError(
             f"{path}: {size:,} bytes, its header says {start + end_of_data:,}: it was cut off or "
-            f"is damaged. {_FIX}"
+            f"is damaged. {fix}"
         )
     return found
 
 
-def _raw_header(path: Path) -> tuple[dict[str, Any], int, int]:
+def _raw_header(path: Path, fix: str) -> tuple[dict[str, Any], int, int]:
     """Return the header's entries, the offset where the numbers begin, and the file's size."""
     try:
         with open_regular(path) as file:
@@ -183,12 +186,12 @@ def _raw_header(path: Path) -> tuple[dict[str, Any], int, int]:
             file.seek(8)
             if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
                 raise CheckpointError(
-                    f"{path}: {size:,} bytes: it was cut off or is no safetensors file. {_FIX}"
+                    f"{path}: {size:,} bytes: it was cut off or is no safetensors file. {fix}"
                 )
             content = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}. {_FIX}") from None
-    raw = parse_json(content, where=f"{path}: header", fix=_FIX, error=CheckpointError)
+        raise CheckpointError(f"{path}: {error.strerror}. {fix}") from None
+    raw = parse_json(content, where=f"{path}: header", fix=fix, error=CheckpointError)
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: its header is no object. {_FIX}")
+        raise CheckpointError(f"{path}: its header is no object. {fix}")
     return raw, 8 + length, size

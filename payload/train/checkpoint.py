@@ -12,10 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
-
 from payload.adapter_files import ADAPTER_FILE
 from payload.checkpoint_files import (
     BEST_NAME,
@@ -31,6 +27,7 @@ from payload.checkpoint_files import (
 )
 from payload.errors import CheckpointError, TrainingError
 from payload.hf_folder import WEIGHTS_FILE
+from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM
 from payload.train.models.lora import save_adapter_config
 from payload.train.snapshot import Snapshot
@@ -145,12 +142,12 @@ def load_trainer_state(folder: Path) -> TrainerState:
     return build(TrainerState, raw, where=str(path), fix=fix, error=CheckpointError)
 
 
-def load_optimizer_tensors(folder: Path) -> dict[str, Tensor]:
-    """The optimizer's state of a checkpoint. Raises CheckpointError."""
-    try:
-        return load_file(folder / OPTIMIZER_FILE)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / OPTIMIZER_FILE}: cannot be read ({error}).") from None
+def optimizer_tensors(folder: Path) -> LazyTensors:
+    """Return the optimizer's state of a checkpoint, of which nothing is read yet.
+
+    Raises CheckpointError.
+    """
+    return LazyTensors(folder / OPTIMIZER_FILE, fix="Use another checkpoint.")
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:

@@ -6,15 +6,18 @@ import hashlib
 import io
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from payload.checkpoint_files import MANIFEST_FILE
 from payload.errors import CheckpointError
-from payload.models.tensor_headers import TensorHeader, tensor_headers
-from payload.untrusted import open_regular
+from payload.models.tensor_headers import TensorHeader, file_headers, tensor_headers
+from payload.train.world import World
+from payload.untrusted import open_regular, read_bytes
 
 _DTYPES = {
     "F64": torch.float64,
@@ -41,14 +44,16 @@ class Part(NamedTuple):
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """The tensors of a folder's safetensors files; each is read when it is asked for.
+    """The tensors of a folder's weights, or of one file; each is read when it is asked for.
 
     Raises CheckpointError for files that are missing, damaged or in another format, when it is made
     and when a tensor is read.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._headers = tensor_headers(folder)
+    def __init__(self, path: Path, *, fix: str = "Download the model again.") -> None:
+        """`fix` says what to do where the file `path` cannot be read."""
+        self._headers = tensor_headers(path) if path.is_dir() else file_headers(path, fix=fix)
+        self._fix = fix
         # One for all reads: glibc would keep some of those freed, and the peak be a matter of luck.
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -69,8 +74,12 @@ class LazyTensors(Mapping[str, Tensor]):
         """Return a tensor's shape without reading it."""
         return self._headers[name].shape
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype in the file."""
+        return _dtype(name, self._headers[name])
+
     def num_elements(self) -> int:
-        """Return how many numbers all tensors have."""
+        """Return how many elements all tensors have."""
         return sum(header.num_elements() for header in self._headers.values())
 
     def copy_to(self, name: str, target: Tensor, *parts: Part) -> None:
@@ -88,26 +97,42 @@ class LazyTensors(Mapping[str, Tensor]):
         rows = target.detach().unsqueeze(0) if target.dim() == 0 else target.detach()
         shape = header.shape or (1,)
         row_bytes = header.num_bytes() // shape[0]
+        with self._opened(header, at_byte=first * row_bytes) as file:
+            if not others and target.dtype == dtype and target.is_contiguous():
+                _read(file, target.detach())
+                return
+            at_once = max(1, _CHUNK_BYTES // row_bytes)
+            if self._buffer.numel() < at_once * row_bytes:
+                self._buffer = torch.empty(at_once * row_bytes, dtype=torch.uint8)
+            for start in range(0, rows.shape[0], at_once):
+                some = rows[start : start + at_once]
+                chunk = self._buffer[: len(some) * row_bytes].view(dtype)
+                chunk = chunk.view(len(some), *shape[1:])
+                _read(file, chunk)
+                for each in others:
+                    chunk = chunk.narrow(each.dim, each.first, some.shape[each.dim])
+                some.copy_(chunk)
+
+    def copy_elements(self, name: str, target: Tensor, *, first: int) -> None:
+        """Copy elements of one tensor, from that index on, into a contiguous `target` of its dtype.
+
+        They follow each other in the file, whatever the tensor's shape.
+        """
+        header = self._headers[name]
+        assert target.dtype == _dtype(name, header), "the caller makes it for the file's dtype"
+        with self._opened(header, at_byte=first * target.element_size()) as file:
+            _read(file, target)
+
+    @contextmanager
+    def _opened(self, header: TensorHeader, *, at_byte: int) -> Iterator[io.BufferedReader]:
+        """Open a tensor's file at one of the tensor's bytes; make every OSError ours."""
         try:
             with open_regular(header.path) as file:
-                file.seek(header.start + first * row_bytes)
-                if not others and target.dtype == dtype and target.is_contiguous():
-                    _read(file, target.detach())
-                    return
-                at_once = max(1, _CHUNK_BYTES // row_bytes)
-                if self._buffer.numel() < at_once * row_bytes:
-                    self._buffer = torch.empty(at_once * row_bytes, dtype=torch.uint8)
-                for start in range(0, rows.shape[0], at_once):
-                    some = rows[start : start + at_once]
-                    chunk = self._buffer[: len(some) * row_bytes].view(dtype)
-                    chunk = chunk.view(len(some), *shape[1:])
-                    _read(file, chunk)
-                    for each in others:
-                        chunk = chunk.narrow(each.dim, each.first, some.shape[each.dim])
-                    some.copy_(chunk)
+                file.seek(header.start + at_byte)
+                yield file
         except OSError as error:
             raise CheckpointError(
-                f"{header.path}: {error.strerror or error}. Download the model again."
+                f"{header.path}: {error.strerror or error}. {self._fix}"
             ) from None
 
 
@@ -120,17 +145,30 @@ class PlannedTensors(LazyTensors):
         """The tensors that would be set, by the names of those in the files that they would get."""
 
 
-def files_identity(folder: Path) -> str:
-    """Return a hash of what tells a folder's weights from others, or "" where there are none.
+def seen_by_all(path: Path | None, world: World) -> Path | None:
+    """Return rank 0's folder of weights, or file, where all ranks see the same one; else None.
 
-    It is of the headers, and of each file's size and last 64 KiB: all of the weights would take as
-    long to read as the model.
+    They do on a shared disk, or where each node has a copy. `path` is rank 0's; the others' does
+    not matter.
+    """
+    wanted = world.broadcast(str(path.resolve()) if path else "", str)
+    found = world.gather(files_identity(Path(wanted)) if wanted else "", str)
+    return Path(wanted) if found[0] and len(set(found)) == 1 else None
+
+
+def files_identity(path: Path) -> str:
+    """Return a hash of what tells a folder's weights, or one file, from others; "" for neither.
+
+    It is of the headers, of each file's size and last 64 KiB, and of a checkpoint's manifest, which
+    has the hash of every byte: the files themselves would take as long to read as the model.
     """
     try:
-        headers = tensor_headers(folder)
+        headers = tensor_headers(path) if path.is_dir() else file_headers(path)
         digest = hashlib.sha256(repr(sorted(headers.items())).encode())
-        for path in sorted({header.path for header in headers.values()}):
-            with open_regular(path) as file:
+        with suppress(FileNotFoundError):
+            digest.update(read_bytes((path if path.is_dir() else path.parent) / MANIFEST_FILE))
+        for each in sorted({header.path for header in headers.values()}):
+            with open_regular(each) as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - _TAIL_BYTES))
                 digest.update(f"{size}".encode() + file.read())

@@ -121,15 +121,11 @@ class Optimizers:
         }
 
     def load_state_tensors(
-        self,
-        tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-        *,
-        own_part: Callable[[str, Tensor], Tensor] = lambda _name, whole: whole,
+        self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
     ) -> None:
-        """Put back what `state_tensors` gave, a tensor after another.
+        """Put back what `state_tensors` gave, a tensor after another: this rank's parts.
 
-        `own_part` returns what this rank holds of a whole tensor of the parameter of that name.
-        Raises CheckpointError when a name does not fit.
+        The tensors are kept, not copied. Raises CheckpointError when one fits no parameter.
         """
         parameters = self.trained()
         owners = {
@@ -139,17 +135,21 @@ class Optimizers:
             for parameter in group["params"]
         }
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-        for full_name, whole in pairs:
+        for full_name, value in pairs:
             key, _, name = full_name.partition(".")
             parameter = parameters.get(name)
-            is_count = key == "step" and whole.dim() == 0
-            value = whole if is_count or parameter is None else own_part(name, whole)
+            is_count = key == "step" and value.dim() == 0
             if parameter is None or not (is_count or value.shape == parameter.shape):
-                raise CheckpointError(
-                    f"the optimizer state {full_name!r} of shape {tuple(whole.shape)} fits no "
-                    "parameter of this model; the checkpoint belongs to another model."
-                )
-            owners[parameter].state[parameter][key] = value.to(parameter.device, copy=True)
+                raise unfit(full_name, value)
+            owners[parameter].state[parameter][key] = value.to(parameter.device)
+
+
+def unfit(full_name: str, value: Tensor) -> CheckpointError:
+    """Return the error for optimizer state that no parameter has."""
+    return CheckpointError(
+        f"the optimizer state {full_name!r} of shape {tuple(value.shape)} fits no parameter of "
+        "this model: the checkpoint belongs to another one. Resume from the run's own checkpoint."
+    )
 
 
 def build_optimizers(

@@ -28,13 +28,13 @@ from payload.train.metrics import Heartbeat, MetricsFile
 from payload.train.models.base import CausalLM
 from payload.train.models.float8 import convert_linears
 from payload.train.models.lora import shrink_base
+from payload.train.optimizer_state import restore_optimizer
 from payload.train.parts import Observer, Parts
 from payload.train.setup import (
     Start,
     earlier_config,
     find_start,
     require_disk_space,
-    restore_optimizer,
 )
 from payload.train.start_clock import StartClock
 from payload.train.strategies.registry import choose_strategy
@@ -280,7 +280,8 @@ def _assemble(
     clock.lap("kernels")
     heartbeat.tell(step=step, phase="weights")
     strategy.attach(start.model)
-    restore_optimizer(optimizers, start, strategy=strategy)
+    if start.state is not None:
+        restore_optimizer(optimizers, start.checkpoint, strategy=strategy)
     optimizers.make_state()
     clock.lap("weights")
     return Parts(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from payload.adapter_files import has_adapter
 from payload.checkpoint_files import (
@@ -36,12 +33,11 @@ from payload.train.base_model import identify
 from payload.train.checkpoint import (
     BaseModel,
     TrainerState,
-    load_optimizer_tensors,
     load_trainer_state,
     newest_checkpoint,
     remove_partial_checkpoints,
 )
-from payload.train.lazy_tensors import LazyTensors, files_identity
+from payload.train.lazy_tensors import LazyTensors, seen_by_all
 from payload.train.models.base import CausalLM
 from payload.train.models.lora import (
     add_adapter,
@@ -50,22 +46,11 @@ from payload.train.models.lora import (
     read_adapter_tensors,
 )
 from payload.train.models.registry import build, load, require_enough
-from payload.train.optimizer import Optimizers
-from payload.train.strategies.base import Strategy
 from payload.train.tasks.base import Task
 from payload.train.weights import base_folder, model_folder
 from payload.train.world import World
 
 log = logging.getLogger(__name__)
-
-_Dtype = Literal["float32", "float64", "bfloat16", "int64"]
-_DTYPES: dict[_Dtype, torch.dtype] = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "int64": torch.int64,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,22 +65,6 @@ class Start:
     """The tokenizer's files for the checkpoints, by name; on rank 0 only."""
     base: BaseModel | None = None
     """The base of an adapter; on rank 0 only."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TensorForm:
-    """Description that a rank needs to receive one tensor."""
-
-    name: str
-    size: tuple[int, ...]
-    dtype: _Dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TensorForms:
-    """Tensors in the order in which rank 0 sends them."""
-
-    tensors: tuple[_TensorForm, ...]
 
 
 def pin_initial(config: RunConfig, *, paths: RunPaths, world: World) -> RunConfig:
@@ -169,19 +138,6 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
     if state is not None:
         _require_same_data(state, task)
     return Start(model=model, state=state, checkpoint=checkpoint, tokenizer=tokenizer, base=base)
-
-
-def restore_optimizer(optimizers: Optimizers, start: Start, *, strategy: Strategy) -> None:
-    """Give every rank its part of the checkpoint's optimizer state, which rank 0 reads."""
-    if start.state is None:
-        return
-    tensors = load_optimizer_tensors(start.checkpoint) if start.checkpoint else {}
-    sent = (
-        (name, value)
-        for name, value in _broadcast_tensors(tensors, world=strategy.world)
-        if strategy.holds(name.partition(".")[2])
-    )
-    optimizers.load_state_tensors(sent, own_part=strategy.own_part)
 
 
 def require_disk_space(config: RunConfig, spec: ModelSpec, *, paths: RunPaths) -> None:
@@ -302,17 +258,14 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
 def _read_in_parts(config: RunConfig, folder: Path | None, *, world: World) -> Path | None:
     """Return rank 0's folder of weights where each rank can read its own part, or None.
 
-    All ranks have to see the same files there, by their headers and their last bytes: a shared
-    disk, or a copy on each node. An adapter's base and a classifier are read whole by rank 0.
+    An adapter's base and a classifier are read whole by rank 0.
     """
     whole = config.adapter.is_on() or config.task.kind == "classify"
     in_parts = config.distributed.strategy == "shard" or config.distributed.splits_model()
     if whole or not in_parts or world.world_size == 1:
         return None
     is_plain = folder is not None and not has_adapter(folder)
-    wanted = world.broadcast(str(folder.resolve()) if folder and is_plain else "", str)
-    found = world.gather(files_identity(Path(wanted)) if wanted else "", str)
-    return Path(wanted) if found[0] and len(set(found)) == 1 else None
+    return seen_by_all(folder if is_plain else None, world)
 
 
 def _config_folder(folder: Path) -> Path:
@@ -338,24 +291,3 @@ def _require_same_data(state: TrainerState, task: Task) -> None:
             f"has {sha256[:12]}. Resume with the same data, or start a new run with model.init set "
             "to the checkpoint."
         )
-
-
-def _broadcast_tensors(
-    tensors: Mapping[str, Tensor], *, world: World
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield rank 0's `tensors` on every rank, one after the other."""
-    if world.world_size == 1:
-        yield from tensors.items()
-        return
-    found = tuple(
-        _TensorForm(name=name, size=tuple(value.shape), dtype=_NAMES[value.dtype])
-        for name, value in tensors.items()
-    )
-    for form in world.broadcast(_TensorForms(tensors=found), _TensorForms).tensors:
-        value = (
-            tensors[form.name].to(world.device)
-            if world.is_main
-            else torch.empty(form.size, dtype=_DTYPES[form.dtype], device=world.device)
-        )
-        dist.broadcast(value, src=0)
-        yield form.name, value

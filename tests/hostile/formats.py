@@ -41,8 +41,8 @@ from payload.start_checks import check_data
 from payload.supervise.heartbeat import heartbeat
 from payload.supervise.stream import parse_message
 from payload.train.checkpoint import (
-    load_optimizer_tensors,
     load_trainer_state,
+    optimizer_tensors,
 )
 from payload.train.models.registry import load
 from tests.supervise.planned import plan_stand_in
@@ -121,7 +121,7 @@ def run_formats(folder: Path, config: Path) -> Iterator[Format]:
     yield in_file(checkpoint / "trainer.json", lambda: load_trainer_state(checkpoint))
     yield in_file(checkpoint / "config.json", lambda: load(checkpoint))
     yield in_file(checkpoint / "model.safetensors", lambda: load(checkpoint))
-    yield in_file(checkpoint / "optimizer.safetensors", lambda: load_optimizer_tensors(checkpoint))
+    yield in_file(checkpoint / "optimizer.safetensors", lambda: optimizer_tensors(checkpoint))
 
 
 def input_formats(folder: Path, data: Path) -> Iterator[Format]:

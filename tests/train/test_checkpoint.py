@@ -17,9 +17,9 @@ from payload.checkpoint_files import checkpoint_folders, manifest_problems
 from payload.errors import CheckpointError, TrainingError
 from payload.train.checkpoint import (
     TrainerState,
-    load_optimizer_tensors,
     load_trainer_state,
     newest_checkpoint,
+    optimizer_tensors,
     remove_old_checkpoints,
     save_checkpoint,
 )
@@ -90,7 +90,7 @@ def test_optimizer_state_comes_back_bit_by_bit(tmp_path: Path, name: OptimizerNa
     before = trained_optimizers(name)
     save(tmp_path / "step_00000007", before)
     after = build_optimizers(before.model, OptimizerSection(name=name))
-    after.load_state_tensors(load_optimizer_tensors(tmp_path / "step_00000007"))
+    after.load_state_tensors(optimizer_tensors(tmp_path / "step_00000007"))
     expected = before.state_tensors()
     assert expected.keys() == after.state_tensors().keys()
     assert all(torch.equal(value, expected[key]) for key, value in after.state_tensors().items())

@@ -22,7 +22,7 @@ from payload.results import RunPaths, Summary, read_json
 from payload.run_config import load_run_config
 from payload.run_repair import make_room
 from payload.train import checkpoint
-from payload.train.checkpoint import load_optimizer_tensors, newest_checkpoint
+from payload.train.checkpoint import newest_checkpoint, optimizer_tensors
 from payload.train.optimizer import Optimizers
 from payload.train.saving import Saving
 from payload.train.session import train
@@ -99,7 +99,7 @@ def test_an_update_waits_until_the_tensors_are_read_and_changes_nothing_in_the_f
     saving.finish()
     assert not any(value.any() for value in gated.values())
     assert newest_checkpoint(tmp_path) == tmp_path / "step_00000007"
-    written = load_optimizer_tensors(tmp_path / "step_00000007")
+    written = optimizer_tensors(tmp_path / "step_00000007")
     assert all(torch.equal(written[name], before[name]) for name in before)
 
 

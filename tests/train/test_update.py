@@ -105,7 +105,8 @@ def test_a_resumed_update_goes_on_to_the_bit(library: Library) -> None:
     unbroken = train(Kernels(library))
     resumed = build_optimizers(Weights(), SETTINGS)
     resumed.model.load_state_dict(unbroken.model.state_dict())
-    resumed.load_state_tensors(unbroken.state_tensors())
+    state = unbroken.state_tensors().items()
+    resumed.load_state_tensors({name: each.clone() for name, each in state})
     resumed.kernels = Kernels(library)
     for optimizers in (unbroken, resumed):
         give_gradients(optimizers.model, step=STEPS)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from payload.launch_sections import DistributedSection
 from payload.models.spec import Dtype
 from payload.run_config import RunConfig
+from payload.train.lazy_tensors import LazyTensors, Part
 from payload.train.models.base import CausalLM
 from payload.train.models.stage import Stage
 from payload.train.optimizer import Optimizers, build_optimizers
@@ -94,10 +95,28 @@ class Strategy(ABC):
         another rank vanished.
         """
 
+    def holds_parts(self) -> bool:
+        """Say whether a rank holds parts of the model, of which it reads its own alone."""
+        return False
+
+    def own_rows(self, num_rows: int) -> tuple[int, int]:
+        """Return where this rank's rows of so many begin and end: all of them."""
+        return 0, num_rows
+
     def own_part(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor that belongs to the parameter `name`."""
         del name
-        return tensor
+        start, end = self.own_rows(len(tensor))
+        return tensor[start:end]
+
+    def read_part(self, tensors: LazyTensors, stored: str, *, name: str) -> Tensor:
+        """Read this rank's part of the tensor `stored`, which belongs to the parameter `name`."""
+        del name
+        num_rows, *others = tensors.shape(stored)
+        start, end = self.own_rows(num_rows)
+        part = torch.empty((end - start, *others), dtype=tensors.dtype(stored))
+        tensors.copy_to(stored, part, Part(dim=0, first=start))
+        return part
 
     def counts(self) -> Callable[[str], bool] | None:
         """Return what says whether a parameter's gradient is in the norm of this rank's part.

@@ -5,10 +5,11 @@ A rank's part is that of its tensor rank (`Split`), and of these rows its shard'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from payload.train.lazy_tensors import LazyTensors, Part, PlannedTensors, part_of
@@ -48,6 +49,25 @@ class PartsReader:
                     self._tensors.copy_to(stored, target.t(), *swapped)
                 else:
                     self._tensors.copy_to(stored, target, *parts)
+
+
+def read_part(
+    tensors: LazyTensors,
+    stored: str,
+    split: Split | None,
+    *,
+    index: int,
+    size: int,
+    own_rows: Callable[[int], tuple[int, int]],
+) -> Tensor:
+    """Read the part of a file's tensor that tensor rank `index` of `size` holds: its `own_rows`."""
+    shape = tensors.shape(stored)
+    split_shape = shape if split is None else split.part_shape(shape, index=index, size=size)
+    start, end = own_rows(split_shape[0])
+    part = torch.empty((end - start, *split_shape[1:]), dtype=tensors.dtype(stored))
+    for target, *parts in _pieces(part, start, split, shape, index=index, size=size):
+        tensors.copy_to(stored, target, *parts)
+    return part
 
 
 def _rows(parameter: Any) -> tuple[Tensor, int]:

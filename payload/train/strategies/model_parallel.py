@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from payload.launch_sections import DistributedSection
 from payload.mesh import Dimension
 from payload.models.stages import stage_layers
+from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.split import SplitModule, Splits, TensorRanks
 from payload.train.models.stage import Elsewhere, Stage
@@ -24,7 +25,7 @@ from payload.train.optimizer import Optimizers
 from payload.train.strategies.base import Strategy
 from payload.train.strategies.groups import group_along, group_of_ends
 from payload.train.strategies.mesh_check import require_one_mesh
-from payload.train.strategies.mesh_loading import PartsReader
+from payload.train.strategies.mesh_loading import PartsReader, read_part
 from payload.train.strategies.mesh_snapshot import Layout, MeshSnapshot
 from payload.train.strategies.replicate import Replicate
 from payload.train.world import World
@@ -183,6 +184,21 @@ class ModelParallel(Strategy):
         if split is not None:
             tensor = split.part(tensor, index=self._tensor.index, size=self._tensor.size)
         return self._data.own_part(name, tensor)
+
+    def holds_parts(self) -> bool:
+        """Say that a rank holds its stage's layers, or its part of each layer."""
+        return True
+
+    def read_part(self, tensors: LazyTensors, stored: str, *, name: str) -> Tensor:
+        """Read this rank's part of the tensor `stored`, which belongs to the parameter `name`."""
+        return read_part(
+            tensors,
+            stored,
+            self._splits.parts.get(name),
+            index=self._tensor.index,
+            size=self._tensor.size,
+            own_rows=self._data.own_rows,
+        )
 
     def has_results(self) -> bool:
         """Say whether this is the first of the ranks that compute the same losses."""

@@ -29,11 +29,12 @@ from payload.launch_sections import DistributedSection
 from payload.mesh import Mesh
 from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM, LayerModule, Placement, trainable
+from payload.train.models.split import bounds
 from payload.train.optimizer import Optimizers
 from payload.train.snapshot import checkpoint_weights
 from payload.train.strategies.base import Strategy
 from payload.train.strategies.shard_comms import Gather, SumOfParts, Waiting
-from payload.train.strategies.shard_snapshot import ShardSnapshot, rows_of
+from payload.train.strategies.shard_snapshot import ShardSnapshot
 from payload.train.sync_check import RankState, inspect_each, require_one_model
 from payload.train.world import World
 
@@ -126,10 +127,13 @@ class Shard(Strategy):
             whole.grad = None
         return self._waiting.take()
 
-    def own_part(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's rows of a whole tensor."""
-        del name
-        return rows_of(tensor, rank=dist.get_rank(self._group), ranks=self._shards)
+    def holds_parts(self) -> bool:
+        """Say that a rank holds rows of each weight."""
+        return True
+
+    def own_rows(self, num_rows: int) -> tuple[int, int]:
+        """Return where this rank's rows of so many begin and end."""
+        return bounds(num_rows, index=dist.get_rank(self._group), size=self._shards)
 
     def norm_over_ranks(self) -> Callable[[float], float]:
         """Return what adds up the squares of the parts' norms."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from payload.train.models.split import bounds
 from payload.train.snapshot import Snapshot
 from payload.train.tensor_file import in_file_order
 
@@ -79,6 +80,5 @@ class ShardSnapshot(Snapshot):
 
 def rows_of(whole: Tensor, *, rank: int, ranks: int) -> Tensor:
     """Return a rank's rows of a tensor, as FSDP2 shares them out: the last ranks may have fewer."""
-    each = -(-whole.shape[0] // ranks)
-    first = min(rank * each, whole.shape[0])
-    return whole[first : first + each]
+    start, end = bounds(whole.shape[0], index=rank, size=ranks)
+    return whole[start:end]

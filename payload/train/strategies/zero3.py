@@ -8,6 +8,7 @@ before a checkpoint's writer has read the weights, and would turn the weights to
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +27,9 @@ from payload.deepspeed_config import deepspeed_config
 from payload.launch_sections import DistributedSection
 from payload.models.spec import Dtype
 from payload.run_config import RunConfig
+from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM, trainable
+from payload.train.models.split import bounds
 from payload.train.optimizer import Optimizers, build_optimizers
 from payload.train.snapshot import checkpoint_weights
 from payload.train.strategies.base import Strategy
@@ -101,12 +104,28 @@ class Zero3(Strategy):
     def own_part(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's run of a whole tensor's elements, with zeros up to the parts' size."""
         del name
-        ranks, rank = self.world.world_size, self.world.rank
-        size = -(-tensor.numel() // ranks)
+        start, end, size = self._own_elements(tensor.numel())
         part = tensor.new_zeros(size)
-        own = tensor.reshape(-1)[rank * size : (rank + 1) * size]
-        part[: own.numel()] = own
+        part[: end - start] = tensor.reshape(-1)[start:end]
         return part
+
+    def holds_parts(self) -> bool:
+        """Say that a rank holds some elements of each weight."""
+        return True
+
+    def read_part(self, tensors: LazyTensors, stored: str, *, name: str) -> Tensor:
+        """Read this rank's part of the tensor `stored`."""
+        del name
+        start, end, size = self._own_elements(math.prod(tensors.shape(stored)))
+        part = torch.zeros(size, dtype=tensors.dtype(stored))
+        tensors.copy_elements(stored, part[: end - start], first=start)
+        return part
+
+    def _own_elements(self, count: int) -> tuple[int, int, int]:
+        """Return where this rank's elements of so many begin and end, and the size of its part."""
+        ranks = self.world.world_size
+        start, end = bounds(count, index=self.world.rank, size=ranks)
+        return start, end, -(-count // ranks)
 
     def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
         """Return a context whose gathered weights a later training pass can take, too."""

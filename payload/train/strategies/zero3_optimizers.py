@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from payload.errors import CheckpointError
-from payload.train.optimizer import Optimizers
+from payload.train.optimizer import Optimizers, unfit
 
 
 class _Part(NamedTuple):
@@ -79,28 +78,22 @@ class Zero3Optimizers(Optimizers):
         }
 
     def load_state_tensors(
-        self,
-        tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-        *,
-        own_part: Callable[[str, Tensor], Tensor] = lambda _name, whole: whole,
+        self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
     ) -> None:
-        """Put this rank's parts of whole state in their place. Raises CheckpointError."""
+        """Put this rank's parts of the state in their place. Raises CheckpointError."""
         (optimizer,) = self.members
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-        for full_name, whole in pairs:
+        for full_name, value in pairs:
             key, _, name = full_name.partition(".")
             part = self._parts.get(name)
-            value = own_part(name, whole) if whole.dim() else whole
-            if part is None or (whole.dim() and value.numel() != part.size):
-                raise CheckpointError(
-                    f"the optimizer state {full_name!r} of shape {tuple(whole.shape)} fits no "
-                    "parameter of this model; the checkpoint belongs to another model."
-                )
+            is_count = key == "step" and value.dim() == 0
+            if part is None or not (is_count or value.numel() == part.size):
+                raise unfit(full_name, value)
             state = optimizer.state[part.flat]
-            if whole.dim():
-                part.of(state.setdefault(key, torch.zeros_like(part.flat.detach()))).copy_(value)
+            if is_count:
+                state[key] = value
             else:
-                state[key] = value.clone()
+                part.of(state.setdefault(key, torch.zeros_like(part.flat.detach()))).copy_(value)
 
 
 def _parts(stage: Any, names: Mapping[nn.Parameter, str]) -> Iterator[tuple[str, _Part]]:

@@ -107,9 +107,13 @@ def require_same_layout(ours: Path, theirs: Path) -> None:
 def require_bitwise_resume(
     whole: Path, folder: Path, config: Path, *overrides: str, num_ranks: int
 ) -> None:
-    """Resume a copy of the run from step 3 in `folder`; require its losses and bits."""
+    """Resume a copy of the run from step 3 in `folder`; require its losses and bits.
+
+    Each rank has to read its own part of the optimizer state.
+    """
     half = first_half(whole, folder)
-    train_ranks(half, config, *overrides, num_ranks=num_ranks)
+    said = train_ranks(half, config, *overrides, num_ranks=num_ranks)
+    assert "each rank reads its own part of the state" in said
     assert losses(half) == losses(whole)
     ours, theirs = tensors(half, step=6), tensors(whole, step=6)
     assert ours.keys() == theirs.keys()

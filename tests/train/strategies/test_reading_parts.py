@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.architecture_cases import CASES, make_folder
-from benchmarks.loading import load_on_ranks, write_model
+from benchmarks.loading import load_on_ranks, write_model, write_state
+from payload.errors import CheckpointError
+from payload.train.checkpoint import optimizer_tensors
 from payload.train.lazy_tensors import LazyTensors, Part, files_identity
+from payload.train.models.split import Split, bounds
+from payload.train.strategies.mesh_loading import read_part
+from payload.train.strategies.zero3 import Zero3
 from payload.train.weights import save_hf
+from payload.train.world import World
 from tests.support.launching import losses, train
 from tests.train.alone import train_alone
 from tests.train.strategies.runs import SIZES, STEPS
@@ -43,7 +52,56 @@ def test_files_of_other_weights_have_another_identity(tmp_path: Path) -> None:
         save_file({"it": torch.full((3,), value)}, tmp_path / name / "model.safetensors")
     one, two = (files_identity(tmp_path / name) for name in ("one", "two"))
     assert one != two
+    assert files_identity(tmp_path / "one" / "model.safetensors") == one
     assert files_identity(tmp_path / "nothing") == ""
+    # What differs may lie before the part of a file that is read.
+    (tmp_path / "one" / "manifest.json").write_text("{}")
+    assert files_identity(tmp_path / "one") != one
+
+
+@pytest.mark.parametrize(
+    ("shape", "split"),
+    [
+        ((9, 4), None),
+        ((7,), None),
+        ((13, 7), Split(dim=0)),
+        ((7, 13), Split(dim=1)),
+        ((18, 5), Split(dim=0, sections=3)),
+        ((5, 18), Split(dim=1, sections=3)),
+        ((18,), Split(dim=0, sections=3)),
+    ],
+)
+def test_what_a_rank_reads_of_a_file_is_its_part_of_the_whole_tensor(
+    tmp_path: Path, shape: tuple[int, ...], split: Split | None
+) -> None:
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    save_file({"other": whole + 1, "it": whole}, tmp_path / "state.safetensors")
+    tensors = LazyTensors(tmp_path / "state.safetensors")
+    for size, index, shards, shard in ((1, 0, 3, 2), (2, 1, 1, 0), (2, 0, 2, 1), (3, 2, 8, 7)):
+        rows = partial(bounds, index=shard, size=shards)
+        read = read_part(tensors, "it", split, index=index, size=size, own_rows=rows)
+        part = whole if split is None else split.part(whole, index=index, size=size)
+        start, end = rows(len(part))
+        assert torch.equal(read, part[start:end])
+    for ranks, rank in ((2, 1), (4, 3), (200, 199)):
+        zero3 = object.__new__(Zero3)
+        zero3.world = cast(World, SimpleNamespace(world_size=ranks, rank=rank))
+        assert torch.equal(zero3.read_part(tensors, "it", name=""), zero3.own_part("", whole))
+
+
+def test_elements_of_a_tensor_are_read_from_any_index_on(tmp_path: Path) -> None:
+    whole = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    save_file({"other": whole + 1, "it": whole}, tmp_path / "optimizer.safetensors")
+    tensors = LazyTensors(tmp_path / "optimizer.safetensors")
+    some = torch.empty(9)
+    tensors.copy_elements("it", some, first=13)
+    tensors.copy_elements("it", torch.empty(0), first=35)
+    assert torch.equal(some, whole.flatten()[13:22])
+
+
+def test_optimizer_state_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"optimizer.*No such file.* Use another checkpoint"):
+        optimizer_tensors(tmp_path)
 
 
 @pytest.mark.ranks
@@ -92,13 +150,26 @@ def test_ranks_of_a_mesh_read_parts_and_train_as_one_rank_does(
     assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """Weights and AdamW's state, and the bytes of the weights."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    size = 4 * write_model(folder, params=120e6)
+    assert write_state(folder) > 2 * size
+    return folder, size
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", ["pipeline2+tensor2", "pipeline2+shard", "tensor2+shard"])
-def test_no_rank_of_a_mesh_has_the_whole_model_in_memory(tmp_path: Path, mesh: str) -> None:
-    size = 4 * write_model(tmp_path, params=120e6)
-    ranks = load_on_ranks(tmp_path, ranks=4, whole=False, mesh=mesh)
+def test_no_rank_of_a_mesh_has_the_whole_model_or_its_optimizer_state_in_memory(
+    checkpoint: tuple[Path, int], mesh: str
+) -> None:
+    folder, size = checkpoint
+    ranks = load_on_ranks(folder, ranks=4, whole=False, mesh=mesh)
     assert ranks is not None and len(ranks) == 4
     assert all(each["peak_bytes"] - each["before_bytes"] < 0.5 * size for each in ranks)
+    assert sum(each["state_bytes"] for each in ranks) >= 2 * size
+    assert all(each["state_peak_bytes"] - each["before_bytes"] < 1.5 * size for each in ranks)
 
 
 @pytest.mark.ranks
