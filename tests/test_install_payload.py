@@ -23,6 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "bootstrap" / "install-payload.sh"
 CLOSED = "http://127.0.0.1:9"
 """An address that refuses: no index can be reached there."""
+TORCH_BUILDS = (
+    *("torch==2.13.0  # train", "torch==2.13.0+cpu  # train"),
+    "nvidia_cublas==13.0  # train-cuda",
+)
 
 
 def make_wheel(folder: Path, name: str, version: str, *, requires: Sequence[str] = ()) -> Path:
@@ -73,6 +77,20 @@ def install(*arguments: str | Path, cwd: Path, **env: str) -> subprocess.Complet
         text=True,
         check=False,
         timeout=120,
+    )
+
+
+def install_torch(
+    lock: Path, links: Path, *arguments: str, cwd: Path, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the script for the extra `train` where packages come from a folder of links alone."""
+    return install(
+        *("--lock", lock, "--extras", "train", "--torch-index", CLOSED),
+        *arguments,
+        cwd=cwd,
+        PIP_NO_INDEX="1",
+        PIP_FIND_LINKS=str(links),
+        **env,
     )
 
 
@@ -163,22 +181,14 @@ def test_a_cuda_build_is_announced_with_its_size_before_it_is_installed(tmp_path
         wheel.writestr("weight.bin", os.urandom(60_000_000))
     make_wheel(links, "api", "1.0")
     make_wheel(tmp_path / "on an index out of reach", "torch", "2.13.0+cpu")
-    lock = write_lock(
-        tmp_path,
-        "torch==2.13.0  # train",
-        "torch==2.13.0+cpu  # train",
-        "filelock==4.0  # train",
-        "api[grpc]==1.0  # train",
-        "nvidia_cublas==13.0  # train-cuda",
-    )
-    options: list[str | Path] = ["--lock", lock, "--extras", "train", "--torch-index", CLOSED]
-    plain = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(links)}
+    others = ("filelock==4.0  # train", "api[grpc]==1.0  # train")
+    lock = write_lock(tmp_path, *TORCH_BUILDS, *others)
     # Nobody can be asked without a terminal.
-    unasked = install(*options, cwd=tmp_path, **plain)
+    unasked = install_torch(lock, links, cwd=tmp_path)
     assert unasked.returncode == 30
     assert "not installed unasked. Agree to it: --torch-cuda" in unasked.stderr.splitlines()[-1]
     assert installed(tmp_path / ".venv") == set()
-    done = install(*options, "--torch-cuda", cwd=tmp_path, **plain)
+    done = install_torch(lock, links, "--torch-cuda", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "api==1.0" in installed(tmp_path / ".venv")
     lines = done.stderr.splitlines()
@@ -196,15 +206,8 @@ def test_a_machine_with_a_gpu_takes_the_cuda_build_unasked_and_looks_for_no_othe
     make_wheel(links, "torch", "2.13.0", requires=["nvidia-cublas==13.0"])
     make_wheel(links, "nvidia_cublas", "13.0")
     make_wheel(tmp_path / "on an index out of reach", "torch", "2.13.0+cpu")
-    lock = write_lock(
-        tmp_path,
-        "torch==2.13.0  # train",
-        "torch==2.13.0+cpu  # train",
-        "nvidia_cublas==13.0  # train-cuda",
-    )
-    options: list[str | Path] = ["--lock", lock, "--extras", "train", "--torch-index", CLOSED]
-    plain = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(links)}
-    done = install(*options, "--torch-gpu", cwd=tmp_path, **plain)
+    lock = write_lock(tmp_path, *TORCH_BUILDS)
+    done = install_torch(lock, links, "--torch-gpu", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "NOTE" not in done.stderr and CLOSED not in done.stderr
     assert installed(tmp_path / ".venv") == {"torch==2.13.0", "nvidia_cublas==13.0"}
@@ -214,18 +217,7 @@ def test_a_cpu_build_on_the_plain_index_is_taken_without_ado(tmp_path: Path) -> 
     links = tmp_path / "links"
     make_wheel(links, "torch", "2.13.0+cpu")
     lock = write_lock(tmp_path, "torch==2.13.0  # train", "torch==2.13.0+cpu  # train")
-    done = install(
-        "--lock",
-        lock,
-        "--extras",
-        "train",
-        "--torch-index",
-        CLOSED,
-        cwd=tmp_path,
-        PIP_NO_INDEX="1",
-        PIP_FIND_LINKS=str(links),
-        PYTHONDONTWRITEBYTECODE="1",
-    )
+    done = install_torch(lock, links, cwd=tmp_path, PYTHONDONTWRITEBYTECODE="1")
     assert done.returncode == 0, done.stderr
     assert "CUDA" not in done.stderr
     assert installed(tmp_path / ".venv") == {"torch==2.13.0+cpu"}
@@ -240,12 +232,7 @@ def test_a_wheelhouse_with_either_build_of_torch_is_enough(build: str, tmp_path:
     needs = ["nvidia-cublas==13.0"] if build == "2.13.0" else []
     make_wheel(wheels, "torch", build, requires=needs)
     make_wheel(wheels if needs else tmp_path / "elsewhere", "nvidia_cublas", "13.0")
-    lock = write_lock(
-        tmp_path,
-        "torch==2.13.0  # train",
-        "torch==2.13.0+cpu  # train",
-        "nvidia_cublas==13.0  # train-cuda",
-    )
+    lock = write_lock(tmp_path, *TORCH_BUILDS)
     options: list[str | Path] = ["--lock", lock, "--wheelhouse", wheels, "--extras", "train"]
     done = install(*options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -365,12 +352,7 @@ def test_an_index_that_shadows_a_package_gets_nothing_installed(name: str, tmp_p
     lock = write_lock(tmp_path, f"{name}==1.0  # train", f"{name}==1.0+cpu  # train")
     make_wheel(tmp_path / "theirs", name, "1.0", requires=["evil"])
     make_wheel(tmp_path / "theirs", name, "1.0+cpu", requires=["evil"])
-    refused = install(
-        *("--lock", lock, "--extras", "train", "--torch-index", CLOSED),
-        cwd=tmp_path,
-        PIP_NO_INDEX="1",
-        PIP_FIND_LINKS=str(tmp_path / "theirs"),
-    )
+    refused = install_torch(lock, tmp_path / "theirs", cwd=tmp_path)
     assert refused.returncode == 30
     assert "DO NOT MATCH THE HASHES" in refused.stderr
     assert installed(tmp_path / ".venv") == set()
