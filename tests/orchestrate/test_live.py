@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from payload.orchestrate.run.console import Eta, View, duration, evaluations_left, saves_left
+from payload.orchestrate.run.console import View, duration
 from payload.results import RankProgress
+from payload.time_left import Eta, evaluations_left, saves_left
 from payload.training_sections import TrainSection
 
 ROW = {"step": 11, "tokens": 10**7, "loss": 4.56789, "tokens_per_s": 12345.6, "mfu": 0.312}

@@ -24,12 +24,13 @@ from payload.launch.ranks import Placement, load_ranks
 from payload.metrics_log import describe_missing
 from payload.models.spec import typical_mfu
 from payload.orchestrate.planning import PlannedRun
-from payload.orchestrate.run.console import duration, evaluations_left
+from payload.orchestrate.run.console import duration
 from payload.orchestrate.run.store import RunView
 from payload.quantized_cost import QuantizedCost, quantized_cost
 from payload.results import RunPaths, Summary, last_record, read_json
 from payload.run_config import RunConfig, load_run_config
 from payload.stragglers import SlowRank
+from payload.time_left import evaluations_left
 from payload.untrusted import open_regular
 
 # One core's GEMM in bf16 with AVX-512 and no matrix tiles; benchmarks/results, step_epyc-2-cores.
