@@ -191,6 +191,9 @@ def _train(work: Path, *, config: Path, sets: Sequence[str]) -> float:
     began = time.perf_counter()
     where = ("--config", str(config), "--run-dir", str(work / "run"))
     _run_quietly("payload.train", *where, *words)
+    status = json.loads((work / "run" / "summary.json").read_text())["status"]
+    if status != "finished":
+        sys.exit(f"the training is {status}: nothing is measured. Run the same command again.")
     return time.perf_counter() - began
 
 

@@ -20,6 +20,9 @@ _TEXT_TOKENS = 1024
 _STEP_TOKENS = 16384
 """Most tokens of a step: what LoRA and full fine-tuning of small models are commonly done with."""
 _STEPS_WANTED = 100
+_LEAST_EPOCHS: Mapping[TaskKind, int] = {"classify": 2}
+"""Two annealed epochs of 8,000 labelled texts had a better accuracy than one
+(benchmarks/results/2026-11-25_classify_epyc-2-cores.md)."""
 _MOST_EPOCHS = 3
 _EVALUATIONS = 5
 _SMALL, _LARGE = 500_000_000, 20_000_000_000
@@ -99,16 +102,18 @@ def batch(task: TaskKind, found: Amount, *, length: int, ranks: int) -> Choice:
     )
 
 
-def steps(found: Amount, *, batch_size: int, asked: int | None) -> Choice:
-    """Return train.steps: one to three epochs, so that there are a hundred steps."""
+def steps(task: TaskKind, found: Amount, *, batch_size: int, asked: int | None) -> Choice:
+    """Return train.steps: one to three epochs, so that there are a hundred steps.
+
+    Labelled texts are read twice at least.
+    """
     an_epoch = max(1, found.sequences // batch_size)
     if asked is not None:
         return Choice(
             key="train.steps", value=asked, reason=f"--steps; {asked / an_epoch:.2g} epochs"
         )
-    epochs = next(
-        (each for each in range(1, _MOST_EPOCHS) if each * an_epoch >= _STEPS_WANTED), _MOST_EPOCHS
-    )
+    tried = range(_LEAST_EPOCHS.get(task, 1), _MOST_EPOCHS)
+    epochs = next((each for each in tried if each * an_epoch >= _STEPS_WANTED), _MOST_EPOCHS)
     plural = "s" if epochs > 1 else ""
     return Choice(key="train.steps", value=epochs * an_epoch, reason=f"{epochs} epoch{plural}")
 
@@ -144,16 +149,15 @@ def method_choices(method: Method, spec: ModelSpec) -> list[Choice]:
     return found
 
 
-def schedule(num_steps: int, *, method: Method, lr: float) -> list[Choice]:
+def schedule(task: TaskKind, num_steps: int, *, method: Method, lr: float) -> list[Choice]:
     """Return warm-up, decay, and what is evaluated and saved on the way."""
     every = max(1, num_steps // _EVALUATIONS)
+    # Without the digits that a division by ten leaves, as in 2.9999999999999997e-05.
+    last, what = float(f"{lr / 10:g}"), "a tenth of the highest at the end"
+    if task == "classify":
+        last, what = 0.0, "zero at the end, as in the recipe classify.toml"
     return [
-        Choice(
-            key="optimizer.min_lr",
-            # Without the digits that a division by ten leaves, as in 2.9999999999999997e-05.
-            value=float(f"{lr / 10:g}"),
-            reason="a tenth of the highest at the end",
-        ),
+        Choice(key="optimizer.min_lr", value=last, reason=what),
         Choice(
             key="optimizer.weight_decay",
             value=0.01 if method == "full" else 0.0,

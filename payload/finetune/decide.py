@@ -306,7 +306,7 @@ def _choices(
     )
     size = batch(found.task, data, length=length.value, ranks=fitting.ranks)
     batch_size = given.get(size.key, size.value)
-    number = steps(data, batch_size=batch_size, asked=wanted.steps)
+    number = steps(found.task, data, batch_size=batch_size, asked=wanted.steps)
     num_steps = given.get(number.key, number.value)
     highest = rate(found.task, fitting.method, params=spec.num_params())
     chosen = [
@@ -324,7 +324,12 @@ def _choices(
         ),
         highest,
         number,
-        *schedule(num_steps, method=fitting.method, lr=given.get(highest.key, highest.value)),
+        *schedule(
+            found.task,
+            num_steps,
+            method=fitting.method,
+            lr=given.get(highest.key, highest.value),
+        ),
         Choice(
             key="memory.activation_checkpointing",
             value="auto",

@@ -49,15 +49,23 @@ def test_batch_and_steps_go_through_the_data_one_to_three_times(sequences: int, 
     data = Amount(sequences=sequences, tokens=sequences * 512)
     size = batch("chat", data, length=512, ranks=ranks).value
     assert size % ranks == 0 and size * 512 <= max(16384, ranks * 512)
-    number = steps(data, batch_size=size, asked=None).value
+    number = steps("chat", data, batch_size=size, asked=None).value
     epochs = number * size / sequences
     assert epochs <= 3 or number == 3, "no text is read more often"
     assert number >= 100 or epochs > 2 or sequences < 3 * size
 
 
+def test_labelled_texts_are_read_twice_and_the_rate_falls_to_zero() -> None:
+    data = amount("classify", tokens=80_000, documents=8889, length=64)
+    assert steps("classify", data, batch_size=64, asked=None).value == 250
+    assert steps("chat", data, batch_size=64, asked=None).value == 125
+    found = {each.key: each.value for each in schedule("classify", 250, method="full", lr=1e-4)}
+    assert found["optimizer.min_lr"] == 0
+
+
 def test_steps_can_be_given_and_the_epochs_are_said() -> None:
     data = amount("chat", tokens=51_200, documents=None, length=512)
-    chosen = steps(data, batch_size=10, asked=25)
+    chosen = steps("chat", data, batch_size=10, asked=25)
     assert chosen.value == 25 and chosen.reason == "--steps; 2.5 epochs"
 
 
@@ -105,7 +113,7 @@ def test_values_are_written_with_all_their_digits() -> None:
 
 
 def test_a_tenth_of_the_rate_has_no_more_digits_than_the_rate() -> None:
-    found = {each.key: each.value for each in schedule(100, method="full", lr=3e-4)}
+    found = {each.key: each.value for each in schedule("chat", 100, method="full", lr=3e-4)}
     assert found["optimizer.min_lr"] == 3e-5
 
 
