@@ -72,7 +72,7 @@ def no_collection() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """Make temporary folders in memory, keep compiled modules, and let Ctrl-C interrupt.
+    """Make temporary folders in memory, keep compiled modules, spin less, let Ctrl-C interrupt.
 
     What a shell starts in the background ignores it, and so do the children of that.
     """
@@ -81,6 +81,9 @@ def pytest_configure() -> None:
     # that is half of the 0.5 s of processor time in which a command of the operator starts.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # Before torch is loaded. At the end of each parallel region libgomp's threads spin on a core
+    # that the other worker needs: with small models that is most of the processor time.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

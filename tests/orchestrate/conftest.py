@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from shutil import which
 
@@ -21,7 +22,10 @@ from tests.orchestrate.sshd import SSHD, USER, Sshd, make_cluster, make_key
 from tests.support.left_out import leave_out
 
 StartSshd = Callable[..., Sshd]
-SHORT = Deadlines(connect_s=3.0, handshake_s=3.0, auth_s=3.0)
+PATIENT = Deadlines(connect_s=60.0, handshake_s=60.0, auth_s=60.0)
+"""For nodes that answer, however busy the machine is."""
+SILENT_LATER = replace(PATIENT, connect_s=3.0)
+"""For nodes that answer no more once somebody has logged in."""
 
 
 def remote_run(
@@ -33,7 +37,7 @@ def remote_run(
         inventory,
         run_dir=PurePosixPath(there),
         key=login.key,
-        connect=lambda: Cluster(inventory, login=login, env={}, deadlines=SHORT),
+        connect=lambda: Cluster(inventory, login=login, env={}, deadlines=PATIENT),
     )
 
 
@@ -95,7 +99,7 @@ def inventory(head: Sshd) -> ClusterInventory:
 
 @pytest.fixture
 def cluster(inventory: ClusterInventory, login: Login) -> Iterator[Cluster]:
-    with Cluster(inventory, login=login, env={}, deadlines=SHORT) as cluster:
+    with Cluster(inventory, login=login, env={}, deadlines=PATIENT) as cluster:
         yield cluster
 
 

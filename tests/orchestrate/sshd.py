@@ -6,7 +6,6 @@ import contextlib
 import getpass
 import os
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +14,7 @@ from types import TracebackType
 
 from payload.inventory import Access, AccessKind, ClusterInventory, Node
 from payload.orchestrate.node.look import numa_domains, physical_cores
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 SSHD = Path("/usr/sbin/sshd")
@@ -42,13 +42,6 @@ def make_key(path: Path, *, kind: str = "ed25519") -> str:
     command = ["ssh-keygen", "-q", "-t", kind, "-N", "", "-C", "", "-f", str(path)]
     subprocess.run(command, check=True)
     return path.with_suffix(".pub").read_text(encoding="ascii").strip()
-
-
-def free_port(address: str) -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 class Sshd:

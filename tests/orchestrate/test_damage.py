@@ -22,8 +22,9 @@ from payload.orchestrate.sites.local import LocalAccess
 from payload.results import RunPaths, Summary, read_json
 from payload.supervise.processes import processes_of
 from tests.orchestrate.damage import WAYS, damage_file
-from tests.orchestrate.sshd import USER, free_port, make_cluster, make_key
+from tests.orchestrate.sshd import USER, make_cluster, make_key
 from tests.support.data_folders import make_data_folder
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.ranks
 STEPS = 4

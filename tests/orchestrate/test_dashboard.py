@@ -24,7 +24,7 @@ from payload.orchestrate.commands import status
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Login
 from payload.results import RunPaths
-from tests.orchestrate.conftest import SHORT, StartSshd
+from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.sshd import make_cluster
 from tests.supervise.planned import REPO, plan_stand_in, wait_for
 
@@ -76,7 +76,7 @@ def test_a_port_of_the_head_comes_here_whole_and_for_several_at_once(
     head = start_sshd("node-0", "127.0.0.2")
     with (
         page("/a") as there,
-        Cluster(make_cluster(head.node), login=login, env={}, deadlines=SHORT) as cluster,
+        Cluster(make_cluster(head.node), login=login, env={}, deadlines=PATIENT) as cluster,
         closed() as nobody,
         forwarded(cluster.connect(head.node), [there, nobody]) as (here, dead),
     ):

@@ -24,7 +24,7 @@ from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Login
 from payload.results import RunPaths
 from payload.training_sections import TrainSection
-from tests.orchestrate.conftest import SHORT, StartSshd
+from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.run_copies import progress_text, state_text
 from tests.orchestrate.sshd import make_cluster
 
@@ -146,7 +146,7 @@ def test_a_look_at_512_ranks_on_a_cluster_is_done_within_its_time(
     inventory = make_cluster(head.node)
 
     def connect() -> Cluster:
-        return Cluster(inventory, login=login, env={}, deadlines=SHORT)
+        return Cluster(inventory, login=login, env={}, deadlines=PATIENT)
 
     run = RemoteRun(
         here, inventory, run_dir=PurePosixPath(there.root), key=login.key, connect=connect

@@ -28,9 +28,10 @@ from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.keys import make_operator_key
 from payload.orchestrate.ssh.streams import Login
 from payload.run_config import RunConfig
-from tests.orchestrate.conftest import SHORT, StartSshd
-from tests.orchestrate.sshd import Sshd, free_port, make_cluster, make_gcloud, make_key
+from tests.orchestrate.conftest import PATIENT, SILENT_LATER, StartSshd
+from tests.orchestrate.sshd import Sshd, make_cluster, make_gcloud, make_key
 from tests.support.nvidia_smi import L4, make_nvidia_smi
+from tests.support.ports import free_port
 from tests.test_architecture import ROOT
 
 READY = {
@@ -56,7 +57,7 @@ def set_state(sshd: Sshd, **changes: Any) -> None:
 
 
 def check(inventory: ClusterInventory, login: Login) -> Report:
-    with Cluster(inventory, login=login, env=os.environ, deadlines=SHORT) as cluster:
+    with Cluster(inventory, login=login, env=os.environ, deadlines=PATIENT) as cluster:
         return check_cluster(inventory, cluster, state_file="~/state.json")
 
 
@@ -158,7 +159,7 @@ def test_a_node_that_falls_silent_once_connected_is_20_and_not_its_bootstrap_s_f
 ) -> None:
     monkeypatch.setattr(ssh, "_MARGIN_S", 0.5)
     inventory = make_cluster(*(sshd.node for sshd in nodes))
-    with Cluster(inventory, login=login, env=os.environ, deadlines=SHORT) as cluster:
+    with Cluster(inventory, login=login, env=os.environ, deadlines=SILENT_LATER) as cluster:
         cluster.connect(nodes[2].node)
         nodes[2].signal(signal.SIGSTOP)
         try:
@@ -204,7 +205,7 @@ def test_one_node_alone_has_no_way_to_others(nodes: list[Sshd], login: Login) ->
 def test_two_nodes_with_one_address_are_found(nodes: list[Sshd], login: Login) -> None:
     twin = replace(nodes[0].node, name="node-9")
     inventory = make_cluster(nodes[0].node, twin)
-    with Cluster(inventory, login=login, env={}, deadlines=SHORT) as cluster:
+    with Cluster(inventory, login=login, env={}, deadlines=PATIENT) as cluster:
         report = check_cluster(inventory, cluster, state_file="~/state.json", mesh_s=2.0)
     assert any("cannot listen on 127.0.0.2" in line for line in errors(report).values())
 
@@ -325,7 +326,7 @@ def test_the_head_is_reached_through_iap(
     make_gcloud(tmp_path, nodes[0].node)
     inventory = make_cluster(replace(nodes[0].node, zone="here"), nodes[1].node, kind="iap")
     env = {**os.environ, "PATH": str(tmp_path)}
-    with Cluster(inventory, login=login, env=env, deadlines=SHORT) as cluster:
+    with Cluster(inventory, login=login, env=env, deadlines=PATIENT) as cluster:
         report = check_cluster(inventory, cluster, state_file="~/state.json")
     assert errors(report) == {}
 

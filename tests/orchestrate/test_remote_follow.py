@@ -22,7 +22,7 @@ from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Login
 from payload.results import RunPaths, StopRequest, read_json
 from payload.training_sections import TrainSection
-from tests.orchestrate.conftest import SHORT, StartSshd
+from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.run_copies import write_ranks
 from tests.orchestrate.sshd import Sshd, make_cluster
 
@@ -46,7 +46,7 @@ def run(head: Sshd, login: Login, tmp_path: Path) -> RemoteRun:
     inventory = make_cluster(head.node)
 
     def connect() -> Cluster:
-        return Cluster(inventory, login=login, env={}, deadlines=SHORT)
+        return Cluster(inventory, login=login, env={}, deadlines=PATIENT)
 
     return RemoteRun(here, inventory, run_dir=PurePosixPath(there), key=login.key, connect=connect)
 

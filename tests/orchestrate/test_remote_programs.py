@@ -30,7 +30,7 @@ from payload.orchestrate.ssh.streams import (
     remote_stdin,
 )
 from payload.untrusted import build
-from tests.support.launching import free_port
+from tests.support.ports import free_port
 from tests.support.sshfs_mount import sshfs_mount, stopped
 from tests.support.waiting import wait_until
 
@@ -198,8 +198,8 @@ def test_nodes_that_reach_each_other_say_so() -> None:
 def test_a_port_that_only_one_listens_on_is_named_by_the_other() -> None:
     shared, other = free_port(), free_port()
     members = {
-        "a": mesh_arguments("a", {"b": ""}, [shared, other], deadline_s=2.0),
-        "b": mesh_arguments("b", {"a": ""}, [shared], deadline_s=2.0),
+        "a": mesh_arguments("a", {"b": ""}, [shared, other], deadline_s=6.0),
+        "b": mesh_arguments("b", {"a": ""}, [shared], deadline_s=6.0),
     }
     answers = run_mesh(members)
     assert answers["a"]["pairs"]["b"]["failed"] == {str(other): "Connection refused"}
@@ -210,8 +210,8 @@ def test_a_port_that_only_one_listens_on_is_named_by_the_other() -> None:
 def test_a_stranger_is_not_taken_for_a_peer() -> None:
     port = free_port()
     members = {
-        "a": mesh_arguments("a", {"b": ""}, [port], deadline_s=2.0),
-        "b": mesh_arguments("b", {"a": ""}, [port], deadline_s=2.0, trial="another"),
+        "a": mesh_arguments("a", {"b": ""}, [port], deadline_s=6.0),
+        "b": mesh_arguments("b", {"a": ""}, [port], deadline_s=6.0, trial="another"),
     }
     answers = run_mesh(members)
     assert list(answers["a"]["pairs"]["b"]["failed"]) == [str(port)]

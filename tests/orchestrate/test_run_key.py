@@ -37,7 +37,7 @@ from payload.orchestrate.ssh.keys import (
     remove_run_key,
 )
 from payload.orchestrate.ssh.streams import Completed, Login, ask, parse_answer
-from tests.orchestrate.conftest import SHORT, StartSshd
+from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.sshd import Sshd, make_cluster, make_key
 from tests.support.launching import BIN
 
@@ -52,7 +52,7 @@ def nodes(start_sshd: StartSshd) -> list[Sshd]:
 
 
 def cluster_of(inventory: ClusterInventory, login: Login) -> Cluster:
-    return Cluster(inventory, login=login, env={}, deadlines=SHORT)
+    return Cluster(inventory, login=login, env={}, deadlines=PATIENT)
 
 
 def ssh_from_head(key: RunKey, node: Node, argv: Sequence[str]) -> CompletedProcess[str]:

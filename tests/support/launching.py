@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.support.ports import free_port
 
 REPO = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -42,13 +43,6 @@ checkpoint_every = 10
 [precision]
 dtype = "fp32"
 """
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rank_env(**extra: str) -> dict[str, str]:

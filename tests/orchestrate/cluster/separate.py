@@ -18,10 +18,11 @@ import payload
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.node.look import numa_domains, physical_cores
 from payload.orchestrate.sites.cluster import VENV
-from tests.orchestrate.sshd import SSHD, free_port, make_cluster, make_key
+from tests.orchestrate.sshd import SSHD, make_cluster, make_key
 from tests.rig.network import Link, address_of, make_operator_network
 from tests.rig.whole import Whole
 from tests.support.launching import REPO
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 _CONFIG = """\

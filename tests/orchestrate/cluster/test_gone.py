@@ -23,7 +23,7 @@ from payload.orchestrate.sites.cluster_run import bring_home, remote_run
 from payload.results import RunPaths
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.cluster.test_run import as_stack
-from tests.orchestrate.sshd import free_port
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
