@@ -24,6 +24,8 @@ from tests.support.chat_data import MARKED_TEMPLATE, conversations, make_model, 
 from tests.support.launching import losses, metrics, train
 from tests.train.alone import train_alone
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTH, SEED, STEPS, BATCH, LR = 128, 5, 50, 4, 1e-3
 CONFIG = f"""
 [run]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,8 @@ from payload.train.weights import save_hf
 from tests.support.launching import losses, metrics, mpirun, run, summary, train
 from tests.train.alone import train_alone
 from tests.train.test_model import make_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORDS = {
     "animal": ["dog", "cat", "horse", "cow", "sheep"],
@@ -92,15 +92,6 @@ def trained(
     return folder
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread, as the ranks do: matmuls on more add up in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     rows = [row for row in metrics(run_dir) if "val_loss" in row]
     return [{key: row[key] for key in row if key != "time_unix"} for row in rows]
@@ -143,8 +134,7 @@ def test_any_number_of_ranks_learns_and_reports_the_same(
         "schedule.warmup_steps=0",
     )
     train(tmp_path / "several", tiny_config, *weighted, num_ranks=ranks)
-    with one_thread():
-        train_alone(tmp_path / "one", tiny_config, *weighted)
+    train_alone(tmp_path / "one", tiny_config, *weighted)
     wanted, found = evaluations(tmp_path / "one"), evaluations(tmp_path / "several")
     assert found[0] == wanted[0]
     assert found[-1]["val_confusion"] == wanted[-1]["val_confusion"]
@@ -156,8 +146,7 @@ def test_evaluate_gives_equal_numbers_on_one_two_and_three_ranks(
     trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--checkpoint", str(trained), "--data", str(data), "--json")
-    with one_thread():
-        assert evaluate_main(words, {}) == 0
+    assert evaluate_main(words, {}) == 0
     found = [json.loads(capsys.readouterr().out.splitlines()[-1])]
     for ranks in (2, 3):
         done = run(mpirun(ranks, "-m", "payload.evaluate", *words))

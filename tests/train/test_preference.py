@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,8 @@ from tests.support.chat_data import PLAIN_TEMPLATE, make_model, write_rows
 from tests.support.launching import losses, metrics, mpirun, run, train
 from tests.support.preference_data import pairs, prepare
 from tests.train.alone import ALONE, train_alone
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTH, SEED, BATCH, BATCHES, BETA = 64, 5, 4, 20, 0.1
 CONFIG = f"""
@@ -90,15 +91,6 @@ def make_config(folder: Path, model: Path, rows: Sequence[Any] = ROWS) -> Path:
 def config(model: Path, tmp_path: Path) -> Path:
     """A run on pairs, whose reference is not computed yet."""
     return make_config(tmp_path, model)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread, as the ranks do: matmuls on more add up in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def eval_pass(size: int = BATCH) -> EvalPass:
@@ -292,8 +284,7 @@ def test_any_number_of_ranks_learns_and_reports_the_same(
     short = ("train.steps=6", "batch.micro_batch_size=1", "train.checkpoint_every=0", *more)
     own = own_copy(config, tmp_path)
     train(tmp_path / "several", config, *short, own, num_ranks=ranks)
-    with one_thread():
-        train_alone(tmp_path / "one", config, *short[:-1] if "shard" in str(more) else short)
+    train_alone(tmp_path / "one", config, *short[:-1] if "shard" in str(more) else short)
     wanted, found = evaluations(tmp_path / "one"), evaluations(tmp_path / "several")
     assert found[0] == wanted[0]
     assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
@@ -317,11 +308,10 @@ def test_evaluate_gives_equal_numbers_on_one_two_and_three_ranks(
     train_alone(tmp_path / "run", config, "task.beta=0.3")
     words = ("--checkpoint", str(tmp_path / "run"), "--data", str(config.with_name("data")))
     capsys.readouterr()
-    with one_thread():
-        assert evaluate([*words, "--json"], {}) == 0
-        row = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert evaluate(words, {}) == 0
-        said = capsys.readouterr().out
+    assert evaluate([*words, "--json"], {}) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert evaluate(words, {}) == 0
+    said = capsys.readouterr().out
     found = [row]
     for ranks in (2, 3):
         done = run(mpirun(ranks, "-m", "payload.evaluate", *words, "--json"))

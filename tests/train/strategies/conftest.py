@@ -10,6 +10,11 @@ from tests.train.alone import train_alone
 from tests.train.strategies.runs import STEPS, train_ranks
 
 
+@pytest.fixture(scope="module", autouse=True)
+def as_the_ranks_compute(one_thread: None) -> None:
+    """Take one thread in this process, too."""
+
+
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
     """The run of one rank, which holds everything; not to be changed."""
