@@ -52,6 +52,20 @@ def large_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as the ranks do: matmuls on more add up in another order.
+
+    With small models they also take several times the processor time, waiting for each other.
+    """
+    import torch  # takes seconds, and most tests go without
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
     """A file system of some megabytes, for a test to fill."""

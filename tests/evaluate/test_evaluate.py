@@ -19,6 +19,8 @@ from tests.generate.models import make_model
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import mpirun, run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTH = 64
 TOKENS = 1_000
 

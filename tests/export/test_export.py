@@ -17,6 +17,8 @@ from payload.export.tensors import whole_or_absent
 from payload.train.weights import save_hf
 from tests.generate.models import make_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = [464, 206, 758, 218]
 VOCAB = EOS + 1
 SIZES = {

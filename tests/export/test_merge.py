@@ -32,6 +32,8 @@ from tests.support.chat_data import (
     write_rows,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOKENS = torch.tensor([[5, 9, 300, 41, 7, 80]])
 
 

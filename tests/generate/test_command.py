@@ -21,6 +21,8 @@ from payload.train.snapshot import Snapshot
 from payload.train.weights import save_hf
 from tests.generate.models import make_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DEADLINE_S = 120
 ROOT = Path(__file__).resolve().parents[2]
 

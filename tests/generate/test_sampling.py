@@ -22,6 +22,8 @@ from payload.generate.sampling import (
 from payload.train.weights import save_hf
 from tests.generate.models import make_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = [464, 2068, 7586, 21831]
 
 

@@ -22,6 +22,8 @@ from tests.support.chat_data import prepare
 from tests.support.launching import metrics
 from tests.support.smollm2 import smollm2_folder
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTH, STEPS = 256, 60
 DEADLINE_S = 560
 QUESTION = "Write the docstring of this Python function.\n\ndef add(a, b):\n    return a + b"

@@ -24,6 +24,8 @@ from payload.models.registry import read_spec
 from tests.support.launching import REPO, rank_env
 from tests.support.smollm2 import kept, smollm2_folder, smollm2_gguf
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTH = 128
 NUM_VAL_TOKENS = 1024
 STEPS = 30

@@ -62,15 +62,3 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Compute with one thread, as the ranks do: matmuls on more add up in another order.
-
-    With small models they also take several times the processor time, waiting for each other.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

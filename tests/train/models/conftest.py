@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -17,10 +14,6 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute with one thread: for models of this size others only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module", autouse=True)
+def as_the_ranks_compute(one_thread: None) -> None:
+    """Take one thread in this process, too."""
