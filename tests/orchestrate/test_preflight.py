@@ -107,7 +107,7 @@ def test_each_node_s_gpus_are_compared_with_what_the_run_wants(
     sshds = start(0, L4, L4), start(1, L4, L4, setting="CUDA_VISIBLE_DEVICES=1"), start(2, L4)
     inventory = make_cluster(*(replace(sshd.node, gpus=2) for sshd in sshds))
     config = RunConfig()
-    with Cluster(inventory, login=login, env=os.environ, deadlines=SHORT) as cluster:
+    with Cluster(inventory, login=login, env=os.environ, deadlines=PATIENT) as cluster:
         report = check_cluster(
             inventory,
             cluster,

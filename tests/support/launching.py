@@ -100,6 +100,33 @@ def train(
     return result
 
 
+def train_several(
+    runs: Mapping[Path, Sequence[str]], config: Path, *, num_ranks: int
+) -> subprocess.CompletedProcess[str]:
+    """Train one run after the other on the same ranks, each with overrides of its own.
+
+    Most of the processor time of a short run is the start of its ranks.
+    """
+    each = [
+        (free_port(), train_program(folder, config, *overrides)[2:])
+        for folder, overrides in runs.items()
+    ]
+    result = run(mpirun(num_ranks, "-c", _SEVERAL, json.dumps(each)))
+    assert result.returncode == 0, result.stderr + result.stdout
+    return result
+
+
+_SEVERAL = """
+import json, os, sys
+from payload.train.__main__ import main
+for port, words in json.loads(sys.argv[1]):
+    os.environ["MASTER_PORT"] = str(port)
+    assert main(words, os.environ) == 0
+    from accelerate.state import AcceleratorState
+    AcceleratorState._reset_state(reset_partial_state=True)
+"""
+
+
 def train_program(run_dir: Path, config: Path, *overrides: str) -> list[str]:
     """`python -m payload.train`, less the interpreter."""
     sets = [word for override in overrides for word in ("--set", override)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from benchmarks.architecture_cases import CASES, make_folder
 from payload.data.blocks import BlockOrder, TokenData
 from payload.results import RunPaths
 from tests.support.data_folders import make_data_folder
-from tests.support.launching import losses, mpirun, rank_env, run, train_program
+from tests.support.launching import losses, train_several
 from tests.train.alone import train_alone
 
 STEPS, BATCH, LENGTH, SEED = 20, 4, 32, 3
@@ -53,6 +54,8 @@ checkpoint_every = 10
 dtype = "fp32"
 """
 
+FAMILIES = ("gpt2", "llama", "qwen3", "gemma3_text", "qwen2_moe")
+SHORT = "train.steps=5"
 Prepared = Callable[[str], Path]
 
 
@@ -70,6 +73,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Prepared:
     """`config_of(case)`: a run that starts from the case's weights."""
 
+    @functools.cache
     def prepare(name: str) -> Path:
         folder = tmp_path_factory.mktemp("model")
         make_folder(CASES[name], folder / "init")
@@ -143,15 +147,25 @@ def test_ten_steps_and_ten_after_a_resume_are_bitwise_twenty_in_one_go(
         assert left == (parts.checkpoint(STEPS) / file).read_bytes()
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gemma3_text", "qwen2_moe"])
-def test_losses_do_not_depend_on_how_many_ranks_train_a_family(
-    name: str, tmp_path: Path, config_of: Prepared
-) -> None:
-    config, short = config_of(name), "train.steps=5"
-    train_alone(tmp_path / "1", config, short)
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory, config_of: Prepared) -> Path:
+    """A folder with the run of each family on two ranks and on four, such as `llama-2`."""
+    root = tmp_path_factory.mktemp("ranks")
     for ranks in (2, 4):
-        folder = tmp_path / str(ranks)
-        done = run(mpirun(ranks, *train_program(folder, config, short)), env=rank_env())
-        assert done.returncode == 0, done.stderr
-        assert losses(folder) == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
+        runs = {
+            root / f"{name}-{ranks}": (SHORT, f"model.init={config_of(name).parent / 'init'}")
+            for name in FAMILIES
+        }
+        train_several(runs, config_of(FAMILIES[0]), num_ranks=ranks)
+    return root
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_do_not_depend_on_how_many_ranks_train_a_family(
+    name: str, tmp_path: Path, config_of: Prepared, on_ranks: Path
+) -> None:
+    train_alone(tmp_path / "1", config_of(name), SHORT)
+    for ranks in (2, 4):
+        found = losses(on_ranks / f"{name}-{ranks}")
+        assert found == pytest.approx(losses(tmp_path / "1"), rel=1e-5) and len(found) == 5

@@ -21,10 +21,17 @@ from payload.train.strategies.mesh_loading import read_part
 from payload.train.strategies.zero3 import Zero3
 from payload.train.weights import save_hf
 from payload.train.world import World
-from tests.support.launching import losses, train
+from tests.support.launching import losses, train, train_several
 from tests.train.alone import train_alone
 from tests.train.strategies.runs import SIZES, STEPS
 from tests.train.test_model import make_model
+
+FAMILIES = ("gpt2", "llama, untied, biases")
+MESHES = {
+    "pipeline x tensor": ("distributed.pipeline_parallel=2", "distributed.tensor_parallel=2"),
+    "pipeline x shard": ("distributed.pipeline_parallel=2", "distributed.strategy=shard"),
+    "tensor x shard": ("distributed.tensor_parallel=2", "distributed.strategy=shard"),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -122,32 +129,43 @@ def test_a_sharded_run_reads_parts_and_trains_as_one_rank_does(
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("family", ["gpt2", "llama, untied, biases"])
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        ("distributed.pipeline_parallel=2", "distributed.tensor_parallel=2"),
-        ("distributed.pipeline_parallel=2", "distributed.strategy=shard"),
-        ("distributed.tensor_parallel=2", "distributed.strategy=shard"),
-    ],
-    ids=["pipeline x tensor", "pipeline x shard", "tensor x shard"],
-)
-def test_ranks_of_a_mesh_read_parts_and_train_as_one_rank_does(
-    tmp_path: Path, tiny_config: Path, mesh: tuple[str, ...], family: str
-) -> None:
-    base = tmp_path / "base"
+def write_base(folder: Path, family: str) -> None:
     if family == "gpt2":
-        base.mkdir()
-        save_hf(make_model(n_embd=32, n_head=2, n_layer=2, vocab_size=513), base)
+        folder.mkdir()
+        save_hf(make_model(n_embd=32, n_head=2, n_layer=2, vocab_size=513), folder)
     else:
         config = {**CASES[family], "vocab_size": 601, "num_key_value_heads": 2}
-        make_folder(config, base)
-    settings = (*STEPS, *SIZES, "train.steps=3", f"model.init={base}", "batch.micro_batch_size=1")
-    train_alone(tmp_path / "alone", tiny_config, *settings)
-    said = train(tmp_path / "four", tiny_config, *mesh, *settings, num_ranks=4).stderr
-    assert "each rank reads its own part" in said
-    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
+        make_folder(config, folder)
+
+
+@pytest.fixture(scope="module")
+def on_meshes(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
+    """A folder with the run of each family on each mesh, and on one rank."""
+    root = tmp_path_factory.mktemp("meshes")
+    runs: dict[Path, tuple[str, ...]] = {}
+    for family in FAMILIES:
+        base = root / f"base of {family}"
+        write_base(base, family)
+        settings = (
+            *(*STEPS, *SIZES, "train.steps=3"),
+            *(f"model.init={base}", "batch.micro_batch_size=1"),
+        )
+        train_alone(root / f"{family} alone", tiny_config, *settings)
+        runs |= {root / f"{family} on {name}": (*MESHES[name], *settings) for name in MESHES}
+    said = train_several(runs, tiny_config, num_ranks=4).stderr
+    assert said.count("each rank reads its own part") == len(runs)
+    return root
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_ranks_of_a_mesh_read_parts_and_train_as_one_rank_does(
+    on_meshes: Path, mesh: str, family: str
+) -> None:
+    wanted = losses(on_meshes / f"{family} alone")
+    assert losses(on_meshes / f"{family} on {mesh}") == pytest.approx(wanted, rel=1e-6)
+    assert len(wanted) == 3
 
 
 @pytest.fixture(scope="module")
