@@ -28,9 +28,9 @@ from tests.train.test_model import make_model
 
 FAMILIES = ("gpt2", "llama, untied, biases")
 MESHES = {
-    "pipeline x tensor": ("distributed.pipeline_parallel=2", "distributed.tensor_parallel=2"),
-    "pipeline x shard": ("distributed.pipeline_parallel=2", "distributed.strategy=shard"),
-    "tensor x shard": ("distributed.tensor_parallel=2", "distributed.strategy=shard"),
+    "pipeline-x-tensor": ("distributed.pipeline_parallel=2", "distributed.tensor_parallel=2"),
+    "pipeline-x-shard": ("distributed.pipeline_parallel=2", "distributed.strategy=shard"),
+    "tensor-x-shard": ("distributed.tensor_parallel=2", "distributed.strategy=shard"),
 }
 
 
@@ -131,7 +131,7 @@ def test_a_sharded_run_reads_parts_and_trains_as_one_rank_does(
 
 def write_base(folder: Path, family: str) -> None:
     if family == "gpt2":
-        folder.mkdir()
+        folder.mkdir(parents=True)
         save_hf(make_model(n_embd=32, n_head=2, n_layer=2, vocab_size=513), folder)
     else:
         config = {**CASES[family], "vocab_size": 601, "num_key_value_heads": 2}
@@ -144,14 +144,14 @@ def on_meshes(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Pa
     root = tmp_path_factory.mktemp("meshes")
     runs: dict[Path, tuple[str, ...]] = {}
     for family in FAMILIES:
-        base = root / f"base of {family}"
+        base = root / family / "base"
         write_base(base, family)
         settings = (
             *(*STEPS, *SIZES, "train.steps=3"),
             *(f"model.init={base}", "batch.micro_batch_size=1"),
         )
-        train_alone(root / f"{family} alone", tiny_config, *settings)
-        runs |= {root / f"{family} on {name}": (*MESHES[name], *settings) for name in MESHES}
+        train_alone(root / family / "alone", tiny_config, *settings)
+        runs |= {root / family / name: (*MESHES[name], *settings) for name in MESHES}
     said = train_several(runs, tiny_config, num_ranks=4).stderr
     assert said.count("each rank reads its own part") == len(runs)
     return root
@@ -163,8 +163,8 @@ def on_meshes(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Pa
 def test_ranks_of_a_mesh_read_parts_and_train_as_one_rank_does(
     on_meshes: Path, mesh: str, family: str
 ) -> None:
-    wanted = losses(on_meshes / f"{family} alone")
-    assert losses(on_meshes / f"{family} on {mesh}") == pytest.approx(wanted, rel=1e-6)
+    wanted = losses(on_meshes / family / "alone")
+    assert losses(on_meshes / family / mesh) == pytest.approx(wanted, rel=1e-6)
     assert len(wanted) == 3
 
 
