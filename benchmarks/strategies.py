@@ -29,7 +29,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,15 @@ from payload.models.gpt2 import PRESETS
 from payload.models.spec import Dtype, typical_mfu
 from payload.results import write_whole
 from payload.run_config import RunConfig, parse_run_config
-from payload.step_time import Network, run_step_time, sends_per_byte, sent_bytes, update_s
+from payload.step_time import (
+    CopyTimes,
+    Network,
+    ShardTimes,
+    run_step_time,
+    sends_per_byte,
+    sent_bytes,
+    update_s,
+)
 
 _FIRST_WORD = "--as-rank"
 
@@ -85,9 +93,10 @@ def main(argv: Sequence[str]) -> int:
         if case.ranks not in computing:
             spec, mesh = PRESETS[case.model], _config(case, arguments).distributed.mesh(case.ranks)
             computing[case.ranks] = row["step_s"] - row["sync_s"] - update_s(spec, mesh)
-        network = Network(ranks=case.ranks, bytes_per_s=rates[case.ranks])
-        if row["fresh_copy_s_per_byte"] is not None:
-            network = replace(network, fresh_copy_s_per_byte=row["fresh_copy_s_per_byte"])
+        shards = row["shards"] and ShardTimes(
+            **row["shards"] | {"copies": CopyTimes(**row["shards"]["copies"])}
+        )
+        network = Network(ranks=case.ranks, bytes_per_s=rates[case.ranks], shards=shards)
         row |= _predicted(case, arguments, compute_s=computing[case.ranks], network=network)
         first = next((each for each in found if each["model"] == case.model), row)
         row["states_of_first"] = row["states_bytes"] / first["states_bytes"]
@@ -168,7 +177,6 @@ def _measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
         record = measure(_arrangement(case, arguments.network), work)
         files = Path(folder).glob("*.json")
         states = [json.loads(each.read_text(encoding="utf-8")) for each in files]
-        copies = [each["fresh_copy_s_per_byte"] for each in states]
     return {
         "step_s": statistics.median(record["step_s"]),
         "sync_s": statistics.median(record["sync_s"]),
@@ -177,7 +185,7 @@ def _measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
         "peak_bytes": record["peak_bytes"],
         "states_bytes": max(each["at_update"] - each["before"] for each in states),
         "process_bytes": max(each["before"] for each in states),
-        "fresh_copy_s_per_byte": copies[0],
+        "shards": states[0]["shards"],
     }
 
 
@@ -195,12 +203,12 @@ def _train_as_rank(argv: Sequence[str]) -> int:
             self.before_bytes = psutil.Process().memory_info().rss
 
         def ready(self, parts: Parts) -> None:
-            self.copy_s = parts.calibration.fresh_copy_s_per_byte
+            self.shards = parts.calibration.shards
 
         def before_update(self, step: int) -> None:
             now = psutil.Process().memory_info().rss
             found: dict[str, Any] = {"before": self.before_bytes, "at_update": now}
-            found["fresh_copy_s_per_byte"] = self.copy_s
+            found["shards"] = asdict(self.shards) if self.shards else None
             write_whole(Path(folder) / f"{os.getpid()}.json", json.dumps(found))
 
     folder, *words = argv

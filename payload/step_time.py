@@ -25,15 +25,36 @@ _MOST_COPYING_CORES = 16
 """So many cores move 190 GB/s at that rate, about what a socket's memory gives: eight channels of
 DDR5-4800 have 307 GB/s by specification. More cores are not counted; no such rank was measured."""
 
-FRESH_COPY_S_PER_BYTE = 0.8e-9
-"""One core's copy into memory that the kernel has just given, page by page: sharded ranks give
-blocks back at once (`launch.malloc = "lean"`). 20 MB on each of two busy cores of the development
-machine; into memory that was there it is 0.06 ns. The trainer measures it (`Calibration`)."""
-_COPIES_PER_GATHERED = 2
-"""Fresh copies of a gathered weight: into the collective's buffer, and from there into the weight.
-Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py."""
-_COPIES_PER_SUMMED = 3
-"""Fresh copies of a gradient: itself, the collective's buffer, and what the other ranks send."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyTimes:
+    """Times of a sharded rank's copies beside its collectives, page faults included.
+
+    Source of what is copied: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+    """
+
+    gathered_s_per_byte: float
+    """Time for a gathered weight: its own part into the collective's buffer, and all of that into
+    the weight, whose memory is new each time."""
+    summed_s_per_byte: float
+    """Time for a gradient: its memory, which is new each time, the copy into the collective's
+    buffer, and the mean and the accumulation of the rank's part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTimes:
+    """Speeds that sharded ranks measure before they train: of collectives, and of copies."""
+
+    gather_bytes_per_s: float
+    """Rate at which a rank sends in an all-gather, to all others together."""
+    sum_bytes_per_s: float
+    """Rate at which a rank sends in a reduce-scatter."""
+    copies: CopyTimes
+
+
+PLANNED_COPIES = CopyTimes(gathered_s_per_byte=0.3e-9, summed_s_per_byte=0.4e-9)
+"""One core's, where no trainer has measured them (`measure_copies`): a layer of GPT-2 124M on each
+of two busy cores of the development machine."""
 
 BACKWARD_SHARE = 2 / 3
 """Share of a pass: for every product of the forward pass, the backward pass has two."""
@@ -63,9 +84,8 @@ class Network:
     """Computing time that a rank loses for each byte that it sends."""
     convert_s_per_number: float = 0.0
     """Computing time that a rank loses for each gradient that travels as bf16."""
-    fresh_copy_s_per_byte: float | None = None
-    """Time of a rank's copy into memory that the kernel has just given, as sharded ranks make
-    them; None = not measured."""
+    shards: ShardTimes | None = None
+    """As sharded ranks measured them; None = not measured."""
 
     def all_reduce_s(self, num_bytes: float) -> float:
         """Time until all ranks have the sum of `num_bytes` of each."""
@@ -302,34 +322,49 @@ def _waiting_step_time(
     """
     sent = sent_bytes(config, spec, ranks=network.ranks)
     within_node = max(network.bytes_per_s, LOOPBACK_BYTES_PER_S)
-    exchange_s = (sent.replicate + sent.shard) / network.bytes_per_s
+    exchange_s = sent.replicate / network.bytes_per_s
+    exchange_s += _shard_exchange_s(config, spec, sent=sent, network=network)
     exchange_s += sent.tensor / within_node + sent.pipeline / network.bytes_per_s
     mesh = config.distributed.mesh(network.ranks)
     compute_s *= _share_of_computing(config, spec, mesh)
-    copy_s = network.fresh_copy_s_per_byte
-    if copy_s is None:
-        # A GPU's allocator keeps its memory.
-        on_cores = FRESH_COPY_S_PER_BYTE / min(threads, _MOST_COPYING_CORES)
-        copy_s = on_cores if config.device.kind != "cuda" else 0.0
     return StepTime(
         compute_s=compute_s,
         exchange_s=exchange_s,
         exposed_s=exchange_s,
         busy_s=0.0,
         update_s=update_s(spec, mesh, threads=threads),
-        copies_s=copy_s * _freshly_copied_bytes(config, spec, mesh=mesh),
+        copies_s=_copies_s(config, spec, mesh=mesh, measured=network.shards, threads=threads),
     )
 
 
-def _freshly_copied_bytes(config: RunConfig, spec: ModelSpec, *, mesh: Mesh) -> float:
-    """Return the bytes that a sharded rank copies into fresh memory in a step; else 0."""
-    if mesh.shard == 1:
+def _shard_exchange_s(config: RunConfig, spec: ModelSpec, *, sent: Sent, network: Network) -> float:
+    """Return the seconds in which a rank's shards travel: as measured, or at the network's rate."""
+    mesh = config.distributed.mesh(network.ranks)
+    if mesh.shard == 1 or network.shards is None:
+        return sent.shard / network.bytes_per_s
+    passes = max(1, config.batch.global_batch_size // config.batch.per_pass(mesh.data_ranks))
+    others = (mesh.shard - 1) / mesh.shard
+    gathers = passes * others * _gathered_bytes(config, spec, mesh=mesh)
+    sums = sent.shard - gathers
+    return gathers / network.shards.gather_bytes_per_s + sums / network.shards.sum_bytes_per_s
+
+
+def _copies_s(
+    config: RunConfig, spec: ModelSpec, *, mesh: Mesh, measured: ShardTimes | None, threads: int
+) -> float:
+    """Return the seconds of a step in which a sharded rank copies; else 0."""
+    # A GPU's allocator keeps its memory, and its copies run beside the computation.
+    if mesh.shard == 1 or (measured is None and config.device.kind == "cuda"):
         return 0.0
     passes = max(1, config.batch.global_batch_size // config.batch.per_pass(mesh.data_ranks))
     held = largest_stage(spec, mesh.pipeline) / mesh.tensor
     gradients = gradient_bytes(spec, config.distributed) * held
-    gathered = _gathered_bytes(config, spec, mesh=mesh)
-    return passes * (_COPIES_PER_GATHERED * gathered + _COPIES_PER_SUMMED * gradients)
+    each = measured.copies if measured else PLANNED_COPIES
+    seconds = passes * (
+        each.gathered_s_per_byte * _gathered_bytes(config, spec, mesh=mesh)
+        + each.summed_s_per_byte * gradients
+    )
+    return seconds if measured else seconds / min(threads, _MOST_COPYING_CORES)
 
 
 def update_s(spec: ModelSpec, mesh: Mesh, *, threads: int = 1) -> float:

@@ -14,7 +14,9 @@ from payload.run_config import parse_run_config
 from payload.step_time import (
     BACKWARD_SHARE,
     UPDATE_S_PER_WEIGHT,
+    CopyTimes,
     Network,
+    ShardTimes,
     StepTime,
     buckets,
     run_step_time,
@@ -36,9 +38,17 @@ def of_gpt2(
     compute_s: float = 12.0,
     number: int = 4,
     tokens: int | None = None,
-    **more: float,
+    latency_s: float = 0.0,
+    busy_s_per_byte: float = 0.0,
+    convert_s_per_number: float = 0.0,
 ) -> StepTime:
-    network = Network(ranks=ranks, bytes_per_s=gbit_per_s / 8 * 1e9, **more)
+    network = Network(
+        ranks=ranks,
+        bytes_per_s=gbit_per_s / 8 * 1e9,
+        latency_s=latency_s,
+        busy_s_per_byte=busy_s_per_byte,
+        convert_s_per_number=convert_s_per_number,
+    )
     return step_time(
         GPT2,
         compute_s=compute_s,
@@ -147,12 +157,15 @@ def test_a_ranks_cores_share_the_update_until_memory_is_the_limit() -> None:
     assert many.update_s == most.update_s == pytest.approx(alone.update_s / 16)
 
 
-def test_sharded_ranks_copy_what_they_gather_and_sum_into_fresh_memory() -> None:
-    network = Network(ranks=2, bytes_per_s=1e9, fresh_copy_s_per_byte=1e-9)
-    free = replace(network, fresh_copy_s_per_byte=0.0)
+def test_sharded_ranks_copy_what_they_gather_and_what_they_sum() -> None:
+    copies = CopyTimes(gathered_s_per_byte=1e-9, summed_s_per_byte=5e-9)
+    dear_times = ShardTimes(gather_bytes_per_s=5e8, sum_bytes_per_s=2e9, copies=copies)
+    none = CopyTimes(gathered_s_per_byte=0.0, summed_s_per_byte=0.0)
+    network = Network(ranks=2, bytes_per_s=1e9, shards=dear_times)
+    free = replace(network, shards=replace(dear_times, copies=none))
     weights, embeddings = GPT2.num_params() * 4, GPT2.embedding_size() * 4
     passes = ["batch.micro_batch_size=1", "batch.global_batch_size=6"]
-    found = {}
+    found, travelled = {}, {}
     for strategy in ("replicate", "shard", "zero3"):
         words = [*passes, f"distributed.strategy={strategy}"]
         config = parse_run_config("", overrides=words, where="test")
@@ -162,11 +175,15 @@ def test_sharded_ranks_copy_what_they_gather_and_sum_into_fresh_memory() -> None
         assert replace(dear, copies_s=0.0) == cheap
         assert dear.total_s() == pytest.approx(cheap.total_s() + dear.copies_s)
         found[strategy] = dear.copies_s
+        travelled[strategy] = dear.exchange_s
     # Three passes; each gathers layers twice and embeddings once, and sums all gradients.
     assert found["replicate"] == 0.0
     gathered = 2 * weights - embeddings
-    assert found["shard"] == pytest.approx(3 * (2 * gathered + 3 * weights) * 1e-9)
-    assert found["zero3"] == pytest.approx(3 * (2 * 2 * weights + 3 * weights) * 1e-9)
+    assert found["shard"] == pytest.approx(3 * (gathered + 5 * weights) * 1e-9)
+    assert found["zero3"] == pytest.approx(3 * (2 * weights + 5 * weights) * 1e-9)
+    # A rank sends half of what it gathers, and half of the gradients; DeepSpeed sends all of them.
+    assert travelled["shard"] == pytest.approx(3 / 2 * (gathered / 5e8 + weights / 2e9))
+    assert travelled["zero3"] == pytest.approx(3 / 2 * (2 * weights / 5e8 + 2 * weights / 2e9))
 
 
 @pytest.mark.parametrize("preset", ["tiny", "gpt2"])

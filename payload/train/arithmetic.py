@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from payload.models.spec import ModelSpec, typical_mfu
@@ -79,9 +77,7 @@ def _predictions(
     speed = calibration.all_reduce_bytes_per_s
     # One rank has no link.
     link = 1.0 if speed is None else speed * sends_per_byte(world.world_size)
-    network = Network(ranks=world.world_size, bytes_per_s=link)
-    if calibration.fresh_copy_s_per_byte is not None:
-        network = replace(network, fresh_copy_s_per_byte=calibration.fresh_copy_s_per_byte)
+    network = Network(ranks=world.world_size, bytes_per_s=link, shards=calibration.shards)
     threads = torch.get_num_threads()
     step = run_step_time(config, spec, compute_s=compute_s, network=network, threads=threads)
     step_s = step.total_s()

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from payload.step_time import ShardTimes
 from payload.train.models.quantized import QuantizedLinear
+from payload.train.strategies.shard_times import Sharded, measure_shards
 from payload.train.world import World
 from payload.training_sections import DtypeChoice
 
@@ -35,8 +37,6 @@ _BF16_MIN_GAIN = 1.1
 _EXCHANGE_SIZES = tuple(4 * 2**10 * 4**i for i in range(7))
 _EXCHANGE_ROUNDS = 3
 _EXCHANGE_BUDGET_S = 4.0
-# About a layer of GPT-2 124M; smaller blocks may stay in the process's heap.
-_COPIED_BYTES = 28 * 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +53,17 @@ class Calibration:
     """Gradient bytes that all ranks have summed in a second; None with one rank."""
     dequantized_per_s: float | None = None
     """Weights of 4 bits that a rank makes bf16 in a second; None for a run without them."""
-    fresh_copy_s_per_byte: float | None = None
-    """Time of a copy into newly allocated memory; None for a run that shards nothing."""
+    shards: ShardTimes | None = None
+    """Collectives and copies of sharded ranks; None for a run that shards nothing, and on GPUs."""
 
 
 def calibrate(
-    world: World, choice: DtypeChoice, *, quantizes: bool = False, shards: bool = False
+    world: World, choice: DtypeChoice, *, quantizes: bool = False, sharded: Sharded | None = None
 ) -> Calibration:
     """Measure, and choose the dtype. Every rank gets the same answer.
 
-    With `quantizes`, the dequantising of linears of 4 bits is measured as well; with `shards`, the
-    copies that sharded ranks make.
+    With `quantizes`, the dequantising of linears of 4 bits is measured as well; with `sharded`, the
+    collectives and the copies of sharded ranks.
     """
     world.barrier()
     dtypes: tuple[Dtype, ...] = ("bf16", "fp32") if choice == "auto" else (choice,)
@@ -73,36 +73,18 @@ def calibrate(
     peak = speeds[dtype]
     if 2 * small**3 / peak < _FAST_PRODUCT_S:
         peak = max(peak, _gemm_flops_per_s(world, dtype, large))
+    all_reduce = measure_exchange(world).bytes_per_s() if world.world_size > 1 else None
+    shards = None
+    if sharded is not None and all_reduce is not None and world.is_cpu:
+        shards = measure_shards(world, sharded, all_reduce_bytes_per_s=all_reduce)
     return Calibration(
         dtype=dtype,
         reason=reason,
         peak_flops_per_s=_summed(world, {dtype: peak})[dtype],
-        all_reduce_bytes_per_s=(
-            measure_exchange(world).bytes_per_s() if world.world_size > 1 else None
-        ),
+        all_reduce_bytes_per_s=all_reduce,
         dequantized_per_s=_dequantized_per_s(world) if quantizes else None,
-        fresh_copy_s_per_byte=_fresh_copy_s_per_byte(world) if shards else None,
+        shards=shards,
     )
-
-
-def _fresh_copy_s_per_byte(world: World) -> float:
-    """Return how long a byte's copy into newly allocated memory takes: the ranks' mean.
-
-    All copy at once. The lower quartile of each counts: the fastest copy may have found pages that
-    were there by luck, and another program slows others down.
-    """
-    source = torch.ones(_COPIED_BYTES // 4, device=world.device)
-    took_s: list[float] = []
-    world.barrier()
-    started_s = time.perf_counter()
-    while not took_s or time.perf_counter() - started_s < _GEMM_BUDGET_S:
-        before_s = time.perf_counter()
-        source.clone()
-        world.synchronize()
-        took_s.append(time.perf_counter() - before_s)
-    own_s = sorted(took_s)[len(took_s) // 4]
-    mean_s = world.sum(torch.tensor(own_s, dtype=torch.float64))
-    return float(mean_s) / world.world_size / _COPIED_BYTES
 
 
 def _dequantized_per_s(world: World) -> float:

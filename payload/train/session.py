@@ -38,6 +38,7 @@ from payload.train.setup import (
 )
 from payload.train.start_clock import StartClock
 from payload.train.strategies.registry import choose_strategy
+from payload.train.strategies.shard_times import Sharded
 from payload.train.summary import SummaryFile
 from payload.train.tasks.base import Task
 from payload.train.tasks.registry import open_task
@@ -100,7 +101,7 @@ def train(
             world,
             _dtype_choice(config, start),
             quantizes=config.model.quantize != "none",
-            shards=config.distributed.shards(world.world_size) > 1,
+            sharded=Sharded.of(config.distributed, start.model.spec, world=world),
         )
         clock.lap("calibration")
         summary.calibrated(

@@ -11,7 +11,7 @@ from payload.launch.arithmetic import Arithmetic, work_out
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import PROCESS_BYTES
 from payload.run_config import RunConfig, parse_run_config
-from payload.step_time import FRESH_COPY_S_PER_BYTE, UPDATE_S_PER_WEIGHT
+from payload.step_time import PLANNED_COPIES, UPDATE_S_PER_WEIGHT
 
 MEDIUM = replace(PRESETS["gpt2-medium"], sequence_length=64)
 WEIGHTS = 4 * MEDIUM.num_params()
@@ -54,8 +54,9 @@ def test_each_pass_gathers_layers_twice_and_sums_gradients() -> None:
     assert found.replicate_bytes == 0
     assert found.sync_s == pytest.approx(found.shard_bytes / 1e9)
     update_s = UPDATE_S_PER_WEIGHT * MEDIUM.num_params() / 4
-    copied = 2 * (2 * (OUTER + 2 * layers) + 3 * WEIGHTS)
-    waiting_s = found.sync_s + update_s + FRESH_COPY_S_PER_BYTE * copied
+    copies_s = 2 * PLANNED_COPIES.gathered_s_per_byte * (OUTER + 2 * layers)
+    copies_s += 2 * PLANNED_COPIES.summed_s_per_byte * WEIGHTS
+    waiting_s = found.sync_s + update_s + copies_s
     assert found.step_s == pytest.approx((found.compute_s or 0) + waiting_s)
 
 

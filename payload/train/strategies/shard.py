@@ -33,7 +33,7 @@ from payload.train.models.split import bounds
 from payload.train.optimizer import Optimizers
 from payload.train.snapshot import checkpoint_weights
 from payload.train.strategies.base import Strategy
-from payload.train.strategies.shard_comms import Gather, SumOfParts, Waiting
+from payload.train.strategies.shard_comms import Buffers, Gather, SumOfParts, Waiting
 from payload.train.strategies.shard_snapshot import ShardSnapshot
 from payload.train.sync_check import RankState, inspect_each, require_one_model
 from payload.train.world import World
@@ -55,6 +55,7 @@ class Shard(Strategy):
         self._group = self._mesh.get_group("shard")
         self._saving: dist.ProcessGroup | None = None
         self._waiting = Waiting()
+        self._buffers = Buffers()
         self._pairs: list[tuple[DTensor, nn.Parameter]] = []
         """Each trained parameter of the model, and this rank's part as the optimizers have it."""
 
@@ -205,9 +206,12 @@ class Shard(Strategy):
             # NCCL's own run beside the computation; its sends and receives, one by one in a
             # stream, would wait for each other.
             return
+        # Of what belongs to no layer, a kept buffer would be as large as an embedding.
+        buffers = None if isinstance(module, CausalLM) else self._buffers
+        gather, sums = Gather(self._waiting, buffers), SumOfParts(self._waiting, buffers)
         # They have the methods of FSDP2's base classes, which are in a private module.
-        module.set_custom_all_gather(Gather(self._waiting))  # type: ignore[arg-type]
-        module.set_custom_reduce_scatter(SumOfParts(self._waiting))  # type: ignore[arg-type]
+        module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
 
 
 def _data_mesh(world: World, mesh: Mesh) -> DeviceMesh:

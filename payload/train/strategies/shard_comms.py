@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,17 +26,46 @@ class Waiting:
         return found
 
 
+class Buffers:
+    """Hands out memory for collectives, the same again once no tensor is in it any more.
+
+    Layers are of one size, and at most two are under way. Memory that the kernel gives anew costs
+    more than the copy into it: a page fault for each page, and zeros in all of it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[np.ndarray[Any, Any], weakref.ref[Any]]] = []
+
+    def take(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of so many elements, with anything in it."""
+        num_bytes = elements * dtype.itemsize
+        place = next(
+            (
+                index
+                for index, (memory, lent) in enumerate(self._kept)
+                if lent() is None and memory.nbytes == num_bytes
+            ),
+            len(self._kept),
+        )
+        memory = np.empty(num_bytes, np.uint8) if place == len(self._kept) else self._kept[place][0]
+        # A tensor's storage, and every view of it, keeps this object alive, and nothing else does.
+        lent = memory.view()
+        self._kept[place : place + 1] = [(memory, weakref.ref(lent))]
+        return torch.from_numpy(lent).view(dtype)
+
+
 class _Comm:
     """The parts that FSDP2 asks of a collective: a buffer, and the call."""
 
-    def __init__(self, waiting: Waiting) -> None:
+    def __init__(self, waiting: Waiting, buffers: Buffers | None = None) -> None:
         self._waiting = waiting
+        self._buffers = buffers
+        """Where a layer's come from; None for what is gathered once a pass."""
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return a buffer for the input or the output."""
-        return torch.empty(*size, dtype=dtype, device=device)
+    def _empty(self, elements: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._buffers is None:
+            return torch.empty(elements, dtype=dtype, device=device)
+        return self._buffers.take(elements, dtype)
 
 
 class Gather(_Comm):
@@ -41,6 +73,12 @@ class Gather(_Comm):
 
     gloo's own took three times as long between two ranks (`benchmarks.collectives`).
     """
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return a buffer for the output, of which the input is a slice."""
+        return self._empty(math.prod(map(int, size)), dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -67,10 +105,12 @@ def gather(output: Tensor, part: Tensor, *, group: dist.ProcessGroup | None = No
     _wait(works)
 
 
-def _exchange(parts: Tensor, *, group: dist.ProcessGroup) -> list[Tensor]:
-    """Send every other rank its part; return all ranks' parts for this one, in their order."""
+def _exchange(parts: Tensor, buffer: Tensor, *, group: dist.ProcessGroup) -> list[Tensor]:
+    """Send every other rank its part; return all ranks' parts for this one, in their order.
+
+    The other ranks' arrive in `buffer`.
+    """
     others = _others(group)
-    buffer = torch.empty(len(others), parts.shape[1], dtype=parts.dtype, device=parts.device)
     received = dict(zip(others, buffer, strict=True))
     works = [dist.irecv(received[other], group=group, group_src=other) for other in others]
     works += [dist.isend(parts[other], group=group, group_dst=other) for other in others]
@@ -98,6 +138,22 @@ class SumOfParts(_Comm):
     in the order of the ranks.
     """
 
+    def __init__(self, waiting: Waiting, buffers: Buffers | None = None) -> None:
+        super().__init__(waiting, buffers)
+        self._has_input = False
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return a buffer for the input, and at the next call one for the output.
+
+        The output becomes the gradient, and stays until the update: it is no buffer to keep.
+        """
+        self._has_input = not self._has_input
+        if self._has_input:
+            return self._empty(math.prod(map(int, size)), dtype=dtype, device=device)
+        return torch.empty(*size, dtype=dtype, device=device)
+
     def __call__(
         self,
         output_tensor: Tensor,
@@ -111,12 +167,15 @@ class SumOfParts(_Comm):
         assert op == dist.ReduceOp.SUM, "the strategy has FSDP2 divide, not the collective"
         began_s = time.perf_counter()
         parts = input_tensor.view(dist.get_world_size(group), -1)
-        received = _exchange(parts, group=group)
+        others = input_tensor.numel() - parts.shape[1]
+        buffer = self._empty(others, dtype=parts.dtype, device=parts.device)
+        received = _exchange(parts, buffer.view(-1, parts.shape[1]), group=group)
         total = output_tensor
         if output_tensor.dtype != torch.float32:
             total = torch.empty_like(output_tensor, dtype=torch.float32)
-        total.copy_(received[0])
-        for part in received[1:]:
+            received = [part.float() for part in received]
+        torch.add(received[0], received[1], out=total)
+        for part in received[2:]:
             total.add_(part)
         if total is not output_tensor:
             output_tensor.copy_(total)
