@@ -11,13 +11,14 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from payload.accelerators import NVIDIA_DRIVER_BRANCH, least_driver_branch
+from payload.errors import ConfigError
 from payload.inventory import Node
-from payload.launch_sections import DeviceSection, DistributedSection
+from payload.run_config import RunConfig
 from payload.untrusted import checked, one_line, printable, shown
 
 QUERY = (
@@ -86,6 +87,14 @@ class NvidiaFacts:
         """Return the GPUs that a program started there sees, in its order."""
         return visible_gpus(self.devices(), self.visible)
 
+    def usable_devices(self) -> tuple[GpuDevice, ...]:
+        """Return the visible GPUs that the torch there computes on; none with a CPU build."""
+        seen = self.visible_devices()
+        if not seen or self.torch is None or self.torch.cuda is None:
+            return ()
+        refused = any(fault.severity == "error" for fault in _driver_faults(self))
+        return () if refused else seen
+
     def describe(self) -> str:
         """Return the GPUs in words, with the driver and the rest that a reader asks for."""
         every, seen = self.devices(), self.visible_devices()
@@ -148,23 +157,35 @@ class GpuNeed:
         return self.ranks_per_node or node.gpus or 1
 
 
-def gpu_need(
-    device: DeviceSection,
-    distributed: DistributedSection,
-    nodes: Sequence[Node],
-    *,
-    ranks_per_node: int | None,
-) -> GpuNeed | None:
+def gpu_need(config: RunConfig, nodes: Sequence[Node]) -> GpuNeed | None:
     """Return what a run needs of the nodes' GPUs; None where its ranks compute on CPUs."""
-    if device.kind == "cuda":
+    device, ranks_per_node = config.device.kind, config.launch.ranks_per_node
+    if device == "cuda":
         why = "device.kind = 'cuda'"
-    elif distributed.backend == "nccl":
+    elif config.distributed.backend == "nccl":
         why = "distributed.backend = 'nccl'"
-    elif device.kind == "auto" and nodes and all(node.gpus for node in nodes):
+    elif device == "auto" and nodes and all(node.gpus >= (ranks_per_node or 1) for node in nodes):
         why = "the inventory"
     else:
         return None
     return GpuNeed(why=why, ranks_per_node=ranks_per_node)
+
+
+def with_gpus(node: Node, facts: NvidiaFacts) -> Node:
+    """Return the node with the GPUs that ranks can take there, by the least of them."""
+    found = facts.usable_devices()
+    sizes = [gpu.memory_mib for gpu in found if gpu.memory_mib]
+    capabilities = [gpu.capability for gpu in found if gpu.capability]
+    return replace(
+        node,
+        gpus=len(found),
+        gpu_memory_gib=round(min(sizes) / 1024, 2) if sizes else None,
+        gpu_capability=min(capabilities, key=_numbers) if capabilities else None,
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def torch_here() -> tuple[str, str]:
@@ -172,6 +193,13 @@ def torch_here() -> tuple[str, str]:
     found = importlib.util.find_spec("torch")
     folder = Path(found.origin).parent if found is not None and found.origin else Path(sys.prefix)
     return str(folder), "version.py"
+
+
+def require_gpus(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> None:
+    """Raise ConfigError, with what to do, where this machine's GPUs are not fit for a run here."""
+    for fault in gpu_faults(facts, need=need, node=node):
+        if fault.severity == "error":
+            raise ConfigError(f"{need.why}: this machine: {fault.cause}. {fault.fix}")
 
 
 def gpu_faults(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> Iterator[Fault]:
@@ -221,17 +249,8 @@ def visible_gpus(every: Sequence[GpuDevice], visible: str | None) -> tuple[GpuDe
 
 
 def _instance(owner: GpuDevice, uuid: str) -> GpuDevice:
-    return GpuDevice(
-        index=owner.index,
-        uuid=uuid,
-        name=f"{owner.name} MIG instance",
-        memory_mib=None,
-        driver=owner.driver,
-        capability=owner.capability,
-        mig=False,
-        ecc=owner.ecc,
-        ecc_errors=owner.ecc_errors,
-    )
+    name = f"{owner.name} MIG instance"
+    return replace(owner, uuid=uuid, name=name, memory_mib=None, mig=False)
 
 
 def _count_faults(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> Iterator[Fault]:

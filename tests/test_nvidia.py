@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,15 @@ import pytest
 from payload.accelerators import NVIDIA_DRIVER_BRANCH, least_driver_branch
 from payload.errors import ExitCode
 from payload.inventory import Node
-from payload.launch_sections import DeviceSection, DistributedSection
+from payload.launch.environment import launcher_environment
 from payload.nvidia import QUERY, Fault, GpuNeed, NvidiaFacts, gpu_faults, gpu_need
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.node import look
 from payload.orchestrate.node.look import nvidia
+from payload.run_config import parse_run_config
 from payload.untrusted import build
 from tests.support.nvidia_smi import A100, L4, make_nvidia_smi, make_torch
+from tests.test_architecture import ROOT
 
 NODE = Node(
     name="a", address="10.0.0.2", physical_cores=4, memory_gib=16.0, gpus=2, gpu_memory_gib=22.49
@@ -162,20 +166,30 @@ def test_a_mig_instance_counts_as_a_device(tmp_path: Path) -> None:
     assert len(facts.visible_devices()) == 2 and faults(facts) == []
 
 
-def test_gpus_are_needed_where_a_setting_or_every_node_of_the_inventory_says_so() -> None:
-    auto, gloo = DeviceSection(), DistributedSection()
-
-    def why(device: DeviceSection, distributed: DistributedSection, *gpus: int) -> str | None:
-        nodes = [replace(NODE, gpus=count) for count in gpus]
-        found = gpu_need(device, distributed, nodes, ranks_per_node=None)
-        return found.why if found else None
-
-    assert why(auto, gloo, 2, 2) == "the inventory"
-    assert why(auto, gloo, 2, 0) is why(auto, gloo, 0) is why(auto, gloo) is None
-    assert why(DeviceSection(kind="cpu"), gloo, 2) is None
-    assert why(DeviceSection(kind="cuda"), gloo, 0) == "device.kind = 'cuda'"
-    assert why(auto, DistributedSection(backend="nccl"), 0) == "distributed.backend = 'nccl'"
-    assert GpuNeed(why="", ranks_per_node=3).on(NODE) == 3
+@pytest.mark.parametrize(
+    ("settings", "gpus", "why"),
+    [
+        ({}, (2, 2), "the inventory"),
+        ({}, (2, 0), None),
+        ({}, (), None),
+        ({"device.kind": "cpu"}, (2,), None),
+        ({"device.kind": "cuda"}, (0,), "device.kind = 'cuda'"),
+        ({"distributed.backend": "nccl"}, (0,), "distributed.backend = 'nccl'"),
+        # `auto` takes the CPU where ranks have no GPU each.
+        ({"launch.ranks_per_node": 3}, (2,), None),
+        ({"launch.ranks_per_node": 1}, (2,), "the inventory"),
+    ],
+)
+def test_gpus_are_needed_where_a_setting_or_every_node_of_the_inventory_says_so(
+    settings: dict[str, Any], gpus: tuple[int, ...], why: str | None
+) -> None:
+    nodes = [replace(NODE, gpus=count) for count in gpus]
+    config = parse_run_config(
+        "", overrides=[f"{key}={value}" for key, value in settings.items()], where="test"
+    )
+    found = gpu_need(config, nodes)
+    assert (found.why if found else None) == why
+    assert found is None or found.on(NODE) == settings.get("launch.ranks_per_node", 2)
 
 
 def test_the_driver_that_nodes_get_runs_the_cuda_of_the_lock() -> None:
@@ -203,3 +217,58 @@ def test_preflight_of_this_machine_has_a_gpu_row_only_where_gpus_are_wanted(
         "gpu"
     ]
     assert any("1 x NVIDIA L4 (22.5 GiB), driver 535.183.01" in note for note in printed["notes"])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "settings", "code", "words"),
+    [
+        (A100, {}, ExitCode.OK, "2 x NVIDIA A100-SXM4-40GB (40.0 GiB), driver 580.95.05, ECC on"),
+        (
+            A100 | {"driver_version": "535.183.01"},
+            {"device.kind": "cuda"},
+            ExitCode.CONFIG,
+            "error: device.kind = 'cuda': this machine: its driver 535.183.01 is too old: torch "
+            "2.13.0+cu130 (CUDA 13.0) needs branch 580 or later. Install NVIDIA's driver, branch "
+            "580 (bootstrap/node-setup.sh does).",
+        ),
+        (
+            A100,
+            {"device.kind": "cuda", "launch.ranks_per_node": "2"},
+            ExitCode.CONFIG,
+            "CUDA_VISIBLE_DEVICES = '1' leaves 1 of its 2 GPU(s), device.kind = 'cuda' wants 2. "
+            "Unset it there, or set launch.ranks_per_node = 1.",
+        ),
+        # It computes on the CPU, with a rank for each NUMA domain.
+        (A100 | {"driver_version": "535.183.01"}, {}, ExitCode.OK, "driver 535.183.01"),
+    ],
+)
+def test_a_plan_here_places_a_rank_on_each_visible_gpu_or_refuses_in_one_line(
+    tmp_path: Path, gpu: dict[str, str], settings: dict[str, str], code: ExitCode, words: str
+) -> None:
+    # A program of its own: this one has loaded a torch without CUDA. A plan loads none.
+    make_torch(tmp_path / "torch")
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError", encoding="ascii")
+    path = [make_nvidia_smi(tmp_path / "bin", gpu, gpu), *os.environ["PATH"].split(os.pathsep)]
+    env = {**os.environ, "PATH": os.pathsep.join(map(str, path)), "CUDA_VISIBLE_DEVICES": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(tmp_path)])
+    command = [sys.executable, "-m", "payload.orchestrate", "plan", "--inventory=local", "--json"]
+    done = subprocess.run(
+        [*command, *(f"--set={key}={value}" for key, value in settings.items())],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code and words in done.stderr, done.stderr
+    if code == ExitCode.OK:
+        inventory = json.loads(done.stdout)["inventory"]
+        is_fit = "580" in gpu["driver_version"]
+        assert inventory["nodes"][0]["gpus"] == is_fit
+        assert inventory["nodes"][0]["gpu_memory_gib"] == (40.0 if is_fit else None)
+
+
+def test_a_launcher_hands_cuda_visible_devices_to_its_ranks() -> None:
+    kept = launcher_environment({"CUDA_VISIBLE_DEVICES": "1", "RANK": "7"}, {})
+    assert kept == {"CUDA_VISIBLE_DEVICES": "1"}

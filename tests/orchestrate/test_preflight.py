@@ -18,9 +18,10 @@ import pytest
 import payload
 from payload.errors import BootstrapError, ExitCode, RankLostError, TileforgeError
 from payload.inventory import ClusterInventory, Node
+from payload.nvidia import gpu_need
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.preflight import report as report_module
-from payload.orchestrate.preflight.checks import check_cluster, needed_gpus
+from payload.orchestrate.preflight.checks import check_cluster
 from payload.orchestrate.preflight.findings import PROBED, reaches
 from payload.orchestrate.preflight.report import BootWait, Report
 from payload.orchestrate.ssh import connection as ssh
@@ -106,13 +107,12 @@ def test_each_node_s_gpus_are_compared_with_what_the_run_wants(
 
     sshds = start(0, L4, L4), start(1, L4, L4, setting="CUDA_VISIBLE_DEVICES=1"), start(2, L4)
     inventory = make_cluster(*(replace(sshd.node, gpus=2) for sshd in sshds))
-    config = RunConfig()
     with Cluster(inventory, login=login, env=os.environ, deadlines=PATIENT) as cluster:
         report = check_cluster(
             inventory,
             cluster,
             state_file="~/state.json",
-            need=needed_gpus(config, inventory),
+            need=gpu_need(RunConfig(), inventory.nodes),
         )
     assert report.status("node-0", "gpu") == "ok" and report.exit_code == ExitCode.PREFLIGHT
     assert errors(report) == {

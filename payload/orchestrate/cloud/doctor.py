@@ -27,7 +27,6 @@ from payload.cloud_prices import (
     spot_warning,
 )
 from payload.errors import CloudAuthError, CloudError, ExitCode, TileforgeError, UsageError
-from payload.nvidia import QUERY, NvidiaFacts, torch_here
 from payload.orchestrate.cloud.firewall import check_firewall
 from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google, UnreadableError
 from payload.orchestrate.cloud.project import (
@@ -45,10 +44,10 @@ from payload.orchestrate.cloud.project import (
 )
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, settings
 from payload.orchestrate.cloud.sweep import project_of
-from payload.orchestrate.node.look import nvidia
 from payload.orchestrate.run.console import text_console
+from payload.orchestrate.sites.choose import nvidia_here
 from payload.results import write_whole
-from payload.untrusted import build, checked
+from payload.untrusted import checked
 
 # Compute Engine's number in the catalog: cloud.google.com/billing/docs/reference/rest/v1/services.
 _SKUS = "/v1/services/6F81-5844-456A/skus?currencyCode=USD&pageSize=5000"
@@ -233,7 +232,7 @@ def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
     own = pulumi if project == configured else None
     checks = list(examine(google, need, own))
     checks += check_gpus(need)
-    checks += check_own_gpus(look_here(env))
+    checks += check_own_gpus(nvidia_here(env))
     checks.append(check_price(need, *fresh_catalog(google, folder=Path.cwd() / ".cluster")))
     code = exit_code(checks)
     if options.json:
@@ -252,12 +251,6 @@ def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
         more = f"; {blind} of {len(checks)} could not be checked" if blind else ""
         talk.print(f"nothing that was checked keeps the cluster from being built{more}")
     return code
-
-
-def look_here(env: Mapping[str, str]) -> NvidiaFacts:
-    """Ask this machine's nvidia-smi, where it has one."""
-    answer = nvidia(",".join(QUERY), torch=torch_here(), env=env)
-    return build(NvidiaFacts, answer, where="this machine")
 
 
 def examine(google: Google, need: Need, pulumi: Pulumi | None) -> Iterator[Check]:

@@ -103,7 +103,7 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
             f"inventory {options.inventory}: access kind 'local' with {len(inventory.nodes)} "
             "nodes; it means this machine alone. Use 'direct' or 'iap'."
         )
-    need = needed_gpus(config, inventory)
+    need = gpu_need(config, inventory.nodes)
     if is_here:
         report = check_this_machine(inventory, access, need=need)
         if not options.quick:
@@ -209,16 +209,6 @@ def lock_sha() -> str | None:
     """Return the lock's SHA-256, `sha` in node-setup.sh; None for an installed package."""
     lock = Path(payload.__file__).parents[1] / "bootstrap" / "requirements.lock"
     return hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None
-
-
-def needed_gpus(config: RunConfig, inventory: ClusterInventory) -> GpuNeed | None:
-    """Return what a run needs of the nodes' GPUs; None where its ranks compute on CPUs."""
-    return gpu_need(
-        config.device,
-        config.distributed,
-        inventory.nodes,
-        ranks_per_node=config.launch.ranks_per_node,
-    )
 
 
 def check_cluster(

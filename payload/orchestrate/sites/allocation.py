@@ -30,9 +30,10 @@ from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, STEP
 from payload.launch.plan import auto_batch_size
 from payload.machine import Domain, discover
+from payload.nvidia import NvidiaFacts, with_gpus
 from payload.orchestrate.node import control
 from payload.orchestrate.planning import plan_run
-from payload.orchestrate.sites.choose import Chosen
+from payload.orchestrate.sites.choose import Chosen, nvidia_here
 from payload.orchestrate.sites.local import LOOPBACK, LocalAccess
 from payload.results import DEFAULT_GRACE_S, RunJob, RunPaths, last_record, write_json
 from payload.run_config import load_run_config
@@ -63,6 +64,8 @@ class NodeSight:
     """Its network interface on the way to the others."""
     missing: tuple[str, ...] = ()
     """Folders of the run that it does not see."""
+    nvidia: NvidiaFacts | None = None
+    """The GPUs that the job may use there."""
 
 
 class SlurmAccess(LocalAccess):
@@ -165,7 +168,7 @@ class _Allocation:
 def _node(name: str, fact: Mapping[str, str], sight: NodeSight) -> Node:
     listed = int(fact.get("RealMemory") or 0) / 1024  # MiB
     memory_gib = sight.memory_bytes / 2**30
-    return Node(
+    node = Node(
         name=name,
         address=fact["NodeAddr"],
         ssh_port=int(fact.get("Port") or 6818),
@@ -173,6 +176,7 @@ def _node(name: str, fact: Mapping[str, str], sight: NodeSight) -> Node:
         numa_domains=len(sight.domains),
         memory_gib=round(min(memory_gib, listed) if listed > 1 else memory_gib, 1),
     )
+    return node if sight.nvidia is None else with_gpus(node, sight.nvidia)
 
 
 def fields(line: str) -> dict[str, str]:
@@ -275,6 +279,7 @@ def sight_here(told: str, env: Mapping[str, str]) -> NodeSight:
         memory_bytes=machine.memory_bytes,
         interface=_interface_to(raw["targets"].get(name)),
         missing=tuple(each for each in raw["folders"] if not Path(each).is_dir()),
+        nvidia=nvidia_here(env),
     )
 
 

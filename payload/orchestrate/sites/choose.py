@@ -8,7 +8,7 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, ClassVar
@@ -24,7 +24,9 @@ from payload.launch.ranks import Placement, place_ranks
 from payload.launch_sections import DeviceSection, LaunchSection
 from payload.machine import Domain, discover
 from payload.mesh import require_tensor_ranks_on_a_node
+from payload.nvidia import QUERY, NvidiaFacts, torch_here, with_gpus
 from payload.orchestrate import sites
+from payload.orchestrate.node.look import nvidia
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.mirror import mirror_file, read_mirrored
 from payload.orchestrate.run.store import Order, is_copy, room_for
@@ -32,6 +34,7 @@ from payload.results import RunJob, RunPaths, StopRequest, last_record
 from payload.run_config import RunConfig
 from payload.run_lock import FORCE_SIGNAL, is_supervised, starting
 from payload.run_repair import known_config
+from payload.untrusted import build
 
 if TYPE_CHECKING:
     from payload.orchestrate.cloud.stack import StackOutputs
@@ -45,6 +48,8 @@ class Chosen:
     why: str
     domains: dict[str, tuple[Domain, ...]]
     """By node; empty for nodes whose cores are simply 0 to n-1."""
+    nvidia: NvidiaFacts | None = None
+    """This machine's GPUs; None for other machines."""
 
     def place(self, launch: LaunchSection, device: DeviceSection) -> Placement:
         """Return where a run's ranks go. Raises ConfigError."""
@@ -57,10 +62,14 @@ class Chosen:
         domains = sum(node.numa_domains for node in nodes)
         memory = sum(node.memory_gib for node in nodes)
         names = ", ".join(node.name for node in nodes)
-        return (
+        text = (
             f"inventory: {self.inventory.cluster} ({self.why}): {names}; {cores} physical core(s) "
             f"in {domains} NUMA domain(s), {memory:g} GiB"
         )
+        if self.nvidia is not None and self.nvidia.devices():
+            return f"{text}; {self.nvidia.describe()}"
+        gpus = sum(node.gpus for node in nodes)
+        return f"{text}, {gpus} GPU(s)" if gpus else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,14 +318,14 @@ def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> Chosen:
     raises.
     """
     if argument == "local":
-        return _this_machine("--inventory local")
+        return _this_machine("--inventory local", env)
     if argument is None:
         # Most commands need no stack, and start sooner without.
         from payload.orchestrate.cloud.stack import default_stack
 
         found = default_stack(env, folder=Path.cwd())
         if isinstance(found, str):
-            return _this_machine(f"this machine, the default: {found}")
+            return _this_machine(f"this machine, the default: {found}", env)
         return _of_stack(found, env, why="the selected Pulumi stack, the default")
     if _is_stack(argument):
         from payload.orchestrate.cloud.pulumi import Pulumi
@@ -343,9 +352,21 @@ def _is_stack(argument: str) -> bool:
     return argument == "stack" or argument.startswith("stack:")
 
 
-def _this_machine(why: str) -> Chosen:
-    machine = discover()
-    return Chosen(inventory=machine.inventory(), why=why, domains={machine.name: machine.domains})
+def _this_machine(why: str, env: Mapping[str, str]) -> Chosen:
+    machine, gpus = discover(), nvidia_here(env)
+    inventory = machine.inventory()
+    return Chosen(
+        inventory=replace(inventory, nodes=(with_gpus(inventory.head, gpus),)),
+        why=why,
+        domains={machine.name: machine.domains},
+        nvidia=gpus,
+    )
+
+
+def nvidia_here(env: Mapping[str, str]) -> NvidiaFacts:
+    """Return what this machine's nvidia-smi prints, where it has one."""
+    answer = nvidia(",".join(QUERY), torch=torch_here(), env=env)
+    return build(NvidiaFacts, answer, where="this machine")
 
 
 def _of_stack(outputs: StackOutputs, env: Mapping[str, str], *, why: str) -> Chosen:

@@ -17,8 +17,9 @@ from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Placement
 from payload.launch_sections import LimitsSection
+from payload.nvidia import gpu_need
 from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
-from payload.orchestrate.preflight.checks import check_cluster, lock_sha, needed_gpus, operator_key
+from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operator_key
 from payload.orchestrate.preflight.report import Report, try_if_new
 from payload.orchestrate.run.store import Order, is_copy, require_new, room_for
 from payload.orchestrate.run.there import RemoteRun
@@ -216,7 +217,7 @@ class Ssh(InventorySite):
 
     def _require_fit(self, cluster: Cluster, config: RunConfig) -> Report:
         """Return what the nodes are. Raises ClusterNotReadyError where one is not fit."""
-        need = needed_gpus(config, self._inventory)
+        need = gpu_need(config, self._inventory.nodes)
         report = check_cluster(self._inventory, cluster, lock_sha=lock_sha(), need=need)
         if not self._quick:
             report = try_if_new(report, self._chosen, cluster, config, self._placement)
