@@ -337,7 +337,7 @@ def _aggregated(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resour
             # (googlecloudsdk/api_lib/compute/request_helper.py).
             if place not in silent:
                 _see_warning(listed.warning, f"{what}: {place}", blind)
-            for item in getattr(listed, _plural(kind)):
+            for item in getattr(listed, _snake(kind.client)):
                 yield _resource(kind, item, location=place)
         blind += [f"{what}: {place} does not answer. Try again." for place in sorted(silent)]
 
@@ -478,10 +478,6 @@ def _see_to_its_end(
     said = [one_line(error.message) for error in operation.error.errors]
     if said or operation.http_error_status_code:
         raise CloudError(f"{what}: {' '.join(said) or operation.http_error_message}")
-
-
-def _plural(kind: Kind) -> str:
-    return _snake(kind.client)
 
 
 def _snake(name: str) -> str:
