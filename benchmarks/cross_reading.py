@@ -35,7 +35,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.equality import MODELS, case, is_trained, overrides_of, prepare, start_ranks
+from benchmarks.equality import (
+    MODELS,
+    case,
+    finish_ranks,
+    is_trained,
+    overrides_of,
+    prepare,
+    start_ranks,
+)
 from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
 from payload.metrics_log import read_metrics
@@ -196,10 +204,7 @@ def _train(tasks: Sequence[Task], root: Path) -> None:
         groups.setdefault((task.ranks, task.mesh == "zero3"), []).append(task)
     for (ranks, _), group in groups.items():
         print(f"{ranks} rank(s): {len(group)} runs", file=sys.stderr, flush=True)
-        process = _started(group, root)
-        said, _ = process.communicate(timeout=_WAIT_S)
-        if process.returncode:
-            raise SystemExit(f"error: {ranks} ranks failed:\n{said[-3000:]}")
+        finish_ranks(_started(group, root), ranks=ranks, within_s=_WAIT_S)
 
 
 def _started(tasks: Sequence[Task], root: Path) -> Any:

@@ -178,9 +178,7 @@ def _start(ranks: int, jobs: Sequence[Job], root: Path) -> None:
     program = ["benchmarks.equality", "--rank", str(root), "--jobs", json.dumps(words)]
     print(f"{ranks} rank(s): {len(jobs)} runs", file=sys.stderr, flush=True)
     process = start_ranks(ranks, *program, deepspeed=any(each.mesh == "zero3" for each in jobs))
-    said, _ = process.communicate(timeout=_WAIT_S)
-    if process.returncode:
-        raise SystemExit(f"error: {ranks} ranks failed:\n{said[-3000:]}")
+    finish_ranks(process, ranks=ranks, within_s=_WAIT_S)
 
 
 def start_ranks(ranks: int, *program: str, deepspeed: bool) -> subprocess.Popen[str]:
@@ -203,6 +201,19 @@ def start_ranks(ranks: int, *program: str, deepspeed: bool) -> subprocess.Popen[
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def finish_ranks(process: subprocess.Popen[str], *, ranks: int, within_s: float) -> None:
+    """Wait for the ranks' end. Raises SystemExit where they fail, or do not end in time."""
+    try:
+        said, _ = process.communicate(timeout=within_s)
+    except subprocess.TimeoutExpired:
+        # torchrun ends its ranks.
+        process.terminate()
+        process.communicate()
+        raise SystemExit(f"error: {ranks} ranks did not end within {within_s} s.") from None
+    if process.returncode:
+        raise SystemExit(f"error: {ranks} ranks failed:\n{said[-3000:]}")
 
 
 def _train_all(root: Path, jobs: Sequence[tuple[str, str, str]]) -> None:

@@ -107,13 +107,7 @@ def save_checkpoint(
         # Not the run's folder: where that was removed, a part of it must not come back.
         partial.parent.mkdir(exist_ok=True)
         partial.mkdir()
-        if model.adapter is not None and state.base is not None:
-            base = (state.base.source, state.base.revision)
-            save_adapter_config(model, partial, base=base)
-            weights_file = ADAPTER_FILE
-        else:
-            save_hf_config(model, partial)
-            weights_file = WEIGHTS_FILE
+        weights_file = _write_model_config(partial, model, state.base)
         sha256 = _write_snapshot(
             partial, snapshot, weights_file=weights_file, progressed=progressed
         )
@@ -192,6 +186,15 @@ def remove_partial_checkpoints(checkpoints: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _write_model_config(folder: Path, model: CausalLM, base: BaseModel | None) -> str:
+    """Write the config of the model, or of its adapter; return the name of the weights' file."""
+    if model.adapter is not None and base is not None:
+        save_adapter_config(model, folder, base=(base.source, base.revision))
+        return ADAPTER_FILE
+    save_hf_config(model, folder)
+    return WEIGHTS_FILE
+
+
 def _write_snapshot(
     folder: Path, snapshot: Snapshot, *, weights_file: str, progressed: Callable[[], None]
 ) -> dict[str, str]:
@@ -227,7 +230,7 @@ def _put_in_place(partial: Path, folder: Path) -> None:
 def _write_manifest(
     folder: Path, sha256: Mapping[str, str], progressed: Callable[[], None]
 ) -> None:
-    """`sha256` has the hashes that are known already, by name."""
+    """Write the list of the files; `sha256` has the hashes that are known already, by name."""
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.iterdir()):
         known = sha256.get(path.name)

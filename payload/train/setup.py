@@ -55,12 +55,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where training begins: the model on every rank, and on a resume the rest on rank 0."""
+    """The point that training begins from: the model and its state on every rank."""
 
     model: CausalLM
     state: TrainerState | None
     """None for a new run."""
     checkpoint: Path | None
+    """The run's own, on rank 0 only; None for a new run."""
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     """The tokenizer's files for the checkpoints, by name; on rank 0 only."""
     base: BaseModel | None = None
@@ -99,20 +100,13 @@ def earlier_config(paths: RunPaths) -> RunConfig | None:
 def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) -> Start:
     """Build the model: from the run's newest checkpoint, else from `model.init`.
 
-    Rank 0 reads files; the others get sizes here and values with the exchange of gradients.
+    Rank 0 reads files; the others get sizes here, and values or where to read them later.
     Raises CheckpointError when there are checkpoints and none is sound.
     """
     checkpoint = _checkpoint_to_resume(paths.checkpoints) if world.is_main else None
     resumes = world.broadcast(checkpoint is not None, bool)
     if not resumes and config.model.init == "scratch":
-        torch.manual_seed(config.run.seed)
-        spec = config.model.spec(
-            sequence_length=config.data.sequence_length, vocab_size=task.meta.vocab_size
-        )
-        model = build(spec, dropout=config.model.dropout)
-        model = task.fitted(model, seed=config.run.seed, init=config.model.init)
-        tokenizer = _tokenizer(task, source=None, model=model) if world.is_main else {}
-        return Start(model=model, state=None, checkpoint=None, tokenizer=tokenizer)
+        return _from_scratch(config, task, world=world)
     state = None
     if resumes:
         found = load_trainer_state(checkpoint) if checkpoint else None
@@ -140,6 +134,18 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
     return Start(model=model, state=state, checkpoint=checkpoint, tokenizer=tokenizer, base=base)
 
 
+def _from_scratch(config: RunConfig, task: Task, *, world: World) -> Start:
+    """Build a model of the config's sizes with random weights."""
+    torch.manual_seed(config.run.seed)
+    spec = config.model.spec(
+        sequence_length=config.data.sequence_length, vocab_size=task.meta.vocab_size
+    )
+    model = build(spec, dropout=config.model.dropout)
+    model = task.fitted(model, seed=config.run.seed, init=config.model.init)
+    tokenizer = _tokenizer(task, source=None, model=model) if world.is_main else {}
+    return Start(model=model, state=None, checkpoint=None, tokenizer=tokenizer)
+
+
 def require_disk_space(config: RunConfig, spec: ModelSpec, *, paths: RunPaths) -> None:
     """Raise ConfigError when the run's checkpoints do not fit, after removing interrupted ones."""
     remove_partial_checkpoints(paths.checkpoints)
@@ -147,7 +153,10 @@ def require_disk_space(config: RunConfig, spec: ModelSpec, *, paths: RunPaths) -
 
 
 def _checkpoint_to_resume(checkpoints: Path) -> Path | None:
-    """The newest; None for a new run, which never takes the place of one that is damaged."""
+    """Return the newest sound checkpoint, or None for a new run.
+
+    Raises CheckpointError where all are damaged: a new run never takes their place.
+    """
     newest = newest_checkpoint(checkpoints)
     damaged = checkpoint_folders(checkpoints)
     if newest is None and damaged:

@@ -79,7 +79,7 @@ def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> b
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes, little-endian as on every machine that torch runs on."""
+    """Yield the tensor's bytes, little-endian as on every machine that torch runs on."""
     # As integers, since numpy has no bf16; by numpy, which takes one core where torch takes all.
     numbers = tensor.detach().cpu().view(_INTEGERS[tensor.element_size()]).numpy()
     content = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data

@@ -66,10 +66,20 @@ def require_one_mesh(
         ),
         _MeshState,
     )
+    _require_equal_copies(
+        states, mesh, is_tied=tied is not None, step=step, passed_step=passed_step
+    )
+    require_finite([each.own for each in states], step=step, passed_step=passed_step)
+
+
+def _require_equal_copies(
+    states: Sequence[_MeshState], mesh: Mesh, *, is_tied: bool, step: int, passed_step: int | None
+) -> None:
+    """Require that ranks which hold the same have the same digests of it."""
     owns, wholes = [each.own for each in states], [each.whole for each in states]
     for rank in range(mesh.world_size):
         line = mesh.along(rank, "pipeline")
-        ends = (line[0], line[-1]) if tied is not None else (rank,)
+        ends = (line[0], line[-1]) if is_tied else (rank,)
         for held, peers in (
             (_weights(wholes), mesh.along(rank, "replicate", "shard", "tensor")),
             (_weights(owns), mesh.along(rank, "replicate", "shard")),
@@ -78,7 +88,6 @@ def require_one_mesh(
             ([each.tied for each in states], ends),
         ):
             require_equal(held, peers, step=step, passed_step=passed_step)
-    require_finite(owns, step=step, passed_step=passed_step)
 
 
 def _parameter(of_state: str) -> str:
