@@ -79,20 +79,20 @@ def error_of(node: Node, login: Login) -> TileforgeError:
 
 def test_a_command_gives_its_status_and_both_outputs(node: Sshd, login: Login) -> None:
     with connected(node.node, login) as connection:
-        done = connection.run(["sh", "-c", "cat; echo no >&2; exit 3"], timeout_s=10, stdin=b"yes")
+        done = connection.run(["sh", "-c", "cat; echo no >&2; exit 3"], timeout_s=60, stdin=b"yes")
     assert (done.status, done.stdout, done.stderr) == (3, b"yes", b"no\n")
 
 
 def test_arguments_arrive_as_they_are(node: Sshd, login: Login) -> None:
     with connected(node.node, login) as connection:
-        said = connection.check_run(["printf", "%s\\0", *HOSTILE], timeout_s=10)
+        said = connection.check_run(["printf", "%s\\0", *HOSTILE], timeout_s=60)
     assert said.decode().split("\0")[:-1] == HOSTILE
 
 
 def test_much_output_and_input_that_nobody_reads_do_not_block(node: Sshd, login: Login) -> None:
     program = "head -c 8000000 /dev/zero; head -c 8000000 /dev/zero >&2"
     with connected(node.node, login) as connection:
-        done = connection.run(["sh", "-c", program], timeout_s=20, stdin=bytes(8_000_000))
+        done = connection.run(["sh", "-c", program], timeout_s=60, stdin=bytes(8_000_000))
     assert (len(done.stdout), len(done.stderr)) == (8_000_000, 8_000_000)
 
 
@@ -102,7 +102,7 @@ def test_a_node_that_sends_without_end_is_not_listened_to(node: Sshd, login: Log
             argv = ["sh", "-c", f"cat /dev/zero{stream}"]
             with pytest.raises(AnswerError, match=r"^node-0: it sends more than it was asked for"):
                 connection.run(argv, timeout_s=60)
-        assert connection.check_run(["echo", "still here"], timeout_s=10) == b"still here\n"
+        assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
 
 
 def test_a_failing_command_is_named_with_its_last_words(node: Sshd, login: Login) -> None:
@@ -110,23 +110,23 @@ def test_a_failing_command_is_named_with_its_last_words(node: Sshd, login: Login
         connected(node.node, login) as connection,
         pytest.raises(PreflightError, match=r"node-0: `ls` ended with status 2: .*/nowhere"),
     ):
-        connection.check_run(["ls", "/nowhere"], timeout_s=10)
+        connection.check_run(["ls", "/nowhere"], timeout_s=60)
 
 
 def test_a_command_that_takes_too_long_is_ended_on_the_node(node: Sshd, login: Login) -> None:
     with connected(node.node, login) as connection:
-        with pytest.raises(PreflightError, match=r"node-0: `sh` has not ended within 1 s"):
-            connection.run(["sh", "-c", "echo $$ > ~/pid; exec sleep 300"], timeout_s=1)
+        with pytest.raises(PreflightError, match=r"node-0: `sh` has not ended within 3 s"):
+            connection.run(["sh", "-c", "echo $$ > ~/pid; exec sleep 300"], timeout_s=3)
         process = int((node.home / "pid").read_text(encoding="ascii"))
         wait_until(lambda: not Path(f"/proc/{process}").exists(), what="the command's end")
-        assert connection.check_run(["echo", "still here"], timeout_s=10) == b"still here\n"
+        assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
 
 
 def test_a_command_that_is_killed_is_said_to_be(node: Sshd, login: Login) -> None:
     with connected(node.node, login) as connection:
         with pytest.raises(PreflightError, match="node-0: `sh` was ended there by a signal"):
-            connection.run(["sh", "-c", "kill -9 $$"], timeout_s=10)
-        assert connection.run(["true"], timeout_s=10).status == 0
+            connection.run(["sh", "-c", "kill -9 $$"], timeout_s=60)
+        assert connection.run(["true"], timeout_s=60).status == 0
 
 
 def test_another_host_key_is_refused_before_anything_is_sent(
@@ -245,14 +245,14 @@ def test_a_connection_that_breaks_is_said_to(start_sshd: StartSshd, login: Login
     with connected(sshd.node, login) as connection:
         sshd.stop()
         with pytest.raises(SshUnreachableError, match="node-1: the connection broke"):
-            connection.run(["true"], timeout_s=5)
+            connection.run(["true"], timeout_s=60)
 
 
 def test_workers_are_reached_through_the_head(start_sshd: StartSshd, login: Login) -> None:
     head, worker = start_sshd("node-0", "127.0.0.2"), start_sshd("node-1", "127.0.0.3")
     inventory = make_cluster(head.node, worker.node)
     with Cluster(inventory, login=login, env={}, deadlines=PATIENT) as cluster:
-        said = cluster.connect(worker.node).check_run(["sh", "-c", "echo $HOME"], timeout_s=10)
+        said = cluster.connect(worker.node).check_run(["sh", "-c", "echo $HOME"], timeout_s=60)
     assert said.decode().strip() == str(worker.home)
 
 
@@ -299,7 +299,7 @@ def test_a_proxy_command_carries_a_connection_and_ends_with_it(node: Sshd, login
         return proxies[-1]
 
     connection = dial(node.node, login=login, open_stream=open_stream, deadlines=PATIENT)
-    assert connection.check_run(["echo", "hi"], timeout_s=10) == b"hi\n"
+    assert connection.check_run(["echo", "hi"], timeout_s=60) == b"hi\n"
     connection.close()
     assert proxies[0].ended()
 
@@ -352,7 +352,7 @@ def test_neither_logs_nor_errors_hold_key_material(
     good = start_sshd("node-0", "127.0.0.2")
     bad = start_sshd("node-1", "127.0.0.3", public_key=make_key(tmp_path / "another"))
     with connected(good.node, login) as connection:
-        connection.check_run(["true"], timeout_s=10)
+        connection.check_run(["true"], timeout_s=60)
     error = error_of(bad.node, login)
     private = login.key.read_text(encoding="ascii").splitlines()[1:-1]
     said = caplog.text + str(error) + good.log.read_text(encoding="utf-8")

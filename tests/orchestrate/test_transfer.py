@@ -73,16 +73,16 @@ def test_a_file_s_name_is_nothing_but_a_name(
     there.parent.mkdir()
     back.parent.mkdir()
     source.write_bytes(b"content")
-    put(connection, source, str(there), timeout_s=20)
-    get(connection, str(there), back, timeout_s=20)
+    put(connection, source, str(there), timeout_s=60)
+    get(connection, str(there), back, timeout_s=60)
     assert back.read_bytes() == b"content"
     assert [path.name for path in there.parent.iterdir()] == [name]
 
 
 def test_an_empty_file_is_a_file(connection: Connection, tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    put(connection, tmp_path / "empty", str(tmp_path / "there"), timeout_s=20)
-    get(connection, str(tmp_path / "there"), tmp_path / "back", timeout_s=20)
+    put(connection, tmp_path / "empty", str(tmp_path / "there"), timeout_s=60)
+    get(connection, str(tmp_path / "there"), tmp_path / "back", timeout_s=60)
     assert (tmp_path / "back").read_bytes() == b""
 
 
@@ -134,7 +134,7 @@ def test_the_rest_of_another_file_does_no_harm(
 def test_a_file_takes_an_older_one_s_place(connection: Connection, tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"new")
     (tmp_path / "target").write_bytes(b"older and longer")
-    put(connection, tmp_path / "source", str(tmp_path / "target"), timeout_s=20)
+    put(connection, tmp_path / "source", str(tmp_path / "target"), timeout_s=60)
     assert (tmp_path / "target").read_bytes() == b"new"
 
 
@@ -143,7 +143,7 @@ def test_what_the_node_cannot_store_or_does_not_have_is_named(
 ) -> None:
     (tmp_path / "source").write_bytes(b"x")
     with pytest.raises(PreflightError, match=r"node-0: writing /proc/nowhere/x: .*No such file"):
-        put(connection, tmp_path / "source", "/proc/nowhere/x", timeout_s=20)
+        put(connection, tmp_path / "source", "/proc/nowhere/x", timeout_s=60)
     with pytest.raises(PreflightError, match=r"node-0: `sha256sum` ended .*/nowhere"):
-        get(connection, "/nowhere", tmp_path / "target", timeout_s=20)
+        get(connection, "/nowhere", tmp_path / "target", timeout_s=60)
     assert not (tmp_path / "target").exists()

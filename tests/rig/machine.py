@@ -204,7 +204,7 @@ class Machine:
 
     def freeze(self) -> None:
         """Stop every process on it; its connections stay open and silent."""
-        wait_until(lambda: self._signal(signal.SIGSTOP, but="T"), what="freeze", timeout_s=10)
+        wait_until(lambda: self._signal(signal.SIGSTOP, but="T"), what="freeze", timeout_s=60)
 
     def thaw(self) -> None:
         """Undo `freeze`."""
@@ -213,7 +213,7 @@ class Machine:
     def kill(self) -> None:
         """Take its power away: the link goes first, so no peer gets a farewell."""
         self.cut_link()
-        wait_until(lambda: self._signal(signal.SIGKILL, but="Z"), what="kill", timeout_s=10)
+        wait_until(lambda: self._signal(signal.SIGKILL, but="Z"), what="kill", timeout_s=60)
         self.wait_for_end()
 
     def stop(self) -> None:

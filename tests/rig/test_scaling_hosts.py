@@ -44,7 +44,7 @@ def test_hosts_reach_each_other_and_are_gone_with_the_benchmark_however_it_ends(
         name = program.stdout.readline().strip()
         assert name.startswith("tfscale-"), "the hosts were not made"
         head = f"{name}-10.77.0.11"
-        wait_until(partial(has_processes, head), what="sleep", timeout_s=10)
+        wait_until(partial(has_processes, head), what="sleep", timeout_s=60)
         if end is None:
             program.communicate()
             assert program.returncode == 0

@@ -32,7 +32,7 @@ def sshfs_mount(tmp_path: Path) -> Iterator[tuple[Path, int]]:
     options = f"ssh_command={as_ssh},dir_cache=no"
     client = subprocess.Popen(["sshfs", "-f", "-o", options, f"nobody:{there}", here])
     try:
-        wait_until(here.is_mount, what="the mount", timeout_s=10.0)
+        wait_until(here.is_mount, what="the mount")
         yield here, int(pid_file.read_text(encoding="ascii"))
     finally:
         subprocess.run(["umount", "--lazy", here], check=False)

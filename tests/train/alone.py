@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from payload.results import RunPaths
@@ -12,6 +13,13 @@ from payload.train.trainer import Outcome
 from payload.train.world import World
 
 ALONE = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
+
+
+def forget_accelerate() -> None:
+    """Let the next run of this process have another precision: Accelerate keeps to the first."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def train_alone(folder: Path, config: Path, *overrides: str, stops: bool = False) -> Outcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 
 from payload.train.kernels.build import built_library
 from payload.train.kernels.library import Library
+from tests.train.alone import forget_accelerate
 
 # Of glibc's malloc.h. It fills memory with the lowest eight bits of the value's complement, and
 # with nothing when the value is 0.
@@ -48,11 +48,9 @@ def fresh_memory_is_nan() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def accelerate_forgets() -> Iterator[None]:
-    """Accelerate keeps to the first precision of a process; the tests train with several."""
+    """The tests train with several precisions."""
     yield
-    state = sys.modules.get("accelerate.state")
-    if state is not None:
-        state.AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerate()
 
 
 @pytest.fixture(params=[1, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.architecture_cases import CASES, make_folder
 from payload.results import RunPaths
 from tests.support.launching import (
     REPO,
@@ -23,7 +25,9 @@ from tests.support.launching import (
     run,
     summary,
     train_program,
+    train_several,
 )
+from tests.train.alone import forget_accelerate, train_alone
 from tests.train.strategies.deepspeed_folder import deepspeed_folder
 
 FILES = ("model.safetensors", "optimizer.safetensors")
@@ -64,6 +68,38 @@ def train_ranks(folder: Path, config: Path, *overrides: str, num_ranks: int) -> 
     result = run(mpirun(num_ranks, *train_program(folder, config, *overrides)), env=env)
     assert result.returncode == 0, result.stderr + result.stdout
     return result.stderr + result.stdout
+
+
+def train_decoders(
+    root: Path,
+    config: Path,
+    way: str,
+    cases: Sequence[tuple[str, tuple[str, ...]]],
+    **sizes: int,
+) -> None:
+    """Train each case, a decoder's name and overrides, on one rank and on two, the way given.
+
+    The runs of case 0 are `root / "0" / "alone"` and `root / "0" / "two"`.
+    """
+    of_two: dict[Path, tuple[str, ...]] = {}
+    for place, (name, extra) in enumerate(cases):
+        folder = root / str(place)
+        make_folder({**CASES[name], **sizes}, folder / "base")
+        words = (*STEPS, *SIZES, f"model.init={folder / 'base'}", "optimizer.lr=1e-4", *extra)
+        train_alone(folder / "alone", config, *words)
+        forget_accelerate()
+        of_two[folder / "two"] = (way, *words)
+    train_several(of_two, config, num_ranks=2)
+
+
+def require_same_decoder(folder: Path, extra: Sequence[str]) -> None:
+    """Require two ranks' run to be one rank's."""
+    two, alone = folder / "two", folder / "alone"
+    close = 1e-4 if "precision.dtype=bf16" in extra else 1e-6
+    assert losses(two) == pytest.approx(losses(alone), rel=close)
+    assert norms(two) == pytest.approx(norms(alone), rel=close * 300)
+    assert len(losses(two)) == 6
+    assert summary(two)["ranks_identical"] is True
 
 
 def norms(run_dir: Path) -> list[float]:

@@ -7,25 +7,29 @@ from pathlib import Path
 import pytest
 from torch.testing import assert_close
 
-from benchmarks.architecture_cases import CASES, make_folder
 from payload.train.strategies.pipeline import order
-from tests.support.launching import losses, summary, train
+from tests.support.launching import losses, train
 from tests.train.alone import train_alone
+from tests.train.strategies.runs import STEPS as BASE_STEPS
 from tests.train.strategies.runs import (
-    SIZES,
     error_of_spoiled,
     first_half,
-    norms,
     require_bitwise_resume,
     require_equal_runs,
+    require_same_decoder,
     require_same_layout,
     tensors,
+    train_decoders,
 )
-from tests.train.strategies.runs import STEPS as BASE_STEPS
 
 pytestmark = pytest.mark.ranks
 
 PIPELINE = "distributed.pipeline_parallel=2"
+DECODERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("llama, untied, biases", ("memory.activation_checkpointing=on",)),
+    ("gemma3_text", ("engine.kernels=off",)),
+    ("qwen3", ("precision.dtype=bf16",)),
+)
 STEPS = (*BASE_STEPS, "model.n_layer=3")
 
 
@@ -98,25 +102,17 @@ def test_the_kernels_run_a_stages_layers(tmp_path: Path, tiny_config: Path) -> N
     assert "without kernels" not in said
 
 
-@pytest.mark.parametrize(
-    ("name", "extra"),
-    [
-        ("llama, untied, biases", ("memory.activation_checkpointing=on",)),
-        ("gemma3_text", ("engine.kernels=off",)),
-        ("qwen3", ("precision.dtype=bf16",)),
-    ],
-)
-def test_a_decoder_is_in_stages(
-    tmp_path: Path, tiny_config: Path, name: str, extra: tuple[str, ...]
-) -> None:
-    make_folder({**CASES[name], "vocab_size": 600}, tmp_path / "base")
-    words = (*STEPS, *SIZES, f"model.init={tmp_path / 'base'}", "optimizer.lr=1e-4", *extra)
-    train_alone(tmp_path / "alone", tiny_config, *words)
-    train(tmp_path / "two", tiny_config, PIPELINE, *words, num_ranks=2)
-    close = 1e-4 if "precision.dtype=bf16" in extra else 1e-6
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=close)
-    assert norms(tmp_path / "two") == pytest.approx(norms(tmp_path / "alone"), rel=close * 300)
-    assert summary(tmp_path / "two")["ranks_identical"] is True
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
+    """A folder with the runs of `DECODERS`."""
+    root = tmp_path_factory.mktemp("decoders")
+    train_decoders(root, tiny_config, PIPELINE, DECODERS, vocab_size=600)
+    return root
+
+
+@pytest.mark.parametrize("case", range(len(DECODERS)), ids=[name for name, _ in DECODERS])
+def test_a_decoder_is_in_stages(decoders: Path, case: int) -> None:
+    require_same_decoder(decoders / str(case), DECODERS[case][1])
 
 
 def test_a_head_that_is_not_the_embedding_any_more_stops_the_run(

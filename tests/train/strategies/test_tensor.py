@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from benchmarks.architecture_cases import CASES, make_folder
 from payload.train.models.split import Split
 from payload.train.weights import save_hf
 from tests.support.launching import losses, summary, train
@@ -18,16 +17,23 @@ from tests.train.strategies.runs import (
     STEPS,
     error_of_spoiled,
     first_half,
-    norms,
     require_bitwise_resume,
     require_equal_runs,
+    require_same_decoder,
     tensors,
+    train_decoders,
 )
 from tests.train.test_model import make_model
 
 pytestmark = pytest.mark.ranks
 
 TENSOR = "distributed.tensor_parallel=2"
+DECODERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("llama, untied, biases", ("memory.activation_checkpointing=on",)),
+    ("qwen3", ("engine.kernels=off",)),
+    ("qwen3", ("precision.dtype=bf16",)),
+    ("gemma3_text", ()),
+)
 WITH_REPLICAS = (TENSOR, "batch.micro_batch_size=1")
 
 
@@ -109,27 +115,17 @@ def test_the_kernels_run_a_part_of_each_layer(
     assert "without kernels" not in said
 
 
-@pytest.mark.parametrize(
-    ("name", "extra"),
-    [
-        ("llama, untied, biases", ("memory.activation_checkpointing=on",)),
-        ("qwen3", ("engine.kernels=off",)),
-        ("qwen3", ("precision.dtype=bf16",)),
-        ("gemma3_text", ()),
-    ],
-)
-def test_a_decoder_is_shared_out_by_its_key_heads(
-    tmp_path: Path, tiny_config: Path, name: str, extra: tuple[str, ...]
-) -> None:
-    config = {**CASES[name], "vocab_size": 600, "num_key_value_heads": 2}
-    make_folder(config, tmp_path / "base")
-    words = (*STEPS, *SIZES, f"model.init={tmp_path / 'base'}", "optimizer.lr=1e-4", *extra)
-    train_alone(tmp_path / "alone", tiny_config, *words)
-    train(tmp_path / "two", tiny_config, TENSOR, *words, num_ranks=2)
-    close = 1e-4 if "precision.dtype=bf16" in extra else 1e-6
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=close)
-    assert norms(tmp_path / "two") == pytest.approx(norms(tmp_path / "alone"), rel=close * 300)
-    assert summary(tmp_path / "two")["ranks_identical"] is True
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
+    """A folder with the runs of `DECODERS`."""
+    root = tmp_path_factory.mktemp("decoders")
+    train_decoders(root, tiny_config, TENSOR, DECODERS, vocab_size=600, num_key_value_heads=2)
+    return root
+
+
+@pytest.mark.parametrize("case", range(len(DECODERS)), ids=[name for name, _ in DECODERS])
+def test_a_decoder_is_shared_out_by_its_key_heads(decoders: Path, case: int) -> None:
+    require_same_decoder(decoders / str(case), DECODERS[case][1])
 
 
 def test_dropout_masks_the_residual_stream_alike_on_both_ranks(
