@@ -154,11 +154,11 @@ class RunConfig:
             checkpointed=self.memory.activation_checkpointing == "on",
         )
 
-    def malloc(self) -> Literal["tuned", "lean", "tcmalloc", "default"]:
-        """Return how ranks allocate memory: lean where `tuned` would keep what shards free."""
-        if self.launch.malloc == "tuned" and self.distributed.strategy != "replicate":
-            return "lean"
-        return self.launch.malloc
+    def malloc(self) -> Literal["tuned", "lean", "sharded", "tcmalloc", "default"]:
+        """Return how ranks allocate memory: not as `tuned` where it would keep what shards free."""
+        if self.launch.malloc != "tuned" or self.distributed.strategy == "replicate":
+            return self.launch.malloc
+        return "sharded" if self.distributed.strategy == "shard" else "lean"
 
     def recomputation(self) -> float:
         """Return what a step's computing is multiplied by: with checkpointing, a second forward."""

@@ -13,6 +13,11 @@ from payload.models.fit import require_split
 from payload.models.spec import ModelSpec
 from payload.run_config import RunConfig
 
+_ASSUMED_FLOPS_PER_S = 1.8e11
+"""A core's GEMM peak, for the order alone where no preflight has measured one. At the usual half of
+it, a core trains as fast as one with AVX-512 trained GPT-2 124M in fp32: at 0.09 TFLOP/s
+(benchmarks/results/2026-11-25_strategies_epyc-2-cores.md)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
@@ -56,9 +61,12 @@ def compare_strategies(
 ) -> tuple[Compared, ...]:
     """Return the possible strategies: those that fit first, each of them by its predicted step.
 
-    `free_bytes` is a node's free memory, which its ranks share.
+    `free_bytes` is a node's free memory, which its ranks share. Where the peak was not measured,
+    an assumed one decides the order, as a pipeline's wait and a tensor rank's head take a share of
+    the computing.
     """
-    found = []
+    assumed = _ASSUMED_FLOPS_PER_S * threads * world_size
+    found: list[tuple[float, Compared]] = []
     for distributed in _candidates(
         config.distributed, world_size=world_size, ranks_per_node=ranks_per_node
     ):
@@ -70,27 +78,27 @@ def compare_strategies(
             spec=spec,
             world_size=world_size,
             link_bytes_per_s=link_bytes_per_s,
-            peak_flops_per_s=peak_flops_per_s,
+            peak_flops_per_s=peak_flops_per_s or assumed,
             threads=threads,
         )
+        assert numbers.step_s is not None
         need = numbers.memory_bytes_per_rank * ranks_per_node
-        found.append(
-            Compared(
-                strategy=distributed.strategy,
-                shard_size=numbers.shards,
-                mesh=distributed.mesh(world_size).describe(),
-                splits_model=distributed.splits_model(),
-                memory_bytes=numbers.memory_bytes_per_rank,
-                sent_bytes=numbers.replicate_bytes
-                + numbers.shard_bytes
-                + numbers.tensor_bytes
-                + numbers.pipeline_bytes,
-                sync_s=numbers.sync_s,
-                step_s=numbers.step_s,
-                fits=None if free_bytes is None else need <= free_bytes,
-            )
+        each = Compared(
+            strategy=distributed.strategy,
+            shard_size=numbers.shards,
+            mesh=distributed.mesh(world_size).describe(),
+            splits_model=distributed.splits_model(),
+            memory_bytes=numbers.memory_bytes_per_rank,
+            sent_bytes=numbers.replicate_bytes
+            + numbers.shard_bytes
+            + numbers.tensor_bytes
+            + numbers.pipeline_bytes,
+            sync_s=numbers.sync_s,
+            step_s=numbers.step_s if peak_flops_per_s else None,
+            fits=None if free_bytes is None else need <= free_bytes,
         )
-    return tuple(sorted(found, key=_rank))
+        found.append((numbers.step_s, each))
+    return tuple(each for _, each in sorted(found, key=_rank))
 
 
 def _candidates(
@@ -123,6 +131,6 @@ def _is_possible(config: RunConfig, spec: ModelSpec, world_size: int) -> bool:
     return True
 
 
-def _rank(each: Compared) -> tuple[bool, float, int]:
-    seconds = each.sync_s if each.step_s is None else each.step_s
-    return each.fits is False, seconds, each.memory_bytes
+def _rank(found: tuple[float, Compared]) -> tuple[bool, float, int]:
+    step_s, each = found
+    return each.fits is False, step_s, each.memory_bytes

@@ -7,6 +7,7 @@ from dataclasses import replace
 from payload.launch.compare import Compared, compare_strategies
 from payload.models.gpt2 import PRESETS
 from payload.run_config import parse_run_config
+from payload.step_time import LOOPBACK_BYTES_PER_S
 
 SPEC = replace(PRESETS["gpt2-medium"], sequence_length=64)
 GIB = 2**30
@@ -57,6 +58,23 @@ def test_what_does_not_fit_comes_last() -> None:
     ]
     fitting = [bool(each.fits) for each in found]
     assert fitting == sorted(fitting, reverse=True)
+
+
+def test_where_no_peak_was_measured_the_order_is_that_of_an_ordinary_core() -> None:
+    """It is the order that was measured between two ranks of one machine."""
+    words = ["batch.micro_batch_size=2", "batch.global_batch_size=8", "data.sequence_length=128"]
+    found = compare_strategies(
+        parse_run_config("", overrides=[*words, "precision.dtype=fp32"], where="test"),
+        spec=PRESETS["gpt2"].with_sequence_length(128),
+        world_size=2,
+        ranks_per_node=2,
+        link_bytes_per_s=LOOPBACK_BYTES_PER_S,
+        peak_flops_per_s=None,
+        free_bytes=None,
+    )
+    names = ["replicate", "tensor 2", "pipeline 2", "shard, 2 ranks", "zero3, 2 ranks"]
+    assert [each.name() for each in found] == names
+    assert {each.step_s for each in found} == {None}
 
 
 def test_unknown_memory_decides_nothing() -> None:

@@ -88,7 +88,9 @@ def test_a_group_that_does_not_divide_the_ranks_makes_no_plan() -> None:
 
 def test_a_sharded_rank_gives_memory_back_at_once_unless_told_otherwise() -> None:
     assert config().malloc() == "tuned"
-    assert config(SHARD).malloc() == "lean"
+    assert config(SHARD).malloc() == "sharded"
+    assert config("distributed.strategy=zero3").malloc() == "lean"
+    assert config(SHARD, "launch.malloc=lean").malloc() == "lean"
     assert config(SHARD, "launch.malloc=tcmalloc").malloc() == "tcmalloc"
 
 
