@@ -16,10 +16,14 @@ from payload.accelerators import NVIDIA_DRIVER_BRANCH, least_driver_branch
 from payload.errors import ExitCode
 from payload.inventory import Node
 from payload.launch.environment import launcher_environment
+from payload.machine import discover
 from payload.nvidia import QUERY, Fault, GpuNeed, NvidiaFacts, gpu_faults, gpu_need
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.node import look
 from payload.orchestrate.node.look import nvidia
+from payload.orchestrate.preflight.trial import try_this_machine
+from payload.orchestrate.sites.choose import Chosen
+from payload.orchestrate.sites.local import LocalAccess
 from payload.run_config import parse_run_config
 from payload.untrusted import build
 from tests.support.nvidia_smi import A100, L4, make_nvidia_smi, make_torch
@@ -272,3 +276,20 @@ def test_a_plan_here_places_a_rank_on_each_visible_gpu_or_refuses_in_one_line(
 def test_a_launcher_hands_cuda_visible_devices_to_its_ranks() -> None:
     kept = launcher_environment({"CUDA_VISIBLE_DEVICES": "1", "RANK": "7"}, {})
     assert kept == {"CUDA_VISIBLE_DEVICES": "1"}
+
+
+@pytest.mark.ranks
+def test_the_trial_of_a_run_on_gpus_starts_its_ranks_there_and_names_a_torch_without_cuda(
+    tmp_path: Path,
+) -> None:
+    access = LocalAccess(os.environ)
+    machine = discover()
+    chosen = Chosen(inventory=machine.inventory(), why="test", domains={})
+    config = parse_run_config(
+        "", overrides=["device.kind=cuda", "launch.ranks_per_node=1"], where="test"
+    )
+    trial = try_this_machine(chosen, access, tmp_path, config=config)
+    # The torch of these tests is the CPU build.
+    (found,) = trial.findings
+    assert trial.on_gpus and trial.measured is None and found.check == "gpu"
+    assert "its rank has no GPU: device.kind = 'cuda': torch" in found.cause

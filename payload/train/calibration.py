@@ -133,12 +133,12 @@ def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dic
 
     All ranks multiply at the same time, and the same size: the large one where rank 0 is fast.
     """
-    factors = {}
+    factors, (few, many) = {}, _gemm_sizes(world)
     for name, dtype in TORCH_DTYPES.items():
-        small = _factors(world, _GEMM_SIZES[0], dtype)
+        small = _factors(world, few, dtype)
         is_fast = _best_product_s(world, *small, budget_s=0.0) < _FAST_PRODUCT_S
         large = world.broadcast(is_fast, bool)
-        factors[name] = _factors(world, _GEMM_SIZES[1], dtype) if large else small
+        factors[name] = _factors(world, many, dtype) if large else small
     found: dict[Dtype, list[float]] = {name: [] for name in factors}
     for _ in range(rounds):
         for name, (left, out) in factors.items():
@@ -151,7 +151,9 @@ def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dic
 def _factors(world: World, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """A square matrix and a place for its square, once used."""
     left = torch.full((size, size), 0.5, dtype=dtype, device=world.device)
-    return left, torch.mm(left, left)
+    out = torch.mm(left, left)
+    world.synchronize()
+    return left, out
 
 
 def _best_product_s(

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from payload.rank_variables import NODE_RANK, TORCH, identify
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MARK = "tileforge-trial "
 _ROUNDS = 5
 _ROUND_S = 0.12
+_SUMMED = 256
 # mpirun ends all ranks with the first that fails; those that fail as well may say so before.
 _LAST_WORDS_S = 1.0
 
@@ -40,8 +41,9 @@ class Speeds:
 def main(argv: Sequence[str], env: MutableMapping[str, str]) -> int:
     """Measure, and return 0; what went wrong is said on stdout.
 
-    The one argument is a JSON object: `deadline_s`; `ranks`, with node, node_rank, local_rank,
-    cores, threads and interface of each; and `environment`, in place of the launcher's.
+    The one argument is a JSON object: `deadline_s`; `device`, cpu or cuda; `ranks`, with node,
+    node_rank, local_rank, cores, threads and interface of each; and `environment`, in place of the
+    launcher's.
     """
     parser = argparse.ArgumentParser(prog="payload.train.fabric")
     parser.add_argument("arguments", type=json.loads, metavar="JSON", help="what to measure")
@@ -54,7 +56,7 @@ def main(argv: Sequence[str], env: MutableMapping[str, str]) -> int:
     say(rank=rank, node=place["node"], stage="started")
     try:
         _take_place(place, env)
-        _measure(env, rank=rank, place=place)
+        _measure(env, rank=rank, place=place, device=arguments["device"])
     except (Exception, SystemExit) as error:
         say(rank=rank, node=place["node"], error=f"{type(error).__name__}: {error}"[:600])
         time.sleep(_LAST_WORDS_S)
@@ -88,15 +90,19 @@ def _take_place(place: Mapping[str, Any], env: MutableMapping[str, str]) -> None
         os.sched_setaffinity(0, place["cores"])
 
 
-def _measure(env: Mapping[str, str], *, rank: int, place: Mapping[str, Any]) -> None:
-    from payload.launch_sections import DistributedSection
+def _measure(
+    env: Mapping[str, str], *, rank: int, place: Mapping[str, Any], device: Literal["cpu", "cuda"]
+) -> None:
+    from payload.launch_sections import DeviceSection, DistributedSection
     from payload.train.calibration import gemm_rounds_flops_per_s
     from payload.train.world import World
 
-    world = World.from_env(env)
+    world = World.from_env(env).on(DeviceSection(kind=device))
     world.join(DistributedSection(timeout_s=60.0))
     world.barrier()
     say(rank=rank, node=place["node"], stage="joined")
+    _require_sum(world)
+    say(rank=rank, node=place["node"], stage="summed")
     speeds = gemm_rounds_flops_per_s(world, rounds=_ROUNDS, round_s=_ROUND_S)
     own = Speeds(node=world.node, bf16=speeds["bf16"], fp32=speeds["fp32"])
     products = [asdict(each) for each in world.gather(own, Speeds)]
@@ -105,6 +111,20 @@ def _measure(env: Mapping[str, str], *, rank: int, place: Mapping[str, Any]) -> 
         say(result={"ranks": products, "world_size": world.world_size, **exchange})
     world.barrier()  # nobody closes what another still reads
     world.leave()
+
+
+def _require_sum(world: World) -> None:
+    """Raise RuntimeError where an all-reduce of the ranks' numbers gives another sum.
+
+    It is the first that the ranks send each other from their devices: over NCCL from GPUs.
+    """
+    import torch
+
+    values = torch.full((_SUMMED,), float(world.rank + 1), device=world.device)
+    summed = world.sum(values)
+    wanted = world.world_size * (world.world_size + 1) / 2
+    if not bool((summed == wanted).all()):
+        raise RuntimeError(f"an all-reduce gave {float(summed[0]):g} in place of {wanted:g}")
 
 
 def _exchange(world: World) -> dict[str, Any]:

@@ -188,6 +188,8 @@ def test_a_trial_is_known_for_the_same_nodes_alone_and_fresh_for_a_day(tmp_path:
     )
     record.write(path)
     assert known_trial(inventory.cluster, inventory.nodes, tmp_path) == record
+    # What cores have measured says nothing of GPUs.
+    assert known_trial(inventory.cluster, inventory.nodes, tmp_path, on_gpus=True) is None
     head, *others = inventory.nodes
     renewed = replace(inventory, nodes=(replace(head, host_keys=("ssh-ed25519 B",)), *others))
     assert known_trial(renewed.cluster, renewed.nodes, tmp_path) is None

@@ -209,3 +209,64 @@ def test_lines_that_are_cut_short_are_passed_over() -> None:
         *STARTED, *JOINED, {"result": RESULT}, stdout=f'{MARK}{{"rank": 1, "no', status=0
     )
     assert found(broken) == []
+
+
+NCCL_ERROR = (
+    "DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
+    "remote process exited or there was a network error"
+)
+NO_DEVICE = (
+    "ConfigError: device.kind = 'cuda': torch 2.13.0+cu130 sees no CUDA device. Install the "
+    "driver and torch's CUDA build, or use device.kind = 'cpu'."
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "check", "nodes", "cause"),
+    [
+        # What the others say has lost them is left out.
+        (
+            outcome(
+                *STARTED,
+                {"node": "node-1", "error": NO_DEVICE},
+                {"node": "node-0", "error": "RuntimeError: Connection closed by peer"},
+            ),
+            "gpu",
+            ["node-1"],
+            "its rank has no GPU: device.kind = 'cuda': torch 2.13.0+cu130 sees no CUDA device.",
+        ),
+        (
+            outcome(*STARTED, *JOINED, {"node": "node-2", "error": NCCL_ERROR}),
+            "nccl",
+            ["node-2"],
+            "NCCL failed while measuring: DistBackendError: NCCL error in:",
+        ),
+        (
+            outcome(*STARTED, *JOINED, {"node": "node-0", "stage": "summed"}, status=None),
+            "nccl",
+            ["node-1", "node-2"],
+            "NCCL's first all-reduce did not end on it within 90 s",
+        ),
+        (
+            outcome(
+                *STARTED, *JOINED, *({**said, "stage": "summed"} for said in JOINED), status=None
+            ),
+            "nccl",
+            ["node-0"],
+            "the measurement did not end within 90 s",
+        ),
+        (
+            outcome(*STARTED, {"node": "node-0", "error": "RuntimeError: no route"}),
+            "gloo",
+            ["node-0"],
+            "gloo failed while the ranks look for each other",
+        ),
+    ],
+)
+def test_on_gpus_a_failure_is_the_gpu_s_gloo_s_or_nccl_s_by_how_far_the_ranks_came(
+    given: Outcome, check: str, nodes: list[str], cause: str
+) -> None:
+    mpirun = find("mpirun")
+    said = failures(NODES, given, hostnames=HOSTNAMES, deadline_s=90, launcher=mpirun, on_gpus=True)
+    assert [(finding.node, finding.check) for finding in said] == [(node, check) for node in nodes]
+    assert all(cause in finding.cause for finding in said)

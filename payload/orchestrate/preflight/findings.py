@@ -125,6 +125,8 @@ SHARED = "shared"
 """Check of nodes that have a shared folder, or should have one."""
 GPU = "gpu"
 """Check of nodes on whose GPUs ranks compute."""
+NCCL = "nccl"
+"""Check of the trial where ranks compute on GPUs."""
 STORE = "store"
 """Check of the head, last of all, where a run's results go to a store."""
 
@@ -145,7 +147,7 @@ _SSH_CODES = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.HOST_KEY)
 
 def checks() -> tuple[str, ...]:
     """Return every check's name, in the order in which they are made."""
-    return (*PROBED, GPU, SHARED, *names(), *TRIED, STORE)
+    return (*PROBED, GPU, SHARED, *names(), *TRIED, NCCL, STORE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,9 @@ from payload.errors import ExitCode, TileforgeError, most_telling
 from payload.inventory import ClusterInventory, Node
 from payload.launch.ranks import Placement
 from payload.models.spec import ModelSpec, typical_mfu
+from payload.nvidia import gpu_need
 from payload.orchestrate.preflight.findings import (
+    NCCL,
     TRIED,
     Finding,
     NodeFacts,
@@ -382,7 +384,8 @@ def try_if_new(
     placement: Placement | None = None,
 ) -> Report:
     """Try the cluster before a run; a trial of this payload on these nodes holds for a day."""
-    record = known_trial(chosen.inventory.cluster, chosen.inventory.nodes, Path.cwd())
+    inventory, on_gpus = chosen.inventory, gpu_need(config, chosen.inventory.nodes) is not None
+    record = known_trial(inventory.cluster, inventory.nodes, Path.cwd(), on_gpus=on_gpus)
     if record is not None and is_fresh(record, now_unix=time.time()):
         return replace(report, measured=record.measured)
     return try_there(report, chosen, cluster, config, placement)
@@ -395,7 +398,7 @@ def try_here(report: Report, chosen: Chosen, access: LocalAccess, config: RunCon
             report,
             chosen.inventory,
             config,
-            lambda: try_this_machine(chosen, access, Path(folder)),
+            lambda: try_this_machine(chosen, access, Path(folder), config=config),
         )
 
 
@@ -416,7 +419,7 @@ def with_trial(
     took_s = report.took_s + time.monotonic() - began
     if trial.note is not None:
         return replace(report, notes=[*report.notes, trial.note], took_s=took_s)
-    tried = (trial.launcher, *TRIED)
+    tried = (trial.launcher, *TRIED, *([NCCL] if trial.on_gpus else []))
     made = [check for check in tried if check != "gloo" or len(inventory.nodes) > 1]
     findings, notes = list(trial.findings), list(report.notes)
     if trial.measured is None:

@@ -20,6 +20,7 @@ from payload.launch.launchers.base import Job, Launcher, Reach
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.ranks import Placement
 from payload.launch_sections import DeviceSection, LaunchSection
+from payload.nvidia import gpu_need
 from payload.orchestrate.node.mesh import trial
 from payload.orchestrate.planning import choose_launcher
 from payload.orchestrate.preflight import findings as find
@@ -44,6 +45,8 @@ from payload.untrusted import build, shown
 # budgets of some seconds each. The ranks end by themselves before.
 DEADLINE_S = 24.0
 _RANKS_END_S = 22
+# torch with CUDA loads for longer, and NCCL's first all-reduce connects every pair of GPUs.
+_GPU_DEADLINE_S, _GPU_RANKS_END_S = 90.0, 88
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,11 @@ class Setting:
     executable: str
     """The launcher's path on the head."""
     reach: Reach
+    on_gpus: bool
+
+    def deadline_s(self) -> float:
+        """Return how long the launcher and its ranks may take."""
+        return _GPU_DEADLINE_S if self.on_gpus else DEADLINE_S
 
     def arguments(self, inventory: ClusterInventory) -> dict[str, Any]:
         """Return what node/mesh.py takes."""
@@ -102,7 +110,7 @@ class Setting:
             "path": str(PurePath(argv[0]).parent),
             "without": FOREIGN_PREFIXES,
             "keeps": self.launcher.keeps,
-            "deadline_s": DEADLINE_S,
+            "deadline_s": self.deadline_s(),
         }
 
     def _ranks(self, inventory: ClusterInventory) -> dict[str, Any]:
@@ -120,13 +128,18 @@ class Setting:
         settings = self.launcher.rank_settings(nodes=len(inventory.nodes))
         # In place of what the launcher sets, as the wrapper of a run's rank does it.
         settings |= {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
-        return {"deadline_s": _RANKS_END_S, "ranks": ranks, "environment": settings}
+        return {
+            "deadline_s": _GPU_RANKS_END_S if self.on_gpus else _RANKS_END_S,
+            "device": "cuda" if self.on_gpus else "cpu",
+            "ranks": ranks,
+            "environment": settings,
+        }
 
 
 _MARGIN_S = 20.0
 _ACTION_S = 20.0
 _CPU = DeviceSection(kind="cpu")
-"""The trial measures cores, those of machines with GPUs, too."""
+"""On this machine the trial measures cores, unless the run computes on its GPUs."""
 # Ten times what a trial takes; it is for an operator who is killed before removing the key.
 _KEY_LASTS_S = 600
 
@@ -141,6 +154,8 @@ class Trial:
     findings: list[Finding] = field(default_factory=list)
     note: str | None = None
     """Why there was none."""
+    on_gpus: bool = False
+    """True if its ranks computed on GPUs and exchanged over NCCL."""
 
 
 def try_cluster(
@@ -160,6 +175,7 @@ def try_cluster(
     inventory, code = chosen.inventory, this_code()
     launcher = candidates(config.launch.launcher)[0]
     placement = placement or _placement(chosen, config)
+    on_gpus = gpu_need(config, inventory.nodes) is not None
     outcomes = on_every_node(
         inventory.nodes,
         lambda node: look(cluster.connect(node), code, venv=VENV, programs=programs_of(launcher)),
@@ -180,7 +196,15 @@ def try_cluster(
             bring_code(inventory, cluster, answers, code=code, talk=talk)
             try:
                 outcome, folder = _start(
-                    inventory, cluster, facts, head, code, placement, launcher, name=claim.name
+                    inventory,
+                    cluster,
+                    facts,
+                    head,
+                    code,
+                    placement,
+                    launcher,
+                    name=claim.name,
+                    on_gpus=on_gpus,
                 )
                 if outcome.status != 0:
                     _end_leftovers(inventory, cluster, folder)
@@ -196,18 +220,21 @@ def try_cluster(
     except TileforgeError as error:
         return Trial(findings=[_of_error(inventory.head, error, launcher)], launcher=launcher.name)
     hostnames = {facts[node.name].hostname: node.name for node in inventory.nodes}
-    return _judged(inventory, outcome, launcher, hostnames=hostnames)
+    return _judged(inventory, outcome, launcher, hostnames=hostnames, on_gpus=on_gpus)
 
 
 def _not_measured(running: str) -> Trial:
     return Trial(note=f"nothing was measured, as run {running} is under way")
 
 
-def try_this_machine(chosen: Chosen, access: LocalAccess, folder: Path) -> Trial:
+def try_this_machine(
+    chosen: Chosen, access: LocalAccess, folder: Path, *, config: RunConfig
+) -> Trial:
     """Try the launcher and gloo on this machine, without ssh; `folder` is an empty one."""
     inventory = chosen.inventory
     choice = choose_launcher(AUTO, access)
-    placement = chosen.place(LaunchSection(), _CPU)
+    on_gpus = gpu_need(config, inventory.nodes) is not None
+    placement = _placement(chosen, config) if on_gpus else chosen.place(LaunchSection(), _CPU)
     with access.reserve_port() as holder:
         setting = Setting(
             placement=placement,
@@ -220,10 +247,11 @@ def try_this_machine(chosen: Chosen, access: LocalAccess, folder: Path) -> Trial
             launcher=choice.launcher,
             executable=choice.executable,
             reach=access.reach(),
+            on_gpus=on_gpus,
         )
         answer = trial(setting.arguments(inventory), env=access.environment())
     outcome = build(Outcome, answer, where="this machine")
-    return _judged(inventory, outcome, choice.launcher, hostnames={})
+    return _judged(inventory, outcome, choice.launcher, hostnames={}, on_gpus=on_gpus)
 
 
 def _start(
@@ -236,6 +264,7 @@ def _start(
     launcher: Launcher,
     *,
     name: str,
+    on_gpus: bool,
 ) -> tuple[Outcome, PurePosixPath]:
     """Return the program's outcome, and the folder that marks the processes."""
     if head.port is None:
@@ -257,10 +286,12 @@ def _start(
             interface=LOOPBACK if alone else interfaces[inventory.head.name],
             ssh=() if alone else ("-F", str(key.config)),
         ),
+        on_gpus=on_gpus,
     )
     arguments = setting.arguments(inventory)
     connection = cluster.connect(inventory.head)
-    outcome = ask(connection, "mesh.py", Outcome, arguments, timeout_s=DEADLINE_S + _MARGIN_S)
+    timeout_s = setting.deadline_s() + _MARGIN_S
+    outcome = ask(connection, "mesh.py", Outcome, arguments, timeout_s=timeout_s)
     return outcome, key.folder
 
 
@@ -278,13 +309,19 @@ def _judged(
     launcher: Launcher,
     *,
     hostnames: Mapping[str, str],
+    on_gpus: bool,
 ) -> Trial:
     found = failures(
-        inventory.nodes, outcome, hostnames=hostnames, deadline_s=DEADLINE_S, launcher=launcher
+        inventory.nodes,
+        outcome,
+        hostnames=hostnames,
+        deadline_s=_GPU_DEADLINE_S if on_gpus else DEADLINE_S,
+        launcher=launcher,
+        on_gpus=on_gpus,
     )
     result = outcome.result()
     if found or result is None:
-        return Trial(findings=found, launcher=launcher.name)
+        return Trial(findings=found, launcher=launcher.name, on_gpus=on_gpus)
     names = {rank.node for rank in result.ranks}
     received = result.exchange.received_bytes_per_s if result.exchange else ()
     if names != {node.name for node in inventory.nodes} or (
@@ -292,8 +329,9 @@ def _judged(
     ):
         cause, fix = "the figures it sent are not those of these nodes", "Try again."
         speed = _error(inventory.head, "speed", cause, fix)
-        return Trial(findings=[speed], launcher=launcher.name)
-    return Trial(measured=Measured.from_result(result), launcher=launcher.name)
+        return Trial(findings=[speed], launcher=launcher.name, on_gpus=on_gpus)
+    measured = Measured.from_result(result, on_gpus=on_gpus)
+    return Trial(measured=measured, launcher=launcher.name, on_gpus=on_gpus)
 
 
 def _not_looked_at(

@@ -12,7 +12,7 @@ from pathlib import Path
 from payload.errors import ConfigError
 from payload.inventory import Node
 from payload.launch.launchers.base import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
-from payload.orchestrate.preflight.findings import Finding
+from payload.orchestrate.preflight.findings import GPU, NCCL, Finding
 from payload.results import write_whole
 from payload.step_time import sends_per_byte
 from payload.training_sections import DtypeChoice
@@ -25,6 +25,11 @@ MAX_RANKS = 100_000
 _OUTPUT_CHARS = 2**19
 _LOG_LINES = 8
 _ALARM = 14
+_REFUSED = f"{ConfigError.__name__}: "
+_NCCL_FIX = (
+    "Open all TCP ports between the nodes; NCCL_DEBUG=INFO in the nodes' environment shows the "
+    "interface that NCCL takes, and NCCL_SOCKET_IFNAME sets it."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,18 +107,22 @@ def failures(
     hostnames: Mapping[str, str],
     deadline_s: float,
     launcher: Launcher,
+    on_gpus: bool = False,
 ) -> list[Finding]:
     """Return the first of these that there is: ssh's words, the ranks', the launcher's, silence.
 
-    `hostnames` are the nodes' names by their own hostnames, which mpirun's helpers sign with.
+    `hostnames` are the nodes' names by their own hostnames, which mpirun's helpers sign with. With
+    `on_gpus` the ranks exchanged over NCCL.
     """
     if outcome.status == 0 and outcome.result() is not None:
         return []
-    found = [*_unreached(nodes, outcome, launcher)] or [*_said_by_ranks(nodes, outcome)]
+    found = [*_unreached(nodes, outcome, launcher)] or [
+        *_said_by_ranks(nodes, outcome, on_gpus=on_gpus)
+    ]
     return (
         found
         or [*_said_by_launcher(nodes, outcome, hostnames, launcher)]
-        or [*_silent(nodes, outcome, deadline_s=deadline_s, launcher=launcher)]
+        or [*_silent(nodes, outcome, deadline_s=deadline_s, launcher=launcher, on_gpus=on_gpus)]
     )
 
 
@@ -134,7 +143,7 @@ def _unreached(nodes: Sequence[Node], outcome: Outcome, launcher: Launcher) -> I
         yield _error(node.name, launcher.name, cause, fix, log=tuple(said.splitlines()))
 
 
-def _said_by_ranks(nodes: Sequence[Node], outcome: Outcome) -> Iterator[Finding]:
+def _said_by_ranks(nodes: Sequence[Node], outcome: Outcome, *, on_gpus: bool) -> Iterator[Finding]:
     records = outcome.records()
     known = {node.name for node in nodes}
     errors = {said.node: said.error for said in records if said.node in known and said.error}
@@ -145,10 +154,18 @@ def _said_by_ranks(nodes: Sequence[Node], outcome: Outcome) -> Iterator[Finding]
         if library:
             cause = f"its environment lacks the library {library[1].rpartition('/')[2]}"
         yield _error(name, "payload", cause, BOOTSTRAP_AGAIN, log=(text,) if library else ())
-    if broken:
+    without = {name: text for name, text in errors.items() if text.startswith(_REFUSED)}
+    if on_gpus and not broken:
+        for name, text in without.items():
+            cause = f"its rank has no GPU: {_one_line(text.removeprefix(_REFUSED))}"
+            yield _error(name, GPU, cause, "See `nvidia-smi` there.")
+    if broken or (on_gpus and without):
         return  # the others only lost them
     joined = {said.node for said in records if said.stage == "joined"}
     for name, text in errors.items():
+        if on_gpus and name in joined:
+            yield _error(name, NCCL, f"NCCL failed while measuring: {_one_line(text)}", _NCCL_FIX)
+            continue
         doing = "while measuring" if name in joined else "while the ranks look for each other"
         cause = f"gloo failed {doing}: {_one_line(text)}"
         yield _error(name, "gloo", cause, "See that all TCP ports are open between the nodes.")
@@ -173,30 +190,38 @@ def _said_by_launcher(
 
 
 def _silent(
-    nodes: Sequence[Node], outcome: Outcome, *, deadline_s: float, launcher: Launcher
+    nodes: Sequence[Node],
+    outcome: Outcome,
+    *,
+    deadline_s: float,
+    launcher: Launcher,
+    on_gpus: bool,
 ) -> Iterator[Finding]:
     """Name the nodes that came least far, where nothing said why."""
     records = outcome.records()
+    ports = "Are all TCP ports open between the nodes, and does its Python start?"
+    stages = [
+        ("started", launcher.name, f"{launcher.name} started no rank on it", ports),
+        ("joined", "gloo", "its rank did not find the others", ports),
+    ]
+    if on_gpus:
+        stages.append(("summed", NCCL, "NCCL's first all-reduce did not end on it", _NCCL_FIX))
     reached = {
-        stage: {said.node for said in records if said.stage == stage}
-        for stage in ("started", "joined")
+        stage: {said.node for said in records if said.stage == stage} for stage, *_ in stages
     }
     log = _log(outcome, launcher)
     killed = launcher.report(outcome.stdout).killed
     late = outcome.late or (killed is not None and killed.signal == _ALARM)
     within = f" within {deadline_s:g} s" if late else f" (status {outcome.status})"
-    for stage, check, what in (
-        ("started", launcher.name, f"{launcher.name} started no rank on it"),
-        ("joined", "gloo", "its rank did not find the others"),
-    ):
+    for stage, check, what, fix in stages:
         behind = [node for node in nodes if node.name not in reached[stage]]
         for node in behind:
-            fix = "Are all TCP ports open between the nodes, and does its Python start?"
             yield _error(node.name, check, what + within, fix, log=log)
         if behind:
             return
     cause = "the measurement did not end" + within
-    yield _error(nodes[0].name, "gloo", cause, "Is the network between the nodes alive?", log=log)
+    check = NCCL if on_gpus else "gloo"
+    yield _error(nodes[0].name, check, cause, "Is the network between the nodes alive?", log=log)
 
 
 def _log(outcome: Outcome, launcher: Launcher) -> tuple[str, ...]:
@@ -255,9 +280,11 @@ class Measured:
     """Gradient bytes that all ranks have summed in a second; None with one rank."""
     latency_s: float | None = checked(low=0)
     """Time of an all-reduce of 4 KiB."""
+    on_gpus: bool = False
+    """True if GPUs computed, and NCCL exchanged."""
 
     @classmethod
-    def from_result(cls, result: Result) -> Measured:
+    def from_result(cls, result: Result, *, on_gpus: bool = False) -> Measured:
         """Sum up what rank 0 of the trial printed, see payload/train/fabric.py."""
         exchange = result.exchange
         names = [rank.node for rank in result.ranks]
@@ -278,6 +305,7 @@ class Measured:
             nodes=nodes,
             all_reduce_bytes_per_s=exchange.all_reduce_bytes_per_s if exchange else None,
             latency_s=exchange.latency_s if exchange else None,
+            on_gpus=on_gpus,
         )
 
     def link_bytes_per_s(self) -> float | None:
@@ -332,10 +360,14 @@ def read_record(path: Path) -> Record | None:
         return None
 
 
-def known_trial(cluster: str, nodes: Sequence[Node], root: Path) -> Record | None:
-    """Return the newest trial that these nodes have passed."""
+def known_trial(
+    cluster: str, nodes: Sequence[Node], root: Path, *, on_gpus: bool = False
+) -> Record | None:
+    """Return the newest trial that these nodes have passed; None where it was on other devices."""
     record = read_record(record_path(root, cluster=cluster))
-    return record if record is not None and record.is_of(nodes) else None
+    if record is None or not record.is_of(nodes) or record.measured.on_gpus != on_gpus:
+        return None
+    return record
 
 
 def nodes_sha(nodes: Sequence[Node]) -> str:

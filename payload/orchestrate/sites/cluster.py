@@ -19,6 +19,7 @@ from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import rank_program
 from payload.models.source import find_source
+from payload.nvidia import gpu_need
 from payload.orchestrate.planning import PlannedRun, plan_run
 from payload.orchestrate.preflight.trial_findings import Measured, Record, known_trial
 from payload.orchestrate.run.console import duration
@@ -362,7 +363,8 @@ def plan_dry_run(
     inventory = chosen.inventory
     require_launcher(config, inventory)
     home = default_home(inventory)
-    record = known_trial(inventory.cluster, inventory.nodes, root)
+    on_gpus = gpu_need(config, inventory.nodes) is not None
+    record = known_trial(inventory.cluster, inventory.nodes, root, on_gpus=on_gpus)
     planned = plan_run(
         RunPaths(Path(home / NODE_FOLDER / "runs" / run_id)),
         config=config,
