@@ -171,6 +171,20 @@ def gpu_need(config: RunConfig, nodes: Sequence[Node]) -> GpuNeed | None:
     return GpuNeed(why=why, ranks_per_node=ranks_per_node)
 
 
+def for_prediction(config: RunConfig, nodes: Sequence[Node]) -> RunConfig:
+    """Return the config with the device that `device.kind = "auto"` will take on these nodes."""
+    if gpu_need(config, nodes) is None:
+        return config
+    return replace(config, device=replace(config.device, kind="cuda"))
+
+
+GPU_GUESS = (
+    "the step is predicted for GPUs with a guess at the share of their peak: no run on a GPU has "
+    "been compared with it"
+)
+"""Note of a plan whose step's time is predicted on GPUs."""
+
+
 def with_gpus(node: Node, facts: NvidiaFacts) -> Node:
     """Return the node with the GPUs that ranks can take there, by the least of them."""
     found = facts.usable_devices()

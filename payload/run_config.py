@@ -31,7 +31,7 @@ from payload.launch_sections import (
 )
 from payload.models.adapter import AdaptedSpec
 from payload.models.classifier import ClassifierSpec
-from payload.models.spec import Dtype, ModelSpec, RankSetting
+from payload.models.spec import Dtype, ModelSpec, RankSetting, typical_mfu
 from payload.settings import parse_sections, render_sections
 from payload.slurm_section import SlurmSection
 from payload.training_sections import (
@@ -110,6 +110,13 @@ class RunConfig:
         is_plain = not self.model.dropout and self.model.quantize == "none"
         is_plain = is_plain and not (self.adapter.is_on() and self.adapter.dora)
         return self.used_engine().wants_kernels() and is_plain
+
+    def typical_mfu(self) -> float:
+        """Return a guess at the share of the measured peak that a step's passes reach.
+
+        GPUs have no kernels of ours; what they reach was not measured.
+        """
+        return typical_mfu(kernels=self.uses_kernels() and self.device.kind != "cuda")
 
     def used_engine(self) -> EngineSection:
         """Return the engine that ranks run: zero3 and fp8 run torch's modules, without kernels."""

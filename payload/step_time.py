@@ -24,6 +24,9 @@ Two cores took 0.15 s for GPT-2 124M (benchmarks/results/2026-11-22_step_epyc-2-
 _MOST_COPYING_CORES = 16
 """So many cores move 190 GB/s at that rate, about what a socket's memory gives: eight channels of
 DDR5-4800 have 307 GB/s by specification. More cores are not counted; no such rank was measured."""
+GPU_UPDATE_S_PER_WEIGHT = 28 / 300e9
+"""The same 28 bytes at the 300 GB/s of an L4's memory by specification, the slowest of Google's
+GPUs here; an H100 has eleven times that. Not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,14 +328,14 @@ def _waiting_step_time(
     exchange_s = sent.replicate / network.bytes_per_s
     exchange_s += _shard_exchange_s(config, spec, sent=sent, network=network)
     exchange_s += sent.tensor / within_node + sent.pipeline / network.bytes_per_s
-    mesh = config.distributed.mesh(network.ranks)
+    mesh, on_gpu = config.distributed.mesh(network.ranks), config.device.kind == "cuda"
     compute_s *= _share_of_computing(config, spec, mesh)
     return StepTime(
         compute_s=compute_s,
         exchange_s=exchange_s,
         exposed_s=exchange_s,
         busy_s=0.0,
-        update_s=update_s(spec, mesh, threads=threads),
+        update_s=update_s(spec, mesh, threads=threads, on_gpu=on_gpu),
         copies_s=_copies_s(config, spec, mesh=mesh, measured=network.shards, threads=threads),
     )
 
@@ -367,9 +370,11 @@ def _copies_s(
     return seconds if measured else seconds / min(threads, _MOST_COPYING_CORES)
 
 
-def update_s(spec: ModelSpec, mesh: Mesh, *, threads: int = 1) -> float:
-    """Return how long the rank with the most weights updates them with so many threads."""
+def update_s(spec: ModelSpec, mesh: Mesh, *, threads: int = 1, on_gpu: bool = False) -> float:
+    """Return how long the rank with the most weights updates them, on a GPU or with `threads`."""
     held = largest_stage(spec, mesh.pipeline) / (mesh.tensor * mesh.shard)
+    if on_gpu:
+        return GPU_UPDATE_S_PER_WEIGHT * spec.num_trainable_params() * held
     seconds = UPDATE_S_PER_WEIGHT * spec.num_trainable_params() * held
     return seconds / min(threads, _MOST_COPYING_CORES)
 
@@ -381,7 +386,7 @@ def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float
     each waits for it to fill and to empty.
     """
     found = 1.0
-    if mesh.tensor > 1 and config.uses_kernels():
+    if mesh.tensor > 1 and config.uses_kernels() and config.device.kind != "cuda":
         head = 6 * spec.head_rows() * spec.width() / spec.flops_per_token()
         found += head * (typical_mfu(kernels=True) / typical_mfu(kernels=False) - 1)
     if mesh.pipeline > 1:
@@ -397,8 +402,10 @@ def run_step_time(
 ) -> StepTime:
     """A step of the run `config`, whose passes take `compute_s` on these ranks.
 
-    The update is none of it; each rank makes it with `threads`.
+    The update is none of it; each rank makes it with `threads`. With device.kind = "auto" they are
+    CPUs: a plan for GPUs says "cuda" (`payload.nvidia.for_prediction`).
     """
+    on_gpu = config.device.kind == "cuda"
     if config.distributed.shards(network.ranks) > 1 or config.distributed.splits_model():
         return _waiting_step_time(
             config, spec, compute_s=compute_s, network=network, threads=threads
@@ -412,7 +419,9 @@ def run_step_time(
         accumulation=max(1, config.batch.global_batch_size // per_pass),
         bytes_per_number=bytes_per_gradient(config.distributed),
         network=network,
-        tokens=per_pass * config.data.sequence_length if config.engine.wants_kernels() else None,
+        tokens=per_pass * config.data.sequence_length
+        if config.engine.wants_kernels() and not on_gpu
+        else None,
     )
     mesh = config.distributed.mesh(network.ranks)
-    return replace(found, update_s=update_s(spec, mesh, threads=threads))
+    return replace(found, update_s=update_s(spec, mesh, threads=threads, on_gpu=on_gpu))

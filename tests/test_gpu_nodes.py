@@ -1,16 +1,24 @@
-"""GPUs of a plan's nodes: the memory that ranks share, and 8-bit matmuls."""
+"""GPUs of a plan's nodes: the memory that ranks share, 8-bit matmuls, the predicted step."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from payload.errors import ConfigError
 from payload.inventory import Node
 from payload.launch_sections import DeviceSection
+from payload.machine import discover
+from payload.orchestrate.planning import plan_run
+from payload.orchestrate.sites.choose import Chosen
+from payload.orchestrate.sites.local import LocalAccess
+from payload.results import RunPaths
+from payload.run_config import parse_run_config
 from payload.start_checks import rank_memory, require_fp8_on
-from payload.training_sections import PrecisionSection
+from payload.training_sections import DtypeChoice, PrecisionSection
 
 L4 = Node(
     name="a",
@@ -39,3 +47,39 @@ def test_fp8_is_refused_on_gpus_that_lack_it() -> None:
     require_fp8_on(PrecisionSection(fp8="emulated"), [A100])
     with pytest.raises(ConfigError, match=r"the GPUs of b have compute capability 8\.0"):
         require_fp8_on(PrecisionSection(fp8="on"), [L4, A100])
+
+
+def test_a_plan_of_gpu_nodes_counts_no_copies_and_says_that_its_share_of_the_peak_is_a_guess(
+    tmp_path: Path,
+) -> None:
+    gpu = Node(name="a", address="10.0.0.2", physical_cores=4, memory_gib=64.0, gpus=2)
+    words = ["distributed.strategy=shard", "batch.global_batch_size=8"]
+    config = parse_run_config("", overrides=words, where="test")
+
+    def step_s(node: Node) -> tuple[float | None, str]:
+        inventory = replace(discover().inventory(), nodes=(node,))
+        chosen = Chosen(inventory=inventory, why="test", domains={})
+        planned = plan_run(
+            RunPaths(tmp_path / "runs" / "one"),
+            config=config,
+            chosen=chosen,
+            access=Measured(os.environ),
+            vocab_size=None,
+            work_dir=tmp_path,
+            port=20_000,
+            placement=chosen.place(replace(config.launch, ranks_per_node=2), config.device),
+        )
+        assert planned.config.device.kind == "auto"
+        return planned.plan.arithmetic.step_s, "\n".join(planned.notes())
+
+    on_gpus, said = step_s(gpu)
+    on_cores, nothing = step_s(replace(gpu, gpus=0))
+    assert on_gpus is not None and on_cores is not None and on_gpus != on_cores
+    assert "no run on a GPU has been compared" in said and "GPU" not in nothing
+
+
+class Measured(LocalAccess):
+    """This machine with a peak, as a trial would have measured it."""
+
+    def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
+        return 1e14

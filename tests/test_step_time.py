@@ -9,10 +9,13 @@ from typing import cast
 import pytest
 from torch import nn
 
+from payload.inventory import Node
 from payload.models.gpt2 import PRESETS, Gpt2Spec
+from payload.nvidia import for_prediction
 from payload.run_config import parse_run_config
 from payload.step_time import (
     BACKWARD_SHARE,
+    GPU_UPDATE_S_PER_WEIGHT,
     UPDATE_S_PER_WEIGHT,
     CopyTimes,
     Network,
@@ -208,3 +211,24 @@ def test_buckets_are_those_of_the_exchange() -> None:
 
 def _sizes(made: list[Bucket]) -> list[int]:
     return [bucket.flat.numel() for bucket in made]
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "shard"])
+def test_a_plan_for_gpu_nodes_predicts_for_gpus_though_the_device_is_auto(strategy: str) -> None:
+    words = [f"distributed.strategy={strategy}"]
+    cpu = Node(name="a", address="10.0.0.2", physical_cores=4, memory_gib=16.0)
+    gpu = replace(cpu, gpus=2)
+    auto = parse_run_config("", overrides=words, where="test")
+    named = parse_run_config("", overrides=[*words, "device.kind=cuda"], where="test")
+    network = Network(ranks=4, bytes_per_s=1e9)
+    predicted = for_prediction(auto, [gpu, gpu])
+    assert predicted == named and predicted.device.kind == "cuda"
+    assert for_prediction(auto, [gpu, cpu]) == for_prediction(auto, [cpu]) == auto
+    on_gpus, on_cores = (
+        run_step_time(each, GPT2, compute_s=12.0, network=network) for each in (predicted, auto)
+    )
+    shards = 4 if strategy == "shard" else 1
+    assert on_gpus.copies_s == 0.0 and (on_cores.copies_s > 0.0) == (strategy == "shard")
+    assert on_gpus.update_s == pytest.approx(GPU_UPDATE_S_PER_WEIGHT * GPT2.num_params() / shards)
+    # The project's kernels, which reach more of the peak, are for CPUs.
+    assert (auto.typical_mfu(), predicted.typical_mfu()) == (0.5, 0.35)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from payload.models.fit import require_split
-from payload.models.spec import ModelSpec, typical_mfu
+from payload.models.spec import ModelSpec
 from payload.run_config import RunConfig
 from payload.step_time import Network, gradient_bytes, run_step_time, sent_bytes
 
@@ -75,7 +75,7 @@ def work_out(
     accumulation = config.passes(world_size)
     grad_bytes = gradient_bytes(spec, config.distributed)
     flops = tokens * spec.flops_per_token()
-    mfu = typical_mfu(kernels=config.uses_kernels())
+    mfu = config.typical_mfu()
     compute_s = None
     if peak_flops_per_s:
         compute_s = flops / (peak_flops_per_s * mfu) * config.recomputation()

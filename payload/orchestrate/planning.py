@@ -33,6 +33,7 @@ from payload.mesh import require_tensor_ranks_on_a_node
 from payload.models.hub import HubName
 from payload.models.source import SCRATCH
 from payload.models.spec import Dtype, ModelSpec
+from payload.nvidia import GPU_GUESS, for_prediction
 from payload.orchestrate.run.store import Order
 from payload.orchestrate.sites.choose import Chosen, Site, SiteRun, memory_warning, require_launcher
 from payload.results import RunPaths, new_run_id, write_whole
@@ -204,8 +205,9 @@ def plan_run(
         ranks_per_node=placement.ranks_per_node,
         free_bytes=free_bytes,
     )
+    predicted = for_prediction(config, inventory.nodes)
     arithmetic = work_out(
-        config,
+        predicted,
         spec=spec,
         world_size=placement.world_size,
         link_bytes_per_s=access.link_bytes_per_s,
@@ -216,6 +218,7 @@ def plan_run(
     require_fp8_on(config.precision, inventory.nodes)
     choice = choose_launcher(config.launch.launcher, access)
     launcher = choice.launcher
+    on_gpus = arithmetic.step_s is not None and predicted.device.kind == "cuda"
     warning = memory_warning(arithmetic, placement, free_bytes=free_bytes)
     rendezvous = Rendezvous(
         address=inventory.head.address,
@@ -263,6 +266,7 @@ def plan_run(
             *choice.notes(),
             *placement.notes,
             *filter(None, (batch, guess, warning, rate_warning(config))),
+            *([GPU_GUESS] if on_gpus else []),
         ),
     )
     return PlannedRun(
@@ -272,7 +276,7 @@ def plan_run(
         placement=placement,
         plan=plan,
         strategies=compare_strategies(
-            config,
+            predicted,
             spec=spec,
             world_size=placement.world_size,
             ranks_per_node=placement.ranks_per_node,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from payload.models.spec import ModelSpec, typical_mfu
+from payload.models.spec import ModelSpec
 from payload.run_config import RunConfig
 from payload.step_time import Network, gradient_bytes, run_step_time, sends_per_byte
 from payload.train.calibration import Calibration
@@ -71,8 +73,9 @@ def _predictions(
     config: RunConfig, tokens: int, *, spec: ModelSpec, world: World, calibration: Calibration
 ) -> list[str]:
     """Time for computing and for synchronisation, and of a step with both."""
+    config = replace(config, device=replace(config.device, kind=world.kind))
     step_flops = tokens * spec.flops_per_token()
-    mfu = typical_mfu(kernels=config.uses_kernels())
+    mfu = config.typical_mfu()
     compute_s = step_flops / (calibration.peak_flops_per_s * mfu) * config.recomputation()
     speed = calibration.all_reduce_bytes_per_s
     # One rank has no link.

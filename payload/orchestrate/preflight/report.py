@@ -16,8 +16,8 @@ from rich.table import Table
 from payload.errors import ExitCode, TileforgeError, most_telling
 from payload.inventory import ClusterInventory, Node
 from payload.launch.ranks import Placement
-from payload.models.spec import ModelSpec, typical_mfu
-from payload.nvidia import gpu_need
+from payload.models.spec import ModelSpec
+from payload.nvidia import for_prediction, gpu_need
 from payload.orchestrate.preflight.findings import (
     NCCL,
     TRIED,
@@ -70,7 +70,7 @@ def predict(
     """Predict the times of one step by ranks of so many threads."""
     link = measured.link_bytes_per_s()
     flops = config.tokens_per_step() * spec.flops_per_token()
-    mfu = typical_mfu(kernels=config.uses_kernels())
+    mfu = config.typical_mfu()
     compute_s = flops / (measured.peak_flops_per_s(config.precision.dtype) * mfu)
     # One rank has no link.
     network = Network(ranks=measured.world_size, bytes_per_s=link or 1.0)
@@ -430,7 +430,8 @@ def with_trial(
         ranks_per_node = trial.measured.world_size // len(inventory.nodes)
         cores = min(node.physical_cores for node in inventory.nodes)
         threads = config.launch.threads_per_rank or max(1, cores // ranks_per_node)
-        prediction = predict(config, config.adapted(spec), trial.measured, threads=threads)
+        device = for_prediction(config, inventory.nodes)
+        prediction = predict(device, config.adapted(spec), trial.measured, threads=threads)
         findings += speed_findings(inventory.nodes, trial.measured)
         findings += exchange_findings(inventory.nodes, trial.measured, prediction)
         notes += [summary(trial.measured, prediction), *([guess] if guess else [])]

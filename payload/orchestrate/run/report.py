@@ -23,6 +23,7 @@ from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Placement, load_ranks
 from payload.metrics_log import describe_missing
 from payload.models.spec import typical_mfu
+from payload.nvidia import gpu_need
 from payload.orchestrate.planning import PlannedRun
 from payload.orchestrate.run.console import duration
 from payload.orchestrate.run.store import RunView
@@ -116,6 +117,8 @@ def estimate(
         flops_per_s = cores * _TYPICAL_CORE_FLOPS_PER_S * share
         speed = flops_per_s / flops_per_token
         basis = f"at {speed:,.0f} tokens/s, typical of {cores} AVX-512 core(s), not measured"
+        if gpu_need(planned.config, planned.inventory.nodes) is not None:
+            basis += "; the GPUs are faster, by how much is known once preflight has measured them"
     sizes = {path.name: path.stat().st_size for path in data.glob("*.bin")}
     val_tokens = _val_tokens(data)
     evaluated = min(val_tokens, train.eval_tokens or val_tokens)
