@@ -2,6 +2,7 @@
 
     python -m benchmarks.classify --model FOLDER [--config TOML] [--set KEY=VALUE]
     python -m benchmarks.classify --model FOLDER --on validation --texts 2000
+    python -m benchmarks.classify --peers --split texts --held-out 3000
 
 The labels are the sections with the most packages. `--sections topics` leaves out the sections that
 say how a package is built or in which language (libdevel, python, doc, ...): single words give
@@ -10,6 +11,7 @@ these away ("development files"), while a topic takes some knowledge of the worl
 Texts to learn from, to choose a recipe by (`--on validation`) and to measure it on once are of
 different source packages. With `--split texts` they are not: a third of the held-out texts then
 have a text of the same source among the trained ones, from which they often differ by a word.
+`--peers` trains the peers alone and tells these two kinds of texts apart.
 
 The peer is scikit-learn's logistic regression, on the same texts. Its regularisation is the one
 that is best on the measured texts, which favours it. The standard error of the margin and McNemar's
@@ -83,6 +85,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     parts = _parts(arguments)
     measured = parts.validation if arguments.on == "validation" else parts.held_out
+    if arguments.peers:
+        return _report_peers(parts.train, measured)
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
@@ -152,6 +156,25 @@ def _report(
     return 0 if min(each.points for each in margins.values()) > 0 else 1
 
 
+def _report_peers(train: Sequence[PackageText], measured: Sequence[PackageText]) -> int:
+    """Print the peers' accuracies, by whether a text's source has texts to learn from."""
+    known = {row.source for row in train}
+    shared = np.array([row.source in known for row in measured])
+    wanted = np.array([row.label for row in measured])
+    columns = ("accuracy", "shared source", "other sources")
+    table = Table(*columns, labels=("TF-IDF of words",))
+    found: dict[str, dict[str, float | None]] = {}
+    for name, given in _peers(train, measured):
+        right = np.array(given) == wanted
+        chosen = (right, right[shared], right[~shared])
+        shares = [float(each.mean()) if len(each) else None for each in chosen]
+        table.row(name, *("" if each is None else f"{each:.2%}" for each in shares))
+        found[name] = dict(zip(columns, shares, strict=True))
+    numbers = {"texts": len(train), "measured": len(measured), "shared": float(shared.mean())}
+    print(json.dumps({"benchmark": "classify", **numbers, "peers": found}))
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.classify",
@@ -159,7 +182,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR", help="language model to begin with")
+    measures = parser.add_mutually_exclusive_group(required=True)
+    measures.add_argument("--model", metavar="DIR", help="language model to begin with")
+    measures.add_argument("--peers", action="store_true", help="train the peers alone")
     add("--labels", type=int, default=LABELS, metavar="COUNT")
     add("--sections", choices=("all", "topics"), default="all")
     add("--texts", type=int, default=TEXTS, metavar="COUNT", help="texts to learn from")

@@ -106,6 +106,8 @@ class ClassifyRecord:
     val_counts: tuple[int, ...] = checked(low=1)
     pad_token: int = checked(low=0)
     """Fills up a batch's shorter texts."""
+    label_tokens: tuple[tuple[int, ...], ...] = ()
+    """Tokens of each label's name behind a space; none in folders of older versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +248,11 @@ def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
         )
         is_whole = all(len(each) == len(record.labels) and sum(each) == of for each, of in counts)
         is_known = len(set(record.labels)) == len(record.labels) >= 2
-        if not is_whole or not is_known or record.pad_token >= meta.vocab_size:
+        names = record.label_tokens
+        tokens = (record.pad_token, *(token for each in names for token in each))
+        is_named = not names or (len(names) == len(record.labels) and all(names))
+        is_whole = is_whole and is_named and all(0 <= each < meta.vocab_size for each in tokens)
+        if not is_whole or not is_known:
             raise DataError(f"{path}: classify has counts or labels that do not fit. {remedy}")
     strange = sorted(set(meta.tokenizer_files) - set(TOKENIZER_FILES))
     if strange:

@@ -101,6 +101,7 @@ def test_both_learn_and_the_margin_is_printed(
     words = ["--model", str(model), "--labels", "3", "--texts", "150"]
     words += ["--validation", "50", "--held-out", "200"]
     words += ["--set", "train.steps=12", "--set", "optimizer.lr=3e-3"]
+    words += ["--set", "schedule.warmup_steps=2"]
     code = classify.main([*words, "--work", str(tmp_path / "work")])
     said = capfd.readouterr()
     result = json.loads(said.out.splitlines()[-1])
@@ -115,3 +116,11 @@ def test_both_learn_and_the_margin_is_printed(
     rows = map(json.loads, (tmp_path / "work" / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 12 and losses[-1] < losses[0] - 0.1
+
+    peers = ["--peers", "--split", "texts", *words[2:8], "--held-out", "200"]
+    assert classify.main(peers) == 0
+    alone = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert 0 < alone["shared"] < 1
+    for each in alone["peers"].values():
+        parts = (each["shared source"], each["other sources"])
+        assert min(parts) <= each["accuracy"] <= max(parts)

@@ -78,6 +78,8 @@ def test_every_text_is_there_once_with_its_label(tmp_path: Path, kind: str) -> N
     assert meta.classify is not None and meta.task == "classify"
     assert meta.classify.labels == ("down", "up")
     assert (meta.classify.train_counts, meta.classify.val_counts) == ((8, 16), (2, 4))
+    named = [gpt2_encoding().decode(list(each)) for each in meta.classify.label_tokens]
+    assert named == [" down", " up"]
     assert main(["verify", str(tmp_path / "data")]) == 0
 
 
@@ -233,6 +235,9 @@ def test_examples_that_are_not_meta_jsons_are_refused(tmp_path: Path) -> None:
         ({"labels": ["up", "up"]}, "classify has counts or labels that do not fit"),
         ({"train_counts": [1, 2]}, "classify has counts or labels that do not fit"),
         ({"pad_token": 10**6}, "classify has counts or labels that do not fit"),
+        ({"label_tokens": [[1]]}, "classify has counts or labels that do not fit"),
+        ({"label_tokens": [[1], [10**6]]}, "classify has counts or labels that do not fit"),
+        ({"label_tokens": [[1], []]}, "classify has counts or labels that do not fit"),
     ],
 )
 def test_a_damaged_meta_json_is_refused(

@@ -144,7 +144,15 @@ class _Job:
             found = np.bincount(numbers[chosen], minlength=len(labels))
             counts[f"{prefix}_counts"] = tuple(found.tolist())
         fields["classify"] = ClassifyRecord(
-            labels=labels, pad_token=pad_token(self.settings.tokenizer), **counts
+            labels=labels,
+            pad_token=pad_token(self.settings.tokenizer),
+            label_tokens=tuple(
+                tuple(each.tolist())
+                for each in self.settings.tokenizer.encode_texts(
+                    [f" {label}".encode() for label in labels]
+                )
+            ),
+            **counts,
         )
         record = SplitRecord(method="stratified", val_fraction=fraction, seed=seed)
         return Made(

@@ -28,10 +28,22 @@ class Classifier(CausalLM):
     """A language model that gives each text one of `labels`."""
 
     def __init__(
-        self, body: CausalLM, *, labels: Sequence[str], pad_token: int, random: bool = True
+        self,
+        body: CausalLM,
+        *,
+        labels: Sequence[str],
+        pad_token: int,
+        label_tokens: Sequence[Sequence[int]] = (),
+        random: bool = True,
     ) -> None:
-        """Take `body`, whose output head goes. `score` is random, or for the caller to set."""
+        """Take `body`, whose output head goes. `score` is random, or for the caller to set.
+
+        With `label_tokens`, the tokens of the labels' names, a label's row is the mean of the
+        head's rows for them: the classifier starts from how likely each name is as the next word.
+        """
         super().__init__(ClassifierSpec.of(body.spec, num_labels=len(labels)), dropout=body.dropout)
+        head = body.head_weight() if label_tokens else None
+        named = None if head is None else _name_rows(head, label_tokens)
         body.drop_head()
         self.body = body
         self.labels = tuple(labels)
@@ -40,7 +52,9 @@ class Classifier(CausalLM):
         self.class_weights: Tensor | None = None
         """(K,) weight of each label's texts in the loss; None = all weigh the same."""
         self.score = nn.Linear(body.spec.width(), len(labels), bias=False)
-        if random:
+        if named is not None:
+            self.score.weight = nn.Parameter(named)
+        elif random:
             nn.init.normal_(self.score.weight, std=_INIT_STD)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -188,6 +202,15 @@ class _Without(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors) - 1
+
+
+def _name_rows(head: Tensor, label_tokens: Sequence[Sequence[int]]) -> Tensor:
+    """Return the mean of the head's rows (V, C) for each label's tokens, (K, C) fp32.
+
+    Source: Gao et al., https://arxiv.org/abs/2012.15723, section 4, which reads labels off the
+    output head.
+    """
+    return torch.stack([head.detach()[list(each)].float().mean(0) for each in label_tokens])
 
 
 def last_tokens(tokens: Tensor, *, pad_token: int) -> Tensor:

@@ -113,7 +113,12 @@ class Classify(Task):
         labels = self._labels
         if not isinstance(model, Classifier):
             torch.manual_seed(seed)
-            model = Classifier(model, labels=labels.labels, pad_token=labels.pad_token)
+            model = Classifier(
+                model,
+                labels=labels.labels,
+                pad_token=labels.pad_token,
+                label_tokens=labels.label_tokens,
+            )
         elif (model.labels, model.pad_token) != (labels.labels, labels.pad_token):
             raise CheckpointError(
                 f"model.init = {init!r}: it classifies into {', '.join(model.labels[:8])}, the "

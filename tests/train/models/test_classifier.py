@@ -118,6 +118,19 @@ def test_class_weights_weigh_as_in_torch() -> None:
     torch.testing.assert_close(model(tokens, labels), (losses * weights).sum() / weights.sum())
 
 
+@pytest.mark.parametrize("name", ["gpt2", "untied", "olmo2"])
+def test_a_new_classifier_scores_labels_by_the_mean_logit_of_their_names_tokens(name: str) -> None:
+    torch.manual_seed(0)
+    body = build(spec_of(RAW[name], where="test")).eval()
+    tokens = torch.randint(2, 90, (3, 9), generator=torch.Generator().manual_seed(3))
+    names = ((5,), (6, 7), (5, 8, 9))
+    with torch.no_grad():
+        words = body.logits(body.hidden(tokens))[:, -1].float()
+        wanted = torch.stack([words[:, list(each)].mean(1) for each in names], 1)
+        model = Classifier(body, labels=LABELS, pad_token=PAD, label_tokens=names).eval()
+        torch.testing.assert_close(model.class_logits(tokens), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_the_last_token_that_is_not_padding_counts() -> None:
     tokens = torch.tensor([[5, 6, PAD, 7], [5, PAD, PAD, PAD], [PAD, PAD, PAD, PAD]])
     assert last_tokens(tokens, pad_token=PAD).tolist() == [3, 0, 0]
