@@ -17,6 +17,9 @@ _ASSUMED_FLOPS_PER_S = 1.8e11
 """A core's GEMM peak, for the order alone where no preflight has measured one. At the usual half of
 it, a core trains as fast as one with AVX-512 trained GPT-2 124M in fp32: at 0.09 TFLOP/s
 (benchmarks/results/2026-11-25_strategies_epyc-2-cores.md)."""
+_ASSUMED_GPU_FLOPS_PER_S = 1.2e14
+"""A GPU's likewise: an L4's in bf16 by specification, 242 TFLOP/s with sparsity, half of it
+without (https://www.nvidia.com/en-us/data-center/l4). Faster GPUs wait for the network more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,8 @@ def compare_strategies(
     an assumed one decides the order, as a pipeline's wait and a tensor rank's head take a share of
     the computing.
     """
-    assumed = _ASSUMED_FLOPS_PER_S * threads * world_size
+    on_gpus = config.device.kind == "cuda"
+    assumed = world_size * (_ASSUMED_GPU_FLOPS_PER_S if on_gpus else _ASSUMED_FLOPS_PER_S * threads)
     found: list[tuple[float, Compared]] = []
     for distributed in _candidates(
         config.distributed, world_size=world_size, ranks_per_node=ranks_per_node

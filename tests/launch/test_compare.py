@@ -88,6 +88,23 @@ def test_where_no_peak_was_measured_the_order_is_that_of_an_ordinary_core(
     assert {each.step_s for each in found} == {None}
 
 
+def test_gpus_that_were_not_measured_wait_for_the_network_where_cores_would_compute() -> None:
+    words = ["batch.micro_batch_size=2", "batch.global_batch_size=8"]
+    first = {}
+    for device in ("cpu", "cuda"):
+        found = compare_strategies(
+            parse_run_config("", overrides=[*words, f"device.kind={device}"], where="test"),
+            spec=PRESETS["gpt2"],
+            world_size=2,
+            ranks_per_node=1,
+            link_bytes_per_s=1.25e9,
+            peak_flops_per_s=None,
+            free_bytes=None,
+        )
+        first[device] = found[0].name()
+    assert first == {"cpu": "replicate", "cuda": "pipeline 2"}
+
+
 def test_unknown_memory_decides_nothing() -> None:
     assert {each.fits for each in compared(free_gib=None)} == {None}
 
