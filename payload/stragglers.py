@@ -78,12 +78,15 @@ class SlowRank:
         first, last, count = self._stragglers[0], self._stragglers[-1], len(self._stragglers)
         worst = max(self._stragglers, key=Straggler.ratio)
         at = f" on {node}" if node else ""
-        when, wait = f"is slow since step {first.first_step}", "wait"
-        if last.last_step is not None:
-            when, wait = f"was slow from step {first.first_step} to {last.last_step}", "waited"
+        when, take, wait = f"has been slow since step {last.first_step}", "takes", "wait"
         often, worst_words = (f" ({count} times)", "at worst ") if count > 1 else ("", "")
+        if last.last_step is not None:
+            when = f"was slow from step {first.first_step} to {last.last_step}"
+            take, wait = "took", "waited"
+        elif count > 1:
+            often = f" ({count} times since step {first.first_step})"
         return (
-            f"rank {self.rank}{at} {when}{often}: {worst_words}its own work takes "
+            f"rank {self.rank}{at} {when}{often}: {worst_words}its own work {take} "
             f"{worst.work_s:.3g} s a step, the other ranks' {worst.others_s:.3g} s "
             f"({worst.ratio():.1f} times); they {wait} for it"
         )

@@ -12,6 +12,7 @@ import pytest
 
 from payload.metrics_log import TIMED_PARTS, rank_times
 from payload.stragglers import (
+    SlowRank,
     Straggler,
     StragglerNews,
     StragglerWatch,
@@ -38,7 +39,7 @@ def test_a_rank_at_half_its_speed_is_named_within_seven_steps() -> None:
     step, (straggler,) = found[0]
     assert step <= 37
     assert (straggler.rank, straggler.first_step, straggler.last_step) == (1, 31, None)
-    assert straggler.words(node="b").startswith("rank 1 on b is slow since step 31")
+    assert straggler.words(node="b").startswith("rank 1 on b has been slow since step 31")
 
 
 def test_a_rank_that_is_well_again_is_slow_no_more() -> None:
@@ -89,12 +90,19 @@ def test_the_others_median_is_that_of_all_but_one() -> None:
         assert _others(work) == pytest.approx(expected)
 
 
+def test_a_rank_that_is_slow_again_is_slow_since_the_last_time() -> None:
+    before = Straggler(rank=1, first_step=5, last_step=9, work_s=0.4, others_s=0.2)
+    now = Straggler(rank=1, first_step=80, work_s=0.3, others_s=0.2)
+    when = "rank 1 has been slow since step 80 (2 times since step 5): at worst its own work takes"
+    assert SlowRank(before, now).words().startswith(f"{when} 0.4 s")
+
+
 def test_a_rank_that_is_slow_once_is_told_when_it_begins_and_when_it_ends() -> None:
     news = StragglerNews()
     rows = [row(step, [0.1, 0.2 if 10 < step <= 40 else 0.1]) for step in range(1, 400)]
     told = [each.words() for each_row in rows for each in news.add(each_row)]
     assert len(told) == 2
-    assert told[0].startswith("rank 1 is slow since step 11: its own work takes 0.2 s")
+    assert told[0].startswith("rank 1 has been slow since step 11: its own work takes 0.2 s")
     assert told[1].startswith("rank 1 was slow from step 11 to 4")
 
 
@@ -134,9 +142,9 @@ def test_the_end_of_a_run_tells_each_slow_rank_once_and_counts() -> None:
         for rank, first, last, work_s in [(1, 5, 9, 0.4), (0, 12, 20, 0.3), (1, 30, 42, 0.3)]
     )
     assert [each.words() for each in found] == [
-        "rank 0 was slow from step 12 to 20: its own work takes 0.3 s a step, the other ranks' "
+        "rank 0 was slow from step 12 to 20: its own work took 0.3 s a step, the other ranks' "
         "0.2 s (1.5 times); they waited for it",
-        "rank 1 was slow from step 5 to 42 (2 times): at worst its own work takes 0.4 s a step, "
+        "rank 1 was slow from step 5 to 42 (2 times): at worst its own work took 0.4 s a step, "
         "the other ranks' 0.2 s (2.0 times); they waited for it",
     ]
 
@@ -160,6 +168,6 @@ def test_damaged_times_are_none(ranks: object) -> None:
 def test_a_straggler_s_words_say_how_much() -> None:
     straggler = Straggler(rank=2, first_step=5, last_step=9, work_s=0.4, others_s=0.2)
     assert straggler.words() == (
-        "rank 2 was slow from step 5 to 9: its own work takes 0.4 s a step, the other ranks' 0.2 s "
+        "rank 2 was slow from step 5 to 9: its own work took 0.4 s a step, the other ranks' 0.2 s "
         "(2.0 times); they waited for it"
     )

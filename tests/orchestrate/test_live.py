@@ -63,7 +63,7 @@ def test_every_phase_is_named(phase: str, words: str) -> None:
     assert replace(VIEW, progress=replace(HEARTBEAT, phase=phase)).line(199).startswith(words)
 
 
-def test_before_the_first_sign_of_life_and_while_stopping_the_line_says_so() -> None:
+def test_before_the_first_heartbeat_and_while_stopping_the_line_says_so() -> None:
     fresh = View(steps=20, nodes=1, elapsed_s=4.0)
     assert fresh.line(39) == "starting ranks  0:04 elapsed"
     assert replace(VIEW, status="stopping").line(199).startswith("stopping: step 12/20  micro-step")

@@ -68,7 +68,7 @@ def save(folder: Path, optimizers: Optimizers | None = None) -> Path:
     return folder
 
 
-def test_a_sign_of_life_is_given_after_each_part_of_a_checkpoint(tmp_path: Path) -> None:
+def test_a_heartbeat_is_sent_after_each_part_of_a_checkpoint(tmp_path: Path) -> None:
     optimizers = trained_optimizers()
     partial, parts = tmp_path / "step_00000007.partial", []
     save_checkpoint(
