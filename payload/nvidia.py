@@ -155,7 +155,7 @@ class GpuNeed:
     why: str
     """The setting or the inventory, as a sentence's subject."""
     ranks_per_node: int | None
-    """Number that are placed on each node; None where nodes have as many as GPUs."""
+    """Ranks that are placed on each node; None: as many as the node has GPUs."""
 
     def on(self, node: Node) -> int:
         """Return how many ranks require a GPU on this node."""
@@ -165,7 +165,7 @@ class GpuNeed:
 def gpu_need(config: RunConfig, nodes: Sequence[Node]) -> GpuNeed | None:
     """Return what a run needs of the nodes' GPUs; None where its ranks compute on CPUs.
 
-    `Chosen.gpu_need` adds where the ranks are placed.
+    `Chosen.gpu_need` adds how many ranks are placed on each node.
     """
     device, ranks_per_node = config.device.kind, config.launch.ranks_per_node
     if device == "cuda":
