@@ -281,6 +281,18 @@ def test_gpus_are_needed_where_a_setting_or_every_node_of_the_inventory_says_so(
     assert (found.on(nodes[0]) if found else None) == number
 
 
+def test_gpus_here_that_ranks_cannot_use_yet_count_for_what_a_run_needs(tmp_path: Path) -> None:
+    """Else the fault would be that there are fewer GPUs than NUMA domains."""
+    make_torch(make_nvidia_smi(tmp_path, L4 | {"driver_version": "535.183.01"}))
+    node = replace(NODE, gpus=0, numa_domains=4)
+    inventory = replace(discover().inventory(), nodes=(node,))
+    chosen = Chosen(inventory=inventory, why="test", domains={}, nvidia=ask(tmp_path))
+    need = chosen.gpu_need(parse_run_config("", overrides=["device.kind=cuda"], where="test"))
+    assert need is not None and chosen.nvidia is not None and need.on(node) == 1
+    (found,) = gpu_faults(chosen.nvidia, need=need, node=node)
+    assert "its driver 535.183.01 is too old" in found.cause
+
+
 def test_the_driver_that_nodes_get_runs_the_cuda_of_the_lock() -> None:
     assert least_driver_branch("13.0") == int(NVIDIA_DRIVER_BRANCH)
     assert least_driver_branch("9.2") is least_driver_branch("?") is None
