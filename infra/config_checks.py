@@ -126,7 +126,7 @@ def _machine(config: ClusterConfig) -> Iterator[Problem]:
     if config.spot != "true" and not machine.has_on_demand:
         yield (
             "spot",
-            f" = {config.spot!r}, and {machine.name} is sold as spot alone. pulumi config set spot "
+            f" = {config.spot!r}, and {machine.name} is sold only as spot. pulumi config set spot "
             "true, or take a3-highgpu-8g.",
         )
     if config.threads_per_core == 2 and not machine.has_smt:

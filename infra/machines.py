@@ -39,7 +39,7 @@ class MachineType:
     tier1: bool
     """True if it may have the higher bandwidth, Tier_1."""
     has_on_demand: bool = True
-    """False if Google sells it as spot alone."""
+    """False if Google sells it only as spot."""
     gpus: Gpus | None = None
     """None: it has none."""
 

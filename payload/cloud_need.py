@@ -55,11 +55,11 @@ class Need:
 
     @property
     def family(self) -> str:
-        """The machine family as quotas name it: C3 of c3-highmem-8."""
+        """Return the machine family as quotas name it: C3 of c3-highmem-8."""
         return self.machine_type.partition("-")[0].upper()
 
     def family_quota(self) -> str:
-        """The name of the family's own regional quota; only families up to C3 have one."""
+        """Return the family's own regional quota; only families up to C3 have one."""
         return f"{self.family}_CPUS"
 
     def key_users(self, project_number: str) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ class Need:
         )
 
     def describe(self) -> str:
-        """For the first line."""
+        """Return the cluster in words, for doctor's first line."""
         kind = {"false": "", "true": " (spot)", "auto": " (spot; on demand has to fit, too)"}[
             self.spot
         ]
@@ -83,7 +83,7 @@ class Need:
         )
 
     def services(self) -> tuple[str, ...]:
-        """APIs that have to be enabled."""
+        """Return the APIs that have to be enabled."""
         iap = () if self.has_public_head else ("iap",)
         bucket = ("storage",) if self.has_bucket else ()
         dns = () if self.has_nat else ("dns",)
@@ -92,7 +92,7 @@ class Need:
         return ("compute", "iam", *iap, *bucket, *dns, *file, *key)
 
     def quotas(self, *, vcpus_per_node: int) -> list[tuple[Scope, tuple[str, ...], float]]:
-        """Scope, the metric (or one that stands in for it, later), and how much of it."""
+        """Return each quota's scope, its metrics in order of preference, and the amount needed."""
         vcpus = float(self.node_count * vcpus_per_node)
         family = self.family_quota()
         # Without a quota for preemptible CPUs of its own a project's spot machines use the others.

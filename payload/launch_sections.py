@@ -114,13 +114,14 @@ class LaunchSection:
     Each starts ranks on one machine or on a cluster. In a Slurm job `auto` is `srun`. A run says
     which one it takes."""
     ranks_per_node: int | None = setting(None, low=1, high=4096)
-    """none = one per GPU where the inventory counts GPUs (that of a stack does), else one per NUMA
-    domain. The inventories of this machine and of Slurm count none."""
+    """none = one per GPU where the inventory counts GPUs, else one per NUMA domain. On this machine
+    and in a Slurm job, `nvidia-smi` counts the GPUs that `CUDA_VISIBLE_DEVICES` leaves."""
     threads_per_rank: int | None = setting(None, low=1, high=4096)
     """none = the node's physical cores shared out evenly."""
     malloc: Literal["tuned", "lean", "tcmalloc", "default"] = "tuned"
     """`tuned`: glibc kept from giving large blocks back to the kernel between uses. `lean`: made to
-    give them back at once; a sharded run does so under `tuned`, too, from 4 MiB on."""
+    give them back at once. Under `tuned`, `shard` also gives blocks of 4 MiB and more back, and
+    `zero3` those of 1 MiB and more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,8 @@ QUERY = (
 )
 """Columns that nvidia-smi is asked for. The name comes last, as it may have commas."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+MOST_VISIBLE_CHARS = 4096
+"""Most of CUDA_VISIBLE_DEVICES that is read; 100 GPUs by their UUIDs are no more."""
 MOST_CHARS = 2**16
 """Most text of nvidia-smi's that is read; a GPU's row has about 150 characters."""
 
@@ -35,7 +37,7 @@ _MEMORY_SHARE = 0.9
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _CAPABILITY = re.compile(r"[0-9]{1,2}\.[0-9]")
 _DRIVER = re.compile(r"([0-9]{1,4})(?:\.[0-9]{1,6}){1,3}")
-_CUDA = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){1,2}")
+_PRINTABLE = re.compile(r"[ -~]+")
 _LOG = "See the kernel's log there (`dmesg | grep -i nvrm`)"
 
 # Exit statuses are nvmlReturn_t's; 18 is NVML_ERROR_LIB_RM_VERSION_MISMATCH.
@@ -44,7 +46,7 @@ _FIXES = {
     9: "Load its module: `sudo modprobe nvidia`. Secure Boot loads only a signed one.",
     15: "Reboot the node; if it happens again, replace it.",
     16: "Reset the GPU (`sudo nvidia-smi --gpu-reset`), or reboot the node.",
-    18: "Reboot it, so that the loaded module is of the installed driver.",
+    18: "Reboot the node, so that the loaded kernel module matches the installed driver.",
 }
 
 
@@ -61,8 +63,8 @@ class SmiOutput:
 class TorchBuild:
     """The torch that ranks load, by its version.py."""
 
-    version: str = checked(max_chars=64)
-    cuda: str | None = checked(None, pattern=_CUDA, wanted="such as 13.0")
+    version: str = checked(pattern=_PRINTABLE, wanted="printable ASCII", max_chars=64)
+    cuda: str | None = checked(None, pattern=_PRINTABLE, wanted="such as 13.0", max_chars=64)
     """None: a build without CUDA."""
 
 
@@ -72,8 +74,8 @@ class NvidiaFacts:
 
     smi: SmiOutput | None
     """None: there is no nvidia-smi on PATH."""
-    visible: str | None = checked(None, max_chars=4096)
-    """CUDA_VISIBLE_DEVICES; None where it is not set."""
+    visible: str | None = checked(None, max_chars=MOST_VISIBLE_CHARS)
+    """The beginning of CUDA_VISIBLE_DEVICES; None where it is not set."""
     torch: TorchBuild | None = None
     """None where it is not known."""
 
@@ -81,7 +83,10 @@ class NvidiaFacts:
         """Return every GPU, visible or not."""
         done = self.smi is not None and self.smi.status == 0
         rows = self.smi.said.splitlines() if done and self.smi is not None else []
-        return tuple(found for row in rows if (found := _parse(row)) is not None)
+        found: dict[str, GpuDevice] = {}
+        for gpu in filter(None, map(_parse, rows)):
+            found.setdefault(gpu.uuid, gpu)
+        return tuple(found.values())
 
     def visible_devices(self) -> tuple[GpuDevice, ...]:
         """Return the GPUs that a program started there sees, in its order."""
@@ -128,7 +133,7 @@ class GpuDevice:
     driver: str
     capability: str | None
     mig: bool
-    """True: it is split, and a program sees one part alone."""
+    """True: MIG is on, and a program sees only one instance."""
     ecc: bool
     ecc_errors: int
     """Errors of its memory that were not corrected, since the driver was loaded."""
@@ -150,15 +155,18 @@ class GpuNeed:
     why: str
     """The setting or the inventory, as a sentence's subject."""
     ranks_per_node: int | None
-    """launch.ranks_per_node, where it is set."""
+    """Ranks that are placed on each node; None: as many as the node has GPUs."""
 
     def on(self, node: Node) -> int:
-        """Return how many ranks want a GPU on this node."""
+        """Return how many ranks require a GPU on this node."""
         return self.ranks_per_node or node.gpus or 1
 
 
 def gpu_need(config: RunConfig, nodes: Sequence[Node]) -> GpuNeed | None:
-    """Return what a run needs of the nodes' GPUs; None where its ranks compute on CPUs."""
+    """Return what a run needs of the nodes' GPUs; None where its ranks compute on CPUs.
+
+    `Chosen.gpu_need` adds how many ranks are placed on each node.
+    """
     device, ranks_per_node = config.device.kind, config.launch.ranks_per_node
     if device == "cuda":
         why = "device.kind = 'cuda'"
@@ -178,10 +186,7 @@ def for_prediction(config: RunConfig, nodes: Sequence[Node]) -> RunConfig:
     return replace(config, device=replace(config.device, kind="cuda"))
 
 
-GPU_GUESS = (
-    "the step is predicted for GPUs with a guess at the share of their peak: no run on a GPU has "
-    "been compared with it"
-)
+GPU_GUESS = "the predicted step assumes an MFU on GPUs that no run has confirmed"
 """Note of a plan whose step's time is predicted on GPUs."""
 
 
@@ -216,20 +221,20 @@ def require_gpus(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> None:
             raise ConfigError(f"{need.why}: this machine: {fault.cause}. {fault.fix}")
 
 
-def gpu_faults(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> Iterator[Fault]:
-    """Yield what keeps the GPUs from `need`, or should be known of them."""
-    smi = facts.smi
+def gpu_faults(
+    facts: NvidiaFacts, *, need: GpuNeed, node: Node, has_device: bool | None = None
+) -> Iterator[Fault]:
+    """Yield what keeps the GPUs from `need`, or should be known of them.
+
+    `has_device` says whether the machine has the device file of a GPU, where that is known.
+    """
+    smi, failed = facts.smi, smi_fault(facts)
     if smi is None:
-        cause = f"it has no nvidia-smi, and {need.why} wants GPUs"
-        yield _error(cause, f"{_install()}, or set device.kind = 'cpu'.")
-    elif smi.status is None:
-        yield _error("nvidia-smi does not answer", f"{_LOG}, and reboot it.")
-    elif smi.status != 0:
-        cause = f"nvidia-smi fails with status {smi.status}: {_words(smi.said)}"
-        yield _error(cause, _FIXES.get(smi.status, f"{_install()}."))
-    elif not facts.devices():
-        yield _error(f"nvidia-smi shows no GPU: {_words(smi.said)}", f"{_LOG}.")
+        yield from _absent_smi(facts, need=need, has_device=has_device)
+    elif failed is not None:
+        yield failed
     else:
+        yield from _visible_faults(facts)
         yield from _count_faults(facts, need=need, node=node)
         yield from _driver_faults(facts)
         for gpu in facts.visible_devices():
@@ -237,6 +242,30 @@ def gpu_faults(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> Iterator[Fau
         for line in smi.said.splitlines():
             if line.strip() and _parse(line) is None:
                 yield _warning(f"nvidia-smi prints: {_words(line)}", f"{_LOG}.")
+
+
+def smi_fault(facts: NvidiaFacts) -> Fault | None:
+    """Return why this nvidia-smi shows no GPU; None where it shows some, or is not there."""
+    smi = facts.smi
+    if smi is None or facts.devices():
+        return None
+    if smi.status is None:
+        return _error("nvidia-smi does not respond", f"{_LOG}, and reboot the node.")
+    if smi.status != 0:
+        cause = f"nvidia-smi fails with status {smi.status}: {_words(smi.said)}"
+        return _error(cause, _FIXES.get(smi.status, f"{_install()}."))
+    return _error(f"nvidia-smi shows no GPU: {_words(smi.said)}", f"{_LOG}.")
+
+
+def _absent_smi(facts: NvidiaFacts, *, need: GpuNeed, has_device: bool | None) -> Iterator[Fault]:
+    """Yield the fault of a machine without nvidia-smi, as some containers are."""
+    if has_device:
+        return
+    cause = f"it has no nvidia-smi, but {need.why} requires GPUs"
+    if has_device is None and facts.torch is not None and facts.torch.cuda is not None:
+        yield _warning(cause, "The trial tells whether its torch, a CUDA build, has a GPU there.")
+    else:
+        yield _error(cause, f"{_install()}, or set device.kind = 'cpu'.")
 
 
 def visible_gpus(every: Sequence[GpuDevice], visible: str | None) -> tuple[GpuDevice, ...]:
@@ -267,11 +296,17 @@ def _instance(owner: GpuDevice, uuid: str) -> GpuDevice:
     return replace(owner, uuid=uuid, name=name, memory_mib=None, mig=False)
 
 
+def _visible_faults(facts: NvidiaFacts) -> Iterator[Fault]:
+    if facts.visible is not None and len(facts.visible) >= MOST_VISIBLE_CHARS:
+        cause = f"only the first {MOST_VISIBLE_CHARS:,} characters of {VISIBLE} were read"
+        yield _warning(cause, "Shorten it there, for example to the GPUs' indexes.")
+
+
 def _count_faults(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> Iterator[Fault]:
     every, seen, wanted = facts.devices(), facts.visible_devices(), need.on(node)
     if len(seen) >= wanted:
         return
-    asks = f"{need.why} wants {wanted}"
+    asks = f"{need.why} requires {wanted}"
     if len(every) >= wanted:
         cause = f"{VISIBLE} = {shown(facts.visible)} leaves {len(seen)} of its {len(every)} GPU(s)"
         fix = f"Unset it there, or set launch.ranks_per_node = {max(1, len(seen))}."
@@ -312,10 +347,10 @@ def _device_faults(gpu: GpuDevice, *, node: Node) -> Iterator[Fault]:
         )
         yield _error(cause, "Correct the inventory, or the machine type.")
     if gpu.mig:
-        cause = f"GPU {gpu.index} is split (MIG), so a rank gets one part of it alone"
-        yield _warning(cause, f"Join it: `sudo nvidia-smi -i {gpu.index} -mig 0`.")
+        cause = f"GPU {gpu.index} is in MIG mode: a rank gets only one instance of it"
+        yield _warning(cause, f"Disable MIG: `sudo nvidia-smi -i {gpu.index} -mig 0`.")
     if gpu.ecc_errors:
-        cause = f"GPU {gpu.index} has {gpu.ecc_errors} uncorrected error(s) of its memory (ECC)"
+        cause = f"GPU {gpu.index} has {gpu.ecc_errors} uncorrected ECC error(s)"
         fix = f"Reset it (`sudo nvidia-smi -i {gpu.index} --gpu-reset`), or replace the node."
         yield _warning(cause, fix)
 
@@ -326,6 +361,8 @@ def _parse(row: str) -> GpuDevice | None:
     if len(cells) != len(QUERY) or not _NUMBER.fullmatch(cells[0]):
         return None
     index, uuid, memory, driver, capability, mig, ecc, errors, name = cells
+    if not uuid:
+        return None
     return GpuDevice(
         index=int(index),
         uuid=uuid,
@@ -346,7 +383,7 @@ def _all_or_some(values: Sequence[bool]) -> str:
 
 def _words(said: str) -> str:
     """Return the first line that a program said."""
-    return one_line(said).rstrip(".") if said.strip() else "it says nothing"
+    return one_line(said).rstrip(".") if said.strip() else "no output"
 
 
 def _install() -> str:

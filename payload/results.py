@@ -195,7 +195,7 @@ class RunPaths:
         return self.logs / f"rank_{rank:04d}.log"
 
     def rank_progress(self, rank: int) -> Path:
-        """One rank's heartbeat."""
+        """Return the path of one rank's heartbeat."""
         return self.root / "progress" / f"rank_{rank:04d}.json"
 
     def rank_exit(self, rank: int) -> Path:

@@ -136,7 +136,7 @@ def _require_sound(folder: Path, spec: ModelSpec) -> None:
 
 
 def rate_warning(config: RunConfig) -> str | None:
-    """A warning when weights that are trained already would be trained at a rate for new ones.
+    """Return a warning where trained weights would be trained at a rate for new ones, or None.
 
     An adapter's weights are new whatever its base is, and take such a rate.
     """

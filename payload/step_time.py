@@ -56,7 +56,7 @@ class ShardTimes:
 
 
 PLANNED_COPIES = CopyTimes(gathered_s_per_byte=0.3e-9, summed_s_per_byte=0.4e-9)
-"""One core's, where no trainer has measured them (`measure_copies`): a layer of GPT-2 124M on each
+"""One core's, where no trainer has measured them (`measure_shards`): a layer of GPT-2 124M on each
 of two busy cores of the development machine."""
 
 BACKWARD_SHARE = 2 / 3
@@ -400,7 +400,7 @@ def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float
 def run_step_time(
     config: RunConfig, spec: ModelSpec, *, compute_s: float, network: Network, threads: int = 1
 ) -> StepTime:
-    """A step of the run `config`, whose passes take `compute_s` on these ranks.
+    """Return the time of a step of the run `config`, whose passes take `compute_s` on these ranks.
 
     The update is none of it; each rank makes it with `threads`. With device.kind = "auto" they are
     CPUs: a plan for GPUs says "cuda" (`payload.nvidia.for_prediction`).

@@ -75,7 +75,7 @@ def test_a_plan_of_gpu_nodes_counts_no_copies_and_says_that_its_share_of_the_pea
     on_gpus, said = step_s(gpu)
     on_cores, nothing = step_s(replace(gpu, gpus=0))
     assert on_gpus is not None and on_cores is not None and on_gpus != on_cores
-    assert "no run on a GPU has been compared" in said and "GPU" not in nothing
+    assert "assumes an MFU on GPUs that no run has confirmed" in said and "GPU" not in nothing
 
 
 class Measured(LocalAccess):

@@ -17,12 +17,13 @@ from payload.errors import ExitCode
 from payload.inventory import Node
 from payload.launch.environment import launcher_environment
 from payload.machine import discover
-from payload.nvidia import QUERY, Fault, GpuNeed, NvidiaFacts, gpu_faults, gpu_need
+from payload.nvidia import QUERY, Fault, GpuNeed, NvidiaFacts, gpu_faults
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.node import look
 from payload.orchestrate.node.look import nvidia
+from payload.orchestrate.preflight import checks
 from payload.orchestrate.preflight.trial import try_this_machine
-from payload.orchestrate.sites.choose import Chosen
+from payload.orchestrate.sites.choose import Chosen, load_cluster
 from payload.orchestrate.sites.local import LocalAccess
 from payload.run_config import parse_run_config
 from payload.untrusted import build
@@ -72,12 +73,12 @@ def test_two_good_gpus_have_no_fault_and_are_described_in_one_line(tmp_path: Pat
         ({"driver_version": "470.256.02"}, {"cuda": "12.8"}, "error", "needs branch 525 or later"),
         ({}, {"version": "2.13.0+cpu", "cuda": None}, "error", "torch 2.13.0+cpu is a build witho"),
         ({}, {"cuda": "14.0"}, "warning", "CUDA 14.0 is not known here"),
-        ({"mig.mode.current": "Enabled"}, {}, "warning", "GPU 0 is split (MIG)"),
+        ({"mig.mode.current": "Enabled"}, {}, "warning", "GPU 0 is in MIG mode"),
         (
             {"ecc.errors.uncorrected.volatile.total": "3"},
             {},
             "warning",
-            "GPU 0 has 3 uncorrected error(s)",
+            "GPU 0 has 3 uncorrected ECC error(s)",
         ),
         (
             {"ecc.mode.current": "[N/A]", "ecc.errors.uncorrected.volatile.total": "[N/A]"},
@@ -106,7 +107,7 @@ def test_each_fault_of_a_gpu_or_its_driver_is_one_line(
     ("status", "said", "cause", "fix"),
     [
         (9, NO_DRIVER, "nvidia-smi fails with status 9: NVIDIA-SMI has failed", "modprobe nvidia"),
-        (18, MISMATCH, "status 18: Failed to initialize NVML", "Reboot it"),
+        (18, MISMATCH, "status 18: Failed to initialize NVML", "Reboot the node"),
         (6, "No devices were found", "status 6: No devices were found", "dmesg"),
         (0, "No devices were found", "shows no GPU: No devices were found", "dmesg"),
         (2, 'Field "compute_cap" is not a valid field to query.', "status 2: Field", "branch 580"),
@@ -124,10 +125,86 @@ def test_an_nvidia_smi_that_hangs_or_is_not_there_is_a_fault(
 ) -> None:
     monkeypatch.setattr(look, "_SMI_S", 0.2)
     hangs = ask(make_nvidia_smi(tmp_path / "hangs", L4, pause_s=60.0))
-    assert [fault.cause for fault in faults(hangs)] == ["nvidia-smi does not answer"]
+    assert [fault.cause for fault in faults(hangs)] == ["nvidia-smi does not respond"]
     (tmp_path / "none").mkdir()
     (absent,) = faults(ask(tmp_path / "none"))
-    assert absent.cause == "it has no nvidia-smi, and device.kind = 'cuda' wants GPUs"
+    assert (
+        absent.severity == "error"
+        and absent.cause == "it has no nvidia-smi, but device.kind = 'cuda' requires GPUs"
+    )
+
+
+def test_without_nvidia_smi_a_build_with_cuda_is_left_to_the_trial(tmp_path: Path) -> None:
+    make_torch(tmp_path)
+    facts = ask(tmp_path)
+    (found,) = faults(facts)
+    assert found.severity == "warning" and "The trial tells" in found.fix
+    make_torch(tmp_path, version="2.13.0+cpu", cuda=None)
+    assert [fault.severity for fault in faults(ask(tmp_path))] == ["error"]
+    # Of this machine it is known whether it has a device.
+    assert [*gpu_faults(facts, need=NEED, node=NODE, has_device=True)] == []
+    (found,) = gpu_faults(facts, need=NEED, node=NODE, has_device=False)
+    assert found.severity == "error"
+
+
+def test_a_gpu_counts_once_and_a_row_without_a_uuid_is_none(tmp_path: Path) -> None:
+    twin = L4 | {"uuid": "GPU-1"}
+    facts = ask(make_nvidia_smi(tmp_path, twin, twin, said="0" + "," * 8))
+    assert [gpu.uuid for gpu in facts.visible_devices()] == ["GPU-1"]
+    shown, warned = faults(facts)
+    assert "it shows 1 GPU(s)" in shown.cause
+    assert warned.severity == "warning" and "nvidia-smi prints: 0,,," in warned.cause
+
+
+def test_a_long_list_of_visible_gpus_and_an_odd_torch_are_refused_nowhere(tmp_path: Path) -> None:
+    make_torch(make_nvidia_smi(tmp_path, L4), version="2.13" + "\u00e9" * 99, cuda="13.0-odd")
+    long = ask(tmp_path, visible="0," * 4096)
+    (cut,) = (fault for fault in faults(long, gpus=1) if fault.severity == "warning")
+    assert cut.cause == "only the first 4,096 characters of CUDA_VISIBLE_DEVICES were read"
+    assert long.torch is not None and long.torch.cuda == "13.0-odd"
+    assert long.torch.version == "2.13" + "?" * 60
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "words"),
+    [
+        (18, MISMATCH, "nvidia-smi fails with status 18: Failed to initialize NVML"),
+        (0, "No devices were found", "nvidia-smi shows no GPU: No devices were found. See"),
+    ],
+)
+def test_a_failing_nvidia_smi_here_is_noted_by_commands_that_use_no_gpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    said: str,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    smi = make_nvidia_smi(tmp_path / "bin", status=status, said=said)
+    env = {**os.environ, "PATH": f"{smi}{os.pathsep}{os.environ['PATH']}"}
+    assert main(["plan", "--inventory", "local"], env) == ExitCode.OK
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "nvidia-smi" in line]
+    assert note.startswith(f"note: no GPU is counted here: {words}")
+    bare = load_cluster("local", env={**os.environ, "PATH": str(tmp_path)})
+    assert bare.nvidia is not None and "note" not in bare.headline()
+
+
+@pytest.mark.parametrize("has_device", [True, False])
+def test_preflight_here_without_nvidia_smi_goes_by_the_device_as_run_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    has_device: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checks, "has_nvidia_device", lambda: has_device)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    argv = ["preflight", "--inventory", "local", "--quick", "--json", "--set", "device.kind=cuda"]
+    code = main(argv, os.environ)
+    (node,) = json.loads(capsys.readouterr().out)["nodes"].values()
+    assert code == (ExitCode.OK if has_device else ExitCode.PREFLIGHT)
+    assert node["checks"]["gpu"] == ("-" if has_device else "error")
 
 
 def test_a_warning_between_the_rows_is_passed_on(tmp_path: Path) -> None:
@@ -160,7 +237,7 @@ def test_cuda_visible_devices_leaves_what_cuda_would_see(
         found = faults(facts, gpus=3, gpu_memory_gib=40.0)
         assert [fault.cause for fault in found] == [
             f"CUDA_VISIBLE_DEVICES = {visible!r} leaves {len(indexes)} of its 3 GPU(s), "
-            "device.kind = 'cuda' wants 3"
+            "device.kind = 'cuda' requires 3"
         ]
 
 
@@ -171,29 +248,49 @@ def test_a_mig_instance_counts_as_a_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "gpus", "why"),
+    ("settings", "gpus", "why", "number"),
     [
-        ({}, (2, 2), "the inventory"),
-        ({}, (2, 0), None),
-        ({}, (), None),
-        ({"device.kind": "cpu"}, (2,), None),
-        ({"device.kind": "cuda"}, (0,), "device.kind = 'cuda'"),
-        ({"distributed.backend": "nccl"}, (0,), "distributed.backend = 'nccl'"),
+        ({}, (2, 2), "the inventory", 2),
+        ({}, (2, 0), None, None),
+        ({}, (), None, None),
+        ({"device.kind": "cpu"}, (2,), None, None),
+        # Ranks go by NUMA domain where the inventory counts no GPU, and each takes one.
+        ({"device.kind": "cuda"}, (0,), "device.kind = 'cuda'", 4),
+        ({"device.kind": "cuda", "launch.ranks_per_node": 3}, (0,), "device.kind = 'cuda'", 3),
+        ({"device.kind": "cuda"}, (2, 1), "device.kind = 'cuda'", 2),
+        ({"distributed.backend": "nccl"}, (0,), "distributed.backend = 'nccl'", 4),
         # `auto` takes the CPU where ranks have no GPU each.
-        ({"launch.ranks_per_node": 3}, (2,), None),
-        ({"launch.ranks_per_node": 1}, (2,), "the inventory"),
+        ({"launch.ranks_per_node": 3}, (2,), None, None),
+        ({"launch.ranks_per_node": 1}, (2,), "the inventory", 1),
     ],
 )
 def test_gpus_are_needed_where_a_setting_or_every_node_of_the_inventory_says_so(
-    settings: dict[str, Any], gpus: tuple[int, ...], why: str | None
+    settings: dict[str, Any], gpus: tuple[int, ...], why: str | None, number: int | None
 ) -> None:
-    nodes = [replace(NODE, gpus=count) for count in gpus]
+    nodes = [
+        replace(NODE, name=f"node-{i}", address=f"10.0.0.{i + 2}", gpus=count, numa_domains=4)
+        for i, count in enumerate(gpus)
+    ]
+    inventory = replace(discover().inventory(), nodes=tuple(nodes))
+    chosen = Chosen(inventory=inventory, why="test", domains={})
     config = parse_run_config(
         "", overrides=[f"{key}={value}" for key, value in settings.items()], where="test"
     )
-    found = gpu_need(config, nodes)
+    found = chosen.gpu_need(config)
     assert (found.why if found else None) == why
-    assert found is None or found.on(NODE) == settings.get("launch.ranks_per_node", 2)
+    assert (found.on(nodes[0]) if found else None) == number
+
+
+def test_gpus_here_that_ranks_cannot_use_yet_count_for_what_a_run_needs(tmp_path: Path) -> None:
+    """Else the fault would be that there are fewer GPUs than NUMA domains."""
+    make_torch(make_nvidia_smi(tmp_path, L4 | {"driver_version": "535.183.01"}))
+    node = replace(NODE, gpus=0, numa_domains=4)
+    inventory = replace(discover().inventory(), nodes=(node,))
+    chosen = Chosen(inventory=inventory, why="test", domains={}, nvidia=ask(tmp_path))
+    need = chosen.gpu_need(parse_run_config("", overrides=["device.kind=cuda"], where="test"))
+    assert need is not None and chosen.nvidia is not None and need.on(node) == 1
+    (found,) = gpu_faults(chosen.nvidia, need=need, node=node)
+    assert "its driver 535.183.01 is too old" in found.cause
 
 
 def test_the_driver_that_nodes_get_runs_the_cuda_of_the_lock() -> None:
@@ -239,7 +336,7 @@ def test_preflight_of_this_machine_has_a_gpu_row_only_where_gpus_are_wanted(
             A100,
             {"device.kind": "cuda", "launch.ranks_per_node": "2"},
             ExitCode.CONFIG,
-            "CUDA_VISIBLE_DEVICES = '1' leaves 1 of its 2 GPU(s), device.kind = 'cuda' wants 2. "
+            "CUDA_VISIBLE_DEVICES = '1' leaves 1 of its 2 GPU(s), device.kind = 'cuda' requires 2. "
             "Unset it there, or set launch.ranks_per_node = 1.",
         ),
         # It computes on the CPU, with a rank for each NUMA domain.

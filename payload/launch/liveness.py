@@ -67,7 +67,7 @@ def find_trouble(
     age_s: float,
     pace: Pace,
 ) -> Verdict | None:
-    """The verdict on a run that cannot go on, or None.
+    """Return the verdict on a run that cannot go on, or None.
 
     `ranks` are those that have shown something in this attempt, which is `age_s` old. As ranks wait
     for each other in every step, one that is stuck stops all: as long as any rank makes progress,
@@ -104,7 +104,7 @@ def hang_limit_s(pace: Pace, *, patient: bool) -> float:
 
 
 def lost_nodes(beats: Sequence[NodeHeartbeat]) -> Verdict:
-    """The verdict on nodes that take no connection."""
+    """Return the verdict on nodes that take no connection."""
     listed = ", ".join(
         f"{beat.node} cannot be reached (last heartbeat {beat.quiet_s:.0f} s ago)" for beat in beats
     )
@@ -112,7 +112,7 @@ def lost_nodes(beats: Sequence[NodeHeartbeat]) -> Verdict:
 
 
 def frozen_nodes(beats: Sequence[NodeHeartbeat], *, after: str) -> Verdict:
-    """The verdict on nodes that take connections and say nothing."""
+    """Return the verdict on nodes that take connections but send nothing."""
     listed = ", ".join(f"{beat.node} (last heartbeat {beat.quiet_s:.0f} s ago)" for beat in beats)
     return Verdict(
         status="failed",
@@ -122,7 +122,7 @@ def frozen_nodes(beats: Sequence[NodeHeartbeat], *, after: str) -> Verdict:
 
 
 def _stuck_ranks(ranks: Sequence[RankHeartbeat], *, world_size: int, told: str) -> Verdict:
-    """Those that are stopped, else those that never began, else those that are behind."""
+    """Return the ranks that are stopped, else those that never began, else those behind."""
     stopped = [beat for beat in ranks if beat.stopped]
     begun = {beat.rank for beat in ranks}
     absent = [rank for rank in range(world_size) if rank not in begun]

@@ -87,15 +87,11 @@ def place_ranks(
 ) -> Placement:
     """Split every node's physical cores over its ranks.
 
-    By default there is one rank per GPU, or one per NUMA domain where ranks compute on CPUs.
-    `domains` has the cores of each node by name where they are not simply 0 to n-1. mpirun's -ppn
-    is one number, so all nodes run equally many ranks. Raises ConfigError.
+    `domains` has the cores of each node by name where they are not simply 0 to n-1. Raises
+    ConfigError.
     """
-    known = domains or {}
-    of_node = {node.name: known.get(node.name) or default_domains(node) for node in nodes}
-    ranks_per_node = (
-        settings.ranks_per_node or _gpus_of_all(nodes, device) or _domains_of_all(of_node)
-    )
+    of_node = _domains_by_node(nodes, domains)
+    ranks_per_node = count_ranks_per_node(nodes, settings, device=device, domains=domains)
     ranks: list[Rank] = []
     for node_rank, node in enumerate(nodes):
         ranks += _place_on_node(
@@ -112,6 +108,31 @@ def place_ranks(
         oversubscribed=any(cores < ranks_per_node for cores in num_cores.values()),
         notes=_notes(ranks, num_cores=num_cores, ranks_per_node=ranks_per_node),
     )
+
+
+def count_ranks_per_node(
+    nodes: Sequence[Node],
+    settings: LaunchSection,
+    *,
+    device: DeviceSection = _ANY_DEVICE,
+    domains: Mapping[str, tuple[Domain, ...]] | None = None,
+) -> int:
+    """Return how many ranks every node runs: one number, as mpirun's -ppn is. Raises ConfigError.
+
+    By default there is one rank per GPU, or one per NUMA domain where the inventory counts no GPU.
+    """
+    return (
+        settings.ranks_per_node
+        or _gpus_of_all(nodes, device)
+        or _domains_of_all(_domains_by_node(nodes, domains))
+    )
+
+
+def _domains_by_node(
+    nodes: Sequence[Node], domains: Mapping[str, tuple[Domain, ...]] | None
+) -> dict[str, tuple[Domain, ...]]:
+    known = domains or {}
+    return {node.name: known.get(node.name) or default_domains(node) for node in nodes}
 
 
 def render_ranks(ranks: Sequence[Rank]) -> str:

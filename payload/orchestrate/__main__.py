@@ -202,9 +202,9 @@ def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "preflight",
         help="check every node of a cluster",
         description="Ask all nodes at once whether they are fit for a run: SSH, bootstrap, "
-        "payload, processor, memory, disk, clock, name, route, and the ports between every two of "
-        "them. Then start a small program on all of them with mpirun, as a run would, and measure "
-        "matmuls and the exchange of gradients.",
+        "payload, processor, memory, disk, GPUs where the run computes on them, clock, name, "
+        "route, and the ports between every two of them. Then start a small program on all of them "
+        "with mpirun, as a run would, and measure matmuls and the exchange of gradients.",
     )
     parser.set_defaults(command=_preflight, runs_dir=None)
     _add_inventory(parser)

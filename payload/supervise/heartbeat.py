@@ -66,7 +66,8 @@ def _tell(paths: RunPaths, watch: FolderWatch, *, lifeline_s: float) -> int:
                 done = request
                 extra["ended"] = sorted(kill_until_none(paths.root, timeout_s=_KILL_S))
                 extra["asked"] = int(request.removeprefix(b"end:"))
-            # A heartbeat for every word would make the head's next word come at once, without end.
+            # Answering every message would make the head send the next one at once, in an endless
+            # loop.
             if not extra and time.monotonic() < due_s:
                 continue
         due_s = time.monotonic() + EVERY_S
@@ -80,7 +81,7 @@ def _tell(paths: RunPaths, watch: FolderWatch, *, lifeline_s: float) -> int:
 
 
 def heartbeat(paths: RunPaths) -> dict[str, Any]:
-    """Return what the head is told of this node's ranks."""
+    """Return what this node reports to the head about its ranks."""
     progress = records(RankProgress, paths.rank_progress(0).parent)
     return {
         "now": time.time(),

@@ -51,7 +51,7 @@ class LazyTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, path: Path, *, fix: str = "Download the model again.") -> None:
-        """`fix` says what to do where the file `path` cannot be read."""
+        """Read the headers of `path`; `fix` is what an error tells the user to do."""
         self._headers = tensor_headers(path) if path.is_dir() else file_headers(path, fix=fix)
         self._fix = fix
         # One for all reads: glibc would keep some of those freed, and the peak be a matter of luck.

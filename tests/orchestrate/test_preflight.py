@@ -91,7 +91,7 @@ def test_three_good_nodes_pass_every_check(nodes: list[Sshd], login: Login) -> N
 
 @pytest.mark.sshd
 def test_each_node_s_gpus_are_compared_with_what_the_run_wants(
-    start_sshd: StartSshd, login: Login, tmp_path: Path
+    start_sshd: StartSshd, login: Login, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def start(i: int, *gpus: dict[str, str], setting: str = "") -> Sshd:
         folder = make_nvidia_smi(tmp_path / f"bin-{i}", *gpus)
@@ -117,12 +117,17 @@ def test_each_node_s_gpus_are_compared_with_what_the_run_wants(
     assert report.status("node-0", "gpu") == "ok" and report.exit_code == ExitCode.PREFLIGHT
     assert errors(report) == {
         "node-1": "node-1: CUDA_VISIBLE_DEVICES = '1' leaves 1 of its 2 GPU(s), the inventory "
-        "wants 2. Unset it there, or set launch.ranks_per_node = 1.",
-        "node-2": "node-2: it shows 1 GPU(s), the inventory wants 2. Correct the inventory or "
+        "requires 2. Unset it there, or set launch.ranks_per_node = 1.",
+        "node-2": "node-2: it shows 1 GPU(s), the inventory requires 2. Correct the inventory or "
         "launch.ranks_per_node: each rank takes one GPU.",
     }
     notes = "\n".join(report.notes)
     assert "node-0: 2 x NVIDIA L4 (22.5 GiB), driver 580.95.05, ECC on" in notes
+    # Where the inventory counts no GPU, a rank goes to each NUMA domain.
+    uncounted = make_cluster(replace(sshds[2].node, physical_cores=2, numa_domains=2))
+    preflight(uncounted, login, tmp_path, "--quick", "--json", "--set", "device.kind=cuda")
+    found = [each["cause"] for each in json.loads(capsys.readouterr().out)["findings"]]
+    assert "it shows 1 GPU(s), device.kind = 'cuda' requires 2" in found
 
 
 @pytest.mark.sshd

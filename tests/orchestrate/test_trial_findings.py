@@ -245,7 +245,7 @@ NO_DEVICE = (
             outcome(*STARTED, *JOINED, {"node": "node-0", "stage": "summed"}, status=None),
             "nccl",
             ["node-1", "node-2"],
-            "NCCL's first all-reduce did not end on it within 90 s",
+            "NCCL's first all-reduce did not finish on it within 90 s",
         ),
         (
             outcome(

@@ -152,7 +152,7 @@ def prices() -> str:
 def gpu_prices() -> str:
     """The table of the machines with GPUs: what they have, and their prices."""
     head = (
-        "| Machine | GPUs | Each, GiB | Cores | GiB | On demand | Spot | Regions |\n"
+        "| Machine | GPUs | Memory of a GPU, GiB | Cores | GiB | On demand | Spot | Regions |\n"
         "|---|---|---|---|---|---|---|---|"
     )
     sold = list(listed_machines())

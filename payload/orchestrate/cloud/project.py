@@ -132,7 +132,7 @@ def check_gpus(need: Need) -> Iterator[Check]:
         yield Check(
             name="GPUs",
             outcome="error",
-            found=f"{found}; {need.machine_type} is sold as spot alone",
+            found=f"{found}; {need.machine_type} is sold only as spot",
             fix="Set spot true (--spot), or take a3-highgpu-8g.",
             exit_code=ExitCode.CONFIG,
         )

@@ -71,11 +71,12 @@ def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         help="check whether the project can hold the cluster",
-        description="Credentials, enabled APIs, quotas against need, machine and disk type in the "
-        "zones, organization policies: a table, and each fault with its fix. What the cluster "
-        "needs comes from the stack's config; flags go before it. Exit code 11 when a quota is too "
-        "small, 13 when something is not permitted or not enabled, 10 when a type is not offered, "
-        "31 when a firewall rule of the cluster is not as its program has it.",
+        description="Credentials, enabled APIs, quotas against need, machine type with its GPUs "
+        "and disk type in the zones, organization policies: a table, and each fault with its fix. "
+        "What the cluster needs comes from the stack's config; flags go before it. Exit code 11 "
+        "when a quota is too small, 13 when something is not permitted or not enabled, 10 when a "
+        "type is not offered, or is sold only as spot, 31 when a firewall rule of the cluster is "
+        "not as its program has it.",
     )
     parser.set_defaults(command=_doctor, runs_dir=None)
     _add_stack(parser)

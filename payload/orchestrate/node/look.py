@@ -38,6 +38,8 @@ _RESOLVER_S = 3
 _FOLDER_S = 5
 _SMI_S = 8
 _SMI_CHARS = 2**16
+_VISIBLE_CHARS = 4096
+_VERSION_CHARS = 64
 
 # A program of its own: a folder whose server is away holds whoever looks at it.
 _TRY_FOLDER = """
@@ -255,12 +257,14 @@ def route(address: str | None) -> dict[str, Any]:
 def nvidia(query: str, *, torch: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
     """Return what nvidia-smi prints of the GPUs, which of them are visible, and torch's CUDA.
 
-    `smi` is null where there is no such program, its `status` where it did not end.
+    `smi` is null where there is no such program, its `status` where it did not end. A text that is
+    too long is cut, and not refused: commands that need no GPU ask, too.
     """
     program = shutil.which("nvidia-smi", path=env.get("PATH"))
+    visible = env.get("CUDA_VISIBLE_DEVICES")
     return {
         "smi": None if program is None else _ask_smi(program, query),
-        "visible": env.get("CUDA_VISIBLE_DEVICES"),
+        "visible": None if visible is None else _plain(visible, _VISIBLE_CHARS),
         "torch": torch_build(*torch),
     }
 
@@ -289,8 +293,15 @@ def torch_build(root: str, pattern: str) -> dict[str, Any] | None:
             version = re.search(r"^__version__ = '([^'\n]+)'", text, re.MULTILINE)
             cuda = re.search(r"^cuda\b[^=\n]*= '([^'\n]+)'", text, re.MULTILINE)
             if version:
-                return {"version": version[1], "cuda": cuda[1] if cuda else None}
+                return {
+                    "version": _plain(version[1], _VERSION_CHARS),
+                    "cuda": _plain(cuda[1], _VERSION_CHARS) if cuda else None,
+                }
     return None
+
+
+def _plain(text: str, most: int) -> str:
+    return re.sub("[^ -~]", "?", text)[:most]
 
 
 _RUN_ID = re.compile(r"(?!latest\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import payload
+from payload.engines import has_nvidia_device
 from payload.errors import ConfigError, SshAuthError, TileforgeError
 from payload.inventory import RANK_PORTS, SHARED_FOLDER, ClusterInventory, Node
 from payload.launch.launchers.registry import AUTO
 from payload.machine import discover
-from payload.nvidia import QUERY, GpuNeed, gpu_need, torch_here
+from payload.nvidia import QUERY, GpuNeed, torch_here
 from payload.orchestrate.node.look import probe
 from payload.orchestrate.planning import choose_launcher
 from payload.orchestrate.preflight import findings as find
@@ -103,7 +104,7 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
             f"inventory {options.inventory}: access kind 'local' with {len(inventory.nodes)} "
             "nodes; it means this machine alone. Use 'direct' or 'iap'."
         )
-    need = gpu_need(config, inventory.nodes)
+    need = chosen.gpu_need(config)
     if is_here:
         report = check_this_machine(inventory, access, need=need)
         if not options.quick:
@@ -310,7 +311,7 @@ def check_this_machine(
         *find.cpu_findings(node, facts),
         *find.capacity_findings(node, facts),
         *find.name_findings(node, facts),
-        *find.gpu_findings(node, facts, need),
+        *find.gpu_findings(node, facts, need, has_device=has_nvidia_device()),
         *find.shared_findings(node, facts),
     ]
     choice = choose_launcher(AUTO, access)
@@ -319,7 +320,9 @@ def check_this_machine(
         found.append(
             Finding(node=node.name, check="payload", severity="warning", cause=cause, fix="")
         )
-    made = [*_LOCAL_CHECKS, *([find.GPU] if need else []), *([find.SHARED] if facts.shared else [])]
+    asked = facts.nvidia is not None and facts.nvidia.smi is not None
+    gpu = [find.GPU] if need is not None and asked else []
+    made = [*_LOCAL_CHECKS, *gpu, *([find.SHARED] if facts.shared else [])]
     return Report(
         cluster=inventory.cluster,
         checks={node.name: [*made, "payload"]},

@@ -281,11 +281,16 @@ def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         yield _warning(node, "disk", cause, "Checkpoints of GPT-2 124M need 1.5 GB each.")
 
 
-def gpu_findings(node: Node, facts: NodeFacts, need: GpuNeed | None) -> Iterator[Finding]:
-    """Yield GPUs that are missing or unfit, and a driver too old for torch; none without a need."""
+def gpu_findings(
+    node: Node, facts: NodeFacts, need: GpuNeed | None, *, has_device: bool | None = None
+) -> Iterator[Finding]:
+    """Yield GPUs that are missing or unfit, and a driver too old for torch; none without a need.
+
+    `has_device` says whether the node has the device file of a GPU, where that is known.
+    """
     if need is None or facts.nvidia is None:
         return
-    for fault in gpu_faults(facts.nvidia, need=need, node=node):
+    for fault in gpu_faults(facts.nvidia, need=need, node=node, has_device=has_device):
         make = _error if fault.severity == "error" else _warning
         yield make(node, GPU, fault.cause, fault.fix)
 

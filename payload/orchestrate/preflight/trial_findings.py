@@ -158,7 +158,7 @@ def _said_by_ranks(nodes: Sequence[Node], outcome: Outcome, *, on_gpus: bool) ->
     if on_gpus and not broken:
         for name, text in without.items():
             cause = f"its rank has no GPU: {_one_line(text.removeprefix(_REFUSED))}"
-            yield _error(name, GPU, cause, "See `nvidia-smi` there.")
+            yield _error(name, GPU, cause, "Run `nvidia-smi` on this node.")
     if broken or (on_gpus and without):
         return  # the others only lost them
     joined = {said.node for said in records if said.stage == "joined"}
@@ -205,7 +205,7 @@ def _silent(
         ("joined", "gloo", "its rank did not find the others", ports),
     ]
     if on_gpus:
-        stages.append(("summed", NCCL, "NCCL's first all-reduce did not end on it", _NCCL_FIX))
+        stages.append(("summed", NCCL, "NCCL's first all-reduce did not finish on it", _NCCL_FIX))
     reached = {
         stage: {said.node for said in records if said.stage == stage} for stage, *_ in stages
     }

@@ -118,7 +118,7 @@ def estimate(
         speed = flops_per_s / flops_per_token
         basis = f"at {speed:,.0f} tokens/s, typical of {cores} AVX-512 core(s), not measured"
         if gpu_need(planned.config, planned.inventory.nodes) is not None:
-            basis += "; the GPUs are faster, by how much is known once preflight has measured them"
+            basis += "; GPUs are faster: run preflight to measure them"
     sizes = {path.name: path.stat().st_size for path in data.glob("*.bin")}
     val_tokens = _val_tokens(data)
     evaluated = min(val_tokens, train.eval_tokens or val_tokens)

@@ -20,11 +20,19 @@ from payload.hints import run_command
 from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.launchers.registry import candidates
-from payload.launch.ranks import Placement, place_ranks
+from payload.launch.ranks import Placement, count_ranks_per_node, place_ranks
 from payload.launch_sections import DeviceSection, LaunchSection
 from payload.machine import Domain, discover
 from payload.mesh import require_tensor_ranks_on_a_node
-from payload.nvidia import QUERY, NvidiaFacts, torch_here, with_gpus
+from payload.nvidia import (
+    QUERY,
+    GpuNeed,
+    NvidiaFacts,
+    gpu_need,
+    smi_fault,
+    torch_here,
+    with_gpus,
+)
 from payload.orchestrate import sites
 from payload.orchestrate.node.look import nvidia
 from payload.orchestrate.run.console import text_console
@@ -55,8 +63,26 @@ class Chosen:
         """Return where a run's ranks go. Raises ConfigError."""
         return place_ranks(self.inventory.nodes, launch, device=device, domains=self.domains)
 
+    def gpu_need(self, config: RunConfig) -> GpuNeed | None:
+        """Return what a run needs of the nodes' GPUs; None where its ranks compute on CPUs."""
+        nodes = self.inventory.nodes
+        need = gpu_need(config, nodes)
+        if need is None:
+            return None
+        if self.nvidia is not None:
+            # Not only those that ranks can use as things are: the rest is a fault to be named.
+            gpus = len(self.nvidia.visible_devices()) or len(self.nvidia.devices())
+            nodes = tuple(replace(node, gpus=gpus) for node in nodes)
+        try:
+            count = count_ranks_per_node(
+                nodes, config.launch, device=config.device, domains=self.domains
+            )
+        except ConfigError:  # nodes differ in GPUs: each is held to its own
+            return need
+        return replace(need, ranks_per_node=count)
+
     def headline(self) -> str:
-        """Return the first line that a command prints."""
+        """Return the first line that a command prints, and a note where nvidia-smi fails here."""
         nodes = self.inventory.nodes
         cores = sum(node.physical_cores for node in nodes)
         domains = sum(node.numa_domains for node in nodes)
@@ -68,6 +94,9 @@ class Chosen:
         )
         if self.nvidia is not None and self.nvidia.devices():
             return f"{text}; {self.nvidia.describe()}"
+        failed = None if self.nvidia is None else smi_fault(self.nvidia)
+        if failed is not None:
+            return f"{text}\nnote: no GPU is counted here: {failed.cause}. {failed.fix}"
         gpus = sum(node.gpus for node in nodes)
         return f"{text}, {gpus} GPU(s)" if gpus else text
 

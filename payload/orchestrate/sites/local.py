@@ -30,7 +30,7 @@ from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import auto_batch_size, rank_program
 from payload.machine import free_memory_bytes
-from payload.nvidia import gpu_need, require_gpus
+from payload.nvidia import require_gpus
 from payload.orchestrate.node import control
 from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
 from payload.orchestrate.run.mirror import mirror_file
@@ -256,7 +256,7 @@ class Local(InventorySite):
     def check(self, config: RunConfig, env: Mapping[str, str]) -> None:
         """Raise ConfigError for a setting whose packages or device this machine lacks."""
         inventory, gpus = self._chosen.inventory, self._chosen.nvidia
-        need = gpu_need(config, inventory.nodes)
+        need = self._chosen.gpu_need(config)
         # Without nvidia-smi, as in some containers, the device itself decides.
         if need is not None and gpus is not None and gpus.smi is not None:
             require_gpus(gpus, need=need, node=inventory.head)

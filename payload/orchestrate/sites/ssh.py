@@ -17,7 +17,6 @@ from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Placement
 from payload.launch_sections import LimitsSection
-from payload.nvidia import gpu_need
 from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
 from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operator_key
 from payload.orchestrate.preflight.report import Report, try_if_new
@@ -217,7 +216,7 @@ class Ssh(InventorySite):
 
     def _require_fit(self, cluster: Cluster, config: RunConfig) -> Report:
         """Return what the nodes are. Raises ClusterNotReadyError where one is not fit."""
-        need = gpu_need(config, self._inventory.nodes)
+        need = self._chosen.gpu_need(config)
         report = check_cluster(self._inventory, cluster, lock_sha=lock_sha(), need=need)
         if not self._quick:
             report = try_if_new(report, self._chosen, cluster, config, self._placement)

@@ -29,8 +29,8 @@ class Waiting:
 class Buffers:
     """Hands out memory for collectives, the same again once no tensor is in it any more.
 
-    Layers are of one size, and at most two are under way. Memory that the kernel gives anew costs
-    more than the copy into it: a page fault for each page, and zeros in all of it.
+    Layers are of one size, and at most two are under way. Fresh memory from the kernel costs more
+    than the copy into it: a page fault for each page, and zeros in all of it.
     """
 
     def __init__(self) -> None:
@@ -38,6 +38,8 @@ class Buffers:
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Return a tensor of so many elements, with anything in it."""
+        if elements == 0:  # numpy's empty array has no bytes to view as another dtype
+            return torch.empty(0, dtype=dtype)
         num_bytes = elements * dtype.itemsize
         place = next(
             (

@@ -76,7 +76,7 @@ def test_the_price_is_named_with_its_source_and_age(
     [
         ("g2-standard-24", "ok", "2 x L4 on each node, a rank on each GPU: 22.5 GiB, comp", None),
         ("a2-highgpu-1g", "ok", "compute capability 8.0 (without fp8), driver branch 580", None),
-        ("a3-highgpu-2g", "error", "a3-highgpu-2g is sold as spot alone", ExitCode.CONFIG),
+        ("a3-highgpu-2g", "error", "a3-highgpu-2g is sold only as spot", ExitCode.CONFIG),
         ("c3-highmem-8", None, "", None),
     ],
 )

@@ -23,6 +23,11 @@ def test_a_buffer_is_handed_out_again_once_no_view_of_it_is_left() -> None:
     assert buffers.take(1000, torch.float32).data_ptr() == place
 
 
+def test_no_elements_are_an_empty_tensor() -> None:
+    empty = Buffers().take(0, torch.bfloat16)
+    assert (len(empty), empty.dtype) == (0, torch.bfloat16)
+
+
 def test_buffers_of_another_size_or_dtype_keep_their_values() -> None:
     buffers = Buffers()
     whole = buffers.take(6, torch.float32).fill_(1.0)
