@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
         write_csv(work / "texts.csv", parts.train, ending=arguments.ending)
         _prepare(work, model=arguments.model)
         sets = [f"model.init={arguments.model}", *arguments.sets]
-        took_s = _train(work, config=arguments.config, sets=sets)
+        took_s = _train(work, config=arguments.config, sets=sets, keeps=arguments.work is not None)
         texts = [row.text + arguments.ending for row in measured]
         ours = _labels(work, texts, model=arguments.model)
         (work / "labels.json").write_text(json.dumps(ours))
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
         "labels": arguments.labels,
         "sections": arguments.sections,
         "split": arguments.split,
-        "train_s": round(took_s, 1),
+        "train_s": None if took_s is None else round(took_s, 1),
     }
     own = [row.label for row in measured]
     return _report(result, own, ours, dict(_peers(parts.train, measured)))
@@ -185,18 +185,67 @@ def _parser() -> argparse.ArgumentParser:
     measures = parser.add_mutually_exclusive_group(required=True)
     measures.add_argument("--model", metavar="DIR", help="language model to begin with")
     measures.add_argument("--peers", action="store_true", help="train the peers alone")
-    add("--labels", type=int, default=LABELS, metavar="COUNT")
-    add("--sections", choices=("all", "topics"), default="all")
-    add("--texts", type=int, default=TEXTS, metavar="COUNT", help="texts to learn from")
-    add("--validation", type=int, default=VALIDATION, metavar="COUNT")
-    add("--held-out", type=int, default=HELD_OUT, metavar="COUNT")
-    add("--on", choices=("validation", "held-out"), default="held-out", help="texts to measure on")
-    add("--split", choices=("sources", "texts"), default="sources")
-    add("--config", type=Path, default=CONFIG, metavar="TOML", help="the recipe")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
-    add("--ending", default=ENDING, metavar="TEXT", help="put after each description")
-    add("--work", type=Path, metavar="DIR", help="folder to keep data and run in")
+    _add_texts(parser.add_argument)
+    add("--config", type=Path, default=CONFIG, metavar="TOML", help="recipe (default: %(default)s)")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="sets",
+        help="a setting in place of the recipe's; may be repeated (default: none)",
+    )
+    add(
+        "--work",
+        type=Path,
+        metavar="DIR",
+        help="folder to keep data and run in; the same command goes on with a run that was stopped "
+        "(default: a temporary one)",
+    )
     return parser
+
+
+def _add_texts(add: Callable[..., Any]) -> None:
+    """Declare which texts are learned from and measured on."""
+
+    def count(flag: str, default: int, what: str) -> None:
+        add(
+            flag,
+            type=int,
+            default=default,
+            metavar="COUNT",
+            help=f"{what} (default: {default:,})",
+        )
+
+    count("--labels", LABELS, "labels, the sections with the most packages")
+    add(
+        "--sections",
+        choices=("all", "topics"),
+        default="all",
+        help="all, or those alone that name a topic (default: %(default)s)",
+    )
+    count("--texts", TEXTS, "texts to learn from")
+    count("--validation", VALIDATION, "texts to choose a recipe by")
+    count("--held-out", HELD_OUT, "texts to measure the chosen recipe on")
+    add(
+        "--on",
+        choices=("validation", "held-out"),
+        default="held-out",
+        help="texts to measure on (default: %(default)s)",
+    )
+    add(
+        "--split",
+        choices=("sources", "texts"),
+        default="sources",
+        help="keep a source package's texts in one part, or divide text by text (default: "
+        "%(default)s)",
+    )
+    add(
+        "--ending",
+        default=ENDING,
+        metavar="TEXT",
+        help="put after each description (default: '%(default)s')",
+    )
 
 
 def _prepare(work: Path, *, model: str) -> None:
@@ -210,16 +259,23 @@ def _run_quietly(*words: str) -> None:
     subprocess.run([sys.executable, "-m", *words], check=True, stdout=sys.stderr)
 
 
-def _train(work: Path, *, config: Path, sets: Sequence[str]) -> float:
-    """Return the seconds that the run took."""
+def _train(work: Path, *, config: Path, sets: Sequence[str], keeps: bool) -> float | None:
+    """Return the seconds that the run took; None where it went on from an earlier call's.
+
+    `keeps` says whether `work` stays. Exits with an error where the run is stopped.
+    """
+    goes_on = any((work / "run" / "checkpoints").glob("step_*"))
     words = [word for each in (f"data.dir={work / 'data'}", *sets) for word in ("--set", each)]
     began = time.perf_counter()
     where = ("--config", str(config), "--run-dir", str(work / "run"))
     _run_quietly("payload.train", *where, *words)
     status = json.loads((work / "run" / "summary.json").read_text())["status"]
     if status != "finished":
-        sys.exit(f"the training is {status}: nothing is measured. Run the same command again.")
-    return time.perf_counter() - began
+        again = "Run the same command again: it goes on from the last checkpoint."
+        if not keeps:
+            again = "Run it again with --work DIR, which keeps data and run for a further call."
+        sys.exit(f"error: the training ended as {status}, so nothing was measured. {again}")
+    return None if goes_on else time.perf_counter() - began
 
 
 def _labels(work: Path, texts: Sequence[str], *, model: str) -> list[str]:

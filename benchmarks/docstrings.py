@@ -80,7 +80,11 @@ def write(path: Path, *, preference: bool = False, every: int = 1) -> int:
 
 def main(argv: list[str]) -> None:
     """Write the file that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.docstrings", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.docstrings",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("file", type=Path, metavar="FILE", help="JSON lines to write")
     parser.add_argument(
         "--preference", action="store_true", help="write a better and a worse docstring a function"
@@ -90,7 +94,7 @@ def main(argv: list[str]) -> None:
     )
     args = parser.parse_args(argv)
     if args.every < 1:
-        parser.error("--every: 1 or more")
+        parser.error(f"--every {args.every}: must be 1 or more")
     count = write(args.file, preference=args.preference, every=args.every)
     what = "a better and a worse docstring" if args.preference else "function and docstring"
     print(f"{args.file}: {count:,} pairs of {what}")

@@ -8,6 +8,7 @@ divided by source: no source has texts in two parts.
 from __future__ import annotations
 
 import csv
+import io
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -131,8 +132,14 @@ def divide(
 
 
 def write_csv(path: Path, rows: Sequence[PackageText], *, ending: str) -> None:
-    """Write a csv with the columns `text`, which ends with `ending`, and `label`."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(("text", "label"))
-        writer.writerows((row.text + ending, row.label) for row in rows)
+    """Write a csv with the columns `text`, which ends with `ending`, and `label`.
+
+    A file of this content stays as it is: `prepare` knows its input by the time, too.
+    """
+    made = io.StringIO(newline="")
+    writer = csv.writer(made)
+    writer.writerow(("text", "label"))
+    writer.writerows((row.text + ending, row.label) for row in rows)
+    content = made.getvalue().encode()
+    if not path.exists() or path.read_bytes() != content:
+        path.write_bytes(content)

@@ -27,6 +27,8 @@ EXAMPLE_BYTES = 16
 PAIRS_NAMES = {TRAIN_NAME: "train.pairs.bin", VAL_NAME: "val.pairs.bin"}
 """For each token file of preference pairs, the file of their places."""
 PAIR_BYTES = 16
+MOST_NAME_TOKENS = 1024
+"""Most tokens of a label's name that meta.json has."""
 SCHEMA_VERSION = 1
 
 RANGE_BYTES = 256 * 1024
@@ -107,7 +109,10 @@ class ClassifyRecord:
     pad_token: int = checked(low=0)
     """Fills up a batch's shorter texts."""
     label_tokens: tuple[tuple[int, ...], ...] = ()
-    """Tokens of each label's name behind a space; none in folders of older versions."""
+    """Tokens of each label's name behind a space.
+
+    None in folders of older versions, and where the tokenizer gives a name no tokens.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +255,10 @@ def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
         is_known = len(set(record.labels)) == len(record.labels) >= 2
         names = record.label_tokens
         tokens = (record.pad_token, *(token for each in names for token in each))
-        is_named = not names or (len(names) == len(record.labels) and all(names))
+        is_named = not names or (
+            len(names) == len(record.labels)
+            and all(0 < len(each) <= MOST_NAME_TOKENS for each in names)
+        )
         is_whole = is_whole and is_named and all(0 <= each < meta.vocab_size for each in tokens)
         if not is_whole or not is_known:
             raise DataError(f"{path}: classify has counts or labels that do not fit. {remedy}")

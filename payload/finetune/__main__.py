@@ -173,7 +173,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="folder for data and run.toml (default: finetuned/ and the data's name)",
     )
-    add("--steps", type=_positive, metavar="COUNT", help="(default: one to three epochs)")
+    add(
+        "--steps",
+        type=_positive,
+        metavar="COUNT",
+        help="(default: one to three epochs; two or three for labelled texts)",
+    )
     add(
         "--set",
         dest="overrides",

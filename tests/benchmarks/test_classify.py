@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import classify
-from benchmarks.package_texts import PackageText, divide, read_packages
+from benchmarks import docstrings as docstring_set
+from benchmarks.package_texts import PackageText, divide, read_packages, write_csv
 from payload.data.tokenizer_files import gpt2_files
 from payload.train.weights import save_hf
 from tests.train.test_model import make_model
@@ -84,6 +86,48 @@ def test_a_margin_has_the_error_and_the_p_of_paired_texts() -> None:
     assert margin.standard_error == pytest.approx(100 * (0.25 / 10) ** 0.5)
     assert margin.p == pytest.approx(2 * 0.5**5)
     assert classify.Margin.of(ours, ours).p == 1
+
+
+def test_texts_that_are_there_already_keep_their_time(tmp_path: Path) -> None:
+    path = tmp_path / "texts.csv"
+    for ending, times in (("?", False), ("?", True), ("!", False)):
+        write_csv(path, list(read_packages(LISTED)), ending=ending)
+        assert (path.stat().st_mtime_ns == 1) == times
+        os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("keeps", "again"), [(True, "it goes on from the last checkpoint"), (False, "--work DIR")]
+)
+def test_a_training_that_was_stopped_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool, again: str
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text('{"status": "stopped"}')
+    monkeypatch.setattr(classify, "_run_quietly", lambda *words: None)
+    with pytest.raises(SystemExit, match=f"^error: the training ended as stopped, so .*{again}"):
+        classify._train(tmp_path, config=classify.CONFIG, sets=(), keeps=keeps)
+
+
+def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for action in classify._parser()._actions:
+        assert action.help, action.option_strings
+    with pytest.raises(SystemExit):
+        classify.main(["--help"])
+    assert "texts to choose a recipe by (default: 2,000)" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_the_set_of_docstrings_shows_its_examples_and_refuses_an_empty_choice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        docstring_set.main(["--help"])
+    assert "\n    python -m benchmarks.docstrings FILE\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        docstring_set.main(["--every", "0", "FILE"])
+    assert "error: --every 0: must be 1 or more" in capsys.readouterr().err
 
 
 def test_both_learn_and_the_margin_is_printed(

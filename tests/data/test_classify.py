@@ -17,7 +17,7 @@ from payload.data.__main__ import main
 from payload.data.labelled import LabelledTexts, open_labelled
 from payload.data.tasks.classify_job import label_map, label_of, stratified
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
-from payload.data_folder import load_meta
+from payload.data_folder import MOST_NAME_TOKENS, load_meta
 from payload.errors import DataError, UsageError
 
 ROWS = [("good " * (1 + i % 5), "up") if i % 3 else (f"bad, it's {i}", "down") for i in range(30)]
@@ -51,6 +51,38 @@ def prepare(path: Path, out: Path, *more: str, kind: str | None = None) -> int:
     return main(["prepare", *words, "--quiet", *more])
 
 
+def small_tokenizer(folder: Path, *, prepends: bool, joins: bool) -> Path:
+    """Write a tokenizer of a few letters.
+
+    One that `prepends` puts a space before each text, as Llama-2's; others know no spaces. One that
+    `joins` has a token for a colon and a space.
+    """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    letters = ["</s>", "\u2581", *"uplabexn:"]
+    tokens = [*letters, "up", "\u2581up", "\u2581\u2581", ":\u2581"]
+    merges = [(":", "\u2581")] if joins else []
+    merges += [("u", "p"), ("\u2581", "up"), ("\u2581", "\u2581")]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    if prepends:
+        spaces = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        tokenizer.normalizer = normalizers.Sequence(spaces)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return folder
+
+
+def named(folder: Path) -> tuple[tuple[int, ...], ...]:
+    """Tokens of the names of a folder's labels."""
+    record = load_meta(folder).classify
+    assert record is not None
+    return record.label_tokens
+
+
 def split(folder: Path, name: str, *, sequence_length: int = 64) -> LabelledTexts:
     return open_labelled(folder / name, meta=load_meta(folder), sequence_length=sequence_length)
 
@@ -78,9 +110,43 @@ def test_every_text_is_there_once_with_its_label(tmp_path: Path, kind: str) -> N
     assert meta.classify is not None and meta.task == "classify"
     assert meta.classify.labels == ("down", "up")
     assert (meta.classify.train_counts, meta.classify.val_counts) == ((8, 16), (2, 4))
-    named = [gpt2_encoding().decode(list(each)) for each in meta.classify.label_tokens]
-    assert named == [" down", " up"]
+    names = [gpt2_encoding().decode(list(each)) for each in meta.classify.label_tokens]
+    assert names == [" down", " up"]
     assert main(["verify", str(tmp_path / "data")]) == 0
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_names_tokens_are_those_that_end_a_text_where_a_tokenizer_begins_it_with_a_space(
+    tmp_path: Path, joins: bool
+) -> None:
+    tokenizer = small_tokenizer(tmp_path / "tokenizer", prepends=True, joins=joins)
+    rows = [(f"x label {each}", each) for each in ("up", "nap") for _ in range(4)]
+    path, out = write_rows(tmp_path, "csv", rows), tmp_path / "data"
+    assert prepare(path, out, "--tokenizer", str(tokenizer)) == 0
+    texts = split(out, "train.bin")
+    tokens, labels = texts.gather(np.arange(texts.num_texts()))
+    for row, length, label in zip(tokens.tolist(), texts.lengths, labels, strict=True):
+        name = named(out)[label]
+        # Joined to a colon, the space is not the name's, so the name's are those of it alone.
+        assert joins or tuple(row[:length][-len(name) :]) == name
+    lengths = {label: len(each) for label, each in zip(("nap", "up"), named(out), strict=True)}
+    assert lengths == {"nap": 4, "up": 2 if joins else 1}
+
+
+def test_labels_of_which_a_name_has_no_tokens_have_none(tmp_path: Path) -> None:
+    tokenizer = small_tokenizer(tmp_path / "tokenizer", prepends=False, joins=False)
+    path = write_rows(tmp_path, "csv", [("x up", each) for each in ("up", "?") for _ in range(4)])
+    assert prepare(path, tmp_path / "data", "--tokenizer", str(tokenizer)) == 0
+    assert named(tmp_path / "data") == ()
+
+
+def test_a_name_may_be_no_text_and_longer_than_meta_json_has_tokens_of_it(tmp_path: Path) -> None:
+    rows = [("text", each) for each in ("\ud800", "up " * 2000) for _ in range(4)]
+    assert prepare(write_rows(tmp_path, "jsonl", rows), tmp_path / "data") == 0
+    long, replaced = sorted(named(tmp_path / "data"), key=len, reverse=True)
+    assert len(long) == MOST_NAME_TOKENS
+    assert gpt2_encoding().decode(list(long)) == " up" * MOST_NAME_TOKENS
+    assert gpt2_encoding().decode(list(replaced)) == " ?"
 
 
 def test_the_columns_are_chosen_by_name_and_a_second_time_nothing_is_done(
@@ -238,6 +304,7 @@ def test_examples_that_are_not_meta_jsons_are_refused(tmp_path: Path) -> None:
         ({"label_tokens": [[1]]}, "classify has counts or labels that do not fit"),
         ({"label_tokens": [[1], [10**6]]}, "classify has counts or labels that do not fit"),
         ({"label_tokens": [[1], []]}, "classify has counts or labels that do not fit"),
+        ({"label_tokens": [[1], [1] * 1025]}, "classify has counts or labels that do not fit"),
     ],
 )
 def test_a_damaged_meta_json_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -158,15 +159,24 @@ def test_evaluate_gives_equal_numbers_on_one_two_and_three_ranks(
 
 
 def test_a_resumed_run_is_the_unbroken_one(
-    tmp_path: Path, tiny_config: Path, data: Path, base: Path
+    tmp_path: Path,
+    tiny_config: Path,
+    data: Path,
+    base: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO)
     settings = (*LEARNS, f"data.dir={data}", f"model.init={base}", "train.checkpoint_every=2")
     for adapter in ((), LORA):
         whole, parts = (tmp_path / f"{name}{len(adapter)}" for name in ("whole", "parts"))
         steady = (*settings, *adapter, "schedule.kind=constant")
         train_alone(whole, tiny_config, *steady, "train.steps=4")
         train_alone(parts, tiny_config, *steady, "train.steps=2")
+        # Said of every new run, and of none that goes on.
+        assert caplog.messages.count("score     starts from the labels' names") == 2
+        caplog.clear()
         train_alone(parts, tiny_config, *steady, "train.steps=4")
+        assert not any(line.startswith("score") for line in caplog.messages)
         assert losses(parts) == losses(whole)
         names = ("adapter_model.safetensors" if adapter else "model.safetensors",)
         for name in (*names, "optimizer.safetensors"):

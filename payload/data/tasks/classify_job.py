@@ -17,6 +17,7 @@ from payload.data.tasks.arguments import prepare_settings, source_request
 from payload.data.tasks.classify import DEFAULT_LABEL_COLUMN
 from payload.data_folder import (
     EXAMPLES_NAMES,
+    MOST_NAME_TOKENS,
     TRAIN_NAME,
     VAL_NAME,
     ClassifyRecord,
@@ -35,6 +36,8 @@ _VAL_FRACTION = 0.1
 _AT_ONCE = 4096
 """Texts that are tokenized together."""
 _SHOWN = 8
+_BEFORE_NAME = "label:"
+"""Stands before a name while its tokens are found."""
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
@@ -70,7 +73,7 @@ def label_map(entries: Sequence[str] | None) -> dict[str, str] | None:
     if entries is None:
         return None
     found: dict[str, str] = {}
-    for entry in entries:
+    for entry in map(_as_utf8, entries):
         values, equals, label = entry.rpartition("=")
         for value in values.split(","):
             if not equals or not value.strip() or value.strip() in found:
@@ -146,12 +149,7 @@ class _Job:
         fields["classify"] = ClassifyRecord(
             labels=labels,
             pad_token=pad_token(self.settings.tokenizer),
-            label_tokens=tuple(
-                tuple(each.tolist())
-                for each in self.settings.tokenizer.encode_texts(
-                    [f" {label}".encode() for label in labels]
-                )
-            ),
+            label_tokens=name_tokens(self.settings.tokenizer, labels),
             **counts,
         )
         record = SplitRecord(method="stratified", val_fraction=fraction, seed=seed)
@@ -243,6 +241,27 @@ def tokenize(tokenizer: TextTokenizer, texts: Sequence[bytes]) -> list[Tokens]:
     return found
 
 
+def name_tokens(tokenizer: TextTokenizer, labels: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens that each label's name has behind a word; () where one has none.
+
+    Of a name that has more than `MOST_NAME_TOKENS`, the first ones.
+    """
+    # Llama-2's tokenizer puts a space before a text, so that " name" alone would begin with two.
+    word = tokenizer.encode_one(_BEFORE_NAME.encode())
+    behind, alone = (
+        tokenizer.encode_texts([f"{before} {label}".encode() for label in labels])
+        for before in (_BEFORE_NAME, "")
+    )
+    # Where a tokenizer joins the word's end and the space to one token, the name goes alone.
+    found = [
+        long[len(word) :] if np.array_equal(long[: len(word)], word) else short
+        for long, short in zip(behind, alone, strict=True)
+    ]
+    if not all(map(len, found)):
+        return ()
+    return tuple(tuple(each[:MOST_NAME_TOKENS].tolist()) for each in found)
+
+
 def pad_token(tokenizer: TextTokenizer) -> int:
     """Return the token that fills up a batch: the tokenizer's own, else its end of document."""
     from payload.data.tokenizers.hf import HfTokenizer
@@ -282,8 +301,13 @@ def label_of(value: object) -> str | None:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, str) and value.strip():
-        return value.strip()
+        return _as_utf8(value.strip())
     return None
+
+
+def _as_utf8(text: str) -> str:
+    """Return a text in which half surrogate pairs are question marks: meta.json holds none."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _label_order(label: str) -> tuple[float, str]:

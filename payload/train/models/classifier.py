@@ -39,7 +39,8 @@ class Classifier(CausalLM):
         """Take `body`, whose output head goes. `score` is random, or for the caller to set.
 
         With `label_tokens`, the tokens of the labels' names, a label's row is the mean of the
-        head's rows for them: the classifier starts from how likely each name is as the next word.
+        head's rows for them: the classifier starts from the model's mean logit for each name's
+        tokens. A body whose `head_weight` is None gets a random `score` all the same.
         """
         super().__init__(ClassifierSpec.of(body.spec, num_labels=len(labels)), dropout=body.dropout)
         head = body.head_weight() if label_tokens else None
@@ -127,7 +128,7 @@ class Classifier(CausalLM):
         return name.startswith(_BODY) and self.body.is_hidden_matrix(name.removeprefix(_BODY))
 
     def trained_beside_adapter(self) -> dict[str, nn.Parameter]:
-        """Return `score`, which starts from random weights."""
+        """Return `score`, which an adapter's run trains whole."""
         weight = self.score.weight
         assert isinstance(weight, nn.Parameter)
         return {SCORE: weight}

@@ -17,8 +17,16 @@ from torch.nn import functional
 from payload.classification import MOST_LABELS_LOGGED, ClassMetrics, accuracy, macro_f1
 from payload.data.blocks import Indices
 from payload.data.labelled import LabelledTexts, open_labelled
-from payload.data_folder import TRAIN_NAME, VAL_NAME, DataMeta, load_meta, require_task
+from payload.data_folder import (
+    TRAIN_NAME,
+    VAL_NAME,
+    ClassifyRecord,
+    DataMeta,
+    load_meta,
+    require_task,
+)
 from payload.errors import CheckpointError, ConfigError
+from payload.models.spec import Dtype
 from payload.run_config import RunConfig
 from payload.train.evaluate import EvalPass
 from payload.train.models.base import CausalLM
@@ -92,6 +100,8 @@ class Classify(Task):
         self.folder, self.meta = folder, meta
         self._labels = meta.classify
         self._weights = class_weights
+        self._start_note: str | None = None
+        """A new classifier's start of `score`, for the log; None for one that was loaded."""
         texts, self._val = (
             open_labelled(folder / name, meta=meta, sequence_length=sequence_length)
             for name in (TRAIN_NAME, VAL_NAME)
@@ -112,6 +122,7 @@ class Classify(Task):
         """Return the model as a classifier. Raises CheckpointError for one of other labels."""
         labels = self._labels
         if not isinstance(model, Classifier):
+            self._start_note = start_note(model, self._labels, folder=self.folder, init=init)
             torch.manual_seed(seed)
             model = Classifier(
                 model,
@@ -129,6 +140,13 @@ class Classify(Task):
             model.class_weights = torch.tensor(self._weights)
         return model
 
+    def begin(self, model: CausalLM, how: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
+        """Log what a new classifier starts from; a resumed run's adapter has it trained already."""
+        del model, how, dtype
+        if self._start_note is not None and not resumes:
+            log.info(f"score     {self._start_note}")
+        return True
+
     def tokenizer(self, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
         """Return the tokenizer's files with the token that pads, as transformers needs for it."""
         raw = json.loads(files.get(_TOKENIZER_CONFIG, b"{}"))
@@ -144,6 +162,23 @@ class Classify(Task):
         """
         assert isinstance(model, Classifier)
         return evaluate_texts(model, self._val, how)
+
+
+def start_note(body: CausalLM, labels: ClassifyRecord, *, folder: Path, init: str) -> str:
+    """Return what `score` of a new classifier with this body starts from."""
+    if init == "scratch":
+        return "starts from random numbers, like the whole model (model.init = 'scratch')"
+    if not labels.label_tokens:
+        return (
+            f"starts from random numbers: {folder} has no tokens of the labels' names. Either an "
+            "older version prepared it, or its tokenizer has none for a name"
+        )
+    if body.head_weight() is None:
+        return (
+            "starts from random numbers: the model's output head has a bias, or its logits are "
+            "scaled or capped"
+        )
+    return "starts from the labels' names"
 
 
 def evaluate_texts(model: Classifier, texts: LabelledTexts, how: EvalPass) -> ClassMetrics | None:

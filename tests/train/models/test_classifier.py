@@ -14,12 +14,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from benchmarks.architecture_cases import CASES
+from payload.data_folder import ClassifyRecord
 from payload.errors import CheckpointError
 from payload.models.registry import spec_of
 from payload.train.models.base import trainable
 from payload.train.models.classifier import Classifier, last_tokens
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.models.registry import build, load
+from payload.train.tasks.classify import start_note
 from payload.train.weights import save_hf
 from payload.training_sections import AdapterSection
 
@@ -129,6 +131,33 @@ def test_a_new_classifier_scores_labels_by_the_mean_logit_of_their_names_tokens(
         wanted = torch.stack([words[:, list(each)].mean(1) for each in names], 1)
         model = Classifier(body, labels=LABELS, pad_token=PAD, label_tokens=names).eval()
         torch.testing.assert_close(model.class_logits(tokens), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "init", "what"),
+    [
+        ("gpt2", ((5,), (6, 7), (8,)), "folder", "starts from the labels' names"),
+        ("gpt2", (), "folder", "data has no tokens of the labels' names"),
+        ("gpt2", ((5,), (6, 7), (8,)), "scratch", "from random numbers, like the whole model"),
+        ("phi", ((5,), (6, 7), (8,)), "folder", "output head has a bias, or its logits are scaled"),
+    ],
+)
+def test_a_new_classifier_says_what_it_starts_from(
+    name: str, names: tuple[tuple[int, ...], ...], init: str, what: str
+) -> None:
+    torch.manual_seed(0)
+    body = build(spec_of(RAW.get(name, {**CASES["llama"], "model_type": name}), where="test"))
+    counts = (1, 1, 1)
+    labels = ClassifyRecord(
+        labels=LABELS, train_counts=counts, val_counts=counts, pad_token=PAD, label_tokens=names
+    )
+    said = start_note(body, labels, folder=Path("data"), init=init)
+    assert what in said
+    head = body.head_weight()
+    model = Classifier(body, labels=LABELS, pad_token=PAD, label_tokens=names)
+    takes_names = head is not None and bool(names)
+    assert takes_names == ("random numbers" not in said or init == "scratch")
+    assert not takes_names or torch.equal(model.score.weight[0], head[5])  # type: ignore[index]
 
 
 def test_the_last_token_that_is_not_padding_counts() -> None:
