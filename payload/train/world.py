@@ -49,6 +49,9 @@ _NUMBER = re.compile(r"(-?\d{1,9})(?:\(x\d+\))?")
 
 _T = TypeVar("_T")
 
+DeviceKind = Literal["cpu", "cuda"]
+"""What `device.kind` stands for on a machine."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
@@ -60,7 +63,7 @@ class World:
     local_world_size: int
     node: str
     """Name of the node, as the inventory has it."""
-    kind: Literal["cpu", "cuda"] = "cpu"
+    kind: DeviceKind = "cpu"
     """The device that this rank computes on."""
 
     @classmethod

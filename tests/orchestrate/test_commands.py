@@ -214,7 +214,10 @@ def test_ctrl_c_saves_and_stops_and_the_run_can_go_on(workplace: Workplace) -> N
 def test_a_closed_terminal_is_a_stop_as_ctrl_c_is(
     workplace: Workplace, number: signal.Signals
 ) -> None:
+    # Under `nohup` the tests ignore a hangup, and what they start would inherit that.
+    before = signal.signal(number, signal.SIG_DFL)
     process = workplace.start(ENDLESS, "run", "--run-id", "one")
+    signal.signal(number, before)
     paths = workplace.run_paths("one")
     wait_for_steps(paths)
     process.send_signal(number)

@@ -169,5 +169,5 @@ class _Layer:
 
     def _empty(self, comm: Gather | SumOfParts, parts: int) -> Tensor:
         shape = (parts * sum(self.sizes),)
-        made = comm.allocate(shape, dtype=torch.float32, device=torch.device("cpu"))
+        made = comm.allocate(shape, dtype=torch.float32, device=self._total.device)
         return made.view(parts, -1)
