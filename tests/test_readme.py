@@ -84,7 +84,8 @@ def _problem_with_module(words: list[str]) -> str | None:
     if not (path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()):
         return f"no module {module}"
     shown = help_of(module)
-    if rest and not rest[0].startswith("-"):
+    takes_file = re.search(r"(?m)^  [A-Z]+ ", shown) is not None
+    if rest and not rest[0].startswith("-") and not takes_file:
         if not re.search(rf"(?m)^\s+{re.escape(rest[0])}\b|[{{,]{re.escape(rest[0])}[,}}]", shown):
             return f"{module} has no command {rest[0]}"
         shown = help_of(module, rest[0])

@@ -50,7 +50,7 @@ _NUMBER = re.compile(r"(-?\d{1,9})(?:\(x\d+\))?")
 _T = TypeVar("_T")
 
 DeviceKind = Literal["cpu", "cuda"]
-"""What `device.kind` stands for on a machine."""
+"""The devices that `device.kind` stands for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
