@@ -15,6 +15,7 @@ CLOUD_NAME = re.compile(r"[a-z0-9][a-z0-9._:@-]{0,252}")
 """Any name that Google gives to a resource, a place or an account."""
 Scope = Literal["region", "project"]
 Spot = Literal["false", "true", "auto"]
+SPOT: tuple[Spot, ...] = ("false", "true", "auto")
 _KMS_KEY = re.compile(r"projects/[\w:.-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.A)
 
 # The compute quotas count pd-balanced as SSD, too.
@@ -146,9 +147,10 @@ def need_of(settings: Mapping[str, Any]) -> Need:
     disk_gib = _whole(settings, "diskGb", 100)
     head_gib = _whole(settings, "headDiskGb", 0) or disk_gib
     access = settings.get("accessMode") or "iap"
-    spot = str(settings.get("spot") or "false").lower()
-    if spot not in ("false", "true", "auto"):
-        raise ConfigError(f"spot = {shown(spot)}; use false, true or auto.")
+    wanted = str(settings.get("spot") or "false").lower()
+    spot = next((each for each in SPOT if each == wanted), None)
+    if spot is None:
+        raise ConfigError(f"spot = {shown(wanted)}; use false, true or auto.")
     zones = tuple(text_list(settings.get("zones"))) or (f"{region}-a",)
     for zone in zones:
         _name({"zones": zone}, "zones", "")
@@ -163,7 +165,7 @@ def need_of(settings: Mapping[str, Any]) -> Need:
         node_count=nodes,
         region=region,
         zones=zones,
-        spot=spot,  # type: ignore[arg-type]  # one of the three, checked above
+        spot=spot,
         disk_type=_disk_type(_name(settings, "diskType", "auto"), machine),
         disk_gib=head_gib + (nodes - 1) * disk_gib,
         has_nat=(settings.get("egress") or "nat") == "nat",

@@ -25,8 +25,8 @@ _MOST_COPYING_CORES = 16
 """So many cores move 190 GB/s at that rate, about what a socket's memory gives: eight channels of
 DDR5-4800 have 307 GB/s by specification. More cores are not counted; no such rank was measured."""
 GPU_UPDATE_S_PER_WEIGHT = 28 / 300e9
-"""The same 28 bytes at the 300 GB/s of an L4's memory by specification, the slowest of Google's
-GPUs here; an H100 has eleven times that. Not measured."""
+"""The 28 bytes of a weight's update at 300 GB/s, the memory bandwidth in an L4's specification. The
+L4 is the slowest of Google's GPUs here; an H100 has eleven times that. Not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ class _Comm:
     def __init__(self, waiting: Waiting, buffers: Buffers | None = None) -> None:
         self._waiting = waiting
         self._buffers = buffers
-        """Where a layer's come from; None for what is gathered once a pass."""
+        """Kept memory for a layer's collectives. None takes fresh memory at each call."""
 
     def _empty(self, elements: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._buffers is None:

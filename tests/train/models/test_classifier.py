@@ -157,7 +157,8 @@ def test_a_new_classifier_says_what_it_starts_from(
     model = Classifier(body, labels=LABELS, pad_token=PAD, label_tokens=names)
     takes_names = head is not None and bool(names)
     assert takes_names == ("random numbers" not in said or init == "scratch")
-    assert not takes_names or torch.equal(model.score.weight[0], head[5])  # type: ignore[index]
+    of_name = torch.zeros_like(model.score.weight[0]) if head is None else head[5]
+    assert torch.equal(model.score.weight[0], of_name) == takes_names
 
 
 def test_the_last_token_that_is_not_padding_counts() -> None:
