@@ -39,7 +39,6 @@ from benchmarks.meshes import mesh_settings
 from benchmarks.scaling.runs import Arrangement, Work, measure
 from benchmarks.tables import Table
 from payload.models.gpt2 import PRESETS
-from payload.models.spec import Dtype, typical_mfu
 from payload.results import write_whole
 from payload.run_config import RunConfig, parse_run_config
 from payload.step_time import (
@@ -225,12 +224,12 @@ def _predicted(
     """Return the plan's figures, with the computing time of another mesh of as many ranks."""
     config = _config(case, arguments)
     spec = PRESETS[case.model].with_sequence_length(config.data.sequence_length)
-    dtype: Dtype = "fp32" if config.precision.dtype == "fp32" else "bf16"
     # As in a plan: what runs without kernels reaches less of the peak.
-    compute_s *= typical_mfu(kernels=True) / typical_mfu(kernels=config.uses_kernels())
+    measured = replace(config, distributed=replace(config.distributed, strategy="replicate"))
+    compute_s *= measured.typical_mfu(spec) / config.typical_mfu(spec)
     step = run_step_time(config, spec, compute_s=compute_s, network=network)
     return {
-        "estimated_bytes": config.memory_bytes(spec, dtype=dtype, world_size=case.ranks),
+        "estimated_bytes": config.memory_bytes(spec, dtype=config.dtype(), world_size=case.ranks),
         "sent_bytes": sent_bytes(config, spec, ranks=case.ranks).total(),
         "predicted_s": step.total_s(),
     }

@@ -1,10 +1,11 @@
-"""CONTRACT: what a base of 4 bits saves in memory and costs in time, against bf16 below LoRA."""
+"""CONTRACT: the memory that a base of 4 bits saves below LoRA, and the time that it costs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from payload.models.spec import ModelSpec, typical_mfu
+from payload.models.spec import Dtype, ModelSpec
 from payload.run_config import RunConfig
 from payload.training_sections import Quantize
 
@@ -16,43 +17,54 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedCost:
-    """One run with its base in 4 bits, and in bf16."""
+    """One run with its base in 4 bits, and with a whole one."""
 
-    bf16_bytes: int
+    whole_dtype: Dtype
+    """Dtype of the whole base and its matmuls: the run's, or bf16 where only that fits."""
+    whole_bytes: int
     """Estimate of a rank's peak memory with one sequence a pass."""
     nf4_bytes: int
-    bf16_step_s: float
-    """Predicted computing of a step, with the kernels."""
+    whole_step_s: float
+    """Predicted computing of a step, with the kernels where they run."""
     nf4_step_s: float
-    """The same without them, and with the linears dequantised in every pass."""
+    """The same without them in bf16, and with the linears dequantised in every pass."""
     dequantize_s: float
     """Part of that for dequantising."""
     is_measured: bool
     """A run's calibration has measured the dequantising on this machine."""
     room_bytes: float | None
     """Memory that a rank may fill; None where that is not known."""
+    auto_dtype: Dtype
+    """Dtype that `precision.dtype = "auto"` takes on the nodes: 4 bits are in bf16 all the same."""
 
     def recommended(self) -> Quantize:
-        """Return bf16 where memory allows it, else 4 bits."""
-        is_short = self.room_bytes is not None and self.bf16_bytes > self.room_bytes
+        """Return the whole base where memory allows it, else 4 bits."""
+        is_short = self.room_bytes is not None and self.whole_bytes > self.room_bytes
         return "nf4" if is_short else "none"
 
     def sentence(self) -> str:
         """Say what 4 bits save and cost, and which of the two is recommended."""
-        saved, ratio = self.bf16_bytes - self.nf4_bytes, self.nf4_step_s / self.bf16_step_s
+        saved, ratio = self.whole_bytes - self.nf4_bytes, self.nf4_step_s / self.whole_step_s
         how = "measured" if self.is_measured else "typical, not measured"
+        name = self.whole_dtype
+        wanted = 'model.quantize = "none"'
+        if name != self.auto_dtype:
+            wanted += f' with precision.dtype = "{name}"'
         advice = (
-            "bf16 does not fit: use nf4"
+            f"{name} does not fit: use nf4"
             if self.recommended() == "nf4"
-            else 'bf16 fits: model.quantize = "none" is recommended'
+            else f"{name} fits: {wanted} is recommended"
             if self.room_bytes is not None
-            else "bf16 is recommended where it fits"
+            else f"{name} is recommended where it fits"
         )
         less = f"saves {saved / _GIB:.1f} GiB" if saved > 0 else "saves nothing"
+        slow = ""
+        if self.auto_dtype == "fp32":
+            slow = "; 4 bits compute in bf16, which is slower than fp32 here"
         return (
             f"{less} a rank at one sequence a pass ({self.nf4_bytes / _GIB:.1f} GiB in place of "
-            f"{self.bf16_bytes / _GIB:.1f}), takes {ratio:.1f} times as long "
-            f"({self.dequantize_s:.2g} s a step of dequantising, {how}); {advice}"
+            f"{self.whole_bytes / _GIB:.1f}), takes {ratio:.1f} times as long "
+            f"({self.dequantize_s:.2g} s a step of dequantising, {how}{slow}); {advice}"
         )
 
 
@@ -61,43 +73,54 @@ def quantized_cost(
     base: ModelSpec,
     *,
     world_size: int,
-    peak_flops_per_s: float,
+    dtype: Dtype,
+    peak_flops_per_s: Mapping[Dtype, float],
     dequantized_per_s: float | None,
     cores: int,
     room_bytes: float | None,
 ) -> QuantizedCost | None:
     """Return the comparison for a run with an adapter; None where its base cannot be of 4 bits.
 
-    `base` is the model below the adapter. `peak_flops_per_s` is of all ranks, `dequantized_per_s`
-    and `cores` are of one. Memory is compared at one sequence a pass: whether the model can be
-    trained at all.
+    `base` is the model below the adapter, `dtype` is what the run would compute in without 4 bits.
+    `peak_flops_per_s` is of all ranks, `dequantized_per_s` and `cores` are of one. Memory is
+    compared at one sequence a pass: whether the model can be trained at all.
     """
     if not config.adapter.is_on() or config.distributed.shards(world_size) > 1:
         return None
     if base.why_not_quantized() is not None or not base.linears():
         return None
-    one = replace(config.batch, micro_batch_size=1)
-    nf4, bf16 = (
-        replace(config, batch=one, model=replace(config.model, quantize=each))
-        for each in ("nf4", "none")
+    plain = replace(
+        config,
+        batch=replace(config.batch, micro_batch_size=1),
+        model=replace(config.model, quantize="none"),
     )
+    whole = [plain.computing_in(each) for each in dict.fromkeys((dtype, "bf16"))]
+    nf4 = replace(whole[-1], model=replace(plain.model, quantize="nf4"))
+
+    def needed(run: RunConfig) -> int:
+        return run.memory_bytes(run.adapted(base), dtype=run.dtype(), world_size=world_size)
+
+    def computing_s(run: RunConfig) -> float:
+        spec, peak = run.adapted(base), peak_flops_per_s[run.dtype()]
+        mfu = run.typical_mfu(spec, core_flops_per_s=peak / (world_size * cores))
+        flops = config.tokens_per_step() * spec.flops_per_token()
+        return flops / (peak * mfu) * run.recomputation()
+
+    fitting = (each for each in whole if room_bytes is None or needed(each) <= room_bytes)
+    chosen = next(fitting, whole[-1])
     linears = sum(each.inputs * each.outputs for each in base.linears())
     # In the forward and in the backward pass, and in the second forward pass of checkpointing.
     times = 3 if config.memory.activation_checkpointing == "on" else 2
     rate = dequantized_per_s or TYPICAL_DEQUANTIZED_PER_S * cores
-    passes = config.batch.grad_accum_steps(world_size)
-    dequantize_s = passes * times * linears / rate
-    flops = config.tokens_per_step() * config.adapted(base).flops_per_token()
-    computing = {
-        each: flops / (peak_flops_per_s * typical_mfu(kernels=each)) * config.recomputation()
-        for each in (True, False)
-    }
+    dequantize_s = config.batch.grad_accum_steps(world_size) * times * linears / rate
     return QuantizedCost(
-        bf16_bytes=bf16.memory_bytes(bf16.adapted(base), dtype="bf16", world_size=world_size),
-        nf4_bytes=nf4.memory_bytes(nf4.adapted(base), dtype="bf16", world_size=world_size),
-        bf16_step_s=computing[config.engine.wants_kernels()],
-        nf4_step_s=computing[False] + dequantize_s,
+        whole_dtype=chosen.dtype(),
+        whole_bytes=needed(chosen),
+        nf4_bytes=needed(nf4),
+        whole_step_s=computing_s(chosen),
+        nf4_step_s=computing_s(nf4) + dequantize_s,
         dequantize_s=dequantize_s,
         is_measured=dequantized_per_s is not None,
         room_bytes=room_bytes,
+        auto_dtype=dtype,
     )

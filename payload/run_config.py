@@ -19,6 +19,7 @@ from payload.config_conflicts import (
     strategy_conflicts,
     timeout_conflicts,
 )
+from payload.core_speed import GPU_MFU, typical_core_flops_per_s, typical_mfu
 from payload.errors import ConfigError
 from payload.launch_sections import (
     DeviceSection,
@@ -31,7 +32,7 @@ from payload.launch_sections import (
 )
 from payload.models.adapter import AdaptedSpec
 from payload.models.classifier import ClassifierSpec
-from payload.models.spec import Dtype, ModelSpec, RankSetting, typical_mfu
+from payload.models.spec import Dtype, ModelSpec, RankSetting
 from payload.settings import parse_sections, render_sections
 from payload.slurm_section import SlurmSection
 from payload.training_sections import (
@@ -111,12 +112,46 @@ class RunConfig:
         is_plain = is_plain and not (self.adapter.is_on() and self.adapter.dora)
         return self.used_engine().wants_kernels() and is_plain
 
-    def typical_mfu(self) -> float:
+    def dtype(self) -> Dtype:
+        """Return the dtype of the matmuls; `auto` is bf16 here, see `computing_in`."""
+        return "fp32" if self.precision.dtype == "fp32" else "bf16"
+
+    def computing_in(self, dtype: Dtype) -> RunConfig:
+        """Return the config with the dtype that `precision.dtype = "auto"` takes on the nodes.
+
+        4 bits and fp8 compute in bf16 wherever they are.
+        """
+        if self.wants_bf16():
+            return self
+        return replace(self, precision=replace(self.precision, dtype=dtype))
+
+    def wants_bf16(self) -> bool:
+        """Say whether something that is set computes in bf16 alone: linears of 4 bits, or fp8."""
+        return self.model.quantize != "none" or self.precision.fp8 != "off"
+
+    def bf16_setting(self) -> str | None:
+        """Return the setting for which the run computes in bf16 wherever it is; None without."""
+        if self.model.quantize != "none":
+            return f'model.quantize = "{self.model.quantize}"'
+        if self.precision.fp8 != "off":
+            return f'precision.fp8 = "{self.precision.fp8}"'
+        return 'precision.dtype = "bf16"' if self.precision.dtype == "bf16" else None
+
+    def typical_mfu(self, spec: ModelSpec, *, core_flops_per_s: float | None = None) -> float:
         """Return a guess at the share of the measured peak that a step's passes reach.
 
-        GPUs have no kernels of ours; what they reach was not measured.
+        `core_flops_per_s` is the peak of one core; None is a typical core's.
         """
-        return typical_mfu(kernels=self.uses_kernels() and self.device.kind != "cuda")
+        if self.device.kind == "cuda":
+            return GPU_MFU
+        dtype = self.dtype()
+        peak = core_flops_per_s or typical_core_flops_per_s(dtype, emulates_bf16=False)
+        # In fp32 the kernels do the head and the update alone.
+        return typical_mfu(
+            kernels=self.uses_kernels() and dtype == "bf16",
+            core_flops_per_s=peak,
+            width=spec.width(),
+        )
 
     def used_engine(self) -> EngineSection:
         """Return the engine that ranks run: zero3 and fp8 run torch's modules, without kernels."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from payload.launch_sections import DistributedSection
 from payload.mesh import Mesh
-from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec, typical_mfu
+from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec
 from payload.models.stages import largest_stage, outer_weights, slowest_share, stage_weights
 from payload.run_config import RunConfig
 
@@ -272,9 +272,7 @@ def _gathered_bytes(config: RunConfig, spec: ModelSpec, *, mesh: Mesh) -> float:
     Those of layers are gathered twice, and what belongs to no layer once; DeepSpeed gathers all of
     them twice.
     """
-    setting = config.rank_setting(
-        dtype="fp32" if config.precision.dtype == "fp32" else "bf16", world_size=mesh.world_size
-    )
+    setting = config.rank_setting(dtype=config.dtype(), world_size=mesh.world_size)
     weights = spec.weight_bytes(setting)
     if config.distributed.strategy == "zero3":
         return 2.0 * weights
@@ -297,7 +295,7 @@ def _summed_bytes(config: RunConfig, spec: ModelSpec) -> float:
     activation checkpointing, of the results once more.
     """
     numbers = config.batch.sequences() * config.data.sequence_length * spec.width()
-    size = 4 if config.precision.dtype == "fp32" else 2
+    size = 4 if config.dtype() == "fp32" else 2
     sums = 6 if config.memory.activation_checkpointing == "on" else 4
     return float(numbers * (spec.num_layers() * sums * size + 2 * BYTES_PER_WEIGHT))
 
@@ -388,7 +386,8 @@ def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float
     found = 1.0
     if mesh.tensor > 1 and config.uses_kernels() and config.device.kind != "cuda":
         head = 6 * spec.head_rows() * spec.width() / spec.flops_per_token()
-        found += head * (typical_mfu(kernels=True) / typical_mfu(kernels=False) - 1)
+        plain = replace(config, engine=replace(config.engine, kernels="off"))
+        found += head * (config.typical_mfu(spec) / plain.typical_mfu(spec) - 1)
     if mesh.pipeline > 1:
         per_pass = config.batch.per_pass(mesh.data_ranks)
         passes = max(1, config.batch.global_batch_size // per_pass)

@@ -32,13 +32,14 @@ def cost_sentence(
         config,
         spec,
         world_size=1,
-        peak_flops_per_s=1e12,
+        dtype="bf16",
+        peak_flops_per_s={"bf16": 1e12, "fp32": 5e11},
         dequantized_per_s=rate,
         cores=1,
         room_bytes=room,
     )
     assert found is not None
-    assert found.nf4_step_s > found.bf16_step_s
+    assert found.nf4_step_s > found.whole_step_s
     return found.sentence()
 
 
@@ -59,7 +60,8 @@ def test_the_linears_are_dequantised_twice_in_each_pass_and_once_more_with_check
             config,
             LARGE,
             world_size=1,
-            peak_flops_per_s=1e12,
+            dtype="bf16",
+            peak_flops_per_s={"bf16": 1e12, "fp32": 5e11},
             dequantized_per_s=None,
             cores=1,
             room_bytes=None,
@@ -78,7 +80,8 @@ def test_a_run_without_an_adapter_has_nothing_to_compare() -> None:
         config,
         LARGE,
         world_size=1,
-        peak_flops_per_s=1e12,
+        dtype="bf16",
+        peak_flops_per_s={"bf16": 1e12, "fp32": 5e11},
         dequantized_per_s=None,
         cores=1,
         room_bytes=None,
@@ -118,4 +121,4 @@ def test_the_70b_recipe_is_planned_on_its_machines_without_weights_or_network(
     # Half a byte for most weights; or two bytes for each, and four while they are read.
     low, high = (35, 130) if quantize == "nf4" else (130, 290)
     assert low * GIB < numbers["memory_bytes_per_rank"] < high * GIB
-    assert quantized["bf16_bytes"] - quantized["nf4_bytes"] > 90 * GIB
+    assert quantized["whole_bytes"] - quantized["nf4_bytes"] > 90 * GIB

@@ -75,9 +75,11 @@ def work_out(
     accumulation = config.passes(world_size)
     grad_bytes = gradient_bytes(spec, config.distributed)
     flops = tokens * spec.flops_per_token()
-    mfu = config.typical_mfu()
+    mfu = None
     compute_s = None
     if peak_flops_per_s:
+        core = peak_flops_per_s / (world_size * threads)
+        mfu = config.typical_mfu(spec, core_flops_per_s=core)
         compute_s = flops / (peak_flops_per_s * mfu) * config.recomputation()
     network = Network(ranks=world_size, bytes_per_s=link_bytes_per_s)
     step = run_step_time(config, spec, compute_s=compute_s or 0.0, network=network, threads=threads)
@@ -94,7 +96,7 @@ def work_out(
         micro_batch_size=config.batch.sequences(),
         memory_bytes_per_rank=config.memory_bytes(
             spec,
-            dtype="fp32" if config.precision.dtype == "fp32" else "bf16",
+            dtype=config.dtype(),
             world_size=world_size,
         ),
         grad_bytes=grad_bytes,
@@ -108,6 +110,6 @@ def work_out(
         pipeline_bytes=round(sent.pipeline),
         sync_s=network.all_reduce_s(grad_bytes) if is_hidden else step.exchange_s,
         compute_s=compute_s,
-        mfu=None if compute_s is None else mfu,
+        mfu=mfu,
         step_s=None if compute_s is None else step.total_s(),
     )

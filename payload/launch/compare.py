@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from payload.core_speed import typical_core_flops_per_s
 from payload.errors import ConfigError
 from payload.launch.arithmetic import work_out
 from payload.launch_sections import DistributedSection
@@ -13,13 +14,10 @@ from payload.models.fit import require_split
 from payload.models.spec import ModelSpec
 from payload.run_config import RunConfig
 
-_ASSUMED_FLOPS_PER_S = 1.8e11
-"""A core's GEMM peak, for the order alone where no preflight has measured one. At the usual half of
-it, a core trains as fast as one with AVX-512 trained GPT-2 124M in fp32: at 0.09 TFLOP/s
-(benchmarks/results/2026-11-25_strategies_epyc-2-cores.md)."""
 _ASSUMED_GPU_FLOPS_PER_S = 1.2e14
-"""A GPU's likewise: an L4's in bf16 by specification, 242 TFLOP/s with sparsity, half of it
-without (https://www.nvidia.com/en-us/data-center/l4). Faster GPUs wait for the network more."""
+"""A GPU's peak, for the order alone where no preflight has measured one: an L4's in bf16 by
+specification, 242 TFLOP/s with sparsity, half of it without
+(https://www.nvidia.com/en-us/data-center/l4). Faster GPUs wait for the network more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +67,8 @@ def compare_strategies(
     the computing.
     """
     on_gpus = config.device.kind == "cuda"
-    assumed = world_size * (_ASSUMED_GPU_FLOPS_PER_S if on_gpus else _ASSUMED_FLOPS_PER_S * threads)
+    core = typical_core_flops_per_s(config.dtype(), emulates_bf16=False)
+    assumed = world_size * (_ASSUMED_GPU_FLOPS_PER_S if on_gpus else core * threads)
     found: list[tuple[float, Compared]] = []
     for distributed in _candidates(
         config.distributed, world_size=world_size, ranks_per_node=ranks_per_node

@@ -37,17 +37,6 @@ def logits_tokens(vocab_size: int) -> int:
     return min(most, _MOST_LOGITS_TOKENS)
 
 
-def typical_mfu(*, kernels: bool) -> float:
-    """Return a guess at the share of the measured GEMM peak that a step's passes reach.
-
-    The update is not in it; it was 2 % of the time of the steps below of GPT-2 (0.15 s of 9.3 s).
-    With the kernels GPT-2 124M had 67 % on AVX-512 cores and the quickstart's small model 27 to
-    42 % (2026-11-21); without them a step of GPT-2 takes 1.4 times as long. On AMX it was not
-    measured. Each step prints its own.
-    """
-    return 0.5 if kernels else 0.35
-
-
 @dataclass(frozen=True, slots=True)
 class GradientSize:
     """One trainable parameter, at its place in the order of the backward pass."""

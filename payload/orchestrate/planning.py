@@ -49,6 +49,8 @@ from payload.start_checks import (
 from payload.tracking import missing_notes
 from payload.training_sections import DtypeChoice
 
+_DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
+
 
 class Access(Protocol):
     """This machine (`local.LocalAccess`), a cluster (`cluster.ClusterAccess`) or a Slurm job."""
@@ -67,6 +69,12 @@ class Access(Protocol):
 
     def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
         """Return the matmul speed of all nodes together, or None when it was not measured."""
+
+    def dtype(self, choice: DtypeChoice) -> Dtype:
+        """Return the dtype that the trainer is expected to choose."""
+
+    def core_flops_per_s(self, dtype: Dtype) -> float:
+        """Return the peak of one core where `peak_flops_per_s` was not measured."""
 
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
         """Return the network interface between the ranks, by node."""
@@ -114,12 +122,18 @@ class PlannedRun:
     inventory: ClusterInventory
     placement: Placement
     plan: LaunchPlan
+    base: ModelSpec
+    """The model below an adapter, before its task is put on it."""
+    predicted: RunConfig
+    """The config with the device and the dtype that it is expected to take on these nodes."""
+    auto_dtype: Dtype
+    """The dtype that `precision.dtype` takes on these nodes, without 4 bits or fp8."""
+    core_flops_per_s: Mapping[Dtype, float]
+    """GEMM peak of a core by dtype, measured or typical."""
     strategies: tuple[Compared, ...] = ()
     """Other strategies for the run's ranks, the best first."""
     free_memory_bytes: int | None = None
     """Memory of the node with the least."""
-    base: ModelSpec | None = None
-    """The model below an adapter, before its task is put on it."""
 
     def notes(self) -> list[str]:
         """Return what the operator should know before the start, a line each."""
@@ -152,8 +166,8 @@ class PlannedRun:
         for node_rank in range(len(self.inventory.nodes)):
             texts[paths.accelerate_config(node_rank)] = self.accelerate(node_rank)
         if self.config.distributed.strategy == "zero3":
-            dtype: Dtype = "fp32" if self.config.precision.dtype == "fp32" else "bf16"
-            texts[paths.deepspeed_config] = render_deepspeed(self.config, dtype=dtype)
+            text = render_deepspeed(self.config, dtype=self.predicted.dtype())
+            texts[paths.deepspeed_config] = text
         texts[paths.plan] = self.plan.to_json()
         return {path.name: text for path, text in texts.items()}
 
@@ -196,29 +210,33 @@ def plan_run(
     base, guess = initial_spec(config, vocab_size=vocab_size)
     spec = config.adapted(base)
     left = left_open(config, auto_size=auto_size)
+    on_gpus = for_prediction(config, inventory.nodes).device.kind == "cuda"
+    auto_dtype = config.dtype() if on_gpus else access.dtype(config.precision.dtype)
+    dtype = "bf16" if config.wants_bf16() else auto_dtype
     is_auto = left.batch.micro_batch_size == AUTO_SIZE
     config, batch = settle_batch(
         as_recorded(left, config, world_size=placement.world_size),
         spec,
-        dtype="fp32" if config.precision.dtype == "fp32" else "bf16",
+        dtype=dtype,
         world_size=placement.world_size,
         ranks_per_node=placement.ranks_per_node,
         free_bytes=free_bytes,
     )
-    predicted = for_prediction(config, inventory.nodes)
+    predicted = for_prediction(config, inventory.nodes).computing_in(dtype)
+    # Of GPUs, the trial says which dtype is the faster one.
+    peak = access.peak_flops_per_s(config.precision.dtype if on_gpus else dtype)
     arithmetic = work_out(
         predicted,
         spec=spec,
         world_size=placement.world_size,
         link_bytes_per_s=access.link_bytes_per_s,
-        peak_flops_per_s=access.peak_flops_per_s(config.precision.dtype),
+        peak_flops_per_s=peak,
         threads=placement.threads(),
     )
     require_launcher(config, inventory)
     require_fp8_on(config.precision, inventory.nodes)
     choice = choose_launcher(config.launch.launcher, access)
     launcher = choice.launcher
-    on_gpus = arithmetic.step_s is not None and predicted.device.kind == "cuda"
     warning = memory_warning(arithmetic, placement, free_bytes=free_bytes)
     rendezvous = Rendezvous(
         address=inventory.head.address,
@@ -266,7 +284,8 @@ def plan_run(
             *choice.notes(),
             *placement.notes,
             *filter(None, (batch, guess, warning, rate_warning(config))),
-            *([GPU_GUESS] if on_gpus else []),
+            *([] if on_gpus else slow_bf16(config, access)),
+            *([GPU_GUESS] if on_gpus and arithmetic.step_s is not None else []),
         ),
     )
     return PlannedRun(
@@ -275,19 +294,37 @@ def plan_run(
         inventory=inventory,
         placement=placement,
         plan=plan,
+        predicted=predicted,
+        auto_dtype=auto_dtype,
+        core_flops_per_s={each: _core_flops_per_s(access, inventory, each) for each in _DTYPES},
         strategies=compare_strategies(
             predicted,
             spec=spec,
             world_size=placement.world_size,
             ranks_per_node=placement.ranks_per_node,
             link_bytes_per_s=access.link_bytes_per_s,
-            peak_flops_per_s=access.peak_flops_per_s(config.precision.dtype),
+            peak_flops_per_s=peak,
             free_bytes=free_bytes,
             threads=placement.threads(),
         ),
         free_memory_bytes=free_bytes,
         base=base,
     )
+
+
+def slow_bf16(config: RunConfig, access: Access) -> list[str]:
+    """Return a note where a setting wants bf16 on CPUs that are faster in fp32."""
+    setting = config.bf16_setting()
+    if setting is None or access.dtype("auto") == "bf16":
+        return []
+    return [f"{setting} computes in bf16, which is slower than fp32 on CPUs like these"]
+
+
+def _core_flops_per_s(access: Access, inventory: ClusterInventory, dtype: Dtype) -> float:
+    """Return the peak of a core by what was measured of the nodes, else that of a typical one."""
+    measured = access.peak_flops_per_s(dtype)
+    cores = sum(node.physical_cores for node in inventory.nodes)
+    return measured / cores if measured else access.core_flops_per_s(dtype)
 
 
 def plan_order(

@@ -74,14 +74,16 @@ def _predictions(
 ) -> list[str]:
     """Time for computing and for synchronisation, and of a step with both."""
     config = replace(config, device=replace(config.device, kind=world.kind))
+    config = config.computing_in(calibration.dtype)
+    threads = torch.get_num_threads()
     step_flops = tokens * spec.flops_per_token()
-    mfu = config.typical_mfu()
+    core = calibration.peak_flops_per_s / (world.world_size * threads)
+    mfu = config.typical_mfu(spec, core_flops_per_s=core)
     compute_s = step_flops / (calibration.peak_flops_per_s * mfu) * config.recomputation()
     speed = calibration.all_reduce_bytes_per_s
     # One rank has no link.
     link = 1.0 if speed is None else speed * sends_per_byte(world.world_size)
     network = Network(ranks=world.world_size, bytes_per_s=link, shards=calibration.shards)
-    threads = torch.get_num_threads()
     step = run_step_time(config, spec, compute_s=compute_s, network=network, threads=threads)
     step_s = step.total_s()
     sync = "sync      nothing to exchange with one rank"

@@ -111,10 +111,10 @@ def _choose(choice: DtypeChoice, speeds: dict[Dtype, float]) -> tuple[Dtype, str
     if choice != "auto":
         return choice, "as configured"
     gain = speeds["bf16"] / speeds["fp32"]
-    compared = f"bf16 products run at {gain:.1f}x the speed of fp32 here"
+    compared = f"bf16 matmuls run at {gain:.1f}x the speed of fp32 here"
     if gain >= _BF16_MIN_GAIN:
         return "bf16", compared
-    return "fp32", f"{compared}, not worth the rounding"
+    return "fp32", compared if gain < 1 else f"{compared}, not worth the rounding"
 
 
 def _gemm_sizes(world: World) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 
 import torch
 
@@ -14,6 +15,8 @@ from payload.train.models.base import CausalLM
 from payload.train.optimizer import Optimizers
 from payload.train.world import World
 from payload.training_sections import EngineSection
+
+log = logging.getLogger(__name__)
 
 
 def require_engine(settings: EngineSection) -> None:
@@ -57,6 +60,9 @@ def engage(
         engaged.compile()
     if settings.wants_kernels():
         model.kernels = find_kernels()
+        note = model.kernels.layers_note("bf16" if setting is None else setting.dtype)
+        if note is not None:
+            log.info(f"kernels   {note}")
         for optimizer in optimizers.members:
             optimizer.register_step_post_hook(model.kernels.weights_changed)
         # It rounds otherwise than torch's update, and all ranks have to come to the same weights.

@@ -127,7 +127,7 @@ def train(
 
 def _dtype_choice(config: RunConfig, start: Start) -> DtypeChoice:
     """The config's, but a resumed run keeps what `auto` chose for it; 4 and 8 bits want bf16."""
-    if config.model.quantize != "none" or config.precision.fp8 != "off":
+    if config.wants_bf16():
         return "bf16"
     if config.precision.dtype == "auto" and start.state is not None:
         return start.state.dtype

@@ -69,9 +69,11 @@ def predict(
 ) -> Prediction:
     """Predict the times of one step by ranks of so many threads."""
     link = measured.link_bytes_per_s()
+    peak = measured.peak_flops_per_s(config.precision.dtype)
+    config = config.computing_in(measured.dtype(config.precision.dtype))
     flops = config.tokens_per_step() * spec.flops_per_token()
-    mfu = config.typical_mfu()
-    compute_s = flops / (measured.peak_flops_per_s(config.precision.dtype) * mfu)
+    mfu = config.typical_mfu(spec, core_flops_per_s=peak / (measured.world_size * threads))
+    compute_s = flops / (peak * mfu)
     # One rank has no link.
     network = Network(ranks=measured.world_size, bytes_per_s=link or 1.0)
     step = run_step_time(config, spec, compute_s=compute_s, network=network, threads=threads)

@@ -12,6 +12,7 @@ from pathlib import Path
 from payload.errors import ConfigError
 from payload.inventory import Node
 from payload.launch.launchers.base import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
+from payload.models.spec import Dtype
 from payload.orchestrate.preflight.findings import GPU, NCCL, Finding
 from payload.results import write_whole
 from payload.step_time import sends_per_byte
@@ -313,12 +314,18 @@ class Measured:
         speed = self.all_reduce_bytes_per_s
         return None if speed is None else speed * sends_per_byte(self.world_size)
 
+    def dtype(self, choice: DtypeChoice) -> Dtype:
+        """Return the dtype that a run would choose."""
+        if choice != "auto":
+            return choice
+        is_bf16 = self.peak_flops_per_s("bf16") >= BF16_MIN_GAIN * self.peak_flops_per_s("fp32")
+        return "bf16" if is_bf16 else "fp32"
+
     def peak_flops_per_s(self, choice: DtypeChoice) -> float:
         """Return the rate of all nodes together, in the dtype that a run would choose."""
-        bf16 = sum(speed.bf16_flops_per_s for speed in self.nodes.values())
-        fp32 = sum(speed.fp32_flops_per_s for speed in self.nodes.values())
-        is_bf16 = bf16 >= BF16_MIN_GAIN * fp32 if choice == "auto" else choice == "bf16"
-        return bf16 if is_bf16 else fp32
+        if self.dtype(choice) == "bf16":
+            return sum(speed.bf16_flops_per_s for speed in self.nodes.values())
+        return sum(speed.fp32_flops_per_s for speed in self.nodes.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,6 @@ from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Placement, load_ranks
 from payload.metrics_log import describe_missing
-from payload.models.spec import typical_mfu
 from payload.nvidia import gpu_need
 from payload.orchestrate.planning import PlannedRun
 from payload.orchestrate.run.console import duration
@@ -34,8 +33,6 @@ from payload.stragglers import SlowRank
 from payload.time_left import evaluations_left
 from payload.untrusted import open_regular
 
-# One core's GEMM in bf16 with AVX-512 and no matrix tiles; benchmarks/results, step_epyc-2-cores.
-_TYPICAL_CORE_FLOPS_PER_S = 0.27e12
 # A forward pass is a third of the forward and backward pass.
 _EVALUATION_SHARE = 1 / 3
 _LOOKED_AT = 20
@@ -113,10 +110,15 @@ def estimate(
         flops_per_s = tokens_per_s * flops_per_token
         basis = f"at the {tokens_per_s:,.0f} tokens/s of run {run_id}"
     else:
-        share = typical_mfu(kernels=planned.config.uses_kernels())
-        flops_per_s = cores * _TYPICAL_CORE_FLOPS_PER_S * share
+        predicted = planned.predicted
+        core = planned.core_flops_per_s[predicted.dtype()]
+        spec = predicted.adapted(planned.base)
+        flops_per_s = cores * core * predicted.typical_mfu(spec, core_flops_per_s=core)
         speed = flops_per_s / flops_per_token
-        basis = f"at {speed:,.0f} tokens/s, typical of {cores} AVX-512 core(s), not measured"
+        basis = (
+            f"at {speed:,.0f} tokens/s, typical of {cores} AVX-512 core(s) in "
+            f"{predicted.dtype()}, not measured"
+        )
         if gpu_need(planned.config, planned.inventory.nodes) is not None:
             basis += "; GPUs are faster: run preflight to measure them"
     sizes = {path.name: path.stat().st_size for path in data.glob("*.bin")}
@@ -158,22 +160,16 @@ def _store_usd(planned: PlannedRun, size: int) -> float | None:
 
 def _quantized(planned: PlannedRun, earlier: Sequence[RunPaths]) -> QuantizedCost | None:
     """Return what 4 bits save and cost, by the dequantising that the newest run has measured."""
-    numbers = planned.plan.arithmetic
     cores = sum(node.physical_cores for node in planned.inventory.nodes)
-    peak = cores * _TYPICAL_CORE_FLOPS_PER_S
-    if numbers.compute_s is not None and numbers.mfu is not None:
-        again = planned.config.recomputation()
-        peak = numbers.flops_per_step / (numbers.compute_s * numbers.mfu) * again
     free = planned.free_memory_bytes
     summaries = (last_record(Summary, paths.summary) for paths in earlier[:_LOOKED_AT])
     rates = (each.dequantized_per_s for each in summaries if each is not None)
-    if planned.base is None:
-        return None
     return quantized_cost(
-        planned.config,
+        planned.predicted,
         planned.base,
         world_size=planned.plan.world_size,
-        peak_flops_per_s=peak,
+        dtype=planned.auto_dtype,
+        peak_flops_per_s={each: cores * rate for each, rate in planned.core_flops_per_s.items()},
         dequantized_per_s=next((rate for rate in rates if rate), None),
         cores=max(1, cores // planned.plan.world_size),
         room_bytes=None if free is None else USED * free / planned.plan.ranks_per_node,

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from rich.console import Console
 
 from payload.checkpoint_files import MANIFEST_FILE, load_manifest
+from payload.core_speed import typical_core_flops_per_s
 from payload.data_folder import META_NAME, load_meta
 from payload.errors import ConfigError, PreflightError
 from payload.hf_folder import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILES, weight_files
@@ -19,6 +20,7 @@ from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import rank_program
 from payload.models.source import find_source
+from payload.models.spec import Dtype
 from payload.nvidia import gpu_need
 from payload.orchestrate.planning import PlannedRun, plan_run
 from payload.orchestrate.preflight.trial_findings import Measured, Record, known_trial
@@ -156,6 +158,16 @@ class ClusterAccess:
     def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
         """Return the measured rate."""
         return self.measured.peak_flops_per_s(choice) if self.measured else None
+
+    def dtype(self, choice: DtypeChoice) -> Dtype:
+        """Return the dtype by the nodes' measured speeds, else bf16: most machine types have it."""
+        if choice != "auto":
+            return choice
+        return self.measured.dtype(choice) if self.measured else "bf16"
+
+    def core_flops_per_s(self, dtype: Dtype) -> float:
+        """Return the peak of a typical core."""
+        return typical_core_flops_per_s(dtype, emulates_bf16=False)
 
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
         """Return each node's interface on the way to the head; the head's to the first worker."""

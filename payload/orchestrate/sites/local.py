@@ -22,6 +22,7 @@ from rich.console import Console
 
 import payload
 from payload.checkpoint_files import require_room
+from payload.core_speed import has_bf16, typical_core_flops_per_s
 from payload.engines import require_means_here
 from payload.errors import ExitCode, PreflightError, RankLostError, UsageError
 from payload.hints import run_command
@@ -30,6 +31,7 @@ from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import auto_batch_size, rank_program
 from payload.machine import free_memory_bytes
+from payload.models.spec import Dtype
 from payload.nvidia import require_gpus
 from payload.orchestrate.node import control
 from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
@@ -84,6 +86,16 @@ class LocalAccess:
     def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
         """Return None: the trainer measures it at its start."""
         return None
+
+    def dtype(self, choice: DtypeChoice) -> Dtype:
+        """Return fp32 for `auto` where this CPU has no instructions for bf16: it is faster."""
+        if choice != "auto":
+            return choice
+        return "fp32" if has_bf16() is False else "bf16"
+
+    def core_flops_per_s(self, dtype: Dtype) -> float:
+        """Return the peak of a typical core, with bf16 emulated where this CPU lacks it."""
+        return typical_core_flops_per_s(dtype, emulates_bf16=has_bf16() is False)
 
     def free_memory_bytes(self) -> int | None:
         """Return the memory that is free without swapping, or None where that is not known."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from payload.models.spec import logits_tokens
+from payload.models.spec import Dtype, logits_tokens
 from payload.train.kernels import accumulate, head, update
 from payload.train.kernels.library import Library, load_library
 from payload.train.kernels.linears import LayerContext
@@ -30,6 +30,15 @@ class Kernels:
         if library is not None and library.has_products:
             gradients = accumulate.WeightGradients(library)
             self._layers = LayerContext(library, self._copies, gradients)
+
+    def layers_note(self, dtype: Dtype) -> str | None:
+        """Say why a run that computes in `dtype` has no kernels for the layers; None if it has."""
+        if self._library is None or (self._layers is not None and dtype == "bf16"):
+            return None
+        why = "they compute in bf16, this run in fp32"
+        if self._layers is None:
+            why = "this CPU has no instructions for bf16 matmuls"
+        return f"for the loss and AdamW alone, not for the layers: {why}"
 
     @property
     def has_update(self) -> bool:
@@ -114,6 +123,4 @@ def find_kernels() -> Kernels:
     except KernelsUnavailableError as error:
         log.info(f"kernels   none: {error}; stock torch instead, which is slower")
         return Kernels(None)
-    if not library.has_products:
-        log.info("kernels   this CPU has no bf16 products for blocks: none for the layers")
     return Kernels(library)
