@@ -51,6 +51,27 @@ def test_bf16_is_recommended_where_it_fits_and_4_bits_where_it_does_not() -> Non
     assert "recommended where it fits" in cost_sentence(LARGE, lora(), room=None, rate=None)
 
 
+def test_a_whole_base_in_bf16_is_better_than_4_bits_where_fp32_does_not_fit() -> None:
+    said, long = [], LARGE.with_sequence_length(8192)
+    for room in (999 * GIB, 400 * GIB, 64 * GIB):
+        found = quantized_cost(
+            lora("data.sequence_length=8192"),
+            long,
+            world_size=1,
+            dtype="fp32",
+            peak_flops_per_s={"bf16": 3e10, "fp32": 1.6e11},
+            dequantized_per_s=None,
+            cores=1,
+            room_bytes=room,
+        )
+        assert found is not None and found.nf4_step_s > found.whole_step_s
+        said.append(found.sentence())
+    assert 'fp32 fits: model.quantize = "none" is recommended' in said[0]
+    assert 'bf16 fits: model.quantize = "none" with precision.dtype = "bf16" is re' in said[1]
+    assert "bf16 does not fit: use nf4" in said[2]
+    assert all("4 bits compute in bf16, which is slower than fp32 here" in each for each in said)
+
+
 def test_the_linears_are_dequantised_twice_in_each_pass_and_once_more_with_checkpointing() -> None:
     plain, twice = lora("batch.micro_batch_size=2"), lora("batch.micro_batch_size=1")
     again = lora("batch.micro_batch_size=2", "memory.activation_checkpointing=on")
