@@ -386,6 +386,8 @@ def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float
     found = 1.0
     if mesh.tensor > 1 and config.uses_kernels() and config.device.kind != "cuda":
         head = 6 * spec.head_rows() * spec.width() / spec.flops_per_token()
+        # The head's kernels are for fp32 as well, but no share of them alone was measured.
+        config = config.computing_in("bf16")
         plain = replace(config, engine=replace(config.engine, kernels="off"))
         found += head * (config.typical_mfu(spec) / plain.typical_mfu(spec) - 1)
     if mesh.pipeline > 1:

@@ -32,8 +32,8 @@ def test_the_fastest_is_first_where_all_fit() -> None:
     found = compared(free_gib=64)
     assert [each.name() for each in found] == [
         "pipeline 2 x tensor 2",
-        "replicate 2 x tensor 2",
         "pipeline 4",
+        "replicate 2 x tensor 2",
         "pipeline 2 x replicate 2",
         "replicate",
         "shard 2 x tensor 2",
