@@ -16,7 +16,7 @@ TYPICAL_CORE_FLOPS_PER_S: dict[Dtype, float] = {"bf16": 0.27e12, "fp32": 0.16e12
 """A core's GEMM peak with AVX-512 and without matrix tiles, where none was measured. In bf16 0.21
 to 0.45 TFLOP/s (benchmarks/results, step_epyc-2-cores and step_smollm2_epyc-2-cores)."""
 EMULATED_BF16_CORE_FLOPS_PER_S = 0.03e12
-"""That of bf16 on a CPU without instructions for it, measured on a Xeon with AVX-512."""
+"""A core's peak in bf16 on a CPU without instructions for it, measured on a Xeon with AVX-512."""
 GPU_MFU = 0.35
 """The share of a GPU's peak that a step is expected to reach; none was measured."""
 
