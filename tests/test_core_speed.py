@@ -1,4 +1,4 @@
-"""What a plan knows of a CPU: its dtype, its peak, and the share of it that a step reaches."""
+"""The facts that a plan has of a CPU: dtype, peak, and the share of it that a step reaches."""
 
 from __future__ import annotations
 
