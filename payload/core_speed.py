@@ -44,9 +44,9 @@ def typical_mfu(*, kernels: bool, core_flops_per_s: float, width: int) -> float:
     | Qwen3-0.6B's shape, 1 x 1024, AMX | 1.20 | 0.50 (0.45) | |
     | `tiny`, 8 x 1024, AVX-512 | 0.21 | 0.65 (0.54) | 0.31 (0.29) |
 
-    In fp32 the kernels do the loss and the update alone. SmolLM2-135M, 1 x 1024 tokens on one core
-    of 0.16 TFLOP/s, reached 0.78 so and 0.64 without them, by processor time (2026-11-25, AVX-512
-    without bf16); 0.69 is expected of both.
+    In fp32 the kernels do the loss and the update alone. At 1 x 1024 tokens on one core of 0.16
+    TFLOP/s, GPT-2 and SmolLM2-135M reached 0.78 so, 0.70 and 0.64 without them, by processor time
+    (2026-11-25, AVX-512 without bf16); 0.69 is expected of all.
     """
     rate = _KERNELS_FLOPS_PER_S if kernels else _NO_KERNELS_FLOPS_PER_S
     # A model of another family may not say its width.
