@@ -94,7 +94,8 @@ def quantized_cost(
         batch=replace(config.batch, micro_batch_size=1),
         model=replace(config.model, quantize="none"),
     )
-    whole = [plain.computing_in(each) for each in dict.fromkeys((dtype, "bf16"))]
+    dtypes: tuple[Dtype, ...] = ("bf16",) if dtype == "bf16" else (dtype, "bf16")
+    whole = [plain.computing_in(each) for each in dtypes]
     nf4 = replace(whole[-1], model=replace(plain.model, quantize="nf4"))
 
     def needed(run: RunConfig) -> int:

@@ -211,8 +211,8 @@ def plan_run(
     spec = config.adapted(base)
     left = left_open(config, auto_size=auto_size)
     on_gpus = for_prediction(config, inventory.nodes).device.kind == "cuda"
-    auto_dtype = config.dtype() if on_gpus else access.dtype(config.precision.dtype)
-    dtype = "bf16" if config.wants_bf16() else auto_dtype
+    auto_dtype: Dtype = config.dtype() if on_gpus else access.dtype(config.precision.dtype)
+    dtype: Dtype = "bf16" if config.wants_bf16() else auto_dtype
     is_auto = left.batch.micro_batch_size == AUTO_SIZE
     config, batch = settle_batch(
         as_recorded(left, config, world_size=placement.world_size),
