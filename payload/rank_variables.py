@@ -60,6 +60,8 @@ SLURM = RankVariables(
     local_world_size="SLURM_STEP_TASKS_PER_NODE",
     only_with="SLURM_STEP_NUM_TASKS",
 )
+SLURM_NODE = "SLURM_NODEID"
+"""The node's place among a step's nodes."""
 
 BY_PRECEDENCE = (TORCHRUN, INTEL_MPI, OPEN_MPI, TORCH, SLURM)
 """Launchers nest: torchrun may be started by mpirun or srun, and either by a shell that has torch's

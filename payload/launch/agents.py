@@ -1,6 +1,7 @@
 """Launchers with an agent of their own on every node: what the program that starts them is told.
 
-`payload.supervise.agents` starts one agent a node over SSH, and knows nothing of what it starts.
+`payload.supervise.agents` starts one agent a node over SSH, or is one in a step of a scheduler's
+job, and knows nothing of what it starts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class AgentJob:
     hosts: str
     """The hosts file on the head: one address a line, the head first."""
     ssh: tuple[str, ...]
-    """ssh's arguments to reach the other nodes."""
+    """ssh's arguments to reach the other nodes; empty where a scheduler starts the agents."""
     command: tuple[str, ...]
     """An agent's program and own words, with the places to fill in."""
     words: tuple[str, ...]
@@ -63,7 +64,7 @@ class AgentJob:
 def agents_argv(
     job: Job, command: tuple[str, ...], environment: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return the command line that starts an agent on every node from the head."""
+    """Return the command line that starts an agent on every node, over SSH or as a job's step."""
     agents = AgentJob(
         hosts=str(job.hosts),
         ssh=job.reach.ssh,
@@ -71,7 +72,10 @@ def agents_argv(
         words=job.words,
         environment={**job.environment, **environment},
     )
-    return (job.python, "-m", "payload.supervise.agents", agents.to_json())
+    program, each_node = (job.python, "-m", "payload.supervise.agents"), job.reach.each_node_command
+    if each_node:
+        return (*each_node, *program, "--task", agents.to_json())
+    return (*program, agents.to_json())
 
 
 def end_of_agent(address: str, status: int) -> str:

@@ -283,6 +283,7 @@ def plan_run(
         notes=(
             *choice.notes(),
             *placement.notes,
+            *(chosen.gpu_notes if config.device.kind != "cpu" else ()),
             *filter(None, (batch, guess, warning, rate_warning(config))),
             *([] if on_gpus else slow_bf16(config, access)),
             *([GPU_GUESS] if on_gpus and arithmetic.step_s is not None else []),

@@ -1,9 +1,11 @@
-"""`python -m payload.supervise.agents JOB`: a launcher's agent on every node, over SSH.
+"""`python -m payload.supervise.agents JOB`: a launcher's agent on every node.
 
-On the head it starts itself once for each node, with `--node`, and writes that node's command to
-its input, one JSON object. The input stays open: it is the lifeline. Where it ends, because the
-head or the connection is gone, the run's processes on that node are ended. The exit status is the
-first that was not 0.
+Over SSH: on the head it starts itself once for each node, with `--node`, and writes that node's
+command to its input, one JSON object. The input stays open: it is the lifeline. Where it ends,
+because the head or the connection is gone, the run's processes on that node are ended. The exit
+status is the first that was not 0.
+
+In a Slurm job srun starts it on every node, with `--task JOB`.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from payload.errors import ExitCode, TileforgeError
+from payload.errors import ConfigError, ExitCode, TileforgeError
 from payload.hints import command
 from payload.launch.agents import AgentJob, end_of_agent
 from payload.launch.environment import RUN_DIR
-from payload.rank_variables import NODE_RANK
+from payload.rank_variables import NODE_RANK, SLURM_NODE
 from payload.supervise.processes import die_with_parent, kill_until_none
 from payload.supervise.stream import remote_argv
 from payload.untrusted import build, parse_json
@@ -57,8 +59,11 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("job", nargs="?", metavar="JOB", help="an AgentJob as JSON")
     which.add_argument("--node", action="store_true", help="be one node's agent, from stdin")
+    which.add_argument("--task", metavar="JOB", help="be the agent of a Slurm step's node")
     arguments = parser.parse_args(argv)
     try:
+        if arguments.task is not None:
+            return _as_task(AgentJob.from_json(arguments.task), env)
         return _on_node(env) if arguments.node else _on_head(AgentJob.from_json(arguments.job))
     except TileforgeError as error:
         _say(f"error: {error}")
@@ -67,8 +72,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 def _on_head(job: AgentJob) -> int:
     """Start one a node, and wait for all."""
-    hosts = Path(job.hosts).read_text(encoding="ascii").split()
-    agents = [_Agent(job, node_rank, address) for node_rank, address in enumerate(hosts)]
+    agents = [_Agent(job, node_rank, address) for node_rank, address in enumerate(_hosts(job))]
     first, ends_s = 0, math.inf
     while agents:
         time.sleep(_LOOK_S)
@@ -85,6 +89,10 @@ def _on_head(job: AgentJob) -> int:
             for agent in agents:
                 agent.end()
     return 128 - first if first < 0 else first
+
+
+def _hosts(job: AgentJob) -> list[str]:
+    return Path(job.hosts).read_text(encoding="ascii").split()
 
 
 class _Agent:
@@ -124,13 +132,52 @@ def _on_node(env: Mapping[str, str]) -> int:
     """Run the agent until it ends, or the lifeline does."""
     line = sys.stdin.buffer.readline()
     told = build(_NodeJob, parse_json(line, where="agents"), where="agents")
-    job = AgentJob.from_json(told.job)
+    return _run(
+        AgentJob.from_json(told.job),
+        told.node_rank,
+        told.address,
+        env=env,
+        # Nothing more is written: what can be read is the end.
+        is_cut=lambda: bool(select.select([0], [], [], _LOOK_S)[0]) and not os.read(0, 4096),
+    )
+
+
+def _as_task(job: AgentJob, env: Mapping[str, str]) -> int:
+    """Run the agent until it ends: the supervisor's heartbeats are the lifeline.
+
+    Slurm's signals to the step are for the ranks, and Slurm kills them once this process has ended.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    hosts, said = _hosts(job), env.get(SLURM_NODE, "")
+    if not said.isdecimal() or int(said) >= len(hosts):
+        raise ConfigError(
+            f"{SLURM_NODE} = {said!r}, but the run has nodes 0 to {len(hosts) - 1}. Start the run "
+            "again: srun starts this program."
+        )
+
+    def is_cut() -> bool:
+        time.sleep(_LOOK_S)
+        return False
+
+    return _run(job, int(said), hosts[int(said)], env=env, is_cut=is_cut)
+
+
+def _run(
+    job: AgentJob,
+    node_rank: int,
+    address: str,
+    *,
+    env: Mapping[str, str],
+    is_cut: Callable[[], bool],
+) -> int:
+    """Run one node's agent; `is_cut` waits a moment for the lifeline's end."""
     with tempfile.TemporaryDirectory(prefix="tileforge-", ignore_cleanup_errors=True) as scratch:
-        argv = job.on_node(told.node_rank, told.address, scratch=scratch)
+        argv = job.on_node(node_rank, address, scratch=scratch)
         try:
             agent = subprocess.Popen(
                 argv,
-                env={**env, **job.environment, NODE_RANK: str(told.node_rank)},
+                env={**env, **job.environment, NODE_RANK: str(node_rank)},
                 stdin=subprocess.DEVNULL,
                 preexec_fn=die_with_parent(signal.SIGKILL),
             )
@@ -138,8 +185,7 @@ def _on_node(env: Mapping[str, str]) -> int:
             _say(f"error: {argv[0]}: {error.strerror}")
             return 127
         while agent.poll() is None:
-            # Nothing more is written: what can be read is the end.
-            if select.select([0], [], [], _LOOK_S)[0] and not os.read(0, 4096):
+            if is_cut():
                 kill_until_none(Path(job.environment[RUN_DIR]), timeout_s=_KILL_S)
                 agent.kill()
                 agent.wait()

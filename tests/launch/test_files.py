@@ -16,6 +16,7 @@ from payload.launch.environment import Rendezvous, common_environment
 from payload.launch.files import render_accelerate, render_hosts
 from payload.launch.launchers.base import Job, Reach
 from payload.launch.launchers.registry import find
+from payload.launch.launchers.srun import each_node_command
 from payload.launch.plan import LaunchPlan, rank_program, rank_words
 from payload.launch.ranks import place_ranks
 from payload.launch_sections import LaunchSection
@@ -120,6 +121,25 @@ def test_torchrun_over_nodes_is_told_to_every_agent() -> None:
     # The ranks' own words stay as they are.
     assert all(line.endswith(" '{scratch}'") for line in lines)
     assert_golden("torchrun.2x2.argv", "\n".join(lines) + "\n")
+
+
+def test_torchrun_in_a_slurm_job_is_one_task_on_every_node() -> None:
+    reach = Reach(interface="ens4", each_node_command=each_node_command("/usr/bin/srun", 2))
+    *start, text = find("torchrun").argv(replace(JOB, executable="/venv/bin/python", reach=reach))
+    assert_golden("torchrun.slurm.2x2.argv", shlex.join(start) + "\n")
+    agents = AgentJob.from_json(text)
+    assert agents.ssh == ()
+    over_ssh = find("torchrun").argv(replace(JOB, executable="/venv/bin/python"))[-1]
+    # Slurm's SIGTERM is for the ranks, which the agent would give 30 s.
+    assert agents.command == (
+        *AgentJob.from_json(over_ssh).command,
+        "--signals-to-handle",
+        "SIGQUIT",
+    )
+    assert (agents.words, agents.environment) == (
+        AgentJob.from_json(over_ssh).words,
+        AgentJob.from_json(over_ssh).environment,
+    )
 
 
 def test_plan_reads_back_as_it_was_written() -> None:

@@ -68,6 +68,20 @@ def test_the_end_of_a_node_s_agent_names_the_node_only_where_ssh_broke_off() -> 
     assert torchrun.report(end_of_agent("10.0.0.3", 1)) == Report()
 
 
+def test_in_a_slurm_job_torchrun_s_tasks_are_agents_and_no_ranks() -> None:
+    torchrun = find("torchrun")
+    assert torchrun.report("srun: error: node-2: task 1: Killed\n") == Report()
+    lost = torchrun.report("srun: error: Node failure on node-2\n").lost
+    assert lost == LostNode(address="node-2", how="failed, says Slurm")
+    refused = torchrun.report("srun: error: Unable to create step for job 7: Job violates policy\n")
+    assert refused.not_started is not None and "Job violates policy" in refused.not_started
+
+
+def test_torchrun_keeps_what_srun_needs() -> None:
+    base = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "PET_NNODES": "9"}
+    assert launcher_environment(base, {}, keeps=find("torchrun").keeps) == {"SLURM_JOB_ID": "7"}
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A copy of the payload that has one file more."""

@@ -16,7 +16,8 @@ from payload.inventory import Access
 from payload.launch.budget import JobTime
 from payload.launch.launchers.base import KilledRank
 from payload.launch.launchers.registry import find
-from payload.orchestrate.sites.allocation import time_left_s
+from payload.orchestrate.planning import plan_run
+from payload.orchestrate.sites.allocation import allocation, time_left_s
 from payload.orchestrate.sites.choose import find_site, load_cluster, require_launcher, site_names
 from payload.orchestrate.sites.local import LocalAccess
 from payload.orchestrate.sites.slurm import render_script
@@ -142,6 +143,71 @@ def test_srun_is_refused_where_there_is_no_job() -> None:
     config = parse_run_config("", overrides=["launch.launcher=srun"], where="test")
     with pytest.raises(ConfigError, match=r"'srun' starts ranks in a Slurm job, and .* is none"):
         require_launcher(config, make_inventory(num_nodes=2))
+
+
+def test_mpirun_is_refused_in_a_job_of_several_nodes_with_the_reason() -> None:
+    in_job = replace(make_inventory(num_nodes=2), source="slurm", access=Access(kind="slurm"))
+    wanted = ["launch.launcher=mpirun", "slurm.nodes=2"]
+    config = parse_run_config("", overrides=wanted, where="test")
+    why = (
+        r"^launch\.launcher = 'mpirun' reaches other nodes by SSH with the run's key, which the 2 "
+        r"nodes of a Slurm job do not have\. Use 'auto', 'srun' or 'torchrun'\.$"
+    )
+    with pytest.raises(ConfigError, match=why):
+        require_launcher(config, in_job)
+    with pytest.raises(ConfigError, match=why):
+        find_site("slurm").check(config, {})
+    require_launcher(config, replace(in_job, nodes=in_job.nodes[:1]))
+    for name in ("auto", "srun", "torchrun"):
+        wanted = [f"launch.launcher={name}"]
+        require_launcher(parse_run_config("", overrides=wanted, where="test"), in_job)
+
+
+def test_in_a_job_srun_reaches_the_nodes_and_a_failing_nvidia_smi_is_a_note(
+    tmp_path: Path,
+) -> None:
+    """Slurm's commands as stubs; the node's answer is this program's own."""
+    stubs = {
+        "srun": 'while [ "$1" != --quiet ]; do shift; done; shift\n'
+        'for SLURMD_NODENAME in n-1 n-2; do export SLURMD_NODENAME; "$@"; done',
+        "scontrol": 'if [ "$2" = hostnames ]; then echo n-1; echo n-2; else\n'
+        "for n in 1 2; do echo NodeName=n-$n NodeAddr=127.0.0.$n RealMemory=4000; done; fi",
+        "nvidia-smi": "echo No devices were found; exit 6",
+    }
+    for name, text in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="ascii")
+        (tmp_path / name).chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n-[1-2]",
+    }
+    found = allocation(env, why="--inventory slurm")
+    notes = found.chosen.gpu_notes
+    assert [note.partition(":")[0] for note in notes] == [
+        "no GPU is counted on n-1",
+        "no GPU is counted on n-2",
+    ]
+    assert "nvidia-smi fails with status 6: No devices were found. See the kernel" in notes[0]
+    reach = found.access.reach()
+    assert reach.ssh == () and reach.node_command[0] == "srun"
+    assert reach.each_node_command[:3] == (str(tmp_path / "srun"), "--nodes=2", "--ntasks=2")
+    data = tmp_path / "data"
+    make_data_folder(data, num_train_tokens=4000, num_val_tokens=200, vocab_size=512)
+    for kind, noted in (("auto", True), ("cpu", False)):
+        wanted = [*SETTINGS, f"data.dir={data}", "launch.launcher=torchrun", f"device.kind={kind}"]
+        wanted += ["launch.ranks_per_node=2", "batch.global_batch_size=8"]
+        planned = plan_run(
+            RunPaths(tmp_path / "run"),
+            config=parse_run_config("", overrides=wanted, where="test"),
+            chosen=found.chosen,
+            access=found.access,
+            vocab_size=512,
+            work_dir=tmp_path,
+            port=29400,
+        )
+        assert planned.plan.argv[0] == str(tmp_path / "srun")
+        assert all((note in planned.plan.notes) == noted for note in notes)
 
 
 def test_srun_s_words_name_killed_ranks_and_lost_nodes() -> None:

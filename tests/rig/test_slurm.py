@@ -7,6 +7,7 @@ import json
 import pytest
 
 from payload.errors import INTERRUPTED, ExitCode
+from payload.launch.ranks import load_ranks
 from payload.results import RunJob, RunPaths, RunState, read_json
 from tests.rig.slurm_cluster import SlurmCluster
 from tests.support.launching import losses, metrics, summary
@@ -15,6 +16,7 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(1200)]
 
 WAIT_S = 120.0
+TORN_STEPS, HANG_S = 800, 9.0
 LONG = ("train.steps=1000000", "train.checkpoint_every=0", "train.eval_every=0")
 
 
@@ -99,21 +101,85 @@ def test_a_run_within_an_allocation_takes_its_nodes(
     assert losses(run) == pytest.approx(one_process[:6], rel=1e-6)
 
 
-def test_a_job_that_is_cancelled_or_queued_again_saves_and_goes_on(cluster: SlurmCluster) -> None:
-    long = [word for setting in LONG for word in ("--set", setting)]
-    code, said = submit(cluster, "--run-id", "kept", "--detach", *long)
+def test_torchrun_s_agents_within_an_allocation_train_what_one_process_trains(
+    cluster: SlurmCluster, one_process: list[float]
+) -> None:
+    asked = ("salloc", "--quiet", "--nodes=2", "--exclusive", "--mem=0")
+    settings = words("train.steps=6", "launch.ranks_per_node=2", "launch.launcher=torchrun")
+    where = ("--inventory", "slurm")
+    code, said = cluster.do("plan", *where, *settings, before=asked)
     assert code == ExitCode.OK, said
-    paths = paths_of(cluster, "kept")
+    assert "/srun --nodes=2 --ntasks=2 --ntasks-per-node=1" in said, said
+    code, said = cluster.do("run", *where, "--run-id", "agents", *settings, before=asked)
+    assert code == ExitCode.OK and "4 rank(s) through torchrun" in said, said
+    run = paths_of(cluster, "agents").root
+    result = summary(run)
+    assert (result["world_size"], result["nodes"], result["ranks_identical"]) == (4, 2, True)
+    assert losses(run) == pytest.approx(one_process[:6], rel=1e-6)
+    cores = {rank.rank: rank.cores for rank in load_ranks(RunPaths(run).ranks)}
+    assert cores[0] != cores[1] and (cores[2], cores[3]) == (cores[0], cores[1])
+
+
+def test_torchrun_in_a_job_a_killed_rank_is_41_and_a_frozen_node_42(
+    cluster: SlurmCluster, one_process: list[float]
+) -> None:
+    settings = (
+        *("launch.launcher=torchrun", f"train.steps={TORN_STEPS}", "train.checkpoint_every=20"),
+        *("train.eval_every=0", "limits.max_restarts=1", f"limits.hang_timeout_s={HANG_S}"),
+    )
+    chosen = [word for setting in settings for word in ("--set", setting)]
+    code, said = submit(cluster, "--run-id", "torn", "--detach", *chosen)
+    assert code == ExitCode.OK, said
+    paths, node = paths_of(cluster, "torn"), cluster.nodes[1]
+    wait_until(lambda: newest_step(paths) > 0, what="a checkpoint", timeout_s=WAIT_S)
+    node.exec(["pkill", "-KILL", "-o", "-f", "^[^ ]*python[^ ]* -m payload[.]train "])
+    wait_until(lambda: state(paths).attempt == 2, what="a restart", timeout_s=WAIT_S)
+    note = str(state(paths).note)
+    assert "on node-2 was killed by signal 9 (SIGKILL)" in note and "(restart 1 of 1)" in note
+    seen = len(metrics(paths.root))
+    wait_until(lambda: len(metrics(paths.root)) > seen, what="further steps", timeout_s=WAIT_S)
+    node.freeze()
+    try:
+        ended = wait_for_end(paths)
+    finally:
+        node.thaw()
+    assert ended.exit_class == "hang", ended
+    assert "does not answer: node-2" in str(ended.error)
+    code, said = cluster.do("attach", "torn")
+    assert code == ExitCode.HANG, said
+    wait_until(
+        lambda: cluster.slurm("sinfo -h -o %t:%D") == "idle:2", what="both nodes", timeout_s=90
+    )
+    code, said = cluster.do("run", "--site", "slurm", "--resume", "torn", timeout_s=400)
+    assert code == ExitCode.OK, said
+    trained = losses(paths.root)
+    assert len(trained) == TORN_STEPS
+    assert trained[: len(one_process)] == pytest.approx(one_process, rel=1e-6)
+    for machine in cluster.nodes:
+        left = machine.exec(["pgrep", "-fa", "payload[.](train|supervise)"], check=False)
+        assert not left.stdout, left.stdout
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_job_that_is_cancelled_or_queued_again_saves_and_goes_on(
+    cluster: SlurmCluster, launcher: str
+) -> None:
+    settings = (*LONG, f"launch.launcher={launcher}")
+    long = [word for setting in settings for word in ("--set", setting)]
+    run = f"kept-{launcher}"
+    code, said = submit(cluster, "--run-id", run, "--detach", *long)
+    assert code == ExitCode.OK, said
+    paths = paths_of(cluster, run)
     wait_for_steps(paths)
     cluster.slurm(f"scancel {job_of(paths).job_id}")
     ended = wait_for_end(paths)
     assert ended.exit_class == "rank_lost" and "told to stop by the system" in str(ended.error)
     first = newest_step(paths)
     assert first > 3
-    code, said = cluster.do("attach", "kept")
-    assert code == ExitCode.RANK_LOST and "run --resume kept --site slurm" in said, said
+    code, said = cluster.do("attach", run)
+    assert code == ExitCode.RANK_LOST and f"run --resume {run} --site slurm" in said, said
 
-    code, said = cluster.do("run", "--site", "slurm", "--resume", "kept", "--detach")
+    code, said = cluster.do("run", "--site", "slurm", "--resume", run, "--detach")
     assert code == ExitCode.OK, said
     wait_for_steps(paths, beyond=first)
     job = job_of(paths)
@@ -126,13 +192,13 @@ def test_a_job_that_is_cancelled_or_queued_again_saves_and_goes_on(cluster: Slur
         what="the queue",
         timeout_s=60,
     )
-    code, said = cluster.do("status", "kept")
+    code, said = cluster.do("status", run)
     assert code == ExitCode.OK, said
     # By itself Slurm would let it wait for two minutes.
     cluster.slurm(f"scontrol update jobid={job.job_id} starttime=now")
     wait_for_steps(paths, beyond=second)
     assert job_of(paths).job_id == job.job_id and job_of(paths).restarts == 1
-    code, said = cluster.do("stop", "kept")
+    code, said = cluster.do("stop", run)
     assert code == ExitCode.OK and "saving and stopping" in said, said
     assert (state(paths).status, state(paths).exit_class) == ("stopped", "ok")
     assert newest_step(paths) > second
@@ -180,6 +246,8 @@ def test_what_slurm_refuses_is_one_line_and_leaves_no_run(cluster: SlurmCluster)
     assert "error: slurm.partition = 'nope': Invalid partition name specified" in said
     assert "This cluster has main." in said
     assert not paths_of(cluster, "refused").root.exists()
+    code, said = submit(cluster, "--run-id", "refused", "--set", "launch.launcher=mpirun")
+    assert code == ExitCode.CONFIG and "Use 'auto', 'srun' or 'torchrun'" in said, said
     code, said = cluster.do("run", "--inventory", "slurm", *words())
     assert code == ExitCode.CONFIG and "this is no Slurm job" in said, said
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -44,11 +45,11 @@ def job_of(run_dir: Path, program: str, *words: str) -> AgentJob:
     )
 
 
-def begin(run_dir: Path, word: str) -> subprocess.Popen[str]:
+def begin(run_dir: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "payload.supervise.agents", word],
+        [sys.executable, "-m", "payload.supervise.agents", *words],
         cwd=REPO,
-        env={**os.environ, RUN_DIR: str(run_dir)},
+        env={**os.environ, RUN_DIR: str(run_dir), **variables},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -94,6 +95,43 @@ def test_nothing_outlives_the_lifeline(run_dir: Path) -> None:
     node.stdin.close()
     assert node.wait(timeout=60) == ExitCode.RANK_LOST
     assert not processes_of(run_dir)
+
+
+def test_a_task_of_a_slurm_step_is_its_node_s_agent(run_dir: Path) -> None:
+    program = "import os, sys; print(sys.argv[1:], os.environ['TILEFORGE_NODE_RANK'])"
+    job = job_of(run_dir, program, NODE_RANK, f"is_host={IS_HEAD}", ADDRESS)
+    (run_dir / "hosts").write_text("10.0.0.2\n10.0.0.3\n", encoding="ascii")
+    task = begin(run_dir, "--task", job.to_json(), SLURM_NODEID="1")
+    out, err = task.communicate(timeout=60)
+    assert (task.returncode, out) == (
+        0,
+        "['1', 'is_host=0', '10.0.0.3', '{address}'] 1\n",
+    ), err
+
+
+@pytest.mark.parametrize("number", ["", "2", "-1", "x"])
+def test_a_task_outside_of_the_run_s_nodes_says_so(run_dir: Path, number: str) -> None:
+    job = job_of(run_dir, "raise SystemExit(7)").to_json()
+    task = begin(run_dir, "--task", job, SLURM_NODEID=number)
+    _, err = task.communicate(timeout=60)
+    assert task.returncode == ExitCode.CONFIG
+    assert f"error: SLURM_NODEID = {number!r}, but the run has nodes 0 to 0. Start" in err
+
+
+def test_slurm_s_sigterm_does_not_end_a_task_before_its_ranks(run_dir: Path) -> None:
+    begun, ended = run_dir / "begun", run_dir / "ended"
+    program = (
+        "import pathlib, time\n"
+        f"pathlib.Path({str(begun)!r}).touch()\n"
+        f"while not pathlib.Path({str(ended)!r}).exists(): time.sleep(0.05)\n"
+        "raise SystemExit(7)\n"
+    )
+    task = begin(run_dir, "--task", job_of(run_dir, program).to_json(), SLURM_NODEID="0")
+    wait_until(begun.exists, what="the agent")
+    for pid in processes_of(run_dir):
+        os.kill(pid, signal.SIGTERM)
+    ended.touch()
+    assert task.wait(timeout=60) == 7
 
 
 def sleeper(begun: Path) -> str:

@@ -36,6 +36,8 @@ class Reach:
     """ssh's arguments: the run's key, every host key. Empty on one node, which needs no ssh."""
     node_command: tuple[str, ...] = ()
     """Words before a command that run it on another node, `{node}` for its name; empty for ssh."""
+    each_node_command: tuple[str, ...] = ()
+    """Words before a command that run it once on every node at the same time; empty for ssh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,8 @@ class Launcher(ABC):
     """Place in the order in which `auto` looks; the lowest first, None never."""
     spans_nodes: ClassVar[bool] = True
     """True if it starts ranks on several nodes."""
+    needs_ssh: ClassVar[bool] = True
+    """True if it reaches other nodes by SSH alone, so that it cannot start ranks there in a job."""
     scheduler: ClassVar[str | None] = None
     """The scheduler in whose allocation alone it starts ranks, by the inventory's source."""
     keeps: ClassVar[tuple[str, ...]] = ()

@@ -26,6 +26,17 @@ _CANCELLED = re.compile(r"DUE TO (NODE FAILURE|PREEMPTION|TIME LIMIT|JOB REQUEUE
 _REFUSED = re.compile(r"^srun: error: (Unable to create step for job \d+: .*|Unable to .*)$", re.M)
 
 
+def each_node_command(srun: str, nodes: int) -> tuple[str, ...]:
+    """Return the words before a command that run it as one task on each of the job's nodes.
+
+    Tasks are numbered in the order in which Slurm names the job's nodes.
+    """
+    return (
+        *(srun, f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
+        *("--distribution=block", "--input=none", *STEP),
+    )
+
+
 class Srun(Launcher):
     """srun within the allocation of a job."""
 
@@ -33,6 +44,7 @@ class Srun(Launcher):
     program = "srun"
     install = "it comes with Slurm; ask whoever runs the cluster"
     version = "slurm"
+    needs_ssh = False
     scheduler = "slurm"
     # Nothing that sbatch was told, as memory or tasks: a step of ours says itself what it wants.
     keeps = (

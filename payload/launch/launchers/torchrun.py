@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from payload.launch import agents
+from payload.launch.launchers import srun
 from payload.launch.launchers.base import Job, Launcher, Report
 from payload.rank_variables import TORCHRUN
 
@@ -15,12 +18,17 @@ class Torchrun(Launcher):
 
     variables = TORCHRUN
     preference = 1
+    needs_ssh = False
+    # In a Slurm job, srun starts the agents.
+    keeps = srun.LAUNCHER.keeps
+    noise = srun.LAUNCHER.noise
 
     def argv(self, job: Job) -> tuple[str, ...]:
         """Return torchrun's command line; the ranks inherit its environment.
 
-        Over several nodes an agent is started on each. They meet through torch's c10d store, which
-        the head's agent serves on the run's port, and through which the ranks then meet, too.
+        Over several nodes an agent is started on each, over SSH or, in a Slurm job, by srun. They
+        meet through torch's c10d store, which the head's agent serves on the run's port, and
+        through which the ranks then meet, too.
         """
         program = (job.executable, "-m", "torch.distributed.run")
         if job.nodes == 1:
@@ -43,6 +51,10 @@ class Torchrun(Launcher):
             *("--local-addr", agents.ADDRESS),
             *("--max-restarts", "0", "--log-dir", agents.SCRATCH),
         )
+        if job.reach.each_node_command:
+            # Slurm sends SIGTERM to every process of a step, for which torch would kill the ranks
+            # 30 s later. They heed it themselves, and may save for as long as Slurm's KillWait.
+            command = (*command, "--signals-to-handle", "SIGQUIT")
         # Without this, torch opens another store on a port that nobody has chosen.
         return agents.agents_argv(job, command, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
@@ -51,8 +63,9 @@ class Torchrun(Launcher):
         return {"TORCHELASTIC_USE_AGENT_STORE": "True"} if nodes > 1 else {}
 
     def report(self, text: str) -> Report:
-        """Return which node's agent was lost."""
-        return agents.report_of_agents(text)
+        """Return which node's agent was lost; srun's tasks are agents, and no ranks."""
+        found = agents.report_of_agents(text)
+        return found if found.lost else replace(srun.LAUNCHER.report(text), killed=None)
 
 
 LAUNCHER = Torchrun()

@@ -26,11 +26,11 @@ from pathlib import Path
 from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
 from payload.inventory import Access, ClusterInventory, Node
 from payload.launch.environment import launcher_environment
-from payload.launch.launchers.base import Launcher, Reach
-from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, STEP
+from payload.launch.launchers.base import Reach
+from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, each_node_command
 from payload.launch.plan import auto_batch_size
 from payload.machine import Domain, discover
-from payload.nvidia import NvidiaFacts, with_gpus
+from payload.nvidia import NvidiaFacts, smi_fault, with_gpus
 from payload.orchestrate.node import control
 from payload.orchestrate.planning import plan_run
 from payload.orchestrate.sites.choose import Chosen, nvidia_here
@@ -86,15 +86,6 @@ class SlurmAccess(LocalAccess):
         """Return the memory of the node with the least."""
         return min(sight.memory_bytes for sight in self._sights.values())
 
-    def executable(self, launcher: Launcher) -> str:
-        """Return the launcher's path. Raises PreflightError that says why there is none."""
-        if launcher.scheduler is None and len(self._sights) > 1:
-            raise PreflightError(
-                f"launch.launcher = {launcher.name!r} does not start ranks on the other nodes of a "
-                "Slurm job. Use 'auto' or 'srun'."
-            )
-        return super().executable(launcher)
-
     def supervisor_words(self) -> list[str]:
         """Return when the job ends, if it does: the run saves before. Raises SlurmError."""
         ends_unix = job_ends_unix(self._env)
@@ -105,7 +96,12 @@ class SlurmAccess(LocalAccess):
         if len(self._sights) == 1:
             return Reach(interface=LOOPBACK)
         head = next(iter(self._sights.values()))
-        return Reach(interface=head.interface or LOOPBACK, node_command=NODE_COMMAND)
+        srun = require_program("srun", self._env)
+        return Reach(
+            interface=head.interface or LOOPBACK,
+            node_command=NODE_COMMAND,
+            each_node_command=each_node_command(srun, len(self._sights)),
+        )
 
 
 def allocation(env: Mapping[str, str], *, why: str, folders: Sequence[Path] = ()) -> _Allocation:
@@ -153,6 +149,7 @@ def allocation(env: Mapping[str, str], *, why: str, folders: Sequence[Path] = ()
         inventory=inventory,
         why=f"{why}, job {job_id}",
         domains={name: sights[name].domains for name in names},
+        gpu_notes=tuple(filter(None, map(_gpu_note, sights.values()))),
     )
     return _Allocation(chosen=chosen, access=SlurmAccess(env, sights))
 
@@ -177,6 +174,14 @@ def _node(name: str, fact: Mapping[str, str], sight: NodeSight) -> Node:
         memory_gib=round(min(memory_gib, listed) if listed > 1 else memory_gib, 1),
     )
     return node if sight.nvidia is None else with_gpus(node, sight.nvidia)
+
+
+def _gpu_note(sight: NodeSight) -> str | None:
+    """Return why the node counts no GPU, where it has an nvidia-smi that shows none."""
+    fault = None if sight.nvidia is None else smi_fault(sight.nvidia)
+    if fault is None:
+        return None
+    return f"no GPU is counted on {sight.node}: {fault.cause}. {fault.fix}"
 
 
 def fields(line: str) -> dict[str, str]:
@@ -249,8 +254,8 @@ def look(
     if root:
         kept["PYTHONPATH"] = root
     program = [sys.executable, "-m", "payload.orchestrate.sites.allocation", "--look", told]
-    words = ["srun", *STEP, "--quiet", f"--nodes={len(names)}", f"--ntasks={len(names)}"]
-    printed = ask([*words, "--ntasks-per-node=1", *program], kept, timeout_s=_LOOK_S)
+    words = [*each_node_command("srun", len(names)), "--quiet", *program]
+    printed = ask(words, kept, timeout_s=_LOOK_S)
     sights = {}
     for line in printed.splitlines():
         with suppress(ConfigError):
@@ -387,8 +392,8 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
             auto_size=auto_batch_size(paths.plan),
             resumes=paths.state.exists(),
         )
-    for sentence in make_room(paths):
-        sys.stderr.write(f"warning: {sentence}\n")
+    for line in (*planned.notes(), *(f"warning: {sentence}" for sentence in make_room(paths))):
+        sys.stderr.write(f"{printable(line)}\n")
     planned.write(paths)
     write_json(
         paths.job, replace(job, pid=os.getpid(), restarts=int(env.get("SLURM_RESTART_COUNT", 0)))

@@ -19,7 +19,7 @@ from payload.errors import ConfigError, RankLostError
 from payload.hints import run_command
 from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import Arithmetic
-from payload.launch.launchers.registry import candidates
+from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.ranks import Placement, count_ranks_per_node, place_ranks
 from payload.launch_sections import DeviceSection, LaunchSection
 from payload.machine import Domain, discover
@@ -58,6 +58,8 @@ class Chosen:
     """By node; empty for nodes whose cores are simply 0 to n-1."""
     nvidia: NvidiaFacts | None = None
     """This machine's GPUs; None for other machines."""
+    gpu_notes: tuple[str, ...] = ()
+    """Why no GPU was counted on other machines that have an nvidia-smi."""
 
     def place(self, launch: LaunchSection, device: DeviceSection) -> Placement:
         """Return where a run's ranks go. Raises ConfigError."""
@@ -410,8 +412,22 @@ def _of_stack(outputs: StackOutputs, env: Mapping[str, str], *, why: str) -> Cho
 _GIB = 2**30
 
 
+def require_launcher_of_jobs(config: RunConfig, *, nodes: int) -> None:
+    """Raise ConfigError for a launcher that cannot start ranks in a Slurm job of so many nodes."""
+    if config.launch.launcher == AUTO or nodes == 1:
+        return
+    launcher = candidates(config.launch.launcher)[0]
+    if launcher.needs_ssh:
+        raise ConfigError(
+            f"launch.launcher = {launcher.name!r} reaches other nodes by SSH with the run's key, "
+            f"which the {nodes} nodes of a Slurm job do not have. Use 'auto', 'srun' or 'torchrun'."
+        )
+
+
 def require_launcher(config: RunConfig, inventory: ClusterInventory) -> None:
     """Raise ConfigError for a launcher that is unknown, or cannot span the inventory's nodes."""
+    if inventory.source == "slurm":
+        require_launcher_of_jobs(config, nodes=len(inventory.nodes))
     launcher = candidates(config.launch.launcher)[0]
     if launcher.scheduler not in (None, inventory.source):
         raise ConfigError(

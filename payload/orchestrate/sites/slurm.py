@@ -14,12 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from payload.errors import INTERRUPTED, ConfigError, ExitCode, PreflightError
-from payload.launch.launchers.registry import AUTO
 from payload.orchestrate.run.mirror import mirror_file
 from payload.orchestrate.run.report import log_tail
 from payload.orchestrate.run.store import Order
 from payload.orchestrate.sites.allocation import SlurmError, ask, fields, require_program
-from payload.orchestrate.sites.choose import Home, NamedSite, Seen, SiteRun
+from payload.orchestrate.sites.choose import (
+    Home,
+    NamedSite,
+    Seen,
+    SiteRun,
+    require_launcher_of_jobs,
+)
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import (
     RunJob,
@@ -71,11 +76,7 @@ class Slurm(NamedSite):
 
     def check(self, config: RunConfig, env: Mapping[str, str]) -> None:
         """Raise ConfigError or PreflightError for what would fail in the job after its wait."""
-        if config.launch.launcher not in (AUTO, "srun") and config.slurm.nodes > 1:
-            raise ConfigError(
-                f"launch.launcher = {config.launch.launcher!r}: in a Slurm job of several nodes "
-                "srun starts the ranks. Use 'auto' or 'srun'."
-            )
+        require_launcher_of_jobs(config, nodes=config.slurm.nodes)
         if config.launch.ranks_per_node is not None:
             config.require_even(config.slurm.nodes * config.launch.ranks_per_node)
         require_program("sbatch", env)
