@@ -111,8 +111,8 @@ class LaunchSection:
 
     launcher: str = "auto"
     """`mpirun`, `torchrun`, or `auto`: mpirun where Intel MPI runs (x86-64 Linux), else torchrun.
-    Each starts ranks on one machine or on a cluster. In a Slurm job `auto` is `srun`. A run says
-    which one it takes."""
+    Each starts ranks on one machine or on a cluster. In a Slurm job `auto` is `srun`; one of
+    several nodes takes `torchrun`, too, and refuses `mpirun`. A run says which one it takes."""
     ranks_per_node: int | None = setting(None, low=1, high=4096)
     """none = one per GPU where the inventory counts GPUs, else one per NUMA domain. On this machine
     and in a Slurm job, `nvidia-smi` counts the GPUs that `CUDA_VISIBLE_DEVICES` leaves."""
