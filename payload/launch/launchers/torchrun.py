@@ -41,7 +41,7 @@ class Torchrun(Launcher):
                 *("--max-restarts", "0", "--log-dir", str(job.folder / "logs" / "torchrun")),
                 *job.words,
             )
-        command = (
+        command: tuple[str, ...] = (
             *program,
             *("--nnodes", str(job.nodes), "--nproc-per-node", str(job.ranks_per_node)),
             *("--rdzv-backend", "c10d", "--rdzv-id", job.folder.name),
