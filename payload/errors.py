@@ -109,6 +109,10 @@ class SshUnreachableError(TileforgeError):
     exit_code = ExitCode.SSH_UNREACHABLE
 
 
+class ConnectionLostError(SshUnreachableError):
+    """The connection to a node broke. Another one may be had: the machine had answered."""
+
+
 class SshAuthError(TileforgeError):
     """A node answers, and refuses the key."""
 
@@ -167,6 +171,7 @@ class NodesError(TileforgeError):
         assert failures, "there is no error without a failure"
         lines = "".join(f"\n  {error}" for error in failures.values())
         super().__init__(f"{what} failed on {len(failures)} node(s):{lines}")
+        self.failures = failures
         self.exit_code = most_telling([error.exit_code for error in failures.values()])
 
 

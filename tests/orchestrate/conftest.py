@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -18,7 +19,7 @@ from payload.orchestrate.ssh.streams import Deadlines, Login
 from payload.results import RunPaths
 from tests.orchestrate.hostile import command_of
 from tests.orchestrate.run_copies import write_ranks
-from tests.orchestrate.sshd import SSHD, USER, Sshd, make_cluster, make_key
+from tests.orchestrate.sshd import SSHD, USER, Sshd, logs_since, make_cluster, make_key
 from tests.support.left_out import leave_out
 
 StartSshd = Callable[..., Sshd]
@@ -54,6 +55,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             why=f"that start an SSH server: they need Linux with {SSHD} and ssh-keygen (apt-get "
             "install openssh-server openssh-client).",
         )
+
+
+_BEGAN = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Note when the test began."""
+    item.stash[_BEGAN] = time.time() - 1.0  # a file's time may be a tick behind
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what the nodes' sshds logged where a test fails, as why a connection ended."""
+    report = yield
+    if report.failed and _BEGAN in item.stash:
+        shown = logs_since(item.stash[_BEGAN])
+        report.sections += [(f"sshd log of {name}", text) for name, text in shown]
+    return report
 
 
 @pytest.fixture(scope="session")

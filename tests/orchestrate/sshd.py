@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,9 @@ from tests.support.waiting import wait_until
 
 SSHD = Path("/usr/sbin/sshd")
 USER = getpass.getuser()
+
+LOGS: list[Path] = []
+"""Of every sshd that was started; for `logs_since`."""
 
 _CONFIG = """\
 ListenAddress {address}:{port}
@@ -35,6 +39,9 @@ SetEnv HOME={home}
 LogLevel VERBOSE
 {more}
 """
+
+
+_SHOWN_LINES = 100
 
 
 def make_key(path: Path, *, kind: str = "ed25519") -> str:
@@ -99,6 +106,7 @@ class Sshd:
     def start(self) -> None:
         """Start sshd, at first or again after `stop`."""
         self.log.unlink(missing_ok=True)
+        LOGS.append(self.log)
         self._process = subprocess.Popen(
             self._argv, stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -132,6 +140,14 @@ def _with_descendants(process: int) -> list[int]:
     for candidate in found:
         found += [child for child, parent in parents.items() if parent == candidate]
     return found
+
+
+def logs_since(time_unix: float) -> Iterator[tuple[str, str]]:
+    """Yield a node's name and the end of its sshd's log, of all that wrote since then."""
+    for log in dict.fromkeys(LOGS):
+        if log.exists() and log.stat().st_mtime >= time_unix:
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            yield log.parent.name, "\n".join(lines[-_SHOWN_LINES:])
 
 
 def make_cluster(*nodes: Node, kind: AccessKind = "direct") -> ClusterInventory:

@@ -7,10 +7,12 @@ import os
 import signal
 import socket
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -246,6 +248,28 @@ def test_a_connection_that_breaks_is_said_to(start_sshd: StartSshd, login: Login
         sshd.stop()
         with pytest.raises(SshUnreachableError, match="node-1: the connection broke"):
             connection.run(["true"], timeout_s=60)
+
+
+def test_a_message_that_is_late_for_its_channel_does_not_end_the_connection(
+    node: Sshd, login: Login, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, was_late = ssh._Transport._send_user_message, []
+
+    def send_late(transport: Any, message: Any) -> None:
+        """Send the end of a command's input when the command has ended and is forgotten."""
+        if message.asbytes()[:1] == b"\x60" and threading.current_thread() is not transport:
+            wait_until(lambda: not transport._channels.values(), what="the channel's close")
+            was_late.append(message)
+        send(transport, message)
+
+    monkeypatch.setattr(ssh._Transport, "_send_user_message", send_late)
+    with connected(node.node, login) as connection:
+        for _ in range(3):
+            assert connection.run(["false"], timeout_s=60).status == 1
+        # The node answers what came before it closes.
+        assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
+    assert len(was_late) == 4
+    assert "nonexistent channel" not in node.log.read_text(encoding="utf-8")
 
 
 def test_workers_are_reached_through_the_head(start_sshd: StartSshd, login: Login) -> None:

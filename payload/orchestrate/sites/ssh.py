@@ -10,7 +10,15 @@ from pathlib import Path, PurePosixPath
 
 from rich.console import Console
 
-from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
+from payload.errors import (
+    ConfigError,
+    ConnectionLostError,
+    ExitCode,
+    NodesError,
+    PreflightError,
+    TileforgeError,
+    UsageError,
+)
 from payload.hints import run_command
 from payload.inventory import ClusterInventory, Node
 from payload.launch.budget import time_limit
@@ -48,6 +56,7 @@ from payload.orchestrate.sites.cluster_run import ClusterRun, adopted, is_copy_o
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import Code, archive, look, make_room_for, this_code, unpack
 from payload.orchestrate.ssh.keys import (
+    Claim,
     RunKey,
     claimed,
     install_run_key,
@@ -136,43 +145,31 @@ class Ssh(InventorySite):
     def start(self, order: Order) -> SiteRun:
         """Check the cluster, bring what it lacks, and start the supervisor on its head.
 
-        Returns the run that is on the cluster already where there is one.
+        Connects once more where a connection breaks before the start. Returns the run that is on
+        the cluster already where there is one.
         """
-        inventory, talk = self._inventory, self._talk
         staged = _Staged(
             data=order.config.data.folder(),
             weights=_weights(order.config.model.init, resumes=order.resumes),
         )
-        key = self._key()
-        with self._connect(key) as cluster:
+        key, talk = self._key(), self._talk
+        with ExitStack() as held:
+            cluster = held.enter_context(self._connect(key))
             report = self._require_fit(cluster, order.config)
-            answers = ask_nodes(
-                inventory,
-                cluster,
-                code=this_code(),
-                programs=programs_of(candidates(order.config.launch.launcher)[0]),
-                data=staged.data,
-                weights=staged.weights,
-            )
-            home = PurePosixPath(answers[inventory.head.name].home)
-            found = _other_run(answers[inventory.head.name], order)
+            try:
+                ready = self._make_ready(order, staged, cluster, report, held)
+            except (ConnectionLostError, NodesError) as error:
+                talk.print(f"note: {_lost_connections(error)}. Connecting once more.")
+                # What has arrived stays; the claim on the head goes with its connection.
+                held.close()
+                cluster = held.enter_context(self._connect(key))
+                ready = self._make_ready(order, staged, cluster, report, held)
+            run, found, home = ready.run, ready.claim.running, ready.home
             if found is None:
-                run = RemoteRun(
-                    order.paths,
-                    inventory,
-                    run_dir=home / NODE_FOLDER / "runs" / order.paths.run_id,
-                    key=key,
-                    connect=lambda: self._connect(key),
-                )
-                # Before anything is written or installed: two who resume one run must not mix.
-                with claimed(cluster, inventory, run_dir=run.run_dir, say=talk.print) as claim:
-                    found = claim.running
-                    if found is None:
-                        self._prepare(order, staged, run, cluster, report, answers, claim.name)
-                        _start(run, cluster, order, name=claim.name, talk=talk)
-                        return ClusterRun(run, talk=talk)
+                _start(run, cluster, order, name=ready.claim.name, talk=talk)
+                return ClusterRun(run, talk=talk)
         theirs = RunPaths(order.paths.root.parent / found)
-        if not is_copy_of(theirs, inventory):
+        if not is_copy_of(theirs, self._inventory):
             raise ConfigError(
                 f"run {found} is on this cluster, and was not started from here, so nothing was "
                 f"started. Follow it with: {self._how_to_attach(theirs)}"
@@ -181,6 +178,42 @@ class Ssh(InventorySite):
         other = self._adopted(theirs, home=home, key=key)
         other.was_under_way = True
         return other
+
+    def _make_ready(
+        self, order: Order, staged: _Staged, cluster: Cluster, report: Report, held: ExitStack
+    ) -> _Ready:
+        """Claim the head for as long as `held` lasts, and bring what the nodes lack.
+
+        May be repeated with another connection. Brings nothing where a run is under way.
+        """
+        inventory = self._inventory
+        answers = ask_nodes(
+            inventory,
+            cluster,
+            code=this_code(),
+            programs=programs_of(candidates(order.config.launch.launcher)[0]),
+            data=staged.data,
+            weights=staged.weights,
+        )
+        home = PurePosixPath(answers[inventory.head.name].home)
+        key = self._key()
+        run = RemoteRun(
+            order.paths,
+            inventory,
+            run_dir=home / NODE_FOLDER / "runs" / order.paths.run_id,
+            key=key,
+            connect=lambda: self._connect(key),
+        )
+        found = _other_run(answers[inventory.head.name], order)
+        if found is not None:
+            return _Ready(run=run, home=home, claim=Claim(name="", running=found))
+        # Before anything is written or installed: two who resume one run must not mix.
+        claim = held.enter_context(
+            claimed(cluster, inventory, run_dir=run.run_dir, say=self._talk.print)
+        )
+        if claim.running is None:
+            self._prepare(order, staged, run, cluster, report, answers, claim.name)
+        return _Ready(run=run, home=home, claim=claim)
 
     def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:
         """Ask the head for a run; without an id, for the one under way. Raises UsageError."""
@@ -267,7 +300,7 @@ class Ssh(InventorySite):
                 for stale in _stale(order.paths):
                     stale.unlink(missing_ok=True)
                 planned.write(order.paths)
-            _write_there(planned, cluster, config=config, talk=talk)
+                _write_there(planned, cluster, config=config, talk=talk)
             with room_for(run.paths):
                 run.note(alive=True)
         except BaseException:
@@ -324,6 +357,24 @@ class _Staged:
     data: Path
     weights: Weights | None
     """Initial weights, if they are a folder here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    """A run that can be started, unless the claim says that another one is under way."""
+
+    run: RemoteRun
+    home: PurePosixPath
+    """The login's home on the nodes."""
+    claim: Claim
+
+
+def _lost_connections(error: TileforgeError) -> str:
+    """Return which connections broke, and why. Raises `error` where that is not all there is."""
+    failures = list(error.failures.values()) if isinstance(error, NodesError) else [error]
+    if not all(isinstance(each, ConnectionLostError) for each in failures):
+        raise error
+    return "; ".join(each.cause for each in failures)
 
 
 def _stale(paths: RunPaths) -> Iterator[Path]:

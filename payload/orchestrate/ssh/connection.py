@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import paramiko
 
 from payload.errors import (
     AnswerError,
     ConfigError,
+    ConnectionLostError,
     HostKeyError,
     PreflightError,
     SshAuthError,
@@ -55,6 +56,8 @@ _CHUNK_BYTES = 64 * 2**10
 _TIMED_OUT = 124  # coreutils' timeout
 # paramiko's words for a node that is silent; the class is that of many other errors.
 _SILENT = "Timeout opening channel."
+# Window, data, EOF and request of RFC 4254. Not the close itself, of which paramiko sends one.
+_TO_OPEN_CHANNELS = (b"\x5d", b"\x5e", b"\x5f", b"\x60", b"\x62")
 _NO_KEY = (paramiko.SSHException, paramiko.hostkeys.InvalidHostKey, ValueError)
 
 # What paramiko raises when the other side does not keep to the protocol.
@@ -100,6 +103,52 @@ def dial(
     return _dial_once(node, login, key, known, stream=open_stream(), deadlines=deadlines)
 
 
+class _Transport(paramiko.Transport):
+    """Sends nothing to a channel after its close, and keeps the reason of the connection's end.
+
+    paramiko makes a message under the channel's lock and sends it without: a command that ends at
+    that moment has its channel closed in between, and OpenSSH ends the whole connection for an EOF
+    or data that come later (https://github.com/paramiko/paramiko/issues/1115).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.farewell = ""
+        """What the other side said when it ended the connection, or why we did."""
+        # Reentrant: the garbage collector closes channels, in whatever thread it runs.
+        self._order = threading.RLock()
+
+    def why_lost(self, error: Exception) -> str:
+        """Return the reason of the connection's end, which `error` may be a consequence of."""
+        cause = self.saved_exception or error
+        if self.farewell or isinstance(cause, EOFError):
+            return self.farewell or "the other side closed it"
+        said = cause.strerror if isinstance(cause, OSError) else None
+        return _brief(said or str(cause)) or type(cause).__name__
+
+    def _send_user_message(self, data: paramiko.Message) -> None:
+        with self._order:
+            if not self._comes_after_close(data.asbytes()):
+                super()._send_user_message(data)  # type: ignore[misc]  # not in its stubs
+
+    def _comes_after_close(self, message: bytes) -> bool:
+        # This thread closes channels that the other side has closed, once they are off the list.
+        if message[:1] not in _TO_OPEN_CHANNELS or threading.current_thread() is self:
+            return False
+        (number,) = struct.unpack_from(">I", message, 1)
+        channels: Any = self
+        return all(each.remote_chanid != number for each in channels._channels.values())
+
+    def _parse_disconnect(self, message: paramiko.Message) -> None:
+        code, words = message.get_int(), message.get_string()
+        said = _brief(words.decode(errors="replace"))
+        self.farewell = self.farewell or f"the node ended it with code {code}: {said or 'no word'}"
+
+
+def _brief(text: str) -> str:
+    return printable(text).strip()[:_SAID_CHARS]
+
+
 class Connection:
     """One node that we are logged in to."""
 
@@ -108,7 +157,7 @@ class Connection:
         self._client = client
         self._stream = stream
         transport = client.get_transport()
-        assert transport is not None, "the client has just connected"
+        assert isinstance(transport, _Transport), "the client has just connected"
         self._transport = transport
         self._transport.set_keepalive(_KEEPALIVE_S)
 
@@ -123,7 +172,7 @@ class Connection:
     ) -> Completed:
         """Run a command and wait for it; on the node, too, it ends after `timeout_s`.
 
-        With a `sink`, stdout goes there as it comes. Raises SshUnreachableError when the connection
+        With a `sink`, stdout goes there as it comes. Raises ConnectionLostError when the connection
         breaks, PreflightError at the deadline, AnswerError when it prints over `most_bytes`.
         """
         command = shell_text(["timeout", "--kill-after=5", f"{timeout_s:g}", *argv])
@@ -251,7 +300,7 @@ class Connection:
 
         def expire() -> None:
             expired.set()
-            self._transport.close()
+            self._give_up()
 
         timer = threading.Timer(timeout_s, expire)
         timer.daemon = True
@@ -272,7 +321,7 @@ class Connection:
         self, error: Exception, doing: str, expired_after_s: float | None
     ) -> TileforgeError:
         if str(error) == _SILENT:
-            self._transport.close()  # the next one need not wait for it again
+            self._give_up()  # the next one need not wait for it again
         if expired_after_s is not None or str(error) == _SILENT:
             waited = "" if expired_after_s is None else f" for {expired_after_s:g} s"
             return SshUnreachableError(
@@ -281,11 +330,19 @@ class Connection:
             )
         from_node = isinstance(error, OSError) and error.errno is not None
         if not self._transport.is_active() or (not from_node and self._is_gone()):
-            return SshUnreachableError(
-                f"{self.node.name}: the connection broke while {doing}",
-                fix="Is the machine still there?",
+            fix = "Is the machine still there?"
+            if isinstance(self._stream, ProxyProcess) and self._stream.ended():
+                fix = f"{fix} {self._stream.complaint()}"
+            return ConnectionLostError(
+                f"{self.node.name}: the connection broke while {doing} "
+                f"({self._transport.why_lost(error)})",
+                fix=fix,
             )
         return PreflightError(f"{self.node.name}: {doing}: {error}")
+
+    def _give_up(self) -> None:
+        self._transport.farewell = self._transport.farewell or "it had not answered before"
+        self._transport.close()
 
     def _is_gone(self) -> bool:
         # paramiko closes the channels first, and notes that the connection is lost afterwards.
@@ -319,6 +376,7 @@ def _dial_once(
             banner_timeout=deadlines.handshake_s,
             auth_timeout=deadlines.auth_s,
             channel_timeout=deadlines.connect_s,
+            transport_factory=_Transport,
         )
     except (paramiko.SSHException, EOFError, OSError) as error:
         failure = _classify(node, login, error, deadlines)

@@ -18,7 +18,7 @@ import payload
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.node.look import numa_domains, physical_cores
 from payload.orchestrate.sites.cluster import VENV
-from tests.orchestrate.sshd import SSHD, make_cluster, make_key
+from tests.orchestrate.sshd import LOGS, SSHD, make_cluster, make_key
 from tests.rig.network import Link, address_of, make_operator_network
 from tests.rig.whole import Whole
 from tests.support.launching import REPO
@@ -37,6 +37,7 @@ PasswordAuthentication no
 MaxStartups 50
 Subsystem sftp internal-sftp
 SetEnv HOME={home}
+LogLevel VERBOSE
 """
 # A home, a /var/lib and an environment in /opt of the node's own; all end with its processes.
 _BOOT = """\
@@ -206,6 +207,7 @@ class SeparateNodes(Whole):
         )
         self._started.append(started)
         log = folder / "sshd.log"
+        LOGS.append(log)
         wait_until(
             lambda: log.exists() and "listening" in log.read_text(encoding="utf-8"),
             what=f"sshd of {name}",

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from payload.errors import INTERRUPTED, ExitCode
 from payload.launch.plan import LaunchPlan
+from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.google import VARIABLE
 from payload.orchestrate.run.mirror import read_mirrored
+from payload.orchestrate.sites import ssh as ssh_site
+from payload.orchestrate.ssh import files
 from payload.results import RunPaths
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
@@ -174,11 +180,11 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     _, err = again.communicate(timeout=TIMEOUT_S)
     assert again.returncode == INTERRUPTED and "detached; run one goes on" in err, err
     assert "run one is on this cluster, so nothing was started" in err
-    logins = operator.nodes.log_of(0).count("Accepted")
+    logins = operator.nodes.log_of(0).count("Accepted publickey")
     follower = operator.start("logs", "one", "-f")
     for _ in range(2):
         wait_for_a_look(operator.paths("one"))
-    assert operator.nodes.log_of(0).count("Accepted") == logins + 1
+    assert operator.nodes.log_of(0).count("Accepted publickey") == logins + 1
     code, said = operator.do("status")
     assert code == ExitCode.OK and "running" in said, said
     code, said, told = as_stack(operator, "down")
@@ -403,6 +409,68 @@ def test_no_rank_outlives_a_supervisor_that_is_killed(operator: Operator) -> Non
     wait_for_nobody(operator)
     code, said = operator.do("status", "one")
     assert code == ExitCode.OK and "the supervisor is gone without a word" in said, said
+
+
+def at_first_call(
+    module: ModuleType, name: str, happens: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let something happen just before a function of the product does its work."""
+    real, calls = getattr(module, name), itertools.count()
+
+    def after_it(*arguments: Any, **more: Any) -> Any:
+        if next(calls) == 0:
+            happens()
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(module, name, after_it)
+
+
+def run_here(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run two steps, by a command in this process."""
+    monkeypatch.chdir(operator.folder)
+    return main(operator.run_words("one", "train.steps=2"), os.environ)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "place"),
+    [
+        (files, "put", "(writing|running `sha256sum`)"),
+        (ssh_site, "install_run_key", "running `python3`"),
+        (ssh_site, "unpack", "running `(env|mkdir)`"),
+    ],
+    ids=["data", "key", "run-folder"],
+)
+def test_a_start_whose_connection_breaks_connects_once_more_and_goes_on(
+    operator: Operator,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    module: ModuleType,
+    name: str,
+    place: str,
+) -> None:
+    at_first_call(module, name, lambda: operator.nodes.cut_sessions(0), monkeypatch)
+    code = run_here(operator, monkeypatch)
+    said = capsys.readouterr().err
+    assert code == ExitCode.OK, said
+    (note,) = [line for line in said.splitlines() if "Connecting once more" in line]
+    assert re.match(rf"note: node-[01]: the connection broke while {place}", note), said
+    assert summary(operator.paths("one").root)["status"] == "finished"
+    assert keys_of_runs(operator) == [[], []]
+
+
+def test_a_start_whose_second_connection_fails_is_20_and_can_be_repeated(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose_the_worker() -> None:
+        operator.nodes.kill_node(1)
+        operator.nodes.cut_sessions(0)
+
+    at_first_call(ssh_site, "unpack", lose_the_worker, monkeypatch)
+    code = run_here(operator, monkeypatch)
+    said = capsys.readouterr().err
+    assert code == ExitCode.SSH_UNREACHABLE, said
+    assert "cannot be reached from node-0" in said.partition("Connecting once more.")[2], said
+    assert not operator.paths("one").root.exists()
 
 
 def test_a_wrong_host_key_is_22_and_nothing_is_started(operator: Operator, tmp_path: Path) -> None:
