@@ -16,7 +16,7 @@ from payload.errors import INTERRUPTED, ExitCode, TileforgeError, UsageError
 from payload.hints import command
 from payload.launch.exports.registry import ENGINES
 from payload.orchestrate.commands import run, status
-from payload.orchestrate.commands.cloud import add_cloud_commands, typed
+from payload.orchestrate.commands.cloud import add_cloud_commands, add_runs_dir, typed
 from payload.orchestrate.planning import plan_export
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.store import check_named_id, check_new_id
@@ -308,7 +308,7 @@ def _add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _add_list(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("list", help="show all runs, the newest first")
     parser.set_defaults(command=partial(_typed, status.ListOptions, status.list_runs))
-    _add_runs_dir(parser)
+    add_runs_dir(parser)
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
@@ -384,7 +384,7 @@ def _add_remove(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--keep", type=int, metavar="N", help="remove all but the newest N instead")
     parser.add_argument("--dry-run", action="store_true", help="say what would be removed")
     parser.add_argument("--force", action="store_true", help="also what was not collected")
-    _add_runs_dir(parser)
+    add_runs_dir(parser)
 
 
 def _add_ssh_key(parser: argparse.ArgumentParser) -> None:
@@ -400,7 +400,7 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     _add_inventory(parser)
     _add_config(parser)
     parser.add_argument("--run-id", metavar="ID", help="(default: name, time and four digits)")
-    _add_runs_dir(parser)
+    add_runs_dir(parser)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -442,11 +442,7 @@ def _add_inventory(parser: argparse.ArgumentParser) -> None:
 
 def _add_which(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", metavar="RUN", help="run id (default: the newest)")
-    _add_runs_dir(parser)
-
-
-def _add_runs_dir(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs-dir", metavar="DIR", help="where runs are kept (default: runs)")
+    add_runs_dir(parser)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import signal
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ import pytest
 from payload.errors import (
     AnswerError,
     ConfigError,
+    ConnectionLostError,
     ExitCode,
     HostKeyError,
     PreflightError,
@@ -33,6 +35,7 @@ from payload.orchestrate.ssh.streams import Deadlines, Login, ProxyProcess, open
 from tests.orchestrate.conftest import PATIENT, SILENT_LATER, StartSshd
 from tests.orchestrate.sshd import (
     Sshd,
+    logs_since,
     make_cluster,
     make_key,
     relay_argv,
@@ -270,6 +273,34 @@ def test_a_message_that_is_late_for_its_channel_does_not_end_the_connection(
         assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
     assert len(was_late) == 4
     assert "nonexistent channel" not in node.log.read_text(encoding="utf-8")
+
+
+def test_the_reason_of_a_connection_s_end_is_in_its_error(
+    start_sshd: StartSshd, login: Login
+) -> None:
+    sshd = start_sshd("node-1", "127.0.0.3")
+    with connected(sshd.node, login) as connection:
+        message = ssh.paramiko.Message()
+        message.add_byte(b"\x60").add_int(99)
+        transport: Any = connection._transport
+        transport._send_message(message)
+        said = r"code 2: ieof packet referred to nonexistent channel 99\)\. Is the machine"
+        for _ in range(2):
+            with pytest.raises(ConnectionLostError, match=said):
+                connection.run(["true"], timeout_s=60)
+    with connected(sshd.node, login) as connection:
+        sshd.stop()
+        said = r"\((the other side closed it|Connection reset by peer|Broken pipe)\)\. Is"
+        with pytest.raises(ConnectionLostError, match=said):
+            connection.run(["true"], timeout_s=60)
+
+
+def test_the_log_of_a_node_can_be_shown_where_a_test_fails(node: Sshd, login: Login) -> None:
+    began = time.time() - 1.0
+    with connected(node.node, login) as connection:
+        connection.check_run(["true"], timeout_s=60)
+    assert "Accepted publickey" in dict(logs_since(began))["node-0"]
+    assert not dict(logs_since(time.time() + 60.0))
 
 
 def test_workers_are_reached_through_the_head(start_sshd: StartSshd, login: Login) -> None:

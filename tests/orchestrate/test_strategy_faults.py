@@ -86,4 +86,5 @@ def _partial_beside_a_whole_one(paths: RunPaths) -> str:
         partial = partial_checkpoints(paths.checkpoints)
         if partial and whole:
             return partial[0].name.partition(".")[0]
+        time.sleep(0.002)  # a checkpoint is a write and a sync: long enough to be seen
     raise AssertionError("no checkpoint was seen while it was written")

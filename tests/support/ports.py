@@ -7,16 +7,18 @@ import os
 import random
 import socket
 
-_WORKERS = 8
-_EACH = 1000
+from payload.inventory import RANK_PORTS
+
 # Below those that the kernel gives to connections (32768 on, Linux's default) and those of a run's
 # ranks (payload.inventory.RANK_PORTS): what is started seconds later still finds its port free.
 _FIRST = 11_000
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_EACH = min(1000, (RANK_PORTS.start - _FIRST) // _WORKERS)
 
 
 def free_port(address: str = "127.0.0.1") -> int:
     """Return a port that nothing listens on now and that no other worker of pytest-xdist takes."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _WORKERS
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     for _ in range(_EACH):
         port = _FIRST + worker * _EACH + next(_PLACES)
         with socket.socket() as probe:

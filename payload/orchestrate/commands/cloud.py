@@ -57,7 +57,7 @@ def _add_up(commands: Commands) -> None:
         help="replace machines even if results on them are not here",
     )
     parser.add_argument("--dry-run", action="store_true", help="only the preview")
-    _add_runs_dir(parser)
+    add_runs_dir(parser)
     _add_yes(parser)
 
 
@@ -151,7 +151,7 @@ def _add_down(commands: Commands) -> None:
         "name, which --yes does not answer",
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
-    _add_runs_dir(parser)
+    add_runs_dir(parser)
     _add_yes(parser)
 
 
@@ -207,7 +207,8 @@ def _add_project(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_runs_dir(parser: argparse.ArgumentParser) -> None:
+def add_runs_dir(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says where runs are kept."""
     parser.add_argument("--runs-dir", metavar="DIR", help="where runs are kept (default: runs)")
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def test_a_checkpoint_of_500_mb_arrives_whole_through_three_interruptions(
     asked: set[str] = set()
     while third.poll() is None:
         asked |= set(_ASKED.findall("\n".join(nodes.processes())))
+        time.sleep(0.02)  # what is asked for takes far longer
     code, said = finish(third)
     assert code == ExitCode.OK and f"checkpoint: {checkpoints / NAME}" in said, said
     # The node was asked for the rest alone, by the number of its first byte.
