@@ -256,7 +256,8 @@ def test_a_connection_that_breaks_is_said_to(start_sshd: StartSshd, login: Login
 def test_a_message_that_is_late_for_its_channel_does_not_end_the_connection(
     node: Sshd, login: Login, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, was_late = ssh._Transport._send_user_message, []
+    send = ssh._Transport._send_user_message
+    was_late: list[Any] = []
 
     def send_late(transport: Any, message: Any) -> None:
         """Send the end of a command's input when the command has ended and is forgotten."""
@@ -281,7 +282,7 @@ def test_the_reason_of_a_connection_s_end_is_in_its_error(
 ) -> None:
     sshd = start_sshd("node-1", "127.0.0.3")
     with connected(sshd.node, login) as connection:
-        message = ssh.paramiko.Message()
+        message: Any = vars(ssh)["paramiko"].Message()
         message.add_byte(b"\x60").add_int(99)
         transport: Any = connection._transport
         transport._send_message(message)

@@ -137,7 +137,8 @@ class _Transport(paramiko.Transport):
             return False
         (number,) = struct.unpack_from(">I", message, 1)
         channels: Any = self
-        return all(each.remote_chanid != number for each in channels._channels.values())
+        open_numbers = [c.remote_chanid for c in channels._channels.values() if c.active]
+        return number not in open_numbers
 
     def _parse_disconnect(self, message: paramiko.Message) -> None:
         code, words = message.get_int(), message.get_string()
