@@ -22,7 +22,7 @@ SSHD = Path("/usr/sbin/sshd")
 USER = getpass.getuser()
 
 LOGS: list[Path] = []
-"""Of every sshd that was started; for `logs_since`."""
+"""Logs of every sshd that was started; for `logs_since`."""
 
 _CONFIG = """\
 ListenAddress {address}:{port}

@@ -114,7 +114,7 @@ class _Transport(paramiko.Transport):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.farewell = ""
-        """What the other side said when it ended the connection, or why we did."""
+        """The other side's words when it ended the connection, or our reason to."""
         # Reentrant: the garbage collector closes channels, in whatever thread it runs.
         self._order = threading.RLock()
 
