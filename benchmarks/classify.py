@@ -37,6 +37,7 @@ import numpy as np
 from benchmarks.machine import describe_machine
 from benchmarks.package_texts import FORMS, PackageText, Parts, divide, packages, write_csv
 from benchmarks.tables import Table
+from payload.train.checkpoint import load_trainer_state
 from payload.train.models.classifier import Classifier
 from payload.train.models.registry import load
 
@@ -279,13 +280,14 @@ def _train(work: Path, *, config: Path, sets: Sequence[str], keeps: bool) -> flo
 
 
 def _labels(work: Path, texts: Sequence[str], *, model: str) -> list[str]:
-    """Return the label that the run's last checkpoint gives each text, computed in bf16."""
+    """Return the label that the run's last checkpoint gives each text, in the run's own dtype."""
     import torch
     from tokenizers import Tokenizer
 
     checkpoint = max((work / "run" / "checkpoints").glob("step_*"))
     classifier = load(checkpoint).eval()
     assert isinstance(classifier, Classifier)
+    in_bf16 = load_trainer_state(checkpoint).dtype == "bf16"
     tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
     encoded = [tokenizer.encode(text).ids for text in texts]
     order = sorted(range(len(encoded)), key=lambda place: len(encoded[place]))
@@ -295,7 +297,7 @@ def _labels(work: Path, texts: Sequence[str], *, model: str) -> list[str]:
         tokens = torch.full((len(places), len(encoded[places[-1]])), classifier.pad_token)
         for row, place in enumerate(places):
             tokens[row, : len(encoded[place])] = torch.tensor(encoded[place])
-        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
             chosen = classifier.class_logits(tokens).argmax(-1).tolist()
         for place, number in zip(places, chosen, strict=True):
             given[place] = classifier.labels[number]
