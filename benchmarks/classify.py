@@ -14,8 +14,8 @@ have a text of the same source among the trained ones, from which they often dif
 `--peers` trains the peers alone and tells these two kinds of texts apart.
 
 The peer is scikit-learn's logistic regression, on the same texts. Its regularisation is the one
-that is best on the measured texts, which favours it. The standard error of the margin and McNemar's
-test come from the texts that one of the two has right and the other wrong.
+that is best on the measured texts, which favours it. The standard error of the margin is that of
+paired texts, clustered by source package, and its p-value that of a normal distribution.
 """
 
 from __future__ import annotations
@@ -62,23 +62,24 @@ class Margin:
 
     points: float
     standard_error: float
-    """In points, of the difference on paired texts."""
+    """In points, of the difference on paired texts, clustered by source."""
     p: float
-    """Two-sided exact McNemar test."""
+    """Two-sided, of a normal distribution."""
 
     @classmethod
-    def of(cls, ours: Sequence[bool], theirs: Sequence[bool]) -> Margin:
-        """Compare which texts each has right."""
-        from scipy.stats import binomtest
+    def of(cls, ours: Sequence[bool], theirs: Sequence[bool], sources: Sequence[str]) -> Margin:
+        """Compare which texts each has right.
 
-        pairs = list(zip(ours, theirs, strict=True))
-        gained = sum(a and not b for a, b in pairs)
-        lost = sum(b and not a for a, b in pairs)
-        mean, count = (gained - lost) / len(pairs), len(pairs)
-        spread = math.sqrt(max(0.0, (gained + lost) / count - mean**2) / count)
-        apart = gained + lost
-        p = float(binomtest(gained, apart).pvalue) if apart else 1.0
-        return cls(points=100 * mean, standard_error=100 * spread, p=p)
+        Texts of one source are right or wrong together ("NAME documentation"), so only sources
+        count as independent of each other.
+        """
+        gains = np.array(ours, dtype=float) - np.array(theirs, dtype=float)
+        mean, count = float(gains.mean()), len(gains)
+        _, cluster = np.unique(np.array(sources), return_inverse=True)
+        sums = np.bincount(cluster, weights=gains - mean)
+        error = math.sqrt(float((sums**2).sum())) / count
+        p = math.erfc(abs(mean) / error / math.sqrt(2)) if error else float(mean == 0)
+        return cls(points=100 * mean, standard_error=100 * error, p=p)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -97,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
         took_s = _train(work, config=arguments.config, sets=sets, keeps=arguments.work is not None)
         texts = [row.text + arguments.ending for row in measured]
         ours = _labels(work, texts, model=arguments.model)
-        (work / "labels.json").write_text(json.dumps(ours))
+        (work / f"labels_{arguments.on}.json").write_text(json.dumps(ours))
     result: dict[str, Any] = {
         "benchmark": "classify",
         "machine": describe_machine(),
@@ -109,8 +110,7 @@ def main(argv: Sequence[str]) -> int:
         "split": arguments.split,
         "train_s": None if took_s is None else round(took_s, 1),
     }
-    own = [row.label for row in measured]
-    return _report(result, own, ours, dict(_peers(parts.train, measured)))
+    return _report(result, measured, ours, dict(_peers(parts.train, measured)))
 
 
 def _parts(arguments: argparse.Namespace) -> Parts:
@@ -129,19 +129,24 @@ def _parts(arguments: argparse.Namespace) -> Parts:
 
 
 def _report(
-    result: dict[str, Any], own: list[str], ours: list[str], peers: dict[str, list[str]]
+    result: dict[str, Any],
+    measured: Sequence[PackageText],
+    ours: list[str],
+    peers: dict[str, list[str]],
 ) -> int:
     """Print the accuracies and margins; return 0 when the model beats the stronger peer."""
     from sklearn.metrics import f1_score
 
+    own = [row.label for row in measured]
     right = {
         name: [label == each for label, each in zip(given, own, strict=True)]
         for name, given in {_OURS: ours, **peers}.items()
     }
     accuracy = {name: sum(each) / len(each) for name, each in right.items()}
-    margins = {name: Margin.of(right[_OURS], right[name]) for name in peers}
+    sources = [row.source for row in measured]
+    margins = {name: Margin.of(right[_OURS], right[name], sources) for name in peers}
     f1 = float(f1_score(own, ours, average="macro"))
-    columns = ("accuracy", "macro F1", "margin, points", "standard error", "McNemar p")
+    columns = ("accuracy", "macro F1", "margin, points", "standard error", "p")
     table = Table(*columns, labels=right)
     table.row(_OURS, f"{accuracy[_OURS]:.2%}", f"{f1:.4f}")
     for name, margin in margins.items():

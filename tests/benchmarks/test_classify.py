@@ -79,13 +79,18 @@ def test_the_parts_share_no_source_and_are_the_same_for_the_same_lists() -> None
     assert {row.source for row in mixed.train} & {row.source for row in mixed.held_out}
 
 
-def test_a_margin_has_the_error_and_the_p_of_paired_texts() -> None:
+def test_a_margin_has_the_error_of_paired_texts_that_are_clustered_by_source() -> None:
     ours, theirs = [True] * 9 + [False], [True] * 4 + [False] * 6
-    margin = classify.Margin.of(ours, theirs)
+    each_its_own = [str(number) for number in range(10)]
+    margin = classify.Margin.of(ours, theirs, each_its_own)
     assert margin.points == pytest.approx(50)
     assert margin.standard_error == pytest.approx(100 * (0.25 / 10) ** 0.5)
-    assert margin.p == pytest.approx(2 * 0.5**5)
-    assert classify.Margin.of(ours, ours).p == 1
+    assert margin.p == pytest.approx(0.00157, rel=1e-2)  # of 3.16 standard errors
+    # The five gained texts are one package's: they tell as much as one.
+    of_one = classify.Margin.of(ours, theirs, ["0"] * 4 + ["1"] * 5 + ["2"])
+    assert of_one.points == margin.points
+    assert of_one.standard_error == pytest.approx(10 * (2**2 + 2.5**2 + 0.5**2) ** 0.5)
+    assert classify.Margin.of(ours, ours, each_its_own).p == 1
 
 
 def test_texts_that_are_there_already_keep_their_time(tmp_path: Path) -> None:
