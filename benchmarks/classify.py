@@ -54,6 +54,7 @@ _OWN_VALIDATION = 0.01
 _OURS = "tileforge"
 _STRENGTHS = (3.0, 10.0, 30.0, 100.0)
 """Inverse regularisation of the logistic regression."""
+_FEWEST_SOURCES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +76,13 @@ class Margin:
         """
         gains = np.array(ours, dtype=float) - np.array(theirs, dtype=float)
         mean, count = float(gains.mean()), len(gains)
-        _, cluster = np.unique(np.array(sources), return_inverse=True)
+        names, cluster = np.unique(np.array(sources), return_inverse=True)
+        if len(names) < _FEWEST_SOURCES:
+            raise ValueError(f"{len(names)} source(s) tell no standard error")
         sums = np.bincount(cluster, weights=gains - mean)
-        error = math.sqrt(float((sums**2).sum())) / count
-        p = math.erfc(abs(mean) / error / math.sqrt(2)) if error else float(mean == 0)
+        spread = float((sums**2).sum()) * len(names) / (len(names) - 1)
+        error = math.sqrt(spread) / count
+        p = math.erfc(abs(mean) / error / math.sqrt(2)) if mean else 1.0
         return cls(points=100 * mean, standard_error=100 * error, p=p)
 
 

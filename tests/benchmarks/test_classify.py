@@ -84,13 +84,15 @@ def test_a_margin_has_the_error_of_paired_texts_that_are_clustered_by_source() -
     each_its_own = [str(number) for number in range(10)]
     margin = classify.Margin.of(ours, theirs, each_its_own)
     assert margin.points == pytest.approx(50)
-    assert margin.standard_error == pytest.approx(100 * (0.25 / 10) ** 0.5)
-    assert margin.p == pytest.approx(0.00157, rel=1e-2)  # of 3.16 standard errors
+    assert margin.standard_error == pytest.approx(100 * (0.25 / 9) ** 0.5)
+    assert margin.p == pytest.approx(0.0027, rel=1e-2)  # of 3 standard errors
     # The five gained texts are one package's: they tell as much as one.
     of_one = classify.Margin.of(ours, theirs, ["0"] * 4 + ["1"] * 5 + ["2"])
     assert of_one.points == margin.points
-    assert of_one.standard_error == pytest.approx(10 * (2**2 + 2.5**2 + 0.5**2) ** 0.5)
+    assert of_one.standard_error == pytest.approx(10 * ((2**2 + 2.5**2 + 0.5**2) * 3 / 2) ** 0.5)
     assert classify.Margin.of(ours, ours, each_its_own).p == 1
+    with pytest.raises(ValueError, match="tell no standard error"):
+        classify.Margin.of(ours, theirs, ["0"] * 10)
 
 
 def test_texts_that_are_there_already_keep_their_time(tmp_path: Path) -> None:
