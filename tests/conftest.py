@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from payload.core_speed import has_bf16
 from tests.support.data_folders import make_data_folder
 from tests.support.groups import GroupScheduling, place_of
 from tests.support.launching import TINY_RUN
@@ -105,6 +106,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """The longest groups begin first; what mounts a file system is left out where it cannot."""
     items.sort(key=lambda item: place_of(item.nodeid))
     leave_out_without_prometheus(config, items)
+    if has_bf16() is False:
+        leave_out(
+            config,
+            items,
+            [item for item in items if item.get_closest_marker("bf16")],
+            folder="tests/train, marked bf16",
+            why="of kernels for layers: this CPU has no instructions for bf16 matmuls.",
+        )
     if not (sys.platform == "linux" and os.geteuid() == 0):
         leave_out(
             config,

@@ -52,6 +52,7 @@ def plainly_normed(x: Tensor, scale: NormScale, weight: Tensor) -> Tensor:
     return x * factor * (weight + scale.offset)
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
     ("batch", "length", "heads", "key_heads", "width"),
@@ -94,6 +95,7 @@ def test_query_heads_that_share_keys_attend_as_in_torch(
         assert error(grad, leaf.grad) < 2 * ONE_ROUNDING
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("window", [1, 5, 128, 200])
 @pytest.mark.parametrize("documents", [False, True])
 def test_a_token_attends_within_its_window_and_document_alone(
@@ -281,6 +283,7 @@ def test_a_gate_far_from_zero_neither_overflows_nor_vanishes(
     assert grad_wide[0, :5].tolist() == pytest.approx([0, 0, 0, 1, 1], abs=1e-6)
 
 
+@pytest.mark.bf16
 def test_weights_side_by_side_get_their_gradients_in_their_own_places(
     library: Library, threads: int
 ) -> None:
@@ -297,6 +300,7 @@ def test_weights_side_by_side_get_their_gradients_in_their_own_places(
         assert error(total, part + adds * start) < 1e-5
 
 
+@pytest.mark.bf16
 def test_the_decoder_s_passes_give_the_same_bits_with_any_number_of_threads(
     library: Library,
 ) -> None:

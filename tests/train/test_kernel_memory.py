@@ -14,6 +14,7 @@ from tests.support.launching import rank_env, run
 from tests.train.alone import train_alone
 
 
+@pytest.mark.bf16
 def test_a_kernel_without_memory_raises_and_works_again_with_more(built: Path) -> None:
     # No thread has memory in reserve: every larger piece is a new mapping, which meets the limit.
     env = rank_env(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_ARENA_MAX="1")
@@ -95,6 +96,7 @@ assert torch.equal(small[-1](), before)
 """
 
 
+@pytest.mark.bf16
 def test_a_kernel_without_memory_ends_training_in_the_words_for_it(
     tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def random(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize(
     ("batch", "length", "heads", "width"),
     [
@@ -71,6 +72,7 @@ def test_attention_and_its_gradient_are_those_of_torch(
     assert error(grad[:, :, 2], leaf.grad[:, :, 2]) < 2 * ONE_ROUNDING
 
 
+@pytest.mark.bf16
 def test_large_scores_neither_overflow_nor_vanish(library: Library) -> None:
     qkv = (random(1, 200, 3, 2, 32) * 30).to(BF16)
     query, key, value = (part.transpose(1, 2).double() for part in qkv.unbind(2))
@@ -241,6 +243,7 @@ def test_a_pass_in_bf16_is_as_near_to_fp32_as_the_reference_s(
             assert error(ours[1][name], true) < 1.5 * near + 1e-3, name
 
 
+@pytest.mark.bf16
 def test_a_pass_gives_the_same_bits_with_any_number_of_threads(library: Library) -> None:
     qkv = random(2, 150, 3, 2, 32).to(BF16)
     before, seen = torch.get_num_threads(), []

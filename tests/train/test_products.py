@@ -9,7 +9,7 @@ from torch import Tensor
 from payload.train.kernels.library import Library
 from tests.train.test_kernels import BF16, error, random
 
-pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
+pytestmark = [pytest.mark.bf16, pytest.mark.usefixtures("fresh_memory_is_nan")]
 
 # Sums of a few thousand products of bf16 numbers, which are exact in fp32, one after the other.
 SUMS = 1e-6

@@ -121,6 +121,7 @@ def test_in_fp32_the_layers_are_the_reference_and_the_gradients_equal(library: L
         assert error(found[1][key], true) < 1e-5, key
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_base_lies_once_in_bf16_and_no_pass_copies_it(
     library: Library, name: str, monkeypatch: pytest.MonkeyPatch

@@ -67,6 +67,7 @@ def gradients(
     return loss.item(), found
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("name", _FAMILIES)
 def test_a_pass_over_the_kernels_is_as_near_to_fp32_as_the_reference_s(
     library: Library, monkeypatch: pytest.MonkeyPatch, name: str
@@ -96,6 +97,7 @@ def test_a_pass_over_the_kernels_is_as_near_to_fp32_as_the_reference_s(
         assert error(twice[1][key], ours[1][key]) < 1e-3, key
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("chunk", [2048, 17])
 @pytest.mark.parametrize("name", ["llama, untied, biases", "qwen3", "gemma3_text"])
 def test_gradients_kept_in_bf16_are_those_in_fp32_rounded_once(
@@ -130,6 +132,7 @@ def test_gradients_kept_in_bf16_are_those_in_fp32_rounded_once(
         assert error(value, exact[1][key].double()) < 2**-7, key
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("vocabulary", [64, 77])
 def test_a_gradient_made_where_the_logits_lie_is_that_made_beside_them(
     library: Library, monkeypatch: pytest.MonkeyPatch, vocabulary: int
@@ -143,6 +146,7 @@ def test_a_gradient_made_where_the_logits_lie_is_that_made_beside_them(
     assert in_place[2].untyped_storage().nbytes() > beside[2].untyped_storage().nbytes()
 
 
+@pytest.mark.bf16
 def test_a_step_makes_its_logits_where_the_gradient_lay_that_the_update_before_has_read(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_an_adapter_is_trained_beside_a_base_in_uneven_parts(
     assert all(allclose(ours[key], theirs[key], atol=2e-5) for key in ours)
 
 
+@pytest.mark.bf16
 @ranks
 def test_bf16_has_the_losses_of_shards_without_kernels(tmp_path: Path, tiny_config: Path) -> None:
     bf16 = (*STEPS, "precision.dtype=bf16", "train.steps=3", "engine.kernels=off")
