@@ -13,13 +13,14 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path, PurePosixPath
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
-from payload.errors import ConfigError, ExitCode, NodesError, PreflightError
+from payload.errors import ConfigError, ConnectionLostError, ExitCode, NodesError, PreflightError
 from payload.inventory import ClusterInventory, Node
 from payload.launch.environment import launcher_environment
 from payload.launch.files import render_hosts
@@ -322,6 +323,34 @@ def test_the_claim_of_an_operator_whose_connection_breaks_is_free_again(
         broken.connect(inventory.head).close()
         with claimed(other, inventory, run_dir=run_dir, say=print, timeout_s=20) as claim:
             assert claim.running is None
+
+
+def test_a_claim_that_a_broken_connection_still_holds_ends_as_that_connection_did(
+    nodes: list[Sshd], login: Login, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "_RETRY_S", 0.1)
+    inventory = make_cluster(*(sshd.node for sshd in nodes))
+    lost = ConnectionLostError("node-0: the connection broke")
+    said: list[str] = []
+    with ExitStack() as stack, cluster_of(inventory, login) as again:
+        # A head that has not noticed the break has the claim from before.
+        before = stack.enter_context(cluster_of(inventory, login))
+        claim = partial(claimed, inventory=inventory, run_dir=run_dir_on(nodes[0], "one"))
+        name = stack.enter_context(claim(before, say=print)).name
+        retry = partial(claim, again, say=said.append, timeout_s=1, lost=lost)
+        with pytest.raises(ConnectionLostError) as caught, retry(name=name):
+            pass
+        assert caught.value is lost
+        # Somebody else's is no matter of the connection.
+        with pytest.raises(HeadBusyError), retry(name=OTHER):
+            pass
+        before.close()
+        with retry(name=name, timeout_s=60) as claim_again:
+            assert claim_again == Claim(name=name, running=None)
+    assert said[:2] == [
+        "node-0: the connection that broke still has the claim on it: waiting for that",
+        "node-0: somebody (from 127.0.0.1) is starting one: waiting for that",
+    ]
 
 
 def test_a_stolen_run_key_opens_no_node_from_elsewhere(nodes: list[Sshd], login: Login) -> None:

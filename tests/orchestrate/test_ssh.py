@@ -297,6 +297,81 @@ def test_the_reason_of_a_connection_s_end_is_in_its_error(
             connection.run(["true"], timeout_s=60)
 
 
+def test_a_channel_takes_nothing_after_its_close_here(node: Sshd, login: Login) -> None:
+    with connected(node.node, login) as connection:
+        transport: Any = connection._transport
+        channel: Any = transport.open_session(timeout=60)
+        channel.exec_command("cat")
+        sent: list[bytes] = []
+        transport._send_message = lambda message: sent.append(message.asbytes()[:1])
+
+        def send_data_and_eof() -> None:
+            for kind in (b"\x5e", b"\x60"):
+                message: Any = vars(ssh)["paramiko"].Message()
+                transport._send_user_message(message.add_byte(kind).add_int(channel.remote_chanid))
+
+        send_data_and_eof()
+        channel.close()
+        send_data_and_eof()
+        assert sent == [b"\x5e", b"\x60", b"\x61"]
+        del transport._send_message
+        assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
+
+
+def test_a_worker_s_error_says_whether_it_or_the_head_has_ended_the_connection(
+    start_sshd: StartSshd, login: Login
+) -> None:
+    head, worker = start_sshd("node-0", "127.0.0.2"), start_sshd("node-1", "127.0.0.3")
+    inventory = make_cluster(head.node, worker.node)
+    for broken, said in (
+        (worker, r"\((the other side closed it|Socket is closed)\)\. Is"),
+        (head, r"\(the connection to node-0, through which it is reached, ended\)\. Is"),
+    ):
+        with Cluster(inventory, login=login, env={}, deadlines=PATIENT) as cluster:
+            connection = cluster.connect(worker.node)
+            broken.stop()
+            with pytest.raises(ConnectionLostError, match=f"^node-1: the connection .*{said}"):
+                connection.run(["true"], timeout_s=60)
+        broken.start()
+
+
+# Ends once nobody reads what it prints.
+_NO_ANSWER = "while :; do echo; sleep 0.1; done"
+
+
+def test_a_connection_that_breaks_while_an_answer_is_awaited_is_said_to(
+    start_sshd: StartSshd, login: Login, tmp_path: Path
+) -> None:
+    sshd = start_sshd("node-1", "127.0.0.3")
+    runs = tmp_path / "runs"
+
+    def stop_it() -> None:
+        wait_until(runs.exists, what="the command to run")
+        sshd.stop()
+
+    stopper = threading.Thread(target=stop_it)
+    stopper.start()
+    with connected(sshd.node, login) as connection:
+        words = ["sh", "-c", f"touch {runs}; {_NO_ANSWER}"]
+        with (
+            pytest.raises(ConnectionLostError, match="the connection broke while running `sh`"),
+            connection.listening(words, timeout_s=60),
+        ):
+            pass
+    stopper.join()
+
+
+def test_a_command_that_does_not_answer_in_time_is_unreachable(node: Sshd, login: Login) -> None:
+    with connected(node.node, login) as connection:
+        with connection.listening(["echo", "hi"], timeout_s=60) as answer:
+            assert answer == b""
+        with (
+            pytest.raises(SshUnreachableError, match="node-0: no answer for 1 s while running"),
+            connection.listening(["sh", "-c", _NO_ANSWER], timeout_s=1),
+        ):
+            pass
+
+
 def test_the_log_of_a_node_can_be_shown_where_a_test_fails(node: Sshd, login: Login) -> None:
     began = time.time() - 1.0
     with connected(node.node, login) as connection:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from rich.console import Console
@@ -58,6 +59,7 @@ from payload.orchestrate.ssh.files import Code, archive, look, make_room_for, th
 from payload.orchestrate.ssh.keys import (
     Claim,
     RunKey,
+    attempt_name,
     claimed,
     install_run_key,
     remove_dead_keys,
@@ -145,10 +147,11 @@ class Ssh(InventorySite):
     def start(self, order: Order) -> SiteRun:
         """Check the cluster, bring what it lacks, and start the supervisor on its head.
 
-        Connects once more where a connection breaks before the start. Returns the run that is on
-        the cluster already where there is one.
+        Connects once more where a connection breaks while the run is staged on the nodes: not
+        during the checks, and not at the start itself. Returns the run that is on the cluster
+        already where there is one.
         """
-        staged = _Staged(
+        local = _LocalFiles(
             data=order.config.data.folder(),
             weights=_weights(order.config.model.init, resumes=order.resumes),
         )
@@ -156,17 +159,20 @@ class Ssh(InventorySite):
         with ExitStack() as held:
             cluster = held.enter_context(self._connect(key))
             report = self._require_fit(cluster, order.config)
+            name = attempt_name(order.paths.run_id)
+            stage = partial(self._stage, order, local, report, name=name, held=held)
             try:
-                ready = self._make_ready(order, staged, cluster, report, held)
+                staged = stage(cluster)
             except (ConnectionLostError, NodesError) as error:
                 talk.print(f"note: {_lost_connections(error)}. Connecting once more.")
-                # What has arrived stays; the claim on the head goes with its connection.
+                # What has arrived stays, but for the key: the second attempt may fail early.
                 held.close()
                 cluster = held.enter_context(self._connect(key))
-                ready = self._make_ready(order, staged, cluster, report, held)
-            run, found, home = ready.run, ready.claim.running, ready.home
+                _remove_key(cluster, self._inventory, name, talk)
+                staged = stage(cluster, lost=error)
+            run, found, home = staged.run, staged.claim.running, staged.home
             if found is None:
-                _start(run, cluster, order, name=ready.claim.name, talk=talk)
+                _start(run, cluster, order, name=name, talk=talk)
                 return ClusterRun(run, talk=talk)
         theirs = RunPaths(order.paths.root.parent / found)
         if not is_copy_of(theirs, self._inventory):
@@ -179,12 +185,21 @@ class Ssh(InventorySite):
         other.was_under_way = True
         return other
 
-    def _make_ready(
-        self, order: Order, staged: _Staged, cluster: Cluster, report: Report, held: ExitStack
-    ) -> _Ready:
+    def _stage(
+        self,
+        order: Order,
+        local: _LocalFiles,
+        report: Report,
+        cluster: Cluster,
+        *,
+        name: str,
+        held: ExitStack,
+        lost: TileforgeError | None = None,
+    ) -> _Staged:
         """Claim the head for as long as `held` lasts, and bring what the nodes lack.
 
-        May be repeated with another connection. Brings nothing where a run is under way.
+        `name` is the attempt's. May be repeated with another connection where the first was `lost`.
+        Brings nothing where a run is under way.
         """
         inventory = self._inventory
         answers = ask_nodes(
@@ -192,8 +207,8 @@ class Ssh(InventorySite):
             cluster,
             code=this_code(),
             programs=programs_of(candidates(order.config.launch.launcher)[0]),
-            data=staged.data,
-            weights=staged.weights,
+            data=local.data,
+            weights=local.weights,
         )
         home = PurePosixPath(answers[inventory.head.name].home)
         key = self._key()
@@ -206,14 +221,21 @@ class Ssh(InventorySite):
         )
         found = _other_run(answers[inventory.head.name], order)
         if found is not None:
-            return _Ready(run=run, home=home, claim=Claim(name="", running=found))
+            return _Staged(run=run, home=home, claim=Claim(name=name, running=found))
         # Before anything is written or installed: two who resume one run must not mix.
         claim = held.enter_context(
-            claimed(cluster, inventory, run_dir=run.run_dir, say=self._talk.print)
+            claimed(
+                cluster,
+                inventory,
+                run_dir=run.run_dir,
+                say=self._talk.print,
+                name=name,
+                lost=lost,
+            )
         )
         if claim.running is None:
-            self._prepare(order, staged, run, cluster, report, answers, claim.name)
-        return _Ready(run=run, home=home, claim=claim)
+            self._prepare(order, local, run, cluster, report, answers, name)
+        return _Staged(run=run, home=home, claim=claim)
 
     def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:
         """Ask the head for a run; without an id, for the one under way. Raises UsageError."""
@@ -263,7 +285,7 @@ class Ssh(InventorySite):
     def _prepare(
         self,
         order: Order,
-        staged: _Staged,
+        local: _LocalFiles,
         run: RemoteRun,
         cluster: Cluster,
         report: Report,
@@ -285,10 +307,10 @@ class Ssh(InventorySite):
                 code=code,
                 new_run=None if order.resumes else order.paths.run_id,
             )
-        there = bring_data(inventory, cluster, answers, source=staged.data, talk=talk)
+        there = bring_data(inventory, cluster, answers, source=local.data, talk=talk)
         config = replace(order.config, data=replace(order.config.data, dir=str(there)))
-        if staged.weights is not None:
-            init = bring_weights(inventory, cluster, answers, weights=staged.weights, talk=talk)
+        if local.weights is not None:
+            init = bring_weights(inventory, cluster, answers, weights=local.weights, talk=talk)
             config = replace(config, model=replace(config.model, init=str(init)))
         for dead in remove_dead_keys(cluster, inventory):
             talk.print(f"note: the key {dead} was left on the nodes; it is gone now")
@@ -297,10 +319,11 @@ class Ssh(InventorySite):
             run_key = install_run_key(cluster, inventory, name=name, lasts_s=lasts_s)
             planned = self._plan(order, report, answers, code=code, run_key=run_key)
             with order.folder():
+                # First there: where a connection breaks, a resumed run's records here stay.
+                _write_there(planned, cluster, config=config, talk=talk)
                 for stale in _stale(order.paths):
                     stale.unlink(missing_ok=True)
                 planned.write(order.paths)
-                _write_there(planned, cluster, config=config, talk=talk)
             with room_for(run.paths):
                 run.note(alive=True)
         except BaseException:
@@ -351,7 +374,7 @@ class Ssh(InventorySite):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Staged:
+class _LocalFiles:
     """Files here that the nodes need."""
 
     data: Path
@@ -360,8 +383,8 @@ class _Staged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ready:
-    """A run that can be started, unless the claim says that another one is under way."""
+class _Staged:
+    """A run whose files are on the nodes, unless the claim says that another is under way."""
 
     run: RemoteRun
     home: PurePosixPath

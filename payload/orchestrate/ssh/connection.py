@@ -104,30 +104,48 @@ def dial(
 
 
 class _Transport(paramiko.Transport):
-    """Sends nothing to a channel after its close, and keeps the reason of the connection's end.
+    """Drops messages to a channel that is closed, and keeps the reason of the connection's end.
 
     paramiko makes a message under the channel's lock and sends it without: a command that ends at
     that moment has its channel closed in between, and OpenSSH ends the whole connection for an EOF
-    or data that come later (https://github.com/paramiko/paramiko/issues/1115).
+    or data that come later (https://github.com/paramiko/paramiko/issues/1115). Closed is a channel
+    that the other side has closed, or that `close` was called for here.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.farewell = ""
+        self.node_name = ""
+        """Of the node at the other end."""
+        self.disconnect_reason = ""
         """The other side's words when it ended the connection, or our reason to."""
         # Reentrant: the garbage collector closes channels, in whatever thread it runs.
-        self._order = threading.RLock()
+        self._send_lock = threading.RLock()
+
+    def note_reason(self, reason: str) -> None:
+        """Keep the reason of the connection's end; the first one counts."""
+        self.disconnect_reason = self.disconnect_reason or reason
 
     def why_lost(self, error: Exception) -> str:
         """Return the reason of the connection's end, which `error` may be a consequence of."""
+        if self.disconnect_reason:
+            return self.disconnect_reason
+        carrier = self.sock.get_transport() if isinstance(self.sock, paramiko.Channel) else None
+        if isinstance(carrier, _Transport) and carrier.is_gone():
+            return f"the connection to {carrier.node_name}, through which it is reached, ended"
         cause = self.saved_exception or error
-        if self.farewell or isinstance(cause, EOFError):
-            return self.farewell or "the other side closed it"
+        if isinstance(cause, EOFError):
+            return "the other side closed it"
         said = cause.strerror if isinstance(cause, OSError) else None
         return _brief(said or str(cause)) or type(cause).__name__
 
+    def is_gone(self) -> bool:
+        """Return whether the connection has ended, also where that is just being noted."""
+        # paramiko closes the channels first, and notes that the connection is lost afterwards.
+        self.join(_NOTED_S)
+        return not self.is_active()
+
     def _send_user_message(self, data: paramiko.Message) -> None:
-        with self._order:
+        with self._send_lock:
             if not self._comes_after_close(data.asbytes()):
                 super()._send_user_message(data)  # type: ignore[misc]  # not in its stubs
 
@@ -137,13 +155,16 @@ class _Transport(paramiko.Transport):
             return False
         (number,) = struct.unpack_from(">I", message, 1)
         channels: Any = self
-        open_numbers = [c.remote_chanid for c in channels._channels.values() if c.active]
+        # Dropped, too, is the EOF that `close` sends before the close itself: nobody needs it.
+        open_numbers = [
+            c.remote_chanid for c in channels._channels.values() if c.active and not c.closed
+        ]
         return number not in open_numbers
 
     def _parse_disconnect(self, message: paramiko.Message) -> None:
         code, words = message.get_int(), message.get_string()
         said = _brief(words.decode(errors="replace"))
-        self.farewell = self.farewell or f"the node ended it with code {code}: {said or 'no word'}"
+        self.note_reason(f"the node ended it with code {code}: {said or 'no word'}")
 
 
 def _brief(text: str) -> str:
@@ -160,6 +181,7 @@ class Connection:
         transport = client.get_transport()
         assert isinstance(transport, _Transport), "the client has just connected"
         self._transport = transport
+        self._transport.node_name = node.name
         self._transport.set_keepalive(_KEEPALIVE_S)
 
     def run(
@@ -191,7 +213,7 @@ class Connection:
                     channel.sendall(stdin)
                     channel.shutdown_write()
                 status = channel.recv_exit_status()
-                if status < 0 and self._is_gone():
+                if status < 0 and self._transport.is_gone():
                     raise EOFError
                 stdout.result()
                 stderr.result()
@@ -225,7 +247,8 @@ class Connection:
     ) -> Iterator[bytes]:
         """Start a command that stays while somebody listens, and yield its first line of JSON.
 
-        Empty where there is none within `timeout_s`, or the command has ended without.
+        Empty where the command has ended without one. Raises ConnectionLostError when the
+        connection breaks before, and SshUnreachableError after `timeout_s`.
         """
         with self.guard(f"running `{argv[0]}`", timeout_s=timeout_s):
             channel = self._transport.open_session(timeout=_MARGIN_S)
@@ -235,6 +258,8 @@ class Connection:
             lines = channel.makefile("rb")
             # A login shell's greeting may come before it.
             first = next((line for line in lines if line.startswith(b"{")), b"")
+            if not first and self._transport.is_gone():
+                raise EOFError
         with contextlib.closing(channel):
             yield first
 
@@ -330,7 +355,7 @@ class Connection:
                 fix="The machine hangs, or the network to it is gone.",
             )
         from_node = isinstance(error, OSError) and error.errno is not None
-        if not self._transport.is_active() or (not from_node and self._is_gone()):
+        if not self._transport.is_active() or (not from_node and self._transport.is_gone()):
             fix = "Is the machine still there?"
             if isinstance(self._stream, ProxyProcess) and self._stream.ended():
                 fix = f"{fix} {self._stream.complaint()}"
@@ -342,13 +367,8 @@ class Connection:
         return PreflightError(f"{self.node.name}: {doing}: {error}")
 
     def _give_up(self) -> None:
-        self._transport.farewell = self._transport.farewell or "it had not answered before"
+        self._transport.note_reason("it had not answered before")
         self._transport.close()
-
-    def _is_gone(self) -> bool:
-        # paramiko closes the channels first, and notes that the connection is lost afterwards.
-        self._transport.join(_NOTED_S)
-        return not self._transport.is_active()
 
 
 def _dial_once(

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from payload.errors import AnswerError, ConfigError, PreflightError
+from payload.errors import AnswerError, ConfigError, PreflightError, TileforgeError
 from payload.hints import command
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.ssh.connection import Cluster, Connection, shell_text
@@ -212,6 +212,7 @@ class _Claimed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Holder:
+    name: str = checked("?", pattern=_KEY_NAME, wanted="a key's name")
     run_id: str = checked("?", pattern=RUN_ID, wanted="a run's name")
     origin: str = checked("?", pattern=_ORIGIN, wanted="an address")
 
@@ -227,6 +228,15 @@ class _Names:
     names: tuple[str, ...] = checked(pattern=_KEY_NAME, wanted="a key's name", max_items=10_000)
 
 
+def attempt_name(run_id: str) -> str:
+    """Return a name for an attempt to start a run, which nobody else's has. Raises ConfigError."""
+    if not RUN_ID.fullmatch(run_id):
+        raise ConfigError(
+            f"run id {run_id!r}: letters, digits, dots, hyphens and underscores only."
+        )
+    return f"{run_id}.{secrets.token_hex(4)}"
+
+
 @contextmanager
 def claimed(
     cluster: Cluster,
@@ -235,17 +245,17 @@ def claimed(
     run_dir: PurePosixPath,
     say: Callable[[str], None],
     timeout_s: float = _CLAIM_S,
+    name: str | None = None,
+    lost: TileforgeError | None = None,
 ) -> Iterator[Claim]:
     """Keep others from starting a run or a trial on this cluster.
 
-    The claim ends with the connection, so also with this process. Waits for somebody else's, as
-    long as `timeout_s`. Raises ConfigError for a run's name that is none, and PreflightError.
+    The claim ends with the connection, so also with this process; the head may notice that late.
+    Waits for somebody else's, as long as `timeout_s`. An attempt that claims again gives its `name`
+    and the error with which it has `lost` its connection: this is raised where the claim from
+    before has not ended. Raises ConfigError for a run's name that is none, and PreflightError.
     """
-    if not RUN_ID.fullmatch(run_dir.name):
-        raise ConfigError(
-            f"run id {run_dir.name!r}: letters, digits, dots, hyphens and underscores only."
-        )
-    name = f"{run_dir.name}.{secrets.token_hex(4)}"
+    name = name or attempt_name(run_dir.name)
     ends = time.monotonic() + timeout_s
     has_told = False
     while True:
@@ -253,8 +263,14 @@ def claimed(
             if answer.claim or answer.running is not None:
                 yield Claim(name=name, running=answer.running)
                 return
-        held = _words(answer.held, head=inventory.head.name)
+        holder = _holder(answer.held, head=inventory.head.name)
+        is_own = lost is not None and holder.name == name
+        held = f"{inventory.head.name}: somebody (from {holder.origin}) is starting {holder.run_id}"
+        if is_own:
+            held = f"{inventory.head.name}: the connection that broke still has the claim on it"
         if time.monotonic() > ends:
+            if lost is not None and is_own:
+                raise lost
             raise HeadBusyError(
                 f"{held}, so nothing was started. Wait until it runs, and follow it with: "
                 + command("orchestrate", "attach")
@@ -352,13 +368,12 @@ def _asked(connection: Connection, run_dir: PurePosixPath, name: str) -> Iterato
         yield parse_answer(_Claimed, line, node=connection.node.name)
 
 
-def _words(held: str | None, *, head: str) -> str:
+def _holder(held: str | None, *, head: str) -> _Holder:
     """Return who has the claim; what the holder has left may be half written, or anything."""
     try:
-        holder = build(_Holder, parse_json(held or "{}", where=head), where=head)
+        return build(_Holder, parse_json(held or "{}", where=head), where=head)
     except ConfigError:
-        holder = _Holder()
-    return f"{head}: somebody (from {holder.origin}) is starting {holder.run_id}"
+        return _Holder()
 
 
 def _act(

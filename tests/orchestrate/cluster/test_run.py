@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,13 +20,14 @@ from typing import Any
 
 import pytest
 
-from payload.errors import INTERRUPTED, ExitCode
+from payload.errors import INTERRUPTED, ExitCode, PreflightError
 from payload.launch.plan import LaunchPlan
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.google import VARIABLE
 from payload.orchestrate.run.mirror import read_mirrored
 from payload.orchestrate.sites import ssh as ssh_site
-from payload.orchestrate.ssh import files
+from payload.orchestrate.ssh import files, keys
+from payload.orchestrate.ssh.connection import Connection
 from payload.results import RunPaths
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
@@ -425,10 +427,10 @@ def at_first_call(
     monkeypatch.setattr(module, name, after_it)
 
 
-def run_here(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> int:
+def run_here(operator: Operator, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     """Run two steps, by a command in this process."""
     monkeypatch.chdir(operator.folder)
-    return main(operator.run_words("one", "train.steps=2"), os.environ)
+    return main([*operator.run_words("one", "train.steps=2"), *words], os.environ)
 
 
 @pytest.mark.parametrize(
@@ -470,6 +472,85 @@ def test_a_start_whose_second_connection_fails_is_20_and_can_be_repeated(
     said = capsys.readouterr().err
     assert code == ExitCode.SSH_UNREACHABLE, said
     assert "cannot be reached from node-0" in said.partition("Connecting once more.")[2], said
+    assert not operator.paths("one").root.exists()
+    # The head answers: the key's name stays, for the worker to be asked again, and no key.
+    head = operator.nodes.home_of(0) / ".ssh" / "tileforge"
+    assert keys_of_runs(operator)[0] == [] and not list(head.glob("*/*"))
+
+
+def test_a_resume_whose_second_connection_fails_leaves_the_run_as_it_was(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose_the_worker() -> None:
+        operator.nodes.kill_node(1)
+        operator.nodes.cut_sessions(0)
+
+    def files_here() -> dict[Path, bytes]:
+        found = operator.paths("one").root.rglob("[!.]*")
+        return {path: path.read_bytes() for path in found if path.is_file()}
+
+    assert run_here(operator, monkeypatch) == ExitCode.OK, capsys.readouterr().err
+    before = files_here()
+    at_first_call(ssh_site, "unpack", lose_the_worker, monkeypatch)
+    code = run_here(operator, monkeypatch, "--set", "train.steps=4", "--resume", "one")
+    said = capsys.readouterr().err
+    assert code == ExitCode.SSH_UNREACHABLE and "Connecting once more." in said, said
+    after = files_here()
+    assert not [path for path in before | after if before.get(path) != after.get(path)]
+
+
+def test_a_start_whose_worker_alone_breaks_connects_once_more_and_goes_on(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_first_call(ssh_site, "unpack", lambda: operator.nodes.cut_sessions(1), monkeypatch)
+    code = run_here(operator, monkeypatch)
+    said = capsys.readouterr().err
+    assert code == ExitCode.OK, said
+    (note,) = [line for line in said.splitlines() if "Connecting once more" in line]
+    assert re.match(r"note: node-1: the connection broke while running", note), said
+    assert "node-0" not in note
+    assert keys_of_runs(operator) == [[], []]
+
+
+def test_a_start_whose_connection_breaks_while_it_claims_the_head_waits_and_goes_on(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = operator.nodes.home_of(0) / "tileforge" / "runs" / ".start.lock"
+    lock.parent.mkdir(parents=True)
+    with ExitStack() as stack:
+        stack.enter_context(held(lock))
+
+        def break_it() -> None:
+            wait_for_a_waiter(lock)  # which has the claim, and cannot say so
+            operator.nodes.cut_sessions(0)
+
+        breaker = threading.Thread(target=break_it)
+        breaker.start()
+        # Once the claim was refused for the one from before, that one may end.
+        at_first_call(keys, "_holder", stack.close, monkeypatch)
+        code = run_here(operator, monkeypatch)
+        breaker.join()
+    said = capsys.readouterr().err
+    assert code == ExitCode.OK, said
+    assert "note: node-0: the connection broke while running `python3`" in said, said
+    assert "node-0: the connection that broke still has the claim on it: waiting" in said, said
+    assert keys_of_runs(operator) == [[], []]
+
+
+def test_a_start_that_fails_for_another_reason_beside_a_connection_is_not_repeated(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unpack(connection: Connection, *arguments: Any) -> None:
+        if connection.node.name == "node-0":
+            raise PreflightError("node-0: its disk is full")
+        operator.nodes.cut_sessions(1)
+        files.unpack(connection, *arguments)
+
+    monkeypatch.setattr(ssh_site, "unpack", unpack)
+    code = run_here(operator, monkeypatch)
+    said = capsys.readouterr().err
+    assert code == ExitCode.SSH_UNREACHABLE and "Connecting once more" not in said, said
+    assert "\n  node-0: its disk is full\n  node-1: the connection broke while" in said, said
     assert not operator.paths("one").root.exists()
 
 
