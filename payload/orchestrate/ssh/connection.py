@@ -115,7 +115,7 @@ class _Transport(paramiko.Transport):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.node_name = ""
-        """Of the node at the other end."""
+        """The node at the other end."""
         self.disconnect_reason = ""
         """The other side's words when it ended the connection, or our reason to."""
         # Reentrant: the garbage collector closes channels, in whatever thread it runs.
