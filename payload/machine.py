@@ -53,9 +53,13 @@ class Machine:
         )
 
 
+def hostname() -> str:
+    """Return this machine's name, without its domain."""
+    return socket.gethostname().partition(".")[0] or platform.node() or "localhost"
+
+
 def discover(*, sys_root: Path = Path("/sys")) -> Machine:
     """Return what this machine has."""
-    name = socket.gethostname().partition(".")[0] or platform.node() or "localhost"
     if not hasattr(os, "sched_getaffinity"):
         cores = tuple(range(os.cpu_count() or 1))
         domains: tuple[Domain, ...] = (Domain(id=0, cores=cores),)
@@ -63,7 +67,8 @@ def discover(*, sys_root: Path = Path("/sys")) -> Machine:
         domains = read_domains(
             sys_root, allowed=os.sched_getaffinity(0), quota=cpu_quota(sys_root / "fs/cgroup")
         )
-    return Machine(name=name, domains=domains, memory_bytes=memory_limit(sys_root / "fs/cgroup"))
+    memory_bytes = memory_limit(sys_root / "fs/cgroup")
+    return Machine(name=hostname(), domains=domains, memory_bytes=memory_bytes)
 
 
 def read_domains(

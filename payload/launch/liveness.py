@@ -39,7 +39,7 @@ class RankHeartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHeartbeat:
-    """The last heartbeat of a worker node."""
+    """The last heartbeat of a node that is not the supervisor's."""
 
     node: str
     quiet_s: float

@@ -46,6 +46,9 @@ class LaunchPlan:
     node_command: tuple[str, ...] = ()
     """Words on the head before a command that run it on another node, `{node}` for its name, where
     ssh does not."""
+    off_head: bool = False
+    """True where the supervisor is not on the head, as when salloc's shell stays on a login node.
+    It reaches the head as it reaches every other node, by `node_command`."""
     auto_batch_size: int | None = checked(None, low=1)
     """The value chosen for `batch.micro_batch_size = "auto"`; None where settings have a number.
     Other ranks may not be able to share the batch with it, and are given another."""

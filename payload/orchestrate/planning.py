@@ -268,6 +268,7 @@ def plan_run(
         launcher_environment=launcher.settings(reach),
         ssh=reach.ssh,
         node_command=reach.node_command,
+        off_head=reach.off_head,
         environment=environment,
         interfaces=rendezvous.interfaces,
         program=access.program(paths),

@@ -66,10 +66,11 @@ class Attempt:
         streams: Sequence[NodeStream],
         stopping: Stopping,
         wakeups: Wakeups,
+        node: str,
         node_of: Mapping[str, str],
         env: Mapping[str, str],
     ) -> None:
-        """`node_of` has the nodes' names by their addresses."""
+        """`node` is this machine's name, `node_of` has the nodes' names by their addresses."""
         self._paths = paths
         self._plan = plan
         self._launcher = find(plan.launcher)
@@ -77,8 +78,12 @@ class Attempt:
         self._config = config
         self._beats = beats
         self._streams = streams
+        head = ranks[0].node
+        self._head_stream = next((each for each in streams if each.node.name == head), None)
+        """The head's, where that is another machine."""
         self._stopping = stopping
         self._wakeups = wakeups
+        self._node = node
         self._node_of = node_of
         self._env = env
         checkpoint = paths.newest_checkpoint()
@@ -200,6 +205,10 @@ class Attempt:
         if progress is None or progress.phase in START_PHASES:
             # It would heed it in its first pass, and a large model takes minutes until then.
             return False
+        if self._head_stream is not None:
+            # Where it is gone, its wrapper or the launcher says so, as for any other rank.
+            self._head_stream.ask_to_stop(progress.pid)
+            return True
         return signal_process(progress.pid, signal.SIGTERM, run_dir=self._paths.root)
 
     def _end_now(self) -> None:
@@ -214,11 +223,11 @@ class Attempt:
             return {}
         self._end_now()
         left = kill_until_none(self._paths.root, timeout_s=_KILL_S)
-        return {self._ranks[0].node: sorted(left)} if left else {}
+        return {self._node: sorted(left)} if left else {}
 
     def _leave_none_elsewhere(self) -> dict[str, list[int] | None]:
         """End the run's processes on other nodes; return those left, None for a silent node."""
-        if self._plan.node_command and self._stopping.by_system:
+        if self._plan.node_command and self._stopping.by_system and self._head_stream is None:
             return {}  # the scheduler ends the job, and all that it has on any node
         for stream in self._streams:
             stream.ask_to_end()

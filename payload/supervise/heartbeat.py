@@ -1,13 +1,14 @@
-"""`python -m payload.supervise.heartbeat`: a worker node's heartbeats, sent to the head.
+"""`python -m payload.supervise.heartbeat`: a node's heartbeats, sent to the supervisor.
 
 Prints a JSON object every second: `now` and `monotonic_s` (this node's clocks) and, of the ranks
 here, `progress`, `exits` and `states` (the kernel's letter for a rank's process). `folders` are the
 shared folders that do not answer here.
 
-Reads a word a line. `ping` says that the head is alive. `end:N` kills the run's processes here and
-adds `ended` (process ids that did not exit) and `asked` (N; the same N again is no new request).
-Exits at the end of its input. When the head has been silent for too long, it kills the run's
-processes here, as nobody else could.
+Reads a word a line. `ping` says that the supervisor is alive. `stop:PID` sends SIGTERM to a process
+of the run; the same PID again is no new request. `end:N` kills the run's processes here and adds
+`ended` (process ids that did not exit) and `asked` (N, likewise). Exits at the end of its input.
+When the supervisor has been silent for too long, it kills the run's processes here, as nobody else
+could.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +28,7 @@ from typing import Any, TypeVar
 from payload.hints import command
 from payload.results import RankExit, RankProgress, RunPaths, last_record
 from payload.shared_folders import FolderWatch
-from payload.supervise.processes import kill_until_none
+from payload.supervise.processes import kill_until_none, signal_process
 
 EVERY_S = 1.0
 """Between two heartbeats."""
@@ -51,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _tell(paths: RunPaths, watch: FolderWatch, *, lifeline_s: float) -> int:
-    """Send heartbeats until the head is gone or silent for `lifeline_s`."""
-    heard_s, due_s, done = time.monotonic(), time.monotonic(), b""
+    """Send heartbeats until the supervisor is gone or silent for `lifeline_s`."""
+    heard_s, due_s, done, stopped = time.monotonic(), time.monotonic(), b"", b""
     while time.monotonic() - heard_s < lifeline_s:
         extra: dict[str, Any] = {}
         folders = {"folders": watch.troubles()}
@@ -61,7 +63,12 @@ def _tell(paths: RunPaths, watch: FolderWatch, *, lifeline_s: float) -> int:
             words = os.read(0, 4096).split()
             if not words:
                 return 0
-            request = next((word for word in reversed(words) if word.startswith(b"end:")), done)
+            stop = _last(words, b"stop:", before=stopped)
+            if stop != stopped:
+                stopped = stop
+                pid = int(stop.removeprefix(b"stop:"))
+                signal_process(pid, signal.SIGTERM, run_dir=paths.root)
+            request = _last(words, b"end:", before=done)
             if request != done:
                 done = request
                 extra["ended"] = sorted(kill_until_none(paths.root, timeout_s=_KILL_S))
@@ -78,6 +85,11 @@ def _tell(paths: RunPaths, watch: FolderWatch, *, lifeline_s: float) -> int:
             return 0
     kill_until_none(paths.root, timeout_s=_KILL_S)
     return 0
+
+
+def _last(words: Sequence[bytes], name: bytes, *, before: bytes) -> bytes:
+    """Return the last word that begins with `name`; `before` where there is none."""
+    return next((word for word in reversed(words) if word.startswith(name)), before)
 
 
 def heartbeat(paths: RunPaths) -> dict[str, Any]:

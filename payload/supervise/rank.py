@@ -154,7 +154,8 @@ def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths
         if not paths.root.is_dir():
             child.kill()  # the run's folder was removed: there is nowhere to save to
             continue
-        # The run folder's lock is on the head; on other nodes, ranks end with the launcher.
+        # Only the head is sure to see the run folder's lock, on its disk or on the file system that
+        # it shares with the supervisor. On other nodes, ranks end with the launcher.
         if rank.node_rank == 0 and grace_period is None and not is_supervised(paths):
             grace_period = _grace_period(paths)
             child.terminate()

@@ -1,4 +1,4 @@
-"""Heartbeats of all ranks, on this node and on the others, and the run's speed."""
+"""Heartbeats of all ranks, on this machine and on others, and the run's speed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Seen:
 
 
 class RankHeartbeats:
-    """Collects the ranks' records; those of workers are copied into this node's run folder."""
+    """Collects the ranks' records; those that streams bring are copied into the run folder here."""
 
     def __init__(
         self,
@@ -48,12 +48,16 @@ class RankHeartbeats:
         *,
         is_shared: bool = False,
     ) -> None:
-        """`is_shared`: the run folder is the same on every node, so nothing is copied."""
+        """`is_shared`: the run folder is the same on every node, so nothing is copied.
+
+        The head is this machine, unless it has a stream.
+        """
         self._paths = paths
         self._ranks = ranks
         self._streams = streams
         self._is_shared = is_shared
-        self._head = ranks[0].node
+        head, streamed = ranks[0].node, {stream.node.name for stream in streams}
+        self._here = None if head in streamed else head
         self.begin()
 
     def begin(self) -> None:
@@ -69,7 +73,7 @@ class RankHeartbeats:
     def look(self) -> None:
         """Take in what is new."""
         for rank in self._ranks:
-            if rank.node == self._head:
+            if rank.node == self._here:
                 self._look_here(rank.rank)
         for stream in self._streams:
             for message in stream.messages():
@@ -128,7 +132,7 @@ class RankHeartbeats:
         ]
 
     def nodes(self) -> list[NodeHeartbeat]:
-        """Return the heartbeats of the other nodes."""
+        """Return the heartbeats of the nodes that have a stream."""
         return [stream.beat() for stream in self._streams]
 
     def _shows(self, phases: Sequence[str], *, within_s: float) -> bool:
@@ -140,7 +144,7 @@ class RankHeartbeats:
         )
 
     def _state(self, seen: _Seen) -> str | None:
-        here = seen.record.node == self._head
+        here = seen.record.node == self._here
         return process_state(seen.record.pid) if here else seen.state
 
     def _look_here(self, rank: int) -> None:

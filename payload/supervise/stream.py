@@ -1,4 +1,6 @@
-"""A worker node's heartbeats as they reach the head: one ssh or srun, opened again if it breaks.
+"""A node's heartbeats as they reach the supervisor: one ssh or srun, opened again if it breaks.
+
+There is one for each node but the supervisor's own.
 
 `wait_for_nodes` is where a node that is gone for good would be replaced: it would ask for another
 machine instead of giving up, and the run folder's inventory, hosts, ranks and plan would be written
@@ -44,7 +46,7 @@ _SSH_OPTIONS = ("-o", "ConnectTimeout=6", "-o", "ServerAliveInterval=5")
 
 
 class NodeStream:
-    """Listens to one worker from `start` until it is asked to close, in a thread of its own."""
+    """Listens to one node from `start` until it is asked to close, in a thread of its own."""
 
     def __init__(
         self,
@@ -69,6 +71,7 @@ class NodeStream:
         self._messages: deque[dict[str, Any]] = deque(maxlen=100)
         self._closing = threading.Event()
         self._asked = 0
+        self._stop_pid: int | None = None
         self._ended = threading.Event()
         self._left: list[int] = []
         self._heard_s = time.monotonic()
@@ -99,6 +102,10 @@ class NodeStream:
             while True:
                 taken.append(self._messages.popleft())
         return taken
+
+    def ask_to_stop(self, pid: int) -> None:
+        """Let the node send SIGTERM to a process of the run there, also once it is back."""
+        self._stop_pid = pid
 
     def ask_to_end(self) -> None:
         """Let the node end every process of the run there."""
@@ -180,9 +187,13 @@ class NodeStream:
 
     def _ping(self, descriptor: int) -> bool:
         """Say that we are here, and until it is answered, what we asked for."""
-        waiting = self._asked and not self._ended.is_set()
+        words = ["ping"]
+        if self._stop_pid is not None:
+            words.append(f"stop:{self._stop_pid}")
+        if self._asked and not self._ended.is_set():
+            words.append(f"end:{self._asked}")
         try:
-            os.write(descriptor, f"end:{self._asked}\n".encode() if waiting else b"ping\n")
+            os.write(descriptor, "".join(f"{word}\n" for word in words).encode())
         except OSError:
             return False
         return True

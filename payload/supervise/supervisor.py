@@ -22,6 +22,7 @@ from payload.launch.outcome import Verdict, told_by_system
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
 from payload.launch.restart import AttemptEnd, decide, restart_note, waiting_note
+from payload.machine import hostname
 from payload.results import (
     DEFAULT_GRACE_S,
     MOST_EVENTS,
@@ -78,10 +79,12 @@ class Supervisor:
         self._ranks = load_ranks(paths.ranks)
         self._config = load_run_config(paths.config)
         self._inventory = ClusterInventory.load(paths.inventory)
+        self._node = hostname() if self._plan.off_head else self._ranks[0].node
+        """This machine's name."""
         self._is_shared = self._inventory.access.shares_folder
         # On a cluster the link is the operator's, beside the copies there.
         self._is_latest = not self._is_shared
-        self._streams = self._worker_streams()
+        self._streams = self._node_streams()
         self._folders = FolderWatch(self._folder_names(), env=env)
         self._folder_words = ""
         previous = known_state(paths)
@@ -113,7 +116,7 @@ class Supervisor:
             run_id=paths.run_id,
             status="starting",
             supervisor_pid=os.getpid(),
-            node=self._ranks[0].node,
+            node=self._node,
             started_unix=now,
             updated_unix=now,
             attempt=previous.attempt + 1 if previous else 1,
@@ -313,7 +316,7 @@ class Supervisor:
     def _silent_folders(self) -> str:
         """Return which shared folders do not answer on which node, or nothing."""
         of_nodes = {stream.node.name: stream.troubles() for stream in self._streams}
-        of_nodes[self._ranks[0].node] = self._folders.troubles()
+        of_nodes[self._node] = self._folders.troubles()
         return ", ".join(describe(node, found) for node, found in of_nodes.items() if found)
 
     def _pause(self, seconds: float) -> bool:
@@ -356,6 +359,7 @@ class Supervisor:
             streams=self._streams,
             stopping=self._stopping,
             wakeups=self._wakeups,
+            node=self._node,
             node_of={node.address: node.name for node in self._inventory.nodes},
             env=self._env,
         )
@@ -390,7 +394,8 @@ class Supervisor:
         elif before and not words:
             self._state = replace(self._state, note="the shared folder answers again")
 
-    def _worker_streams(self) -> list[NodeStream]:
+    def _node_streams(self) -> list[NodeStream]:
+        """Return one to every node that is not this machine."""
         launcher, reaches = find(self._plan.launcher), self._plan.ssh or self._plan.node_command
         if not reaches or not launcher.needs_heartbeats:
             return []
@@ -407,7 +412,7 @@ class Supervisor:
                 env=env,
                 folders=self._folder_names(),
             )
-            for node in self._inventory.nodes[1:]
+            for node in self._inventory.nodes[0 if self._plan.off_head else 1 :]
         ]
 
     def _note_event(self, kind: EventKind, text: str = "") -> None:

@@ -17,7 +17,12 @@ from payload.launch.budget import JobTime
 from payload.launch.launchers.base import KilledRank
 from payload.launch.launchers.registry import find
 from payload.orchestrate.planning import plan_run
-from payload.orchestrate.sites.allocation import allocation, time_left_s
+from payload.orchestrate.sites.allocation import (
+    NodeSight,
+    SlurmAccess,
+    allocation,
+    time_left_s,
+)
 from payload.orchestrate.sites.choose import find_site, load_cluster, require_launcher, site_names
 from payload.orchestrate.sites.local import LocalAccess
 from payload.orchestrate.sites.slurm import render_script
@@ -191,6 +196,7 @@ def test_in_a_job_srun_reaches_the_nodes_and_a_failing_nvidia_smi_is_a_note(
     assert "nvidia-smi fails with status 6: No devices were found. See the kernel" in notes[0]
     reach = found.access.reach()
     assert reach.ssh == () and reach.node_command[0] == "srun"
+    assert reach.off_head
     assert reach.each_node_command[:3] == (str(tmp_path / "srun"), "--nodes=2", "--ntasks=2")
     data = tmp_path / "data"
     make_data_folder(data, num_train_tokens=4000, num_val_tokens=200, vocab_size=512)
@@ -206,8 +212,31 @@ def test_in_a_job_srun_reaches_the_nodes_and_a_failing_nvidia_smi_is_a_note(
             work_dir=tmp_path,
             port=29400,
         )
-        assert planned.plan.argv[0] == str(tmp_path / "srun")
+        assert planned.plan.argv[0] == str(tmp_path / "srun") and planned.plan.off_head
         assert all((note in planned.plan.notes) == noted for note in notes)
+
+
+def test_a_job_s_node_that_is_not_this_machine_is_reached_by_srun_too(tmp_path: Path) -> None:
+    """salloc's shell stays on the login node: no rank may start there."""
+    (tmp_path / "srun").write_text("#!/bin/sh\necho slurm 22.05\n", encoding="ascii")
+    (tmp_path / "srun").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    sight = NodeSight(node="n-1", domains=(), memory_bytes=2**30, interface=None)
+    login = SlurmAccess(env, {"n-1": sight})
+    assert login.reach().off_head and login.reach().each_node_command[1] == "--nodes=1"
+    assert login.executable(find("srun")) == str(tmp_path / "srun")
+    for name in ("mpirun", "torchrun"):
+        with pytest.raises(
+            ConfigError, match=rf"'{name}' would start the ranks on .* is n-1\. Use"
+        ):
+            login.executable(find(name))
+    node = SlurmAccess({**env, "SLURMD_NODENAME": "n-1"}, {"n-1": sight})
+    assert not node.reach().off_head and node.reach().node_command == ()
+    assert node.executable(find("torchrun")) == node.python
+    two = {"n-1": sight, "n-2": replace(sight, node="n-2")}
+    for here, off_head in (("n-1", False), ("n-2", True)):
+        reach = SlurmAccess({**env, "SLURMD_NODENAME": here}, two).reach()
+        assert reach.node_command and reach.off_head is off_head
 
 
 def test_srun_s_words_name_killed_ranks_and_lost_nodes() -> None:

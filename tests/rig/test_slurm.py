@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -17,6 +20,7 @@ pytestmark = [pytest.mark.rig, pytest.mark.timeout(1200)]
 
 WAIT_S = 120.0
 TORN_STEPS, HANG_S = 800, 9.0
+SALLOC = ("salloc", "--quiet", "--nodes=2", "--exclusive", "--mem=0")
 LONG = ("train.steps=1000000", "train.checkpoint_every=0", "train.eval_every=0")
 
 
@@ -85,10 +89,9 @@ def test_two_nodes_of_a_job_train_what_one_process_trains(
 def test_a_run_within_an_allocation_takes_its_nodes(
     cluster: SlurmCluster, one_process: list[float]
 ) -> None:
-    asked = ("salloc", "--quiet", "--nodes=2", "--exclusive", "--mem=0")
     settings = words("train.steps=6", "launch.ranks_per_node=2")
     code, said = cluster.do(
-        "run", "--inventory", "slurm", "--run-id", "within", *settings, before=asked
+        "run", "--inventory", "slurm", "--run-id", "within", *settings, before=SALLOC
     )
     assert (
         code == ExitCode.OK
@@ -104,13 +107,12 @@ def test_a_run_within_an_allocation_takes_its_nodes(
 def test_torchrun_s_agents_within_an_allocation_train_what_one_process_trains(
     cluster: SlurmCluster, one_process: list[float]
 ) -> None:
-    asked = ("salloc", "--quiet", "--nodes=2", "--exclusive", "--mem=0")
     settings = words("train.steps=6", "launch.ranks_per_node=2", "launch.launcher=torchrun")
     where = ("--inventory", "slurm")
-    code, said = cluster.do("plan", *where, *settings, before=asked)
+    code, said = cluster.do("plan", *where, *settings, before=SALLOC)
     assert code == ExitCode.OK, said
     assert "/srun --nodes=2 --ntasks=2 --ntasks-per-node=1" in said, said
-    code, said = cluster.do("run", *where, "--run-id", "agents", *settings, before=asked)
+    code, said = cluster.do("run", *where, "--run-id", "agents", *settings, before=SALLOC)
     assert code == ExitCode.OK and "4 rank(s) through torchrun" in said, said
     run = paths_of(cluster, "agents").root
     result = summary(run)
@@ -118,6 +120,93 @@ def test_torchrun_s_agents_within_an_allocation_train_what_one_process_trains(
     assert losses(run) == pytest.approx(one_process[:6], rel=1e-6)
     cores = {rank.rank: rank.cores for rank in load_ranks(RunPaths(run).ranks)}
     assert cores[0] != cores[1] and (cores[2], cores[3]) == (cores[0], cores[1])
+
+
+@contextmanager
+def within_salloc(
+    cluster: SlurmCluster, *arguments: str, salloc: tuple[str, ...] = SALLOC
+) -> Iterator[Future[tuple[int, str]]]:
+    """A run whose command and supervisor are on the login node, until it has ended."""
+    with ThreadPoolExecutor() as pool:
+        yield pool.submit(cluster.do, "run", "--inventory", "slurm", *arguments, before=salloc)
+
+
+def require_nothing_left(cluster: SlurmCluster) -> None:
+    """Fail where a process of a run is left anywhere."""
+    for machine in (cluster.login, *cluster.nodes):
+        left = machine.exec(["pgrep", "-fa", "payload[.](train|supervise)"], check=False)
+        assert not left.stdout, left.stdout
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_ctrl_c_on_the_login_node_saves_and_stops_a_run_within_salloc(
+    cluster: SlurmCluster, launcher: str
+) -> None:
+    run, two = f"typed-{launcher}", ("launch.ranks_per_node=2", f"launch.launcher={launcher}")
+    paths = paths_of(cluster, run)
+    with within_salloc(cluster, "--run-id", run, *words(*LONG, *two)) as command:
+        wait_for_steps(paths)
+        assert state(paths).node == "node-0"
+        cluster.login.exec(["pkill", "-INT", "-f", "^python3 -m payload[.]orchestrate run"])
+        code, said = command.result()
+    assert code == INTERRUPTED, said
+    assert (state(paths).status, state(paths).error) == ("stopped", None), said
+    stopped = newest_step(paths)
+    assert stopped > 3 and stopped == metrics(paths.root)[-1]["step"]
+    require_nothing_left(cluster)
+    more = ("--resume", run, "--set", f"train.steps={stopped + 3}")
+    with within_salloc(cluster, *more) as command:
+        code, said = command.result()
+    assert code == ExitCode.OK, said
+    rows = [row["step"] for row in metrics(paths.root) if "loss" in row]
+    assert rows == list(range(1, stopped + 4)), "a step was lost, or trained twice"
+    require_nothing_left(cluster)
+
+
+def test_a_run_within_salloc_saves_before_its_time_is_over_and_sees_a_frozen_first_node(
+    cluster: SlurmCluster,
+) -> None:
+    steps, _, no_eval = LONG
+    settings = words(
+        *(steps, no_eval, "train.checkpoint_every=20", "launch.ranks_per_node=2"),
+        *("limits.max_restarts=0", f"limits.hang_timeout_s={HANG_S}"),
+    )
+    paths = paths_of(cluster, "timed")
+    with within_salloc(
+        cluster, "--run-id", "timed", *settings, salloc=(*SALLOC, "--time=1")
+    ) as command:
+        code, said = command.result()
+    assert code == ExitCode.BUDGET and "time limit is near" in said, said
+    stopped = newest_step(paths)
+    assert stopped > 3 and stopped == metrics(paths.root)[-1]["step"]
+    require_nothing_left(cluster)
+    first = cluster.nodes[0]
+    with within_salloc(cluster, "--resume", "timed") as command:
+        wait_until(lambda: newest_step(paths) > stopped, what="a checkpoint", timeout_s=WAIT_S)
+        first.freeze()
+        try:
+            code, said = command.result()
+        finally:
+            first.thaw()
+    assert code == ExitCode.HANG, said
+    assert "does not answer: node-1" in str(state(paths).error)
+    wait_until(
+        lambda: cluster.slurm("sinfo -h -o %t:%D") == "idle:2", what="both nodes", timeout_s=90
+    )
+    require_nothing_left(cluster)
+
+
+def test_one_node_of_salloc_has_the_ranks_and_the_login_node_has_none(
+    cluster: SlurmCluster,
+) -> None:
+    one, settings = (*SALLOC[:2], "--nodes=1", *SALLOC[3:]), ("train.steps=6",)
+    where, paths = ("--inventory", "slurm", "--run-id", "alone"), paths_of(cluster, "alone")
+    code, said = cluster.do("run", *where, *words(*settings, "launch.launcher=mpirun"), before=one)
+    assert code == ExitCode.CONFIG and "would start the ranks on node-0" in said, said
+    code, said = cluster.do("run", *where, *words(*settings), before=one)
+    assert code == ExitCode.OK and "through srun" in said, said
+    assert {rank.node for rank in load_ranks(paths.ranks)} <= {"node-1", "node-2"}
+    require_nothing_left(cluster)
 
 
 def test_torchrun_in_a_job_a_killed_rank_is_41_and_a_frozen_node_42(
@@ -155,9 +244,7 @@ def test_torchrun_in_a_job_a_killed_rank_is_41_and_a_frozen_node_42(
     trained = losses(paths.root)
     assert len(trained) == TORN_STEPS
     assert trained[: len(one_process)] == pytest.approx(one_process, rel=1e-6)
-    for machine in cluster.nodes:
-        left = machine.exec(["pgrep", "-fa", "payload[.](train|supervise)"], check=False)
-        assert not left.stdout, left.stdout
+    require_nothing_left(cluster)
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -66,6 +67,23 @@ def test_it_tells_what_ranks_show_ends_them_when_told_and_goes_with_its_reader(
             told = json.loads(process.stdout.readline())
         assert (told["ended"], told["asked"]) == ([], 4)
         assert sleeper.wait(DEADLINE_S) == -9
+        process.stdin.close()
+        assert process.wait(DEADLINE_S) == 0
+
+
+def test_it_sends_sigterm_to_the_named_process_of_the_run_and_to_no_other(
+    paths: RunPaths, sleeper: subprocess.Popen[bytes]
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as other, start(paths) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"ping\nstop:{other.pid}\n".encode())
+        process.stdin.flush()
+        process.stdout.readline()
+        process.stdin.write(f"ping\nstop:{sleeper.pid}\n".encode())
+        process.stdin.flush()
+        assert sleeper.wait(DEADLINE_S) == -signal.SIGTERM
+        assert other.poll() is None
+        other.kill()
         process.stdin.close()
         assert process.wait(DEADLINE_S) == 0
 

@@ -28,7 +28,7 @@ BOOTSTRAP_AGAIN = "Run the bootstrap again there (bootstrap/node-setup.sh)."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """The head's way to the other nodes."""
+    """The head's way to the other nodes; the supervisor's to all of them where it is elsewhere."""
 
     interface: str
     """The head's network interface towards them."""
@@ -38,6 +38,8 @@ class Reach:
     """Words before a command that run it on another node, `{node}` for its name; empty for ssh."""
     each_node_command: tuple[str, ...] = ()
     """Words before a command that run it once on every node at the same time; empty for ssh."""
+    off_head: bool = False
+    """True where the supervisor is on no node of the run, or on another one than the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

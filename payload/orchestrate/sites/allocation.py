@@ -26,10 +26,10 @@ from pathlib import Path
 from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
 from payload.inventory import Access, ClusterInventory, Node
 from payload.launch.environment import launcher_environment
-from payload.launch.launchers.base import Reach
+from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, each_node_command
 from payload.launch.plan import auto_batch_size
-from payload.machine import Domain, discover
+from payload.machine import Domain, discover, hostname
 from payload.nvidia import NvidiaFacts, smi_fault, with_gpus
 from payload.orchestrate.node import control
 from payload.orchestrate.planning import plan_run
@@ -69,7 +69,10 @@ class NodeSight:
 
 
 class SlurmAccess(LocalAccess):
-    """The nodes of the job that this process is in; the head is this machine."""
+    """The nodes of the job that this process is in.
+
+    The head is this machine in a batch script. salloc's shell may be on a login node.
+    """
 
     launcher = LAUNCHER.name
     link_bytes_per_s = _GUESSED_BYTES_PER_S
@@ -86,22 +89,42 @@ class SlurmAccess(LocalAccess):
         """Return the memory of the node with the least."""
         return min(sight.memory_bytes for sight in self._sights.values())
 
+    def executable(self, launcher: Launcher) -> str:
+        """Return the launcher's path.
+
+        Raises PreflightError that says why there is none, and ConfigError for one that would start
+        the ranks here, on a machine that is not the job's.
+        """
+        if len(self._sights) == 1 and launcher.scheduler is None and self._is_off_head():
+            raise ConfigError(
+                f"launch.launcher = {launcher.name!r} would start the ranks on {hostname()}, and "
+                f"the job's node is {self._head()}. Use 'auto' or 'srun'."
+            )
+        return super().executable(launcher)
+
     def supervisor_words(self) -> list[str]:
         """Return when the job ends, if it does: the run saves before. Raises SlurmError."""
         ends_unix = job_ends_unix(self._env)
         return [] if ends_unix is None else ["--job-ends", f"{ends_unix:.0f}"]
 
     def reach(self) -> Reach:
-        """Return srun in place of ssh; for one node alone, neither."""
-        if len(self._sights) == 1:
+        """Return srun in place of ssh; neither for one node alone, where that is this machine."""
+        off_head = self._is_off_head()
+        if len(self._sights) == 1 and not off_head:
             return Reach(interface=LOOPBACK)
-        head = next(iter(self._sights.values()))
         srun = require_program("srun", self._env)
         return Reach(
-            interface=head.interface or LOOPBACK,
+            interface=self._sights[self._head()].interface or LOOPBACK,
             node_command=NODE_COMMAND,
             each_node_command=each_node_command(srun, len(self._sights)),
+            off_head=off_head,
         )
+
+    def _head(self) -> str:
+        return next(iter(self._sights))
+
+    def _is_off_head(self) -> bool:
+        return _name_here(self._env) != self._head()
 
 
 def allocation(env: Mapping[str, str], *, why: str, folders: Sequence[Path] = ()) -> _Allocation:
@@ -270,10 +293,15 @@ def look(
     return {name: sights[name] for name in names}
 
 
+def _name_here(env: Mapping[str, str]) -> str:
+    """Return this machine's name as Slurm has it; on a login node, which has none, its hostname."""
+    return env.get("SLURMD_NODENAME") or hostname()
+
+
 def sight_here(told: str, env: Mapping[str, str]) -> NodeSight:
     """Return what this node has of what the job gave it."""
     raw = json.loads(told)
-    name = env.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    name = _name_here(env)
     machine = discover()
     cpus = len(os.sched_getaffinity(0))
     threads = max(1, cpus // max(1, machine.num_cores()))

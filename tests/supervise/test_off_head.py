@@ -1,0 +1,125 @@
+"""A supervisor that is on no node of its run, as on a login node: every rank is on another machine.
+
+The head's heartbeat program is a process here, and what the supervisor tells it is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.inventory import ClusterInventory
+from payload.launch.plan import LaunchPlan
+from payload.machine import hostname
+from payload.results import RunPaths, Summary, read_json
+from payload.supervise.processes import processes_of
+from tests.supervise.planned import (
+    DEADLINE_S,
+    ask_to_stop,
+    plan_stand_in,
+    state_of,
+    supervise,
+    wait_for_steps,
+)
+
+pytestmark = pytest.mark.ranks
+ENDLESS = ("--steps", "100000")
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port of the head that takes connections."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield listener.getsockname()[1]
+
+
+def plan_off_head(root: Path, *options: str, port: int) -> RunPaths:
+    """Return a planned run whose supervisor takes this machine for another than the head."""
+    paths = plan_stand_in(root, *ENDLESS, *options)
+    through = f'tee -a {shlex.quote(str(root / "told"))} | "$@"'
+    plan = LaunchPlan.load(paths.plan)
+    plan = replace(plan, off_head=True, node_command=("sh", "-c", through, "sh"))
+    paths.plan.write_text(plan.to_json(), encoding="utf-8")
+    inventory = ClusterInventory.load(paths.inventory)
+    head = replace(inventory.head, address="127.0.0.1", ssh_port=port)
+    paths.inventory.write_text(replace(inventory, nodes=(head,)).to_json(), encoding="utf-8")
+    return paths
+
+
+def told(paths: RunPaths) -> set[str]:
+    """Return what the supervisor has told the head."""
+    return set((paths.root / "told").read_text(encoding="ascii").split())
+
+
+def test_a_stop_reaches_rank_0_through_its_node_and_it_saves(tmp_path: Path, port: int) -> None:
+    paths = plan_off_head(tmp_path / "run", "--save-s", "1", port=port)
+    supervisor = supervise(paths)
+    pid, _ = wait_for_steps(paths)
+    assert state_of(paths).node == hostname()
+    ask_to_stop(paths, supervisor)
+    assert supervisor.wait(DEADLINE_S) == ExitCode.OK
+    assert (state_of(paths).status, state_of(paths).error) == ("stopped", None)
+    summary = read_json(Summary, paths.summary)
+    assert summary is not None and summary.status == "stopped"
+    assert paths.rank_log(0).read_text().splitlines() == ["rank 0 begins", "rank 0 stopped"]
+    assert f"stop:{pid}" in told(paths)
+    assert not processes_of(paths.root)
+
+
+def test_what_an_earlier_run_was_told_stops_no_later_one(tmp_path: Path, port: int) -> None:
+    paths = plan_off_head(tmp_path / "run", port=port)
+    first = supervise(paths)
+    wait_for_steps(paths)
+    ask_to_stop(paths, first)
+    assert first.wait(DEADLINE_S) == ExitCode.OK
+    (paths.root / "stand_in_stop").unlink()
+    (paths.root / "told").unlink()
+    second = supervise(paths)
+    wait_for_steps(paths, step=20)
+    assert told(paths) == {"ping"} and second.poll() is None
+    ask_to_stop(paths, second)
+    assert second.wait(DEADLINE_S) == ExitCode.OK
+    assert state_of(paths).status == "stopped"
+
+
+def test_a_system_s_signal_saves_and_the_node_is_still_left_clean(
+    tmp_path: Path, port: int
+) -> None:
+    """The scheduler did not send it: it knows nothing of a supervisor outside of the job."""
+    paths = plan_off_head(tmp_path / "run", port=port)
+    supervisor = supervise(paths)
+    wait_for_steps(paths)
+    supervisor.terminate()
+    assert supervisor.wait(DEADLINE_S) == ExitCode.RANK_LOST
+    assert "the ranks saved and ended" in str(state_of(paths).error)
+    assert "end:1" in told(paths)
+    assert not processes_of(paths.root)
+
+
+def test_ranks_that_do_not_stop_in_time_are_killed_on_their_node(tmp_path: Path, port: int) -> None:
+    paths = plan_off_head(tmp_path / "run", "--deaf", port=port)
+    supervisor = supervise(paths, "--grace", "0.5")
+    wait_for_steps(paths)
+    ask_to_stop(paths, supervisor)
+    assert supervisor.wait(DEADLINE_S) == ExitCode.HANG
+    assert "did not stop in time and were killed" in str(state_of(paths).error)
+    assert not processes_of(paths.root)
+
+
+def test_a_killed_rank_0_is_named_by_what_its_node_tells(tmp_path: Path, port: int) -> None:
+    paths = plan_off_head(tmp_path / "run", port=port)
+    supervisor = supervise(paths)
+    pid, _ = wait_for_steps(paths)
+    os.kill(pid, signal.SIGKILL)
+    assert supervisor.wait(DEADLINE_S) == ExitCode.RANK_LOST
+    assert "rank 0" in str(state_of(paths).error)
+    assert "was killed by signal 9 (SIGKILL)" in str(state_of(paths).error)
+    assert not processes_of(paths.root)
