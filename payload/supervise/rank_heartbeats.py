@@ -56,8 +56,8 @@ class RankHeartbeats:
         self._ranks = ranks
         self._streams = streams
         self._is_shared = is_shared
-        head, streamed = ranks[0].node, {stream.node.name for stream in streams}
-        self._here = None if head in streamed else head
+        self._head = ranks[0].node
+        self._head_is_here = self._head not in {stream.node.name for stream in streams}
         self.begin()
 
     def begin(self) -> None:
@@ -73,7 +73,7 @@ class RankHeartbeats:
     def look(self) -> None:
         """Take in what is new."""
         for rank in self._ranks:
-            if rank.node == self._here:
+            if rank.node == self._head:
                 self._look_here(rank.rank)
         for stream in self._streams:
             for message in stream.messages():
@@ -144,14 +144,19 @@ class RankHeartbeats:
         )
 
     def _state(self, seen: _Seen) -> str | None:
-        here = seen.record.node == self._here
+        here = self._head_is_here and seen.record.node == self._head
         return process_state(seen.record.pid) if here else seen.state
 
     def _look_here(self, rank: int) -> None:
+        """Read what a rank of the head shows.
+
+        Where the head is elsewhere, the folder is a shared one: it shows progress without the
+        stream. How a rank ended comes by the stream alone, which knows the difference of clocks.
+        """
         progress = _read(RankProgress, self._paths, rank)
         if progress is not None:
             self._note(progress)
-        if rank not in self._exits:
+        if self._head_is_here and rank not in self._exits:
             ended = _read(RankExit, self._paths, rank)
             if ended is not None:
                 self._exits[rank] = ended
@@ -188,9 +193,14 @@ class RankHeartbeats:
         return record.monotonic_s >= self._began_s - _SKEW_SLACK_S
 
     def _note(self, progress: RankProgress) -> bool:
-        """Keep a record as its node wrote it; whether it is another one than before."""
+        """Keep a record as its node wrote it; return False for one that is not newer.
+
+        A shared folder may show an older one than the stream has brought.
+        """
         seen = self._seen.get(progress.rank)
         if seen is not None and seen.record == progress:
+            return False
+        if seen is not None and progress.monotonic_s < seen.record.monotonic_s:
             return False
         if progress.phase == "start":
             self._began_at_step = progress.step

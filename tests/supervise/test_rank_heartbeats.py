@@ -79,6 +79,19 @@ def test_the_same_record_again_is_no_progress(tmp_path: Path) -> None:
     assert beats.ranks()[0].quiet_s < 1.0 and beats.steps() == 4
 
 
+def test_an_older_record_is_no_news(tmp_path: Path) -> None:
+    """Where both the stream and a shared folder show a rank, one of them is behind."""
+    beats, paths = make_heartbeats(tmp_path)
+    older, newer = replace(progress(0), node="node-0"), replace(progress(0, step=4), node="node-0")
+    beats.take("node-0", message(newer))
+    write_json(paths.rank_progress(0), older)
+    beats.look()
+    assert beats.steps() == 4
+    write_json(paths.rank_progress(0), replace(progress(0, step=5), node="node-0"))
+    beats.look()
+    assert beats.steps() == 5
+
+
 def test_records_from_before_this_attempt_and_of_other_nodes_ranks_count_for_nothing(
     tmp_path: Path,
 ) -> None:
