@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 
 from payload.errors import CheckpointError, ConfigError
 from payload.hf_folder import read_config, weight_files
+from payload.models.spec import Dtype
 from payload.run_config import RunConfig
 from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
 
@@ -62,6 +63,13 @@ class _TrainerConfig:
     """The part of trainer.json that says what was trained."""
 
     config_toml: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TrainerDtype:
+    """The part of trainer.json that says in what it was trained."""
+
+    dtype: Dtype
 
 
 def checkpoint_step(folder: PurePath) -> int:
@@ -189,6 +197,16 @@ def checkpoint_config(folder: Path) -> str | None:
     try:
         raw = parse_json(read_bytes(path), where=str(path))
         return build(_TrainerConfig, raw, where=str(path)).config_toml or None
+    except (OSError, ConfigError):
+        return None
+
+
+def checkpoint_dtype(folder: Path) -> Dtype | None:
+    """Return the dtype that a checkpoint was trained in, or None where it does not say."""
+    path = folder / TRAINER_FILE
+    try:
+        raw = parse_json(read_bytes(path), where=str(path))
+        return build(_TrainerDtype, raw, where=str(path)).dtype
     except (OSError, ConfigError):
         return None
 

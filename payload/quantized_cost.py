@@ -35,7 +35,9 @@ class QuantizedCost:
     room_bytes: float | None
     """Memory that a rank may fill; None where that is not known."""
     auto_dtype: Dtype
-    """Dtype that `precision.dtype = "auto"` takes on the nodes: 4 bits are in bf16 all the same."""
+    """Dtype that the run's `precision.dtype`, `auto` or not, means for a whole base."""
+    bf16_is_slow: bool
+    """bf16, in which 4 bits compute, has a lower GEMM peak on the nodes than fp32."""
 
     def recommended(self) -> Quantize:
         """Return the whole base where memory allows it, else 4 bits."""
@@ -59,7 +61,7 @@ class QuantizedCost:
         )
         less = f"saves {saved / _GIB:.1f} GiB" if saved > 0 else "saves nothing"
         slow = ""
-        if self.auto_dtype == "fp32":
+        if self.bf16_is_slow:
             slow = "; 4 bits compute in bf16, which is slower than fp32 here"
         return (
             f"{less} a rank at one sequence a pass ({self.nf4_bytes / _GIB:.1f} GiB in place of "
@@ -74,7 +76,7 @@ def quantized_cost(
     *,
     world_size: int,
     dtype: Dtype,
-    peak_flops_per_s: Mapping[Dtype, float],
+    core_flops_per_s: Mapping[Dtype, float],
     dequantized_per_s: float | None,
     cores: int,
     room_bytes: float | None,
@@ -82,8 +84,8 @@ def quantized_cost(
     """Return the comparison for a run with an adapter; None where its base cannot be of 4 bits.
 
     `base` is the model below the adapter, `dtype` is what the run would compute in without 4 bits.
-    `peak_flops_per_s` is of all ranks, `dequantized_per_s` and `cores` are of one. Memory is
-    compared at one sequence a pass: whether the model can be trained at all.
+    `core_flops_per_s` is the GEMM peak of each of the nodes' `cores`, `dequantized_per_s` is a
+    rank's. Memory is compared at one sequence a pass: whether the model can be trained at all.
     """
     if not config.adapter.is_on() or config.distributed.shards(world_size) > 1:
         return None
@@ -102,17 +104,17 @@ def quantized_cost(
         return run.memory_bytes(run.adapted(base), dtype=run.dtype(), world_size=world_size)
 
     def computing_s(run: RunConfig) -> float:
-        spec, peak = run.adapted(base), peak_flops_per_s[run.dtype()]
-        mfu = run.typical_mfu(spec, core_flops_per_s=peak / (world_size * cores))
+        spec, core = run.adapted(base), core_flops_per_s[run.dtype()]
+        mfu = run.typical_mfu(spec, core_flops_per_s=core)
         flops = config.tokens_per_step() * spec.flops_per_token()
-        return flops / (peak * mfu) * run.recomputation()
+        return flops / (cores * core * mfu) * run.recomputation()
 
     fitting = (each for each in whole if room_bytes is None or needed(each) <= room_bytes)
     chosen = next(fitting, whole[-1])
     linears = sum(each.inputs * each.outputs for each in base.linears())
     # In the forward and in the backward pass, and in the second forward pass of checkpointing.
     times = 3 if config.memory.activation_checkpointing == "on" else 2
-    rate = dequantized_per_s or TYPICAL_DEQUANTIZED_PER_S * cores
+    rate = dequantized_per_s or TYPICAL_DEQUANTIZED_PER_S * cores / world_size
     dequantize_s = config.batch.grad_accum_steps(world_size) * times * linears / rate
     return QuantizedCost(
         whole_dtype=chosen.dtype(),
@@ -124,4 +126,6 @@ def quantized_cost(
         is_measured=dequantized_per_s is not None,
         room_bytes=room_bytes,
         auto_dtype=dtype,
+        bf16_is_slow=config.device.kind != "cuda"
+        and core_flops_per_s["bf16"] < core_flops_per_s["fp32"],
     )

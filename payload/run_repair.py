@@ -13,8 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from payload.checkpoint_files import checkpoint_config, newest_sound
+from payload.checkpoint_files import (
+    checkpoint_config,
+    checkpoint_dtype,
+    checkpoint_folders,
+    newest_sound,
+)
 from payload.errors import ConfigError, ExitCode
+from payload.models.spec import Dtype
 from payload.results import RunPaths, RunState, Summary, is_odd_file, last_record, set_aside
 from payload.run_config import RunConfig, fixed_differences, load_run_config, parse_run_config
 from payload.untrusted import RUN_ID, build, checked, parse_json, read_bytes
@@ -68,6 +74,15 @@ def known_config(paths: RunPaths) -> RunConfig:
     with suppress(ConfigError):
         return parse_run_config(text or "", where="checkpoint")
     return RunConfig()
+
+
+def known_dtype(paths: RunPaths) -> Dtype | None:
+    """Return the dtype of the newest checkpoint that says it; None where there is none here.
+
+    A resume with `precision.dtype = "auto"` keeps it.
+    """
+    folders = reversed(checkpoint_folders(paths.checkpoints))
+    return next(filter(None, map(checkpoint_dtype, folders)), None)
 
 
 def config_to_resume(paths: RunPaths, *, overrides: Sequence[str]) -> tuple[RunConfig, str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -11,18 +12,16 @@ from payload.core_speed import (
     EMULATED_BF16_CORE_FLOPS_PER_S,
     GPU_MFU,
     has_bf16,
-    typical_core_flops_per_s,
     typical_mfu,
 )
 from payload.machine import discover
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import Dtype
-from payload.orchestrate.planning import PlannedRun, plan_run
+from payload.orchestrate.planning import PlannedRun, plan_run, slow_bf16
 from payload.orchestrate.sites.choose import Chosen
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import RunPaths
 from payload.run_config import parse_run_config
-from payload.training_sections import DtypeChoice
 
 GPT2, SMOLLM2, TINY = 768, 576, 128
 
@@ -34,6 +33,9 @@ GPT2, SMOLLM2, TINY = 768, 576, 128
         (0.21, GPT2, False, 0.60),
         (0.22, SMOLLM2, True, 0.84),
         (0.45, SMOLLM2, True, 0.73),
+        # In fp32: with the kernels for the loss and the update, and without.
+        (0.175, SMOLLM2, False, 0.69),
+        (0.175, SMOLLM2, False, 0.65),
         (1.16, GPT2, True, 0.45),
         (1.16, GPT2, False, 0.23),
         (1.20, SMOLLM2, True, 0.54),
@@ -88,53 +90,75 @@ def test_a_cpus_flags_say_whether_it_multiplies_bf16(
     assert has_bf16(tmp_path / "missing") is None
 
 
-class OfCpu(LocalAccess):
-    """This machine, as if its CPU had instructions for bf16, or none."""
+class Planned(Protocol):
+    """Plans a run on this machine, as if its CPU multiplied bf16 itself, or did not tell."""
 
-    def __init__(self, *, emulates: bool) -> None:
-        super().__init__(os.environ)
-        self._emulates = emulates
-
-    def dtype(self, choice: DtypeChoice) -> Dtype:
-        if choice != "auto":
-            return choice
-        return "fp32" if self._emulates else "bf16"
-
-    def core_flops_per_s(self, dtype: Dtype) -> float:
-        return typical_core_flops_per_s(dtype, emulates_bf16=self._emulates)
+    def __call__(
+        self, *words: str, bf16: bool | None, kept_dtype: Dtype | None = None
+    ) -> PlannedRun: ...
 
 
-def planned(folder: Path, *words: str, emulates: bool) -> PlannedRun:
-    return plan_run(
-        RunPaths(folder / "runs" / "one"),
-        config=parse_run_config("", overrides=["launch.launcher=torchrun", *words], where="test"),
-        chosen=Chosen(inventory=discover().inventory(), why="test", domains={}),
-        access=OfCpu(emulates=emulates),
-        vocab_size=None,
-        work_dir=folder,
-        port=20_000,
-    )
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
+    def plan(*words: str, bf16: bool | None, kept_dtype: Dtype | None = None) -> PlannedRun:
+        monkeypatch.setattr("payload.orchestrate.sites.local.has_bf16", lambda: bf16)
+        overrides = ["launch.launcher=torchrun", "device.kind=cpu", *words]
+        return plan_run(
+            RunPaths(tmp_path / "runs" / "one"),
+            config=parse_run_config("", overrides=overrides, where="test"),
+            chosen=Chosen(inventory=discover().inventory(), why="test", domains={}),
+            access=LocalAccess(os.environ),
+            vocab_size=None,
+            work_dir=tmp_path,
+            port=20_000,
+            kept_dtype=kept_dtype,
+        )
+
+    return plan
 
 
-def test_a_plan_counts_the_memory_of_fp32_where_the_cpu_has_no_bf16(tmp_path: Path) -> None:
-    words = ("model.preset=gpt2", "batch.micro_batch_size=2")
-    without, with_bf16 = (planned(tmp_path, *words, emulates=each) for each in (True, False))
-    named = planned(tmp_path, *words, "precision.dtype=fp32", emulates=False)
-    assert with_bf16.predicted.dtype() == "bf16" and without.predicted.dtype() == "fp32"
-    needs = [each.plan.arithmetic.memory_bytes_per_rank for each in (with_bf16, without, named)]
-    assert needs[0] < needs[1] == needs[2]
+SIZES = ("model.preset=gpt2", "batch.micro_batch_size=2")
+
+
+def test_a_plan_counts_the_memory_of_fp32_where_the_cpu_has_no_bf16(planned: Planned) -> None:
+    with_bf16, unknown, without = (planned(*SIZES, bf16=each) for each in (True, None, False))
+    named = planned(*SIZES, "precision.dtype=fp32", bf16=True)
+    runs = (with_bf16, unknown, without, named)
+    assert [each.predicted.dtype() for each in runs] == ["bf16", "bf16", "fp32", "fp32"]
+    needs = [each.plan.arithmetic.memory_bytes_per_rank for each in runs]
+    assert needs[0] == needs[1] < needs[2] == needs[3]
     # The run measures before it chooses.
     assert without.config.precision.dtype == "auto"
     assert without.core_flops_per_s["bf16"] == EMULATED_BF16_CORE_FLOPS_PER_S
 
 
-def test_a_plan_notes_settings_that_compute_in_bf16_on_a_cpu_that_emulates_it(
-    tmp_path: Path,
+def test_a_plan_of_a_resume_counts_in_the_checkpoint_s_dtype_unless_one_is_set(
+    planned: Planned,
 ) -> None:
-    def said(*words: str, emulates: bool) -> str:
-        return "\n".join(planned(tmp_path, *words, emulates=emulates).notes())
+    kept = planned(*SIZES, bf16=True, kept_dtype="fp32")
+    fresh = planned(*SIZES, bf16=False)
+    assert kept.predicted.dtype() == kept.auto_dtype == "fp32"
+    assert kept.plan.arithmetic == fresh.plan.arithmetic
+    assert planned(*SIZES, bf16=False, kept_dtype="bf16").predicted.dtype() == "bf16"
+    named = planned(*SIZES, "precision.dtype=bf16", bf16=True, kept_dtype="fp32")
+    assert named.predicted.dtype() == "bf16"
+
+
+def test_a_plan_notes_settings_that_compute_in_bf16_on_a_cpu_that_emulates_it(
+    planned: Planned,
+) -> None:
+    def said(*words: str, bf16: bool) -> str:
+        return "\n".join(planned(*words, bf16=bf16).notes())
 
     slow = 'precision.dtype = "bf16" computes in bf16, which is slower than fp32 on CPUs like these'
-    assert slow in said("precision.dtype=bf16", emulates=True)
-    assert "slower than fp32" not in said("precision.dtype=bf16", emulates=False)
-    assert "slower than fp32" not in said(emulates=True)
+    assert slow in said("precision.dtype=bf16", bf16=False)
+    assert "slower than fp32" not in said("precision.dtype=bf16", bf16=True)
+    assert "slower than fp32" not in said(bf16=False)
+
+
+@pytest.mark.parametrize(("bf16", "fp32", "noted"), [(3e10, 1.6e11, True), (1.7e11, 1.6e11, False)])
+def test_measured_speeds_decide_whether_bf16_is_noted_as_slower(
+    bf16: float, fp32: float, noted: bool
+) -> None:
+    config = parse_run_config("", overrides=["precision.dtype=bf16"], where="test")
+    assert bool(slow_bf16(config, {"bf16": bf16, "fp32": fp32})) is noted

@@ -13,6 +13,7 @@ from payload.inventory import Node
 from payload.launch_sections import DeviceSection
 from payload.machine import discover
 from payload.orchestrate.planning import plan_run
+from payload.orchestrate.run.report import Estimate, estimate
 from payload.orchestrate.sites.choose import Chosen
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import RunPaths
@@ -76,6 +77,32 @@ def test_a_plan_of_gpu_nodes_counts_no_copies_and_says_that_its_share_of_the_pea
     on_cores, nothing = step_s(replace(gpu, gpus=0))
     assert on_gpus is not None and on_cores is not None and on_gpus != on_cores
     assert "assumes an MFU on GPUs that no run has confirmed" in said and "GPU" not in nothing
+
+
+def test_unmeasured_gpu_nodes_are_estimated_at_the_share_of_the_cores_that_the_sentence_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("payload.orchestrate.sites.local.has_bf16", lambda: True)
+    gpu = Node(name="a", address="10.0.0.2", physical_cores=4, memory_gib=64.0, gpus=1)
+    config = parse_run_config("", overrides=["launch.launcher=torchrun"], where="test")
+
+    def estimated(node: Node) -> Estimate:
+        inventory = replace(discover().inventory(), nodes=(node,))
+        chosen = Chosen(inventory=inventory, why="test", domains={})
+        planned = plan_run(
+            RunPaths(tmp_path / "runs" / "one"),
+            config=config,
+            chosen=chosen,
+            access=LocalAccess(os.environ),
+            vocab_size=None,
+            work_dir=tmp_path,
+            port=20_000,
+        )
+        return estimate(planned, data=tmp_path, earlier=[], is_local=True)
+
+    on_gpu, on_cores = estimated(gpu), estimated(replace(gpu, gpus=0))
+    assert on_gpu.seconds == on_cores.seconds
+    assert on_gpu.basis.startswith(on_cores.basis) and "GPUs are faster" in on_gpu.basis
 
 
 class Measured(LocalAccess):

@@ -33,7 +33,7 @@ def cost_sentence(
         spec,
         world_size=1,
         dtype="bf16",
-        peak_flops_per_s={"bf16": 1e12, "fp32": 5e11},
+        core_flops_per_s={"bf16": 1e12, "fp32": 5e11},
         dequantized_per_s=rate,
         cores=1,
         room_bytes=room,
@@ -59,7 +59,7 @@ def test_a_whole_base_in_bf16_is_better_than_4_bits_where_fp32_does_not_fit() ->
             long,
             world_size=1,
             dtype="fp32",
-            peak_flops_per_s={"bf16": 3e10, "fp32": 1.6e11},
+            core_flops_per_s={"bf16": 3e10, "fp32": 1.6e11},
             dequantized_per_s=None,
             cores=1,
             room_bytes=room,
@@ -72,6 +72,43 @@ def test_a_whole_base_in_bf16_is_better_than_4_bits_where_fp32_does_not_fit() ->
     assert all("4 bits compute in bf16, which is slower than fp32 here" in each for each in said)
 
 
+@pytest.mark.parametrize(("bf16", "slow"), [(2.1e12, False), (3e10, True)])
+def test_speeds_and_not_the_dtype_that_is_set_say_whether_4_bits_compute_slower(
+    bf16: float, slow: bool
+) -> None:
+    found = quantized_cost(
+        lora("precision.dtype=fp32"),
+        LARGE,
+        world_size=1,
+        dtype="fp32",
+        core_flops_per_s={"bf16": bf16, "fp32": 1.6e11},
+        dequantized_per_s=None,
+        cores=1,
+        room_bytes=None,
+    )
+    assert found is not None and found.bf16_is_slow is slow
+    assert ("slower than fp32 here" in found.sentence()) is slow
+
+
+def test_ranks_that_do_not_divide_the_cores_compute_at_the_cores_own_rate() -> None:
+    costs = [
+        quantized_cost(
+            lora("batch.global_batch_size=24"),
+            LARGE,
+            world_size=world_size,
+            dtype="bf16",
+            core_flops_per_s={"bf16": 1e12, "fp32": 5e11},
+            dequantized_per_s=None,
+            cores=4,
+            room_bytes=None,
+        )
+        for world_size in (1, 3)
+    ]
+    one, three = (each for each in costs if each is not None)
+    assert three.whole_step_s == pytest.approx(one.whole_step_s)
+    assert three.nf4_step_s == pytest.approx(one.nf4_step_s)
+
+
 def test_the_linears_are_dequantised_twice_in_each_pass_and_once_more_with_checkpointing() -> None:
     plain, twice = lora("batch.micro_batch_size=2"), lora("batch.micro_batch_size=1")
     again = lora("batch.micro_batch_size=2", "memory.activation_checkpointing=on")
@@ -82,7 +119,7 @@ def test_the_linears_are_dequantised_twice_in_each_pass_and_once_more_with_check
             LARGE,
             world_size=1,
             dtype="bf16",
-            peak_flops_per_s={"bf16": 1e12, "fp32": 5e11},
+            core_flops_per_s={"bf16": 1e12, "fp32": 5e11},
             dequantized_per_s=None,
             cores=1,
             room_bytes=None,
@@ -102,7 +139,7 @@ def test_a_run_without_an_adapter_has_nothing_to_compare() -> None:
         LARGE,
         world_size=1,
         dtype="bf16",
-        peak_flops_per_s={"bf16": 1e12, "fp32": 5e11},
+        core_flops_per_s={"bf16": 1e12, "fp32": 5e11},
         dequantized_per_s=None,
         cores=1,
         room_bytes=None,

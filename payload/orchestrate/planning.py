@@ -38,6 +38,7 @@ from payload.orchestrate.run.store import Order
 from payload.orchestrate.sites.choose import Chosen, Site, SiteRun, memory_warning, require_launcher
 from payload.results import RunPaths, new_run_id, write_whole
 from payload.run_config import RunConfig
+from payload.run_repair import known_dtype
 from payload.settings import AUTO as AUTO_SIZE
 from payload.start_checks import (
     check_data,
@@ -127,7 +128,7 @@ class PlannedRun:
     predicted: RunConfig
     """The config with the device and the dtype that it is expected to take on these nodes."""
     auto_dtype: Dtype
-    """The dtype that `precision.dtype` takes on these nodes, without 4 bits or fp8."""
+    """The dtype that `precision.dtype`, `auto` or not, means here without 4 bits and fp8."""
     core_flops_per_s: Mapping[Dtype, float]
     """GEMM peak of a core by dtype, measured or typical."""
     strategies: tuple[Compared, ...] = ()
@@ -187,14 +188,16 @@ def plan_run(
     work_dir: Path,
     port: int,
     auto_size: int | None = None,
+    kept_dtype: Dtype | None = None,
     resumes: bool = False,
     placement: Placement | None = None,
 ) -> PlannedRun:
     """Decide everything about a run, or about one that `resumes`; nothing is written or started.
 
     `auto_size` is what its last plan made of a micro-batch of `auto`; it stays where the ranks can
-    share the batch with it, so that a resume computes the same bits. `placement` is where the ranks
-    go, if they were placed before. Raises ConfigError and PreflightError.
+    share the batch with it, so that a resume computes the same bits. `kept_dtype` is that of the
+    newest checkpoint, which a resume keeps under `auto`. `placement` is where the ranks go, if they
+    were placed before. Raises ConfigError and PreflightError.
     """
     inventory = chosen.inventory
     time_limit(config.limits, inventory.nodes)
@@ -211,8 +214,12 @@ def plan_run(
     spec = config.adapted(base)
     left = left_open(config, auto_size=auto_size)
     on_gpus = for_prediction(config, inventory.nodes).device.kind == "cuda"
-    auto_dtype: Dtype = config.dtype() if on_gpus else access.dtype(config.precision.dtype)
+    choice = config.precision.dtype
+    if choice == "auto":
+        choice = kept_dtype or choice
+    auto_dtype = _dtype_on_gpus(choice) if on_gpus else access.dtype(choice)
     dtype: Dtype = "bf16" if config.wants_bf16() else auto_dtype
+    core_flops_per_s = {each: _core_flops_per_s(access, inventory, each) for each in _DTYPES}
     is_auto = left.batch.micro_batch_size == AUTO_SIZE
     config, batch = settle_batch(
         as_recorded(left, config, world_size=placement.world_size),
@@ -224,7 +231,7 @@ def plan_run(
     )
     predicted = for_prediction(config, inventory.nodes).computing_in(dtype)
     # Of GPUs, the trial says which dtype is the faster one.
-    peak = access.peak_flops_per_s(config.precision.dtype if on_gpus else dtype)
+    peak = access.peak_flops_per_s(choice if on_gpus else dtype)
     arithmetic = work_out(
         predicted,
         spec=spec,
@@ -286,7 +293,7 @@ def plan_run(
             *placement.notes,
             *(chosen.gpu_notes if config.device.kind != "cpu" else ()),
             *filter(None, (batch, guess, warning, rate_warning(config))),
-            *([] if on_gpus else slow_bf16(config, access)),
+            *([] if on_gpus else slow_bf16(config, core_flops_per_s)),
             *([GPU_GUESS] if on_gpus and arithmetic.step_s is not None else []),
         ),
     )
@@ -298,7 +305,7 @@ def plan_run(
         plan=plan,
         predicted=predicted,
         auto_dtype=auto_dtype,
-        core_flops_per_s={each: _core_flops_per_s(access, inventory, each) for each in _DTYPES},
+        core_flops_per_s=core_flops_per_s,
         strategies=compare_strategies(
             predicted,
             spec=spec,
@@ -314,10 +321,14 @@ def plan_run(
     )
 
 
-def slow_bf16(config: RunConfig, access: Access) -> list[str]:
+def _dtype_on_gpus(choice: DtypeChoice) -> Dtype:
+    return "fp32" if choice == "fp32" else "bf16"
+
+
+def slow_bf16(config: RunConfig, core_flops_per_s: Mapping[Dtype, float]) -> list[str]:
     """Return a note where a setting wants bf16 on CPUs that are faster in fp32."""
     setting = config.bf16_setting()
-    if setting is None or access.dtype("auto") == "bf16":
+    if setting is None or core_flops_per_s["bf16"] >= core_flops_per_s["fp32"]:
         return []
     return [f"{setting} computes in bf16, which is slower than fp32 on CPUs like these"]
 
@@ -342,6 +353,7 @@ def plan_order(
         work_dir=Path.cwd(),
         port=port,
         auto_size=auto_batch_size(order.paths.plan),
+        kept_dtype=known_dtype(order.paths),
         resumes=order.resumes,
     )
     planned.write(paths)

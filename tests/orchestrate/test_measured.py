@@ -13,6 +13,7 @@ import pytest
 from payload.core_speed import typical_mfu
 from payload.inventory import Access, ClusterInventory
 from payload.models.gpt2 import PRESETS
+from payload.models.spec import Dtype
 from payload.orchestrate.preflight.report import (
     FRESH_S,
     Report,
@@ -23,6 +24,7 @@ from payload.orchestrate.preflight.report import (
     speed_findings,
     summary,
     try_if_new,
+    with_known_trial,
     with_trial,
 )
 from payload.orchestrate.preflight.trial_findings import (
@@ -35,11 +37,13 @@ from payload.orchestrate.preflight.trial_findings import (
     record_path,
 )
 from payload.orchestrate.sites.choose import Chosen
+from payload.orchestrate.sites.cluster import dry_run_access
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import this_code
 from payload.orchestrate.ssh.streams import Login
 from payload.run_config import parse_run_config
 from payload.step_time import UPDATE_S_PER_WEIGHT
+from payload.training_sections import DtypeChoice
 from payload.untrusted import build
 from tests.orchestrate.test_findings import make_facts, make_node
 
@@ -123,6 +127,25 @@ def test_a_prediction_is_the_plan_s_own_arithmetic() -> None:
     )
     text = summary(measured, prediction)
     assert text.startswith("all-reduce over 3 ranks: 16 Gbit/s each way, 0.2 ms; predicted for ")
+
+
+def test_a_run_of_4_bits_is_predicted_at_the_peak_and_the_share_of_bf16() -> None:
+    # The measured speeds choose fp32, and 4 bits compute in bf16 all the same.
+    measured = make_measured(0.1, 0.1, 0.1)
+    words = ("model.init=x", "adapter.kind=lora", "model.quantize=nf4")
+    kept, again = (
+        parse_run_config(
+            "", overrides=[*words, f"memory.activation_checkpointing={each}"], where="test"
+        )
+        for each in ("off", "on")
+    )
+    assert measured.dtype("auto") == "fp32"
+    spec = kept.adapted(GPT2)
+    flops = kept.tokens_per_step() * spec.flops_per_token()
+    share = typical_mfu(kernels=False, core_flops_per_s=1e11, width=768)
+    compute_s = predict(kept, spec, measured).compute_s
+    assert compute_s == pytest.approx(flops / (3e11 * share))
+    assert predict(again, spec, measured).compute_s == pytest.approx(compute_s * 4 / 3)
 
 
 def test_a_slow_network_is_a_warning_with_the_time_per_step() -> None:
@@ -230,10 +253,54 @@ def test_run_takes_a_fresh_trial_s_figures_and_asks_no_node(
     assert try_if_new(report, chosen, unasked, CONFIG).measured == record.measured
     stale = replace(record, time_unix=time.time() - 2 * FRESH_S)
     stale.write(record_path(tmp_path, cluster="mine"))
+    # `run --quick` takes what `plan` takes.
+    assert with_known_trial(report, chosen, CONFIG).measured == record.measured
     tried = try_if_new(report, chosen, unasked, CONFIG)
     assert tried.measured is None and [f.node for f in tried.findings] == [
         node.name for node in inventory.nodes
     ]
+
+
+AMX, AVX512, NEITHER = ("amx_bf16", "amx_tile"), ("avx512_bf16",), ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([AMX, AVX512], True),
+        ([AMX, NEITHER], False),
+        ([None, NEITHER], False),
+        ([AMX, None], None),
+        ([], None),
+    ],
+)
+def test_nodes_have_bf16_if_every_cpu_does(
+    flags: list[tuple[str, ...] | None], expected: bool | None
+) -> None:
+    facts = {f"node-{i}": make_facts(i, cpu_flags=each) for i, each in enumerate(flags)}
+    report = Report(cluster="mine", checks={}, facts=facts, findings=[], took_s=0.0)
+    assert report.have_bf16() is expected
+
+
+@pytest.mark.parametrize(
+    ("choice", "measured", "has_bf16", "expected"),
+    [
+        ("auto", None, None, "bf16"),
+        ("auto", None, True, "bf16"),
+        ("auto", None, False, "fp32"),
+        ("bf16", None, False, "bf16"),
+        ("fp32", None, True, "fp32"),
+        ("auto", make_measured(4.0), False, "bf16"),
+        ("auto", make_measured(0.1), True, "fp32"),
+        ("auto", make_measured(1.05), True, "fp32"),
+        ("bf16", make_measured(0.1), False, "bf16"),
+    ],
+)
+def test_a_cluster_s_dtype_is_the_set_one_else_by_speeds_else_by_its_cpus(
+    choice: DtypeChoice, measured: Measured | None, has_bf16: bool | None, expected: Dtype
+) -> None:
+    dry = dry_run_access(make_cluster(), None, run_id="one")
+    assert replace(dry, measured=measured, has_bf16=has_bf16).dtype(choice) == expected
 
 
 def test_a_trial_is_left_out_where_it_could_only_wait_for_a_resolver() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 
 from payload.errors import ConfigError, ExitCode, UsageError
 from payload.inventory import Access, ClusterInventory
+from payload.machine import discover
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.planning import plan_order
 from payload.orchestrate.run.console import text_console
@@ -39,6 +41,12 @@ def make_copy(paths: RunPaths, *, alive: bool) -> None:
     """Let a run be one of cluster `first`, as when it was last reached."""
     paths.inventory.write_text(cluster("first").to_json(), encoding="utf-8")
     note_seen(paths, alive=alive, ssh_key=Path("/key"))
+
+
+def write_trainer_state(checkpoint: Path, *, dtype: str) -> None:
+    checkpoint.mkdir(parents=True)
+    text = json.dumps({"step": 1, "dtype": dtype, "config_toml": ""})
+    (checkpoint / "trainer.json").write_text(text, encoding="utf-8")
 
 
 def hold(paths: RunPaths, *, name: str | None) -> None:
@@ -100,6 +108,10 @@ def test_a_site_that_plans_an_order_tells_the_run_if_it_is_resumed(
     tmp_path: Path, resumes: bool
 ) -> None:
     paths = make_run(tmp_path)
+    if resumes:
+        for step, dtype in ((1, "bf16"), (2, "fp32")):
+            write_trainer_state(paths.checkpoint(step), dtype=dtype)
+        (paths.checkpoint(3) / "trainer.json").mkdir(parents=True)
     with ExitStack() as held:
         order = Order(
             paths=paths,
@@ -116,6 +128,10 @@ def test_a_site_that_plans_an_order_tells_the_run_if_it_is_resumed(
         here = Chosen(inventory=make_inventory(), why="test", domains={})
         planned = plan_order(paths, order, chosen=here, access=access, port=12345)
     assert planned.plan.resumes is resumes
+    if resumes:
+        local = Local(Chosen(inventory=discover().inventory(), why="test", domains={}), access)
+        again = local.plan(paths, order.config, vocab_size=512)
+        assert planned.predicted.dtype() == again.predicted.dtype() == "fp32"
 
 
 def test_a_device_is_looked_for_on_the_nodes_not_here(tmp_path: Path) -> None:

@@ -197,13 +197,16 @@ def tail(paths: list[str]) -> list[str]:
 
 
 def cpu_flags() -> list[str] | None:
-    """Return the matrix and bf16 flags of the first CPU."""
+    """Return the matrix and bf16 flags of the first CPU; None where its kernel shows no flags."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return None
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    return sorted(flag for flag in flags if flag.startswith("amx") or "bf16" in flag)
+    # Arm's kernels write `Features`.
+    named = [line.split() for line in lines if line.startswith(("flags", "Features"))]
+    if not named:
+        return None
+    return sorted(flag for flag in named[0] if flag.startswith("amx") or "bf16" in flag)
 
 
 def physical_cores() -> int | None:

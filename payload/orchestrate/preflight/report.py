@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from rich.table import Table
 
+from payload.core_speed import flags_have_bf16
 from payload.errors import ExitCode, TileforgeError, most_telling
 from payload.inventory import ClusterInventory, Node
 from payload.launch.ranks import Placement
@@ -69,11 +70,11 @@ def predict(
 ) -> Prediction:
     """Predict the times of one step by ranks of so many threads."""
     link = measured.link_bytes_per_s()
-    peak = measured.peak_flops_per_s(config.precision.dtype)
     config = config.computing_in(measured.dtype(config.precision.dtype))
+    peak = measured.peak_flops_per_s(config.dtype())
     flops = config.tokens_per_step() * spec.flops_per_token()
     mfu = config.typical_mfu(spec, core_flops_per_s=peak / (measured.world_size * threads))
-    compute_s = flops / (peak * mfu)
+    compute_s = flops / (peak * mfu) * config.recomputation()
     # One rank has no link.
     network = Network(ranks=measured.world_size, bytes_per_s=link or 1.0)
     step = run_step_time(config, spec, compute_s=compute_s, network=network, threads=threads)
@@ -221,6 +222,13 @@ class Report:
         """Return the memory of the node with the least."""
         sizes = [facts.memory_bytes for facts in self.facts.values()]
         return min((size for size in sizes if size is not None), default=None)
+
+    def have_bf16(self) -> bool | None:
+        """Return whether every node's CPU multiplies bf16 itself; None where that is not known."""
+        flags = [facts.cpu_flags for facts in self.facts.values()]
+        if any(each is not None and not flags_have_bf16(each) for each in flags):
+            return False
+        return True if flags and None not in flags else None
 
     def status(self, node: str, check: str) -> str:
         """Return `ok`, `warning`, `error`, or `-` for a check that was not made."""
@@ -386,11 +394,21 @@ def try_if_new(
     placement: Placement | None = None,
 ) -> Report:
     """Try the cluster before a run; a trial of this payload on these nodes holds for a day."""
-    inventory, on_gpus = chosen.inventory, gpu_need(config, chosen.inventory.nodes) is not None
-    record = known_trial(inventory.cluster, inventory.nodes, Path.cwd(), on_gpus=on_gpus)
+    record = _known_trial_of(chosen, config)
     if record is not None and is_fresh(record, now_unix=time.time()):
         return replace(report, measured=record.measured)
     return try_there(report, chosen, cluster, config, placement)
+
+
+def with_known_trial(report: Report, chosen: Chosen, config: RunConfig) -> Report:
+    """Return the report with the newest trial of these nodes, however old: `plan` takes it too."""
+    record = _known_trial_of(chosen, config)
+    return report if record is None else replace(report, measured=record.measured)
+
+
+def _known_trial_of(chosen: Chosen, config: RunConfig) -> Record | None:
+    inventory, on_gpus = chosen.inventory, gpu_need(config, chosen.inventory.nodes) is not None
+    return known_trial(inventory.cluster, inventory.nodes, Path.cwd(), on_gpus=on_gpus)
 
 
 def try_here(report: Report, chosen: Chosen, access: LocalAccess, config: RunConfig) -> Report:

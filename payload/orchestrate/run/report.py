@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -110,7 +110,9 @@ def estimate(
         flops_per_s = tokens_per_s * flops_per_token
         basis = f"at the {tokens_per_s:,.0f} tokens/s of run {run_id}"
     else:
-        predicted = planned.predicted
+        # On nodes with GPUs too: no speed of theirs is known.
+        device = replace(planned.predicted.device, kind="cpu")
+        predicted = replace(planned.predicted, device=device)
         core = planned.core_flops_per_s[predicted.dtype()]
         spec = predicted.adapted(planned.base)
         flops_per_s = cores * core * predicted.typical_mfu(spec, core_flops_per_s=core)
@@ -160,7 +162,6 @@ def _store_usd(planned: PlannedRun, size: int) -> float | None:
 
 def _quantized(planned: PlannedRun, earlier: Sequence[RunPaths]) -> QuantizedCost | None:
     """Return what 4 bits save and cost, by the dequantising that the newest run has measured."""
-    cores = sum(node.physical_cores for node in planned.inventory.nodes)
     free = planned.free_memory_bytes
     summaries = (last_record(Summary, paths.summary) for paths in earlier[:_LOOKED_AT])
     rates = (each.dequantized_per_s for each in summaries if each is not None)
@@ -169,9 +170,9 @@ def _quantized(planned: PlannedRun, earlier: Sequence[RunPaths]) -> QuantizedCos
         planned.base,
         world_size=planned.plan.world_size,
         dtype=planned.auto_dtype,
-        peak_flops_per_s={each: cores * rate for each, rate in planned.core_flops_per_s.items()},
+        core_flops_per_s=planned.core_flops_per_s,
         dequantized_per_s=next((rate for rate in rates if rate), None),
-        cores=max(1, cores // planned.plan.world_size),
+        cores=sum(node.physical_cores for node in planned.inventory.nodes),
         room_bytes=None if free is None else USED * free / planned.plan.ranks_per_node,
     )
 

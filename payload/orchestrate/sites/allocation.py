@@ -37,7 +37,7 @@ from payload.orchestrate.sites.choose import Chosen, nvidia_here
 from payload.orchestrate.sites.local import LOOPBACK, LocalAccess
 from payload.results import DEFAULT_GRACE_S, RunJob, RunPaths, last_record, write_json
 from payload.run_config import load_run_config
-from payload.run_repair import known_summary, make_room
+from payload.run_repair import known_dtype, known_summary, make_room
 from payload.start_checks import check_data
 from payload.untrusted import NODE_NAME, build, checked, parse_json, printable
 
@@ -418,6 +418,7 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
             work_dir=Path.cwd(),
             port=int(holder.getsockname()[1]),
             auto_size=auto_batch_size(paths.plan),
+            kept_dtype=known_dtype(paths),
             resumes=paths.state.exists(),
         )
     for line in (*planned.notes(), *(f"warning: {sentence}" for sentence in make_room(paths))):

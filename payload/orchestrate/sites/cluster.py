@@ -147,6 +147,8 @@ class ClusterAccess:
     python: str = str(VENV / "bin" / "python")
     measured: Measured | None = None
     """By the newest trial of these nodes."""
+    has_bf16: bool | None = None
+    """True if every node's CPU multiplies bf16 itself; None where that is not known."""
     launcher: str = AUTO
 
     @property
@@ -160,14 +162,16 @@ class ClusterAccess:
         return self.measured.peak_flops_per_s(choice) if self.measured else None
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
-        """Return the dtype by the nodes' measured speeds, else bf16: most machine types have it."""
+        """Return the dtype by the nodes' measured speeds, else by their CPUs, else bf16."""
         if choice != "auto":
             return choice
-        return self.measured.dtype(choice) if self.measured else "bf16"
+        if self.measured is not None:
+            return self.measured.dtype(choice)
+        return "fp32" if self.has_bf16 is False else "bf16"
 
     def core_flops_per_s(self, dtype: Dtype) -> float:
-        """Return the peak of a typical core."""
-        return typical_core_flops_per_s(dtype, emulates_bf16=False)
+        """Return the peak of a typical core, with bf16 emulated where a node's CPU lacks it."""
+        return typical_core_flops_per_s(dtype, emulates_bf16=self.has_bf16 is False)
 
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
         """Return each node's interface on the way to the head; the head's to the first worker."""

@@ -48,7 +48,7 @@ from payload.orchestrate.sites.choose import (
 from payload.results import RunPaths, RunState, StopRequest, Summary, last_record, write_json
 from payload.run_config import RunConfig
 from payload.run_lock import is_supervised
-from payload.run_repair import known_state
+from payload.run_repair import known_dtype, known_state
 from payload.step_time import LOOPBACK_BYTES_PER_S
 from payload.storage.here import require_new_in_store
 from payload.training_sections import DtypeChoice
@@ -334,6 +334,7 @@ class Local(InventorySite):
             work_dir=Path.cwd(),
             port=port,
             auto_size=auto_batch_size(paths.plan),
+            kept_dtype=known_dtype(paths),
             resumes=resumes,
         )
 

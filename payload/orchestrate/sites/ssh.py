@@ -28,7 +28,7 @@ from payload.launch.ranks import Placement
 from payload.launch_sections import LimitsSection
 from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
 from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operator_key
-from payload.orchestrate.preflight.report import Report, try_if_new
+from payload.orchestrate.preflight.report import Report, try_if_new, with_known_trial
 from payload.orchestrate.run.store import Order, is_copy, require_new, room_for
 from payload.orchestrate.run.there import RemoteRun
 from payload.orchestrate.sites.choose import (
@@ -76,7 +76,7 @@ from payload.orchestrate.ssh.streams import (
 from payload.results import RunPaths
 from payload.run_config import RunConfig
 from payload.run_lock import starting
-from payload.run_repair import known_config
+from payload.run_repair import known_config, known_dtype
 from payload.untrusted import can_see
 
 # A machine of ours lives for 30 days at most; on others a run that has no limit may go on for
@@ -273,7 +273,9 @@ class Ssh(InventorySite):
         """Return what the nodes are. Raises ClusterNotReadyError where one is not fit."""
         need = self._chosen.gpu_need(config)
         report = check_cluster(self._inventory, cluster, lock_sha=lock_sha(), need=need)
-        if not self._quick:
+        if self._quick:
+            report = with_known_trial(report, self._chosen, config)
+        else:
             report = try_if_new(report, self._chosen, cluster, config, self._placement)
         for line in report.lines():
             self._talk.print(line)
@@ -363,11 +365,13 @@ class Ssh(InventorySite):
                 ssh_config=run_key.config,
                 tcmalloc_library=libraries.pop() if len(libraries) == 1 else None,
                 measured=report.measured,
+                has_bf16=report.have_bf16(),
             ),
             vocab_size=order.vocab_size,
             work_dir=Path(home),
             port=port,
             auto_size=order.auto_size(),
+            kept_dtype=known_dtype(order.paths),
             placement=self._placement,
             resumes=order.resumes,
         )
