@@ -214,10 +214,10 @@ def plan_run(
     spec = config.adapted(base)
     left = left_open(config, auto_size=auto_size)
     on_gpus = for_prediction(config, inventory.nodes).device.kind == "cuda"
-    choice = config.precision.dtype
-    if choice == "auto":
-        choice = kept_dtype or choice
-    auto_dtype = _dtype_on_gpus(choice) if on_gpus else access.dtype(choice)
+    wanted = config.precision.dtype
+    if wanted == "auto":
+        wanted = kept_dtype or wanted
+    auto_dtype = _dtype_on_gpus(wanted) if on_gpus else access.dtype(wanted)
     dtype: Dtype = "bf16" if config.wants_bf16() else auto_dtype
     core_flops_per_s = {each: _core_flops_per_s(access, inventory, each) for each in _DTYPES}
     is_auto = left.batch.micro_batch_size == AUTO_SIZE
@@ -231,7 +231,7 @@ def plan_run(
     )
     predicted = for_prediction(config, inventory.nodes).computing_in(dtype)
     # Of GPUs, the trial says which dtype is the faster one.
-    peak = access.peak_flops_per_s(choice if on_gpus else dtype)
+    peak = access.peak_flops_per_s(wanted if on_gpus else dtype)
     arithmetic = work_out(
         predicted,
         spec=spec,
