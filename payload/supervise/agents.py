@@ -30,7 +30,8 @@ from payload.hints import command
 from payload.launch.agents import AgentJob, end_of_agent
 from payload.launch.environment import RUN_DIR
 from payload.rank_variables import NODE_RANK, SLURM_NODE
-from payload.supervise.processes import die_with_parent, kill_until_none
+from payload.results import RankProgress, RunPaths, last_record
+from payload.supervise.processes import die_with_parent, kill_until_none, signal_process
 from payload.supervise.stream import remote_argv
 from payload.untrusted import build, parse_json
 
@@ -143,24 +144,37 @@ def _on_node(env: Mapping[str, str]) -> int:
 
 
 def _as_task(job: AgentJob, env: Mapping[str, str]) -> int:
-    """Run the agent until it ends: the supervisor's heartbeats are the lifeline.
+    """Run the agent until it ends; the head's passes Slurm's SIGTERM on to rank 0.
 
-    Slurm's signals to the step are for the ranks, and Slurm kills them once this process has ended.
+    Slurm signals this process alone with proctrack/cgroup, and its descendants as well with other
+    plugins. Rank 0 may so hear it twice, which asks for nothing more than once does.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    requests: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: requests.append(number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     hosts, said = _hosts(job), env.get(SLURM_NODE, "")
     if not said.isdecimal() or int(said) >= len(hosts):
         raise ConfigError(
             f"{SLURM_NODE} = {said!r}, but the run has nodes 0 to {len(hosts) - 1}. Start the run "
             "again: srun starts this program."
         )
+    node_rank = int(said)
 
     def is_cut() -> bool:
         time.sleep(_LOOK_S)
+        if requests and node_rank == 0 and _ask_rank_0(Path(job.environment[RUN_DIR])):
+            requests.clear()
+        # No lifeline: where the supervisor is gone, rank 0's wrapper and the heartbeat program on
+        # the other nodes end the ranks, and with them the agents.
         return False
 
-    return _run(job, int(said), hosts[int(said)], env=env, is_cut=is_cut)
+    return _run(job, node_rank, hosts[node_rank], env=env, is_cut=is_cut, ignored=(signal.SIGTERM,))
+
+
+def _ask_rank_0(run_dir: Path) -> bool:
+    """Send SIGTERM to rank 0, which agrees with the others; False until it is there."""
+    progress = last_record(RankProgress, RunPaths(run_dir).rank_progress(0))
+    return progress is not None and signal_process(progress.pid, signal.SIGTERM, run_dir=run_dir)
 
 
 def _run(
@@ -170,8 +184,20 @@ def _run(
     *,
     env: Mapping[str, str],
     is_cut: Callable[[], bool],
+    ignored: Sequence[signal.Signals] = (),
 ) -> int:
-    """Run one node's agent; `is_cut` waits a moment for the lifeline's end."""
+    """Run one node's agent, which ignores some signals.
+
+    `is_cut` waits a moment for the lifeline's end.
+    """
+    die = die_with_parent(signal.SIGKILL)
+
+    def prepare() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        if die is not None:
+            die()
+
     with tempfile.TemporaryDirectory(prefix="tileforge-", ignore_cleanup_errors=True) as scratch:
         argv = job.on_node(node_rank, address, scratch=scratch)
         try:
@@ -179,7 +205,7 @@ def _run(
                 argv,
                 env={**env, **job.environment, NODE_RANK: str(node_rank)},
                 stdin=subprocess.DEVNULL,
-                preexec_fn=die_with_parent(signal.SIGKILL),
+                preexec_fn=prepare,
             )
         except OSError as error:
             _say(f"error: {argv[0]}: {error.strerror}")

@@ -247,6 +247,27 @@ def test_torchrun_in_a_job_a_killed_rank_is_41_and_a_frozen_node_42(
     require_nothing_left(cluster)
 
 
+def test_torchrun_s_ranks_save_when_slurm_tells_the_first_node_s_agent_alone(
+    cluster: SlurmCluster,
+) -> None:
+    """As it does with proctrack/cgroup, which the rig has not; linuxproc tells all descendants."""
+    long = [word for each in (*LONG, "launch.launcher=torchrun") for word in ("--set", each)]
+    code, said = submit(cluster, "--run-id", "told", "--detach", *long)
+    assert code == ExitCode.OK, said
+    paths = paths_of(cluster, "told")
+    wait_for_steps(paths)
+    task = "^[^ ]*python[^ ]* -m payload[.]supervise[.]agents --task "
+    cluster.nodes[1].exec(["pkill", "-TERM", "-f", task])
+    seen = metrics(paths.root)[-1]["step"]
+    wait_for_steps(paths, beyond=seen)
+    cluster.nodes[0].exec(["pkill", "-TERM", "-f", task])
+    ended = wait_for_end(paths)
+    assert ended.exit_class == "rank_lost", ended
+    assert "rank 0 on node-1 was sent SIGTERM" in str(ended.error), ended
+    assert "the ranks saved and ended" in str(ended.error), ended
+    assert newest_step(paths) == metrics(paths.root)[-1]["step"] > seen
+
+
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_a_job_that_is_cancelled_or_queued_again_saves_and_goes_on(
     cluster: SlurmCluster, launcher: str

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from payload.errors import ExitCode
 from payload.launch.agents import ADDRESS, IS_HEAD, NODE_RANK, SCRATCH, AgentJob, end_of_agent
 from payload.launch.environment import RUN_DIR
+from payload.results import RankProgress, RunPaths, write_json
 from payload.supervise.processes import kill_until_none, processes_of
 from tests.support.launching import REPO
 from tests.support.waiting import wait_until
@@ -132,6 +134,75 @@ def test_slurm_s_sigterm_does_not_end_a_task_before_its_ranks(run_dir: Path) -> 
         os.kill(pid, signal.SIGTERM)
     ended.touch()
     assert task.wait(timeout=60) == 7
+
+
+RANK_0 = """
+import os, pathlib, signal, sys, time
+heard, begun, ended = map(pathlib.Path, sys.argv[1:4])
+signal.signal(signal.SIGTERM, lambda *_: heard.touch())
+begun.write_text(str(os.getpid()))
+while not ended.exists(): time.sleep(0.05)
+"""
+
+
+class SlurmNode:
+    """A task of a step on one of two nodes, with rank 0 as the child of its agent."""
+
+    def __init__(self, run_dir: Path, node_rank: int) -> None:
+        self.heard, self.begun, self.ended = (run_dir / name for name in ("heard", "begun", "end"))
+        self.paths = RunPaths(run_dir)
+        rank = [sys.executable, "-c", RANK_0, *map(str, (self.heard, self.begun, self.ended))]
+        program = f"import subprocess; raise SystemExit(7 + subprocess.call({rank!r}))"
+        job = job_of(run_dir, program)
+        (run_dir / "hosts").write_text("10.0.0.2\n10.0.0.3\n", encoding="ascii")
+        self.task = begin(run_dir, "--task", job.to_json(), SLURM_NODEID=str(node_rank))
+        wait_until(lambda: self.begun.exists() and self.begun.read_text() != "", what="rank 0")
+
+    def record_rank_0(self) -> None:
+        """Leave the rank's word of itself, as the trainer does."""
+        record = self.paths.rank_progress(0)
+        record.parent.mkdir(parents=True, exist_ok=True)
+        progress = RankProgress(
+            rank=0,
+            node="node-1",
+            pid=int(self.begun.read_text()),
+            step=3,
+            phase="step",
+            time_unix=time.time(),
+        )
+        write_json(record, progress)
+
+    def end(self) -> int:
+        """Let rank 0 end; return the task's status."""
+        self.ended.touch()
+        return self.task.wait(timeout=60)
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_sigterm_to_the_first_node_s_task_alone_reaches_rank_0(
+    run_dir: Path, has_begun: bool
+) -> None:
+    """As proctrack/cgroup sends it; also when it comes before rank 0 has said who it is."""
+    node = SlurmNode(run_dir, 0)
+    if has_begun:
+        node.record_rank_0()
+    node.task.terminate()
+    if not has_begun:
+        node.record_rank_0()
+    wait_until(node.heard.exists, what="SIGTERM in rank 0")
+    node.heard.unlink()
+    node.task.terminate()
+    wait_until(node.heard.exists, what="another one")
+    assert node.end() == 7
+
+
+def test_the_other_nodes_tasks_keep_a_sigterm_to_themselves(run_dir: Path) -> None:
+    node = SlurmNode(run_dir, 1)
+    node.record_rank_0()
+    node.task.terminate()
+    time.sleep(1)
+    assert node.task.poll() is None and not node.heard.exists()
+    assert node.end() == 7
 
 
 def sleeper(begun: Path) -> str:

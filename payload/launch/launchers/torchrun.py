@@ -52,8 +52,8 @@ class Torchrun(Launcher):
             *("--max-restarts", "0", "--log-dir", agents.SCRATCH),
         )
         if job.reach.each_node_command:
-            # Slurm sends SIGTERM to every process of a step, for which torch would kill the ranks
-            # 30 s later. They heed it themselves, and may save for as long as Slurm's KillWait.
+            # Slurm may send SIGTERM to every process of a step, and torch would kill the ranks 30 s
+            # later. Rank 0 hears it from the agent, too; they save for as long as Slurm's KillWait.
             command = (*command, "--signals-to-handle", "SIGQUIT")
         # Without this, torch opens another store on a port that nobody has chosen.
         return agents.agents_argv(job, command, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
