@@ -292,6 +292,7 @@ def plan_run(
             *choice.notes(),
             *placement.notes,
             *(chosen.gpu_notes if config.device.kind != "cpu" else ()),
+            *(chosen.cuda_notes if config.device.kind == "cuda" else ()),
             *filter(None, (batch, guess, warning, rate_warning(config))),
             *([] if on_gpus else slow_bf16(config, core_flops_per_s)),
             *([GPU_GUESS] if on_gpus and arithmetic.step_s is not None else []),

@@ -49,6 +49,7 @@ _RECORD_S = 60.0
 _LOOK_EVERY_S = 0.5
 _GUESSED_BYTES_PER_S = 1.25e9
 """10 Gbit/s, as nobody has measured the network between the nodes."""
+_AS_BY = "as by slurm.extra = '--gpus-per-node=1'"
 _GETS_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
@@ -66,6 +67,8 @@ class NodeSight:
     """Folders of the run that it does not see."""
     nvidia: NvidiaFacts | None = None
     """The GPUs that the job may use there."""
+    has_gpus: bool = False
+    """True where Slurm says that it gave the job GPUs there."""
 
 
 class SlurmAccess(LocalAccess):
@@ -172,7 +175,8 @@ def allocation(env: Mapping[str, str], *, why: str, folders: Sequence[Path] = ()
         inventory=inventory,
         why=f"{why}, job {job_id}",
         domains={name: sights[name].domains for name in names},
-        gpu_notes=tuple(filter(None, map(_gpu_note, sights.values()))),
+        gpu_notes=_gpu_notes(sights, has_gpus=True),
+        cuda_notes=_gpu_notes(sights, has_gpus=False),
     )
     return _Allocation(chosen=chosen, access=SlurmAccess(env, sights))
 
@@ -199,12 +203,19 @@ def _node(name: str, fact: Mapping[str, str], sight: NodeSight) -> Node:
     return node if sight.nvidia is None else with_gpus(node, sight.nvidia)
 
 
-def _gpu_note(sight: NodeSight) -> str | None:
-    """Return why the node counts no GPU, where it has an nvidia-smi that shows none."""
-    fault = None if sight.nvidia is None else smi_fault(sight.nvidia)
-    if fault is None:
-        return None
-    return f"no GPU is counted on {sight.node}: {fault.cause}. {fault.fix}"
+def _gpu_notes(sights: Mapping[str, NodeSight], *, has_gpus: bool) -> tuple[str, ...]:
+    """Return why no GPU is counted on nodes whose nvidia-smi shows none.
+
+    Of nodes where the job has GPUs, or of the others: Slurm may hide a node's GPUs from a job that
+    asked for none.
+    """
+    notes = []
+    for sight in sights.values():
+        fault = None if sight.nvidia is None else smi_fault(sight.nvidia)
+        if fault is not None and sight.has_gpus == has_gpus:
+            ask = "" if has_gpus else f"Slurm gave the job none there: ask for some, {_AS_BY}. Or: "
+            notes.append(f"no GPU is counted on {sight.node}: {fault.cause}. {ask}{fault.fix}")
+    return tuple(notes)
 
 
 def fields(line: str) -> dict[str, str]:
@@ -313,7 +324,14 @@ def sight_here(told: str, env: Mapping[str, str]) -> NodeSight:
         interface=_interface_to(raw["targets"].get(name)),
         missing=tuple(each for each in raw["folders"] if not Path(each).is_dir()),
         nvidia=nvidia_here(env),
+        has_gpus=_has_gpus(env),
     )
+
+
+def _has_gpus(env: Mapping[str, str]) -> bool:
+    """Return whether Slurm gave this step GPUs here: it says how many, or lists their numbers."""
+    listed = any(env.get(name) for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"))
+    return listed or env.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0")
 
 
 def _first_cores(domains: Sequence[Domain], most: int) -> tuple[Domain, ...]:

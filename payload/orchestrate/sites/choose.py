@@ -60,6 +60,8 @@ class Chosen:
     """This machine's GPUs; None for other machines."""
     gpu_notes: tuple[str, ...] = ()
     """Why no GPU was counted on other machines that have an nvidia-smi."""
+    cuda_notes: tuple[str, ...] = ()
+    """Further ones, for runs with `device.kind = "cuda"` only: others may well want no GPU."""
 
     def place(self, launch: LaunchSection, device: DeviceSection) -> Placement:
         """Return where a run's ranks go. Raises ConfigError."""
