@@ -162,10 +162,11 @@ def _as_task(job: AgentJob, env: Mapping[str, str]) -> int:
 
     def is_cut() -> bool:
         time.sleep(_LOOK_S)
-        if requests and node_rank == 0 and _ask_rank_0(Path(job.environment[RUN_DIR])):
-            requests.clear()
-        # No lifeline: where the supervisor is gone, rank 0's wrapper and the heartbeat program on
-        # the other nodes end the ranks, and with them the agents.
+        count = len(requests)
+        if count and node_rank == 0 and _ask_rank_0(Path(job.environment[RUN_DIR])):
+            del requests[:count]
+        # Without a supervisor, the head's ranks are ended by their wrappers. torchrun on the other
+        # nodes then loses its store, and kills its ranks 30 s later.
         return False
 
     return _run(job, node_rank, hosts[node_rank], env=env, is_cut=is_cut, ignored=(signal.SIGTERM,))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from payload.errors import INTERRUPTED, ExitCode
 from payload.launch.ranks import load_ranks
 from payload.results import RunJob, RunPaths, RunState, read_json
+from tests.rig.machine import Machine
 from tests.rig.slurm_cluster import SlurmCluster
 from tests.support.launching import losses, metrics, summary
 from tests.support.waiting import wait_until
@@ -66,6 +69,10 @@ def wait_for_end(paths: RunPaths) -> RunState:
     """Return the state once the run's supervisor has written its end."""
     wait_until(lambda: state(paths).exit_class is not None, what="the end", timeout_s=WAIT_S)
     return state(paths)
+
+
+def has_no_run(machine: Machine) -> bool:
+    return not machine.exec(["pgrep", "-f", "payload[.](train|supervise)"], check=False).stdout
 
 
 def newest_step(paths: RunPaths) -> int:
@@ -266,6 +273,27 @@ def test_torchrun_s_ranks_save_when_slurm_tells_the_first_node_s_agent_alone(
     assert "rank 0 on node-1 was sent SIGTERM" in str(ended.error), ended
     assert "the ranks saved and ended" in str(ended.error), ended
     assert newest_step(paths) == metrics(paths.root)[-1]["step"] > seen
+
+
+def test_torchrun_s_stuck_ranks_end_after_their_supervisor_while_the_allocation_stays(
+    cluster: SlurmCluster,
+) -> None:
+    settings = words(*LONG, "launch.ranks_per_node=2", "launch.launcher=torchrun")
+    run = ["run", "--inventory", "slurm", "--run-id", "orphans", "--grace", "5", *settings]
+    typed = f"{shlex.join(['python3', '-m', 'payload.orchestrate', *run])}; sleep 300"
+    asked = ["salloc", "--quiet", "--nodes=2", "--exclusive", "--mem=0", "sh", "-c", typed]
+    paths, (first, second) = paths_of(cluster, "orphans"), cluster.nodes
+    with ThreadPoolExecutor() as pool:
+        allocation = pool.submit(cluster.type, asked, timeout_s=400)
+        wait_for_steps(paths)
+        second.exec(["pkill", "-STOP", "-f", "^[^ ]*python[^ ]* -m payload[.]train "])
+        supervisor = "^[^ ]*python[^ ]* -m payload[.]supervise --run-dir "
+        cluster.login.exec(["pkill", "-KILL", "-f", supervisor])
+        for node in (first, second):
+            wait_until(partial(has_no_run, node), what=f"{node.name}'s end", timeout_s=WAIT_S)
+        assert not allocation.done()
+        cluster.slurm("scancel --user=trainer")
+        allocation.result()
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
