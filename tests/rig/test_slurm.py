@@ -135,7 +135,11 @@ def within_salloc(
 ) -> Iterator[Future[tuple[int, str]]]:
     """A run whose command and supervisor are on the login node, until it has ended."""
     with ThreadPoolExecutor() as pool:
-        yield pool.submit(cluster.do, "run", "--inventory", "slurm", *arguments, before=salloc)
+        try:
+            yield pool.submit(cluster.do, "run", "--inventory", "slurm", *arguments, before=salloc)
+        except BaseException:
+            cluster.slurm("scancel --user=trainer")  # or the command would be waited for
+            raise
 
 
 def require_nothing_left(cluster: SlurmCluster) -> None:
