@@ -262,7 +262,8 @@ def test_torchrun_s_ranks_save_when_slurm_tells_the_first_node_s_agent_alone(
     cluster: SlurmCluster,
 ) -> None:
     """As it does with proctrack/cgroup, which the rig has not; linuxproc tells all descendants."""
-    long = [word for each in (*LONG, "launch.launcher=torchrun") for word in ("--set", each)]
+    settings = (*LONG, "launch.launcher=torchrun", "limits.max_restarts=0")
+    long = [word for each in settings for word in ("--set", each)]
     code, said = submit(cluster, "--run-id", "told", "--detach", *long)
     assert code == ExitCode.OK, said
     paths = paths_of(cluster, "told")
