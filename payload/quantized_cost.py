@@ -27,7 +27,7 @@ class QuantizedCost:
     whole_step_s: float
     """Predicted computing of a step, with the kernels where they run."""
     nf4_step_s: float
-    """The same without them in bf16, and with the linears dequantised in every pass."""
+    """The same in bf16 and without kernels, with the 4-bit weights dequantised in every pass."""
     dequantize_s: float
     """Part of that for dequantising."""
     is_measured: bool

@@ -139,7 +139,9 @@ def _on_node(env: Mapping[str, str]) -> int:
         told.address,
         env=env,
         # Nothing more is written: what can be read is the end.
-        is_cut=lambda: bool(select.select([0], [], [], _LOOK_S)[0]) and not os.read(0, 4096),
+        lifeline_ended=lambda: (
+            bool(select.select([0], [], [], _LOOK_S)[0]) and not os.read(0, 4096)
+        ),
     )
 
 
@@ -160,7 +162,7 @@ def _as_task(job: AgentJob, env: Mapping[str, str]) -> int:
         )
     node_rank = int(said)
 
-    def is_cut() -> bool:
+    def lifeline_ended() -> bool:
         time.sleep(_LOOK_S)
         count = len(requests)
         if count and node_rank == 0 and _ask_rank_0(Path(job.environment[RUN_DIR])):
@@ -169,7 +171,14 @@ def _as_task(job: AgentJob, env: Mapping[str, str]) -> int:
         # nodes then loses its store, and kills its ranks 30 s later.
         return False
 
-    return _run(job, node_rank, hosts[node_rank], env=env, is_cut=is_cut, ignored=(signal.SIGTERM,))
+    return _run(
+        job,
+        node_rank,
+        hosts[node_rank],
+        env=env,
+        lifeline_ended=lifeline_ended,
+        ignored=(signal.SIGTERM,),
+    )
 
 
 def _ask_rank_0(run_dir: Path) -> bool:
@@ -184,12 +193,12 @@ def _run(
     address: str,
     *,
     env: Mapping[str, str],
-    is_cut: Callable[[], bool],
+    lifeline_ended: Callable[[], bool],
     ignored: Sequence[signal.Signals] = (),
 ) -> int:
     """Run one node's agent, which ignores some signals.
 
-    `is_cut` waits a moment for the lifeline's end.
+    `lifeline_ended` waits a moment, and says whether the run is to end here.
     """
     die = die_with_parent(signal.SIGKILL)
 
@@ -212,7 +221,7 @@ def _run(
             _say(f"error: {argv[0]}: {error.strerror}")
             return 127
         while agent.poll() is None:
-            if is_cut():
+            if lifeline_ended():
                 kill_until_none(Path(job.environment[RUN_DIR]), timeout_s=_KILL_S)
                 agent.kill()
                 agent.wait()

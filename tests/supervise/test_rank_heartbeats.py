@@ -80,7 +80,7 @@ def test_the_same_record_again_is_no_progress(tmp_path: Path) -> None:
 
 
 def test_an_older_record_is_no_news(tmp_path: Path) -> None:
-    """Where both the stream and a shared folder show a rank, one of them is behind."""
+    """The newer of the records that the stream and a shared folder bring counts."""
     beats, paths = make_heartbeats(tmp_path)
     older, newer = replace(progress(0), node="node-0"), replace(progress(0, step=4), node="node-0")
     beats.take("node-0", message(newer))

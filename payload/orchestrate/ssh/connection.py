@@ -147,7 +147,8 @@ class _Transport(paramiko.Transport):
     def _send_user_message(self, data: paramiko.Message) -> None:
         with self._send_lock:
             if not self._comes_after_close(data.asbytes()):
-                super()._send_user_message(data)  # type: ignore[misc]  # not in its stubs
+                transport: Any = super()  # its stubs lack the method
+                transport._send_user_message(data)
 
     def _comes_after_close(self, message: bytes) -> bool:
         # This thread closes channels that the other side has closed, once they are off the list.
