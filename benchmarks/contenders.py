@@ -53,6 +53,7 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
         "dtype": arguments.dtype,
         "steps": arguments.steps,
         "adapter": adapter_settings(arguments),
+        "quantize": getattr(arguments, "quantize", "none"),
     }
     tuned = malloc_environment("tuned") | threads
     ours = [sys.executable, "-m", "benchmarks.step_ours"]

@@ -3,6 +3,7 @@
     python -m benchmarks.step --model gpt2 --micro-batch-size 4 --steps 6 --eager --nanogpt CHECKOUT
     python -m benchmarks.step --model FOLDER --micro-batch-size 4 --steps 6 --transformers --trl
     python -m benchmarks.step --model FOLDER --adapter lora --rank 16 --steps 6 --peft
+    python -m benchmarks.step --model FOLDER --adapter lora --quantize nf4 --dtype fp32 --peft
 
 A step is every pass, clipping and the optimizer's update, on random tokens. Each contender is a
 process of its own; the first step of each warms up and is not counted, the median of the others is
@@ -14,7 +15,8 @@ stdout: its `tokens_per_s`, `mfu` and `peak_rss_bytes` are this project's, and
 autocast to bf16. FOLDER has a config.json in the Hugging Face layout, and random weights unless it
 has some; --transformers is transformers' own model of it, --trl the same in TRL's SFTTrainer. With
 --adapter, this project trains LoRA on all linears of the layers, with alpha = 2 x rank, and --peft
-is PEFT's on transformers' model.
+is PEFT's on transformers' model. With --quantize nf4 the linears below are of 4 bits, those of PEFT
+by bitsandbytes with double quantisation; the folder needs weights.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Any
 
 from benchmarks.contenders import adapter_settings, contenders
 from benchmarks.machine import describe_machine
-from benchmarks.step_model import model_argument, trained_spec
+from benchmarks.step_model import has_weights, model_argument, model_spec, trained_spec
 from benchmarks.tables import Table
 from payload.models.gpt2 import PRESETS
 
@@ -49,6 +51,14 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
+    if arguments.quantize == "nf4":
+        if not (arguments.adapter and has_weights(arguments.model)):
+            print("error: --quantize needs --adapter and a folder with weights.", file=sys.stderr)
+            return 2
+        reason = model_spec(arguments.model).why_not_quantized()
+        if reason is not None:
+            print(f"error: --quantize: the model cannot be quantised: {reason}.", file=sys.stderr)
+            return 2
     others = arguments.transformers or arguments.trl or arguments.nanogpt or arguments.intel_module
     if others if arguments.adapter else arguments.peft:
         print(
@@ -106,6 +116,7 @@ def _summarise(
         "accumulation": arguments.accumulation,
         "sequence_length": arguments.sequence_length,
         "adapter": adapter,
+        "quantize": arguments.quantize,
         "dtype": arguments.dtype,
         "steps": len(steps["tileforge"]),
         "tokens_per_s": round(tokens / median["tileforge"], 1),
@@ -182,6 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--adapter", choices=["lora"], help="train this beside the frozen model")
     parser.add_argument("--rank", type=int, default=16, help="of the adapter; default: 16")
     parser.add_argument("--adapter-dropout", type=float, default=0.0, metavar="SHARE")
+    parser.add_argument("--quantize", choices=["none", "nf4"], default="none", help="the base")
     parser.add_argument("--peft", action="store_true", help="PEFT on transformers' model, too")
     parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT")
     parser.add_argument("--intel-module", type=Path, metavar="DIR", help="with its model.py")

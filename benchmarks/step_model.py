@@ -25,7 +25,13 @@ def trained_spec(work: Mapping[str, Any]) -> ModelSpec:
     adapter = work.get("adapter")
     if adapter is None:
         return spec
-    return AdaptedSpec.of(spec, rank=adapter["rank"], target=ALL_LINEAR, dropout=adapter["dropout"])
+    return AdaptedSpec.of(
+        spec,
+        rank=adapter["rank"],
+        target=ALL_LINEAR,
+        dropout=adapter["dropout"],
+        is_quantized=work.get("quantize") == "nf4",
+    )
 
 
 def has_weights(name: str) -> bool:

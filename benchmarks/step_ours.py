@@ -19,7 +19,7 @@ from payload.models.spec import RankSetting
 from payload.train.calibration import TORCH_DTYPES, calibrate
 from payload.train.engine import engage
 from payload.train.models.base import CausalLM
-from payload.train.models.lora import add_adapter, shrink_base
+from payload.train.models.lora import add_adapter, shrink_base, widen_base
 from payload.train.models.registry import build, load
 from payload.train.optimizer import build_optimizers
 from payload.train.world import World
@@ -97,13 +97,12 @@ def _model(work: dict[str, Any]) -> CausalLM:
     """Return the model with its folder's weights, or with random ones; with an adapter if asked."""
     name = work["model"]
     if has_weights(name):
-        model = load(Path(name))
+        model = load(Path(name), quantize=work.get("quantize", "none"))
     else:
         model = build(model_spec(name).with_sequence_length(work["sequence_length"]))
     if work.get("adapter"):
         add_adapter(model, AdapterSection(kind="lora", **work["adapter"]), seed=1)
-        if work["dtype"] == "bf16":
-            shrink_base(model)
+        (shrink_base if work["dtype"] == "bf16" else widen_base)(model)
     return model
 
 

@@ -170,7 +170,6 @@ def quantize_conflicts(
     *,
     adapter: AdapterSection,
     engine: EngineSection,
-    precision: PrecisionSection,
     distributed: DistributedSection,
 ) -> list[str]:
     """Say what does not go with weights of 4 bits."""
@@ -183,10 +182,6 @@ def quantize_conflicts(
             'model.quantize = "none" for full training.'
         )
     found += _engine_conflicts(setting, engine)
-    if precision.dtype == "fp32":
-        found.append(
-            f'{setting} computes in bf16, but precision.dtype = "fp32". Set it to "bf16" or "auto".'
-        )
     if distributed.splits_model():
         found.append(
             f"{setting} does not run with distributed.tensor_parallel or pipeline_parallel: blocks "

@@ -9,8 +9,9 @@ from payload.models.spec import Dtype, ModelSpec
 from payload.run_config import RunConfig
 from payload.training_sections import Quantize
 
-TYPICAL_DEQUANTIZED_PER_S = 0.75e9
-"""Weights that an AVX-512 core dequantises in a second, where no run has measured it."""
+TYPICAL_DEQUANTIZED_PER_S: dict[Dtype, float] = {"bf16": 0.75e9, "fp32": 2.0e9}
+"""Weights that an AVX-512 core dequantises in a second, where no run has measured it. bf16 as an
+EPYC does, fp32 as a Xeon without instructions for bf16 does, of which a core makes 3.7e9 bf16."""
 
 _GIB = 2**30
 
@@ -20,14 +21,15 @@ class QuantizedCost:
     """One run with its base in 4 bits, and with a whole one."""
 
     whole_dtype: Dtype
-    """Dtype of the whole base and its matmuls: the run's, or bf16 where only that fits."""
+    """Dtype of the whole base and its matmuls: the run's, or bf16 where only that fits and takes no
+    longer than 4 bits in the run's."""
     whole_bytes: int
     """Estimate of a rank's peak memory with one sequence a pass."""
     nf4_bytes: int
     whole_step_s: float
     """Predicted computing of a step, with the kernels where they run."""
     nf4_step_s: float
-    """The same in bf16 and without kernels, with the 4-bit weights dequantised in every pass."""
+    """The same without kernels, with the 4-bit weights dequantised in every pass."""
     dequantize_s: float
     """Part of that for dequantising."""
     is_measured: bool
@@ -36,8 +38,6 @@ class QuantizedCost:
     """Memory that a rank may fill; None where that is not known."""
     auto_dtype: Dtype
     """Dtype that the run's `precision.dtype`, `auto` or not, means for a whole base."""
-    bf16_is_slow: bool
-    """bf16, in which 4 bits compute, has a lower GEMM peak on the nodes than fp32."""
 
     def recommended(self) -> Quantize:
         """Return the whole base where memory allows it, else 4 bits."""
@@ -60,13 +60,10 @@ class QuantizedCost:
             else f"{name} is recommended where it fits"
         )
         less = f"saves {saved / _GIB:.1f} GiB" if saved > 0 else "saves nothing"
-        slow = ""
-        if self.bf16_is_slow:
-            slow = "; 4 bits compute in bf16, which is slower than fp32 here"
         return (
             f"{less} a rank at one sequence a pass ({self.nf4_bytes / _GIB:.1f} GiB in place of "
             f"{self.whole_bytes / _GIB:.1f}), takes {ratio:.1f} times as long "
-            f"({self.dequantize_s:.2g} s a step of dequantising, {how}{slow}); {advice}"
+            f"({self.dequantize_s:.2g} s a step of dequantising, {how}); {advice}"
         )
 
 
@@ -83,7 +80,7 @@ def quantized_cost(
 ) -> QuantizedCost | None:
     """Return the comparison for a run with an adapter; None where its base cannot be of 4 bits.
 
-    `base` is the model below the adapter, `dtype` is what the run would compute in without 4 bits.
+    `base` is the model below the adapter, `dtype` is what the run computes in.
     `core_flops_per_s` is the GEMM peak of each of the nodes' `cores`, `dequantized_per_s` is a
     rank's. Memory is compared at one sequence a pass: whether the model can be trained at all.
     """
@@ -98,7 +95,7 @@ def quantized_cost(
     )
     dtypes: tuple[Dtype, ...] = ("bf16",) if dtype == "bf16" else (dtype, "bf16")
     whole = [plain.computing_in(each) for each in dtypes]
-    nf4 = replace(whole[-1], model=replace(plain.model, quantize="nf4"))
+    nf4 = replace(whole[0], model=replace(plain.model, quantize="nf4"))
 
     def needed(run: RunConfig) -> int:
         return run.memory_bytes(run.adapted(base), dtype=run.dtype(), world_size=world_size)
@@ -109,23 +106,26 @@ def quantized_cost(
         flops = config.tokens_per_step() * spec.flops_per_token()
         return flops / (cores * core * mfu) * run.recomputation()
 
-    fitting = (each for each in whole if room_bytes is None or needed(each) <= room_bytes)
-    chosen = next(fitting, whole[-1])
     linears = sum(each.inputs * each.outputs for each in base.linears())
     # In the forward and in the backward pass, and in the second forward pass of checkpointing.
     times = 3 if config.memory.activation_checkpointing == "on" else 2
-    rate = dequantized_per_s or TYPICAL_DEQUANTIZED_PER_S * cores / world_size
+    rate = dequantized_per_s or TYPICAL_DEQUANTIZED_PER_S[dtype] * cores / world_size
     dequantize_s = config.batch.grad_accum_steps(world_size) * times * linears / rate
+    nf4_step_s = computing_s(nf4) + dequantize_s
+    fitting = (each for each in whole if room_bytes is None or needed(each) <= room_bytes)
+    chosen = next(fitting, whole[0])
+    nf4_fits = room_bytes is None or needed(nf4) <= room_bytes
+    # The peaks are those of cores; on a GPU the memory alone decides.
+    if nf4_fits and config.device.kind != "cuda" and computing_s(chosen) > nf4_step_s:
+        chosen = whole[0]
     return QuantizedCost(
         whole_dtype=chosen.dtype(),
         whole_bytes=needed(chosen),
         nf4_bytes=needed(nf4),
         whole_step_s=computing_s(chosen),
-        nf4_step_s=computing_s(nf4) + dequantize_s,
+        nf4_step_s=nf4_step_s,
         dequantize_s=dequantize_s,
         is_measured=dequantized_per_s is not None,
         room_bytes=room_bytes,
         auto_dtype=dtype,
-        bf16_is_slow=config.device.kind != "cuda"
-        and core_flops_per_s["bf16"] < core_flops_per_s["fp32"],
     )

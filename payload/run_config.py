@@ -119,20 +119,18 @@ class RunConfig:
     def computing_in(self, dtype: Dtype) -> RunConfig:
         """Return the config with the dtype that `precision.dtype = "auto"` takes on the nodes.
 
-        4 bits and fp8 compute in bf16 wherever they are.
+        fp8 computes in bf16 wherever it is.
         """
         if self.wants_bf16():
             return self
         return replace(self, precision=replace(self.precision, dtype=dtype))
 
     def wants_bf16(self) -> bool:
-        """Say whether something that is set computes in bf16 alone: linears of 4 bits, or fp8."""
-        return self.model.quantize != "none" or self.precision.fp8 != "off"
+        """Say whether something that is set computes in bf16 alone: fp8."""
+        return self.precision.fp8 != "off"
 
     def bf16_setting(self) -> str | None:
         """Return the setting for which the run computes in bf16 wherever it is; None without."""
-        if self.model.quantize != "none":
-            return f'model.quantize = "{self.model.quantize}"'
         if self.precision.fp8 != "off":
             return f'precision.fp8 = "{self.precision.fp8}"'
         return 'precision.dtype = "bf16"' if self.precision.dtype == "bf16" else None
@@ -285,9 +283,7 @@ def _problems(config: RunConfig) -> list[str]:
     return [
         *adapter_conflicts(adapter, model=model, engine=engine, distributed=distributed),
         *preference_conflicts(task, model),
-        *quantize_conflicts(
-            model, adapter=adapter, engine=engine, precision=precision, distributed=distributed
-        ),
+        *quantize_conflicts(model, adapter=adapter, engine=engine, distributed=distributed),
         *fp8_conflicts(
             precision, device=device, adapter=adapter, engine=engine, distributed=distributed
         ),

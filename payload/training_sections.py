@@ -63,8 +63,7 @@ class ModelSection:
     init: str = "scratch"
     """`scratch`, a Hugging Face name or folder, a GGUF file, a run or one of its checkpoints."""
     quantize: Quantize = "none"
-    """`nf4`: the layers' linears in 4 bits below an adapter, computed in bf16; needs the extra
-    `quant`."""
+    """`nf4`: the layers' linears in 4 bits below an adapter; needs the extra `quant`."""
     dropout: float = setting(0.0, low=0.0, high=0.99)
     bias: bool = True
     """Biases of a model from scratch."""

@@ -18,6 +18,7 @@ from payload.machine import discover
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import Dtype
 from payload.orchestrate.planning import PlannedRun, plan_run, slow_bf16
+from payload.orchestrate.run.report import estimate
 from payload.orchestrate.sites.choose import Chosen
 from payload.orchestrate.sites.local import LocalAccess
 from payload.results import RunPaths
@@ -154,6 +155,31 @@ def test_a_plan_notes_settings_that_compute_in_bf16_on_a_cpu_that_emulates_it(
     assert slow in said("precision.dtype=bf16", bf16=False)
     assert "slower than fp32" not in said("precision.dtype=bf16", bf16=True)
     assert "slower than fp32" not in said(bf16=False)
+
+
+def test_a_resume_that_stays_in_bf16_where_fp32_is_faster_is_noted_with_what_changes_it(
+    planned: Planned,
+) -> None:
+    said = [
+        "\n".join(planned(*words, bf16=bf16, kept_dtype="bf16").notes())
+        for words, bf16 in (((), False), ((), True), (("precision.dtype=fp32",), False))
+    ]
+    assert "as before; --set precision.dtype=fp32 changes it" in said[0]
+    assert "slower than fp32" not in said[1] + said[2]
+
+
+def test_an_unmeasured_estimate_counts_checkpointing_s_forward_pass_and_the_dequantising(
+    planned: Planned, tmp_path: Path
+) -> None:
+    def seconds(*words: str) -> float:
+        run = planned(*SIZES, *words, bf16=False)
+        return estimate(run, data=tmp_path, earlier=[], is_local=True).seconds
+
+    off, on = (seconds(f"memory.activation_checkpointing={each}") for each in ("off", "on"))
+    assert on == pytest.approx(off * 4 / 3)
+    lora = ("model.init=Qwen/Qwen3-4B", "adapter.kind=lora", "memory.activation_checkpointing=off")
+    whole, quantized = (seconds(*lora, f"model.quantize={each}") for each in ("none", "nf4"))
+    assert quantized > whole
 
 
 @pytest.mark.parametrize(("bf16", "fp32", "noted"), [(3e10, 1.6e11, True), (1.7e11, 1.6e11, False)])

@@ -273,11 +273,6 @@ def test_a_table_of_labels_that_cannot_be_learned(
             'adapter.kind = "lora", or model.quantize = "none" for full training.',
         ),
         (
-            ("model.quantize=nf4", "adapter.kind=lora", "precision.dtype=fp32"),
-            'defaults: model.quantize = "nf4" computes in bf16, but precision.dtype = "fp32". Set '
-            'it to "bf16" or "auto".',
-        ),
-        (
             ("model.quantize=nf4", "adapter.kind=lora", "adapter.dora=true"),
             'defaults: adapter.dora = true does not run with model.quantize = "nf4". Set '
             'adapter.dora to false, or model.quantize to "none".',

@@ -20,6 +20,9 @@ GIB = 2**30
 LARGE = spec_of(CONFIGS["Llama-3.3-70B-Instruct"], where="test").with_sequence_length(512)
 
 
+BF16_FITS = 'bf16 fits: model.quantize = "none" with precision.dtype = "bf16" is recommended'
+
+
 def lora(*overrides: str) -> RunConfig:
     given = ("model.init=x", "adapter.kind=lora", "data.sequence_length=512", *overrides)
     return parse_run_config("", overrides=given, where="test")
@@ -51,43 +54,39 @@ def test_bf16_is_recommended_where_it_fits_and_4_bits_where_it_does_not() -> Non
     assert "recommended where it fits" in cost_sentence(LARGE, lora(), room=None, rate=None)
 
 
-def test_a_whole_base_in_bf16_is_better_than_4_bits_where_fp32_does_not_fit() -> None:
-    said, long = [], LARGE.with_sequence_length(8192)
-    for room in (999 * GIB, 400 * GIB, 64 * GIB):
-        found = quantized_cost(
-            lora("data.sequence_length=8192"),
-            long,
+@pytest.mark.parametrize(
+    ("length", "device", "bf16", "advice"),
+    [
+        (512, "cpu", 3e11, BF16_FITS),
+        (512, "cpu", 3e10, "fp32 does not fit: use nf4"),
+        # The peaks are those of cores.
+        (512, "cuda", 3e10, BF16_FITS),
+        # 4 bits do not fit either: they compute in fp32, without kernels.
+        (8192, "cpu", 3e10, BF16_FITS),
+    ],
+)
+def test_where_fp32_does_not_fit_the_faster_of_4_bits_and_a_whole_base_in_bf16_is_advised(
+    length: int, device: str, bf16: float, advice: str
+) -> None:
+    costs = [
+        quantized_cost(
+            lora(f"data.sequence_length={length}", f"device.kind={device}"),
+            LARGE.with_sequence_length(length),
             world_size=1,
             dtype="fp32",
-            core_flops_per_s={"bf16": 3e10, "fp32": 1.6e11},
+            core_flops_per_s={"bf16": bf16, "fp32": 1.6e11},
             dequantized_per_s=None,
             cores=1,
             room_bytes=room,
         )
-        assert found is not None and found.nf4_step_s > found.whole_step_s
-        said.append(found.sentence())
-    assert 'fp32 fits: model.quantize = "none" is recommended' in said[0]
-    assert 'bf16 fits: model.quantize = "none" with precision.dtype = "bf16" is re' in said[1]
-    assert "bf16 does not fit: use nf4" in said[2]
-    assert all("4 bits compute in bf16, which is slower than fp32 here" in each for each in said)
-
-
-@pytest.mark.parametrize(("bf16", "slow"), [(2.1e12, False), (3e10, True)])
-def test_speeds_and_not_the_dtype_that_is_set_say_whether_4_bits_compute_slower(
-    bf16: float, slow: bool
-) -> None:
-    found = quantized_cost(
-        lora("precision.dtype=fp32"),
-        LARGE,
-        world_size=1,
-        dtype="fp32",
-        core_flops_per_s={"bf16": bf16, "fp32": 1.6e11},
-        dequantized_per_s=None,
-        cores=1,
-        room_bytes=None,
-    )
-    assert found is not None and found.bf16_is_slow is slow
-    assert ("slower than fp32 here" in found.sentence()) is slow
+        for room in (2000 * GIB, (300 if length == 512 else 400) * GIB, 16 * GIB)
+    ]
+    much, some, little = (each for each in costs if each is not None)
+    assert 'fp32 fits: model.quantize = "none" is recommended' in much.sentence()
+    assert advice in some.sentence()
+    assert "fp32 does not fit: use nf4" in little.sentence()
+    # 4 bits compute in fp32, and are dequantised besides.
+    assert much.nf4_step_s == pytest.approx(much.whole_step_s + much.dequantize_s)
 
 
 def test_ranks_that_do_not_divide_the_cores_compute_at_the_cores_own_rate() -> None:
@@ -127,7 +126,7 @@ def test_the_linears_are_dequantised_twice_in_each_pass_and_once_more_with_check
         assert found is not None
         seconds.append(found.dequantize_s)
     linears = sum(each.inputs * each.outputs for each in LARGE.linears())
-    assert seconds[0] == pytest.approx(16 * 2 * linears / TYPICAL_DEQUANTIZED_PER_S)
+    assert seconds[0] == pytest.approx(16 * 2 * linears / TYPICAL_DEQUANTIZED_PER_S["bf16"])
     assert seconds[1] == pytest.approx(2 * seconds[0])
     assert seconds[2] == pytest.approx(1.5 * seconds[0])
 

@@ -1,7 +1,7 @@
 """One process of `benchmarks.step`: the step of PEFT's LoRA on transformers' own model, unmodified.
 
-The base is the folder's, in fp32 under autocast to bf16 as transformers' trainer has it. torch's
-fused AdamW trains the adapter.
+The base is the folder's, in fp32 under autocast to bf16 as transformers' trainer has it, or in 4
+bits by bitsandbytes, which compute in the step's dtype. torch's fused AdamW trains the adapter.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import resource
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ def main(work: dict[str, Any]) -> None:
     import peft
 
     torch.manual_seed(1)
-    model = peft_model(Path(work["folder"]), work["adapter"])
+    folder = Path(work["folder"])
+    is_quantized = work["quantize"] == "nf4"
+    base = quantized(folder, work["dtype"]) if is_quantized else transformers_model(folder)
+    model = peft_model(base, work["adapter"])
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     is_bf16, passes = work["dtype"] == "bf16", work["accumulation"]
@@ -44,18 +48,38 @@ def main(work: dict[str, Any]) -> None:
         optimizer.zero_grad(set_to_none=True)
         step_s.append(time.perf_counter() - started_s)
         cpu_s.append(time.process_time() - started_cpu_s)
+    versions = {"torch": torch.__version__, "peft": peft.__version__}
+    if is_quantized:
+        versions["bitsandbytes"] = version("bitsandbytes")
     report = {
         "step_s": step_s,
         "cpu_s": cpu_s,
         "last_loss": loss.item(),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "versions": {"torch": torch.__version__, "peft": peft.__version__},
+        "versions": versions,
     }
     print(json.dumps(report))
 
 
-def peft_model(folder: Path, adapter: dict[str, Any]) -> Any:
-    """Return transformers' model of the folder with PEFT's adapter, ready to train."""
+def quantized(folder: Path, dtype: str) -> Any:
+    """Return transformers' model of the folder with its linears in 4 bits, the rest in `dtype`."""
+    import transformers
+
+    classes: Any = transformers
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    how = classes.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=kind,
+    )
+    return classes.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=how, dtype=kind, device_map="cpu"
+    )
+
+
+def peft_model(base: Any, adapter: dict[str, Any]) -> Any:
+    """Return transformers' model with PEFT's adapter, ready to train."""
     import peft
 
     config = peft.LoraConfig(
@@ -66,7 +90,7 @@ def peft_model(folder: Path, adapter: dict[str, Any]) -> Any:
         task_type="CAUSAL_LM",
     )
     anything: Any = peft
-    return anything.get_peft_model(transformers_model(folder), config).train()
+    return anything.get_peft_model(base, config).train()
 
 
 if __name__ == "__main__":

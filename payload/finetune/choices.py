@@ -145,7 +145,7 @@ def method_choices(method: Method, spec: ModelSpec) -> list[Choice]:
         Choice(key="adapter.alpha", value=2.0 * rank, reason="twice the rank"),
     ]
     if method == "nf4":
-        why = "not even the bf16 base fits beside an adapter; slower, as kernels do not run 4 bits"
+        why = "the whole base does not fit beside an adapter; slower, as each pass dequantises"
         found.append(Choice(key="model.quantize", value="nf4", reason=why))
     return found
 

@@ -23,7 +23,8 @@ from payload.models.wrapped import BYTES_PER_TRAINED, WrappedSpec
 
 _GAPS = 1.3
 """Memory of activations with the gaps between them over that without. Measured on two AMX cores:
-1.2 for GPT-2 124M and 1.35 for SmolLM2-135M, at 4 x 1024 tokens."""
+1.2 for GPT-2 124M and 1.35 for SmolLM2-135M, at 4 x 1024 tokens. In fp32 on two AVX-512 cores: 1.2
+to 1.4 for SmolLM2-135M, with and without 4 bits, at 512 and 1,024 tokens."""
 
 ALL_LINEAR = "all-linear"
 """Every linear of the layers; the output head is none of them, as in PEFT."""
@@ -64,7 +65,7 @@ class AdaptedSpec(WrappedSpec):
     """Names of linears; None = all."""
     has_dropout: bool = False
     is_quantized: bool = False
-    """The layers' linears are of 4 bits, and the base's other weights bf16."""
+    """The layers' linears are of 4 bits, and the base's other weights in the matmuls' dtype."""
     is_dora: bool = False
     """The length of each output's weights is trained, too."""
 
@@ -138,8 +139,8 @@ class AdaptedSpec(WrappedSpec):
         """Estimate a training rank's peak memory.
 
         The base's linears are in the dtype of the matmuls and have neither gradients nor optimizer
-        state. With the kernels, what comes and goes between activations leaves gaps. Loading has
-        the whole base in fp32, and what it took is not given back.
+        state. With the kernels and in fp32, what comes and goes between activations leaves gaps.
+        Loading has the whole base in fp32, and what it took is not given back.
         """
         if self.is_quantized:
             return self._quantized_memory_bytes(setting)
@@ -158,18 +159,29 @@ class AdaptedSpec(WrappedSpec):
     def _quantized_memory_bytes(self, setting: RankSetting) -> int:
         """Estimate the same for linears of 4 bits, which the kernels do not run.
 
-        Each is in bf16 while it is multiplied by, and as it is read.
+        Each is in bf16 as it is read and while it is multiplied by, and then in fp32 as well where
+        that is what the run computes in. For fp32 the other weights are widened one by one, before
+        there are activations; the largest is the embedding.
         """
-        setting = replace(setting, kernels=False, dtype="bf16")
-        held = self.base_bytes() + self.num_trainable_params() * BYTES_PER_TRAINED
+        setting = replace(setting, kernels=False)
+        size = setting.value_bytes()
+        held = self.base_bytes(other_bytes=size)
+        held += self.num_trainable_params() * BYTES_PER_TRAINED
         largest = max((each.inputs * each.outputs for each in self.linears()), default=0)
-        return held + 2 * largest + self._activation_bytes(setting) + PROCESS_BYTES
+        passing = self._activation_bytes(setting) + 2 * largest
+        if setting.dtype == "fp32":
+            embedding = self.base.head_rows() * self.width()
+            passing = max(passing + size * largest, 2 * embedding)
+        return held + passing + PROCESS_BYTES
 
-    def base_bytes(self) -> int:
-        """Return what the frozen weights of a quantised base take."""
+    def base_bytes(self, *, other_bytes: int) -> int:
+        """Return what the frozen weights of a quantised base take.
+
+        `other_bytes` is the size of an element that is not of a linear.
+        """
         sizes = [each.inputs * each.outputs for each in self.linears()]
         others = self.base.num_params() - self.base.task_head_size() - sum(sizes)
-        return sum(map(nf4_bytes, sizes)) + 2 * others
+        return sum(map(nf4_bytes, sizes)) + other_bytes * others
 
     def _activation_bytes(self, setting: RankSetting) -> int:
         """Return what the base's forward pass keeps, which is that of full training."""
@@ -181,7 +193,7 @@ class AdaptedSpec(WrappedSpec):
             # Each linear's result, which its length multiplies.
             tokens = setting.micro_batch_size * self.sequence_length
             kept += tokens * sum(each.outputs for each in self._adapted()) * setting.value_bytes()
-        if not (setting.kernels and setting.dtype == "bf16"):
+        if setting.dtype == "bf16" and not setting.kernels:
             return kept
         if self.has_dropout:
             # What reaches each adapter, a byte for each element of its input.

@@ -128,7 +128,7 @@ class PlannedRun:
     predicted: RunConfig
     """The config with the device and the dtype that it is expected to take on these nodes."""
     auto_dtype: Dtype
-    """The dtype that `precision.dtype`, `auto` or not, means here without 4 bits and fp8."""
+    """The dtype that `precision.dtype`, `auto` or not, means here without fp8."""
     core_flops_per_s: Mapping[Dtype, float]
     """GEMM peak of a core by dtype, measured or typical."""
     strategies: tuple[Compared, ...] = ()
@@ -294,7 +294,7 @@ def plan_run(
             *(chosen.gpu_notes if config.device.kind != "cpu" else ()),
             *(chosen.cuda_notes if config.device.kind == "cuda" else ()),
             *filter(None, (batch, guess, warning, rate_warning(config))),
-            *([] if on_gpus else slow_bf16(config, core_flops_per_s)),
+            *([] if on_gpus else slow_bf16(config, core_flops_per_s, kept_dtype=kept_dtype)),
             *([GPU_GUESS] if on_gpus and arithmetic.step_s is not None else []),
         ),
     )
@@ -326,12 +326,22 @@ def _dtype_on_gpus(choice: DtypeChoice) -> Dtype:
     return "fp32" if choice == "fp32" else "bf16"
 
 
-def slow_bf16(config: RunConfig, core_flops_per_s: Mapping[Dtype, float]) -> list[str]:
-    """Return a note where a setting wants bf16 on CPUs that are faster in fp32."""
-    setting = config.bf16_setting()
-    if setting is None or core_flops_per_s["bf16"] >= core_flops_per_s["fp32"]:
+def slow_bf16(
+    config: RunConfig, core_flops_per_s: Mapping[Dtype, float], *, kept_dtype: Dtype | None = None
+) -> list[str]:
+    """Return a note where a run computes in bf16 on CPUs that are faster in fp32.
+
+    `kept_dtype` is that of the checkpoint which it resumes, if it does.
+    """
+    if core_flops_per_s["bf16"] >= core_flops_per_s["fp32"]:
         return []
-    return [f"{setting} computes in bf16, which is slower than fp32 on CPUs like these"]
+    slow = "computes in bf16, which is slower than fp32 on CPUs like these"
+    setting = config.bf16_setting()
+    if setting is not None:
+        return [f"{setting} {slow}"]
+    if config.precision.dtype == "auto" and kept_dtype == "bf16":
+        return [f"the resumed run {slow}, as before; --set precision.dtype=fp32 changes it"]
+    return []
 
 
 def _core_flops_per_s(access: Access, inventory: ClusterInventory, dtype: Dtype) -> float:

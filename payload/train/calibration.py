@@ -52,7 +52,7 @@ class Calibration:
     all_reduce_bytes_per_s: float | None
     """Gradient bytes that all ranks have summed in a second; None with one rank."""
     dequantized_per_s: float | None = None
-    """Weights of 4 bits that a rank makes bf16 in a second; None for a run without them."""
+    """Weights of 4 bits that a rank dequantises in a second; None for a run without them."""
     shards: ShardTimes | None = None
     """Collectives and copies of sharded ranks; None for a run that shards nothing, and on GPUs."""
 
@@ -82,12 +82,12 @@ def calibrate(
         reason=reason,
         peak_flops_per_s=_summed(world, {dtype: peak})[dtype],
         all_reduce_bytes_per_s=all_reduce,
-        dequantized_per_s=_dequantized_per_s(world) if quantizes else None,
+        dequantized_per_s=_dequantized_per_s(world, dtype) if quantizes else None,
         shards=shards,
     )
 
 
-def _dequantized_per_s(world: World) -> float:
+def _dequantized_per_s(world: World, dtype: Dtype) -> float:
     """Return the weights that a rank dequantises in a second, all at once: the ranks' mean."""
     linear = QuantizedLinear(nn.Linear(_GEMM_SIZES[1], _GEMM_SIZES[1], bias=False))
     linear.take(torch.full(linear.size(), 0.5, dtype=torch.bfloat16))
@@ -95,7 +95,7 @@ def _dequantized_per_s(world: World) -> float:
     best, started_s = float("inf"), time.perf_counter()
     while best == float("inf") or time.perf_counter() - started_s < _GEMM_BUDGET_S:
         before_s = time.perf_counter()
-        linear.dequantized()
+        linear.dequantized(TORCH_DTYPES[dtype])
         best = min(best, time.perf_counter() - before_s)
     rate = torch.tensor(linear.in_features * linear.out_features / best, dtype=torch.float64)
     return float(world.sum(rate)) / world.world_size

@@ -11,12 +11,14 @@ from typing import Literal
 from accelerate import Accelerator
 
 from payload.batch_size import as_recorded, settle_batch, with_size
+from payload.core_speed import has_bf16
 from payload.deepspeed_config import render_deepspeed
 from payload.engines import require_fp8_package
 from payload.errors import ConfigError
 from payload.mesh import require_tensor_ranks_on_a_node
 from payload.metrics_log import read_metrics
 from payload.models.fit import require_split
+from payload.models.spec import Dtype
 from payload.remake import no_range_hashes
 from payload.results import RunPaths, write_whole
 from payload.run_config import RunConfig
@@ -27,7 +29,7 @@ from payload.train.engine import engage, require_engine, require_strategy
 from payload.train.metrics import Heartbeat, MetricsFile
 from payload.train.models.base import CausalLM
 from payload.train.models.float8 import convert_linears
-from payload.train.models.lora import shrink_base
+from payload.train.models.lora import shrink_base, widen_base
 from payload.train.optimizer_state import restore_optimizer
 from payload.train.parts import Observer, Parts
 from payload.train.setup import (
@@ -126,7 +128,7 @@ def train(
 
 
 def _dtype_choice(config: RunConfig, start: Start) -> DtypeChoice:
-    """The config's, but a resumed run keeps what `auto` chose for it; 4 and 8 bits want bf16."""
+    """The config's, but a resumed run keeps what `auto` chose for it; fp8 wants bf16."""
     if config.wants_bf16():
         return "bf16"
     if config.precision.dtype == "auto" and start.state is not None:
@@ -150,15 +152,17 @@ def _settled(config: RunConfig, start: Start, *, paths: RunPaths, world: World) 
     if config.batch.micro_batch_size != AUTO:
         return config
     free = min(world.gather(world.free_bytes(), int))
+    emulates_bf16 = any(world.gather(world.is_cpu and has_bf16() is False, bool))
     found = None
     if world.is_main:
         earlier = earlier_config(paths)
         kept = as_recorded(config, earlier, world_size=world.world_size) if earlier else config
         chosen = _dtype_choice(config, start)
+        expected: Dtype = "fp32" if emulates_bf16 else "bf16"
         decided, note = settle_batch(
             kept,
             start.model.trained_spec(),
-            dtype="fp32" if chosen == "fp32" else "bf16",
+            dtype=expected if chosen == "auto" else chosen,
             world_size=world.world_size,
             ranks_per_node=world.local_world_size,
             free_bytes=free,
@@ -254,6 +258,8 @@ def _assemble(
         engine = replace(engine, kernels="off")
     if calibration.dtype == "bf16":
         shrink_base(start.model)
+    else:
+        widen_base(start.model)
     if _checkpoints_layers(config, start.model, world=world, calibration=calibration):
         start.model.enable_checkpointing()
     if world.is_main and config.distributed.strategy == "zero3":

@@ -238,3 +238,7 @@ def test_plan_says_how_much_disk_and_time_and_from_what(workplace: Workplace) ->
     assert found["basis"] == "at the 512 tokens/s of run before"
     # 100 steps of 128 tokens, and two evaluations of 10 tokens at a third of a step's price.
     assert abs(found["seconds"] - (12_800 + 20 / 3) / 512) < 0.01
+    # What takes another time a step is no measure of it.
+    other = ("--set", "memory.activation_checkpointing=on", "--json")
+    status, out, _ = workplace.call("plan", *batch, *other)
+    assert status == 0 and "typical of" in json.loads(out)["estimate"]["basis"]

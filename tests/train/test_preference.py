@@ -326,14 +326,15 @@ def test_evaluate_gives_equal_numbers_on_one_two_and_three_ranks(
     assert "of the better answers have the higher reward" in said
 
 
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
 def test_the_command_stores_what_a_run_computes_itself(
-    config: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], quantize: str
 ) -> None:
     own = own_copy(config, tmp_path).partition("=")[2]
-    words = ["--model", str(model), "--data", own, "--dtype", "fp32"]
+    words = ["--model", str(model), "--data", own, "--dtype", "fp32", "--quantize", quantize]
     assert reference(words, {}) == 0
     assert f"the reference of 60 pairs is {model} in fp32" in capsys.readouterr().out
-    train_alone(tmp_path / "run", config, "train.steps=1")
+    train_alone(tmp_path / "run", config, "train.steps=1", *LORA, f"model.quantize={quantize}")
     values = [
         np.frombuffer((folder / "reference.fp32.bin").read_bytes())
         for folder in (Path(own), config.with_name("data"))

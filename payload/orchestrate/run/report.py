@@ -22,6 +22,7 @@ from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Placement, load_ranks
 from payload.metrics_log import describe_missing
+from payload.models.spec import Dtype
 from payload.nvidia import gpu_need
 from payload.orchestrate.planning import PlannedRun
 from payload.orchestrate.run.console import duration
@@ -29,6 +30,7 @@ from payload.orchestrate.run.store import RunView
 from payload.quantized_cost import QuantizedCost, quantized_cost
 from payload.results import RunPaths, Summary, last_record, read_json
 from payload.run_config import RunConfig, load_run_config
+from payload.run_repair import known_dtype
 from payload.stragglers import SlowRank
 from payload.time_left import evaluations_left
 from payload.untrusted import open_regular
@@ -99,37 +101,16 @@ def estimate(
     `earlier` are the runs of this machine, the newest first.
     """
     numbers, train = planned.plan.arithmetic, planned.config.train
-    flops_per_token = numbers.flops_per_step / numbers.tokens_per_step
-    cores = sum(node.physical_cores for node in planned.inventory.nodes)
-    measured = _measured_tokens_per_s(planned, earlier) if is_local else None
-    if numbers.step_s is not None:
-        flops_per_s = numbers.flops_per_step / numbers.step_s
-        basis = "from what was measured on these nodes"
-    elif measured is not None:
-        tokens_per_s, run_id = measured
-        flops_per_s = tokens_per_s * flops_per_token
-        basis = f"at the {tokens_per_s:,.0f} tokens/s of run {run_id}"
-    else:
-        # On nodes with GPUs too: no speed of theirs is known.
-        device = replace(planned.predicted.device, kind="cpu")
-        predicted = replace(planned.predicted, device=device)
-        core = planned.core_flops_per_s[predicted.dtype()]
-        spec = predicted.adapted(planned.base)
-        flops_per_s = cores * core * predicted.typical_mfu(spec, core_flops_per_s=core)
-        speed = flops_per_s / flops_per_token
-        basis = (
-            f"at {speed:,.0f} tokens/s, typical of {cores} AVX-512 core(s) in "
-            f"{predicted.dtype()}, not measured"
-        )
-        if gpu_need(planned.config, planned.inventory.nodes) is not None:
-            basis += "; GPUs are faster: run preflight to measure them"
+    quantized = _quantized(planned, earlier if is_local else ())
+    speed = _measured_speed(planned, earlier if is_local else ())
+    speed = speed or _typical_speed(planned, quantized)
     sizes = {path.name: path.stat().st_size for path in data.glob("*.bin")}
     val_tokens = _val_tokens(data)
     evaluated = min(val_tokens, train.eval_tokens or val_tokens)
     evaluations = 1 + evaluations_left(train, 0)
-    flops = numbers.tokens_total * flops_per_token
-    flops += evaluations * evaluated * flops_per_token * _EVALUATION_SHARE
-    seconds = flops / flops_per_s
+    flops_per_token = numbers.flops_per_step / numbers.tokens_per_step
+    flops = evaluations * evaluated * flops_per_token * _EVALUATION_SHARE
+    seconds = train.steps * speed.step_s + flops / speed.flops_per_s
     hourly_usd = planned.inventory.hourly_usd()
     address = planned.config.storage.address()
     kept = train.keep_checkpoints + 1  # the best one besides
@@ -139,13 +120,58 @@ def estimate(
         data_bytes=sum(sizes.values()),
         free_bytes=free_bytes(planned.paths.root) if is_local else None,
         seconds=seconds,
-        basis=basis,
+        basis=speed.basis,
         usd=None if not hourly_usd else hourly_usd * seconds / 3600,
         store=None if address is None else str(address),
         store_checkpoints=kept,
         store_usd_per_month=_store_usd(planned, kept * numbers.checkpoint_bytes),
-        quantized=_quantized(planned, earlier if is_local else ()),
+        quantized=quantized,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Speed:
+    """Time of a step, and the rate of its two passes, at which evaluation goes."""
+
+    step_s: float
+    flops_per_s: float
+    basis: str
+    """Source of the time, for people."""
+
+
+def _measured_speed(planned: PlannedRun, earlier: Sequence[RunPaths]) -> _Speed | None:
+    """Return the speed that these nodes' trial or an earlier run has measured, if one has."""
+    numbers = planned.plan.arithmetic
+    step_s, basis = numbers.step_s, "from what was measured on these nodes"
+    if step_s is None:
+        measured = _measured_tokens_per_s(planned, earlier)
+        if measured is None:
+            return None
+        tokens_per_s, run_id = measured
+        step_s = numbers.tokens_per_step / tokens_per_s
+        basis = f"at the {tokens_per_s:,.0f} tokens/s of run {run_id}"
+    return _Speed(step_s=step_s, flops_per_s=numbers.flops_per_step / step_s, basis=basis)
+
+
+def _typical_speed(planned: PlannedRun, quantized: QuantizedCost | None) -> _Speed:
+    """Return the speed of typical cores, on nodes with GPUs too: no speed of theirs is known."""
+    numbers = planned.plan.arithmetic
+    cores = sum(node.physical_cores for node in planned.inventory.nodes)
+    device = replace(planned.predicted.device, kind="cpu")
+    predicted = replace(planned.predicted, device=device)
+    core = planned.core_flops_per_s[predicted.dtype()]
+    spec = predicted.adapted(planned.base)
+    flops_per_s = cores * core * predicted.typical_mfu(spec, core_flops_per_s=core)
+    step_s = numbers.flops_per_step / flops_per_s * predicted.recomputation()
+    if quantized is not None and predicted.model.quantize != "none":
+        step_s += quantized.dequantize_s
+    basis = (
+        f"at {numbers.tokens_per_step / step_s:,.0f} tokens/s, typical of {cores} AVX-512 core(s) "
+        f"in {predicted.dtype()}, not measured"
+    )
+    if gpu_need(planned.config, planned.inventory.nodes) is not None:
+        basis += "; GPUs are faster: run preflight to measure them"
+    return _Speed(step_s=step_s, flops_per_s=flops_per_s, basis=basis)
 
 
 def _store_usd(planned: PlannedRun, size: int) -> float | None:
@@ -161,15 +187,20 @@ def _store_usd(planned: PlannedRun, size: int) -> float | None:
 
 
 def _quantized(planned: PlannedRun, earlier: Sequence[RunPaths]) -> QuantizedCost | None:
-    """Return what 4 bits save and cost, by the dequantising that the newest run has measured."""
+    """Return what 4 bits save and cost, by the dequantising that the newest run has measured.
+
+    In the dtype of this one: fp32 takes longer.
+    """
     free = planned.free_memory_bytes
-    summaries = (last_record(Summary, paths.summary) for paths in earlier[:_LOOKED_AT])
+    dtype = planned.auto_dtype
+    alike = (each for each in earlier[:_LOOKED_AT] if (known_dtype(each) or dtype) == dtype)
+    summaries = (last_record(Summary, paths.summary) for paths in alike)
     rates = (each.dequantized_per_s for each in summaries if each is not None)
     return quantized_cost(
         planned.predicted,
         planned.base,
         world_size=planned.plan.world_size,
-        dtype=planned.auto_dtype,
+        dtype=dtype,
         core_flops_per_s=planned.core_flops_per_s,
         dequantized_per_s=next((rate for rate in rates if rate), None),
         cores=sum(node.physical_cores for node in planned.inventory.nodes),
@@ -197,13 +228,15 @@ def _measured_tokens_per_s(
             plan, config = LaunchPlan.load(paths.plan), load_run_config(paths.config)
         except ConfigError:
             continue
-        if _speed_key(plan, config) == _speed_key(planned.plan, planned.config):
+        dtype = planned.predicted.dtype()
+        wanted = _speed_key(planned.plan, planned.config, dtype=dtype)
+        if _speed_key(plan, config, dtype=known_dtype(paths) or dtype) == wanted:
             return summary.tokens_per_s, paths.run_id
     return None
 
 
-def _speed_key(plan: LaunchPlan, config: RunConfig) -> tuple[object, ...]:
-    """Return what decides how fast a run goes on one machine."""
+def _speed_key(plan: LaunchPlan, config: RunConfig, *, dtype: Dtype) -> tuple[object, ...]:
+    """Return what decides how fast a run, which computes in `dtype`, goes on one machine."""
     return (
         plan.arithmetic.params,
         plan.world_size,
@@ -212,6 +245,10 @@ def _speed_key(plan: LaunchPlan, config: RunConfig) -> tuple[object, ...]:
         config.batch,
         config.engine,
         config.precision,
+        config.model.quantize,
+        config.adapter,
+        config.memory,
+        dtype,
     )
 
 

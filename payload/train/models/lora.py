@@ -147,7 +147,7 @@ class QuantizedLoraLinear(LoraLinear):
 
     def plain(self) -> tuple[Tensor, nn.Parameter | None]:
         """Return the weight that is computed with (O, I) in fp32, and the bias."""
-        return self.linear.dequantized().float(), self.linear.bias
+        return self.linear.dequantized(torch.float32), self.linear.bias
 
 
 def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None:
@@ -202,6 +202,16 @@ def shrink_base(model: CausalLM) -> None:
         if any(isinstance(each, QuantizedLinear | QuantizedLoraLinear) for each in modules):
             continue
         lay_below_each_other([cast(Tensor, each.weight) for each in modules])
+
+
+def widen_base(model: CausalLM) -> None:
+    """Hold the bf16 weights of a quantised base in fp32, to compute in it; their values stay.
+
+    A plain base has none: it is in fp32 already.
+    """
+    for parameter in model.parameters():
+        if parameter.dtype == torch.bfloat16:
+            parameter.data = parameter.data.float()
 
 
 def adapter_tensors(model: CausalLM) -> dict[str, Tensor]:

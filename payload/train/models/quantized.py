@@ -1,7 +1,8 @@
-"""Linears of 4 bits: bitsandbytes' NF4 with double quantisation, computed in bf16.
+"""Linears of 4 bits: bitsandbytes' NF4 with double quantisation, computed in bf16 or fp32.
 
-The layout and the arithmetic are those of its `Linear4bit`. Everything that a quantised linear
-holds is a frozen parameter, so that ranks exchange and compare it as any other weight.
+The layout and the arithmetic in bf16 are those of its `Linear4bit`. In fp32 the weights are the
+same, rounded to bf16: a run computes with one base, whatever the CPU. Everything that a quantised
+linear holds is a frozen parameter, so that ranks exchange and compare it as any other weight.
 I inputs, O outputs.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, cast
@@ -43,10 +45,15 @@ class QuantizedLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., I) to (..., O) in bf16."""
-        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        """(..., I) to (..., O), in the dtype of autocast, or without it in that of `x`."""
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if dtype == torch.float32:
+            product = _Fp32Matmul.apply(x, self)
+            return cast(Tensor, product if bias is None else product + bias)
         found = _library().matmul_4bit(
-            x.to(torch.bfloat16), self.weight, quant_state=self._state(), bias=bias
+            x.to(dtype), self.weight, quant_state=self._state(), bias=bias
         )
         return cast(Tensor, found)
 
@@ -79,10 +86,10 @@ class QuantizedLinear(nn.Module):
         del rounded
         give_memory_back()
 
-    def dequantized(self) -> Tensor:
-        """Return the weight that is computed with, (O, I) bf16."""
-        found = _library().functional.dequantize_4bit(self.weight.detach(), self._state())
-        return cast(Tensor, found)
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight that is computed with, (O, I); in bf16 it has all its digits."""
+        found: Tensor = _library().functional.dequantize_4bit(self.weight.detach(), self._state())
+        return found.to(dtype)
 
     def _state(self) -> Any:
         functions, device = _library().functional, self.weight.device
@@ -102,6 +109,38 @@ class QuantizedLinear(nn.Module):
             offset=self.scales_mean.detach()[0],
             state2=nested,
         )
+
+
+class _Fp32Matmul(torch.autograd.Function):
+    """A matmul by a quantised weight. Both passes dequantise it, so that neither keeps it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: QuantizedLinear) -> Tensor:
+        ctx.linear = linear
+        return x @ _widened(linear).t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return gradient @ _widened(ctx.linear), None
+
+
+_held = threading.local()
+"""Memory for one weight in fp32, of each thread."""
+
+
+def _widened(linear: QuantizedLinear) -> Tensor:
+    """Return the linear's weight, (O, I) fp32, which this thread's next call overwrites.
+
+    Memory that came and went with each call would leave gaps between the activations.
+    """
+    weight = linear.dequantized(torch.bfloat16)
+    held: Tensor | None = getattr(_held, "weight", None)
+    if held is None or held.device != weight.device or held.numel() < weight.numel():
+        # An evaluation may be first, and its tensors could not be written to in training.
+        with torch.inference_mode(False):
+            held = _held.weight = torch.empty(weight.numel(), device=weight.device)
+    return held[: weight.numel()].view_as(weight).copy_(weight)
 
 
 def shrink(model: nn.Module, paths: list[str], *, trained: set[Tensor]) -> None:
@@ -155,7 +194,7 @@ def dequantize(model: nn.Module) -> None:
             plain = nn.Linear(
                 each.in_features, each.out_features, bias=each.bias is not None, device="meta"
             )
-            plain.weight = nn.Parameter(each.dequantized().float())
+            plain.weight = nn.Parameter(each.dequantized(torch.float32))
             if each.bias is not None:
                 plain.bias = each.bias
             model.set_submodule(path, plain)

@@ -69,6 +69,7 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     from payload.train.evaluate import EvalPass
     from payload.train.kernels.kernels import find_kernels
     from payload.train.models.classifier import Classifier
+    from payload.train.models.lora import widen_base
     from payload.train.models.registry import load
     from payload.train.rank_command import autocast, progress
     from payload.train.tasks.preference import reference_model, store
@@ -87,6 +88,8 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     names = ("--data", "--model")
     require_same_tokenizer(meta, data=folder, folder=weights, init=arguments.model, settings=names)
     model = load(weights, quantize=arguments.quantize)
+    if arguments.dtype == "fp32":
+        widen_base(model)
     if isinstance(model, Classifier) or model.spec.context() < length:
         why = "is a classifier" if isinstance(model, Classifier) else "has a shorter context"
         raise ConfigError(

@@ -153,6 +153,37 @@ def test_auto_turns_it_on_where_the_estimate_is_above_what_is_free(
     assert len(enabled) == 1 and "activation checkpointing is on: " in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("words", "bf16_here", "expected"),
+    [
+        (("precision.dtype=auto",), True, "bf16"),
+        (("precision.dtype=auto",), None, "bf16"),
+        (("precision.dtype=auto",), False, "fp32"),
+        (("precision.dtype=bf16",), False, "bf16"),
+        (("precision.dtype=fp32",), True, "fp32"),
+    ],
+)
+def test_a_micro_batch_left_to_the_run_is_sized_for_the_dtype_that_it_will_compute_in(
+    tmp_path: Path,
+    tiny_config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    bf16_here: bool | None,
+    expected: str,
+) -> None:
+    counted = []
+
+    def settle(*_: object, dtype: str, **__: object) -> None:
+        counted.append(dtype)
+        raise _StopError
+
+    monkeypatch.setattr("payload.train.session.has_bf16", lambda: bf16_here)
+    monkeypatch.setattr("payload.train.session.settle_batch", settle)
+    with pytest.raises(_StopError):
+        train_alone(tmp_path, tiny_config, "batch.micro_batch_size=auto", *words)
+    assert counted == [expected]
+
+
 class _StopError(Exception):
     """Ends the run before it takes memory."""
 

@@ -1,8 +1,12 @@
-"""A base of 4 bits: bitsandbytes' own bits, transformers' losses beside PEFT, and exact resume."""
+"""A base of 4 bits: bitsandbytes' own bits, transformers' losses beside PEFT, and exact resume.
+
+In bf16 and in fp32, which computes with the same weights.
+"""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +16,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Olmo2Config
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Qwen2Config,
+)
 
 from payload.errors import CheckpointError, ConfigError
 from payload.export.__main__ import main as export
 from payload.models.adapter import AdaptedSpec
 from payload.models.fit import require_fit
+from payload.models.hub_sizes import CONFIGS
 from payload.models.nf4 import nf4_bytes
+from payload.models.registry import spec_of
+from payload.models.spec import RankSetting
 from payload.run_config import parse_run_config
 from payload.train.engine import engage
-from payload.train.models.lora import add_adapter, save_adapter
-from payload.train.models.quantized import QuantizedLinear, require_quantizer
+from payload.train.models.lora import add_adapter, save_adapter, widen_base
+from payload.train.models.quantized import QuantizedLinear, dequantize, require_quantizer
 from payload.train.models.registry import load
 from payload.train.optimizer import build_optimizers
 from payload.training_sections import AdapterSection, OptimizerSection
@@ -31,7 +44,7 @@ from tests.train.alone import ALONE, train_alone
 
 SETTINGS = AdapterSection(kind="lora", rank=4, alpha=8)
 NF4 = (
-    *("model.quantize=nf4", "precision.dtype=bf16", "data.sequence_length=32"),
+    *("model.quantize=nf4", "data.sequence_length=32"),
     *("adapter.kind=lora", "adapter.rank=4", "optimizer.lr=0.01"),
     *("model.n_layer=none", "model.n_head=none", "model.n_embd=none"),
 )
@@ -65,6 +78,21 @@ def other_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("olmo2"), Olmo2Config(**SIZES))
 
 
+@pytest.fixture(scope="module")
+def biased_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small Qwen2, whose linears before attention have biases."""
+    folder = tmp_path_factory.mktemp("qwen2")
+    config = Qwen2Config(num_key_value_heads=2, tie_word_embeddings=True, **SIZES)
+    torch.manual_seed(5)
+    anything: Any = AutoModelForCausalLM
+    model = anything.from_config(config)
+    for name, each in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(each, std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("size", [(64, 64), (700, 576), (3, 70)])
 def test_the_bits_are_those_of_bitsandbytes_own_linear(size: tuple[int, int]) -> None:
     weight = torch.randn(size, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -74,7 +102,7 @@ def test_the_bits_are_those_of_bitsandbytes_own_linear(size: tuple[int, int]) ->
     packed, state = functions.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
     assert torch.equal(ours.weight, packed)
     assert torch.equal(ours.scales, state.absmax)
-    assert torch.equal(ours.dequantized(), functions.dequantize_4bit(packed, state))
+    assert torch.equal(ours.dequantized(torch.bfloat16), functions.dequantize_4bit(packed, state))
     assert sum(each.nbytes for each in ours.parameters()) == nf4_bytes(weight.numel())
 
 
@@ -88,7 +116,9 @@ def test_quantised_linears_take_less_than_a_third_of_bf16_and_the_rest_is_bf16(b
     others = [each for each in model.parameters() if id(each) not in inside]
     assert {each.dtype for each in others} == {torch.bfloat16}
     spec = AdaptedSpec.of(model.spec, rank=4, target="all-linear", is_quantized=True)
-    assert spec.base_bytes() == sum(each.nbytes for each in model.parameters())
+    assert spec.base_bytes(other_bytes=2) == sum(each.nbytes for each in model.parameters())
+    widen_base(model)
+    assert spec.base_bytes(other_bytes=4) == sum(each.nbytes for each in model.parameters())
 
 
 def batches(steps: int) -> list[Tensor]:
@@ -120,6 +150,50 @@ def test_losses_are_those_of_transformers_with_bitsandbytes_and_peft(
         ours.append(loss.item())
     assert ours == pytest.approx(pefts_losses(folder, tmp_path, settings, steps), abs=1e-3)
     assert ours[0] != ours[-1]
+
+
+@pytest.mark.parametrize("which", ["base", "other_base", "biased_base"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_in_fp32_the_loss_and_gradients_are_those_of_the_same_weights_in_plain_linears(
+    which: str, checkpointing: bool, request: pytest.FixtureRequest
+) -> None:
+    found: list[tuple[Tensor, ...]] = []
+    (text,) = batches(1)
+    for is_plain in (False, True):
+        model = load(request.getfixturevalue(which), quantize="nf4")
+        if is_plain:
+            dequantize(model)
+        else:
+            widen_base(model)
+        add_adapter(model, SETTINGS, seed=1)
+        if checkpointing and not is_plain:
+            model.enable_checkpointing()
+        trained = [each for each in model.parameters() if each.requires_grad]
+        with torch.no_grad():
+            for each in trained:
+                each.normal_(std=0.05, generator=torch.Generator().manual_seed(each.numel()))
+        loss = model.train()(text[:, :-1], text[:, 1:])
+        loss.backward()
+        found.append((loss.detach(), *(each.grad for each in trained if each.grad is not None)))
+    assert len(found[0]) == len(trained) + 1
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
+        assert ours.dtype == torch.float32 and bool(ours.any())
+
+
+def test_memory_is_estimated_for_the_weights_that_the_dtype_holds() -> None:
+    base = spec_of(CONFIGS["Qwen3-4B"], where="test").with_sequence_length(512)
+    spec = AdaptedSpec.of(base, rank=4, target="all-linear", is_quantized=True)
+    # Without tokens: weights alone.
+    setting = RankSetting(
+        micro_batch_size=0, dtype="bf16", kernels=True, alone=True, accumulates=False
+    )
+    bf16, fp32 = (spec.memory_bytes(each) for each in (setting, replace(setting, dtype="fp32")))
+    sizes = [each.inputs * each.outputs for each in base.linears()]
+    embedding = base.head_rows() * base.width()
+    others = base.num_params() - sum(sizes)
+    assert embedding > 0.9 * others and 2 * embedding > 6 * max(sizes)
+    assert fp32 - bf16 == 2 * others + 2 * embedding - 2 * max(sizes)
 
 
 def pefts_losses(
@@ -157,10 +231,11 @@ def pefts_losses(
     return found
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_resume_is_bitwise_and_its_checkpoint_says_how_the_base_was_quantised(
-    base: Path, tmp_path: Path, tiny_config: Path
+    base: Path, tmp_path: Path, tiny_config: Path, dtype: str
 ) -> None:
-    settings = (f"model.init={base}", *NF4, "train.checkpoint_every=2")
+    settings = (f"model.init={base}", *NF4, f"precision.dtype={dtype}", "train.checkpoint_every=2")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_alone(whole, tiny_config, *settings, "train.steps=4", "schedule.decay_steps=4")
     train_alone(parts, tiny_config, *settings, "train.steps=2", "schedule.decay_steps=4")
@@ -191,8 +266,11 @@ def exported_weights_compute_as_the_run_did(checkpoint: Path, base: Path, out: P
 
 
 @pytest.mark.ranks
-def test_two_ranks_have_one_quantised_base(base: Path, tmp_path: Path, tiny_config: Path) -> None:
-    settings = (f"model.init={base}", *NF4, "train.steps=2")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_two_ranks_have_one_quantised_base(
+    base: Path, tmp_path: Path, tiny_config: Path, dtype: str
+) -> None:
+    settings = (f"model.init={base}", *NF4, f"precision.dtype={dtype}", "train.steps=2")
     train_alone(tmp_path / "1", tiny_config, *settings)
     words = train_program(tmp_path / "2", tiny_config, "schedule.warmup_steps=0", *settings)
     done = run(mpirun(2, *words))
@@ -209,7 +287,6 @@ LORA = '[model]\nquantize = "nf4"\ninit = "somewhere"\n[adapter]\nkind = "lora"\
     [
         ('[model]\nquantize = "nf4"\n', "weights of 4 bits cannot be trained"),
         (LORA + '[engine]\nkind = "ipex"\n', 'does not run on engine.kind = "ipex"'),
-        (LORA + '[precision]\ndtype = "fp32"\n', "computes in bf16"),
         (LORA + '[distributed]\nstrategy = "shard"\n', "does not run with distributed.strategy"),
         (LORA.replace("nf4", "int4"), "model.quantize = 'int4'"),
     ],
