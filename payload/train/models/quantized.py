@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, cast
@@ -117,30 +116,12 @@ class _Fp32Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: QuantizedLinear) -> Tensor:
         ctx.linear = linear
-        return x @ _widened(linear).t()
+        return x @ linear.dequantized(torch.float32).t()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        return gradient @ _widened(ctx.linear), None
-
-
-_held = threading.local()
-"""Memory for one weight in fp32, of each thread."""
-
-
-def _widened(linear: QuantizedLinear) -> Tensor:
-    """Return the linear's weight, (O, I) fp32, which this thread's next call overwrites.
-
-    Memory that came and went with each call would leave gaps between the activations.
-    """
-    weight = linear.dequantized(torch.bfloat16)
-    held: Tensor | None = getattr(_held, "weight", None)
-    if held is None or held.device != weight.device or held.numel() < weight.numel():
-        # An evaluation may be first, and its tensors could not be written to in training.
-        with torch.inference_mode(False):
-            held = _held.weight = torch.empty(weight.numel(), device=weight.device)
-    return held[: weight.numel()].view_as(weight).copy_(weight)
+        return gradient @ ctx.linear.dequantized(torch.float32), None
 
 
 def shrink(model: nn.Module, paths: list[str], *, trained: set[Tensor]) -> None:
