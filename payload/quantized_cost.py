@@ -21,8 +21,8 @@ class QuantizedCost:
     """One run with its base in 4 bits, and with a whole one."""
 
     whole_dtype: Dtype
-    """Dtype of the whole base and its matmuls: the run's, or bf16 where only that fits and takes no
-    longer than 4 bits in the run's."""
+    """Dtype of the whole base and its matmuls: the run's, or bf16 where only that fits, unless
+    4 bits fit and take less time."""
     whole_bytes: int
     """Estimate of a rank's peak memory with one sequence a pass."""
     nf4_bytes: int

@@ -232,7 +232,7 @@ def _fitting(
 ) -> _Fitting:
     """Return the first method that fits into the memory, or the last one."""
     tried: list[str] = []
-    ranks = 1
+    ranks, in_fp32 = 1, False
     candidates = _methods(spec, given)
     for method in candidates:
         sets = [*settings, *_as_sets(method_choices(method, spec))]
@@ -242,6 +242,8 @@ def _fitting(
         need = planned["plan"]["arithmetic"]["memory_bytes_per_rank"]
         free = planned["free_memory_bytes"]
         checkpoints = planned["config"]["memory"]["activation_checkpointing"] == "on"
+        cost = planned["estimate"]["quantized"]
+        in_fp32 = cost is not None and cost["auto_dtype"] == "fp32"
         room = None if free is None else USED * free / planned["plan"]["ranks_per_node"]
         fits = room is None or need <= room
         # Computing the layers twice costs a third of the time, an adapter in its place nothing.
@@ -252,11 +254,12 @@ def _fitting(
         twice = " even with activation checkpointing" if checkpoints and not fits else ""
         tried.append(f"{_NAMES[method]} does not fit{twice}")
     last = candidates[-1]
-    return _Fitting(
-        method=last,
-        reason=f"{_NAMES[last]}, though the estimate is above the memory: {'; '.join(tried)}",
-        ranks=ranks,
-    )
+    reason = f"{_NAMES[last]}, though the estimate is above the memory: {'; '.join(tried)}"
+    if in_fp32:
+        reason += (
+            "; --set precision.dtype=bf16 takes less memory, and on a CPU without bf16 more time"
+        )
+    return _Fitting(method=last, reason=reason, ranks=ranks)
 
 
 _NAMES: dict[Method, str] = {

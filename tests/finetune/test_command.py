@@ -70,6 +70,20 @@ def test_a_dry_run_prints_everything_and_writes_nothing(place: Path, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+def test_where_nothing_fits_the_smallest_method_is_named_and_in_fp32_the_smaller_dtype(
+    place: Path, tmp_path: Path
+) -> None:
+    machines = json.loads((REPO / "payload/configs/llama70b_machines.json").read_text())
+    nodes = [{**each, "memory_gib": 0.5} for each in machines["nodes"]]
+    small = tmp_path / "small.json"
+    small.write_text(json.dumps({**machines, "nodes": nodes}))
+    words = ("--data", place / "chats.jsonl", "--inventory", small, "--dry-run")
+    done = finetune(place, *words, "--set", "precision.dtype=fp32", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "beside a base of 4 bits, though the estimate is above the memory: " in done.stdout
+    assert "--set precision.dtype=bf16 takes less memory" in done.stdout
+
+
 @pytest.mark.ranks
 def test_one_command_goes_from_conversations_to_a_checkpoint_and_its_parts_can_be_run_again(
     place: Path, tmp_path: Path
