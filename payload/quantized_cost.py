@@ -10,8 +10,8 @@ from payload.run_config import RunConfig
 from payload.training_sections import Quantize
 
 TYPICAL_DEQUANTIZED_PER_S: dict[Dtype, float] = {"bf16": 0.75e9, "fp32": 2.0e9}
-"""Weights that an AVX-512 core dequantises in a second, where no run has measured it. bf16 as an
-EPYC does, fp32 as a Xeon without instructions for bf16 does, of which a core makes 3.7e9 bf16."""
+"""Weights that an AVX-512 core dequantises in a second, where no run has measured it. Measured for
+bf16 on an EPYC; for fp32 on a Xeon without instructions for bf16, where bf16 has 3.7e9."""
 
 _GIB = 2**30
 
@@ -25,6 +25,8 @@ class QuantizedCost:
     4 bits fit and take less time."""
     whole_bytes: int
     """Estimate of a rank's peak memory with one sequence a pass."""
+    nf4_dtype: Dtype
+    """Dtype of the matmuls beside 4 bits: the run's, or bf16 where only that fits."""
     nf4_bytes: int
     whole_step_s: float
     """Predicted computing of a step, with the kernels where they run."""
@@ -37,23 +39,24 @@ class QuantizedCost:
     room_bytes: float | None
     """Memory that a rank may fill; None where that is not known."""
     auto_dtype: Dtype
-    """Dtype that the run's `precision.dtype`, `auto` or not, means for a whole base."""
+    """Dtype that the run's `precision.dtype`, `auto` or not, means."""
 
     def recommended(self) -> Quantize:
         """Return the whole base where memory allows it, else 4 bits."""
         is_short = self.room_bytes is not None and self.whole_bytes > self.room_bytes
         return "nf4" if is_short else "none"
 
+    def _set(self, dtype: Dtype) -> str:
+        return "" if dtype == self.auto_dtype else f' with precision.dtype = "{dtype}"'
+
     def sentence(self) -> str:
         """Say what 4 bits save and cost, and which of the two is recommended."""
         saved, ratio = self.whole_bytes - self.nf4_bytes, self.nf4_step_s / self.whole_step_s
         how = "measured" if self.is_measured else "typical, not measured"
         name = self.whole_dtype
-        wanted = 'model.quantize = "none"'
-        if name != self.auto_dtype:
-            wanted += f' with precision.dtype = "{name}"'
+        wanted = f'model.quantize = "none"{self._set(name)}'
         advice = (
-            f"{name} does not fit: use nf4"
+            f"{name} does not fit: use nf4{self._set(self.nf4_dtype)}"
             if self.recommended() == "nf4"
             else f"{name} fits: {wanted} is recommended"
             if self.room_bytes is not None
@@ -95,7 +98,7 @@ def quantized_cost(
     )
     dtypes: tuple[Dtype, ...] = ("bf16",) if dtype == "bf16" else (dtype, "bf16")
     whole = [plain.computing_in(each) for each in dtypes]
-    nf4 = replace(whole[0], model=replace(plain.model, quantize="nf4"))
+    in_nf4 = [replace(each, model=replace(plain.model, quantize="nf4")) for each in whole]
 
     def needed(run: RunConfig) -> int:
         return run.memory_bytes(run.adapted(base), dtype=run.dtype(), world_size=world_size)
@@ -106,21 +109,25 @@ def quantized_cost(
         flops = config.tokens_per_step() * spec.flops_per_token()
         return flops / (cores * core * mfu) * run.recomputation()
 
+    def fits(run: RunConfig) -> bool:
+        return room_bytes is None or needed(run) <= room_bytes
+
+    # In the run's dtype, unless bf16 alone fits.
+    nf4 = next(filter(fits, in_nf4), in_nf4[0])
     linears = sum(each.inputs * each.outputs for each in base.linears())
     # In the forward and in the backward pass, and in the second forward pass of checkpointing.
     times = 3 if config.memory.activation_checkpointing == "on" else 2
-    rate = dequantized_per_s or TYPICAL_DEQUANTIZED_PER_S[dtype] * cores / world_size
+    rate = dequantized_per_s or TYPICAL_DEQUANTIZED_PER_S[nf4.dtype()] * cores / world_size
     dequantize_s = config.batch.grad_accum_steps(world_size) * times * linears / rate
     nf4_step_s = computing_s(nf4) + dequantize_s
-    fitting = (each for each in whole if room_bytes is None or needed(each) <= room_bytes)
-    chosen = next(fitting, whole[0])
-    nf4_fits = room_bytes is None or needed(nf4) <= room_bytes
+    chosen = next(filter(fits, whole), whole[0])
     # The peaks are those of cores; on a GPU the memory alone decides.
-    if nf4_fits and config.device.kind != "cuda" and computing_s(chosen) > nf4_step_s:
+    if fits(nf4) and config.device.kind != "cuda" and computing_s(chosen) > nf4_step_s:
         chosen = whole[0]
     return QuantizedCost(
         whole_dtype=chosen.dtype(),
         whole_bytes=needed(chosen),
+        nf4_dtype=nf4.dtype(),
         nf4_bytes=needed(nf4),
         whole_step_s=computing_s(chosen),
         nf4_step_s=nf4_step_s,

@@ -77,12 +77,14 @@ def known_config(paths: RunPaths) -> RunConfig:
 
 
 def known_dtype(paths: RunPaths) -> Dtype | None:
-    """Return the dtype of the newest checkpoint that says it; None where there is none here.
+    """Return the dtype of the newest checkpoint that says it; None where none here can be read.
 
     A resume with `precision.dtype = "auto"` keeps it.
     """
-    folders = reversed(checkpoint_folders(paths.checkpoints))
-    return next(filter(None, map(checkpoint_dtype, folders)), None)
+    with suppress(OSError):
+        folders = reversed(checkpoint_folders(paths.checkpoints))
+        return next(filter(None, map(checkpoint_dtype, folders)), None)
+    return None
 
 
 def config_to_resume(paths: RunPaths, *, overrides: Sequence[str]) -> tuple[RunConfig, str | None]:

@@ -83,28 +83,26 @@ def test_unmeasured_gpu_nodes_are_estimated_at_the_share_of_the_cores_that_the_s
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("payload.orchestrate.sites.local.has_bf16", lambda: True)
-    on_gpu, on_cores = (estimated(tmp_path, replace(NODE, gpus=count)) for count in (1, 0))
+    gpu = Node(name="a", address="10.0.0.2", physical_cores=4, memory_gib=64.0, gpus=1)
+    config = parse_run_config("", overrides=["launch.launcher=torchrun"], where="test")
+
+    def estimated(node: Node) -> Estimate:
+        inventory = replace(discover().inventory(), nodes=(node,))
+        chosen = Chosen(inventory=inventory, why="test", domains={})
+        planned = plan_run(
+            RunPaths(tmp_path / "runs" / "one"),
+            config=config,
+            chosen=chosen,
+            access=LocalAccess(os.environ),
+            vocab_size=None,
+            work_dir=tmp_path,
+            port=20_000,
+        )
+        return estimate(planned, data=tmp_path, earlier=[], is_local=True)
+
+    on_gpu, on_cores = estimated(gpu), estimated(replace(gpu, gpus=0))
     assert on_gpu.seconds == on_cores.seconds
     assert on_gpu.basis.startswith(on_cores.basis) and "GPUs are faster" in on_gpu.basis
-
-
-NODE = Node(name="a", address="10.0.0.2", physical_cores=4, memory_gib=64.0)
-
-
-def estimated(folder: Path, node: Node) -> Estimate:
-    """Return the estimate of a run on one node of which nothing was measured."""
-    config = parse_run_config("", overrides=["launch.launcher=torchrun"], where="test")
-    inventory = replace(discover().inventory(), nodes=(node,))
-    planned = plan_run(
-        RunPaths(folder / "runs" / "one"),
-        config=config,
-        chosen=Chosen(inventory=inventory, why="test", domains={}),
-        access=LocalAccess(os.environ),
-        vocab_size=None,
-        work_dir=folder,
-        port=20_000,
-    )
-    return estimate(planned, data=folder, earlier=[], is_local=True)
 
 
 class Measured(LocalAccess):

@@ -89,6 +89,22 @@ def test_where_fp32_does_not_fit_the_faster_of_4_bits_and_a_whole_base_in_bf16_i
     assert much.nf4_step_s == pytest.approx(much.whole_step_s + much.dequantize_s)
 
 
+def test_4_bits_in_bf16_are_advised_where_nothing_else_fits() -> None:
+    found = quantized_cost(
+        lora("precision.dtype=fp32"),
+        LARGE,
+        world_size=1,
+        dtype="fp32",
+        core_flops_per_s={"bf16": 3e10, "fp32": 1.6e11},
+        dequantized_per_s=None,
+        cores=1,
+        room_bytes=80 * GIB,
+    )
+    assert found is not None and (found.nf4_dtype, found.whole_dtype) == ("bf16", "fp32")
+    assert 'fp32 does not fit: use nf4 with precision.dtype = "bf16"' in found.sentence()
+    assert found.nf4_bytes < 80 * GIB < found.whole_bytes
+
+
 def test_ranks_that_do_not_divide_the_cores_compute_at_the_cores_own_rate() -> None:
     costs = [
         quantized_cost(

@@ -242,8 +242,7 @@ def _fitting(
         need = planned["plan"]["arithmetic"]["memory_bytes_per_rank"]
         free = planned["free_memory_bytes"]
         checkpoints = planned["config"]["memory"]["activation_checkpointing"] == "on"
-        cost = planned["estimate"]["quantized"]
-        in_fp32 = cost is not None and cost["auto_dtype"] == "fp32"
+        in_fp32 = planned["dtype"] == "fp32"
         room = None if free is None else USED * free / planned["plan"]["ranks_per_node"]
         fits = room is None or need <= room
         # Computing the layers twice costs a third of the time, an adapter in its place nothing.

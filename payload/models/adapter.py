@@ -160,19 +160,29 @@ class AdaptedSpec(WrappedSpec):
         """Estimate the same for linears of 4 bits, which the kernels do not run.
 
         Each is in bf16 as it is read and while it is multiplied by, and then in fp32 as well where
-        that is what the run computes in. For fp32 the other weights are widened one by one, before
-        there are activations; the largest is the embedding.
+        that is what the run computes in.
         """
         setting = replace(setting, kernels=False)
         size = setting.value_bytes()
         held = self.base_bytes(other_bytes=size)
         held += self.num_trainable_params() * BYTES_PER_TRAINED
         largest = max((each.inputs * each.outputs for each in self.linears()), default=0)
-        passing = self._activation_bytes(setting) + 2 * largest
-        if setting.dtype == "fp32":
-            embedding = self.base.head_rows() * self.width()
-            passing = max(passing + size * largest, 2 * embedding)
-        return held + passing + PROCESS_BYTES
+        whole = 2 if setting.dtype == "bf16" else 2 + size
+        return held + whole * largest + self._activation_bytes(setting) + PROCESS_BYTES
+
+    def rank_memory_bytes(self, setting: RankSetting, *, checkpointed: bool = False) -> int:
+        """Estimate a rank's peak memory, that of the start included.
+
+        For a run in fp32 a quantised base's other weights are widened one by one, before there are
+        activations. The largest is the embedding.
+        """
+        # Not super(): a dataclass with slots is another class than its methods were made in.
+        training = WrappedSpec.rank_memory_bytes(self, setting, checkpointed=checkpointed)
+        if not self.is_quantized or setting.dtype == "bf16":
+            return training
+        widening = self.base_bytes(other_bytes=setting.value_bytes())
+        widening += 2 * self.base.embedding_size() + PROCESS_BYTES
+        return max(training, widening)
 
     def base_bytes(self, *, other_bytes: int) -> int:
         """Return what the frozen weights of a quantised base take.

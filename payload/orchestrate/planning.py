@@ -340,7 +340,8 @@ def slow_bf16(
     if setting is not None:
         return [f"{setting} {slow}"]
     if config.precision.dtype == "auto" and kept_dtype == "bf16":
-        return [f"the resumed run {slow}, as before; --set precision.dtype=fp32 changes it"]
+        fix = "--set precision.dtype=fp32 changes it, in more memory"
+        return [f"the resumed run {slow}, as before; {fix}"]
     return []
 
 

@@ -78,10 +78,12 @@ def test_where_nothing_fits_the_smallest_method_is_named_and_in_fp32_the_smaller
     small = tmp_path / "small.json"
     small.write_text(json.dumps({**machines, "nodes": nodes}))
     words = ("--data", place / "chats.jsonl", "--inventory", small, "--dry-run")
-    done = finetune(place, *words, "--set", "precision.dtype=fp32", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "beside a base of 4 bits, though the estimate is above the memory: " in done.stdout
-    assert "--set precision.dtype=bf16 takes less memory" in done.stdout
+    for dtype in ("fp32", "bf16"):
+        done = finetune(place, *words, "--set", f"precision.dtype={dtype}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "beside a base of 4 bits, though the estimate is above the memory: " in done.stdout
+        is_named = "--set precision.dtype=bf16 takes less memory" in done.stdout
+        assert is_named is (dtype == "fp32")
 
 
 @pytest.mark.ranks

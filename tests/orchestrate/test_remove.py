@@ -238,7 +238,35 @@ def test_plan_says_how_much_disk_and_time_and_from_what(workplace: Workplace) ->
     assert found["basis"] == "at the 512 tokens/s of run before"
     # 100 steps of 128 tokens, and two evaluations of 10 tokens at a third of a step's price.
     assert abs(found["seconds"] - (12_800 + 20 / 3) / 512) < 0.01
-    # What takes another time a step is no measure of it.
-    other = ("--set", "memory.activation_checkpointing=on", "--json")
-    status, out, _ = workplace.call("plan", *batch, *other)
-    assert status == 0 and "typical of" in json.loads(out)["estimate"]["basis"]
+
+
+def test_a_run_with_checkpointing_or_in_another_dtype_is_no_measure_of_a_plan(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = plan_stand_in(workplace.runs / "before", settings=tuple(workplace.settings()[1::2]))
+    speed = Summary(
+        run_id="before", status="finished", exit_class="ok", world_size=2, nodes=1,
+        tokens_per_s=512.0,
+    )  # fmt: skip
+    write_json(before.summary, speed)
+    batch = ("--set", "batch.global_batch_size=8", "--set", "batch.micro_batch_size=1")
+
+    def is_measured(*words: str) -> bool:
+        status, out, err = workplace.call("plan", *batch, *words, "--json")
+        assert status == 0, err
+        return "of run before" in str(json.loads(out)["estimate"]["basis"])
+
+    assert is_measured()
+    assert not is_measured("--set", "memory.activation_checkpointing=on")
+    checkpoint = before.checkpoint(100)
+    checkpoint.mkdir(parents=True)
+    expected = json.loads(workplace.call("plan", *batch, "--json")[1])["dtype"]
+    for dtype in ("bf16", "fp32"):
+        (checkpoint / "trainer.json").write_text(json.dumps({"dtype": dtype}))
+        assert is_measured() is (dtype == expected)
+
+    def unreadable(_: Path) -> list[Path]:
+        raise PermissionError
+
+    monkeypatch.setattr("payload.run_repair.checkpoint_folders", unreadable)
+    assert is_measured()

@@ -304,6 +304,7 @@ def _plan_json(planned: PlannedRun, estimated: Estimate) -> str:
             "ranks": [asdict(rank) for rank in planned.placement.ranks],
             "config": asdict(planned.config),
             "free_memory_bytes": planned.free_memory_bytes,
+            "dtype": planned.predicted.dtype(),
             "plan": asdict(planned.plan),
             "estimate": asdict(estimated),
             "accelerate": [planned.accelerate(node_rank) for node_rank in nodes],

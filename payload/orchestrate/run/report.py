@@ -102,7 +102,7 @@ def estimate(
     """
     numbers, train = planned.plan.arithmetic, planned.config.train
     quantized = _quantized(planned, earlier if is_local else ())
-    speed = _measured_speed(planned, earlier if is_local else ())
+    speed = _measured_speed(planned, quantized, earlier if is_local else ())
     speed = speed or _typical_speed(planned, quantized)
     sizes = {path.name: path.stat().st_size for path in data.glob("*.bin")}
     val_tokens = _val_tokens(data)
@@ -131,7 +131,7 @@ def estimate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Speed:
-    """Time of a step, and the rate of its two passes, at which evaluation goes."""
+    """Time of a step, and the rate at which evaluation computes."""
 
     step_s: float
     flops_per_s: float
@@ -139,11 +139,18 @@ class _Speed:
     """Source of the time, for people."""
 
 
-def _measured_speed(planned: PlannedRun, earlier: Sequence[RunPaths]) -> _Speed | None:
-    """Return the speed that these nodes' trial or an earlier run has measured, if one has."""
+def _measured_speed(
+    planned: PlannedRun, quantized: QuantizedCost | None, earlier: Sequence[RunPaths]
+) -> _Speed | None:
+    """Return the speed that these nodes' trial or an earlier run has measured, if one has.
+
+    The trial dequantises nothing.
+    """
     numbers = planned.plan.arithmetic
     step_s, basis = numbers.step_s, "from what was measured on these nodes"
-    if step_s is None:
+    if step_s is not None:
+        step_s += _dequantize_s(planned, quantized)
+    else:
         measured = _measured_tokens_per_s(planned, earlier)
         if measured is None:
             return None
@@ -163,8 +170,7 @@ def _typical_speed(planned: PlannedRun, quantized: QuantizedCost | None) -> _Spe
     spec = predicted.adapted(planned.base)
     flops_per_s = cores * core * predicted.typical_mfu(spec, core_flops_per_s=core)
     step_s = numbers.flops_per_step / flops_per_s * predicted.recomputation()
-    if quantized is not None and predicted.model.quantize != "none":
-        step_s += quantized.dequantize_s
+    step_s += _dequantize_s(planned, quantized)
     basis = (
         f"at {numbers.tokens_per_step / step_s:,.0f} tokens/s, typical of {cores} AVX-512 core(s) "
         f"in {predicted.dtype()}, not measured"
@@ -172,6 +178,13 @@ def _typical_speed(planned: PlannedRun, quantized: QuantizedCost | None) -> _Spe
     if gpu_need(planned.config, planned.inventory.nodes) is not None:
         basis += "; GPUs are faster: run preflight to measure them"
     return _Speed(step_s=step_s, flops_per_s=flops_per_s, basis=basis)
+
+
+def _dequantize_s(planned: PlannedRun, quantized: QuantizedCost | None) -> float:
+    """Return the part of a step in which the run dequantises its base."""
+    if quantized is None or planned.config.model.quantize == "none":
+        return 0.0
+    return quantized.dequantize_s
 
 
 def _store_usd(planned: PlannedRun, size: int) -> float | None:
@@ -189,11 +202,10 @@ def _store_usd(planned: PlannedRun, size: int) -> float | None:
 def _quantized(planned: PlannedRun, earlier: Sequence[RunPaths]) -> QuantizedCost | None:
     """Return what 4 bits save and cost, by the dequantising that the newest run has measured.
 
-    In the dtype of this one: fp32 takes longer.
+    That of a run in the same dtype: fp32 takes longer than bf16.
     """
-    free = planned.free_memory_bytes
-    dtype = planned.auto_dtype
-    alike = (each for each in earlier[:_LOOKED_AT] if (known_dtype(each) or dtype) == dtype)
+    free, dtype = planned.free_memory_bytes, planned.auto_dtype
+    alike = (each for each in earlier[:_LOOKED_AT] if known_dtype(each) == dtype)
     summaries = (last_record(Summary, paths.summary) for paths in alike)
     rates = (each.dequantized_per_s for each in summaries if each is not None)
     return quantized_cost(
@@ -229,13 +241,15 @@ def _measured_tokens_per_s(
         except ConfigError:
             continue
         dtype = planned.predicted.dtype()
+        # Without checkpoints the dtype is not known; with 4 bits it was bf16 in earlier versions.
+        unknown = dtype if config.model.quantize == "none" else None
         wanted = _speed_key(planned.plan, planned.config, dtype=dtype)
-        if _speed_key(plan, config, dtype=known_dtype(paths) or dtype) == wanted:
+        if _speed_key(plan, config, dtype=known_dtype(paths) or unknown) == wanted:
             return summary.tokens_per_s, paths.run_id
     return None
 
 
-def _speed_key(plan: LaunchPlan, config: RunConfig, *, dtype: Dtype) -> tuple[object, ...]:
+def _speed_key(plan: LaunchPlan, config: RunConfig, *, dtype: Dtype | None) -> tuple[object, ...]:
     """Return what decides how fast a run, which computes in `dtype`, goes on one machine."""
     return (
         plan.arithmetic.params,

@@ -27,11 +27,12 @@ from transformers import (
 from payload.errors import CheckpointError, ConfigError
 from payload.export.__main__ import main as export
 from payload.models.adapter import AdaptedSpec
+from payload.models.classifier import ClassifierSpec
 from payload.models.fit import require_fit
 from payload.models.hub_sizes import CONFIGS
 from payload.models.nf4 import nf4_bytes
 from payload.models.registry import spec_of
-from payload.models.spec import RankSetting
+from payload.models.spec import PROCESS_BYTES, Dtype, RankSetting
 from payload.run_config import parse_run_config
 from payload.train.engine import engage
 from payload.train.models.lora import add_adapter, save_adapter, widen_base
@@ -181,19 +182,30 @@ def test_in_fp32_the_loss_and_gradients_are_those_of_the_same_weights_in_plain_l
         assert ours.dtype == torch.float32 and bool(ours.any())
 
 
-def test_memory_is_estimated_for_the_weights_that_the_dtype_holds() -> None:
+@pytest.mark.parametrize("labels", [None, 3])
+def test_memory_is_estimated_for_the_weights_that_the_dtype_holds(labels: int | None) -> None:
     base = spec_of(CONFIGS["Qwen3-4B"], where="test").with_sequence_length(512)
-    spec = AdaptedSpec.of(base, rank=4, target="all-linear", is_quantized=True)
+    sizes = [each.inputs * each.outputs for each in base.linears()]
+    others, embedding = base.num_params() - sum(sizes), base.embedding_size()
+    whole = base if labels is None else ClassifierSpec.of(base, num_labels=labels)
+    spec = AdaptedSpec.of(whole, rank=4, target="all-linear", is_quantized=True)
     # Without tokens: weights alone.
-    setting = RankSetting(
+    none = RankSetting(
         micro_batch_size=0, dtype="bf16", kernels=True, alone=True, accumulates=False
     )
-    bf16, fp32 = (spec.memory_bytes(each) for each in (setting, replace(setting, dtype="fp32")))
-    sizes = [each.inputs * each.outputs for each in base.linears()]
-    embedding = base.head_rows() * base.width()
-    others = base.num_params() - sum(sizes)
-    assert embedding > 0.9 * others and 2 * embedding > 6 * max(sizes)
-    assert fp32 - bf16 == 2 * others + 2 * embedding - 2 * max(sizes)
+    empty = [spec.memory_bytes(replace(none, dtype=each)) for each in DTYPES]
+    assert empty[1] - empty[0] == 2 * others + 4 * max(sizes)
+    # The start has no copy of a linear, no adapter, and one weight in both dtypes.
+    start = spec.base_bytes(other_bytes=4) + 2 * embedding + PROCESS_BYTES
+    assert empty[1] < start == spec.rank_memory_bytes(replace(none, dtype="fp32"))
+    # With tokens, it is over before their memory is taken.
+    one = replace(none, micro_batch_size=1, dtype="fp32")
+    assert spec.rank_memory_bytes(one) == spec.memory_bytes(one) > start
+    less = spec.checkpointed_memory_bytes(one)
+    assert spec.rank_memory_bytes(one, checkpointed=True) == max(less, start)
+
+
+DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
 
 
 def pefts_losses(
