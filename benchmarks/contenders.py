@@ -55,7 +55,7 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
         "adapter": adapter_settings(arguments),
         "quantize": getattr(arguments, "quantize", "none"),
     }
-    tuned = malloc_environment("tuned") | threads
+    tuned = malloc_environment(getattr(arguments, "malloc", "tuned")) | threads
     ours = [sys.executable, "-m", "benchmarks.step_ours"]
     peer = str(REPO / "benchmarks" / "peers" / "step_nanogpt.py")
     sizes = _peer_sizes(PRESETS[arguments.model]) if arguments.model in PRESETS else {}

@@ -118,6 +118,7 @@ def _summarise(
         "adapter": adapter,
         "quantize": arguments.quantize,
         "dtype": arguments.dtype,
+        "malloc": arguments.malloc,
         "steps": len(steps["tileforge"]),
         "tokens_per_s": round(tokens / median["tileforge"], 1),
         "mfu": round(mfu, 4) if mfu <= 1 else None,
@@ -185,6 +186,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=6, help="of each process; the first warms up")
     parser.add_argument("--rounds", type=int, default=1, help="turns of all contenders")
     parser.add_argument("--threads", type=int, metavar="COUNT", help="default: torch's own choice")
+    parser.add_argument(
+        "--malloc",
+        choices=["tuned", "lean", "default"],
+        default="tuned",
+        help="as launch.malloc of a run",
+    )
     parser.add_argument("--eager", action="store_true", help="this project with kernels off, too")
     parser.add_argument(
         "--transformers", action="store_true", help="transformers' own model of the folder, too"
