@@ -24,7 +24,7 @@ from payload.models.wrapped import BYTES_PER_TRAINED, WrappedSpec
 _GAPS = 1.3
 """Memory of activations with the gaps between them over that without. Measured on two AMX cores:
 1.2 for GPT-2 124M and 1.35 for SmolLM2-135M, at 4 x 1024 tokens. In fp32 on two AVX-512 cores: 1.2
-to 1.4 for SmolLM2-135M, with and without 4 bits, at 512 and 1,024 tokens."""
+to 1.4 for SmolLM2-135M, with and without 4 bits, at 512 to 2,048 tokens."""
 
 ALL_LINEAR = "all-linear"
 """Every linear of the layers; the output head is none of them, as in PEFT."""
