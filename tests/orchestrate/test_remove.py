@@ -15,6 +15,7 @@ from payload.orchestrate.run.mirror import Mirrored, write_mirrored
 from payload.orchestrate.run.store import all_runs
 from payload.results import RunPaths, RunState, Summary, point_latest_at, write_json
 from payload.run_lock import RunLock
+from payload.run_repair import known_dtype
 from tests.orchestrate.sshd import make_cluster
 from tests.orchestrate.test_commands import Workplace
 from tests.orchestrate.test_findings import make_node
@@ -241,7 +242,7 @@ def test_plan_says_how_much_disk_and_time_and_from_what(workplace: Workplace) ->
 
 
 def test_a_run_with_checkpointing_or_in_another_dtype_is_no_measure_of_a_plan(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+    workplace: Workplace,
 ) -> None:
     before = plan_stand_in(workplace.runs / "before", settings=tuple(workplace.settings()[1::2]))
     speed = Summary(
@@ -265,8 +266,17 @@ def test_a_run_with_checkpointing_or_in_another_dtype_is_no_measure_of_a_plan(
         (checkpoint / "trainer.json").write_text(json.dumps({"dtype": dtype}))
         assert is_measured() is (dtype == expected)
 
+
+def test_a_run_whose_checkpoints_cannot_be_read_has_no_known_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(tmp_path / "before")
+    paths.checkpoint(100).mkdir(parents=True)
+    (paths.checkpoint(100) / "trainer.json").write_text('{"dtype": "bf16"}')
+    assert known_dtype(paths) == "bf16"
+
     def unreadable(_: Path) -> list[Path]:
         raise PermissionError
 
     monkeypatch.setattr("payload.run_repair.checkpoint_folders", unreadable)
-    assert is_measured()
+    assert known_dtype(paths) is None
