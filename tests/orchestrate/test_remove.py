@@ -220,20 +220,28 @@ def test_a_config_that_is_not_there_says_what_to_type(
     assert message in err.splitlines()[-1]
 
 
-def test_plan_says_how_much_disk_and_time_and_from_what(workplace: Workplace) -> None:
-    status, out, _ = workplace.call("plan")
-    assert status == 0
-    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
-    assert "up to 4 checkpoints of 0.09 GB; " in lines["disk"] and "GB are free" in lines["disk"]
-    assert "typical of" in lines["duration"] and "not measured" in lines["duration"]
+BATCH = ("--set", "batch.global_batch_size=8", "--set", "batch.micro_batch_size=1")
+
+
+def ran_before(workplace: Workplace) -> RunPaths:
+    """Make a finished run of that batch, with its speed."""
     before = plan_stand_in(workplace.runs / "before", settings=tuple(workplace.settings()[1::2]))
     speed = Summary(
         run_id="before", status="finished", exit_class="ok", world_size=2, nodes=1,
         tokens_per_s=512.0,
     )  # fmt: skip
     write_json(before.summary, speed)
-    batch = ("--set", "batch.global_batch_size=8", "--set", "batch.micro_batch_size=1")
-    status, out, _ = workplace.call("plan", *batch, "--json")
+    return before
+
+
+def test_plan_says_how_much_disk_and_time_and_from_what(workplace: Workplace) -> None:
+    status, out, _ = workplace.call("plan")
+    assert status == 0
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
+    assert "up to 4 checkpoints of 0.09 GB; " in lines["disk"] and "GB are free" in lines["disk"]
+    assert "typical of" in lines["duration"] and "not measured" in lines["duration"]
+    ran_before(workplace)
+    status, out, _ = workplace.call("plan", *BATCH, "--json")
     assert status == 0
     found = json.loads(out)["estimate"]
     assert found["basis"] == "at the 512 tokens/s of run before"
@@ -244,16 +252,10 @@ def test_plan_says_how_much_disk_and_time_and_from_what(workplace: Workplace) ->
 def test_a_run_with_checkpointing_or_in_another_dtype_is_no_measure_of_a_plan(
     workplace: Workplace,
 ) -> None:
-    before = plan_stand_in(workplace.runs / "before", settings=tuple(workplace.settings()[1::2]))
-    speed = Summary(
-        run_id="before", status="finished", exit_class="ok", world_size=2, nodes=1,
-        tokens_per_s=512.0,
-    )  # fmt: skip
-    write_json(before.summary, speed)
-    batch = ("--set", "batch.global_batch_size=8", "--set", "batch.micro_batch_size=1")
+    before = ran_before(workplace)
 
     def is_measured(*words: str) -> bool:
-        status, out, err = workplace.call("plan", *batch, *words, "--json")
+        status, out, err = workplace.call("plan", *BATCH, *words, "--json")
         assert status == 0, err
         return "of run before" in str(json.loads(out)["estimate"]["basis"])
 
@@ -261,7 +263,7 @@ def test_a_run_with_checkpointing_or_in_another_dtype_is_no_measure_of_a_plan(
     assert not is_measured("--set", "memory.activation_checkpointing=on")
     checkpoint = before.checkpoint(100)
     checkpoint.mkdir(parents=True)
-    expected = json.loads(workplace.call("plan", *batch, "--json")[1])["dtype"]
+    expected = json.loads(workplace.call("plan", *BATCH, "--json")[1])["dtype"]
     for dtype in ("bf16", "fp32"):
         (checkpoint / "trainer.json").write_text(json.dumps({"dtype": dtype}))
         assert is_measured() is (dtype == expected)
