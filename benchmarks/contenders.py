@@ -55,23 +55,23 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
         "adapter": adapter_settings(arguments),
         "quantize": getattr(arguments, "quantize", "none"),
     }
-    tuned = malloc_environment(getattr(arguments, "malloc", "tuned")) | threads
+    allocator = malloc_environment(getattr(arguments, "malloc", "tuned")) | threads
     ours = [sys.executable, "-m", "benchmarks.step_ours"]
     peer = str(REPO / "benchmarks" / "peers" / "step_nanogpt.py")
     sizes = _peer_sizes(PRESETS[arguments.model]) if arguments.model in PRESETS else {}
-    found = [Contender("tileforge", [*ours, json.dumps(work | {"kernels": "auto"})], tuned)]
+    found = [Contender("tileforge", [*ours, json.dumps(work | {"kernels": "auto"})], allocator)]
     if arguments.eager:
-        found.append(Contender("eager", [*ours, json.dumps(work | {"kernels": "off"})], tuned))
+        found.append(Contender("eager", [*ours, json.dumps(work | {"kernels": "off"})], allocator))
     for name in ("transformers", "trl", "peft"):
         if getattr(arguments, name, False):
             spec = model_spec(arguments.model)
             asked = {"folder": arguments.model, "vocab_size": spec.vocab_size}
             theirs = [sys.executable, "-m", f"benchmarks.peers.step_{name}"]
-            found.append(Contender(name, [*theirs, json.dumps(work | asked)], tuned))
+            found.append(Contender(name, [*theirs, json.dumps(work | asked)], allocator))
     if arguments.nanogpt:
         asked = {"folder": str(arguments.nanogpt.resolve()), "ipex": False, "sizes": sizes}
         command = [sys.executable, peer, json.dumps(work | asked)]
-        found.append(Contender("nanogpt", command, tuned))
+        found.append(Contender("nanogpt", command, allocator))
     if arguments.intel_module:
         asked = {"folder": str(arguments.intel_module.resolve()), "ipex": True, "sizes": sizes}
         command = [str(arguments.ipex_python), peer, json.dumps(work | asked)]

@@ -123,6 +123,7 @@ def _summarise(
         "tokens_per_s": round(tokens / median["tileforge"], 1),
         "mfu": round(mfu, 4) if mfu <= 1 else None,
         "peak_flops_per_s": round(peak),
+        "dequantized_per_s": ours[0].get("dequantized_per_s"),
         "cpu_mfu": round(flops / cpu_median["tileforge"] / cpu_peak, 4),
         "peak_flops_per_cpu_s": round(cpu_peak),
         **{f"ratio_vs_{name}": round(median[name] / median["tileforge"], 3) for name in peers},

@@ -35,7 +35,7 @@ def main(work: dict[str, Any]) -> None:
     shape = trained_spec(work)
     dtype = work["dtype"]
     alone = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
-    calibration = calibrate(alone, dtype)
+    calibration = calibrate(alone, dtype, quantizes=work.get("quantize") == "nf4")
     peak_flops_per_cpu_s = _gemm_flops_per_cpu_s(TORCH_DTYPES[calibration.dtype])
     model = _model(work)
     optimizers = build_optimizers(model, OptimizerSection())
@@ -73,6 +73,7 @@ def main(work: dict[str, Any]) -> None:
         "estimated_bytes": shape.memory_bytes(setting),
         "peak_flops_per_s": calibration.peak_flops_per_s,
         "peak_flops_per_cpu_s": peak_flops_per_cpu_s,
+        "dequantized_per_s": calibration.dequantized_per_s,
         "versions": {"torch": version("torch"), "tileforge": version_of_code()},
     }
     print(json.dumps(report))

@@ -11,7 +11,7 @@ from payload.training_sections import Quantize
 
 TYPICAL_DEQUANTIZED_PER_S: dict[Dtype, float] = {"bf16": 0.75e9, "fp32": 2.0e9}
 """Weights that an AVX-512 core dequantises in a second, where no run has measured it. Measured for
-bf16 on an EPYC; for fp32 on a Xeon without instructions for bf16, where bf16 has 3.7e9."""
+bf16 on an EPYC; for fp32 on a Xeon without instructions for bf16, where bf16 has 4.1e9."""
 
 _GIB = 2**30
 
@@ -31,7 +31,7 @@ class QuantizedCost:
     whole_step_s: float
     """Predicted computing of a step, with the kernels where they run."""
     nf4_step_s: float
-    """The same without kernels, with the 4-bit weights dequantised in every pass."""
+    """Predicted computing of a step beside 4 bits: no kernels, and dequantising in every pass."""
     dequantize_s: float
     """Part of that for dequantising."""
     is_measured: bool
@@ -46,7 +46,8 @@ class QuantizedCost:
         is_short = self.room_bytes is not None and self.whole_bytes > self.room_bytes
         return "nf4" if is_short else "none"
 
-    def _set(self, dtype: Dtype) -> str:
+    def _with_dtype(self, dtype: Dtype) -> str:
+        """Return what sets a dtype that is not the run's already."""
         return "" if dtype == self.auto_dtype else f' with precision.dtype = "{dtype}"'
 
     def sentence(self) -> str:
@@ -54,9 +55,9 @@ class QuantizedCost:
         saved, ratio = self.whole_bytes - self.nf4_bytes, self.nf4_step_s / self.whole_step_s
         how = "measured" if self.is_measured else "typical, not measured"
         name = self.whole_dtype
-        wanted = f'model.quantize = "none"{self._set(name)}'
+        wanted = f'model.quantize = "none"{self._with_dtype(name)}'
         advice = (
-            f"{name} does not fit: use nf4{self._set(self.nf4_dtype)}"
+            f"{name} does not fit: use nf4{self._with_dtype(self.nf4_dtype)}"
             if self.recommended() == "nf4"
             else f"{name} fits: {wanted} is recommended"
             if self.room_bytes is not None

@@ -18,8 +18,6 @@ from tests.support.launching import REPO
 
 GIB = 2**30
 LARGE = spec_of(CONFIGS["Llama-3.3-70B-Instruct"], where="test").with_sequence_length(512)
-
-
 BF16_FITS = 'bf16 fits: model.quantize = "none" with precision.dtype = "bf16" is recommended'
 
 
@@ -55,18 +53,18 @@ def test_bf16_is_recommended_where_it_fits_and_4_bits_where_it_does_not() -> Non
 
 
 @pytest.mark.parametrize(
-    ("length", "device", "bf16", "advice"),
+    ("length", "room", "device", "bf16", "advice"),
     [
-        (512, "cpu", 3e11, BF16_FITS),
-        (512, "cpu", 3e10, "fp32 does not fit: use nf4"),
+        (512, 300, "cpu", 3e11, BF16_FITS),
+        (512, 300, "cpu", 3e10, "fp32 does not fit: use nf4"),
         # The peaks are those of cores.
-        (512, "cuda", 3e10, BF16_FITS),
-        # 4 bits do not fit either: they compute in fp32, without kernels.
-        (8192, "cpu", 3e10, BF16_FITS),
+        (512, 300, "cuda", 3e10, BF16_FITS),
+        # 4 bits do not fit either.
+        (8192, 400, "cpu", 3e10, BF16_FITS),
     ],
 )
 def test_where_fp32_does_not_fit_the_faster_of_4_bits_and_a_whole_base_in_bf16_is_advised(
-    length: int, device: str, bf16: float, advice: str
+    length: int, room: int, device: str, bf16: float, advice: str
 ) -> None:
     costs = [
         quantized_cost(
@@ -77,9 +75,9 @@ def test_where_fp32_does_not_fit_the_faster_of_4_bits_and_a_whole_base_in_bf16_i
             core_flops_per_s={"bf16": bf16, "fp32": 1.6e11},
             dequantized_per_s=None,
             cores=1,
-            room_bytes=room,
+            room_bytes=each * GIB,
         )
-        for room in (2000 * GIB, (300 if length == 512 else 400) * GIB, 16 * GIB)
+        for each in (2000, room, 16)
     ]
     much, some, little = (each for each in costs if each is not None)
     assert 'fp32 fits: model.quantize = "none" is recommended' in much.sentence()

@@ -26,7 +26,7 @@ def main(work: dict[str, Any]) -> None:
     torch.manual_seed(1)
     folder = Path(work["folder"])
     is_quantized = work["quantize"] == "nf4"
-    base = quantized(folder, work["dtype"]) if is_quantized else transformers_model(folder)
+    base = quantized_model(folder, work["dtype"]) if is_quantized else transformers_model(folder)
     model = peft_model(base, work["adapter"])
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -61,7 +61,7 @@ def main(work: dict[str, Any]) -> None:
     print(json.dumps(report))
 
 
-def quantized(folder: Path, dtype: str) -> Any:
+def quantized_model(folder: Path, dtype: str) -> Any:
     """Return transformers' model of the folder with its linears in 4 bits, the rest in `dtype`."""
     import transformers
 

@@ -128,7 +128,7 @@ def train(
 
 
 def _dtype_choice(config: RunConfig, start: Start) -> DtypeChoice:
-    """The config's, but a resumed run keeps what `auto` chose for it; fp8 wants bf16."""
+    """Return the config's, but a resumed run keeps what `auto` chose for it; fp8 wants bf16."""
     if config.wants_bf16():
         return "bf16"
     if config.precision.dtype == "auto" and start.state is not None:

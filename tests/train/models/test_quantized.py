@@ -43,6 +43,7 @@ from payload.training_sections import AdapterSection, OptimizerSection
 from tests.support.launching import losses, mpirun, run, summary, train_program
 from tests.train.alone import ALONE, train_alone
 
+DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
 SETTINGS = AdapterSection(kind="lora", rank=4, alpha=8)
 NF4 = (
     *("model.quantize=nf4", "data.sequence_length=32"),
@@ -205,9 +206,6 @@ def test_memory_is_estimated_for_the_weights_that_the_dtype_holds(labels: int | 
     assert spec.rank_memory_bytes(one, checkpointed=True) == max(less, start)
 
 
-DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
-
-
 def pefts_losses(
     folder: Path, adapter: Path, settings: OptimizerSection, steps: int
 ) -> list[float]:
@@ -243,7 +241,7 @@ def pefts_losses(
     return found
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_resume_is_bitwise_and_its_checkpoint_says_how_the_base_was_quantised(
     base: Path, tmp_path: Path, tiny_config: Path, dtype: str
 ) -> None:
@@ -278,7 +276,7 @@ def exported_weights_compute_as_the_run_did(checkpoint: Path, base: Path, out: P
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_two_ranks_have_one_quantised_base(
     base: Path, tmp_path: Path, tiny_config: Path, dtype: str
 ) -> None:
