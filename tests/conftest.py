@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from payload.core_speed import has_bf16
+from tests.support import started_processes, stress, timed_groups
 from tests.support.data_folders import make_data_folder
 from tests.support.groups import GroupScheduling, place_of
 from tests.support.launching import TINY_RUN
@@ -86,11 +87,19 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--stress`."""
+    stress.add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
     """Make temporary folders in memory, keep compiled modules, spin less, let Ctrl-C interrupt.
 
     What a shell starts in the background ignores it, and so do the children of that.
     """
+    for plugin in (started_processes, stress, timed_groups):
+        config.pluginmanager.register(plugin)
     use_memory()
     # Containers set it. Each of the thousands of processes would compile the payload for itself:
     # that is half of the 0.5 s of processor time in which a command of the operator starts.

@@ -27,4 +27,5 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
     """Gives whole groups to workers. xdist 3.8's own `--dist loadgroup` sees none in pytest 9.2."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return group_of(nodeid)
+        stressed = self.config.getoption("stress")
+        return nodeid if stressed else group_of(nodeid)

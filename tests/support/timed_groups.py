@@ -1,0 +1,59 @@
+"""Prints how long each group of tests took, by their markers, and the slowest 20 tests.
+
+A pytest plugin; tests/conftest.py registers it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+
+GROUPS = ("engine", "nfs", "ipex", "rig", "sshd", "slow", "ranks", "processes")
+"""A test with several of these markers counts for the first."""
+_SLOWEST = 20
+
+
+@dataclass(slots=True)
+class GroupTime:
+    """The tests of a group."""
+
+    tests: set[str] = field(default_factory=set)
+    seconds: float = 0.0
+    """The sum over its tests, set-up and teardown included."""
+    begin: float = float("inf")
+    end: float = 0.0
+
+    def add(self, report: pytest.TestReport) -> None:
+        """Add a phase of a test."""
+        self.tests.add(report.nodeid)
+        self.seconds += report.duration
+        self.begin, self.end = min(self.begin, report.start), max(self.end, report.stop)
+
+
+def group_name(report: pytest.TestReport) -> str:
+    """Return the group of a test."""
+    return next((name for name in GROUPS if name in report.keywords), "in one process")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the table."""
+    groups: dict[str, GroupTime] = defaultdict(GroupTime)
+    tests: dict[str, float] = defaultdict(float)
+    reports = [each for outcome in terminalreporter.stats.values() for each in outcome]
+    for report in reports:
+        if isinstance(report, pytest.TestReport):
+            groups[group_name(report)].add(report)
+            tests[report.nodeid] += report.duration
+    if not groups:
+        return
+    terminalreporter.section("time of each group of tests")
+    terminalreporter.write_line(f"{'group':<16}{'tests':>7}{'sum, s':>9}{'first to last, s':>18}")
+    for name, group in sorted(groups.items(), key=lambda each: -each[1].seconds):
+        span = group.end - group.begin
+        row = f"{name:<16}{len(group.tests):>7}{group.seconds:>9.0f}{span:>18.0f}"
+        terminalreporter.write_line(row)
+    terminalreporter.section(f"the slowest {_SLOWEST} tests")
+    for nodeid, seconds in sorted(tests.items(), key=lambda each: -each[1])[:_SLOWEST]:
+        terminalreporter.write_line(f"{seconds:7.1f} s  {nodeid}")
