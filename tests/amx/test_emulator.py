@@ -10,6 +10,7 @@ import pytest
 
 from tests.amx.emulation import Emulation, read_counts
 
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 SOURCE = Path(__file__).with_name("tiles.c")
 
 

@@ -12,6 +12,8 @@ import pytest
 from tests.amx.emulation import Emulation, read_counts
 from tests.support.launching import REPO
 
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
 
 @pytest.mark.parametrize(
     ("tests", "products"),

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.__main__ import short_set
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_every_benchmark_of_the_short_set_has_the_options_that_it_is_given() -> None:
     commands = short_set(Path("data/stdlib"))
     helps = [

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.contenders import REPO
 
 CONFIG = {
@@ -23,6 +25,7 @@ CONFIG = {
 }
 
 
+@pytest.mark.slow
 def test_the_last_line_has_this_project_s_figures_beside_its_peers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     sizes = ["--micro-batch-size", "2", "--sequence-length", "16", "--steps", "2"]

@@ -59,6 +59,7 @@ def test_documents_with_characters_that_they_see_differently_go_to_tiktoken() ->
     assert np.diff(encoded.offsets).tolist() == [len(tokens) for tokens in expected]
 
 
+@pytest.mark.slow
 def test_every_other_code_point_is_seen_alike(tmp_path: Path) -> None:
     # With these ranks, a letter, digit or sign joined to the character behind it shows as one token
     # of both, so equal tokens mean that the character is of the same class.

@@ -132,6 +132,7 @@ def test_source_of_unknown_length_is_split_by_hash_and_meta_says_so(
     assert meta.train_documents + meta.val_documents == 200
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded_on_words_that_never_repeat(tmp_path: Path) -> None:
     # 120 MB of them take gigatoken alone to 1.45 GB.
     generator = np.random.default_rng(0)

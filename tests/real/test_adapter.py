@@ -19,7 +19,7 @@ from payload.training_sections import AdapterSection, EngineSection, OptimizerSe
 from tests.support.smollm2 import smollm2_folder
 from tests.train.alone import ALONE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
 
 STEPS, RANK, LR = 20, 16, 2e-4
 SETTINGS = OptimizerSection(lr=LR, min_lr=LR)

@@ -23,7 +23,7 @@ from tests.support.chat_data import prepare
 from tests.support.launching import metrics
 from tests.support.smollm2 import smollm2_folder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
 
 LENGTH, STEPS = 256, 60
 # On a CPU that emulates bf16 the job would take an hour.

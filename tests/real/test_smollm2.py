@@ -171,6 +171,7 @@ def test_the_loss_is_that_of_transformers(
     assert row["val_loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_continued_pretraining_lowers_the_loss_on_text_that_was_held_out(
     model: Path, trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +179,7 @@ def test_continued_pretraining_lowers_the_loss_on_text_that_was_held_out(
     assert after < before
 
 
+@pytest.mark.slow
 def test_the_checkpoint_gives_the_same_greedy_tokens_in_transformers(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +208,7 @@ def test_a_chat_turn_gets_an_answer(
     assert row["text"] == "The capital of France is Paris."
 
 
+@pytest.mark.slow
 def test_lm_evaluation_harness_takes_a_checkpoint_by_the_documented_command(
     trained: Path, tmp_path: Path
 ) -> None:
@@ -268,6 +271,7 @@ def test_the_published_gguf_file_has_its_sizes_and_its_tokens(
     assert found == own
 
 
+@pytest.mark.slow
 def test_a_gguf_of_it_gives_the_same_greedy_tokens_in_transformers(
     model: Path, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ def test_a_run_of_two_nodes_is_this_file(engine: Engine) -> None:
     assert_golden(f"export.{engine.name}.{suffix}", engine.render(job_for(engine)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_image", [True, False])
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_the_engine_s_own_parser_takes_the_file(
@@ -50,6 +51,7 @@ def test_the_engine_s_own_parser_takes_the_file(
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [

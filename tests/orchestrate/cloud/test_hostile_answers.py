@@ -216,9 +216,10 @@ def with_value(document: Any, path: tuple[Any, ...], value: object) -> Any:
     return changed
 
 
+@pytest.mark.parametrize("every", [16, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", READS)
 def test_every_field_of_googles_answers_may_be_hostile(
-    full: Site, name: str, monkeypatch: pytest.MonkeyPatch
+    full: Site, name: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("payload.orchestrate.cloud.listing._OPERATION_S", 0.0)
     pattern, read = READS[name]
@@ -231,14 +232,16 @@ def test_every_field_of_googles_answers_may_be_hostile(
     full.cloud.tamper = record
     assert is_sound(lambda: read(full)) and seen
     for number, path in enumerate(places(seen[0])):
-        for value in HOSTILE[number % 2 :: 2]:
+        for value in HOSTILE[number % every :: every]:
             body = json.dumps(with_value(seen[0], path, value)).encode()
             full.cloud.tamper = answering(pattern, body)
             is_sound(lambda: read(full))
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("status", [200, 403, 404, 500])
+@pytest.mark.parametrize(
+    "status", [200, *(pytest.param(each, marks=pytest.mark.slow) for each in (403, 404, 500))]
+)
 @pytest.mark.parametrize("name", READS)
 def test_an_answer_of_google_that_is_no_document_is_refused(
     full: Site, name: str, status: int
