@@ -37,13 +37,16 @@ SHELL_FILES := bootstrap/tileforge bootstrap/install-payload.sh bootstrap/node-s
 # make itself ends with 2, whatever failed.
 OR_SAY = || { code=$$?; echo "make $@: exit code $$code (README.md, Exit codes)" >&2; exit $$code; }
 SHOWN = @printf '%s\n' '$(subst ','\'',$(1))'; $(1) $(OR_SAY)
-# What the tests marked `sshd` start, real servers on loopback addresses, and `rig`, machines; the
-# browser that tests/report open pages in; shells that tests/cli complete in; the mount whose server
-# tests/storage stop.
+# For the tests marked `sshd`, `rig` and `nfs`; the browser that tests/report open pages in; shells
+# that tests/cli complete in; the mount whose server tests/storage stop.
 TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-container \
+	user-mode-linux nfs-kernel-server kmod \
 	chromium chromium-driver fish zsh prometheus prometheus-node-exporter sshfs
+# The tests that `make test` leaves to `make test-all`; `engine` and `ipex` have targets of their own.
+LONG_TESTS := slow or sshd or rig or nfs
+PYTEST := $(PY) -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder
 
-.PHONY: help run data test test-packages test-engine test-ipex test-nfs check fix dashboard bench docs lock setup setup-run setup-ipex clean
+.PHONY: help run data test test-all test-packages test-engine test-ipex check fix dashboard bench docs lock setup setup-run setup-ipex clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -57,19 +60,18 @@ run: data  ## set up if needed, then the quickstart: one real training run on th
 data: setup-run  ## tokenize the quickstart's text, the Python standard library's source
 	@test -f data/stdlib/meta.json || $(PY) -m payload.data prepare --source stdlib --out data/stdlib --wait $(OR_SAY)
 
-test: setup test-packages  ## set up if needed, then every test that needs no cloud
-	@echo "not in this run: tests/ipex, which needs torch 2.8 in an environment of its own (make test-ipex)"
-	$(PY) -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder $(ARGS)
+test: setup  ## set up if needed, then the tests of minutes: no machines, no servers that need root
+	$(PYTEST) -m 'not ($(LONG_TESTS) or engine or ipex)' $(ARGS)
+
+test-all: test-packages test  ## make test, then every other test that needs no cloud (as root on Debian)
+	$(PYTEST) -m '$(LONG_TESTS)' $(ARGS)
+	$(MAKE) test-ipex
 
 test-packages:  ## as root on Debian or Ubuntu: install what tests start besides
 	@bash tests/install_packages.sh $(TEST_PACKAGES)
 
 test-ipex: setup-ipex  ## the tests of the archived engine, in an environment of their own (7 GB)
 	$(VENV_IPEX)/bin/python -m pytest tests/ipex -m ipex $(ARGS)
-
-test-nfs: setup  ## as root on Debian: nodes that train from an NFS export, in a kernel of its own (minutes)
-	@bash tests/install_packages.sh user-mode-linux nfs-kernel-server kmod
-	$(PY) -m pytest tests/nfs -m nfs $(ARGS)
 
 # The provider of the version that the lock has; Pulumi's CLI fetches it where it is not installed.
 test-engine: setup  ## the tests on Pulumi's real engine, where `pulumi` is on PATH

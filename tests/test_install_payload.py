@@ -127,6 +127,7 @@ def test_it_installs_the_extras_asked_for_and_a_second_run_changes_nothing(tmp_p
     assert install(*options, "--extras", "train", cwd=tmp_path).stderr == ""
 
 
+@pytest.mark.slow
 def test_a_changed_lock_changes_versions_and_removes_what_it_no_longer_has(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     make_wheel(wheels, "alpha", "1.0")
@@ -149,6 +150,7 @@ def test_a_changed_lock_changes_versions_and_removes_what_it_no_longer_has(tmp_p
     assert installed(tmp_path / ".venv") == {"alpha==2.0"}
 
 
+@pytest.mark.slow
 def test_an_interrupted_set_up_is_done_again_once_for_two_that_come_at_once(
     tmp_path: Path,
 ) -> None:
@@ -172,6 +174,7 @@ def test_an_interrupted_set_up_is_done_again_once_for_two_that_come_at_once(
     assert installed(tmp_path / ".venv") == {"alpha==1.0", "beta==1.0"}
 
 
+@pytest.mark.slow
 def test_a_cuda_build_is_announced_with_its_size_before_it_is_installed(tmp_path: Path) -> None:
     links = tmp_path / "links"
     make_wheel(links, "torch", "2.13.0", requires=["nvidia-cublas==13.0", "filelock"])
@@ -199,6 +202,7 @@ def test_a_cuda_build_is_announced_with_its_size_before_it_is_installed(tmp_path
     assert "nvidia_cublas==13.0" in installed(tmp_path / ".venv")
 
 
+@pytest.mark.slow
 def test_a_machine_with_a_gpu_takes_the_cuda_build_unasked_and_looks_for_no_other(
     tmp_path: Path,
 ) -> None:
@@ -213,6 +217,7 @@ def test_a_machine_with_a_gpu_takes_the_cuda_build_unasked_and_looks_for_no_othe
     assert installed(tmp_path / ".venv") == {"torch==2.13.0", "nvidia_cublas==13.0"}
 
 
+@pytest.mark.slow
 def test_a_cpu_build_on_the_plain_index_is_taken_without_ado(tmp_path: Path) -> None:
     links = tmp_path / "links"
     make_wheel(links, "torch", "2.13.0+cpu")
@@ -225,6 +230,7 @@ def test_a_cpu_build_on_the_plain_index_is_taken_without_ado(tmp_path: Path) -> 
     assert list((tmp_path / ".venv").glob("lib/python*/site-packages/__pycache__/torch.*.pyc"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", ["2.13.0", "2.13.0+cpu"])
 def test_a_wheelhouse_with_either_build_of_torch_is_enough(build: str, tmp_path: Path) -> None:
     """As on the rig's machines and on nodes without internet; nothing is downloaded or asked."""
@@ -333,6 +339,7 @@ def test_the_lock_has_every_package_of_pyproject_at_an_allowed_version() -> None
             assert all(version in requirement.specifier for version in versions)
 
 
+@pytest.mark.slow
 def test_a_wheel_that_the_lock_does_not_know_is_refused(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     make_wheel(wheels, "alpha", "1.0")
@@ -345,6 +352,7 @@ def test_a_wheel_that_the_lock_does_not_know_is_refused(tmp_path: Path) -> None:
     assert installed(tmp_path / ".venv") == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["alpha", "torch"])
 def test_an_index_that_shadows_a_package_gets_nothing_installed(name: str, tmp_path: Path) -> None:
     """The same name and version on an index that pip.conf adds: dependency confusion."""
@@ -358,6 +366,7 @@ def test_an_index_that_shadows_a_package_gets_nothing_installed(name: str, tmp_p
     assert installed(tmp_path / ".venv") == set()
 
 
+@pytest.mark.slow
 def test_a_package_without_a_hash_is_refused(tmp_path: Path) -> None:
     lock = write_lock(tmp_path, "alpha==1.0  # train")
     make_wheel(tmp_path / "wheels", "alpha", "1.0")
@@ -378,6 +387,7 @@ def test_every_package_of_the_lock_has_hashes_but_for_intels_own() -> None:
     assert not set(hashes["torch==2.13.0+cpu"]) & set(hashes["torch==2.13.0"])
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_environment_is_made_leaves_no_traceback(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     make_wheel(wheels, "alpha", "1.0")
@@ -411,6 +421,7 @@ def test_messages_name_what_make_can_pass(tmp_path: Path) -> None:
     assert all(f"\n{name} ?=" in make for name in named)
 
 
+@pytest.mark.slow
 def test_set_up_says_every_15_s_that_it_is_at_work(tmp_path: Path) -> None:
     """A stand-in for a slow pip: the clock of the script is what counts, so it is sped up."""
     slow = write_program(

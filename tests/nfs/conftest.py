@@ -1,4 +1,4 @@
-"""Leaves out what boots a kernel with NFS unless it is asked for: it takes minutes."""
+"""Leaves out what boots a kernel with NFS where its programs are not installed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tests.support.left_out import leave_out
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave them out without `-m nfs`, and where the kernel or NFS's programs are not installed."""
-    problem = "not asked for" if config.option.markexpr != "nfs" else missing()
+    """Leave them out where the kernel or NFS's programs are not installed."""
+    problem = missing()
     if problem:
         unwanted = [item for item in items if item.get_closest_marker("nfs")]
-        why = f"that boot a kernel with NFS: {problem} (make test-nfs)."
+        why = f"that boot a kernel with NFS: {problem} (make test-packages)."
         leave_out(config, items, unwanted, folder="tests/nfs", why=why)

@@ -254,6 +254,7 @@ def install_harness(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_published_gguf_file_has_its_sizes_and_its_tokens(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

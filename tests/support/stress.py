@@ -63,7 +63,7 @@ def stress_round(request: pytest.FixtureRequest) -> int:
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
     """Tear every fixture down, those of the session too: the next round makes them again."""
     yield
-    if "stress_round" in getattr(item, "fixturenames", ()):
+    if item.config.getoption("stress"):
         item.session._setupstate.teardown_exact(None)
 
 
