@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from payload.core_speed import has_bf16
-from tests.support import started_processes, stress, timed_groups
+from tests.support import groups, started_processes, stress, timed_groups
 from tests.support.data_folders import make_data_folder
-from tests.support.groups import GroupScheduling, place_of
 from tests.support.launching import TINY_RUN
 from tests.support.left_out import leave_out, notes
 from tests.support.memory_folder import use_memory
@@ -98,7 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     What a shell starts in the background ignores it, and so do the children of that.
     """
-    for plugin in (started_processes, stress, timed_groups):
+    for plugin in (groups, started_processes, stress, timed_groups):
         config.pluginmanager.register(plugin)
     use_memory()
     # Containers set it. Each of the thousands of processes would compile the payload for itself:
@@ -113,7 +112,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest groups begin first; what mounts a file system is left out where it cannot."""
-    items.sort(key=lambda item: place_of(item.nodeid))
+    items.sort(key=lambda item: groups.place_of(item.nodeid))
     leave_out_without_prometheus(config, items)
     if has_bf16() is False:
         leave_out(
@@ -131,12 +130,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             folder="tests/support/small_disk.py",
             why="that fill a disk: they need root on Linux, to mount one.",
         )
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
-    """With several workers, each gets whole groups."""
-    return GroupScheduling(config, log)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

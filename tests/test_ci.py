@@ -31,7 +31,7 @@ def ci(clone: Path, *, fails: str = "") -> int:
     (clone / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", clone / ".ci")
     env = {**os.environ, "PATH": f"{bin_dir}:{os.environ['PATH']}", "FAILS": fails}
-    done = subprocess.run(["bash", str(clone / ".ci" / "run")], env=env, check=False, timeout=30)
+    done = subprocess.run(["bash", str(clone / ".ci" / "run")], env=env, check=False, timeout=60)
     return done.returncode
 
 

@@ -134,7 +134,7 @@ class Engine:
         """End the whole group at once, as a crash of the machine does."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=30)
+        process.wait(timeout=60)
 
     def wait_for_requests(self, count: int, process: subprocess.Popen[bytes]) -> None:
         """Return when the cloud has been sent so many requests, or the process has ended."""

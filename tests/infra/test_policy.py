@@ -39,7 +39,7 @@ def analyzer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             yield analyzer_pb2_grpc.AnalyzerStub(channel)
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=60)
         process.stdout.close()
 
 

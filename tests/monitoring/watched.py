@@ -38,7 +38,7 @@ class Watched:
     def ask(self, path: str, **parameters: str | float) -> Any:
         """Return the data of an answer of Prometheus's HTTP API."""
         query = urllib.parse.urlencode(parameters)
-        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=60) as answer:
             found = json.load(answer)
         assert found["status"] == "success"
         return found["data"]

@@ -84,7 +84,7 @@ def test_a_port_of_the_head_comes_here_whole_and_for_several_at_once(
         answers: list[bytes] = []
 
         def fetch() -> None:
-            with urllib.request.urlopen(f"http://127.0.0.1:{here}/a", timeout=30) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{here}/a", timeout=60) as answer:
                 answers.append(answer.read())
 
         threads = [threading.Thread(target=fetch) for _ in range(4)]
@@ -94,9 +94,9 @@ def test_a_port_of_the_head_comes_here_whole_and_for_several_at_once(
             thread.join()
         assert answers == [BIG] * 4
         with pytest.raises(OSError):  # reset or closed: nobody is there
-            urllib.request.urlopen(f"http://127.0.0.1:{dead}/a", timeout=30)
+            urllib.request.urlopen(f"http://127.0.0.1:{dead}/a", timeout=60)
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"http://127.0.0.1:{here}/a", timeout=30)
+        urllib.request.urlopen(f"http://127.0.0.1:{here}/a", timeout=60)
 
 
 @pytest.mark.sshd

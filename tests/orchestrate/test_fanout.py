@@ -28,7 +28,7 @@ from tests.support.waiting import wait_until
 
 def test_all_nodes_are_asked_at_once() -> None:
     nodes = make_inventory(num_nodes=3).nodes
-    meeting = threading.Barrier(3, timeout=30)
+    meeting = threading.Barrier(3, timeout=60)
 
     def meet(node: Node) -> str:
         meeting.wait()
@@ -82,7 +82,7 @@ def test_what_is_to_be_undone_has_ended_even_after_ctrl_c() -> None:
         if node.name == "node-0":
             wait_until(main_thread_waits, what="the main thread to wait for all")
             os.kill(os.getpid(), signal.SIGINT)
-        interrupted.wait(30)
+        interrupted.wait(60)
         # Nothing sets it before all have ended; a second is time enough to return too early.
         ended.append(returned.wait(1))
 

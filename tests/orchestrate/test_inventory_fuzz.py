@@ -165,7 +165,7 @@ def ssh_says(config: Path, host: str) -> list[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert done.returncode == 0, done.stderr

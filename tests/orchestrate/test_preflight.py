@@ -344,7 +344,7 @@ def test_the_operator_s_own_ssh_reaches_every_node_afterwards(
     assert preflight(inventory, login, tmp_path) == ExitCode.BOOTSTRAP
     for sshd in nodes:
         argv = ["ssh", "-F", ".cluster/test/ssh_config", sshd.node.name, "echo", "$HOME"]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
         assert done.stdout.strip() == str(sshd.home), done.stderr
 
 

@@ -62,7 +62,7 @@ def ssh_from_head(key: RunKey, node: Node, argv: Sequence[str]) -> CompletedProc
         ["ssh", "-F", str(key.config), node.address, *argv],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
 
@@ -321,7 +321,7 @@ def test_the_claim_of_an_operator_whose_connection_breaks_is_free_again(
         broken = stack.enter_context(cluster_of(inventory, login))
         stack.enter_context(claimed(broken, inventory, run_dir=run_dir, say=print))
         broken.connect(inventory.head).close()
-        with claimed(other, inventory, run_dir=run_dir, say=print, timeout_s=20) as claim:
+        with claimed(other, inventory, run_dir=run_dir, say=print, timeout_s=60) as claim:
             assert claim.running is None
 
 
@@ -360,7 +360,7 @@ def test_a_stolen_run_key_opens_no_node_from_elsewhere(nodes: list[Sshd], login:
     worker = nodes[1].node
     assert ssh_from_head(key, worker, ["true"]).returncode == 0
     argv = ["ssh", "-F", str(key.config), "-b", "127.0.0.9", worker.address, "true"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 255 and "Permission denied" in done.stderr, done.stderr
 
 

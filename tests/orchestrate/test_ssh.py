@@ -10,7 +10,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,12 +118,22 @@ def test_a_failing_command_is_named_with_its_last_words(node: Sshd, login: Login
         connection.check_run(["ls", "/nowhere"], timeout_s=60)
 
 
+def has_sleeping(sshd: Sshd) -> bool:
+    """Whether a command of the test sleeps on the node, however far its shells have come."""
+    return any("sleep 300" in command_line(pid) for pid in sshd.processes())
+
+
+def command_line(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").replace("\0", " ")
+    return ""
+
+
 def test_a_command_that_takes_too_long_is_ended_on_the_node(node: Sshd, login: Login) -> None:
     with connected(node.node, login) as connection:
         with pytest.raises(PreflightError, match=r"node-0: `sh` has not ended within 3 s"):
-            connection.run(["sh", "-c", "echo $$ > ~/pid; exec sleep 300"], timeout_s=3)
-        process = int((node.home / "pid").read_text(encoding="ascii"))
-        wait_until(lambda: not Path(f"/proc/{process}").exists(), what="the command's end")
+            connection.run(["sh", "-c", "sleep 300; true"], timeout_s=3)
+        wait_until(lambda: not has_sleeping(node), what="the command's end")
         assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
 
 
@@ -254,26 +264,28 @@ def test_a_connection_that_breaks_is_said_to(start_sshd: StartSshd, login: Login
 
 
 def test_a_message_that_is_late_for_its_channel_does_not_end_the_connection(
-    node: Sshd, login: Login, monkeypatch: pytest.MonkeyPatch
+    node: Sshd, login: Login, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     send = ssh._Transport._send_user_message
+    may_end = tmp_path / "may_end"
     was_late: list[Any] = []
 
     def send_late(transport: Any, message: Any) -> None:
         """Send the end of a command's input when the command has ended and is forgotten."""
         if message.asbytes()[:1] == b"\x60" and threading.current_thread() is not transport:
+            may_end.touch()
             wait_until(lambda: not transport._channels.values(), what="the channel's close")
             was_late.append(message)
         send(transport, message)
 
     monkeypatch.setattr(ssh._Transport, "_send_user_message", send_late)
     with connected(node.node, login) as connection:
-        for _ in range(3):
-            assert connection.run(["sleep", "0.2"], timeout_s=60).status == 0
+        # Ends once the end of its input is about to be sent.
+        waits = f"until [ -e {may_end} ]; do sleep 0.01; done"
+        assert connection.run(["sh", "-c", waits], timeout_s=60).status == 0
+        assert len(was_late) == 1
         # The node answers what came before it closes.
         assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
-    # Where the command ends first, nothing is sent late.
-    assert was_late
     assert "nonexistent channel" not in node.log.read_text(encoding="utf-8")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,25 @@ from payload.results import RunPaths
 from payload.supervise.processes import processes_of
 from tests.orchestrate.test_trainer import TIMEOUT_S, start
 from tests.supervise.planned import wait_for_steps
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.ranks
 
 SHARD = ("distributed.strategy=shard",)
 PIPELINE = ("distributed.pipeline_parallel=2", "model.n_layer=2")
+_HALF = "step_00000004.partial"
+# In the ranks, once: the writer stops after the tensors, before the file that says what they are.
+_STOP_WHILE_WRITING = f"""
+import os, sys, time
+
+def stop(event, arguments, reached=os.path.join(os.path.dirname(__file__), "reached")):
+    if event == "open" and "{_HALF}/trainer.json" in str(arguments[0]):
+        if not os.path.exists(reached):
+            os.mkdir(reached)
+            time.sleep(3600)
+
+sys.addaudithook(stop)
+"""
 ENDLESS = ("train.steps=100000", "train.checkpoint_every=0", "limits.max_restarts=0")
 
 
@@ -56,17 +69,22 @@ def test_ranks_that_die_while_they_write_a_checkpoint_go_on_bitwise_from_the_one
     (tmp_path / "whole").mkdir()
     whole = start(tmp_path / "whole", *settings, *steps)
     assert whole.wait(TIMEOUT_S) == 0
-    process = start(tmp_path, *settings, *steps)
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(_STOP_WHILE_WRITING, encoding="utf-8")
+    process = start(tmp_path, *settings, *steps, env={"PYTHONPATH": str(hook)})
     paths = RunPaths(tmp_path / "runs" / "one")
     pids = wait_for_steps(paths, step=1, timeout_s=TIMEOUT_S)
-    written = _partial_beside_a_whole_one(paths)
+    half = hook / "reached"
+    wait_until(half.exists, what="a checkpoint to be half written", timeout_s=TIMEOUT_S)
+    assert [each.name for each in partial_checkpoints(paths.checkpoints)] == [_HALF]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == ExitCode.RANK_LOST, err
     assert "was killed by signal 9 (SIGKILL)" in err
     left = checkpoint_folders(paths.checkpoints)
-    assert left and written not in [each.name for each in left]
+    assert [each.name for each in left] == ["step_00000002"]
     assert not any(map(manifest_problems, left))
     words = ["run", "--resume", "one", "--inventory", "local", "--runs-dir", str(tmp_path / "runs")]
     assert main(words, os.environ) == ExitCode.OK
@@ -75,16 +93,3 @@ def test_ranks_that_die_while_they_write_a_checkpoint_go_on_bitwise_from_the_one
         for each in (paths, RunPaths(tmp_path / "whole" / "runs" / "one"))
     )
     assert all(torch.equal(each, theirs[name]) for name, each in ours.items())
-
-
-def _partial_beside_a_whole_one(paths: RunPaths) -> str:
-    """Wait until a checkpoint is being written and there is one before it; return its name."""
-    ends_s = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < ends_s:
-        # In this order: what is whole by now is not the one that is seen while it is written.
-        whole = checkpoint_folders(paths.checkpoints)
-        partial = partial_checkpoints(paths.checkpoints)
-        if partial and whole:
-            return partial[0].name.partition(".")[0]
-        time.sleep(0.002)  # a checkpoint is a write and a sync: long enough to be seen
-    raise AssertionError("no checkpoint was seen while it was written")

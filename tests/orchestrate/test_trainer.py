@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,12 @@ SETTINGS = (
 )
 
 
-def start(folder: Path, *settings: str, runs_dir: Path | None = None) -> subprocess.Popen[str]:
+def start(
+    folder: Path,
+    *settings: str,
+    runs_dir: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.Popen[str]:
     data = make_data_folder(folder / "data", num_train_tokens=4000, num_val_tokens=200)
     chosen = (*SETTINGS, f"data.dir={data}", *settings)
     return subprocess.Popen(
@@ -48,6 +54,7 @@ def start(folder: Path, *settings: str, runs_dir: Path | None = None) -> subproc
             *(word for setting in chosen for word in ("--set", setting)),
         ],
         cwd=REPO,
+        env={**os.environ, **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

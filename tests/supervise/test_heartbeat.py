@@ -15,6 +15,7 @@ import pytest
 
 from payload.launch.environment import RUN_DIR
 from payload.results import RankExit, RankProgress, RunPaths, write_json
+from payload.supervise.heartbeat import EVERY_S
 from tests.supervise.planned import DEADLINE_S, REPO
 
 
@@ -98,6 +99,7 @@ def test_without_a_word_from_the_head_the_node_ends_the_run_itself(
 
 def test_a_word_from_the_head_calls_forth_no_sign_of_its_own(paths: RunPaths) -> None:
     """Or the two would answer each other without end, on a core of each node."""
+    began_s = time.monotonic()
     with start(paths) as process:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.readline()
@@ -110,6 +112,7 @@ def test_a_word_from_the_head_calls_forth_no_sign_of_its_own(paths: RunPaths) ->
         beats = 1
         while "ended" not in json.loads(process.stdout.readline()):
             beats += 1
-        assert beats < 10
+        # One is due every second, however long a busy machine takes.
+        assert beats <= 1 + (time.monotonic() - began_s) / EVERY_S
         process.stdin.close()
         assert process.wait(DEADLINE_S) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -407,7 +408,9 @@ def test_a_stopped_rank_is_a_hang_that_names_it(tmp_path: Path, launcher: str) -
     assert supervisor.wait(DEADLINE_S) == ExitCode.HANG
     state = state_of(paths)
     assert (state.exit_class, state.failed_rank) == ("hang", 1)
-    assert "no rank made progress for 2 s (limit 2 s)" in str(state.error)
+    # Both grow on a busy machine: the limit with the steps, the first with when it is looked at.
+    told = re.search(r"no rank made progress for (\d+) s \(limit (\d+) s\)", str(state.error))
+    assert told is not None and int(told[1]) >= int(told[2]) >= 2, state.error
     assert f"stopped by a signal: rank 1 on {state.node} at step" in str(state.error)
     assert not processes_of(paths.root)
 

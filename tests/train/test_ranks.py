@@ -92,7 +92,10 @@ def test_a_run_says_what_its_start_consisted_of(trained: Trained) -> None:
 
 def test_a_start_counts_from_the_birth_of_its_process() -> None:
     born_unix = psutil.Process().create_time()
-    assert process_age_s() == pytest.approx(time.time() - born_unix, abs=1.5)
+    least_s = time.time() - born_unix
+    age_s = process_age_s()
+    # The kernel's own times are off by a second at most; a busy machine may stop us in between.
+    assert least_s - 1.5 <= age_s <= time.time() - born_unix + 1.5
 
 
 def test_a_rank_that_compiles_nothing_does_not_load_the_compiler(trained: Trained) -> None:

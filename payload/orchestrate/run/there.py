@@ -44,6 +44,7 @@ from payload.untrusted import shown
 _ACTION_S = 20.0
 _START_S = 60.0
 _LEAVE_S = 10.0
+_KILL_S = 60.0
 
 _T = TypeVar("_T")
 
@@ -192,9 +193,10 @@ class RemoteRun:
         if left and self.is_alive():
             return
         if left:
-            ask(left, kill=True)
-            time.sleep(1.0)
-            left = ask(left)
+            # A killed rank with tens of GB stays for seconds, until the kernel has freed them.
+            ends = time.monotonic() + _KILL_S
+            while (left := ask(left, kill=True)) and time.monotonic() < ends:
+                time.sleep(0.5)
         if left:
             listed = "; ".join(f"{node.name}: {found[node.name]}" for node in left)
             raise RankLostError(f"processes of run {self.paths.run_id} do not end: {listed}.")

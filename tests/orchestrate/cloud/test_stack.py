@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -115,11 +114,9 @@ def test_a_name_that_no_stack_can_have_is_refused(site: Site, name: str) -> None
 def test_a_pulumi_that_does_not_answer_is_not_waited_for_longer_than_the_deadline(
     site: Site,
 ) -> None:
-    site.pulumi.on("stack", "output", takes_s=30.0)
-    began = time.monotonic()
+    site.pulumi.on("stack", "output", takes_s=3600.0)
     with pytest.raises(PulumiError, match=r"has not answered within 0\.5 s"):
         read_outputs(Pulumi(site.env, folder=site.folder, timeout_s=0.5))
-    assert time.monotonic() - began < 30
 
 
 def test_outputs_of_another_release_or_without_sense_are_refused(site: Site) -> None:

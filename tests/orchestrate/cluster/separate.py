@@ -137,7 +137,7 @@ class SeparateNodes(Whole):
     def kill_node(self, i: int) -> None:
         """End every process of a node, sshd too."""
         os.killpg(self._started[i].pid, signal.SIGKILL)
-        self._started[i].wait(30)
+        self._started[i].wait(60)
 
     def within(self, i: int, *argv: str) -> None:
         """Run a command with a node's files and processes."""

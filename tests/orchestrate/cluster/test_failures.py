@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,10 +56,8 @@ def test_a_run_goes_on_after_a_cut_link_and_ends_with_41_when_the_node_dies(
         lambda: paths.newest_checkpoint() is not None, what="a checkpoint", timeout_s=TIMEOUT_S
     )
     link.unplug()
-    began = time.monotonic()
+    # Within this time: gloo would have waited for 600 s.
     wait_until(lambda: bool(state_of(paths).note), what="the verdict", timeout_s=TIMEOUT_S)
-    # gloo would have waited for 600 s.
-    assert time.monotonic() - began < 60
     note = str(state_of(paths).note)
     assert "node lost: node-1 cannot be reached" in note, note
     assert "Seeing whether it can be started again" in note and state_of(paths).attempt == 1
