@@ -146,7 +146,9 @@ def test_an_unfinished_run_of_another_source_is_not_overwritten(
 def test_a_lost_partial_file_is_named(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = ["prepare", "--source", "jsonl", f"--input={corpus}", f"--out={tmp_path / 'out'}"]
+    big = tmp_path / "big.jsonl"  # or a busy machine lets it end before the kill
+    big.write_bytes(corpus.read_bytes() * 6)
+    args = ["prepare", "--source", "jsonl", f"--input={big}", f"--out={tmp_path / 'out'}"]
     killed = subprocess.Popen(
         data_command(*args, "--shard-mib", "1"),
         cwd=REPOSITORY,

@@ -110,9 +110,19 @@ def test_a_shared_folder_answers_is_read_only_or_silent(tmp_path: Path) -> None:
         def ask() -> SharedFolder | None:
             return probe(tmp_path, state=None, route_to=None, shared_folder=str(folder)).shared
 
-        fine = ask()
-        assert fine is not None and fine.mounted and fine.error is None
-        assert fine.took_s is not None
+        def answer() -> SharedFolder:
+            """Of the first probe in time: on a busy machine one may be given up, too."""
+            found: list[SharedFolder] = []
+
+            def has_answered() -> bool:
+                found.extend([each] if (each := ask()) is not None else [])
+                return bool(found) and (found[-1].took_s is not None or found[-1].error is not None)
+
+            wait_until(has_answered, what="an answer in time")
+            return found[-1]
+
+        fine = answer()
+        assert fine.mounted and fine.error is None
         # sshfs hides a deleted file until its close has reached the server, which no one waits for.
         wait_until(lambda: list(folder.iterdir()) == [], what="the probe's file to be gone")
         with stopped(server_pid):
@@ -122,8 +132,7 @@ def test_a_shared_folder_answers_is_read_only_or_silent(tmp_path: Path) -> None:
         wait_until(
             lambda: subprocess.run(remount, check=False).returncode == 0, what="nobody to write"
         )
-        refused = ask()
-        assert refused is not None and refused.error == "EROFS"
+        assert answer().error == "EROFS"
 
 
 def test_a_folder_that_should_be_mounted_and_is_not_is_told(tmp_path: Path) -> None:

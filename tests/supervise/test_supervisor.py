@@ -88,6 +88,16 @@ def test_torchrun_leaves_nothing_in_the_temporary_folder(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_a_run_s_folder_may_lie_deeper_than_a_socket_s_address_is_long(
+    tmp_path: Path, launcher: str
+) -> None:
+    """A Unix socket's path has at most 107 bytes (unix(7)); no part of a run has one there."""
+    paths = plan_stand_in(tmp_path / ("deep" * 40) / "run", "--steps", "2", launcher=launcher)
+    assert supervise(paths, env={"TMPDIR": str(paths.root)}).wait(DEADLINE_S) == ExitCode.OK
+    assert _summary(paths).status == "finished"
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, launcher: str) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, launcher=launcher)
     supervisor = supervise(paths)

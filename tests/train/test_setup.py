@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from payload import checkpoint_files
 from payload.errors import CheckpointError, ConfigError
 from payload.models.gpt2 import Gpt2Spec
 from payload.results import RunPaths
@@ -20,12 +20,22 @@ from tests.train.test_model import SMALL
 KEEPS_TWO = parse_run_config("", overrides=["train.keep_checkpoints=2"], where="test")
 
 
-def shape_of_a_checkpoint(size_bytes: float) -> Gpt2Spec:
-    """A model whose weights and moments take so much disk; its vocabulary is as large as needed."""
-    words = size_bytes / 12 / SMALL.n_embd
+FREE_BYTES = 10**10
+
+
+@pytest.fixture
+def known_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free stays the same, whatever others write meanwhile."""
+    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda _: FREE_BYTES)
+
+
+def shape_of_a_checkpoint(*, room: float) -> Gpt2Spec:
+    """A model of whose weights and moments `room` fit; its vocabulary is as large as needed."""
+    words = FREE_BYTES / room / 12 / SMALL.n_embd
     return replace(SMALL, vocab_size=int(words))
 
 
+@pytest.mark.usefixtures("known_disk")
 @pytest.mark.parametrize(
     ("there", "room", "refusal"),
     [
@@ -41,11 +51,10 @@ def shape_of_a_checkpoint(size_bytes: float) -> Gpt2Spec:
 def test_a_start_needs_room_for_the_checkpoints_that_are_not_there_yet(
     tmp_path: Path, there: int, room: float, refusal: str | None
 ) -> None:
-    """The disk is the real one; checkpoints are of a size of which `room` fit in what is free."""
     paths = RunPaths(tmp_path)
     for step in range(there):
         paths.checkpoint(step + 1).mkdir(parents=True)
-    shape = shape_of_a_checkpoint(shutil.disk_usage(tmp_path).free / room)
+    shape = shape_of_a_checkpoint(room=room)
     if refusal is None:
         require_disk_space(KEEPS_TWO, shape, paths=paths)
     else:
@@ -53,10 +62,11 @@ def test_a_start_needs_room_for_the_checkpoints_that_are_not_there_yet(
             require_disk_space(KEEPS_TWO, shape, paths=paths)
 
 
+@pytest.mark.usefixtures("known_disk")
 def test_a_run_with_a_store_needs_room_for_the_checkpoint_that_is_uploaded(tmp_path: Path) -> None:
     with_store = ["train.keep_checkpoints=2", f"storage.results={tmp_path / 'store'}"]
     config = parse_run_config("", overrides=with_store, where="test")
-    shape = shape_of_a_checkpoint(shutil.disk_usage(tmp_path).free / 4.5)
+    shape = shape_of_a_checkpoint(room=4.5)
     with pytest.raises(ConfigError, match=r"5 more of 5 checkpoints .*on its way to the store"):
         require_disk_space(config, shape, paths=RunPaths(tmp_path))
 
